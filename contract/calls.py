@@ -1,0 +1,131 @@
+"""The records of one tool call: what is asked, what travels with it, what comes back. Frozen, fully typed, size-capped."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from contract.errors import ErrorCode
+
+MAX_ARGUMENTS_BYTES = 512 * 1024
+"""Arguments of one call as JSON. Larger content travels as a blob."""
+MAX_OUTPUT_CHARS = 256 * 1024
+"""Text of one result; tools cut far earlier and say so."""
+DEFAULT_TIMEOUT_S = 30.0
+MAX_TIMEOUT_S = 600.0
+GRACE_S = 5.0
+"""What the dispatcher waits beyond a call's own limit, so that the limit inside the sandbox wins."""
+
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+ToolName = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class Record(BaseModel):
+    """Base of all wire records: immutable, unknown fields are an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+
+
+class ToolCall(Record):
+    """A request to run one tool once. `arguments` is the only free dict of the contract."""
+
+    id: Identifier
+    name: ToolName
+    arguments: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class ToolContext(Record):
+    """What travels with a call.
+
+    `deadline_at`: Unix seconds after which a worker must not start it. `timeout_s`: hard limit of the run itself.
+    `blob`: key of bytes kept in Redis for this call (file content, stdin), None when there are none.
+    """
+
+    tenant: Identifier
+    run: Identifier | None = None
+    session: Identifier | None = None
+    attempt: int = Field(default=1, ge=1)
+    sent_at: float
+    deadline_at: float
+    timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
+    cwd: str = Field(default="/workspace", max_length=4096)
+    blob: str | None = Field(default=None, max_length=256)
+    model: str | None = Field(default=None, max_length=256)
+    config: dict[str, JsonValue] = Field(default_factory=dict)
+    text_arguments: bool = False
+    """True when the arguments came from a text dialect: strings may then be coerced by the schema."""
+
+
+class Clocks(Record):
+    """Seconds, each started at its own event: sent, taken by a worker, first byte to the guest, result received."""
+
+    queued_s: float = 0.0
+    sandbox_s: float = 0.0
+    run_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+class KillReport(Record):
+    """Present whenever anything was killed. `survivors` other than 0 means that the sandbox was removed."""
+
+    signalled: int = Field(ge=0)
+    survivors: int = Field(ge=0)
+    method: Literal["tree", "all", "container"]
+    ms: float = Field(ge=0)
+
+
+class SandboxInfo(Record):
+    """Which sandbox ran the call. `rebuilt`: it died before this call and was made anew."""
+
+    id: str
+    generation: int = 1
+    rebuilt: bool = False
+
+
+class Spill(Record):
+    """Where the whole output lies when `truncated` and it was kept."""
+
+    path: str
+    bytes: int
+    lines: int | None = None
+
+
+class ToolResult(Record):
+    """The one answer to a call. `output` may be there beside an error: what was printed before a timeout."""
+
+    call_id: Identifier
+    name: ToolName
+    success: bool
+    output: str | None = Field(default=None, max_length=MAX_OUTPUT_CHARS)
+    error: str | None = Field(default=None, max_length=16 * 1024)
+    error_code: ErrorCode | None = None
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    truncated: bool = False
+    spill: Spill | None = None
+    clocks: Clocks = Clocks()
+    kill: KillReport | None = None
+    sandbox: SandboxInfo | None = None
+    blob: str | None = Field(default=None, max_length=256)
+    """Key of result bytes kept in Redis; the orchestrator fetches and deletes them."""
+
+    @classmethod
+    def failed(cls, call: ToolCall, code: ErrorCode, error: str, **fields: Any) -> "ToolResult":
+        """A result that says why `call` did not succeed; `fields` are any other fields of the record."""
+        return cls(call_id=call.id, name=call.name, success=False, error=error, error_code=code, **fields)
+
+    def text(self) -> str:
+        """What a model reads: the output, or `Error [CODE]: sentence` with what was printed until then."""
+        if self.success:
+            return self.output if self.output is not None else ""
+        head = f"Error [{self.error_code}]: {self.error}"
+        return f"{head}\n{self.output}" if self.output else head
+
+
+class ExecResult(Record):
+    """What `Session.exec` gives back. `returncode` is -N when signal N ended the program, as in `subprocess`."""
+
+    returncode: int
+    stdout: bytes
+    stderr: bytes
+    truncated: bool = False
+    clocks: Clocks = Clocks()
+    kill: KillReport | None = None

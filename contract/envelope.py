@@ -1,0 +1,94 @@
+"""Record <-> bytes: version, size cap, unknown fields are errors, HMAC signature over what must not change on the way."""
+
+import hashlib
+import hmac
+import json
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from contract.calls import Record, ToolCall, ToolContext, ToolResult
+from contract.errors import EnvelopeRefused
+
+VERSION = 1
+MAX_ENVELOPE_BYTES = 1024 * 1024
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+def encode_call(call: ToolCall, context: ToolContext, key: bytes) -> str:
+    """The signed envelope of a call, as JSON text. Raises ValueError when it is larger than MAX_ENVELOPE_BYTES."""
+    payload = {"v": VERSION, "call": call.model_dump(mode="json"), "context": context.model_dump(mode="json")}
+    payload["sig"] = _signature(payload, key)
+    return _bounded(json.dumps(payload, ensure_ascii=False, separators=(",", ":")))
+
+
+def decode_call(text: str, key: bytes) -> tuple[ToolCall, ToolContext]:
+    """The call and context of an envelope whose signature holds. Raises EnvelopeRefused, whatever is wrong with it."""
+    payload = _open(text, {"v", "call", "context", "sig"})
+    claimed = payload.pop("sig")
+    if not isinstance(claimed, str) or not hmac.compare_digest(claimed.encode(), _signature(payload, key).encode()):
+        raise EnvelopeRefused("signature does not match: sender and worker do not share TOOLCREW_SECRET, or the envelope was changed")
+    return _record(ToolCall, payload["call"]), _record(ToolContext, payload["context"])
+
+
+def encode_result(result: ToolResult) -> dict[str, Any]:
+    """A result as the plain data that Celery stores. Short harmless fields come first: Flower shows the beginning."""
+    data = result.model_dump(mode="json")
+    head = {"v": VERSION, "call_id": result.call_id, "name": result.name, "success": result.success, "error_code": data["error_code"]}
+    return {**head, **data}
+
+
+def decode_result(data: Any) -> ToolResult:
+    """The result of a worker. Raises EnvelopeRefused when version or fields are not ours."""
+    if not isinstance(data, dict) or data.get("v") != VERSION:
+        raise EnvelopeRefused(f"result of an unknown version; this side speaks {VERSION}: run the same release on both sides")
+    return _record(ToolResult, {name: value for name, value in data.items() if name != "v"})
+
+
+def derive_key(secret: str) -> bytes:
+    """The signing key of a secret text."""
+    return hashlib.sha256(b"toolcrew envelope v1\0" + secret.encode()).digest()
+
+
+def _open(text: str, fields: set[str]) -> dict[str, Any]:
+    if len(text.encode(errors="surrogatepass")) > MAX_ENVELOPE_BYTES:
+        raise EnvelopeRefused(f"envelope larger than {MAX_ENVELOPE_BYTES} bytes")
+    try:
+        payload = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise EnvelopeRefused("envelope is not JSON") from error
+    if not isinstance(payload, dict) or payload.get("v") != VERSION:
+        raise EnvelopeRefused(f"envelope of an unknown version; this side speaks {VERSION}: run the same release on both sides")
+    if set(payload) != fields:
+        raise EnvelopeRefused(f"envelope has unknown or missing fields: {sorted(set(payload) ^ fields)}")
+    return payload
+
+
+def _record(kind: type[AnyRecord], data: Any) -> AnyRecord:
+    try:
+        return kind.model_validate_json(json.dumps(data))
+    except (ValidationError, ValueError) as error:
+        raise EnvelopeRefused(f"not a valid {kind.__name__}: {_first_complaint(error)}") from error
+
+
+def _first_complaint(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    return str(error)
+
+
+def _signature(payload: dict[str, Any], key: bytes) -> str:
+    """HMAC over the canonical form of the whole payload: tool, arguments, tenant, deadline and call id are all inside."""
+    canonical = json.dumps(payload, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hmac.new(key, canonical.encode(), hashlib.sha256).hexdigest()
+
+
+def _bounded(text: str) -> str:
+    size = len(text.encode(errors="surrogatepass"))
+    if size > MAX_ENVELOPE_BYTES:
+        raise ValueError(
+            f"the call is {size} bytes; at most {MAX_ENVELOPE_BYTES} fit an envelope: write large content with Session.write_file"
+        )
+    return text

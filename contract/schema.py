@@ -1,0 +1,162 @@
+"""Arguments against a tool's JSON Schema: fold aliases, coerce text, fill defaults, validate. Sentences a model can act on."""
+
+import copy
+import difflib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+from jsonschema.validators import extend
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.specs import ToolSpec
+
+Checks = Iterable[Callable[[Mapping[str, Any]], str | None]]
+
+
+def prepare_arguments(
+    spec: ToolSpec, arguments: Mapping[str, Any], *, text: bool = False, checks: Checks = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Arguments as the tool's handler gets them, and the aliases that were used (`given -> canonical`).
+
+    Order: aliases, coercion of strings (only when `text`: the arguments came from a text dialect), defaults, schema, custom `checks`.
+    Raises ToolFailure(INVALID_ARGUMENTS), the model's fault.
+    """
+    prepared, aliases = _fold_aliases(spec, arguments)
+    if text:
+        prepared = _coerce_object(spec.parameters, prepared)
+    prepared = _fill_defaults(spec.parameters, prepared)
+    _check_unknown(spec, prepared)
+    errors = sorted(_validator(_freeze(spec.parameters)).iter_errors(prepared), key=lambda e: (list(map(str, e.path)), e.message))
+    if errors:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: " + "; ".join(_sentence(e) for e in errors[:5]))
+    for check in checks:
+        complaint = check(prepared)
+        if complaint:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: {complaint}")
+    return prepared, aliases
+
+
+def check_schema(parameters: Mapping[str, Any]) -> None:
+    """Raises jsonschema.SchemaError when `parameters` is not a JSON Schema (2020-12) of an object."""
+    Draft202012Validator.check_schema(dict(parameters))
+
+
+def _fold_aliases(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    folded: dict[str, Any] = {}
+    used: list[str] = []
+    for name, value in arguments.items():
+        canonical = spec.aliases.get(name, name)
+        if canonical in folded or (canonical != name and canonical in arguments):
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: '{name}' and '{canonical}' mean the same parameter; give it once")
+        if canonical != name:
+            used.append(f"{name} -> {canonical}")
+        folded[canonical] = value
+    return folded, used
+
+
+def _check_unknown(spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
+    known = list(_properties(spec.parameters))
+    if spec.parameters.get("additionalProperties", False) is not False:
+        return
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            listing = ", ".join(known) if known else "none"
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: unknown parameter '{name}'{hint} Known parameters: {listing}")
+
+
+def _fill_defaults(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    filled = dict(arguments)
+    for name, sub in _properties(schema).items():
+        if name not in filled and "default" in sub:
+            filled[name] = copy.deepcopy(sub["default"])
+    return filled
+
+
+def _coerce_object(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    properties = _properties(schema)
+    return {name: _coerce(properties[name], value) if name in properties else value for name, value in arguments.items()}
+
+
+def _coerce(schema: Mapping[str, Any], value: Any) -> Any:
+    """A string as the schema's type where the conversion is exact; otherwise the value as it is, for validation to judge."""
+    if not isinstance(value, str):
+        return value
+    types = schema.get("type", [])
+    types = [types] if isinstance(types, str) else list(types)
+    if "string" in types or not types:
+        return value
+    try:
+        parsed = json.loads(value.strip(), parse_constant=_refuse_constant)
+    except ValueError:
+        return value
+    return parsed if any(_is_type(parsed, kind) for kind in types) else value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _is_type(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    if kind == "integer":
+        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if kind == "number":
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, _PYTHON_TYPES[kind])
+
+
+_PYTHON_TYPES: dict[str, type] = {"object": dict, "array": list, "null": type(None), "string": str}
+
+
+def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    properties = schema.get("properties", {})
+    return {name: sub for name, sub in properties.items() if isinstance(sub, Mapping)}
+
+
+def _sentence(error: ValidationError) -> str:
+    where = ".".join(str(part) for part in error.path)
+    if error.validator == "required":
+        return f"parameter {error.message.split()[0]} is required"
+    if error.validator == "type":
+        return f"parameter '{where}' must be {_join(error.validator_value)}, not {_json_type(error.instance)}"
+    message = error.message if len(error.message) <= 300 else error.message[:300] + "..."
+    return f"parameter '{where}': {message}" if where else message
+
+
+def _join(kinds: Any) -> str:
+    return " or ".join(kinds) if isinstance(kinds, list) else str(kinds)
+
+
+def _json_type(value: Any) -> str:
+    for kind in ("boolean", "integer", "number", "string", "array", "object", "null"):
+        if _is_type(value, kind):
+            return f"{kind} {json.dumps(value, ensure_ascii=False)[:80]}"
+    return type(value).__name__
+
+
+def _freeze(schema: Mapping[str, Any]) -> str:
+    return json.dumps(schema, sort_keys=True)
+
+
+def _is_whole(_checker: Any, instance: Any) -> bool:
+    return isinstance(instance, int) and not isinstance(instance, bool)
+
+
+_STRICT = extend(  # type: ignore[no-untyped-call]
+    Draft202012Validator,
+    # A native call that sends 5.0 for an integer is a type error here: tools get ints, not floats.
+    type_checker=Draft202012Validator.TYPE_CHECKER.redefine("integer", _is_whole),
+)
+
+
+@lru_cache(maxsize=256)
+def _validator(schema: str) -> Any:
+    return _STRICT(json.loads(schema))

@@ -1,0 +1,31 @@
+"""What a tool says of itself: the spec a model, an operator and a validator read."""
+
+from typing import Literal
+
+from pydantic import Field, JsonValue
+
+from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S, Record, ToolName
+
+
+class ToolSpec(Record):
+    """Name, description, JSON Schema of the parameters, limits and flags. `audience` session: a verb of the SDK, never shown to a model."""
+
+    name: ToolName
+    description: str = Field(min_length=1, max_length=8192)
+    parameters: dict[str, JsonValue]
+    timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
+    max_timeout_s: float = Field(default=MAX_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
+    requires_permission: bool = False
+    dangerous: bool = False
+    read_only: bool = False
+    idempotent: bool = False
+    needs_sandbox: bool = True
+    audience: Literal["model", "session"] = "model"
+    aliases: dict[str, str] = Field(default_factory=dict)
+    """Other names a model may use for a parameter -> its canonical name."""
+
+
+class Catalog(Record):
+    """What the workers publish: the specs they can run."""
+
+    tools: tuple[ToolSpec, ...] = ()

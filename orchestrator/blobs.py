@@ -1,0 +1,46 @@
+"""Bytes that are too large or too raw for an envelope: left for a worker, or taken from one, in Redis under the tenant's keys."""
+
+import secrets
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.names import blob_key, is_blob_of
+
+BLOB_TTL_S = 600
+MAX_BLOB_BYTES = 64 * 1024 * 1024
+
+
+class Blobs:
+    """Blobs of one deployment."""
+
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
+        self._client = client
+        self._deployment = deployment
+
+    async def leave(self, tenant: str, data: bytes) -> str:
+        """Keep bytes for a worker; gives the key. Raises ToolFailure when they are more than MAX_BLOB_BYTES."""
+        if len(data) > MAX_BLOB_BYTES:
+            raise ToolFailure(
+                ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes; at most {MAX_BLOB_BYTES} travel in one call: send them in parts"
+            )
+        key = blob_key(self._deployment, tenant, secrets.token_urlsafe(18))
+        try:
+            await self._client.set(key, data, ex=BLOB_TTL_S)
+        except RedisError as error:
+            raise BrokerUnavailable(f"Redis did not take the call's content ({error})") from error
+        return key
+
+    async def take(self, tenant: str, key: str) -> bytes:
+        """A result's bytes; they are deleted."""
+        if not is_blob_of(key, self._deployment, tenant):
+            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the result's content belongs to another tenant")
+        try:
+            data = await self._client.getdel(key)
+        except RedisError as error:
+            raise BrokerUnavailable(f"Redis did not give the result's content ({error})") from error
+        if data is None:
+            raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, f"the result's content is gone: it lay more than {BLOB_TTL_S} s")
+        assert isinstance(data, bytes)
+        return data

@@ -1,0 +1,94 @@
+"""Envelopes over Celery: published without a result backend, awaited through the hub. The only file here that imports celery."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any
+
+from celery import Celery
+from kombu.exceptions import OperationalError
+
+from contract.errors import BrokerUnavailable, ErrorCode
+from contract.settings import BrokerSettings
+from orchestrator.results import ResultHub
+from orchestrator.transport import Delivery, DeliveryFailed
+
+PUBLISH_THREADS = 4
+
+
+class CeleryTransport:
+    """Publishes to a queue by name and awaits the stored result.
+
+    The app has no result backend on purpose: with one, every publish would subscribe to its own channel and keep it.
+    """
+
+    def __init__(self, broker: BrokerSettings, hub: ResultHub) -> None:
+        self._hub = hub
+        self._threads = ThreadPoolExecutor(PUBLISH_THREADS, thread_name_prefix="publish")
+        self._app = _build_publisher(broker)
+
+    async def deliver(self, delivery: Delivery) -> Any:
+        """The encoded result. Raises DeliveryFailed, TimeoutError after `wait_s`, BrokerUnavailable when publishing fails."""
+        task_id = self._hub.task_id(delivery.call_id)
+        with self._hub.expect(task_id) as stored:
+            async with asyncio.timeout(delivery.wait_s):
+                await asyncio.get_running_loop().run_in_executor(self._threads, self._publish, delivery, task_id)
+                return _unpack(await stored)
+
+    async def aclose(self) -> None:
+        """Close the connections to the broker."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._app.close()
+
+    def _publish(self, delivery: Delivery, task_id: str) -> None:
+        try:
+            self._app.send_task(
+                delivery.task,
+                kwargs={"envelope": delivery.envelope},
+                task_id=task_id,
+                # By queue name through the default exchange: one LPUSH, and never dropped for want of a binding.
+                exchange="",
+                routing_key=delivery.queue,
+                expires=datetime.fromtimestamp(delivery.start_by, UTC),
+                # What people see of a call in Flower and in logs: its id, never its arguments.
+                argsrepr="()",
+                kwargsrepr=f"call {delivery.call_id}",
+            )
+        except (OperationalError, OSError) as error:
+            raise BrokerUnavailable(f"the call was not sent: Redis does not answer ({error})") from error
+
+
+def _build_publisher(broker: BrokerSettings) -> Celery:
+    app = Celery("toolcrew-publisher", broker=broker.redis_url.get_secret_value(), backend=None, set_as_current=False)
+    app.conf.update(
+        task_serializer="json",
+        accept_content=["json"],
+        task_send_sent_event=False,
+        broker_pool_limit=PUBLISH_THREADS,
+        broker_pool_acquire_timeout=5,
+        task_publish_retry=True,
+        task_publish_retry_policy={"max_retries": 3, "interval_start": 0.1, "interval_step": 0.2, "interval_max": 0.5},
+        broker_transport_options={
+            "priority_steps": [0],
+            "socket_timeout": 10,
+            "socket_connect_timeout": 5,
+            "socket_keepalive": True,
+            "health_check_interval": 15,
+        },
+    )
+    return app
+
+
+def _unpack(stored: dict[str, Any]) -> Any:
+    status, result = stored["status"], stored.get("result")
+    if status == "SUCCESS":
+        return result
+    if status == "REVOKED":
+        raise DeliveryFailed(ErrorCode.TIMEOUT, "the call waited in the queue past its deadline and was not run")
+    kind = result.get("exc_type", "") if isinstance(result, dict) else ""
+    words = str(result.get("exc_message", "")) if isinstance(result, dict) else str(result)
+    if kind == "EnvelopeRefused":
+        raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, f"the worker refused the call: {words}")
+    if kind in ("WorkerLostError", "TimeLimitExceeded", "Terminated"):
+        raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"the worker was lost while it ran the call ({kind}); it may have acted")
+    raise DeliveryFailed(ErrorCode.INTERNAL, f"the worker failed outside the call ({kind}): {words[:500]}")

@@ -1,0 +1,136 @@
+"""ToolCall -> ToolResult: the only door to the workers. May it run, where, until when; and always a result."""
+
+import difflib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import structlog
+
+from contract.calls import DEFAULT_TIMEOUT_S, GRACE_S, ToolCall, ToolContext, ToolResult
+from contract.envelope import decode_result, encode_call
+from contract.errors import EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
+from contract.names import task_name
+from contract.schema import prepare_arguments
+from contract.specs import ToolSpec
+from orchestrator.catalog import CatalogSource
+from orchestrator.transport import Delivery, DeliveryFailed, Transport
+
+log = structlog.get_logger(__name__)
+
+SANDBOX_GRACE_S = 20.0
+"""Beyond a call's limit and grace: sandboxd may have to remove a container, which the engine may do slowly."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """For whom a call runs and on which queue."""
+
+    tenant: str
+    session: str | None
+    queue: str
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How a call is to be run. `timeout_s` None: the call's own `timeout` argument, else the tool's default."""
+
+    timeout_s: float | None = None
+    default_timeout_s: float = DEFAULT_TIMEOUT_S
+    run: str | None = None
+    model: str | None = None
+    blob: str | None = None
+    text_arguments: bool = False
+    audience: Literal["model", "session"] = "model"
+
+
+class Dispatcher:
+    """Checks, signs, sends, awaits. Never raises for a call's failure, whoever's it is."""
+
+    def __init__(self, transport: Transport, catalog: CatalogSource, key: bytes, *, queue_wait_s: float) -> None:
+        self._transport = transport
+        self._catalog = catalog
+        self._key = key
+        self._queue_wait_s = queue_wait_s
+
+    async def dispatch(self, call: ToolCall, route: Route, terms: Terms | None = None) -> ToolResult:
+        """The one result of the call."""
+        started = time.monotonic()
+        try:
+            result = await self._dispatch(call, route, terms or Terms())
+        except ToolFailure as failure:
+            return ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
+        except (DeliveryFailed, OperatorError) as error:
+            log.error("call_not_served", tool=call.name, call=call.id, code=error.code.value, error=str(error))
+            return ToolResult.failed(call, error.code, str(error))
+        clocks = result.clocks
+        known = clocks.queued_s + clocks.sandbox_s + clocks.run_s
+        return result.model_copy(update={"clocks": clocks.model_copy(update={"transfer_s": max(0.0, time.monotonic() - started - known)})})
+
+    async def _dispatch(self, call: ToolCall, route: Route, terms: Terms) -> ToolResult:
+        spec = await self._find(call.name, terms.audience)
+        arguments, aliases = prepare_arguments(spec, call.arguments, text=terms.text_arguments)
+        limit_s = effective_limit(spec, arguments, terms)
+        sent_at = time.time()
+        context = ToolContext(
+            tenant=route.tenant,
+            run=terms.run,
+            session=route.session,
+            sent_at=sent_at,
+            deadline_at=sent_at + self._queue_wait_s,
+            timeout_s=limit_s,
+            blob=terms.blob,
+            model=terms.model,
+        )
+        delivery = Delivery(
+            task=task_name(spec.name),
+            queue=route.queue,
+            call_id=call.id,
+            envelope=self._encode(call.model_copy(update={"arguments": arguments}), context),
+            start_by=context.deadline_at,
+            wait_s=self._queue_wait_s + limit_s + GRACE_S + SANDBOX_GRACE_S,
+        )
+        result = await self._deliver(delivery, call)
+        if aliases:
+            result = result.model_copy(update={"metadata": {**result.metadata, "aliases_used": list(aliases)}})
+        return result
+
+    async def _deliver(self, delivery: Delivery, call: ToolCall) -> ToolResult:
+        try:
+            result = decode_result(await self._transport.deliver(delivery))
+        except TimeoutError:
+            raise DeliveryFailed(
+                ErrorCode.OUTCOME_UNKNOWN,
+                f"no result within {delivery.wait_s:.0f} s: the worker or its host may be gone, and the call may or may not have acted",
+            ) from None
+        except EnvelopeRefused as error:
+            raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, f"the result was refused: {error}") from error
+        if result.call_id != call.id:
+            raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, "the result belongs to another call")
+        return result
+
+    async def _find(self, name: str, audience: str) -> ToolSpec:
+        specs = [spec for spec in await self._catalog.specs() if spec.audience == audience]
+        for spec in specs:
+            if spec.name == name:
+                return spec
+        nearest = difflib.get_close_matches(name, [spec.name for spec in specs], n=3, cutoff=0.0)
+        raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}", nearest=nearest)
+
+    def _encode(self, call: ToolCall, context: ToolContext) -> str:
+        try:
+            return encode_call(call, context, self._key)
+        except ValueError as error:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, str(error)) from error
+
+
+def effective_limit(spec: ToolSpec, arguments: Mapping[str, Any], terms: Terms) -> float:
+    """Seconds the call may run: what is asked for it, else the tool's default, never more than the tool's maximum."""
+    asked = terms.timeout_s
+    own = arguments.get("timeout")
+    if asked is None and isinstance(own, int | float) and not isinstance(own, bool) and own > 0:
+        asked = float(own)
+    if asked is None:
+        asked = max(spec.timeout_s, terms.default_timeout_s)
+    return min(asked, spec.max_timeout_s)

@@ -1,0 +1,63 @@
+"""The only reader of the environment on the orchestrator side: one frozen settings object a process."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from contract.errors import ConfigError
+from contract.settings import BrokerSettings
+
+
+class OrchestratorSettings(BaseSettings):
+    """Every field is `TOOLCREW_<NAME>`; the model's own variables keep their usual names."""
+
+    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", populate_by_name=True)
+
+    redis_url: SecretStr | None = None
+    deployment: str = "default"
+    secret: SecretStr | None = None
+    model: str | None = None
+    dialect: Literal["native", "tags"] = "native"
+    model_file: Path | None = None
+    model_cache: Path = Field(default_factory=lambda: _cache_home() / "toolcrew" / "models")
+    model_timeout_s: float = Field(default=120.0, gt=0)
+    openai_base_url: str | None = Field(default=None, validation_alias="OPENAI_BASE_URL")
+    openai_api_key: SecretStr | None = Field(default=None, validation_alias="OPENAI_API_KEY")
+    queue_wait_s: float = Field(default=60.0, gt=0)
+    """How long a call may wait for a free worker before it is given up unrun."""
+
+    def broker(self, url: str | None = None) -> BrokerSettings:
+        """What both sides must agree on. Raises ConfigError when no Redis is named."""
+        chosen = SecretStr(url) if url else self.redis_url
+        if chosen is None:
+            raise ConfigError("TOOLCREW_REDIS_URL is not set: set it to the pool's Redis, or use ToolClient.embedded() or `toolcrew up`")
+        return BrokerSettings(redis_url=chosen, deployment=self.deployment, secret=self.secret)
+
+
+def load_settings() -> OrchestratorSettings:
+    """Settings of this process. Raises ConfigError with the name of the variable that is wrong."""
+    try:
+        return OrchestratorSettings()
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = "TOOLCREW_" + "_".join(str(part) for part in first["loc"]).upper()
+        raise ConfigError(f"{name}: {first['msg']}") from error
+
+
+def child_environment(overrides: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with `overrides`, for the processes of an embedded stack."""
+    return {**os.environ, "PYTHONUNBUFFERED": "1", **overrides}
+
+
+def python() -> str:
+    """The interpreter that runs us."""
+    return sys.executable
+
+
+def _cache_home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -1,0 +1,69 @@
+"""The Celery app of a worker: the settings that a measured outage table asks for, and one task name per tool."""
+
+from celery import Celery
+
+from contract.names import task_name
+from contract.settings import BrokerSettings
+from contract.specs import Catalog
+
+CELERY_MARGIN_S = 30.0
+"""Celery's own limit comes this much after a call's: a backstop, the guest and sandboxd are first."""
+
+
+def build_app(broker: BrokerSettings) -> Celery:
+    """An app with no tasks yet. Why each setting: docs/queue.md."""
+    url = broker.redis_url.get_secret_value()
+    app = Celery("toolcrew", broker=url, backend=url, set_as_current=False)
+    app.conf.update(
+        # At most once: a tool may have acted, so recovery is the orchestrator's, never the broker's.
+        task_acks_late=False,
+        task_reject_on_worker_lost=False,
+        worker_disable_prefetch=True,
+        worker_prefetch_multiplier=1,
+        # A result outlives a restart of Redis; without it a slot is lost with the result.
+        result_backend_always_retry=True,
+        result_backend_max_retries=20,
+        result_expires=3600,
+        task_ignore_result=False,
+        task_track_started=False,
+        # JSON only: whoever can write to the queue must not choose what is unpickled.
+        task_serializer="json",
+        result_serializer="json",
+        event_serializer="json",
+        accept_content=["json"],
+        result_accept_content=["json"],
+        worker_send_task_events=True,
+        task_send_sent_event=False,
+        worker_max_tasks_per_child=500,
+        worker_max_memory_per_child=256 * 1024,
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+        worker_hijack_root_logger=False,
+        worker_redirect_stdouts=False,
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,
+        broker_channel_error_retry=True,
+        broker_pool_limit=10,
+        broker_pool_acquire_timeout=5,
+        task_create_missing_queues=True,
+        broker_transport_options={
+            "visibility_timeout": 120,
+            "unacked_restore_interval": 5,
+            "unacked_restore_throttle": 1,
+            "priority_steps": [0],
+            "queue_order_strategy": "round_robin",
+            "socket_timeout": 10,
+            "socket_connect_timeout": 5,
+            "socket_keepalive": True,
+            "health_check_interval": 15,
+        },
+        redis_socket_timeout=10,
+        redis_socket_connect_timeout=5,
+        redis_socket_keepalive=True,
+        redis_backend_health_check_interval=15,
+    )
+    return app
+
+
+def task_names(catalog: Catalog) -> list[str]:
+    """The Celery task names of a catalog's tools."""
+    return [task_name(spec.name) for spec in catalog.tools]

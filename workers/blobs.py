@@ -1,0 +1,39 @@
+"""Bytes that are too large or too raw for an envelope: taken from and left in Redis under the tenant's own keys."""
+
+import secrets
+
+import redis
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.names import blob_key, is_blob_of
+
+BLOB_TTL_S = 600
+MAX_BLOB_BYTES = 64 * 1024 * 1024
+
+
+class Blobs:
+    """Blobs of this deployment. A key that came over the queue is checked against the tenant of its signed context."""
+
+    def __init__(self, client: "redis.Redis", deployment: str) -> None:
+        self._client = client
+        self._deployment = deployment
+
+    def take(self, tenant: str, key: str) -> bytes:
+        """The blob's bytes; it is deleted. Raises ToolFailure when it is not the tenant's or has expired."""
+        if not is_blob_of(key, self._deployment, tenant):
+            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the content of this call belongs to another tenant")
+        data = self._client.getdel(key)
+        if data is None:
+            raise ToolFailure(
+                ErrorCode.OUTCOME_UNKNOWN, f"the content of this call is gone: it was taken before, or lay more than {BLOB_TTL_S} s"
+            )
+        assert isinstance(data, bytes)
+        return data
+
+    def leave(self, tenant: str, data: bytes) -> str:
+        """Keep bytes for the orchestrator; gives the key. Raises ToolFailure when they are more than MAX_BLOB_BYTES."""
+        if len(data) > MAX_BLOB_BYTES:
+            raise ToolFailure(ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes; at most {MAX_BLOB_BYTES} travel in one call")
+        key = blob_key(self._deployment, tenant, secrets.token_urlsafe(18))
+        self._client.set(key, data, ex=BLOB_TTL_S)
+        return key

@@ -1,0 +1,20 @@
+"""What is known of every call id: a call that has started anywhere is never started again."""
+
+import redis
+
+from contract.names import run_marker_key
+
+MARKER_TTL_S = 24 * 3600
+
+
+class Ledger:
+    """Run markers in Redis, one a call id, set once."""
+
+    def __init__(self, client: "redis.Redis", deployment: str) -> None:
+        self._client = client
+        self._deployment = deployment
+
+    def claim(self, tenant: str, call_id: str, host: str) -> bool:
+        """True for the first to claim the call; False when it has started before, here or elsewhere."""
+        key = run_marker_key(self._deployment, tenant, call_id)
+        return bool(self._client.set(key, host, nx=True, ex=MARKER_TTL_S))

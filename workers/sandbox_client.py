@@ -1,0 +1,170 @@
+"""Talks to sandboxd: blocking, one connection, one request at a time. Not to be shared between threads or over a fork."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from workers.sandboxd.frames import MAX_DOWN, Frame, FrameDecoder, FrameError, encode_frame
+
+OPEN_TIMEOUT_S = 60.0
+CALL_GRACE_S = 15.0
+"""How long after a call's limit sandboxd may still answer: it removes the container 2 s after the limit, bounded by the engine."""
+_BODY_CHUNK = 512 * 1024
+
+
+def sandbox_id(tenant: str, session: str) -> str:
+    """The id under which sandboxd keeps a session's sandbox. Tenant and session come from a signed context."""
+    return f"{tenant}:{session}"
+
+
+@dataclass(frozen=True)
+class GuestResponse:
+    """What a request to the guest gave: its `done` fields and the bytes of each stream."""
+
+    done: Mapping[str, Any]
+    streams: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class SandboxClient:
+    """A worker's way to sandboxd. Every failure of sandboxd itself is SandboxUnavailable; the model's are ToolFailure."""
+
+    def __init__(self, socket_path: Path | str) -> None:
+        self._path = str(socket_path)
+        self._sock: socket.socket | None = None
+        self._decoder = FrameDecoder(MAX_DOWN)
+        self._waiting: list[Frame] = []
+
+    def open(self, tenant: str, session: str, image: str | None = None, *, ttl_s: float = 1800.0) -> str:
+        """A sandbox for the session; gives its id. Opening an open session gives the same."""
+        name = sandbox_id(tenant, session)
+        self._ask({"verb": "open", "sandbox": name, "image": image, "ttl_s": ttl_s}, OPEN_TIMEOUT_S)
+        return name
+
+    def describe_open(self, name: str, image: str | None, ttl_s: float) -> dict[str, Any]:
+        """Open by id and tell of the sandbox: container id, generation, image, seconds it took."""
+        return self._ask({"verb": "open", "sandbox": name, "image": image, "ttl_s": ttl_s}, OPEN_TIMEOUT_S)
+
+    def call(
+        self,
+        name: str,
+        request: Mapping[str, Any],
+        body: bytes = b"",
+        *,
+        call_id: str = "",
+        on_data: Callable[[str, bytes], None] | None = None,
+    ) -> GuestResponse:
+        """Run one request of docs/guest-protocol.md in the sandbox. `on_data` gets stream pieces as they come, else they are gathered.
+
+        Raises ToolFailure with the guest's code, SandboxUnavailable when the sandbox or sandboxd is gone.
+        """
+        timeout_s = float(request.get("timeout_s", 30.0)) + CALL_GRACE_S
+        header = {"verb": "call", "sandbox": name, "call": call_id, "request": {**request, "body_bytes": len(body)}}
+        pieces: dict[str, list[bytes]] = {}
+        with self._errors():
+            sock = self._connected()
+            sock.settimeout(timeout_s)
+            sock.sendall(encode_frame(header, body[:_BODY_CHUNK], max_total=MAX_DOWN))
+            for at in range(_BODY_CHUNK, len(body), _BODY_CHUNK):
+                sock.sendall(encode_frame({"verb": "data"}, body[at : at + _BODY_CHUNK], max_total=MAX_DOWN))
+            deadline = time.monotonic() + timeout_s
+            while (frame := self._next(deadline)).header.get("ev") == "data":
+                stream = str(frame.header.get("stream"))
+                if on_data is not None:
+                    on_data(stream, frame.body)
+                else:
+                    pieces.setdefault(stream, []).append(frame.body)
+        return GuestResponse(_checked(frame.header), {stream: b"".join(parts) for stream, parts in pieces.items()})
+
+    def cancel(self, name: str, call_id: str) -> bool:
+        """Kill what a call runs. False when it is not running."""
+        return bool(self._ask({"verb": "cancel", "sandbox": name, "call": call_id}, 10.0)["cancelled"])
+
+    def close(self, name: str) -> bool:
+        """Remove the sandbox; returns when its container is gone. False when there was none."""
+        return bool(self._ask({"verb": "close", "sandbox": name}, OPEN_TIMEOUT_S)["closed"])
+
+    def status(self) -> dict[str, Any]:
+        """Facts of sandboxd (boot id, engine, runtime) and a row for each sandbox."""
+        return self._ask({"verb": "status"}, 10.0)
+
+    def disconnect(self) -> None:
+        """Close the connection; the next request opens a new one."""
+        if self._sock is not None:
+            self._sock.close()
+        self._sock = None
+        self._decoder = FrameDecoder(MAX_DOWN)
+        self._waiting = []
+
+    def __enter__(self) -> "SandboxClient":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.disconnect()
+
+    def _ask(self, header: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        with self._errors():
+            sock = self._connected()
+            sock.settimeout(timeout_s)
+            sock.sendall(encode_frame(header, b"", max_total=MAX_DOWN))
+            frame = self._next(time.monotonic() + timeout_s)
+        return _checked(frame.header)
+
+    def _connected(self) -> socket.socket:
+        if self._sock is None:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(5.0)
+                sock.connect(self._path)
+            except OSError:
+                sock.close()
+                raise
+            self._sock = sock
+        return self._sock
+
+    def _next(self, deadline: float) -> Frame:
+        assert self._sock is not None
+        while not self._waiting:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("no answer in time")
+            self._sock.settimeout(left)
+            data = self._sock.recv(256 * 1024)
+            if not data:
+                raise ConnectionError("sandboxd closed the connection")
+            self._waiting.extend(self._decoder.feed(data))
+        return self._waiting.pop(0)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Any:
+        """A connection that failed in the middle is of no more use: drop it, and say what to check."""
+        try:
+            yield
+        except (OSError, FrameError) as error:
+            self.disconnect()
+            raise SandboxUnavailable(f"sandboxd does not answer at {self._path} ({error}): is it running on this host?") from error
+        except BaseException:
+            self.disconnect()
+            raise
+
+
+def _checked(header: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer, or the failure it tells as an exception."""
+    if header.get("ok") is not True:
+        code, message = str(header.get("code")), str(header.get("message"))
+        if code == ErrorCode.SANDBOX_UNAVAILABLE.value:
+            raise SandboxUnavailable(message)
+        raise ToolFailure(_code(code), message)
+    return dict(header)
+
+
+def _code(text: str) -> ErrorCode:
+    try:
+        return ErrorCode(text)
+    except ValueError:
+        return ErrorCode.INTERNAL

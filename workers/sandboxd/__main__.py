@@ -1,0 +1,53 @@
+"""`python -m workers.sandboxd`: run the daemon; `--check` only says, as JSON, what this host can promise."""
+
+import asyncio
+import json
+import os
+import sys
+
+from contract.errors import OperatorError
+from workers.logs import configure_logging
+from workers.sandboxd.daemon import prepare, run
+from workers.sandboxd.engine import Engine
+from workers.settings import SandboxdSettings, load_sandboxd_settings
+
+
+def main() -> int:
+    try:
+        settings = load_sandboxd_settings()
+        configure_logging(settings.log_level)
+        if "--check" in sys.argv[1:]:
+            return asyncio.run(_check(settings))
+        asyncio.run(run(settings))
+    except (OperatorError, OSError) as error:
+        sys.stderr.write(f"sandboxd: {error}\n")
+        return 1
+    return 0
+
+
+async def _check(settings: SandboxdSettings) -> int:
+    """Print what `toolcrew doctor` wants to know of the engine: facts, and the first thing that is missing."""
+    engine = Engine(threads=1)
+    report: dict[str, object] = {"image": settings.sandbox_image, "runtime": settings.sandbox_runtime}
+    try:
+        facts = await engine.facts()
+        report |= {
+            "engine": facts.version,
+            "kernel": facts.kernel,
+            "cgroup": facts.cgroup_version,
+            "seccomp": facts.seccomp,
+            "runtimes": list(facts.runtimes),
+        }
+        report["image_id"] = await engine.image_id(settings.sandbox_image)
+        await prepare(settings.model_copy(update={"sandboxd_name": f"doctor-{os.getpid()}"}), engine)
+        report["profile_holds"] = True
+    except OperatorError as error:
+        report["problem"] = str(error)
+    finally:
+        engine.close()
+    sys.stdout.write(json.dumps(report) + "\n")
+    return 1 if "problem" in report else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""What a tool gets and gives: a bound sandbox in, an Outcome out."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pydantic import JsonValue
+
+from contract.calls import KillReport, SandboxInfo, ToolContext
+from contract.errors import ErrorCode
+from contract.registry import Tool, ToolRegistry
+from workers.sandbox_client import GuestResponse
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a handler made of a call. `blob`: bytes for the orchestrator that do not go into the text."""
+
+    output: str | None = None
+    metadata: dict[str, JsonValue] = field(default_factory=dict)
+    truncated: bool = False
+    error: str | None = None
+    error_code: ErrorCode | None = None
+    blob: bytes | None = None
+
+
+class Workbench(Protocol):
+    """A call's bench: its sandbox, its context, its content."""
+
+    context: ToolContext
+    content: bytes
+    """Bytes that came beside the arguments; empty when none did."""
+
+    def run(self, request: Mapping[str, Any], body: bytes = b"") -> GuestResponse:
+        """One request to the guest of the call's session. Raises ToolFailure and SandboxUnavailable."""
+        ...
+
+    def open_sandbox(self, image: str | None, ttl_s: float) -> Mapping[str, Any]: ...
+
+    def close_sandbox(self) -> bool: ...
+
+    def cancel_call(self, call_id: str) -> bool: ...
+
+    def host_facts(self) -> Mapping[str, str]:
+        """`host` and `queue` of this worker."""
+        ...
+
+
+Handler = Callable[[dict[str, Any], Workbench], Outcome]
+WorkerTool = Tool[Handler]
+WorkerRegistry = ToolRegistry[Handler]
+
+
+def parse_kill(done: Mapping[str, Any]) -> KillReport | None:
+    """The kill report of a `done`, or None when nothing was killed. Reads hostile data: raises ValueError when it is not one."""
+    kill = done.get("kill")
+    return None if kill is None else KillReport.model_validate(kill)
+
+
+def parse_sandbox(done: Mapping[str, Any]) -> SandboxInfo | None:
+    """Which sandbox answered, as sandboxd tells it."""
+    sandbox = done.get("sandbox")
+    return None if sandbox is None else SandboxInfo.model_validate(sandbox)

@@ -1,0 +1,12 @@
+"""The registry of this side: every built-in tool and session verb."""
+
+from contract.registry import ToolRegistry
+from workers.tools.base import WorkerRegistry
+from workers.tools.files import READ_TOOL, WRITE_TOOL
+from workers.tools.session import SESSION_VERBS
+from workers.tools.shell import BASH_TOOL
+
+
+def build_registry() -> WorkerRegistry:
+    """A fresh registry with all of them."""
+    return ToolRegistry((BASH_TOOL, READ_TOOL, WRITE_TOOL, *SESSION_VERBS))

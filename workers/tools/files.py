@@ -1,0 +1,123 @@
+"""read_tool and write_tool: files of the session's sandbox."""
+
+from typing import Any
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.specs import ToolSpec
+from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.text import MAX_OUTPUT_BYTES
+
+DEFAULT_LINES = 2000
+MAX_LINE_CHARS = 2000
+_PATH_ALIASES = {"filePath": "file_path", "path": "file_path", "filename": "file_path"}
+
+_READ = ToolSpec(
+    name="read_tool",
+    description=(
+        "Read a text file of the sandbox. Gives numbered lines (number, tab, text) and a last line that says whether the file ended or where to go on. "
+        "Relative paths start at /workspace."
+    ),
+    parameters={
+        "type": "object",
+        "properties": {
+            "file_path": {"type": "string", "minLength": 1, "description": "the file"},
+            "offset": {"type": "integer", "minimum": 1, "default": 1, "description": "first line, from 1"},
+            "limit": {"type": "integer", "minimum": 1, "maximum": 10000, "default": DEFAULT_LINES, "description": "how many lines"},
+        },
+        "required": ["file_path"],
+        "additionalProperties": False,
+    },
+    read_only=True,
+    idempotent=True,
+    aliases=_PATH_ALIASES,
+)
+
+_WRITE = ToolSpec(
+    name="write_tool",
+    description=(
+        "Write a text file in the sandbox, whole and at once: it is replaced or it stays as it was. Missing folders are made. "
+        "Relative paths start at /workspace."
+    ),
+    parameters={
+        "type": "object",
+        "properties": {
+            "file_path": {"type": "string", "minLength": 1, "description": "the file"},
+            "content": {"type": "string", "maxLength": 400_000, "description": "the text"},
+            "mode": {
+                "type": "string",
+                "enum": ["overwrite", "append", "create"],
+                "default": "overwrite",
+                "description": "create fails when the file exists",
+            },
+        },
+        "required": ["file_path", "content"],
+        "additionalProperties": False,
+    },
+    requires_permission=True,
+    aliases=_PATH_ALIASES,
+)
+
+
+def _read(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    path, offset, limit = arguments["file_path"], arguments["offset"], arguments["limit"]
+    request = {"op": "read_lines", "path": path, "offset": offset, "limit": limit, "max_bytes": MAX_OUTPUT_BYTES}
+    response = bench.run({**request, "timeout_s": bench.context.timeout_s})
+    done, raw = response.done, response.streams.get("file", b"")
+    if b"\0" in raw:
+        raise ToolFailure(
+            ErrorCode.BINARY_FILE,
+            f"{path} is not text ({done['size']} bytes): look at it with bash_tool, e.g. file or xxd",
+            size=done["size"],
+        )
+    metadata = {"size_bytes": done["size"], "lines": done["lines"]}
+    if done["size"] == 0:
+        return Outcome("[empty file]", metadata)
+    lines = raw.decode("utf-8", "replace").split("\n")
+    if lines and lines[-1] == "":
+        lines.pop()
+    numbered, cut = _number(lines, offset)
+    last = offset + len(lines) - 1
+    more = last < done["lines"]
+    return Outcome("\n".join([*numbered, _footer(offset, last, done, cut)]), metadata, truncated=bool(cut) or (more and done["cut"]))
+
+
+def _number(lines: list[str], offset: int) -> tuple[list[str], list[int]]:
+    """Numbered lines, and the numbers of those that were cut."""
+    numbered, cut = [], []
+    for number, line in enumerate(lines, start=offset):
+        text = line.removesuffix("\r")
+        if len(text) > MAX_LINE_CHARS:
+            cut.append(number)
+            text = text[:MAX_LINE_CHARS]
+        numbered.append(f"{number}\t{text}")
+    return numbered, cut
+
+
+def _footer(offset: int, last: int, done: Any, cut: list[int]) -> str:
+    total = done["lines"]
+    where = f"lines {offset}-{last} of {total}; continue with offset={last + 1}" if last < total else f"end of file: {total} lines"
+    notes = [where]
+    if cut:
+        notes.append(f"lines cut at {MAX_LINE_CHARS} characters: {', '.join(map(str, cut[:10]))}; see the rest with bash_tool and cut -c")
+    if last >= total and not done["final_newline"]:
+        notes.append("no newline at the end")
+    return f"[{'; '.join(notes)}]"
+
+
+def _write(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    path, mode = arguments["file_path"], arguments["mode"]
+    try:
+        content = arguments["content"].encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"content holds half of a surrogate pair at character {error.start}; send whole characters"
+        ) from error
+    request = {"op": "write_file", "path": path, "mode": mode, "timeout_s": bench.context.timeout_s}
+    done = bench.run(request, content).done
+    verb = "created" if done["created"] else {"append": "appended to"}.get(mode, "overwrote")
+    lines = content.count(b"\n") + (1 if content and not content.endswith(b"\n") else 0)
+    return Outcome(f"{verb} {path} ({len(content)} bytes, {lines} lines)", {"size_bytes": done["size"], "created": done["created"]})
+
+
+READ_TOOL = WorkerTool(_READ, _read)
+WRITE_TOOL = WorkerTool(_WRITE, _write)
