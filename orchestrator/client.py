@@ -1,0 +1,140 @@
+"""The SDK: connect to a pool or start one, open sessions, call tools, run instructions. The CLI uses nothing else."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Literal
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ConfigError
+from contract.registry import filter_specs
+from contract.settings import BrokerSettings
+from contract.specs import ToolSpec
+from orchestrator.agent import Agent, RunResult
+from orchestrator.blobs import Blobs
+from orchestrator.catalog import RedisCatalog
+from orchestrator.celery_transport import CeleryTransport
+from orchestrator.dialects.choice import choose_dialect
+from orchestrator.dispatcher import Dispatcher, Terms
+from orchestrator.events import OnEvent
+from orchestrator.limits import ReActOptions
+from orchestrator.local_stack import StackInfo, embedded_stack
+from orchestrator.models.base import Model
+from orchestrator.models.choice import choose_model
+from orchestrator.redis_connection import check_redis, open_redis
+from orchestrator.results import ResultHub
+from orchestrator.sessions import Session
+from orchestrator.settings import OrchestratorSettings, load_settings
+
+
+class ToolClient:
+    """A connection to one pool for one tenant. Made by `connect` or `embedded`."""
+
+    def __init__(
+        self, settings: OrchestratorSettings, dispatcher: Dispatcher, catalog: RedisCatalog, blobs: Blobs, tenant: str, stack: StackInfo | None
+    ) -> None:
+        self._settings = settings
+        self._dispatcher = dispatcher
+        self._catalog = catalog
+        self._blobs = blobs
+        self.tenant = tenant
+        self.stack = stack
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(cls, url: str | None = None, *, tenant: str = "default", settings: OrchestratorSettings | None = None) -> "AsyncIterator[ToolClient]":
+        """A client of a running pool. `url` None: TOOLCREW_REDIS_URL.
+
+        Raises ConfigError (no Redis named, nothing to sign with, no worker), BrokerUnavailable (no answer, wrong password).
+        """
+        async with _open(settings or load_settings(), url, tenant, None) as client:
+            yield client
+
+    @classmethod
+    @asynccontextmanager
+    async def embedded(cls, *, tenant: str = "default", settings: OrchestratorSettings | None = None) -> "AsyncIterator[ToolClient]":
+        """A client of a stack of its own, started now and taken down at the end. Needs a Docker engine and the sandbox image.
+
+        Raises OperatorError with what did not start and what to do about it.
+        """
+        async with embedded_stack() as stack, _open(settings or load_settings(), stack.redis_url, tenant, stack) as client:
+            yield client
+
+    async def open_session(
+        self, workspace: Path | str | None = None, *, tenant: str | None = None, image: str | None = None, ttl_s: float = 1800
+    ) -> Session:
+        """A sandbox of one's own; `workspace` is a folder that is copied in. It is removed by `close`, or after `ttl_s` seconds without a call."""
+        folder = Path(workspace) if workspace is not None else None
+        return await Session.open(self._dispatcher, self._blobs, tenant=tenant or self.tenant, image=image, ttl_s=ttl_s, workspace=folder)
+
+    async def tools(self, names: Iterable[str] | Literal["all"] = "all") -> list[ToolSpec]:
+        """The tools a model may call, as the workers publish them."""
+        return [spec for spec in filter_specs(await self._catalog.specs(), names) if spec.audience == "model"]
+
+    async def run(
+        self,
+        instruction: str,
+        *,
+        workspace: Path | str | None = None,
+        session: Session | None = None,
+        model: Model | str | None = None,
+        dialect: str | None = None,
+        options: ReActOptions | None = None,
+        on_event: OnEvent | None = None,
+        tools: Iterable[str] | Literal["all"] = "all",
+    ) -> RunResult:
+        """Work one instruction to an answer or a limit, in `session` or in one of its own.
+
+        `model` None: as the environment says, else the embedded small one. Raises ModelUnavailable, SandboxUnavailable, ConfigError.
+        """
+        if session is not None and workspace is not None:
+            raise ConfigError("give either a session or a workspace to run in, not both")
+        options = options or ReActOptions()
+        async with AsyncExitStack() as stack:
+            chosen = await stack.enter_async_context(choose_model(self._settings, model))
+            if session is None:
+                session = await stack.enter_async_context(await self.open_session(workspace))
+            speaks = choose_dialect(dialect or self._settings.dialect, options, is_small=chosen.is_small)
+            agent = Agent(
+                chosen.model,
+                speaks,
+                await self.tools(tools),
+                self._run_call(session, chosen.model.name, speaks.text_arguments, options),
+                instruction=chosen.instruction,
+                options=options,
+                on_event=on_event or (lambda _: None),
+            )
+            return await agent.run(instruction)
+
+    @staticmethod
+    def _run_call(session: Session, model: str, text_arguments: bool, options: ReActOptions) -> Callable[[ToolCall], Awaitable[ToolResult]]:
+        terms = Terms(default_timeout_s=options.tool_timeout_s, model=model, text_arguments=text_arguments)
+
+        async def run_call(call: ToolCall) -> ToolResult:
+            return await session.call(call.name, call.arguments, call_id=call.id, terms=terms)
+
+        return run_call
+
+
+@asynccontextmanager
+async def _open(settings: OrchestratorSettings, url: str | None, tenant: str, stack: StackInfo | None) -> AsyncIterator[ToolClient]:
+    broker: BrokerSettings = settings.broker(url)
+    key = broker.signing_key()
+    redis = open_redis(broker)
+    try:
+        await check_redis(redis, broker)
+        catalog = RedisCatalog(redis, broker.deployment)
+        await catalog.specs()
+        hub = ResultHub(redis)
+        await hub.start()
+        transport = CeleryTransport(broker, hub)
+        try:
+            dispatcher = Dispatcher(transport, catalog, key, queue_wait_s=settings.queue_wait_s)
+            yield ToolClient(settings, dispatcher, catalog, Blobs(redis, broker.deployment), tenant, stack)
+        finally:
+            await transport.aclose()
+            await hub.close()
+    finally:
+        await redis.aclose()
+
+

@@ -1,0 +1,285 @@
+"""Walks an open `<tool_action` tag through the grammar's states and keeps the places of what it reads."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from orchestrator.dialects.tag_events import Call, Malformed
+from orchestrator.dialects.tag_grammar import BLANKS, DELIMITERS, MARKER, NOT_CLOSED, STATES, TAG, WRONG_CLOSE, State
+from orchestrator.dialects.tag_values import decode_attribute, decode_entities, strip_body
+
+Outcome = Literal["open", "complete", "mention", "reopen"]
+"""`mention`: what was read is text. `reopen`: a new tag begins at `cut`."""
+
+_BEHIND_MARKER = frozenset(BLANKS + ">/")
+_LONGEST_CLOSE = 64
+"""A closing tag with more blanks than fit may be missed, but only where it straddles the size limit."""
+
+
+class OpenTag:
+    """One tag from its marker on. Offsets count from the marker's `<`; the text is kept in pieces and joined once, at the end."""
+
+    def __init__(self) -> None:
+        self.outcome: Outcome = "open"
+        self.size = len(MARKER)
+        self.cut = 0
+        self._pieces = [MARKER]
+        self._state: State = STATES["header"]
+        self._chunk = ""
+        self._base = 0
+        self._name: str | None = None
+        self._problem: str | None = None
+        self._skipping = False
+        self._attribute = ""
+        self._attributes = 0
+        self._child = ""
+        self._quote = ""
+        self._mark = self._open_at = self._start = self._end = 0
+        self._sections: list[tuple[int, int]] = []
+        self._values: list[tuple[str, list[tuple[int, int]], str]] = []
+        self._seen: set[str] = set()
+
+    def feed(self, chunk: str, position: int) -> int:
+        """Read `chunk` from `position`; gives the position behind what was taken in. Ends early when `outcome` is decided."""
+        start, size, state = position, len(chunk), self._state
+        if state.stop is not None and position == 0 and state.stop not in chunk:
+            self._pieces.append(chunk)
+            self.size += size
+            return size
+        self._chunk, self._base = chunk, self.size - position
+        while position < size:
+            run = state.run(chunk, position)
+            assert run is not None
+            position = run.end()
+            if position == size:
+                break
+            character = chunk[position]
+            edge = state.edges.get(character)
+            if edge is None:
+                edge = state.otherwise if state.named is None or character in DELIMITERS else state.named
+            target = edge.target
+            if edge.action is not None:
+                if edge.reason is not None:
+                    self._fail(edge.reason)
+                else:
+                    target = _ACTIONS[edge.action](self, self._base + position) or target
+            position += edge.step
+            if self.outcome != "open":
+                break
+            state = STATES[target]
+        self._state = state
+        self._pieces.append(chunk[start:position])
+        self.size += position - start
+        return position
+
+    def raw(self) -> str:
+        return "".join(self._pieces)
+
+    def close(self) -> Call | Malformed:
+        """The event of a completed tag."""
+        raw = self.raw()
+        if self._problem is None and not self._name:
+            self._problem = "missing tool name"
+        if self._problem is not None or self._name is None:
+            return Malformed(self._problem or "", self._name or None, raw)
+        return Call(self._name, {child: self._value(raw, spans, quote) for child, spans, quote in self._values}, raw)
+
+    def abandon(self, reason: str = "unclosed") -> Malformed:
+        """The event of a tag that ends here without being complete; an error that was found before is the better reason."""
+        raw = self.raw()[: self.cut] if self.outcome == "reopen" else self.raw()
+        return Malformed(self._problem if self._skipping and self._problem else reason, self._name or None, raw)
+
+    def overflow(self) -> tuple[Malformed, str]:
+        """The event of a tag larger than the limit, and the end of it that is to be fed again: it may begin the closing tag.
+
+        The tag stays open and skips on to its end, from an empty record.
+        """
+        raw = self.raw()
+        cut = raw.rfind("<", max(1, len(raw) - _LONGEST_CLOSE))
+        cut = cut if cut > 0 else len(raw)
+        self._fail("too long")
+        self._state = STATES["skip"]
+        self._pieces, self.size = [], 0
+        return Malformed("too long", self._name or None, raw[:cut]), raw[cut:]
+
+    @staticmethod
+    def _value(raw: str, spans: list[tuple[int, int]], quote: str) -> str:
+        if quote == "cdata":
+            return "".join(raw[start:end] for start, end in spans)
+        value = raw[spans[0][0] : spans[0][1]]
+        return decode_attribute(value, quote) if quote else strip_body(value)
+
+    def _fail(self, reason: str) -> None:
+        self._skipping = True
+        self._problem = self._problem or reason
+
+    def _slice(self, start: int, end: int) -> str:
+        """Text between two offsets, the later one in the current chunk."""
+        if start >= self.size:
+            return self._chunk[start - self._base : end - self._base]
+        missing, parts = self.size - start, [self._chunk[self.size - self._base : end - self._base]]
+        for piece in reversed(self._pieces):
+            parts.append(piece[-missing:] if len(piece) > missing else piece)
+            missing -= len(piece)
+            if missing <= 0:
+                break
+        return "".join(reversed(parts))
+
+    def _note_mark(self, offset: int) -> None:
+        self._mark = offset
+
+    def _note_mark_next(self, offset: int) -> None:
+        self._mark = offset + 1
+
+    def _note_open(self, offset: int) -> None:
+        self._open_at = offset
+
+    def _note_attribute(self, offset: int) -> None:
+        self._attribute = self._slice(self._mark, offset)
+
+    def _note_attribute_value(self, offset: int) -> None:
+        self._attributes += 1
+        if self._attribute != "name":
+            return
+        if self._name is not None:
+            self._problem = "duplicate attribute 'name'"
+        self._name = decode_entities(self._slice(self._mark, offset))
+
+    def _mention(self, offset: int) -> None:
+        self.outcome = "mention"
+
+    def _self_closed(self, offset: int) -> None:
+        self.outcome = "complete" if self._attributes else "mention"
+
+    def _complete(self, offset: int) -> None:
+        self.outcome = "complete"
+
+    def _close_name(self, offset: int) -> str:
+        if self._slice(self._mark, offset) == TAG:
+            return "close_end"
+        self._fail(WRONG_CLOSE)
+        return "skip"
+
+    def _child_name(self, offset: int) -> str | None:
+        name = self._slice(self._mark, offset)
+        if name == TAG and self._chunk[offset - self._base] in _BEHIND_MARKER:
+            return self._reopen()
+        self._child = name
+        return "child_tight"
+
+    def _reopen(self) -> None:
+        self.outcome = "reopen"
+        self.cut = self._open_at
+
+    def _reopen_skipped(self, offset: int) -> str | None:
+        return self._reopen() if self._slice(self._mark, offset) == TAG else "skip"
+
+    def _skip_close_name(self, offset: int) -> str:
+        return "skip_end" if self._slice(self._mark, offset) == TAG else "skip"
+
+    def _value_attribute(self, offset: int) -> str:
+        name = self._slice(self._mark, offset)
+        if name == "value":
+            return "equals"
+        self._fail(f"unexpected attribute '{name}'")
+        return "skip"
+
+    def _second_attribute(self, offset: int) -> None:
+        self._fail(f"unexpected attribute '{self._attribute}'")
+
+    def _begin_value(self, offset: int) -> None:
+        self._start = offset + 1
+        self._quote = self._chunk[offset - self._base]
+
+    def _end_value(self, offset: int) -> None:
+        self._end = offset
+
+    def _keep_value(self, offset: int) -> None:
+        self._keep([(self._start, self._end)], self._quote)
+
+    def _empty_value(self, offset: int) -> None:
+        self._keep([(offset, offset)], "")
+
+    def _paired_value_name(self, offset: int) -> str:
+        name = self._slice(self._mark, offset)
+        if name == self._child:
+            return "paired_value_end"
+        self._fail(NOT_CLOSED)
+        return "skip_end" if name == TAG else "skip"
+
+    def _begin_paired(self, offset: int) -> None:
+        self._start = offset + 1
+        self._sections = []
+
+    def _literal(self, offset: int) -> None:
+        self._sections = []
+
+    def _end_name(self, offset: int) -> str:
+        if self._slice(self._mark, offset) == self._child:
+            return "end_close"
+        self._literal(offset)
+        return "literal"
+
+    def _end_paired(self, offset: int) -> None:
+        self._end = self._open_at
+
+    def _follow_name(self, offset: int) -> str:
+        name = self._slice(self._mark, offset)
+        if name == self._child:
+            return "end_close"
+        if name == TAG:
+            self._keep_paired(offset)
+            return "close_end"
+        self._literal(offset)
+        return "literal"
+
+    def _keep_paired(self, offset: int) -> None:
+        self._keep(self._sections or [(self._start, self._end)], "cdata" if self._sections else "")
+
+    def _keep_paired_child(self, offset: int) -> None:
+        self._keep_paired(offset)
+        self._mark = offset
+
+    def _begin_cdata(self, offset: int) -> None:
+        self._mark = offset + 1
+
+    def _end_cdata(self, offset: int) -> None:
+        self._sections.append((self._mark, offset - 2))
+
+    def _keep(self, spans: list[tuple[int, int]], quote: str) -> None:
+        if self._child in self._seen:
+            # The tag is read on to its end all the same: its values may hold what looks like another tag.
+            self._problem = self._problem or f"duplicate parameter '{self._child}'"
+        self._seen.add(self._child)
+        self._values.append((self._child, spans, quote))
+
+
+_ACTIONS: dict[str, Callable[[OpenTag, int], str | None]] = {
+    "mark": OpenTag._note_mark,
+    "mark_next": OpenTag._note_mark_next,
+    "open": OpenTag._note_open,
+    "attribute": OpenTag._note_attribute,
+    "attribute_value": OpenTag._note_attribute_value,
+    "mention": OpenTag._mention,
+    "self_closed": OpenTag._self_closed,
+    "complete": OpenTag._complete,
+    "close_name": OpenTag._close_name,
+    "child_name": OpenTag._child_name,
+    "value_attribute": OpenTag._value_attribute,
+    "begin_value": OpenTag._begin_value,
+    "end_value": OpenTag._end_value,
+    "keep_value": OpenTag._keep_value,
+    "empty_value": OpenTag._empty_value,
+    "second_attribute": OpenTag._second_attribute,
+    "paired_value_name": OpenTag._paired_value_name,
+    "begin_paired": OpenTag._begin_paired,
+    "literal": OpenTag._literal,
+    "end_name": OpenTag._end_name,
+    "end_paired": OpenTag._end_paired,
+    "follow_name": OpenTag._follow_name,
+    "keep_paired": OpenTag._keep_paired,
+    "keep_paired_child": OpenTag._keep_paired_child,
+    "begin_cdata": OpenTag._begin_cdata,
+    "end_cdata": OpenTag._end_cdata,
+    "skip_close_name": OpenTag._skip_close_name,
+    "reopen_skipped": OpenTag._reopen_skipped,
+}

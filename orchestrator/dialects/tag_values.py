@@ -1,0 +1,55 @@
+"""Values of tag calls: from the text between the marks to the string that is meant, and back."""
+
+import re
+from collections.abc import Mapping
+
+_ENTITY = re.compile(r"&(?:(lt|gt|amp|quot|apos)|#([0-9]{1,7})|#[xX]([0-9a-fA-F]{1,6}));")
+_NAMED = {"lt": "<", "gt": ">", "amp": "&", "quot": '"', "apos": "'"}
+_ESCAPES = str.maketrans({character: f"&{name};" for name, character in _NAMED.items()})
+_FIRST_BREAK = re.compile(r"[ \t]*\r?\n")
+_LAST_BREAK = re.compile(r"\r?\n[ \t]*\Z")
+
+
+def decode_attribute(raw: str, quote: str) -> str:
+    """The value between two `quote`s. A doubled last quote is one too many when the value then holds an odd number of them."""
+    if raw.endswith(quote) and raw.count(quote) % 2:
+        raw = raw[:-1]
+    return decode_entities(raw)
+
+
+def decode_entities(text: str) -> str:
+    """The five named entities and references to real characters, decoded once; all else stays as it is."""
+    return _ENTITY.sub(_decode, text) if "&" in text else text
+
+
+def strip_body(body: str) -> str:
+    """A paired child's body without the line break after its opening and before its closing tag."""
+    first = _FIRST_BREAK.match(body)
+    if first is not None:
+        body = body[first.end() :]
+    start = body.rfind("\n")
+    # Only the last line can match: searching from the front would try every line break of a long text.
+    last = _LAST_BREAK.match(body, start - 1 if body[:start].endswith("\r") else start) if start >= 0 else None
+    return body[: last.start()] if last is not None else body
+
+
+def build_tag_call(name: str, arguments: Mapping[str, str]) -> str:
+    """The canonical tag of a call, as a model would write it."""
+    children = "".join(f'<{key} value="{escape_value(value)}" />' for key, value in arguments.items())
+    return f'<tool_action name="{escape_value(name)}">{children}</tool_action>'
+
+
+def escape_value(value: str) -> str:
+    return value.translate(_ESCAPES)
+
+
+def _decode(match: re.Match[str]) -> str:
+    named, decimal, hexadecimal = match.groups()
+    if named:
+        return _NAMED[named]
+    code = int(decimal) if decimal else int(hexadecimal, 16)
+    return chr(code) if _is_character(code) else match.group()
+
+
+def _is_character(code: int) -> bool:
+    return code in (0x9, 0xA, 0xD) or 0x20 <= code <= 0xD7FF or 0xE000 <= code <= 0xFFFD or 0x10000 <= code <= 0x10FFFF

@@ -1,0 +1,120 @@
+"""What this host can promise, and how to mend what is missing: engine, image, profile, kernel, Redis, model."""
+
+import asyncio
+import json
+import platform
+from dataclasses import dataclass, field
+from typing import Any
+
+from contract.errors import OperatorError
+from orchestrator.models.local import is_local_server_installed
+from orchestrator.models.weights import find_weights
+from orchestrator.redis_connection import check_redis, open_redis
+from orchestrator.redis_server import find_redis_server
+from orchestrator.settings import OrchestratorSettings, child_environment, python
+
+CHECK_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. `needed` False: something still works without it."""
+
+    name: str
+    is_good: bool
+    text: str
+    needed: bool = True
+
+
+@dataclass
+class Report:
+    """All findings, in the order of looking."""
+
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_healthy(self) -> bool:
+        return all(finding.is_good for finding in self.findings if finding.needed)
+
+    def add(self, name: str, is_good: bool, text: str, *, needed: bool = True) -> None:
+        self.findings.append(Finding(name, is_good, text, needed))
+
+    def lines(self) -> list[str]:
+        """One line a finding."""
+        marks = {(True, True): "ok  ", (True, False): "ok  ", (False, True): "FAIL", (False, False): "note"}
+        return [f"{marks[(f.is_good, f.needed)]}  {f.name:<8}  {f.text}" for f in self.findings]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"healthy": self.is_healthy, "findings": [vars(finding) for finding in self.findings]}
+
+
+async def examine(settings: OrchestratorSettings) -> Report:
+    """Look at everything once; starts and removes one sandbox to prove the profile."""
+    report = Report()
+    report.add("python", True, platform.python_version())
+    await _examine_engine(report)
+    await _examine_redis(settings, report)
+    await _examine_model(settings, report)
+    return report
+
+
+async def _examine_engine(report: Report) -> None:
+    """sandboxd's own check in a process of its own: this side never talks to the engine."""
+    process = await asyncio.create_subprocess_exec(
+        python(), "-m", "workers.sandboxd", "--check", env=child_environment({}), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(CHECK_TIMEOUT_S):
+            out, err = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        report.add("engine", False, f"the Docker engine did not answer within {CHECK_TIMEOUT_S:g} s: restart it")
+        return
+    try:
+        facts = json.loads(out)
+    except ValueError:
+        report.add("engine", False, err.decode(errors="replace").strip()[-300:] or "the check said nothing")
+        return
+    if "engine" in facts:
+        report.add("engine", True, f"Docker {facts['engine']}, runtimes {', '.join(facts['runtimes'])}")
+        report.add("kernel", bool(facts["seccomp"]), f"{facts['kernel']}, cgroup v{facts['cgroup']}, seccomp {'on' if facts['seccomp'] else 'off'}")
+        report.add("image", facts.get("image_id") is not None, f"{facts['image']}{'' if facts.get('image_id') else ': build it with scripts/build-image'}")
+    if "problem" in facts:
+        report.add("sandbox", False, str(facts["problem"]))
+    else:
+        report.add("sandbox", True, f"the profile holds under {facts['runtime']}: a sandbox was started, inspected and removed")
+    if facts.get("runtime") == "runc":
+        text = "runc shares the host's kernel: for tenants who are hostile to each other use gVisor or a VM each"
+        report.add("tenants", False, text, needed=False)
+
+
+async def _examine_redis(settings: OrchestratorSettings, report: Report) -> None:
+    try:
+        if settings.redis_url is None:
+            report.add("redis", True, f"TOOLCREW_REDIS_URL is not set; embedded stacks use {find_redis_server()}")
+            return
+        broker = settings.broker()
+        client = open_redis(broker)
+        try:
+            await check_redis(client, broker)
+            broker.signing_key()
+        finally:
+            await client.aclose()
+        report.add("redis", True, broker.redis_address())
+    except OperatorError as error:
+        report.add("redis", False, str(error))
+
+
+async def _examine_model(settings: OrchestratorSettings, report: Report) -> None:
+    if settings.openai_base_url or settings.openai_api_key:
+        named = settings.model is not None
+        text = f"{settings.model} at {settings.openai_base_url or 'the OpenAI API'}" if named else "an endpoint is set but TOOLCREW_MODEL is not"
+        report.add("model", named, text)
+        return
+    weights = await asyncio.to_thread(find_weights, user_file=settings.model_file, cache_dir=settings.model_cache)
+    if weights is None:
+        text = "no endpoint and no weights of the local model: set OPENAI_BASE_URL and TOOLCREW_MODEL, or see docs/local-model.md"
+        report.add("model", False, text, needed=False)
+    else:
+        report.add("model", is_local_server_installed(), f"the embedded local model, {weights}", needed=False)

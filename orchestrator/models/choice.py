@@ -1,0 +1,65 @@
+"""Which model a run uses: the one given, the endpoint that the environment names, else the embedded small one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from contract.errors import ConfigError
+from orchestrator.models.base import Model
+from orchestrator.models.local import LocalModelServer
+from orchestrator.models.openai import DEFAULT_BASE_URL, OpenAIModel
+from orchestrator.models.scripted import ScriptedModel, demo_script
+from orchestrator.models.weights import Progress, load_weights
+from orchestrator.prompts import DEFAULT_INSTRUCTION
+from orchestrator.settings import OrchestratorSettings
+
+LOCAL = "local"
+SCRIPTED = "scripted"
+
+
+@dataclass(frozen=True)
+class ChosenModel:
+    """A model, and how it wants to be spoken to. `is_small`: it needs the recipe of docs/local-model.md."""
+
+    model: Model
+    instruction: str = DEFAULT_INSTRUCTION
+    is_small: bool = False
+
+
+@asynccontextmanager
+async def choose_model(settings: OrchestratorSettings, asked: Model | str | None = None, *, progress: Progress | None = None) -> AsyncIterator[ChosenModel]:
+    """The model to use, closed at the end. `asked` "local" and "scripted" name the shipped ones; any other text is a name at the endpoint.
+
+    Raises ConfigError when nothing can be chosen, ModelUnavailable when the local server does not start.
+    """
+    name = asked or settings.model
+    if name is not None and not isinstance(name, str):
+        yield ChosenModel(name)
+        return
+    if name == SCRIPTED:
+        yield ChosenModel(ScriptedModel(demo_script()), is_small=True)
+        return
+    if name == LOCAL or (name is None and not _has_endpoint(settings)):
+        weights = await asyncio.to_thread(load_weights, user_file=settings.model_file, cache_dir=settings.model_cache, progress=progress)
+        async with LocalModelServer(weights) as server:
+            yield ChosenModel(server.open_model(), is_small=True)
+        return
+    model = _open_endpoint(settings, name)
+    try:
+        yield ChosenModel(model)
+    finally:
+        await model.aclose()
+
+
+def _has_endpoint(settings: OrchestratorSettings) -> bool:
+    return settings.openai_base_url is not None or settings.openai_api_key is not None
+
+
+def _open_endpoint(settings: OrchestratorSettings, name: str | None) -> OpenAIModel:
+    if name is None:
+        raise ConfigError("OPENAI_BASE_URL or OPENAI_API_KEY is set but no model is named: set TOOLCREW_MODEL or give --model")
+    if not _has_endpoint(settings):
+        raise ConfigError(f"no endpoint for the model '{name}': set OPENAI_API_KEY, or OPENAI_BASE_URL for a server of your own; --model local needs neither")
+    key = settings.openai_api_key.get_secret_value() if settings.openai_api_key else None
+    return OpenAIModel(name, settings.openai_base_url or DEFAULT_BASE_URL, key, settings.model_timeout_s)

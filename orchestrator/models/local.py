@@ -1,0 +1,91 @@
+"""The embedded small model: its server as a child process, and the model that speaks to it."""
+
+import asyncio
+import json
+import secrets
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from contract.errors import ModelUnavailable
+from orchestrator.models.openai import OpenAIModel
+
+# Greedy and uncached: a warm prompt cache changes rounding, and with it the words of an answer.
+SAMPLING: dict[str, Any] = {"temperature": 0, "seed": 7, "max_tokens": 160, "cache_prompt": False}
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 5.0
+REPLY_TIMEOUT_S = 300.0
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+
+class LocalModelServer:
+    """Owns the server process: starts it on entering, ends it on leaving. It also ends by itself when this process dies."""
+
+    def __init__(self, weights: Path, *, threads: int = 1, start_timeout_s: float = START_TIMEOUT_S) -> None:
+        self._weights = weights.resolve()
+        self._threads = threads
+        self._start_timeout_s = start_timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._models: list[OpenAIModel] = []
+        self.api_key = secrets.token_urlsafe(24)
+        self.base_url = ""
+        self.model_name = ""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the server process, None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    def open_model(self, extra: dict[str, Any] | None = None) -> OpenAIModel:
+        """A model on this server, closed with it. `extra` adds to the sampling recipe or replaces parts of it."""
+        model = OpenAIModel(self.model_name, self.base_url, self.api_key, REPLY_TIMEOUT_S, {**SAMPLING, **(extra or {})})
+        self._models.append(model)
+        return model
+
+    async def __aenter__(self) -> "LocalModelServer":
+        """Raises ModelUnavailable when the server does not come up in time."""
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                await self._start()
+        except BaseException as error:
+            await self._stop()
+            if isinstance(error, TimeoutError):
+                raise ModelUnavailable(f"the local model did not load in {self._start_timeout_s:.0f} s: is the machine busy?") from None
+            raise
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for model in self._models:
+            await model.aclose()
+        await self._stop()
+
+    async def _start(self) -> None:
+        command = [sys.executable, "-m", "orchestrator.models.local_server"]
+        command += ["--weights", str(self._weights), "--threads", str(self._threads)]
+        pipe, silent = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+        # In our own folder: `-m` then finds the package, whether it is installed or not.
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=silent, cwd=PACKAGE_ROOT)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"api_key": self.api_key}).encode() + b"\n")
+        line = await self._process.stdout.readline()
+        if not line:
+            raise ModelUnavailable(
+                f"the local model's server ended while loading {self._weights}: is xllamacpp installed (pip install 'toolcrew[local-model]')? "
+                "Run `python -m orchestrator.models.local_server` by hand to see why"
+            )
+        ready = json.loads(line)
+        self.base_url, self.model_name = ready["base_url"], ready["model"]
+
+    async def _stop(self) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()

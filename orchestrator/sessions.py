@@ -1,0 +1,177 @@
+"""One session: calls that share one sandbox and workspace, from opening to closing."""
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contract.calls import ExecResult, SandboxInfo, ToolCall, ToolResult
+from contract.errors import OPERATOR_CODES, ErrorCode, SandboxUnavailable, ToolFailure
+from contract.names import POOL_SANDBOX
+from orchestrator.blobs import Blobs
+from orchestrator.dispatcher import Dispatcher, Route, Terms
+from orchestrator.folders import pack_folder, unpack_archive
+
+OPEN_TIMEOUT_S = 60.0
+COPY_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """Where a session lives."""
+
+    session: str
+    tenant: str
+    host: str
+    queue: str
+    image: str
+    sandbox: SandboxInfo | None
+    start_s: float
+
+
+class Session:
+    """A sandbox of one's own. `call` never raises for a tool's failure; the methods that give bytes raise ToolFailure or SandboxUnavailable."""
+
+    def __init__(self, dispatcher: Dispatcher, blobs: Blobs, tenant: str, info: SessionInfo) -> None:
+        self._dispatcher = dispatcher
+        self._blobs = blobs
+        self._info = info
+        self.id = info.session
+        self.tenant = tenant
+        self._route = Route(tenant, self.id, info.queue)
+        self._closed = False
+
+    @classmethod
+    async def open(
+        cls, dispatcher: Dispatcher, blobs: Blobs, *, tenant: str, image: str | None, ttl_s: float, workspace: Path | None
+    ) -> "Session":
+        """A session with a fresh sandbox and, when given, a copy of the folder in /workspace. Raises SandboxUnavailable, ToolFailure."""
+        archive = await asyncio.to_thread(pack_folder, workspace) if workspace is not None else None
+        name = secrets.token_urlsafe(18)
+        arguments: dict[str, Any] = {"ttl_s": ttl_s} | ({"image": image} if image else {})
+        result = await _demand(
+            dispatcher,
+            ToolCall(id=_call_id(), name="session.open", arguments=arguments),
+            Route(tenant, name, POOL_SANDBOX),
+            Terms(timeout_s=OPEN_TIMEOUT_S),
+        )
+        told = result.metadata
+        info = SessionInfo(
+            name, tenant, str(told["host"]), str(told["queue"]), str(told["image"]), result.sandbox, float(str(told["start_s"]))
+        )
+        session = cls(dispatcher, blobs, tenant, info)
+        if archive is not None:
+            try:
+                await session._verb("import", {}, content=archive, timeout_s=COPY_TIMEOUT_S)
+            except BaseException:
+                await asyncio.shield(session.close())
+                raise
+        return session
+
+    async def call(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        call_id: str | None = None,
+        terms: Terms | None = None,
+    ) -> ToolResult:
+        """Run a tool once. The result says what happened, whatever it was. The same `call_id` never runs twice."""
+        call = ToolCall(id=call_id or _call_id(), name=name, arguments=dict(arguments))
+        return await self._dispatch(call, terms or Terms(timeout_s=timeout_s))
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        timeout_s: float = 30,
+    ) -> ExecResult:
+        """Run a program, no shell between. At the limit it is killed: then `kill` is set and `returncode` is -9.
+
+        Raises ToolFailure when it cannot be started, SandboxUnavailable when the sandbox is gone.
+        """
+        arguments: dict[str, Any] = {"argv": list(argv), "env": dict(env or {})} | ({"cwd": cwd} if cwd else {})
+        result = await self._verb("exec", arguments, content=stdin, timeout_s=timeout_s)
+        data = await self._content(result)
+        cut = int(str(result.metadata["stdout_bytes"]))
+        return ExecResult(
+            returncode=int(str(result.metadata["returncode"])),
+            stdout=data[:cut],
+            stderr=data[cut:],
+            truncated=result.truncated,
+            clocks=result.clocks,
+            kill=result.kill,
+        )
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        """Write a whole file, atomically; missing folders are made. At most 64 MiB."""
+        await self._verb("write_file", {"path": path}, content=data, timeout_s=COPY_TIMEOUT_S)
+
+    async def read_file(self, path: str) -> bytes:
+        """A whole file, at most 64 MiB. Raises ToolFailure(FILE_NOT_FOUND, FILE_TOO_LARGE, ...)."""
+        return await self._content(await self._verb("read_file", {"path": path}, timeout_s=COPY_TIMEOUT_S))
+
+    async def export(self, folder: Path | str) -> None:
+        """Copy /workspace into a folder here, which is made."""
+        data = await self._content(await self._verb("export", {}, timeout_s=COPY_TIMEOUT_S))
+        await asyncio.to_thread(unpack_archive, data, Path(folder))
+
+    async def info(self) -> SessionInfo:
+        """Where the session lives."""
+        return self._info
+
+    async def close(self) -> None:
+        """Remove the sandbox; returns when its container is gone. Closing again does nothing."""
+        if not self._closed:
+            self._closed = True
+            await self._verb("close", {}, timeout_s=OPEN_TIMEOUT_S)
+
+    async def __aenter__(self) -> "Session":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        # Shielded: a cancelled program still takes its sandbox down.
+        await asyncio.shield(self.close())
+
+    async def _dispatch(self, call: ToolCall, terms: Terms) -> ToolResult:
+        try:
+            return await self._dispatcher.dispatch(call, self._route, terms)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._cancel(call.id))
+            raise
+
+    async def _cancel(self, call_id: str) -> None:
+        cancel = ToolCall(id=_call_id(), name="session.cancel", arguments={"call_id": call_id})
+        await self._dispatcher.dispatch(cancel, self._route, Terms(timeout_s=5, audience="session"))
+
+    async def _verb(self, name: str, arguments: dict[str, Any], *, content: bytes = b"", timeout_s: float) -> ToolResult:
+        blob = await self._blobs.leave(self.tenant, content) if content else None
+        call = ToolCall(id=_call_id(), name=f"session.{name}", arguments=arguments)
+        return _checked(await self._dispatch(call, Terms(timeout_s=timeout_s, blob=blob, audience="session")))
+
+    async def _content(self, result: ToolResult) -> bytes:
+        return await self._blobs.take(self.tenant, result.blob) if result.blob else b""
+
+
+async def _demand(dispatcher: Dispatcher, call: ToolCall, route: Route, terms: Terms) -> ToolResult:
+    return _checked(await dispatcher.dispatch(call, route, Terms(timeout_s=terms.timeout_s, audience="session")))
+
+
+def _checked(result: ToolResult) -> ToolResult:
+    """The result of a verb that worked; otherwise the exception of whose fault it was."""
+    if result.success:
+        return result
+    code, error = result.error_code or ErrorCode.INTERNAL, result.error or "failed"
+    if code in OPERATOR_CODES:
+        raise SandboxUnavailable(error)
+    raise ToolFailure(code, error)
+
+
+def _call_id() -> str:
+    return secrets.token_hex(16)
