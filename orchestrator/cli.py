@@ -123,7 +123,9 @@ def tools_ls(as_json: Json = False) -> None:
     async def work() -> list[dict[str, Any]]:
         async with open_client() as client:
             specs = await client.tools()
-            return [{"name": spec.name, "description": spec.description, "state": "enabled", "parameters": spec.parameters} for spec in specs]
+            return [
+                {"name": spec.name, "description": spec.description, "state": "enabled", "parameters": spec.parameters} for spec in specs
+            ]
 
     rows = _run(work(), as_json)
     if as_json:
@@ -161,7 +163,9 @@ def parse_arguments(texts: list[str]) -> tuple[dict[str, Any], bool]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"'{text}' is not k=v: write name=value, or give @file.json, or - for JSON on stdin")
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"'{text}' is not k=v: write name=value, or give @file.json, or - for JSON on stdin"
+            )
         values[name] = value
     return values, True
 
@@ -218,4 +222,3 @@ def _print_stack(stack: StackInfo) -> None:
     typer.echo("use it from another terminal:")
     typer.echo(f"  export TOOLCREW_REDIS_URL='{stack.redis_url}'")
     typer.echo("  toolcrew call bash_tool command='uname -a'")
-

@@ -20,7 +20,7 @@ from orchestrator.events import OnEvent
 from orchestrator.limits import ReActOptions
 from orchestrator.local_stack import StackInfo, embedded_stack
 from orchestrator.models.base import Model
-from orchestrator.models.choice import choose_model
+from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.redis_connection import check_redis, open_redis
 from orchestrator.results import ResultHub
 from orchestrator.sessions import Session
@@ -31,7 +31,13 @@ class ToolClient:
     """A connection to one pool for one tenant. Made by `connect` or `embedded`."""
 
     def __init__(
-        self, settings: OrchestratorSettings, dispatcher: Dispatcher, catalog: RedisCatalog, blobs: Blobs, tenant: str, stack: StackInfo | None
+        self,
+        settings: OrchestratorSettings,
+        dispatcher: Dispatcher,
+        catalog: RedisCatalog,
+        blobs: Blobs,
+        tenant: str,
+        stack: StackInfo | None,
     ) -> None:
         self._settings = settings
         self._dispatcher = dispatcher
@@ -42,7 +48,9 @@ class ToolClient:
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, url: str | None = None, *, tenant: str = "default", settings: OrchestratorSettings | None = None) -> "AsyncIterator[ToolClient]":
+    async def connect(
+        cls, url: str | None = None, *, tenant: str = "default", settings: OrchestratorSettings | None = None
+    ) -> "AsyncIterator[ToolClient]":
         """A client of a running pool. `url` None: TOOLCREW_REDIS_URL.
 
         Raises ConfigError (no Redis named, nothing to sign with, no worker), BrokerUnavailable (no answer, wrong password).
@@ -77,7 +85,7 @@ class ToolClient:
         *,
         workspace: Path | str | None = None,
         session: Session | None = None,
-        model: Model | str | None = None,
+        model: Model | ChosenModel | str | None = None,
         dialect: str | None = None,
         options: ReActOptions | None = None,
         on_event: OnEvent | None = None,
@@ -136,5 +144,3 @@ async def _open(settings: OrchestratorSettings, url: str | None, tenant: str, st
             await hub.close()
     finally:
         await redis.aclose()
-
-

@@ -61,7 +61,13 @@ async def examine(settings: OrchestratorSettings) -> Report:
 async def _examine_engine(report: Report) -> None:
     """sandboxd's own check in a process of its own: this side never talks to the engine."""
     process = await asyncio.create_subprocess_exec(
-        python(), "-m", "workers.sandboxd", "--check", env=child_environment({}), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        python(),
+        "-m",
+        "workers.sandboxd",
+        "--check",
+        env=child_environment({}),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
         async with asyncio.timeout(CHECK_TIMEOUT_S):
@@ -78,8 +84,14 @@ async def _examine_engine(report: Report) -> None:
         return
     if "engine" in facts:
         report.add("engine", True, f"Docker {facts['engine']}, runtimes {', '.join(facts['runtimes'])}")
-        report.add("kernel", bool(facts["seccomp"]), f"{facts['kernel']}, cgroup v{facts['cgroup']}, seccomp {'on' if facts['seccomp'] else 'off'}")
-        report.add("image", facts.get("image_id") is not None, f"{facts['image']}{'' if facts.get('image_id') else ': build it with scripts/build-image'}")
+        report.add(
+            "kernel", bool(facts["seccomp"]), f"{facts['kernel']}, cgroup v{facts['cgroup']}, seccomp {'on' if facts['seccomp'] else 'off'}"
+        )
+        report.add(
+            "image",
+            facts.get("image_id") is not None,
+            f"{facts['image']}{'' if facts.get('image_id') else ': build it with scripts/build-image'}",
+        )
     if "problem" in facts:
         report.add("sandbox", False, str(facts["problem"]))
     else:
@@ -109,7 +121,11 @@ async def _examine_redis(settings: OrchestratorSettings, report: Report) -> None
 async def _examine_model(settings: OrchestratorSettings, report: Report) -> None:
     if settings.openai_base_url or settings.openai_api_key:
         named = settings.model is not None
-        text = f"{settings.model} at {settings.openai_base_url or 'the OpenAI API'}" if named else "an endpoint is set but TOOLCREW_MODEL is not"
+        text = (
+            f"{settings.model} at {settings.openai_base_url or 'the OpenAI API'}"
+            if named
+            else "an endpoint is set but TOOLCREW_MODEL is not"
+        )
         report.add("model", named, text)
         return
     weights = await asyncio.to_thread(find_weights, user_file=settings.model_file, cache_dir=settings.model_cache)

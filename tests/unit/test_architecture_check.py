@@ -1,0 +1,173 @@
+"""The architecture check catches every rule it claims, and this repository keeps them all."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "check_architecture.py"
+
+CLEAN_TREE = {
+    "contract/__init__.py": "",
+    "contract/calls.py": "import json\nfrom pydantic import BaseModel",
+    "contract/settings.py": "import os\nfrom pydantic_settings import BaseSettings\nHOME = os.environ.get('HOME')",
+    "orchestrator/__init__.py": "from orchestrator.agent import step",
+    "orchestrator/agent.py": "import asyncio\nfrom contract import calls\nfrom .models import base",
+    "orchestrator/celery_transport.py": "import celery, redis.asyncio\nfrom kombu import Queue",
+    "orchestrator/cli_batch.py": "import typer\nfrom rich.console import Console",
+    "orchestrator/models/__init__.py": "",
+    "orchestrator/models/base.py": "from contract.calls import BaseModel",
+    "orchestrator/models/openai.py": "import openai\nfrom . import base",
+    "workers/__init__.py": "",
+    "workers/sandboxd/__init__.py": "",
+    "workers/sandboxd/engine.py": "import docker\nfrom .. import tasks",
+    "workers/settings.py": "from os import environ",
+    "workers/tasks.py": "import celery\nfrom contract.calls import BaseModel",
+    "sandbox-images/guest/__init__.py": "",
+    "sandbox-images/guest/boot.py": "import os, struct\nfrom guest import frames\nfrom guest.frames import json",
+    "sandbox-images/guest/frames.py": "import json",
+    "tests/__init__.py": "",
+    "scripts/demo": "#!/bin/sh\nexec true",
+}
+
+
+def load_check() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_architecture", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+CHECK = load_check()
+
+
+def write_tree(root: Path, files: dict[str, str]) -> None:
+    """Every Python file gets the docstring that the check asks for, on a line of its own."""
+    for path, source in files.items():
+        target = root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        docstring = '"""One duty."""\n' if path.endswith(".py") else ""
+        target.write_text(f"{docstring}{source}\n", encoding="utf-8")
+
+
+def find_violations(root: Path) -> list[tuple[str, int, str]]:
+    return [(found.path, found.line, found.rule) for found in CHECK.check_tree(root)]
+
+
+def test_a_tree_that_keeps_every_rule_passes(tmp_path: Path) -> None:
+    write_tree(tmp_path, CLEAN_TREE)
+    assert CHECK.check_tree(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "rule"),
+    [
+        pytest.param("contract/x.py", "import orchestrator.agent", "arrow", id="contract imports the orchestrator"),
+        pytest.param("contract/x.py", "from workers import tasks", "arrow", id="contract imports the workers"),
+        pytest.param("orchestrator/x.py", "from workers.tasks import celery", "arrow", id="orchestrator imports workers"),
+        pytest.param("workers/x.py", "def f():\n    import orchestrator", "arrow", id="workers import orchestrator, late"),
+        pytest.param("workers/x.py", "import importlib as i\ni.import_module('orchestrator.agent')", "arrow", id="by name"),
+        pytest.param("workers/x.py", "import guest", "arrow", id="the host imports the guest"),
+        pytest.param("sandbox-images/guest/x.py", "from contract import calls", "arrow", id="the guest imports contract"),
+        pytest.param("sandbox-images/guest/x.py", "import structlog", "third-party", id="the guest imports a package"),
+        pytest.param("contract/x.py", "import structlog", "third-party", id="contract imports a package"),
+        pytest.param("contract/x.py", "import socket", "contract-acts", id="contract opens sockets"),
+        pytest.param("contract/x.py", "from urllib import request", "contract-acts", id="contract fetches"),
+        pytest.param("contract/x.py", "import asyncio.locks", "contract-acts", id="contract imports asyncio"),
+        pytest.param("contract/x.py", "async def f() -> None: ...", "contract-acts", id="contract is async"),
+        pytest.param("contract/x.py", "TEXT = open('x')", "contract-acts", id="contract opens files"),
+        pytest.param("contract/x.py", "def f(p):\n    return p.read_text()", "contract-acts", id="contract reads files"),
+        pytest.param("orchestrator/dispatcher.py", "import celery.result", "wall", id="celery"),
+        pytest.param("workers/executor.py", "from kombu import Queue", "wall", id="kombu"),
+        pytest.param("workers/executor.py", "import billiard", "wall", id="billiard"),
+        pytest.param("workers/sandboxd/pool.py", "from docker.errors import APIError", "wall", id="docker"),
+        pytest.param("orchestrator/models/local.py", "import openai", "wall", id="openai"),
+        pytest.param("orchestrator/admission.py", "from redis.asyncio import Redis", "wall", id="redis"),
+        pytest.param("workers/executor.py", "import redis", "wall", id="redis in a worker"),
+        pytest.param("orchestrator/batch.py", "import typer", "wall", id="typer"),
+        pytest.param("workers/logs.py", "from rich import print", "wall", id="rich"),
+        pytest.param("workers/x.py", "from http import server", "wall", id="an HTTP server"),
+        pytest.param("workers/x.py", "from pydantic_settings import BaseSettings", "wall", id="settings read elsewhere"),
+        pytest.param("orchestrator/local_stack.py", "import os\nE = dict(os.environ)", "environment", id="os.environ"),
+        pytest.param("workers/x.py", "import os\nE = os.getenv('HOME')", "environment", id="os.getenv"),
+        pytest.param("workers/x.py", "from os import environ as e", "environment", id="environ under another name"),
+        pytest.param("contract/x.py", "import os\nos.putenv('A', 'b')", "environment", id="the environment is written"),
+        pytest.param("workers/x.py", "def f(:", "syntax", id="a file that is not Python"),
+        pytest.param("tests/unit/test_x.py", "\n" * 400, "length", id="a test over 400 lines"),
+        pytest.param("workers/x.py", "X = 1\n" * 400, "length", id="a module over 400 lines"),
+        pytest.param("scripts/x", "#!/bin/sh\n" + "true\n" * 400, "length", id="a script over 400 lines"),
+    ],
+)
+def test_a_broken_rule_is_found_where_it_is_broken(tmp_path: Path, path: str, source: str, rule: str) -> None:
+    write_tree(tmp_path, {**CLEAN_TREE, path: source})
+    found = find_violations(tmp_path)
+    assert [(where, name) for where, _, name in found] == [(path, rule)]
+    if rule in ("arrow", "wall", "third-party"):
+        assert found[0][1] == 1 + len(source.splitlines())  # the last line, below the docstring
+
+
+@pytest.mark.parametrize("package", ["contract", "orchestrator", "workers", "sandbox-images/guest", "tests"])
+def test_a_module_without_a_docstring_is_found(tmp_path: Path, package: str) -> None:
+    write_tree(tmp_path, CLEAN_TREE)
+    (tmp_path / package / "bare.py").write_text("X = 1\n")
+    assert find_violations(tmp_path) == [(f"{package}/bare.py", 1, "docstring")]
+
+
+def test_an_empty_package_file_of_the_product_needs_a_docstring_and_one_of_the_tests_does_not(tmp_path: Path) -> None:
+    write_tree(tmp_path, CLEAN_TREE)
+    for package in ("workers", "tests"):
+        (tmp_path / package / "__init__.py").write_text("")
+    assert find_violations(tmp_path) == [("workers/__init__.py", 1, "docstring")]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param({"a": "from workers import b", "b": "import workers.a"}, id="two modules"),
+        pytest.param({"a": "from . import b", "b": "from .c import X", "c": "def f():\n    from . import a"}, id="three, one late"),
+        pytest.param({"__init__": "from workers import b", "b": "from workers import VERSION"}, id="a package and its part"),
+    ],
+)
+def test_modules_that_import_each_other_are_found(tmp_path: Path, files: dict[str, str]) -> None:
+    write_tree(tmp_path, {**CLEAN_TREE, **{f"workers/{name}.py": source for name, source in files.items()}})
+    assert [rule for _, _, rule in find_violations(tmp_path)] == ["cycle"]
+
+
+def test_an_import_for_the_type_checker_alone_makes_no_cycle(tmp_path: Path) -> None:
+    late = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from workers import a"
+    write_tree(tmp_path, {**CLEAN_TREE, "workers/a.py": "from workers import b", "workers/b.py": late})
+    assert find_violations(tmp_path) == []
+
+
+def test_an_import_for_the_type_checker_alone_still_may_not_cross_a_wall(tmp_path: Path) -> None:
+    late = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import orchestrator"
+    write_tree(tmp_path, {**CLEAN_TREE, "workers/a.py": late})
+    assert [rule for _, _, rule in find_violations(tmp_path)] == ["arrow"]
+
+
+def test_the_script_prints_a_line_per_violation_and_exits_with_1(tmp_path: Path) -> None:
+    write_tree(tmp_path, {**CLEAN_TREE, "workers/x.py": "import docker\nimport orchestrator"})
+    ran = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert ran.stdout.splitlines() == [
+        "workers/x.py:2: wall: docker may be imported only in workers/sandboxd/engine.py",
+        "workers/x.py:3: arrow: workers must not import orchestrator",
+    ]
+
+
+def test_a_directory_with_nothing_of_ours_does_not_pass_for_clean(tmp_path: Path) -> None:
+    ran = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+
+
+def test_this_repository_keeps_its_own_rules() -> None:
+    assert [str(violation) for violation in CHECK.check_tree(ROOT)] == []

@@ -1,0 +1,316 @@
+"""The container profile as data: every row, the arithmetic of limits, and that no lost row goes unnoticed."""
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.sandboxd.hardening import (
+    MASKED_PATHS,
+    READONLY_PATHS,
+    SandboxLimits,
+    build_container_config,
+    build_promises,
+    find_drift,
+)
+
+SECCOMP = '{"defaultAction":"SCMP_ACT_ERRNO"}'
+MIB = 1024 * 1024
+
+
+def build(**changes: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "image": "toolcrew-sandbox@sha256:0",
+        "runtime": "runc",
+        "limits": SandboxLimits(),
+        "labels": {"toolcrew.session": "s1"},
+        "seccomp": SECCOMP,
+        "cgroup_version": 1,
+    }
+    return build_container_config(**{**arguments, **changes})
+
+
+def inspected_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What an engine that keeps every promise reports: its own defaults added, empty lists and maps as null."""
+    shown = copy.deepcopy(dict(config))
+    host = {name: None if value in ([], {}) else value for name, value in shown.pop("HostConfig").items()}
+    host |= {"MaskedPaths": [*MASKED_PATHS, "/proc/interrupts"], "ReadonlyPaths": [*READONLY_PATHS], "CgroupnsMode": "private"}
+    shown["Labels"] = {**shown["Labels"], "org.opencontainers.image.title": "the image's own"}
+    return {"Config": shown, "HostConfig": host, "Mounts": [], "NetworkSettings": {"Networks": {"none": {}}}}
+
+
+GOLDEN: dict[str, Any] = {
+    "Image": "toolcrew-sandbox@sha256:0",
+    "User": "1000:1000",
+    "Entrypoint": ["/usr/bin/python3", "-I", "-S", "-u", "/opt/toolcrew"],
+    "Cmd": [],
+    "WorkingDir": "/workspace",
+    "Env": ["PATH=/usr/local/bin:/usr/bin:/bin", "HOME=/workspace", "LANG=C.UTF-8", "TERM=dumb"],
+    "Hostname": "sandbox",
+    "Domainname": "",
+    "Labels": {"toolcrew.session": "s1"},
+    "Volumes": {},
+    "Healthcheck": {"Test": ["NONE"]},
+    "Tty": False,
+    "OpenStdin": True,
+    "StdinOnce": True,
+    "AttachStdin": True,
+    "AttachStdout": True,
+    "AttachStderr": True,
+    "NetworkDisabled": True,
+    "HostConfig": {
+        "NetworkMode": "none",
+        "PortBindings": {},
+        "PublishAllPorts": False,
+        "Links": [],
+        "ExtraHosts": [],
+        "Runtime": "runc",
+        "Privileged": False,
+        "CapDrop": ["ALL"],
+        "CapAdd": [],
+        "GroupAdd": [],
+        "SecurityOpt": ["no-new-privileges", f"seccomp={SECCOMP}"],
+        "UsernsMode": "",
+        "PidMode": "",
+        "IpcMode": "private",
+        "UTSMode": "",
+        "CgroupParent": "",
+        "ReadonlyRootfs": True,
+        "Binds": [],
+        "VolumesFrom": [],
+        "Devices": [],
+        "DeviceRequests": [],
+        "DeviceCgroupRules": [],
+        "Tmpfs": {
+            "/workspace": "rw,nosuid,nodev,exec,size=268435456,nr_inodes=65536,uid=1000,gid=1000,mode=0755",
+            "/tmp": "rw,nosuid,nodev,noexec,size=67108864,nr_inodes=16384,mode=1777",
+            "/dev/shm": "rw,nosuid,nodev,noexec,size=16777216,nr_inodes=1024,mode=1777",
+        },
+        "ShmSize": 16777216,
+        "Sysctls": {"kernel.shm_rmid_forced": "1", "kernel.msgmni": "64", "kernel.sem": "250 2048 32 64"},
+        "Memory": 620756992,
+        "MemorySwap": 620756992,
+        "MemorySwappiness": 0,
+        "OomKillDisable": False,
+        "NanoCpus": 1000000000,
+        "PidsLimit": 128,
+        "Ulimits": [
+            {"Name": "nofile", "Soft": 1024, "Hard": 1024},
+            {"Name": "core", "Soft": 0, "Hard": 0},
+            {"Name": "fsize", "Soft": 268435456, "Hard": 268435456},
+        ],
+        "Init": False,
+        "RestartPolicy": {"Name": "no", "MaximumRetryCount": 0},
+        "AutoRemove": True,
+        "LogConfig": {"Type": "none", "Config": {}},
+    },
+}
+PLACES = [name for name in GOLDEN if name != "HostConfig"] + [f"HostConfig.{name}" for name in GOLDEN["HostConfig"]]
+
+
+def test_the_whole_profile_is_this() -> None:
+    assert build() == GOLDEN
+
+
+def test_it_is_json_as_the_engine_wants_it() -> None:
+    assert json.loads(json.dumps(build())) == GOLDEN
+
+
+def test_every_row_says_why() -> None:
+    arguments = {"image": "i", "runtime": "runc", "limits": SandboxLimits(), "labels": {}, "seccomp": SECCOMP}
+    promises = build_promises(**arguments, cgroup_version=1)  # type: ignore[arg-type]
+
+    assert [promise.place for promise in promises] == [place for place in dict.fromkeys(p.place for p in promises)]
+    assert all(promise.why for promise in promises)
+
+
+def test_cgroup_version_2_has_no_swappiness_and_loses_nothing_else() -> None:
+    host = build(cgroup_version=2)["HostConfig"]
+
+    assert host == {name: value for name, value in GOLDEN["HostConfig"].items() if name != "MemorySwappiness"}
+
+
+def test_two_configurations_share_nothing() -> None:
+    first = build()
+    first["HostConfig"]["Sysctls"]["kernel.msgmni"] = "32000"
+    first["Labels"]["toolcrew.session"] = "changed"
+
+    assert build() == GOLDEN
+
+
+@given(
+    reserve=st.integers(1, 2**40),
+    workspace=st.integers(1, 2**40),
+    tmp=st.integers(1, 2**40),
+    shm=st.integers(1, 2**40),
+    cpus=st.floats(0.01, 256),
+    pids=st.integers(1, 2**22),
+    nofile=st.integers(1, 2**20),
+)
+def test_every_limit_reaches_its_row(reserve: int, workspace: int, tmp: int, shm: int, cpus: float, pids: int, nofile: int) -> None:
+    limits = SandboxLimits(
+        memory_reserve_bytes=reserve,
+        workspace_bytes=workspace,
+        tmp_bytes=tmp,
+        shm_bytes=shm,
+        cpus=cpus,
+        pids=pids,
+        nofile=nofile,
+    )
+    host = build(limits=limits)["HostConfig"]
+
+    assert limits.memory_bytes == reserve + workspace + tmp + shm
+    assert host["Memory"] == host["MemorySwap"] == limits.memory_bytes
+    assert (host["PidsLimit"], host["ShmSize"]) == (pids, shm)
+    assert abs(host["NanoCpus"] - cpus * 1e9) <= 1
+    assert {item["Name"]: item["Hard"] for item in host["Ulimits"]} == {"nofile": nofile, "core": 0, "fsize": workspace}
+    assert [f"size={size}," in host["Tmpfs"][place] for place, size in mounts(workspace, tmp, shm)] == [True] * 3
+    assert find_drift(build(limits=limits), inspected_of(build(limits=limits))) == []
+
+
+def mounts(workspace: int, tmp: int, shm: int) -> list[tuple[str, int]]:
+    return [("/workspace", workspace), ("/tmp", tmp), ("/dev/shm", shm)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "memory_reserve_bytes", "pids", "workspace_bytes", "workspace_inodes", "tmp_bytes", "tmp_inodes", "shm_bytes", "shm_inodes", "nofile",
+        "cpus",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
+def test_a_limit_that_would_mean_unlimited_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=name):
+        SandboxLimits(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"runtime": ""},
+        {"image": ""},
+        {"cgroup_version": 0},
+        {"labels": {"com.example": "1"}},
+        {"labels": {"": "1"}},
+        {"seccomp": "unconfined"},
+        {"seccomp": ""},
+        {"seccomp": "{}"},
+        {"seccomp": '{"defaultAction":"SCMP_ACT_ALLOW"}'},
+    ],
+)
+def test_an_argument_that_would_weaken_a_row_is_refused(changes: Mapping[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        build(**changes)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_engine_that_keeps_everything_shows_no_drift(version: int) -> None:
+    config = build(cgroup_version=version)
+
+    assert find_drift(config, inspected_of(config)) == []
+
+
+def place_in(inspected: dict[str, Any], place: str) -> tuple[dict[str, Any], str]:
+    section, _, name = place.rpartition(".")
+    return inspected[section or "Config"], name
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_row_the_engine_lost_is_told(place: str) -> None:
+    config = build()
+    inspected = inspected_of(config)
+    section, name = place_in(inspected, place)
+    del section[name]
+
+    assert [sentence for sentence in find_drift(config, inspected) if f"{place} is" in sentence]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("other", [True, ["x"], {"toolcrew.x": "x"}, "host", -1])
+def test_a_row_the_engine_changed_is_told(place: str, other: object) -> None:
+    config = build()
+    inspected = inspected_of(config)
+    section, name = place_in(inspected, place)
+    if section[name] == other and type(section[name]) is type(other):
+        section[name] = False
+    else:
+        section[name] = other
+
+    assert len(find_drift(config, inspected)) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        ("HostConfig.MemorySwap", -1, "HostConfig.MemorySwap is -1, not 620756992."),
+        ("HostConfig.PidsLimit", None, "HostConfig.PidsLimit is null, not 128."),
+        ("HostConfig.Init", None, "HostConfig.Init is null, not false."),
+        ("HostConfig.Init", 0, "HostConfig.Init is 0, not false."),
+        ("HostConfig.SecurityOpt", ["no-new-privileges", "seccomp=unconfined"], "seccomp=unconfined"),
+        ("HostConfig.CapAdd", ["SYS_ADMIN"], "HostConfig.CapAdd is"),
+        ("HostConfig.Binds", ["/var/run/docker.sock:/run/docker.sock"], "docker.sock"),
+        ("Env", [*GOLDEN["Env"], "SECRET=1"], "SECRET=1"),
+        ("Labels", {}, "Config.Labels is {}"),
+    ],
+)
+def test_the_sentence_names_the_row_and_what_was_found(place: str, value: object, words: str) -> None:
+    config = build()
+    inspected = inspected_of(config)
+    section, name = place_in(inspected, place)
+    section[name] = value
+
+    assert len(drift := find_drift(config, inspected)) == 1
+    assert words in drift[0]
+
+
+def test_a_volume_of_the_image_is_told() -> None:
+    config = build()
+    inspected = inspected_of(config)
+    inspected["Mounts"] = [{"Type": "volume", "Destination": "/data"}]
+
+    assert find_drift(config, inspected) == ["Mounts has /data (volume), which nobody asked for."]
+
+
+def test_a_mount_that_was_asked_for_is_not_drift() -> None:
+    config = build()
+    config["HostConfig"]["Mounts"] = [{"Type": "bind", "Source": "/w/1", "Target": "/workspace"}]
+    inspected = inspected_of(config)
+    inspected["Mounts"] = [{"Type": "bind", "Destination": "/workspace"}]
+
+    assert find_drift(config, inspected) == []
+
+
+@pytest.mark.parametrize("place", ["MaskedPaths", "ReadonlyPaths"])
+@pytest.mark.parametrize("left", [[], None, ["/proc/acpi"]])
+def test_a_default_of_the_engine_that_is_gone_is_told(place: str, left: list[str] | None) -> None:
+    config = build()
+    inspected = inspected_of(config)
+    inspected["HostConfig"][place] = left
+
+    assert [sentence for sentence in find_drift(config, inspected) if sentence.startswith(f"HostConfig.{place} lacks")]
+
+
+@pytest.mark.parametrize("networks", [{"none": {}, "bridge": {}}, {"bridge": {}}, None])
+def test_a_network_is_told(networks: object) -> None:
+    config = build()
+    inspected = inspected_of(config)
+    inspected["NetworkSettings"]["Networks"] = networks
+
+    assert len(find_drift(config, inspected)) == 1
+
+
+def test_nothing_inspected_confirms_nothing() -> None:
+    assert len(find_drift(build(), {})) == len(PLACES) + 4
+
+
+def test_a_long_value_is_cut_in_the_sentence() -> None:
+    config = build(seccomp=json.dumps({"defaultAction": "SCMP_ACT_ERRNO", "syscalls": ["x" * 5000]}))
+    inspected = inspected_of(build())
+
+    assert all(len(sentence) < 600 for sentence in find_drift(config, inspected))
+    assert find_drift(config, inspected)

