@@ -1,0 +1,67 @@
+"""What the guest refuses or fails at, as a closed code and a sentence."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+INVALID_ARGUMENTS = "INVALID_ARGUMENTS"
+FILE_NOT_FOUND = "FILE_NOT_FOUND"
+FILE_EXISTS = "FILE_EXISTS"
+IS_DIRECTORY = "IS_DIRECTORY"
+NOT_A_DIRECTORY = "NOT_A_DIRECTORY"
+PATH_NOT_ALLOWED = "PATH_NOT_ALLOWED"
+NOT_A_REGULAR_FILE = "NOT_A_REGULAR_FILE"
+FILE_TOO_LARGE = "FILE_TOO_LARGE"
+OFFSET_OUT_OF_RANGE = "OFFSET_OUT_OF_RANGE"
+PERMISSION_DENIED = "PERMISSION_DENIED"
+NO_SPACE = "NO_SPACE"
+SPAWN_FAILED = "SPAWN_FAILED"
+TIMEOUT = "TIMEOUT"
+CANCELLED = "CANCELLED"
+INTERNAL = "INTERNAL"
+
+_CODE_OF_ERRNO = {
+    errno.ENOENT: FILE_NOT_FOUND,
+    errno.EEXIST: FILE_EXISTS,
+    errno.EISDIR: IS_DIRECTORY,
+    errno.ENOTDIR: NOT_A_DIRECTORY,
+    errno.EACCES: PERMISSION_DENIED,
+    errno.EPERM: PERMISSION_DENIED,
+    errno.EROFS: PERMISSION_DENIED,
+    errno.ETXTBSY: PERMISSION_DENIED,
+    errno.ELOOP: PATH_NOT_ALLOWED,
+    errno.EXDEV: PATH_NOT_ALLOWED,
+    errno.ENAMETOOLONG: INVALID_ARGUMENTS,
+    errno.ENOSPC: NO_SPACE,
+    errno.EDQUOT: NO_SPACE,
+    errno.EFBIG: NO_SPACE,
+}
+_MESSAGE_CHARS = 2000
+
+
+class Failure(Exception):
+    """A request that ends without a result. `details` are further fields of its error object."""
+
+    def __init__(self, code: str, message: str, **details: int) -> None:
+        super().__init__(message)
+        self.code = code
+        # Names in it come from the request and may be as long as a header, which it has to fit into.
+        self.message = message[:_MESSAGE_CHARS]
+        self.details = details
+
+    def as_error(self) -> dict[str, object]:
+        return {"code": self.code, "message": self.message, **self.details}
+
+
+def describe_os_error(error: OSError, subject: str) -> Failure:
+    """The failure that an error of the kernel means for `subject`, a path or program already made printable."""
+    number = error.errno or 0
+    code = _CODE_OF_ERRNO.get(number, INTERNAL)
+    return Failure(code, f"{subject}: {os.strerror(number).lower() if number else error}")
+
+
+def printable(name: bytes | str) -> str:
+    """A name as text that any encoder takes: bytes that are no UTF-8 are shown as escapes."""
+    raw = name if isinstance(name, bytes) else name.encode("utf-8", "surrogatepass")
+    return raw.decode("utf-8", "backslashreplace")

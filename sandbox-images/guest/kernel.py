@@ -1,0 +1,42 @@
+"""System calls that the standard library lacks: prctl and openat2."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+PR_SET_DUMPABLE = 4
+PR_SET_CHILD_SUBREAPER = 36
+_SYS_OPENAT2 = 437
+_RESOLVE_NO_MAGICLINKS = 0x02
+_RESOLVE_BENEATH = 0x08
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class _OpenHow(ctypes.Structure):
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+def set_process_flag(option: int, value: int) -> None:
+    """prctl with one argument. Raises OSError."""
+    if _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def open_beneath(dir_fd: int, path: bytes, flags: int) -> int:
+    """Open `path`, which the kernel resolves without ever leaving `dir_fd`. Raises OSError.
+
+    EXDEV: the path leads out, or over an absolute link. ENOSYS or EPERM: this kernel, or its filter, has no openat2.
+    """
+    how = _OpenHow(flags | os.O_CLOEXEC, 0, _RESOLVE_BENEATH | _RESOLVE_NO_MAGICLINKS)
+    fd = int(
+        _LIBC.syscall(
+            ctypes.c_long(_SYS_OPENAT2), ctypes.c_long(dir_fd), path, ctypes.byref(how), ctypes.c_size_t(24)
+        )
+    )
+    if fd < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return fd

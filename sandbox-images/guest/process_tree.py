@@ -1,0 +1,146 @@
+"""Who lives below a process, and their end: /proc walked by parent, SIGKILL in rounds, reaping."""
+
+from __future__ import annotations
+
+import os
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+KILL_WINDOW_S = 0.5
+"""How long the rounds of one kill may go on."""
+_PAUSE_S = 0.001
+_QUIET_SCANS = 2
+_SIGKILL = 9
+# Also children whose end sends no SIGCHLD, which a plain wait does not see.
+_WAIT_ALL = 0x40000000
+
+
+class Process:
+    """A line of /proc/<pid>/stat."""
+
+    __slots__ = ("alive", "group", "parent", "pid")
+
+    def __init__(self, pid: int, parent: int, group: int, alive: bool) -> None:
+        self.pid = pid
+        self.parent = parent
+        self.group = group
+        self.alive = alive
+
+
+class KillReport:
+    """What a kill did. `signalled` counts processes once, however many rounds they took."""
+
+    __slots__ = ("method", "pids", "started_at", "survivors")
+
+    def __init__(self) -> None:
+        self.pids: set[int] = set()
+        self.survivors = 0
+        self.method = "tree"
+        self.started_at = time.monotonic()
+
+    def as_field(self) -> dict[str, object]:
+        ms = round((time.monotonic() - self.started_at) * 1000, 3)
+        return {"signalled": len(self.pids), "survivors": self.survivors, "method": self.method, "ms": ms}
+
+
+def read_processes() -> dict[int, Process]:
+    """Every process of the pid namespace, by pid."""
+    table = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            process = _read_process(int(name))
+            if process is not None:
+                table[process.pid] = process
+    return table
+
+
+def find_below(roots: Iterable[int], table: dict[int, Process]) -> list[Process]:
+    """The processes below `roots`, without the roots, dead ones included."""
+    children: dict[int, list[Process]] = {}
+    for process in table.values():
+        children.setdefault(process.parent, []).append(process)
+    found: list[Process] = []
+    pending = list(roots)
+    while pending:
+        below = children.pop(pending.pop(), [])
+        found += below
+        pending += [process.pid for process in below]
+    return found
+
+
+def kill_processes(targets: list[Process], report: KillReport) -> int:
+    """One round of SIGKILL; says how many of the targets were alive."""
+    alive = [process for process in targets if process.alive]
+    own_group = os.getpgrp()
+    # The kernel kills a process group in one step, so what forks within its group cannot outrun the round. Group 0 is one
+    # outside this pid namespace, and our own is the moment between a fork and its setsid.
+    for group in {process.group for process in alive} - {0, 1, own_group}:
+        _kill(-group)
+    for process in targets:
+        _kill(process.pid)
+    report.pids.update(process.pid for process in alive)
+    return len(alive)
+
+
+def reap(on_exit: Callable[[int, int], None] | None = None) -> bool:
+    """Collect every dead child without waiting; tells `on_exit` its pid and wait status. True: no child is left at all.
+
+    Below a child subreaper that proves that nothing is left of the whole tree.
+    """
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG | _WAIT_ALL)
+        except ChildProcessError:
+            return True
+        if pid == 0:
+            return False
+        if on_exit is not None:
+            on_exit(pid, status)
+
+
+def kill_below(
+    report: KillReport, on_exit: Callable[[int, int], None] | None = None, window_s: float = KILL_WINDOW_S
+) -> None:
+    """Kill and reap everything below this process, a child subreaper; `report.survivors` says what could not be."""
+    give_up_at = time.monotonic() + window_s
+    quiet = 0
+    me = os.getpid()
+    while True:
+        report.survivors = kill_processes(find_below((me,), read_processes()), report)
+        if reap(on_exit):
+            report.survivors = 0
+            return
+        quiet = quiet + 1 if report.survivors == 0 else 0
+        if quiet >= _QUIET_SCANS or time.monotonic() >= give_up_at:
+            return
+        time.sleep(_PAUSE_S)
+
+
+def _read_process(pid: int) -> Process | None:
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        # The name in brackets may itself hold brackets and blanks; what follows its last one is plain.
+        fields = os.read(fd, 1024).rpartition(b")")[2].split()
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    if len(fields) < 18:
+        return None
+    # A main thread that ended while others run on is shown as a zombie, too.
+    alive = fields[0] not in (b"Z", b"X", b"x") or int(fields[17]) > 1
+    return Process(pid, int(fields[1]), int(fields[2]), alive)
+
+
+def _kill(target: int) -> None:
+    # Gone already is what was wanted; not permitted is found by the next scan, which counts it as a survivor.
+    try:
+        os.kill(target, _SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return

@@ -1,0 +1,78 @@
+"""What a supervisor tells PID 1 over their pipe: records of a kind, a length and that many bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+
+STREAMS = ("stdout", "stderr", "merged", "file")
+DONE = 255
+CHUNK_BYTES = 65_536
+_RECORD = struct.Struct(">BI")
+
+
+class ReportWriter:
+    """The supervisor's end: non-blocking while a program runs, blocking once nothing runs any more."""
+
+    __slots__ = ("_pending", "fd")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._pending = memoryview(b"")
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._pending) > 0
+
+    def offer(self, stream: str, data: bytes) -> None:
+        """Start to send one piece of at most CHUNK_BYTES; only while not full."""
+        self._pending = memoryview(_RECORD.pack(STREAMS.index(stream), len(data)) + data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the pipe takes now."""
+        try:
+            while self._pending:
+                self._pending = self._pending[os.write(self.fd, self._pending) :]
+        except BlockingIOError:
+            return
+
+    def send(self, stream: str, data: bytes) -> None:
+        """Send all of `data`, waiting for PID 1 where it must."""
+        view = memoryview(data)
+        for at in range(0, len(data), CHUNK_BYTES):
+            self._send_record(STREAMS.index(stream), view[at : at + CHUNK_BYTES])
+
+    def send_done(self, fields: dict[str, object]) -> None:
+        self._send_record(DONE, memoryview(json.dumps(fields).encode()))
+
+    def _send_record(self, kind: int, data: memoryview) -> None:
+        os.set_blocking(self.fd, True)
+        self.flush()
+        record = memoryview(_RECORD.pack(kind, len(data)) + bytes(data))
+        while record:
+            record = record[os.write(self.fd, record) :]
+
+
+class ReportReader:
+    """PID 1's end: gathers bytes into records, holding at most one unfinished."""
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
+        self._buffer += data
+        records = []
+        at = 0
+        while len(self._buffer) - at >= _RECORD.size:
+            kind, size = _RECORD.unpack_from(self._buffer, at)
+            end = at + _RECORD.size + size
+            if end > len(self._buffer):
+                break
+            records.append((kind, bytes(self._buffer[at + _RECORD.size : end])))
+            at = end
+        del self._buffer[:at]
+        return records

@@ -1,0 +1,237 @@
+"""The guest as PID 1 of a real pid namespace, without Docker: started, spoken to, and looked at from outside."""
+
+import compileall
+import contextlib
+import os
+import secrets
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
+
+GUEST_PARENT = Path(__file__).resolve().parent.parent / "sandbox-images"
+if str(GUEST_PARENT) not in sys.path:
+    sys.path.append(str(GUEST_PARENT))
+
+_PYTHON = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]);"
+    "from guest.loop import main; from guest.places import Places;"
+    "main(Places(tuple(path.encode() for path in sys.argv[2:])))"
+)
+# A user of its own for each guest: limits of processes count by user, over the whole host.
+_FIRST_UID = 200_000
+DEADLINE_S = 20.0
+
+
+def _unshare_refused() -> str | None:
+    if os.geteuid() != 0:
+        return "needs root, for a pid namespace"
+    try:
+        probe = subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, timeout=20)
+    except OSError as error:
+        return f"unshare cannot be run: {error}"
+    return None if probe.returncode == 0 else f"no pid namespace: {probe.stderr.decode().strip()}"
+
+
+_refused = _unshare_refused()
+needs_namespace = pytest.mark.skipif(_refused is not None, reason=_refused or "")
+
+
+class Done:
+    """The end of one request: its done or pong header, and the bytes of each stream in the order they came."""
+
+    def __init__(self, header: Mapping[str, Any], streams: Mapping[str, bytes]) -> None:
+        self.header = header
+        self._streams = streams
+
+    def __getitem__(self, name: str) -> Any:
+        return self.header[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.header
+
+    def bytes_of(self, stream: str) -> bytes:
+        return self._streams.get(stream, b"")
+
+    @property
+    def code(self) -> str | None:
+        """The code of an error."""
+        error = self.header.get("error")
+        return str(error["code"]) if error else None
+
+
+class Guest:
+    """A running guest. It runs as an unprivileged user, with `workspace` and `tmp` as its roots."""
+
+    def __init__(self, base: Path, shell_prefix: str = "") -> None:
+        uid = _FIRST_UID + secrets.randbelow(1 << 20)
+        self.workspace = base / "workspace"
+        self.tmp = base / "tmp"
+        for root in (self.workspace, self.tmp):
+            root.mkdir()
+            os.chown(root, uid, uid)
+        guest = [_PYTHON, "-I", "-S", "-u", "-c", _BOOT, str(GUEST_PARENT), str(self.workspace), str(self.tmp)]
+        user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs", "--inh-caps=-all"]
+        # Not sh: dash knows no `ulimit -u`. A limit that cannot be set must end the start, not be missing.
+        shell = ["/bin/bash", "--norc", "-c", f'set -e; {shell_prefix} exec "$@"', "bash"]
+        self._process = subprocess.Popen(
+            ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *shell, *user, *guest],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._decoder = FrameDecoder(MAX_UP)
+        self._waiting: list[Frame] = []
+        self._parts: dict[str, dict[str, bytearray]] = {}
+        self._ended: dict[str, Done] = {}
+        hello = self.next_frame()
+        assert hello.header == {"ev": "hello", "v": 1}
+
+    @property
+    def pid(self) -> int:
+        """PID 1, as the outside numbers it."""
+        outer = self._process.pid
+        return int(Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0])
+
+    def send(self, header: Mapping[str, object], body: bytes = b"") -> None:
+        self.send_raw(encode_frame(header, body, max_total=MAX_DOWN))
+
+    def send_raw(self, data: bytes) -> None:
+        self._stdin.write(data)
+        self._stdin.flush()
+
+    def close_stdin(self) -> None:
+        self._stdin.close()
+
+    def wait_exit(self) -> int:
+        return self._process.wait(DEADLINE_S)
+
+    def next_frame(self) -> Frame:
+        """The next frame; fails the test when none comes or the guest has gone."""
+        poller = select.poll()
+        poller.register(self._stdout, select.POLLIN)
+        while not self._waiting:
+            assert poller.poll(DEADLINE_S * 1000), "the guest does not answer"
+            data = os.read(self._stdout.fileno(), 1 << 18)
+            assert data, "the guest has gone"
+            self._waiting += self._decoder.feed(data)
+        return self._waiting.pop(0)
+
+    def start(self, op: str, body: bytes = b"", **fields: object) -> str:
+        """Send a request and its body; the answer is taken by `finish`."""
+        request_id = secrets.token_hex(16)
+        self.send({"id": request_id, "op": op, "body_bytes": len(body), **fields}, body[:MAX_DOWN // 2])
+        for at in range(MAX_DOWN // 2, len(body), MAX_DOWN // 2):
+            self.send({"id": request_id, "op": "data"}, body[at : at + MAX_DOWN // 2])
+        return request_id
+
+    def finish(self, request_id: str) -> Done:
+        """The end of a request; frames of others are kept for their own `finish`."""
+        while request_id not in self._ended:
+            frame = self.next_frame()
+            frame_id = frame.header["id"]
+            parts = self._parts.setdefault(frame_id, {})
+            if frame.header["ev"] == "data":
+                parts.setdefault(frame.header["stream"], bytearray()).extend(frame.body)
+            else:
+                assert frame_id not in self._ended, "two ends of one request"
+                self._ended[frame_id] = Done(frame.header, {name: bytes(data) for name, data in parts.items()})
+        return self._ended[request_id]
+
+    def request(self, op: str, body: bytes = b"", **fields: object) -> Done:
+        return self.finish(self.start(op, body, **fields))
+
+    def start_script(self, script: str | bytes, stdin: bytes = b"", **fields: object) -> str:
+        raw = script.encode() if isinstance(script, str) else script
+        defaults: dict[str, object] = {
+            "argv": None,
+            "script_bytes": len(raw),
+            "cwd": ".",
+            "env": {},
+            "timeout_s": 10,
+            "capture": {"stdout": 1 << 20, "stderr": 1 << 16, "merged": 0},
+        }
+        return self.start("exec", raw + stdin, **{**defaults, **fields})
+
+    def run(self, script: str | bytes, stdin: bytes = b"", **fields: object) -> Done:
+        return self.finish(self.start_script(script, stdin, **fields))
+
+    def wait_for_file(self, name: str) -> str:
+        """The content of a workspace file, once a program has written a whole line to it."""
+        give_up_at = time.monotonic() + DEADLINE_S
+        while time.monotonic() < give_up_at:
+            with contextlib.suppress(FileNotFoundError):
+                text = (self.workspace / name).read_text()
+                if text.endswith("\n"):
+                    return text
+            os.sched_yield()
+        raise AssertionError(f"{name} was not written")
+
+    def resident_bytes(self) -> int:
+        """Memory of PID 1, file pages included."""
+        return int(Path(f"/proc/{self.pid}/status").read_text().split("VmRSS:")[1].split()[0]) * 1024
+
+    def others(self) -> dict[int, str]:
+        """Every process of the namespace but PID 1, by the outside's pid, with its state letter; zombies included."""
+        one = self.pid
+        namespace = os.readlink(f"/proc/{one}/ns/pid")
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != one:
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry / "ns" / "pid") == namespace:
+                        found[int(entry.name)] = _state(entry)
+        return found
+
+    def wait_alone(self) -> bool:
+        """Whether PID 1 becomes the only process: an answered call's own process needs a moment to end."""
+        give_up_at = time.monotonic() + 1.0
+        while self.others():
+            if time.monotonic() > give_up_at:
+                return False
+            os.sched_yield()
+        return True
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+        try:
+            self._process.wait(DEADLINE_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._stdout.close()
+
+
+def _state(entry: Path) -> str:
+    return (entry / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+@contextlib.contextmanager
+def running_guest(shell_prefix: str = "") -> Iterator[Guest]:
+    """A guest with fresh roots. `shell_prefix` runs before it as root, to set limits: `ulimit -u 60;`."""
+    # Not below pytest's own directory, which other users may not enter.
+    base = Path(tempfile.mkdtemp(prefix="toolcrew-guest-"))
+    base.chmod(0o755)
+    # The guest's user cannot write them, and as an image it starts with them.
+    compileall.compile_dir(GUEST_PARENT / "guest", quiet=1)
+    try:
+        guest = Guest(base, shell_prefix)
+        try:
+            yield guest
+        finally:
+            guest.close()
+    finally:
+        shutil.rmtree(base)

@@ -1,0 +1,71 @@
+"""What the guest keeps of a stream, against the plain definition."""
+
+import tracemalloc
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.guest_harness import GUEST_PARENT
+
+assert GUEST_PARENT
+from guest.capture import Capture  # noqa: E402
+from guest.file_reads import LineWindow  # noqa: E402
+from guest.oom import read_oom_kills  # noqa: E402
+
+
+@given(cap=st.integers(0, 50), pieces=st.lists(st.binary(max_size=70), max_size=12))
+def test_head_and_tail_are_the_first_quarter_and_the_last_three(cap: int, pieces: list[bytes]) -> None:
+    capture = Capture(cap)
+    for piece in pieces:
+        capture.add(piece)
+    whole = b"".join(pieces)
+    kept = capture.head() + capture.tail()
+    if len(whole) <= cap:
+        assert kept == whole
+    else:
+        assert kept == whole[: cap // 4] + whole[len(whole) - (cap - cap // 4) :]
+    assert capture.sizes() == {"total": len(whole), "head": len(capture.head()), "tail": len(capture.tail())}
+
+
+def test_memory_is_bounded_by_the_cap_however_small_the_pieces() -> None:
+    capture = Capture(100_000)
+    tracemalloc.start()
+    try:
+        for _ in range(400_000):
+            capture.add(b"y")
+        assert tracemalloc.get_traced_memory()[1] < 250_000
+    finally:
+        tracemalloc.stop()
+
+
+@given(
+    text=st.lists(st.sampled_from([b"a", b"bb", b"\n", b"\r\n"]), max_size=30).map(b"".join),
+    offset=st.integers(1, 8),
+    limit=st.integers(1, 8),
+    max_bytes=st.integers(0, 30),
+    block=st.integers(1, 12),
+)
+def test_a_line_window_is_the_same_for_every_block_size(
+    text: bytes, offset: int, limit: int, max_bytes: int, block: int
+) -> None:
+    window = LineWindow(offset, limit, max_bytes)
+    sent = b"".join(window.take(text[at : at + block]) for at in range(0, len(text), block))
+    lines = text.split(b"\n")
+    whole = [line + b"\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+    wanted = b"".join(whole[offset - 1 : offset - 1 + limit])
+    assert sent == wanted[:max_bytes]
+    assert window.cut == (len(wanted) > max_bytes)
+    assert (window.lines, window.size) == (len(whole), len(text))
+    assert window.count == len(sent.split(b"\n")) - (sent.endswith(b"\n") or not sent)
+    assert window.final_newline == (not text or text.endswith(b"\n"))
+
+
+def test_oom_kills_are_read_from_either_cgroup_version(tmp_path: Path) -> None:
+    first, second = tmp_path / "memory.oom_control", tmp_path / "memory.events"
+    paths = (str(first).encode(), str(second).encode())
+    assert read_oom_kills(paths) is None
+    second.write_text("low 0\noom 2\noom_kill 3\n")
+    assert read_oom_kills(paths) == 3
+    first.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 7\n")
+    assert read_oom_kills(paths) == 7

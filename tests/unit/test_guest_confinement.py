@@ -1,0 +1,211 @@
+"""Paths of file requests stay inside the roots: by the kernel's openat2 and by the walk, held to one suite."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.guest_harness import GUEST_PARENT
+
+assert GUEST_PARENT
+from guest.confinement import find_place, open_pinned, pin_file  # noqa: E402
+from guest.failures import Failure, describe_os_error  # noqa: E402
+from guest.places import Places  # noqa: E402
+
+_RACE_TRIES = 3000
+
+
+@pytest.fixture(params=[True, False], ids=["openat2", "walk"])
+def places(tmp_path: Path, request: pytest.FixtureRequest) -> Places:
+    (tmp_path / "ws" / "sub" / "deep").mkdir(parents=True)
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "ws2").mkdir()
+    (tmp_path / "ws2" / "f").write_text("outside")
+    (tmp_path / "outside").write_text("outside")
+    (tmp_path / "tmp" / "t").write_text("in tmp")
+    (tmp_path / "ws" / "f").write_text("in f")
+    (tmp_path / "ws" / "sub" / "g").write_text("in g")
+    return Places((bytes(tmp_path / "ws"), bytes(tmp_path / "tmp")), use_openat2=request.param)
+
+
+def read(path: str, places: Places) -> str:
+    """The content at a path; raises Failure."""
+    place = find_place(path, places)
+    try:
+        pinned = pin_file(place)
+    except OSError as error:
+        raise describe_os_error(error, place.shown) from None
+    finally:
+        place.close()
+    with os.fdopen(open_pinned(pinned, os.O_RDONLY)) as file:
+        os.close(pinned)
+        return file.read()
+
+
+def root(places: Places) -> Path:
+    return Path(os.fsdecode(places.workspace))
+
+
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("f", "in f"),
+        ("./f", "in f"),
+        ("sub/../f", "in f"),
+        ("sub/deep/../../sub/g", "in g"),
+        ("sub//g", "in g"),
+        ("link", "in f"),
+        ("sub/up", "in f"),
+        ("dir/g", "in g"),
+        ("dir/up", "in f"),
+        ("dir/deep/../g", "in g"),
+        ("sub/deep/chain", "in f"),
+        ("absolute", "in g"),
+        ("absdir/g", "in g"),
+        ("absdir/../f", "in f"),
+        ("to-tmp", "in tmp"),
+    ],
+)
+def test_a_path_that_ends_inside_is_followed(places: Places, path: str, content: str) -> None:
+    ws = root(places)
+    (ws / "link").symlink_to("f")
+    (ws / "sub" / "up").symlink_to("../f")
+    (ws / "dir").symlink_to("sub")
+    (ws / "sub" / "deep" / "chain").symlink_to("../up")
+    (ws / "absolute").symlink_to(ws / "sub" / "g")
+    (ws / "absdir").symlink_to(ws / "sub")
+    (ws / "to-tmp").symlink_to(ws.parent / "tmp" / "t")
+    assert read(path, places) == content
+    assert read(str(ws / path), places) == content
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../outside",
+        "sub/../../outside",
+        "/etc/passwd",
+        "/",
+        "../ws2/f",
+        "{ws}2/f",
+        "{ws}/../outside",
+        "out",
+        "absout",
+        "dirout/outside",
+        "sub/deep/far",
+        "absdirout/passwd",
+        "proc/self/environ",
+        "loop",
+    ],
+)
+def test_a_path_that_leads_out_is_not_allowed(places: Places, path: str) -> None:
+    ws = root(places)
+    (ws / "out").symlink_to("../outside")
+    (ws / "absout").symlink_to("/etc/passwd")
+    (ws / "dirout").symlink_to("..")
+    (ws / "absdirout").symlink_to("/etc")
+    (ws / "sub" / "deep" / "far").symlink_to("../../../outside")
+    (ws / "proc").symlink_to("/proc")
+    (ws / "loop").symlink_to("loop")
+    with pytest.raises(Failure) as caught:
+        read(path.format(ws=ws), places)
+    assert caught.value.code == "PATH_NOT_ALLOWED"
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("absent", "FILE_NOT_FOUND"),
+        ("absent/f", "FILE_NOT_FOUND"),
+        ("f/x", "NOT_A_DIRECTORY"),
+        ("f/", "NOT_A_DIRECTORY"),
+        ("sub", "IS_DIRECTORY"),
+        ("sub/", "IS_DIRECTORY"),
+        (".", "IS_DIRECTORY"),
+        ("sub/..", "IS_DIRECTORY"),
+        ("dangling", "FILE_NOT_FOUND"),
+        ("fifo", "NOT_A_REGULAR_FILE"),
+        ("socket", "NOT_A_REGULAR_FILE"),
+        ("x" * 300, "INVALID_ARGUMENTS"),
+        ("\ud800", "INVALID_ARGUMENTS"),
+    ],
+)
+def test_what_is_no_file_has_its_code_and_is_never_opened(places: Places, path: str, code: str) -> None:
+    ws = root(places)
+    (ws / "dangling").symlink_to("absent")
+    os.mkfifo(ws / "fifo")
+    os.mknod(ws / "socket", 0o140600)
+    with pytest.raises(Failure) as caught:
+        read(path, places)
+    assert caught.value.code == code
+
+
+def test_no_descriptor_is_left_open(places: Places) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    read("sub/../sub/g", places)
+    for path in ("sub/absent", "sub/../..", "sub/deep"):
+        with pytest.raises(Failure):
+            read(path, places)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_name_that_is_not_utf_8_can_be_named(places: Places) -> None:
+    (root(places) / os.fsdecode(b"\xff")).write_text("bytes")
+    assert read("\udcff", places) == "bytes"
+
+
+@contextmanager
+def swapping(one: Path, other: Path) -> Iterator[None]:
+    """A process that exchanges two names as fast as it can."""
+    code = (
+        "import ctypes, os, sys\n"
+        "libc = ctypes.CDLL(None)\n"
+        "one, other = (os.fsencode(path) for path in sys.argv[1:])\n"
+        "print('swapping', flush=True)\n"
+        "while True: libc.renameat2(-100, one, -100, other, 2)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(one), str(other)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"swapping\n"
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGKILL)
+
+
+def test_a_directory_swapped_with_a_link_never_leads_out(places: Places) -> None:
+    ws = root(places)
+    (ws / "sub" / "passwd").write_text("inside")
+    (ws.parent / "ws2" / "passwd").write_text("outside")
+    (ws / "trap").symlink_to(ws.parent / "ws2")
+    outcomes = set()
+    with swapping(ws / "sub", ws / "trap"):
+        for _ in range(_RACE_TRIES):
+            try:
+                outcomes.add(read("sub/passwd", places))
+            except Failure as failure:
+                outcomes.add(failure.code)
+    assert "outside" not in outcomes
+    assert outcomes <= {"inside", "PATH_NOT_ALLOWED", "NOT_A_DIRECTORY"}
+    assert "inside" in outcomes
+
+
+def test_a_file_swapped_with_a_link_never_leads_out(places: Places) -> None:
+    ws = root(places)
+    (ws / "trap").symlink_to(ws.parent / "outside")
+    outcomes = set()
+    with swapping(ws / "f", ws / "trap"):
+        for _ in range(_RACE_TRIES):
+            try:
+                outcomes.add(read("f", places))
+            except Failure as failure:
+                outcomes.add(failure.code)
+    assert outcomes <= {"in f", "PATH_NOT_ALLOWED"}
+    assert "in f" in outcomes

@@ -1,0 +1,173 @@
+"""Programs in the guest: what they are given, what is kept of what they print."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.guest_harness import Guest, needs_namespace, running_guest
+
+pytestmark = needs_namespace
+
+
+@pytest.fixture(scope="module")
+def guest() -> Iterator[Guest]:
+    with running_guest() as running:
+        yield running
+
+
+def capture(stdout: int = 0, stderr: int = 0, merged: int = 0) -> dict[str, int]:
+    return {"stdout": stdout, "stderr": stderr, "merged": merged}
+
+
+def test_exit_code_streams_and_no_kill(guest: Guest) -> None:
+    done = guest.run("echo out; echo err >&2; exit 3")
+    assert (done["exit_code"], done["signal"], done["kill"], done["oom"]) == (3, None, None, False)
+    assert (done.bytes_of("stdout"), done.bytes_of("stderr")) == (b"out\n", b"err\n")
+    assert 0 < done["run_s"] < 10
+
+
+def test_a_signal_is_told_apart_from_an_exit_code(guest: Guest) -> None:
+    done = guest.run("kill -SEGV $$")
+    assert (done["exit_code"], done["signal"]) == (None, 11)
+
+
+def test_stdin_is_the_rest_of_the_body(guest: Guest) -> None:
+    data = bytes(range(256)) * 9000
+    assert guest.run("cat", stdin=data, capture=capture(stdout=4 << 20)).bytes_of("stdout") == data
+
+
+def test_without_a_rest_stdin_is_empty(guest: Guest) -> None:
+    assert guest.run("cat; echo end").bytes_of("stdout") == b"end\n"
+
+
+def test_argv_runs_without_a_shell(guest: Guest) -> None:
+    done = guest.request(
+        "exec", argv=["printf", "%s|", "a b", "$HOME"], cwd="/", env={}, timeout_s=5, capture=capture(stdout=100)
+    )
+    assert done.bytes_of("stdout") == b"a b|$HOME|"
+
+
+def test_a_program_gets_three_descriptors_a_session_and_a_clean_environment(guest: Guest) -> None:
+    done = guest.run("ls /proc/self/fd | wc -l; ps -o sid= -p $$ | tr -d ' '; echo $$; umask; env | sort", env={"MINE": "1"})
+    lines = done.bytes_of("stdout").decode().splitlines()
+    # Three, and the one ls itself opened.
+    assert lines[0] == "4"
+    assert lines[1] == lines[2]
+    assert lines[3] == "0022"
+    names = {line.split("=")[0] for line in lines[4:]}
+    assert names == {
+        *("PATH", "HOME", "LANG", "TERM", "PAGER", "GIT_PAGER", "GIT_TERMINAL_PROMPT", "DEBIAN_FRONTEND", "NO_COLOR"),
+        *("PYTHONUNBUFFERED", "PIP_PROGRESS_BAR", "MINE", "PWD", "SHLVL", "_"),
+    }
+
+
+def test_no_signal_is_blocked_or_ignored(guest: Guest) -> None:
+    # /usr/bin/env, because bash sets dispositions of its own; signals 32 and 33 are the C library's.
+    done = guest.request(
+        "exec", argv=["grep", "Sig", "/proc/self/status"], cwd=".", env={}, timeout_s=5, capture=capture(stdout=4096)
+    )
+    masks = dict(line.split(":\t") for line in done.bytes_of("stdout").decode().splitlines())
+    assert int(masks["SigBlk"], 16) == 0
+    assert int(masks["SigIgn"], 16) & ~(0b11 << 31) == 0
+
+
+def test_cwd_is_taken_from_the_workspace(guest: Guest) -> None:
+    assert guest.run("mkdir -p deep/er")["exit_code"] == 0
+    assert guest.run("pwd", cwd="deep/er").bytes_of("stdout").decode().strip() == f"{guest.workspace}/deep/er"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"cwd": "absent"}, "FILE_NOT_FOUND"),
+        ({"cwd": "/etc/passwd"}, "NOT_A_DIRECTORY"),
+        ({"cwd": "/root/x"}, "PERMISSION_DENIED"),
+        ({"argv": ["no-such-program"], "script_bytes": 0}, "SPAWN_FAILED"),
+        ({"argv": ["/etc/passwd"], "script_bytes": 0}, "SPAWN_FAILED"),
+        ({"argv": ["x" * 131_072], "script_bytes": 0}, "INVALID_ARGUMENTS"),
+        ({"argv": ["a\0b"], "script_bytes": 0}, "INVALID_ARGUMENTS"),
+        ({"argv": []}, "INVALID_ARGUMENTS"),
+        ({"env": {"A=B": "x"}}, "INVALID_ARGUMENTS"),
+        ({"env": {"A": 1}}, "INVALID_ARGUMENTS"),
+        ({"timeout_s": 0}, "INVALID_ARGUMENTS"),
+        ({"timeout_s": True}, "INVALID_ARGUMENTS"),
+        ({"capture": {"stream": 1, "stdout": 1}}, "INVALID_ARGUMENTS"),
+        ({"surprise": 1}, "INVALID_ARGUMENTS"),
+        ({"script_bytes": 9999}, "INVALID_ARGUMENTS"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_its_code(guest: Guest, fields: dict[str, object], code: str) -> None:
+    done = guest.run("true", **fields)
+    assert done.code == code, done.header
+    assert guest.wait_alone()
+
+
+def test_a_script_too_long_for_an_argument_is_told_what_to_do(guest: Guest) -> None:
+    assert guest.run(b"#" * 131_071)["exit_code"] == 0
+    done = guest.run(b"#" * 131_072)
+    assert done.code == "INVALID_ARGUMENTS"
+    assert "write it to a file and run the file" in done["error"]["message"]
+
+
+def test_a_script_with_a_nul_byte_is_refused(guest: Guest) -> None:
+    assert guest.run(b"echo a\0b").code == "INVALID_ARGUMENTS"
+
+
+def test_binary_output_passes_unchanged(guest: Guest) -> None:
+    done = guest.run("head -c 100000 /dev/zero | tr '\\0' '\\377'; printf '\\0\\1\\2'")
+    assert done.bytes_of("stdout") == b"\xff" * 100_000 + b"\0\1\2"
+
+
+def test_caps_are_exact_head_a_quarter_tail_the_rest(guest: Guest) -> None:
+    done = guest.run("seq 1 100000; head -c 5000 /dev/zero >&2", capture=capture(1000, 4, 0))
+    whole = "".join(f"{n}\n" for n in range(1, 100001)).encode()
+    assert done.bytes_of("stdout") == whole[:250] + whole[-750:]
+    assert done["streams"]["stdout"] == {"total": len(whole), "head": 250, "tail": 750}
+    assert done["streams"]["stderr"] == {"total": 5000, "head": 1, "tail": 3}
+
+
+def test_a_line_of_50_mb_is_counted_and_cut(guest: Guest) -> None:
+    done = guest.run("head -c 50000000 /dev/zero | tr '\\0' x", capture=capture(stdout=40_000))
+    assert done["streams"]["stdout"] == {"total": 50_000_000, "head": 10_000, "tail": 30_000}
+    assert done.bytes_of("stdout") == b"x" * 40_000
+
+
+def test_endless_output_ends_at_the_limit(guest: Guest) -> None:
+    done = guest.run("yes", timeout_s=0.3, capture=capture(stdout=8000))
+    assert done["timed_out"] is True
+    assert len(done.bytes_of("stdout")) == 8000
+    assert done["streams"]["stdout"]["total"] > 8000
+
+
+def test_merged_alone_keeps_the_order_of_the_writes(guest: Guest) -> None:
+    done = guest.run("for i in $(seq 200); do echo o$i; echo e$i >&2; done", capture=capture(merged=100_000))
+    assert done.bytes_of("merged").decode().split() == [f"{kind}{n}" for n in range(1, 201) for kind in "oe"]
+    assert done["streams"].keys() == {"merged"}
+
+
+def test_merged_beside_the_others_has_the_bytes_of_both(guest: Guest) -> None:
+    done = guest.run("echo one; sleep 0.05; echo two >&2; sleep 0.05; echo three", capture=capture(100, 100, 100))
+    assert done.bytes_of("merged") == b"one\ntwo\nthree\n"
+    assert (done.bytes_of("stdout"), done.bytes_of("stderr")) == (b"one\nthree\n", b"two\n")
+
+
+def test_a_stream_is_sent_as_it_comes_and_then_only_counted(guest: Guest) -> None:
+    call = guest.start_script("mkfifo gate; echo first; read line < gate; seq 100000; echo e >&2", capture={"stream": 5000})
+    # The program goes on only after its first piece has come.
+    frame = guest.next_frame()
+    assert (frame.header["stream"], frame.body) == ("stdout", b"first\n")
+    guest.run("echo go > gate")
+    done = guest.finish(call)
+    whole = b"first\n" + b"".join(b"%d\n" % n for n in range(1, 100_001))
+    assert frame.body + done.bytes_of("stdout") == whole[:5000]
+    assert done["streams"]["stdout"] == {"total": len(whole), "head": 5000, "tail": 0}
+    assert done.bytes_of("stderr") == b"e\n"
+
+
+def test_a_stream_nobody_takes_holds_the_program_and_not_pid_1(guest: Guest) -> None:
+    call = guest.start_script("yes", timeout_s=0.5, capture={"stream": 100 << 20})
+    done = guest.finish(call)
+    assert done["timed_out"] is True
+    streams = done["streams"]["stdout"]
+    assert len(done.bytes_of("stdout")) == streams["head"] <= streams["total"]
+    assert guest.wait_alone()

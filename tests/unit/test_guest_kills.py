@@ -1,0 +1,165 @@
+"""What a program starts ends with its call: on a real pid namespace, looked at from outside."""
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.guest_harness import DEADLINE_S, Guest, needs_namespace, running_guest
+
+pytestmark = needs_namespace
+
+
+@pytest.fixture(scope="module")
+def guest() -> Iterator[Guest]:
+    with running_guest() as running:
+        yield running
+
+
+_STAYERS = {
+    "a plain child": "sleep 1000",
+    "a background child": "sleep 1000 & wait",
+    "a session of its own": "setsid sleep 1000 & sleep 1000",
+    "a double fork": "(setsid sh -c 'sleep 1000 & exec sleep 1001' &) ; sleep 1000",
+    "nohup": "nohup sleep 1000 >/dev/null 2>&1 & sleep 1000",
+    "a daemon": "python3 -c 'import os,time\nfor _ in range(2):\n if os.fork(): os._exit(0)\n os.setsid()\ntime.sleep(1000)'; sleep 1000",
+    "signals ignored": "trap '' TERM INT HUP QUIT CHLD; sleep 1000; sleep 1000",
+    "stopped": "sleep 1000 & kill -STOP $!; kill -STOP $$",
+    "a main thread that has ended": (
+        "python3 -c 'import ctypes,threading,time\n"
+        "threading.Thread(target=time.sleep,args=(1000,)).start()\nctypes.CDLL(None).syscall(60,0)' & sleep 1000"
+    ),
+}
+
+
+@pytest.mark.parametrize("script", _STAYERS.values(), ids=_STAYERS.keys())
+def test_at_the_limit_everything_is_killed_and_reaped(guest: Guest, script: str) -> None:
+    started = time.monotonic()
+    done = guest.run(script, timeout_s=0.4)
+    assert time.monotonic() - started < 5
+    assert done["timed_out"] is True
+    assert done["exit_code"] is None
+    assert done["kill"]["survivors"] == 0
+    assert done["kill"]["signalled"] >= 1
+    assert guest.wait_alone(), guest.others()
+
+
+@pytest.mark.parametrize("name", ["sleep 1000 &", "setsid sleep 1000 &", "(setsid sleep 1000 & );"])
+def test_a_leftover_that_holds_stdout_does_not_hold_the_call(guest: Guest, name: str) -> None:
+    started = time.monotonic()
+    done = guest.run(f"{name} echo said")
+    assert time.monotonic() - started < 5
+    assert done["exit_code"] == 0
+    assert done["timed_out"] is False
+    assert done.bytes_of("stdout") == b"said\n"
+    assert done["kill"]["signalled"] == 1
+    assert done["kill"]["survivors"] == 0
+    assert guest.wait_alone()
+
+
+def test_a_helper_that_ends_with_its_program_is_no_kill(guest: Guest) -> None:
+    done = guest.run("echo through > >(cat)")
+    assert done.bytes_of("stdout") == b"through\n"
+    assert done["kill"] is None
+
+
+def test_a_fork_bomb_ends_at_the_limit() -> None:
+    with running_guest("ulimit -u 80;") as guest:
+        done = guest.run(":(){ :|:& };:; sleep 1000", timeout_s=1)
+        assert done["timed_out"] is True
+        assert done["kill"]["survivors"] == 0
+        assert guest.wait_alone()
+        assert guest.run("echo well")["exit_code"] == 0
+
+
+def test_a_chain_that_forks_into_new_sessions_faster_than_it_is_found_ends() -> None:
+    chain = "import os\nwhile True:\n if os.fork(): os._exit(0)\n os.setsid()"
+    with running_guest("ulimit -u 80;") as guest:
+        done = guest.run(f"for i in 1 2 3; do python3 -c '{chain}' & done; sleep 1000", timeout_s=0.5)
+        assert done["timed_out"] is True
+        assert done["kill"]["survivors"] == 0
+        assert guest.wait_alone()
+
+
+def test_a_call_that_kills_its_supervisor_is_told_so_and_leaves_nothing(guest: Guest) -> None:
+    done = guest.run("setsid sleep 1000 & kill -9 $PPID; sleep 1000")
+    assert done.code == "INTERNAL"
+    assert "killed its own supervisor" in done["error"]["message"]
+    assert done["kill"]["survivors"] == 0
+    assert guest.wait_alone()
+
+
+def test_a_call_that_stops_its_supervisor_still_ends_at_its_limit(guest: Guest) -> None:
+    started = time.monotonic()
+    done = guest.run("setsid sleep 1000 & kill -STOP $PPID; sleep 1000", timeout_s=0.5)
+    assert time.monotonic() - started < 2.5
+    assert done["timed_out"] is True
+    assert done["kill"]["survivors"] == 0
+    assert guest.wait_alone()
+
+
+def test_a_call_that_kills_all_it_may_leaves_pid_1_serving(guest: Guest) -> None:
+    done = guest.run("kill -9 -1")
+    assert done.code == "INTERNAL"
+    assert guest.run("echo alive").bytes_of("stdout") == b"alive\n"
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 6, 9, 10, 11, 13, 15, 17, 19, 34, 64])
+def test_no_signal_of_a_program_reaches_pid_1(guest: Guest, number: int) -> None:
+    assert guest.run(f"for i in 1 2 3; do kill -{number} 1; done; true")["exit_code"] == 0
+    assert guest.request("ping").header["ev"] == "pong"
+
+
+def test_a_program_can_neither_read_nor_trace_pid_1(guest: Guest) -> None:
+    done = guest.run("cat /proc/1/environ; ls /proc/1/fd; head -c1 /proc/1/mem; cat /proc/$PPID/environ; ls /proc/$PPID/fd")
+    assert done.bytes_of("stdout") == b""
+    assert done.bytes_of("stderr").count(b"Permission denied") == 5
+
+
+def test_a_neighbour_survives_a_kill(guest: Guest) -> None:
+    neighbour = guest.start_script("mkfifo gate; sleep 1000 & echo up > up; read line < gate; kill $! && echo spared", timeout_s=60)
+    guest.wait_for_file("up")
+    assert guest.run("sleep 1000 & setsid sleep 1000", timeout_s=0.3)["kill"]["method"] == "tree"
+    killer = guest.run("kill -9 $PPID; sleep 1000")
+    assert (killer["kill"]["survivors"], killer["kill"]["method"]) == (0, "tree")
+    stopper = guest.run("kill -STOP $PPID; sleep 1000", timeout_s=0.3)
+    assert (stopper["kill"]["survivors"], stopper["kill"]["method"]) == (0, "tree")
+    guest.run("echo go > gate")
+    assert guest.finish(neighbour).bytes_of("stdout") == b"spared\n"
+    assert guest.wait_alone()
+
+
+def test_calls_in_parallel_keep_their_output_apart(guest: Guest) -> None:
+    ids = [guest.start_script(f"yes {n} | head -n 20000") for n in range(5)]
+    assert [guest.finish(i).bytes_of("stdout") for i in ids] == [f"{n}\n".encode() * 20000 for n in range(5)]
+
+
+def test_a_cancelled_call_ends_at_once(guest: Guest) -> None:
+    call = guest.start_script("echo $$ > running; setsid sleep 1000 & sleep 1000", timeout_s=DEADLINE_S)
+    guest.wait_for_file("running")
+    guest.send({"id": call, "op": "cancel"})
+    done = guest.finish(call)
+    assert done["cancelled"] is True
+    assert done["timed_out"] is False
+    assert done["signal"] == signal.SIGKILL
+    assert guest.wait_alone()
+
+
+def test_a_call_with_a_stopped_supervisor_can_be_cancelled(guest: Guest) -> None:
+    call = guest.start_script("kill -STOP $PPID; echo $$ > stopped; sleep 1000", timeout_s=60)
+    guest.wait_for_file("stopped")
+    guest.send({"id": call, "op": "cancel"})
+    done = guest.finish(call)
+    assert done["cancelled"] is True
+    assert guest.wait_alone()
+
+
+def test_the_end_of_stdin_ends_everything() -> None:
+    with running_guest() as guest:
+        guest.start_script("setsid sleep 1000 & echo $$ > running; sleep 1000", timeout_s=100)
+        guest.wait_for_file("running")
+        inside = guest.others()
+        assert inside
+        guest.close_stdin()
+        assert guest.wait_exit() == 0

@@ -1,0 +1,108 @@
+"""The guest as a speaker of its protocol: what it answers, ignores, and ends at."""
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from tests.guest_harness import Guest, needs_namespace, running_guest
+
+pytestmark = needs_namespace
+
+
+@pytest.fixture
+def guest() -> Iterator[Guest]:
+    with running_guest() as running:
+        yield running
+
+
+def test_pings_are_answered_while_a_program_runs(guest: Guest) -> None:
+    call = guest.start_script("mkfifo gate; echo up > up; read line < gate", timeout_s=60)
+    guest.wait_for_file("up")
+    assert guest.request("ping").header["ev"] == "pong"
+    guest.run("echo > gate")
+    assert guest.finish(call)["exit_code"] == 0
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\xff\xff\xff\xff",
+        b"\0\0\0\x06\0\0\0\x02[]",
+        b"\0\0\0\x06\0\0\0\x02{}",
+        b'\0\0\0\x16\0\0\0\x12{"id":1,"op":"no"}',
+    ],
+    ids=["length", "not an object", "no id", "id is no text"],
+)
+def test_broken_frames_are_fatal(guest: Guest, raw: bytes) -> None:
+    guest.send_raw(raw)
+    assert guest.next_frame().header["ev"] == "fatal"
+    assert guest.wait_exit() == 1
+
+
+@pytest.mark.parametrize("op", ["format", None, 7])
+def test_an_unknown_op_is_fatal(guest: Guest, op: object) -> None:
+    guest.send({"id": secrets.token_hex(16), "op": op})
+    assert guest.next_frame().header["ev"] == "fatal"
+    assert guest.wait_exit() == 1
+
+
+def test_an_id_in_use_is_fatal(guest: Guest) -> None:
+    call = guest.start_script("sleep 1000", timeout_s=100)
+    guest.send({"id": call, "op": "exec", "body_bytes": 0})
+    assert guest.next_frame().header["ev"] == "fatal"
+    assert guest.wait_exit() == 1
+
+
+def test_cancel_and_data_of_an_unknown_id_are_ignored(guest: Guest) -> None:
+    guest.send({"id": secrets.token_hex(16), "op": "cancel"})
+    guest.send({"id": secrets.token_hex(16), "op": "data"}, b"late")
+    assert guest.request("ping").header["ev"] == "pong"
+
+
+def test_a_call_cancelled_before_its_body_is_whole_is_answered_once(guest: Guest) -> None:
+    for op, fields in (("exec", {"argv": None}), ("write_file", {"path": "f"})):
+        call = secrets.token_hex(16)
+        guest.send({"id": call, "op": op, "body_bytes": 10, **fields}, b"12345")
+        guest.send({"id": call, "op": "cancel"})
+        done = guest.finish(call)
+        assert done["cancelled"] is True if op == "exec" else done.code == "CANCELLED"
+        guest.send({"id": call, "op": "data"}, b"67890")
+    assert guest.request("ping").header["ev"] == "pong"
+
+
+def test_a_body_longer_than_declared_fails_its_call_only(guest: Guest) -> None:
+    call = secrets.token_hex(16)
+    guest.send({"id": call, "op": "write_file", "body_bytes": 3, "path": "f", "mode": "overwrite", "timeout_s": 1}, b"1234")
+    assert guest.finish(call).code == "INVALID_ARGUMENTS"
+    assert not (guest.workspace / "f").exists()
+
+
+@pytest.mark.parametrize("size", [None, -1, 1.5, True, "3", 67_108_865])
+def test_a_body_size_that_cannot_be_is_refused(guest: Guest, size: object) -> None:
+    call = secrets.token_hex(16)
+    guest.send({"id": call, "op": "exec", "body_bytes": size})
+    assert guest.finish(call).code == "INVALID_ARGUMENTS"
+
+
+@pytest.mark.parametrize("name", ["\u4f60" * 40_000, "/workspace" + "/a" * 100_000, "\udcff" * 40_000])
+def test_a_name_as_long_as_a_header_fails_its_call_only(guest: Guest, name: str) -> None:
+    assert guest.request("read_file", path=name, max_bytes=1, timeout_s=5).code in ("INVALID_ARGUMENTS", "PATH_NOT_ALLOWED")
+    assert guest.run("true", cwd=name).code in ("INVALID_ARGUMENTS", "FILE_NOT_FOUND")
+    assert guest.run("true", argv=[name[:40_000]], script_bytes=0).code in ("SPAWN_FAILED", "INVALID_ARGUMENTS")
+    assert guest.run("true", **{name: 1}).code == "INVALID_ARGUMENTS"
+
+
+def test_no_room_for_a_process_fails_the_call_and_not_the_guest() -> None:
+    with running_guest("ulimit -u 12;") as guest:
+        fillers = [guest.start_script("mkfifo g$$; echo up > up$$; read line < g$$", timeout_s=3) for _ in range(12)]
+        ends = [guest.finish(call) for call in fillers]
+        assert any(done.code in ("INTERNAL", "SPAWN_FAILED") for done in ends)
+        assert guest.run("echo well").bytes_of("stdout") == b"well\n"
+        assert guest.wait_alone()
+
+
+def test_pid_1_stays_small(guest: Guest) -> None:
+    for _ in range(50):
+        guest.run("head -c 1000000 /dev/zero", stdin=bytes(1 << 20))
+    assert guest.resident_bytes() < 14 << 20
