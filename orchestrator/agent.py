@@ -89,9 +89,8 @@ class Agent:
             reason = self._stop_reason(reply, spending)
             if reason is not None:
                 break
-        result = RunResult(reply.end.text, reason, spending.steps, transcript, usage, clocks, self.run_id)
-        self._tell(RunFinished(run=self.run_id, answer=result.answer, stop_reason=reason.value, clocks=clocks))
-        return result
+        self._tell(RunFinished(run=self.run_id, answer=reply.end.text, stop_reason=reason.value, clocks=clocks))
+        return RunResult(reply.end.text, reason, spending.steps, transcript, usage, clocks, self.run_id)
 
     def _stop_reason(self, reply: _Reply, spending: Spending) -> StopReason | None:
         if not reply.observed:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 from contract.calls import ToolCall, ToolResult
-from contract.errors import ConfigError
+from contract.errors import ConfigError, ErrorCode
 from contract.registry import filter_specs
 from contract.settings import BrokerSettings
 from contract.specs import ToolSpec
 from orchestrator.agent import Agent, RunResult
+from orchestrator.approvals import Approver, choose_approver, review
 from orchestrator.blobs import Blobs
 from orchestrator.catalog import RedisCatalog
 from orchestrator.celery_transport import CeleryTransport
@@ -24,7 +25,7 @@ from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.redis_connection import check_redis, open_redis
 from orchestrator.results import ResultHub
 from orchestrator.sessions import Session
-from orchestrator.settings import OrchestratorSettings, load_settings
+from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings
 
 
 class ToolClient:
@@ -37,35 +38,48 @@ class ToolClient:
         catalog: RedisCatalog,
         blobs: Blobs,
         tenant: str,
+        approver: Approver | None,
         stack: StackInfo | None,
     ) -> None:
         self._settings = settings
         self._dispatcher = dispatcher
         self._catalog = catalog
         self._blobs = blobs
+        self._approver = approver or choose_approver(settings.approvals, is_interactive=is_interactive())
         self.tenant = tenant
         self.stack = stack
 
     @classmethod
     @asynccontextmanager
     async def connect(
-        cls, url: str | None = None, *, tenant: str = "default", settings: OrchestratorSettings | None = None
+        cls,
+        url: str | None = None,
+        *,
+        api_key: str | None = None,
+        tenant: str = "default",
+        approver: Approver | None = None,
+        settings: OrchestratorSettings | None = None,
     ) -> "AsyncIterator[ToolClient]":
-        """A client of a running pool. `url` None: TOOLCREW_REDIS_URL.
+        """A client of a running pool. `url` None: TOOLCREW_REDIS_URL. `approver` None: as TOOLCREW_APPROVALS says.
 
         Raises ConfigError (no Redis named, nothing to sign with, no worker), BrokerUnavailable (no answer, wrong password).
         """
-        async with _open(settings or load_settings(), url, tenant, None) as client:
+        if api_key is not None:
+            # A key that nobody checks must not look as if it were.
+            raise ConfigError("this release has no API keys: leave api_key out; who has the Redis URL and the secret may call")
+        async with _open(settings or load_settings(), url, tenant, approver, None) as client:
             yield client
 
     @classmethod
     @asynccontextmanager
-    async def embedded(cls, *, tenant: str = "default", settings: OrchestratorSettings | None = None) -> "AsyncIterator[ToolClient]":
+    async def embedded(
+        cls, *, tenant: str = "default", approver: Approver | None = None, settings: OrchestratorSettings | None = None
+    ) -> "AsyncIterator[ToolClient]":
         """A client of a stack of its own, started now and taken down at the end. Needs a Docker engine and the sandbox image.
 
         Raises OperatorError with what did not start and what to do about it.
         """
-        async with embedded_stack() as stack, _open(settings or load_settings(), stack.redis_url, tenant, stack) as client:
+        async with embedded_stack() as stack, _open(settings or load_settings(), stack.redis_url, tenant, approver, stack) as client:
             yield client
 
     async def open_session(
@@ -89,11 +103,11 @@ class ToolClient:
         dialect: str | None = None,
         options: ReActOptions | None = None,
         on_event: OnEvent | None = None,
-        tools: Iterable[str] | Literal["all"] = "all",
+        tools: Iterable[str] | Literal["all"] | None = None,
     ) -> RunResult:
         """Work one instruction to an answer or a limit, in `session` or in one of its own.
 
-        `model` None: as the environment says, else the embedded small one. Raises ModelUnavailable, SandboxUnavailable, ConfigError.
+        `model` None: as the environment says, else the embedded small one. `tools` None: all that the model can cope with. Raises ModelUnavailable, SandboxUnavailable, ConfigError.
         """
         if session is not None and workspace is not None:
             raise ConfigError("give either a session or a workspace to run in, not both")
@@ -103,29 +117,42 @@ class ToolClient:
             if session is None:
                 session = await stack.enter_async_context(await self.open_session(workspace))
             speaks = choose_dialect(dialect or self._settings.dialect, options, is_small=chosen.is_small)
+            specs = await self.tools(chosen.tools if tools is None else tools)
             agent = Agent(
                 chosen.model,
                 speaks,
-                await self.tools(tools),
-                self._run_call(session, chosen.model.name, speaks.text_arguments, options),
+                specs,
+                self._run_call(session, specs, chosen.model.name, speaks.text_arguments, options),
                 instruction=chosen.instruction,
                 options=options,
                 on_event=on_event or (lambda _: None),
             )
             return await agent.run(instruction)
 
-    @staticmethod
-    def _run_call(session: Session, model: str, text_arguments: bool, options: ReActOptions) -> Callable[[ToolCall], Awaitable[ToolResult]]:
+    def _run_call(
+        self, session: Session, specs: list[ToolSpec], model: str, text_arguments: bool, options: ReActOptions
+    ) -> Callable[[ToolCall], Awaitable[ToolResult]]:
+        """How a model's call is run: reviewed, then dispatched. A tool outside the agent's list is as unknown as any other."""
+        by_name = {spec.name: spec for spec in specs}
         terms = Terms(default_timeout_s=options.tool_timeout_s, model=model, text_arguments=text_arguments)
 
         async def run_call(call: ToolCall) -> ToolResult:
-            return await session.call(call.name, call.arguments, call_id=call.id, terms=terms)
+            if call.name not in by_name:
+                return ToolResult.failed(
+                    call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}", metadata={"nearest": sorted(by_name)[:3]}
+                )
+            reviewed = await review(call, by_name[call.name], self._approver)
+            if isinstance(reviewed, ToolResult):
+                return reviewed
+            return await session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, terms=terms)
 
         return run_call
 
 
 @asynccontextmanager
-async def _open(settings: OrchestratorSettings, url: str | None, tenant: str, stack: StackInfo | None) -> AsyncIterator[ToolClient]:
+async def _open(
+    settings: OrchestratorSettings, url: str | None, tenant: str, approver: Approver | None, stack: StackInfo | None
+) -> AsyncIterator[ToolClient]:
     broker: BrokerSettings = settings.broker(url)
     key = broker.signing_key()
     redis = open_redis(broker)
@@ -138,7 +165,7 @@ async def _open(settings: OrchestratorSettings, url: str | None, tenant: str, st
         transport = CeleryTransport(broker, hub)
         try:
             dispatcher = Dispatcher(transport, catalog, key, queue_wait_s=settings.queue_wait_s)
-            yield ToolClient(settings, dispatcher, catalog, Blobs(redis, broker.deployment), tenant, stack)
+            yield ToolClient(settings, dispatcher, catalog, Blobs(redis, broker.deployment), tenant, approver, stack)
         finally:
             await transport.aclose()
             await hub.close()

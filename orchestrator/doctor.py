@@ -1,14 +1,14 @@
 """What this host can promise, and how to mend what is missing: engine, image, profile, kernel, Redis, model."""
 
 import asyncio
+import importlib.util
 import json
 import platform
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.errors import OperatorError
-from orchestrator.models.local import is_local_server_installed
-from orchestrator.models.weights import find_weights
+from contract.errors import ConfigError, OperatorError
+from orchestrator.models.weights import load_weights
 from orchestrator.redis_connection import check_redis, open_redis
 from orchestrator.redis_server import find_redis_server
 from orchestrator.settings import OrchestratorSettings, child_environment, python
@@ -128,9 +128,16 @@ async def _examine_model(settings: OrchestratorSettings, report: Report) -> None
         )
         report.add("model", named, text)
         return
-    weights = await asyncio.to_thread(find_weights, user_file=settings.model_file, cache_dir=settings.model_cache)
-    if weights is None:
+    try:
+        weights = await asyncio.to_thread(load_weights, user_file=settings.model_file, cache_dir=settings.model_cache, hub_url=None)
+    except ConfigError:
         text = "no endpoint and no weights of the local model: set OPENAI_BASE_URL and TOOLCREW_MODEL, or see docs/local-model.md"
         report.add("model", False, text, needed=False)
-    else:
-        report.add("model", is_local_server_installed(), f"the embedded local model, {weights}", needed=False)
+        return
+    has_server = importlib.util.find_spec("xllamacpp") is not None
+    text = (
+        f"the embedded local model, {weights}"
+        if has_server
+        else "weights are here but not their server: pip install 'toolcrew[local-model]'"
+    )
+    report.add("model", has_server, text, needed=False)

@@ -12,6 +12,8 @@ AnyTool = ToolSpec | Tool[Any] | Mapping[str, Any]
 
 DEFAULT_INSTRUCTION = "You are a helpful assistant. Use the tools to answer. After the tool result, answer in one short sentence."
 NO_TOOLS = "No tools are currently available. Answer without calling a tool."
+SMALL_MODEL_HINT = "Now answer the user in one plain sentence."
+"""Ends the results' message for models that would otherwise call the same tool again."""
 
 _HOW_TO_CALL = """\
 To use a tool, write its call as a tag, with one child tag for each parameter, and nothing after it:

@@ -23,6 +23,7 @@ class OrchestratorSettings(BaseSettings):
     secret: SecretStr | None = None
     model: str | None = None
     dialect: Literal["native", "tags"] = "native"
+    approvals: Literal["auto", "ask", "never"] = "ask"
     model_file: Path | None = None
     model_cache: Path = Field(default_factory=lambda: _cache_home() / "toolcrew" / "models")
     model_timeout_s: float = Field(default=120.0, gt=0)
@@ -52,6 +53,11 @@ def load_settings() -> OrchestratorSettings:
 def child_environment(overrides: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with `overrides`, for the processes of an embedded stack."""
     return {**os.environ, "PYTHONUNBUFFERED": "1", **overrides}
+
+
+def is_interactive() -> bool:
+    """Whether a person can be asked at this process's terminal."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def python() -> str:

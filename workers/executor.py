@@ -60,7 +60,7 @@ class Bench:
         self.sandbox_lost = done.get("sandbox_lost")
         error = done.get("error")
         if isinstance(error, dict):
-            raise ToolFailure(_guest_code(str(error.get("code"))), str(error.get("message"))[:4000] + self.loss_note())
+            raise ToolFailure(_guest_code(str(error.get("code"))), _clean(str(error.get("message"))[:4000]) + self.loss_note())
         return response
 
     def loss_note(self) -> str:
@@ -174,6 +174,11 @@ def _guest_code(text: str) -> ErrorCode:
         return ErrorCode(translated)
     except ValueError:
         return ErrorCode.INTERNAL
+
+
+def _clean(text: str) -> str:
+    """A guest's text without half surrogate pairs, which no UTF-8 of ours can carry."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _plain(metadata: Mapping[str, object]) -> dict[str, Any]:

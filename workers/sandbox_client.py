@@ -66,12 +66,13 @@ class SandboxClient:
         timeout_s = float(request.get("timeout_s", 30.0)) + CALL_GRACE_S
         header = {"verb": "call", "sandbox": name, "call": call_id, "request": {**request, "body_bytes": len(body)}}
         pieces: dict[str, list[bytes]] = {}
+        first = _encoded(header, body[:_BODY_CHUNK])
         with self._errors():
             sock = self._connected()
             sock.settimeout(timeout_s)
-            sock.sendall(encode_frame(header, body[:_BODY_CHUNK], max_total=MAX_DOWN))
+            sock.sendall(first)
             for at in range(_BODY_CHUNK, len(body), _BODY_CHUNK):
-                sock.sendall(encode_frame({"verb": "data"}, body[at : at + _BODY_CHUNK], max_total=MAX_DOWN))
+                sock.sendall(_encoded({"verb": "data"}, body[at : at + _BODY_CHUNK]))
             deadline = time.monotonic() + timeout_s
             while (frame := self._next(deadline)).header.get("ev") == "data":
                 stream = str(frame.header.get("stream"))
@@ -111,7 +112,7 @@ class SandboxClient:
         with self._errors():
             sock = self._connected()
             sock.settimeout(timeout_s)
-            sock.sendall(encode_frame(header, b"", max_total=MAX_DOWN))
+            sock.sendall(_encoded(header, b""))
             frame = self._next(time.monotonic() + timeout_s)
         return _checked(frame.header)
 
@@ -151,6 +152,15 @@ class SandboxClient:
         except BaseException:
             self.disconnect()
             raise
+
+
+def _encoded(header: Mapping[str, Any], body: bytes) -> bytes:
+    """One frame. Raises ToolFailure when the request is too large for one: arguments, environment or a path."""
+    try:
+        return encode_frame(header, body, max_total=MAX_DOWN)
+    except FrameError as error:
+        message = f"the call's arguments are too large ({error}): put them into a file and give its name"
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, message) from error
 
 
 def _checked(header: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.dialects.base import Text
+from orchestrator.dialects.call_ids import build_missing_id
 from orchestrator.dialects.native_fragments import CallSlots, PartialCall, parse_fragment
 from orchestrator.dialects.surrogates import SurrogateJoiner, join_surrogates
 from orchestrator.models.base import Chunk
@@ -76,15 +77,21 @@ class NativeCallAssembler:
         content = delta.get("content")
         return self._take_text(content) if isinstance(content, str) else []
 
+    def flush(self) -> list[Text]:
+        """Text that was held for its other half, which never came. `finish` does this, too, but cannot show it."""
+        tail = self._surrogates.finish()
+        if not tail:
+            return []
+        self._text.append(tail)
+        return [Text(tail)]
+
     def finish(self, strict: bool = True) -> Reply:
         """The reply. When `strict`, raises ValueError with tool name and raw arguments of the first malformed call; else lists them."""
-        tail = self._surrogates.finish()
-        if tail:
-            self._text.append(tail)
+        self.flush()
         reply = Reply("".join(self._text), [], self._finish_reason, [])
         used: set[str] = set()
         for position, call in enumerate(self._slots.in_order()):
-            call_id = call.id if call.id and call.id not in used else f"call_{self._run}_{self._step}_{position}"
+            call_id = call.id if call.id and call.id not in used else build_missing_id(self._run, self._step, position)
             used.add(call_id)
             finished = _finished(call, call_id, position)
             if isinstance(finished, NativeCall):

@@ -159,10 +159,10 @@ class OpenTag:
         self._fail(WRONG_CLOSE)
         return "skip"
 
-    def _child_name(self, offset: int) -> str | None:
+    def _child_name(self, offset: int) -> str:
         name = self._slice(self._mark, offset)
         if name == TAG and self._chunk[offset - self._base] in _BEHIND_MARKER:
-            return self._reopen()
+            self._reopen()
         self._child = name
         return "child_tight"
 
@@ -170,8 +170,10 @@ class OpenTag:
         self.outcome = "reopen"
         self.cut = self._open_at
 
-    def _reopen_skipped(self, offset: int) -> str | None:
-        return self._reopen() if self._slice(self._mark, offset) == TAG else "skip"
+    def _reopen_skipped(self, offset: int) -> str:
+        if self._slice(self._mark, offset) == TAG:
+            self._reopen()
+        return "skip"
 
     def _skip_close_name(self, offset: int) -> str:
         return "skip_end" if self._slice(self._mark, offset) == TAG else "skip"

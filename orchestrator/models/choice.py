@@ -16,15 +16,19 @@ from orchestrator.settings import OrchestratorSettings
 
 LOCAL = "local"
 SCRIPTED = "scripted"
+SMALL_INSTRUCTION = "You are a helpful assistant. Use bash_tool to answer. After the tool result, answer in one short sentence."
+SMALL_TOOLS = ("bash_tool",)
+"""Half a billion parameters cannot choose between tools: with read_tool beside it, sums are done in the head, and wrong."""
 
 
 @dataclass(frozen=True)
 class ChosenModel:
-    """A model, and how it wants to be spoken to. `is_small`: it needs the recipe of docs/local-model.md."""
+    """A model, and how it wants to be spoken to. `is_small`: it needs the recipe of docs/local-model.md. `tools`: those it can choose between."""
 
     model: Model
     instruction: str = DEFAULT_INSTRUCTION
     is_small: bool = False
+    tools: tuple[str, ...] = ("all",)
 
 
 @asynccontextmanager
@@ -45,7 +49,7 @@ async def choose_model(
     if name == LOCAL or (name is None and not _has_endpoint(settings)):
         weights = await asyncio.to_thread(load_weights, user_file=settings.model_file, cache_dir=settings.model_cache, progress=progress)
         async with LocalModelServer(weights) as server:
-            yield ChosenModel(server.open_model(), is_small=True)
+            yield ChosenModel(server.open_model(), SMALL_INSTRUCTION, is_small=True, tools=SMALL_TOOLS)
         return
     model = _open_endpoint(settings, name)
     try:

@@ -39,7 +39,8 @@ def encode_frame(header: Mapping[str, object], body: bytes = b"", *, max_total: 
         raise FrameError(f"the header cannot be written as JSON: {error}") from None
     total = _LENGTH_BYTES + len(text) + len(body)
     _check_lengths(total, len(text), max_total)
-    _parse_header(text)
+    if text.count(b"{") + text.count(b"[") > MAX_DEPTH:
+        _parse_header(text)
     return _LENGTHS.pack(total, len(text)) + text + body
 
 

@@ -1,0 +1,157 @@
+"""Reads one streamed reply, for every dialect: native calls from `tool_calls`, tag calls from the text, and which of them count."""
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from contract.calls import ToolCall
+from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text, Usage
+from orchestrator.dialects.call_ids import build_call_id, build_short_id
+from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler
+from orchestrator.dialects.tag_events import Call, TagEvent
+from orchestrator.dialects.tag_events import Text as TagText
+from orchestrator.dialects.tag_parser import TagStreamParser
+from orchestrator.models.base import Chunk, Message
+
+CUT = "the reply was cut at the token limit, so this call was not run; write it again, shorter"
+TAG_HINT = 'Use <name value="..." />, escape " as &quot;, or put long text between <name> and </name>. Close the call with </tool_action>.'
+
+NATIVE_HINT = "The arguments must be one JSON object that fits the tool's parameters."
+
+_log = logging.getLogger(__name__)
+_UNFIT_FOR_NAME = re.compile(r"[^A-Za-z0-9_-]")
+
+
+class StreamReader:
+    """A ReplyReader. `tags` None: the text is not searched for calls.
+
+    `provisional`: the request carried native tools, so tag calls wait for the end of the reply; when native calls come, tags are text.
+    Otherwise tag calls come out as soon as they are complete. A complete tag counts even in a reply cut by `length`: its end proves it
+    whole. Of native calls the last one then does not.
+    """
+
+    def __init__(self, run: str, step: int, *, tags: TagStreamParser | None, provisional: bool, short_ids: bool = False) -> None:
+        self._run = run
+        self._step = step
+        self._short_ids = short_ids
+        self._assembler = NativeCallAssembler(run, step)
+        self._tags = tags
+        self._provisional = provisional
+        self._waiting: list[TagEvent] = []
+        self._index = 0
+        self._shown: list[str] = []
+        self._usage = Usage()
+
+    def feed(self, chunk: Chunk) -> list[Event]:
+        events: list[Event] = []
+        self._usage = _usage(chunk) or self._usage
+        for text in self._assembler.feed(chunk):
+            events += self._read_text(text)
+        if self._tags is not None and self._assembler.has_calls:
+            events += self._prefer_native(self._tags)
+        return self._note_shown(events)
+
+    def finish(self) -> tuple[list[Event], ReplyEnd]:
+        events = [event for text in self._assembler.flush() for event in self._read_text(text)]
+        reply = self._assembler.finish(strict=False)
+        if self._tags is not None:
+            waiting = [*self._waiting, *self._tags.finish()]
+            events += [self._tag_event(event, reply.finish_reason) for event in waiting]
+        natives = reply.in_order()
+        entries = []
+        for native in natives:
+            event = self._native_event(native, is_cut=reply.finish_reason == "length" and native is natives[-1])
+            entries.append(_message_entry(native, event.model_id))
+            events.append(event)
+        message: Message = {"role": "assistant", "content": reply.text or (None if entries else "")}
+        if entries:
+            message["tool_calls"] = entries
+        self._note_shown(events)
+        return events, ReplyEnd(message, "".join(self._shown), reply.finish_reason, self._usage)
+
+    def _read_text(self, text: Text) -> list[Event]:
+        if self._tags is None:
+            return [text]
+        return self._settle(self._tags.feed(text.text))
+
+    def _settle(self, found: list[TagEvent]) -> list[Event]:
+        """Tag events as ours, or kept when a native call may still come: then all that follows the first call waits with it."""
+        if not self._provisional:
+            return [self._tag_event(event) for event in found]
+        events: list[Event] = []
+        for event in found:
+            if self._waiting or not isinstance(event, TagText):
+                self._waiting.append(event)
+            else:
+                events.append(Text(event.text))
+        return events
+
+    def _prefer_native(self, tags: TagStreamParser) -> list[Event]:
+        """From the first native call on, tags are text: those that wait, the one that is open, and all to come."""
+        self._tags = None
+        waiting, self._waiting = self._waiting, []
+        if self._index:
+            _log.warning("native tool calls after tag calls of one reply that have run already: tags are text from here on")
+        texts = [event.text if isinstance(event, TagText) else event.raw for event in [*waiting, *tags.release()]]
+        return [Text(text) for text in texts if text]
+
+    def _tag_event(self, event: TagEvent, finish_reason: str | None = None) -> Event:
+        if isinstance(event, TagText):
+            return Text(event.text)
+        call_id = self._next_id()
+        if isinstance(event, Call):
+            return _requested(call_id, event.name, event.arguments, event.raw, "")
+        cut = ", since the reply was cut at the token limit" if finish_reason == "length" and event.reason == "unclosed" else ""
+        about = f" ({event.name})" if event.name else ""
+        return MalformedCall(call_id, event.name, f"Malformed tool_action{about}: {event.reason}{cut}. {TAG_HINT}", event.raw)
+
+    def _native_event(self, native: NativeCall | MalformedNativeCall, is_cut: bool) -> CallRequested | MalformedCall:
+        call_id = self._next_id()
+        model_id = build_short_id(native.id, call_id) if self._short_ids else native.id
+        if is_cut:
+            return MalformedCall(call_id, native.name or None, CUT, native.raw, model_id)
+        if isinstance(native, NativeCall):
+            return _requested(call_id, native.name, native.arguments, native.raw, model_id)
+        return MalformedCall(call_id, native.name or None, f"Malformed tool call: {native.reason}. {NATIVE_HINT}", native.raw, model_id)
+
+    def _next_id(self) -> str:
+        self._index += 1
+        return build_call_id(self._run, self._step, self._index - 1)
+
+    def _note_shown(self, events: list[Event]) -> list[Event]:
+        self._shown += [event.text for event in events if isinstance(event, Text)]
+        return events
+
+
+def _requested(call_id: str, name: str, arguments: Mapping[str, Any], raw: str, model_id: str) -> CallRequested | MalformedCall:
+    """The call as a record; what the contract does not take (a name of 200 characters, nesting 300 deep) is malformed."""
+    try:
+        return CallRequested(ToolCall(id=call_id, name=name, arguments=dict(arguments)), raw, model_id)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        reason = f"Malformed tool call: {first['loc'][0]}: {first['msg']}. {NATIVE_HINT}"
+        return MalformedCall(call_id, name[:64], reason, raw, model_id)
+
+
+def _message_entry(native: NativeCall | MalformedNativeCall, model_id: str) -> dict[str, Any]:
+    """The call as the transcript shows it. A malformed one is there, too, so that a tool message may answer it.
+
+    Servers refuse names and arguments that no well-behaved model writes, and templates parse the arguments: both are made fit.
+    """
+    name = _UNFIT_FOR_NAME.sub("_", native.name)[:64] or "unknown"
+    arguments = native.raw if isinstance(native, NativeCall) and native.raw.strip().startswith("{") else "{}"
+    return {"id": model_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _usage(chunk: Chunk) -> Usage | None:
+    usage = chunk.get("usage")
+    if not isinstance(usage, dict):
+        return None
+    return Usage(_count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens")))
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
