@@ -56,8 +56,8 @@ def run(
     max_iterations: Annotated[int, typer.Option("--max-iterations", min=1)] = 5,
     as_json: Json = False,
 ) -> None:
-    """Work one instruction to an answer. Exit code 0 answered, 1 error, 2 limit reached, 3 refused."""
-    view = RunView(Console())
+    """Work one instruction to an answer: steps on stderr, the answer on stdout. Exit code 0 answered, 1 error, 2 limit reached, 3 refused."""
+    view = RunView(Console(stderr=True))
 
     async def work() -> RunResult:
         async with open_client() as client, await client.open_session(workspace) as session:

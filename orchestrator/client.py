@@ -1,9 +1,12 @@
 """The SDK: connect to a pool or start one, open sessions, call tools, run instructions. The CLI uses nothing else."""
 
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Literal
+
+from pydantic import SecretStr
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode
@@ -79,13 +82,22 @@ class ToolClient:
 
         Raises OperatorError with what did not start and what to do about it.
         """
-        async with embedded_stack() as stack, _open(settings or load_settings(), stack.redis_url, tenant, approver, stack) as client:
+        settings = _with_secret(settings or load_settings())
+        async with embedded_stack(settings.for_children()) as stack, _open(settings, stack.redis_url, tenant, approver, stack) as client:
             yield client
 
     async def open_session(
-        self, workspace: Path | str | None = None, *, tenant: str | None = None, image: str | None = None, ttl_s: float = 1800
+        self,
+        workspace: Path | str | None = None,
+        *,
+        tenant: str | None = None,
+        image: str | None = None,
+        ttl_s: float = 1800,
+        network: Literal["none"] | None = None,
     ) -> Session:
         """A sandbox of one's own; `workspace` is a folder that is copied in. It is removed by `close`, or after `ttl_s` seconds without a call."""
+        if network not in (None, "none"):
+            raise ConfigError(f"network '{network}' cannot be had: sandboxes have none; leave it out")
         folder = Path(workspace) if workspace is not None else None
         return await Session.open(self._dispatcher, self._blobs, tenant=tenant or self.tenant, image=image, ttl_s=ttl_s, workspace=folder)
 
@@ -147,6 +159,13 @@ class ToolClient:
             return await session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, terms=terms)
 
         return run_call
+
+
+def _with_secret(settings: OrchestratorSettings) -> OrchestratorSettings:
+    """An embedded stack on a Redis without a password signs with a secret of its own."""
+    if settings.redis_url is None or settings.secret is not None or settings.broker().has_password():
+        return settings
+    return settings.model_copy(update={"secret": SecretStr(secrets.token_urlsafe(32))})
 
 
 @asynccontextmanager

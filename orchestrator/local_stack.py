@@ -69,13 +69,11 @@ class LocalStack:
         broker = self._settings.broker(redis_url)
         sandboxd_socket = self._folder / "sandboxd.sock"
         environment = {
+            **self._settings.for_children(),
             "TOOLCREW_REDIS_URL": redis_url,
-            "TOOLCREW_DEPLOYMENT": self._settings.deployment,
             "TOOLCREW_SANDBOXD_SOCKET": str(sandboxd_socket),
             "TOOLCREW_SANDBOXD_NAME": f"local-{secrets.token_hex(4)}",
         }
-        if self._settings.secret is not None:
-            environment["TOOLCREW_SECRET"] = self._settings.secret.get_secret_value()
         broker.signing_key()  # says now, not at the first call, that nothing can be signed
         await self._spawn("sandboxd", [python(), "-m", "workers.sandboxd"], environment)
         await self._spawn("worker", [python(), "-m", "workers"], environment)

@@ -1,6 +1,7 @@
 """One session: calls that share one sandbox and workspace, from opening to closing."""
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from orchestrator.folders import pack_folder, unpack_archive
 
 OPEN_TIMEOUT_S = 60.0
 COPY_TIMEOUT_S = 120.0
+CANCEL_WAIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,13 @@ class Session:
         """A session with a fresh sandbox and, when given, a copy of the folder in /workspace. Raises SandboxUnavailable, ToolFailure."""
         archive = await asyncio.to_thread(pack_folder, workspace) if workspace is not None else None
         name = secrets.token_urlsafe(18)
-        arguments: dict[str, Any] = {"ttl_s": ttl_s} | ({"image": image} if image else {})
-        result = await _demand(
-            dispatcher,
-            ToolCall(id=_call_id(), name="session.open", arguments=arguments),
-            Route(tenant, name, POOL_SANDBOX),
-            Terms(timeout_s=OPEN_TIMEOUT_S),
-        )
+        opening = asyncio.ensure_future(_open_sandbox(dispatcher, Route(tenant, name, POOL_SANDBOX), image, ttl_s))
+        try:
+            result = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # Somewhere a sandbox is being made: wait for it, or it would live until its time is up.
+            await asyncio.shield(_close_when_open(dispatcher, tenant, name, opening))
+            raise
         told = result.metadata
         info = SessionInfo(
             name, tenant, str(told["host"]), str(told["queue"]), str(told["image"]), result.sandbox, float(str(told["start_s"]))
@@ -147,8 +149,11 @@ class Session:
             raise
 
     async def _cancel(self, call_id: str) -> None:
+        """Best effort and bounded: with every worker busy the call runs into its own limit instead."""
         cancel = ToolCall(id=_call_id(), name="session.cancel", arguments={"call_id": call_id})
-        await self._dispatcher.dispatch(cancel, self._route, Terms(timeout_s=5, audience="session"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CANCEL_WAIT_S):
+                await self._dispatcher.dispatch(cancel, self._route, Terms(timeout_s=CANCEL_WAIT_S, audience="session"))
 
     async def _verb(self, name: str, arguments: dict[str, Any], *, content: bytes = b"", timeout_s: float) -> ToolResult:
         blob = await self._blobs.leave(self.tenant, content) if content else None
@@ -159,8 +164,19 @@ class Session:
         return await self._blobs.take(self.tenant, result.blob) if result.blob else b""
 
 
-async def _demand(dispatcher: Dispatcher, call: ToolCall, route: Route, terms: Terms) -> ToolResult:
-    return _checked(await dispatcher.dispatch(call, route, Terms(timeout_s=terms.timeout_s, audience="session")))
+async def _open_sandbox(dispatcher: Dispatcher, route: Route, image: str | None, ttl_s: float) -> ToolResult:
+    arguments: dict[str, Any] = {"ttl_s": ttl_s} | ({"image": image} if image else {})
+    call = ToolCall(id=_call_id(), name="session.open", arguments=arguments)
+    return _checked(await dispatcher.dispatch(call, route, Terms(timeout_s=OPEN_TIMEOUT_S, audience="session")))
+
+
+async def _close_when_open(dispatcher: Dispatcher, tenant: str, name: str, opening: "asyncio.Future[ToolResult]") -> None:
+    try:
+        result = await opening
+    except (ToolFailure, SandboxUnavailable):
+        return
+    route = Route(tenant, name, str(result.metadata["queue"]))
+    await dispatcher.dispatch(ToolCall(id=_call_id(), name="session.close"), route, Terms(timeout_s=OPEN_TIMEOUT_S, audience="session"))
 
 
 def _checked(result: ToolResult) -> ToolResult:

@@ -39,6 +39,15 @@ class OrchestratorSettings(BaseSettings):
             raise ConfigError("TOOLCREW_REDIS_URL is not set: set it to the pool's Redis, or use ToolClient.embedded() or `toolcrew up`")
         return BrokerSettings(redis_url=chosen, deployment=self.deployment, secret=self.secret)
 
+    def for_children(self) -> dict[str, str]:
+        """What the processes of an embedded stack must share with this one, as environment variables."""
+        shared = {"TOOLCREW_DEPLOYMENT": self.deployment}
+        if self.redis_url is not None:
+            shared["TOOLCREW_REDIS_URL"] = self.redis_url.get_secret_value()
+        if self.secret is not None:
+            shared["TOOLCREW_SECRET"] = self.secret.get_secret_value()
+        return shared
+
 
 def load_settings() -> OrchestratorSettings:
     """Settings of this process. Raises ConfigError with the name of the variable that is wrong."""

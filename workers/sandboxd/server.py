@@ -143,8 +143,8 @@ class _Connection:
         await self._send_body(sandbox, call, request, size, frame.body)
         sandbox.start_clock(call)
         done = await self._await_done(sandbox, call)
-        lost = done.get("sandbox_lost")
-        if lost is not None:
+        session.used_at = time.monotonic()
+        if done.get("sandbox_lost") is not None:
             session.loss_told = True
         run_s = time.monotonic() - started
         self._send({**done, "ok": True, "ev": "done", "sandbox": describe_sandbox(session, sandbox), "sandbox_s": run_s})

@@ -65,7 +65,11 @@ class Sessions:
             sandbox = await self._start(image, 1)
         finally:
             self._opening -= 1
-        return self._sessions.setdefault(session, Session(session, image, ttl_s, sandbox))
+        winner = self._sessions.setdefault(session, Session(session, image, ttl_s, sandbox))
+        if winner.sandbox is not sandbox:
+            # The same request came twice at once: one sandbox is enough.
+            await sandbox.remove()
+        return winner
 
     async def use(self, session: str) -> Session:
         """The session with a living sandbox, ready for a call.

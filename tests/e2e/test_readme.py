@@ -1,0 +1,88 @@
+"""Every command and program of the README is run as it stands there, from a clone's root."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.stack import require_engine
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
+
+FAST = {
+    # The two commands run their whole work elsewhere: this very test run, and test_the_demo below.
+    "scripts/test": "scripts/test tests/unit/test_locks.py -q",
+    ". .venv/bin/activate": "true",
+}
+
+
+def read_commands() -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def run(command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TOOLCREW_", "OPENAI_"))}
+    return subprocess.run(
+        command, shell=True, cwd=ROOT, capture_output=True, text=True, env={**kept, "PATH": path, **environment}, timeout=500, check=False
+    )
+
+
+def test_the_readme_names_both_commands_first() -> None:
+    assert read_commands()[:2] == ["scripts/demo", "scripts/test"]
+
+
+@pytest.mark.parametrize("command", [c for c in read_commands() if c != "scripts/demo" and not c.startswith("toolcrew run")])
+def test_a_command_of_the_readme_works(command: str) -> None:
+    require_engine()
+
+    done = run(FAST.get(command, command))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_program_of_the_readme_works() -> None:
+    require_engine()
+    program = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "architecture.md" in done.stdout
+    assert "5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03" in done.stdout
+
+
+@pytest.mark.model
+def test_the_demo_answers_all_three_jobs_with_the_local_model_and_leaves_nothing() -> None:
+    engine = require_engine()
+    before = leftovers(engine)
+
+    done = run("scripts/demo")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 of 3 answers are right" in done.stdout
+    assert leftovers(engine) == before
+
+
+@pytest.mark.model
+def test_the_run_command_of_the_readme_answers() -> None:
+    require_engine()
+    command = next(c for c in read_commands() if c.startswith("toolcrew run"))
+
+    done = run(command)
+
+    lines = len((ROOT / "docs" / "architecture.md").read_text().splitlines())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert str(lines) in done.stdout.splitlines()[-1]
+
+
+def leftovers(engine: object) -> set[str]:
+    containers = engine.containers(all=True, filters={"label": "toolcrew.product=sandbox"})  # type: ignore[attr-defined]
+    return {container["Id"] for container in containers}
