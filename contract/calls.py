@@ -1,8 +1,9 @@
 """The records of one tool call: what is asked, what travels with it, what comes back. Frozen, fully typed, size-capped."""
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from contract.errors import ErrorCode
 
@@ -10,19 +11,21 @@ MAX_ARGUMENTS_BYTES = 512 * 1024
 """Arguments of one call as JSON. Larger content travels as a blob."""
 MAX_OUTPUT_CHARS = 256 * 1024
 """Text of one result; tools cut far earlier and say so."""
+MAX_ERROR_CHARS = 16 * 1024
+MAX_NAME_CHARS = 128
 DEFAULT_TIMEOUT_S = 30.0
 MAX_TIMEOUT_S = 600.0
 GRACE_S = 5.0
 """What the dispatcher waits beyond a call's own limit, so that the limit inside the sandbox wins."""
 
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-ToolName = Annotated[str, Field(min_length=1, max_length=128)]
+ToolName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 class Record(BaseModel):
     """Base of all wire records: immutable, unknown fields are an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_bytes="base64", val_json_bytes="base64")
 
 
 class ToolCall(Record):
@@ -96,7 +99,7 @@ class ToolResult(Record):
     name: ToolName
     success: bool
     output: str | None = Field(default=None, max_length=MAX_OUTPUT_CHARS)
-    error: str | None = Field(default=None, max_length=16 * 1024)
+    error: str | None = Field(default=None, max_length=MAX_ERROR_CHARS)
     error_code: ErrorCode | None = None
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
     truncated: bool = False
@@ -109,8 +112,22 @@ class ToolResult(Record):
 
     @classmethod
     def failed(cls, call: ToolCall, code: ErrorCode, error: str, **fields: Any) -> "ToolResult":
-        """A result that says why `call` did not succeed; `fields` are any other fields of the record."""
-        return cls(call_id=call.id, name=call.name, success=False, error=error, error_code=code, **fields)
+        """A result that says why `call` did not succeed; `fields` are any other fields of the record.
+
+        It is always one: what is too long is cut, an id that does not fit is spelled so that it does, and a field that does not fit is left out.
+        """
+        told: dict[str, Any] = {
+            "call_id": re.sub(r"[^A-Za-z0-9_-]", "-", call.id)[:64] or "none",
+            "name": _printable(call.name, MAX_NAME_CHARS) or "unknown",
+            "success": False,
+            "error": _printable(error, MAX_ERROR_CHARS),
+            "error_code": code,
+        }
+        try:
+            return cls(**told, **fields)
+        except ValidationError as unfit:
+            names = {complaint["loc"][0] for complaint in unfit.errors(include_url=False, include_input=False)}
+            return cls(**told, **{name: value for name, value in fields.items() if name not in names})
 
     def text(self) -> str:
         """What a model reads: the output, or `Error [CODE]: sentence` with what was printed until then."""
@@ -129,3 +146,9 @@ class ExecResult(Record):
     truncated: bool = False
     clocks: Clocks = Clocks()
     kill: KillReport | None = None
+
+
+def _printable(text: str, limit: int) -> str:
+    """At most `limit` characters, without half surrogate pairs, which no UTF-8 carries."""
+    whole = text.encode("utf-8", "replace").decode()
+    return whole if len(whole) <= limit else whole[: limit - 3] + "..."

@@ -45,3 +45,8 @@ def result_channel_pattern(hub: str) -> str:
 
 def result_key(task_id: str) -> str:
     return f"celery-task-meta-{task_id}"
+
+
+def control_queue(queue: str) -> str:
+    """The list a host's worker reads at once, however busy its pool is: cancels and closes."""
+    return f"{queue}.control"

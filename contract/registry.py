@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+from contract.schema import check_schema
 from contract.specs import ToolSpec
 
 Handler = TypeVar("Handler")
@@ -39,7 +40,8 @@ class ToolRegistry(Generic[Handler]):
             self.register(tool)
 
     def register(self, tool: Tool[Handler]) -> None:
-        """Add `tool` under its spec's name; a tool of that name is replaced."""
+        """Add `tool` under its spec's name; a tool of that name is replaced. Raises jsonschema.SchemaError for parameters that no call could meet."""
+        check_schema(tool.spec.parameters)
         with self._lock:
             self._tools[tool.spec.name] = tool
 

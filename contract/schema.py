@@ -9,11 +9,14 @@ from functools import lru_cache
 from typing import Any
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import ValidationError
+from jsonschema.exceptions import SchemaError, ValidationError
 from jsonschema.validators import extend
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
+
+MAX_NAME_CHARS = 100
+"""Of a name that a model made up, as much is repeated in a sentence."""
 
 Checks = Iterable[Callable[[Mapping[str, Any]], str | None]]
 
@@ -29,9 +32,9 @@ def prepare_arguments(
     prepared, aliases = _fold_aliases(spec, arguments)
     if text:
         prepared = _coerce_object(spec.parameters, prepared)
-    prepared = _fill_defaults(spec.parameters, prepared)
+    prepared = _fill_object(spec.parameters, prepared)
     _check_unknown(spec, prepared)
-    errors = sorted(_validator(_freeze(spec.parameters)).iter_errors(prepared), key=lambda e: (list(map(str, e.path)), e.message))
+    errors = _errors(spec, prepared)
     if errors:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: " + "; ".join(_sentence(e) for e in errors[:5]))
     for check in checks:
@@ -44,6 +47,8 @@ def prepare_arguments(
 def check_schema(parameters: Mapping[str, Any]) -> None:
     """Raises jsonschema.SchemaError when `parameters` is not a JSON Schema (2020-12) of an object."""
     Draft202012Validator.check_schema(dict(parameters))
+    if parameters.get("type") != "object":
+        raise SchemaError("parameters of a tool are an object: its schema must say so with 'type': 'object'")
 
 
 def _fold_aliases(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -66,16 +71,42 @@ def _check_unknown(spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
     for name in arguments:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
+            hint = f"; did you mean '{near[0]}'?" if near else "."
             listing = ", ".join(known) if known else "none"
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: unknown parameter '{name}'{hint} Known parameters: {listing}")
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: unknown parameter '{_short(name)}'{hint} Known parameters: {listing}"
+            )
 
 
-def _fill_defaults(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    filled = dict(arguments)
+def _short(name: str) -> str:
+    return name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "..."
+
+
+def _errors(spec: ToolSpec, arguments: dict[str, Any]) -> list[ValidationError]:
+    try:
+        found = _validator(_freeze(spec.parameters)).iter_errors(arguments)
+        return sorted(found, key=lambda error: (list(map(str, error.path)), error.message))
+    except RecursionError as error:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments nest too deep") from error
+
+
+def _fill(schema: Mapping[str, Any], value: Any) -> Any:
+    """A copy of `value` with the defaults of the objects inside."""
+    if isinstance(value, dict):
+        return _fill_object(schema, value)
+    items = schema.get("items")
+    if isinstance(value, list) and isinstance(items, Mapping):
+        return [_fill(items, item) for item in value]
+    return value
+
+
+def _fill_object(schema: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    filled = dict(given)
     for name, sub in _properties(schema).items():
         if name not in filled and "default" in sub:
             filled[name] = copy.deepcopy(sub["default"])
+        if name in filled:
+            filled[name] = _fill(sub, filled[name])
     return filled
 
 
@@ -94,7 +125,7 @@ def _coerce(schema: Mapping[str, Any], value: Any) -> Any:
         return value
     try:
         parsed = json.loads(value.strip(), parse_constant=_refuse_constant)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
     return parsed if any(_is_type(parsed, kind) for kind in types) else value
 
@@ -106,14 +137,12 @@ def _refuse_constant(name: str) -> Any:
 def _is_type(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
-    if kind == "integer":
-        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if kind == "number":
-        return isinstance(value, int | float) and math.isfinite(value)
-    return isinstance(value, _PYTHON_TYPES[kind])
+        return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    return kind in _PYTHON_TYPES and isinstance(value, _PYTHON_TYPES[kind])
 
 
-_PYTHON_TYPES: dict[str, type] = {"object": dict, "array": list, "null": type(None), "string": str}
+_PYTHON_TYPES: dict[str, type] = {"integer": int, "object": dict, "array": list, "null": type(None), "string": str}
 
 
 def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

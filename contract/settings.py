@@ -1,6 +1,6 @@
 """BrokerSettings: only what must be equal on both sides of the queue. Values come from the settings files of each side."""
 
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
@@ -17,6 +17,10 @@ class BrokerSettings(BaseModel):
     deployment: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     secret: SecretStr | None = None
 
+    def has_password(self) -> bool:
+        """Whether the Redis URL carries a password."""
+        return bool(urlsplit(self.redis_url.get_secret_value()).password)
+
     def signing_key(self) -> bytes:
         """Key of the envelope signature: from the secret, else from the Redis password, which whoever may call already holds.
 
@@ -29,7 +33,8 @@ class BrokerSettings(BaseModel):
             raise ConfigError(
                 "Redis has no password and TOOLCREW_SECRET is not set, so calls cannot be signed: set TOOLCREW_SECRET to the same random text on both sides"
             )
-        return derive_key(password)
+        # As Redis gets it: two spellings of one URL must sign alike.
+        return derive_key(unquote(password))
 
     def redis_address(self) -> str:
         """The URL without its password, for messages."""

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
-from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S, Record, ToolName
+from contract.calls import MAX_TIMEOUT_S, Record, ToolName
 
 
 class ToolSpec(Record):
@@ -13,7 +13,8 @@ class ToolSpec(Record):
     name: ToolName
     description: str = Field(min_length=1, max_length=8192)
     parameters: dict[str, JsonValue]
-    timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
+    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    """The tool's own limit, shorter or longer; None: the dispatcher's default."""
     max_timeout_s: float = Field(default=MAX_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
     requires_permission: bool = False
     dangerous: bool = False

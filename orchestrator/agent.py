@@ -6,8 +6,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-import structlog
-
 from contract.calls import Clocks, ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.specs import ToolSpec
@@ -25,10 +23,13 @@ from orchestrator.events import (
     Warned,
 )
 from orchestrator.limits import ReActOptions, Spending, StopReason
+from orchestrator.logs import get_logger
 from orchestrator.models.base import Chunk, Model, ModelRequest
 from orchestrator.transcript import Transcript
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
+
+MAX_NAME_CHARS = 128
 
 RunCall = Callable[[ToolCall], Awaitable[ToolResult]]
 
@@ -177,16 +178,15 @@ class _ReadAhead:
         try:
             async for chunk in self._stream:
                 self._queue.put_nowait(chunk)
-        except Exception as error:  # noqa: BLE001  # handed to the reader, which raises it
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  # handed to the reader, which raises it
             self._queue.put_nowait(error)
         else:
             self._queue.put_nowait(None)
 
 
 def _malformed_result(event: MalformedCall) -> ToolResult:
-    return ToolResult(
-        call_id=event.call_id, name=event.name or "unknown", success=False, error=event.reason, error_code=ErrorCode.INVALID_ARGUMENTS
-    )
+    call = ToolCall(id=event.call_id, name=(event.name or "unknown")[:MAX_NAME_CHARS])
+    return ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, event.reason)
 
 
 def _busy_s(clocks: Clocks) -> float:

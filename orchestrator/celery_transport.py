@@ -1,19 +1,26 @@
 """Envelopes over Celery: published without a result backend, awaited through the hub. The only file here that imports celery."""
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
 from celery import Celery
 from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ErrorCode
+from contract.names import control_queue
 from contract.settings import BrokerSettings
+from orchestrator.redis_connection import open_redis
 from orchestrator.results import ResultHub
 from orchestrator.transport import Delivery, DeliveryFailed
 
 PUBLISH_THREADS = 4
+START_GRACE_S = 2.0
+"""Beyond a call's deadline for starting: clocks of two hosts differ a little."""
+CONTROL_TTL_S = 60
 
 
 class CeleryTransport:
@@ -24,21 +31,51 @@ class CeleryTransport:
 
     def __init__(self, broker: BrokerSettings, hub: ResultHub) -> None:
         self._hub = hub
+        self._redis = open_redis(broker)
         self._threads = ThreadPoolExecutor(PUBLISH_THREADS, thread_name_prefix="publish")
         self._app = _build_publisher(broker)
 
     async def deliver(self, delivery: Delivery) -> Any:
-        """The encoded result. Raises DeliveryFailed, TimeoutError after `wait_s`, BrokerUnavailable when publishing fails."""
+        """The encoded result. Raises DeliveryFailed, TimeoutError after `wait_s`, BrokerUnavailable when Redis is away."""
         task_id = self._hub.task_id(delivery.call_id)
-        with self._hub.expect(task_id) as stored:
-            async with asyncio.timeout(delivery.wait_s):
-                await asyncio.get_running_loop().run_in_executor(self._threads, self._publish, delivery, task_id)
-                return _unpack(await stored)
+        try:
+            with self._hub.expect(task_id) as stored:
+                async with asyncio.timeout(delivery.wait_s):
+                    await asyncio.get_running_loop().run_in_executor(self._threads, self._publish, delivery, task_id)
+                    return _unpack(await self._await_stored(stored, delivery))
+        except ValueError as error:
+            raise DeliveryFailed(ErrorCode.INVALID_ARGUMENTS, f"the call id '{delivery.call_id}' is in use by a call in flight") from error
+
+    async def _await_stored(self, stored: "asyncio.Future[dict[str, Any]]", delivery: Delivery) -> dict[str, Any]:
+        """The result; when it has not even started by its deadline, that is known at once and need not be waited for."""
+        done, _ = await asyncio.wait({stored}, timeout=max(0.0, delivery.start_by - time.time()) + START_GRACE_S)
+        if not done:
+            try:
+                has_started = bool(await self._redis.exists(delivery.marker))
+            except (RedisError, OSError):
+                has_started = True  # not known: wait on
+            if not has_started:
+                raise DeliveryFailed(
+                    ErrorCode.TIMEOUT, "no worker took the call before its deadline, and it was not run: is a worker running?"
+                )
+        return await stored
+
+    async def command(self, queue: str, envelope: str) -> None:
+        """Put an envelope on the host's control list, which its worker reads at once, however busy its pool is."""
+        key = control_queue(queue)
+        try:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.lpush(key, envelope)
+                pipe.expire(key, CONTROL_TTL_S)
+                await pipe.execute()
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(f"the host could not be told: Redis does not answer ({error})") from error
 
     async def aclose(self) -> None:
         """Close the connections to the broker."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._app.close()
+        await self._redis.aclose()
 
     def _publish(self, delivery: Delivery, task_id: str) -> None:
         try:
@@ -85,9 +122,14 @@ def _unpack(stored: dict[str, Any]) -> Any:
     if status == "REVOKED":
         raise DeliveryFailed(ErrorCode.TIMEOUT, "the call waited in the queue past its deadline and was not run")
     kind = result.get("exc_type", "") if isinstance(result, dict) else ""
-    words = str(result.get("exc_message", "")) if isinstance(result, dict) else str(result)
+    words = _words(result.get("exc_message", "")) if isinstance(result, dict) else str(result)
     if kind == "EnvelopeRefused":
         raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, f"the worker refused the call: {words}")
     if kind in ("WorkerLostError", "TimeLimitExceeded", "Terminated"):
         raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"the worker was lost while it ran the call ({kind}); it may have acted")
     raise DeliveryFailed(ErrorCode.INTERNAL, f"the worker failed outside the call ({kind}): {words[:500]}")
+
+
+def _words(message: object) -> str:
+    """Celery stores an exception's arguments, mostly one sentence in a list."""
+    return "; ".join(map(str, message)) if isinstance(message, list | tuple) else str(message)

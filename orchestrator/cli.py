@@ -2,14 +2,15 @@
 
 import asyncio
 import json
+import logging
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
-import structlog
 import typer
 from rich.console import Console
 
@@ -18,7 +19,7 @@ from contract.errors import ErrorCode, OperatorError, ToolFailure
 from orchestrator.agent import RunResult
 from orchestrator.client import ToolClient
 from orchestrator.dispatcher import Terms
-from orchestrator.doctor import examine
+from orchestrator.doctor import Report, examine
 from orchestrator.limits import ReActOptions
 from orchestrator.local_stack import StackInfo, keep, print_json
 from orchestrator.settings import load_settings, python
@@ -40,9 +41,8 @@ Workspace = Annotated[Path | None, typer.Option("--workspace", help="A folder th
 
 def main() -> None:
     """Entry point of the command."""
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger("WARNING"), logger_factory=structlog.PrintLoggerFactory(sys.stderr)
-    )
+    # What goes wrong is said once, as the command's own sentence.
+    logging.getLogger("orchestrator").setLevel(logging.CRITICAL)
     app()
 
 
@@ -100,14 +100,21 @@ def call(
 @app.command()
 def up(as_json: Json = False) -> None:
     """Redis, sandboxd, a worker and Flower in the foreground, until Ctrl-C."""
-    code = _run(keep(load_settings(), print_json if as_json else _print_stack, until_eof=False), as_json)
-    raise typer.Exit(code)
+
+    async def work() -> int:
+        return await keep(load_settings(), print_json if as_json else _print_stack, until_eof=False)
+
+    raise typer.Exit(_run(work(), as_json))
 
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """What this host can promise: engine, image, kernel, Redis, model; and how to mend what is missing."""
-    report = _run(examine(load_settings()), as_json)
+
+    async def work() -> Report:
+        return await examine(load_settings())
+
+    report = _run(work(), as_json)
     if as_json:
         typer.echo(json.dumps(report.to_json()))
     else:
@@ -162,6 +169,8 @@ def parse_arguments(texts: list[str]) -> tuple[dict[str, Any], bool]:
     values: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
+        if name in values:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"'{name}' is given twice: give it once")
         if not equals or not name:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS, f"'{text}' is not k=v: write name=value, or give @file.json, or - for JSON on stdin"
@@ -174,7 +183,7 @@ def _read_json(source: str) -> dict[str, Any]:
     try:
         text = sys.stdin.read() if source == "-" else Path(source[1:]).read_text()
         value = json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the arguments cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "the arguments must be one JSON object")
@@ -184,7 +193,9 @@ def _read_json(source: str) -> dict[str, Any]:
 def _run(work: Coroutine[Any, Any, T], as_json: bool) -> T:
     """The command's result; our own errors end it with a sentence and an exit code, Ctrl-C after everything was taken down."""
     try:
-        return asyncio.run(work)
+        return asyncio.run(_until_told(work))
+    except _ToldToStop as told:
+        _fail("told to stop; what was running has been stopped", "CANCELLED", 128 + told.number, as_json)
     except KeyboardInterrupt:
         _fail("interrupted; what was running has been stopped", "CANCELLED", EXIT_INTERRUPTED, as_json)
     except OperatorError as error:
@@ -192,6 +203,32 @@ def _run(work: Coroutine[Any, Any, T], as_json: bool) -> T:
     except ToolFailure as failure:
         code = EXIT_REFUSED if failure.code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED) else EXIT_ERROR
         _fail(failure.message, failure.code.value, code, as_json)
+
+
+class _ToldToStop(Exception):
+    """SIGTERM or SIGHUP came."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+async def _until_told(work: Coroutine[Any, Any, T]) -> T:
+    """The work's result. SIGTERM and SIGHUP cancel it as Ctrl-C does, so that it takes its sandbox down."""
+    task, told = asyncio.ensure_future(work), list[int]()
+
+    def stop(number: int) -> None:
+        told.append(number)
+        task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if told:
+            raise _ToldToStop(told[0]) from None
+        raise
 
 
 def _fail(message: str, code: str, exit_code: int, as_json: bool) -> NoReturn:

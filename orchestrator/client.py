@@ -183,7 +183,7 @@ async def _open(
         await hub.start()
         transport = CeleryTransport(broker, hub)
         try:
-            dispatcher = Dispatcher(transport, catalog, key, queue_wait_s=settings.queue_wait_s)
+            dispatcher = Dispatcher(transport, catalog, key, queue_wait_s=settings.queue_wait_s, deployment=broker.deployment)
             yield ToolClient(settings, dispatcher, catalog, Blobs(redis, broker.deployment), tenant, approver, stack)
         finally:
             await transport.aclose()

@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import structlog
+from pydantic import ValidationError
 
 from contract.calls import DEFAULT_TIMEOUT_S, GRACE_S, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_result, encode_call
 from contract.errors import EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
-from contract.names import task_name
+from contract.names import run_marker_key, task_name
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.catalog import CatalogSource
+from orchestrator.logs import get_logger
 from orchestrator.transport import Delivery, DeliveryFailed, Transport
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 SANDBOX_GRACE_S = 20.0
 """Beyond a call's limit and grace: sandboxd may have to remove a container, which the engine may do slowly."""
@@ -48,11 +49,14 @@ class Terms:
 class Dispatcher:
     """Checks, signs, sends, awaits. Never raises for a call's failure, whoever's it is."""
 
-    def __init__(self, transport: Transport, catalog: CatalogSource, key: bytes, *, queue_wait_s: float) -> None:
+    def __init__(
+        self, transport: Transport, catalog: CatalogSource, key: bytes, *, queue_wait_s: float, deployment: str = "default"
+    ) -> None:
         self._transport = transport
         self._catalog = catalog
         self._key = key
         self._queue_wait_s = queue_wait_s
+        self._deployment = deployment
 
     async def dispatch(self, call: ToolCall, route: Route, terms: Terms | None = None) -> ToolResult:
         """The one result of the call."""
@@ -61,12 +65,25 @@ class Dispatcher:
             result = await self._dispatch(call, route, terms or Terms())
         except ToolFailure as failure:
             return ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            return ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, f"{call.name}: {where}: {first['msg']}")
         except (DeliveryFailed, OperatorError) as error:
             log.error("call_not_served", tool=call.name, call=call.id, code=error.code.value, error=str(error))
             return ToolResult.failed(call, error.code, str(error))
         clocks = result.clocks
         known = clocks.queued_s + clocks.sandbox_s + clocks.run_s
         return result.model_copy(update={"clocks": clocks.model_copy(update={"transfer_s": max(0.0, time.monotonic() - started - known)})})
+
+    async def command(self, call: ToolCall, route: Route) -> None:
+        """Tell the session's host at once, past its queue: `session.cancel` or `session.close`. Nothing comes back.
+
+        Raises BrokerUnavailable.
+        """
+        now = time.time()
+        context = ToolContext(tenant=route.tenant, session=route.session, sent_at=now, deadline_at=now + self._queue_wait_s)
+        await self._transport.command(route.queue, encode_call(call, context, self._key))
 
     async def _dispatch(self, call: ToolCall, route: Route, terms: Terms) -> ToolResult:
         spec = await self._find(call.name, terms.audience)
@@ -90,6 +107,7 @@ class Dispatcher:
             envelope=self._encode(call.model_copy(update={"arguments": arguments}), context),
             start_by=context.deadline_at,
             wait_s=self._queue_wait_s + limit_s + GRACE_S + SANDBOX_GRACE_S,
+            marker=run_marker_key(self._deployment, route.tenant, call.id),
         )
         result = await self._deliver(delivery, call)
         if aliases:
@@ -130,7 +148,7 @@ def effective_limit(spec: ToolSpec, arguments: Mapping[str, Any], terms: Terms) 
     asked = terms.timeout_s
     own = arguments.get("timeout")
     if asked is None and isinstance(own, int | float) and not isinstance(own, bool) and own > 0:
-        asked = float(own)
+        asked = own
     if asked is None:
-        asked = max(spec.timeout_s, terms.default_timeout_s)
-    return min(asked, spec.max_timeout_s)
+        asked = spec.timeout_s if spec.timeout_s is not None else terms.default_timeout_s
+    return float(min(asked, spec.max_timeout_s))

@@ -1,36 +1,54 @@
 """A folder of the user's as a tar archive, and an archive from a sandbox back into a folder. The second is hostile."""
 
 import io
+import os
+import shutil
 import tarfile
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.blobs import MAX_BLOB_BYTES
 
 
 def pack_folder(folder: Path) -> bytes:
-    """The folder's content as an uncompressed tar. Raises ConfigError when it is no folder or larger than a blob."""
+    """The folder's content as an uncompressed tar. Raises ConfigError when it is no folder, cannot be read, or is larger than a blob."""
     if not folder.is_dir():
         raise ConfigError(f"the workspace {folder} is not a folder: give an existing one")
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for path in sorted(folder.rglob("*")):
-            archive.add(path, arcname=str(path.relative_to(folder)), recursive=False, filter=_plain_entry)
-            if buffer.tell() > MAX_BLOB_BYTES:
-                raise ConfigError(f"the workspace {folder} is larger than {MAX_BLOB_BYTES} bytes: give a smaller folder")
+    try:
+        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            for path in sorted(folder.rglob("*")):
+                size = path.lstat().st_size if path.is_file() and not path.is_symlink() else 0
+                if buffer.tell() + size > MAX_BLOB_BYTES:
+                    raise ConfigError(f"the workspace {folder} is larger than {MAX_BLOB_BYTES} bytes: give a smaller folder")
+                archive.add(path, arcname=str(path.relative_to(folder)), recursive=False, filter=_plain_entry)
+    except OSError as error:
+        raise ConfigError(f"the workspace {folder} cannot be read ({error}): mend its rights or give another folder") from error
     return buffer.getvalue()
 
 
-def unpack_archive(data: bytes, folder: Path) -> None:
-    """Unpack into `folder`, which is made. Entries that lead out, devices and special files are refused: ToolFailure(PATH_NOT_ALLOWED)."""
+def unpack_archive(data: bytes, folder: Path) -> list[str]:
+    """Unpack into `folder`, which is made; gives the names that were left out. Raises ToolFailure when the archive is broken.
+
+    Nothing is ever written through a link of the archive: files and folders come first, links last, and only those whose target
+    cannot lead out. An entry whose own name leads out is refused: PATH_NOT_ALLOWED.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    root = folder.resolve()
+    skipped: list[str] = []
+    links: list[tuple[PurePosixPath, str]] = []
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-            archive.extractall(folder, filter="data")
-    except tarfile.FilterError as error:
-        raise ToolFailure(ErrorCode.PATH_NOT_ALLOWED, f"the sandbox's folder holds what must not be unpacked here: {error}") from error
-    except (tarfile.TarError, OSError) as error:
+            for entry in archive:
+                name = _inner_name(entry.name)
+                if entry.issym():
+                    links.append((name, entry.linkname))
+                elif not _unpack_entry(archive, entry, root, name):
+                    skipped.append(str(name))
+    except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError, KeyError) as error:
         raise ToolFailure(ErrorCode.INTERNAL, f"the archive from the sandbox cannot be unpacked: {error}") from error
+    return skipped + list(_make_links(root, links))
 
 
 def _plain_entry(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -40,3 +58,58 @@ def _plain_entry(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     entry.uid = entry.gid = 1000
     entry.uname = entry.gname = ""
     return entry
+
+
+def _inner_name(text: str) -> PurePosixPath:
+    name = PurePosixPath(text)
+    if name.is_absolute() or ".." in name.parts or "\0" in text:
+        raise ToolFailure(ErrorCode.PATH_NOT_ALLOWED, f"the sandbox's archive holds a name that leads out: {text[:200]!r}")
+    return name
+
+
+def _unpack_entry(archive: tarfile.TarFile, entry: tarfile.TarInfo, root: Path, name: PurePosixPath) -> bool:
+    """Make one folder or file; a hard link becomes a copy. False for anything special."""
+    target = root.joinpath(*name.parts)
+    if entry.size < 0:
+        raise ValueError(f"{name} has a negative size")
+    if entry.isdir():
+        _checked_parent(root, target).joinpath(target.name).mkdir(exist_ok=True) if target != root else None
+        return True
+    source = archive.extractfile(entry) if entry.isreg() or entry.islnk() else None
+    if source is None:
+        return False
+    parent = _checked_parent(root, target)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    with source, open(parent / target.name, "wb", opener=lambda path, _: os.open(path, flags, 0o644)) as file:
+        shutil.copyfileobj(source, file)
+        os.fchmod(file.fileno(), 0o755 if entry.mode & 0o100 else 0o644)
+    return True
+
+
+def _checked_parent(root: Path, target: Path) -> Path:
+    """The real folder that `target` goes into: inside, also where links of the user's own lie on the way."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    parent = target.parent.resolve()
+    if not parent.is_relative_to(root):
+        raise ToolFailure(ErrorCode.PATH_NOT_ALLOWED, f"{target} would be written outside of {root}")
+    return parent
+
+
+def _make_links(root: Path, links: list[tuple[PurePosixPath, str]]) -> Iterator[str]:
+    """Make the links that stay inside; gives the names of the others."""
+    for name, target in links:
+        place = root.joinpath(*name.parts)
+        # The real folder: a link made before may lie on the way, and then the name's own depth says nothing.
+        parent = _checked_parent(root, place)
+        if not _stays_inside(len(parent.relative_to(root).parts), target) or os.path.lexists(place):
+            yield str(name)
+            continue
+        (parent / place.name).symlink_to(target)
+
+
+def _stays_inside(depth: int, target: str) -> bool:
+    """Only leading `..`, no more than the link's folder lies deep: then it stays inside, whatever else on the way is such a link."""
+    parts = PurePosixPath(target).parts
+    ups = len([part for part in parts if part == ".."])
+    leads_up_first = all(part == ".." for part in parts[:ups])
+    return not target.startswith("/") and "\0" not in target and leads_up_first and ups <= depth

@@ -35,7 +35,7 @@ class ReActOptions:
     def __post_init__(self) -> None:
         if self.max_iterations < 1:
             raise ValueError(f"max_iterations must be at least 1, not {self.max_iterations}")
-        if self.tool_timeout_s <= 0:
+        if not self.tool_timeout_s > 0:
             raise ValueError(f"tool_timeout_s must be above 0, not {self.tool_timeout_s:g}")
 
 

@@ -68,15 +68,18 @@ class LocalStack:
         redis_url = await self._start_redis()
         broker = self._settings.broker(redis_url)
         sandboxd_socket = self._folder / "sandboxd.sock"
-        environment = {
-            **self._settings.for_children(),
-            "TOOLCREW_REDIS_URL": redis_url,
-            "TOOLCREW_SANDBOXD_SOCKET": str(sandboxd_socket),
-            "TOOLCREW_SANDBOXD_NAME": f"local-{secrets.token_hex(4)}",
-        }
+        place = {"TOOLCREW_SANDBOXD_SOCKET": str(sandboxd_socket)}
+        # Not the broker's: sandboxd neither speaks to Redis nor checks signatures.
+        nothing = {"TOOLCREW_REDIS_URL": "", "TOOLCREW_SECRET": ""}
         broker.signing_key()  # says now, not at the first call, that nothing can be signed
-        await self._spawn("sandboxd", [python(), "-m", "workers.sandboxd"], environment)
-        await self._spawn("worker", [python(), "-m", "workers"], environment)
+        await self._spawn(
+            "sandboxd",
+            [python(), "-m", "workers.sandboxd"],
+            {**place, **nothing, "TOOLCREW_SANDBOXD_NAME": f"local-{secrets.token_hex(4)}"},
+        )
+        await self._spawn(
+            "worker", [python(), "-m", "workers"], {**place, **self._settings.for_children(), "TOOLCREW_REDIS_URL": redis_url}
+        )
         await self._until_worker_ready(broker)
         flower_url = await self._start_flower(redis_url) if self._flower else None
         pids = {role: [child.pid] for role, child in self._children.items()} | {"orchestrator": [os.getpid()]}
@@ -268,17 +271,22 @@ async def embedded_stack(overrides: Mapping[str, str] | None = None) -> AsyncIte
     assert keeper.stdout is not None
     assert keeper.stderr is not None
     errors = asyncio.create_task(keeper.stderr.read())
+    stack: StackInfo | None = None
     try:
         line = await keeper.stdout.readline()
         if not line:
             words = (await errors).decode(errors="replace").strip()
             raise OperatorError(words.removeprefix("toolcrew: ") or "the embedded stack did not start and said nothing")
-        yield StackInfo.model_validate_json(line)
+        stack = StackInfo.model_validate_json(line)
+        yield stack
     finally:
         # The end of its stdin is the keeper's sign to take everything down; shielded, so that a cancelled program leaves nothing.
         keeper.stdin.close()
         await asyncio.shield(keeper.wait())
         errors.cancel()
+        if stack is not None:
+            # A keeper that was killed outright could not do it.
+            shutil.rmtree(stack.logs, ignore_errors=True)
 
 
 def print_json(stack: StackInfo) -> None:

@@ -32,7 +32,7 @@ def write_redis_config(folder: Path, port: int, password: str) -> Path:
         "bind 127.0.0.1",
         f"port {port}",
         f"requirepass {password}",
-        f"dir {folder}",
+        f'dir "{folder}"',
         "save ''",
         "appendonly yes",
         "appendfsync everysec",

@@ -4,21 +4,24 @@ import asyncio
 import contextlib
 import json
 import secrets
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import redis.asyncio
-import structlog
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable
 from contract.names import result_channel_pattern, result_key
+from orchestrator.logs import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 SWEEP_EVERY_S = 5.0
 SWEEP_BATCH = 500
 RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+OUTAGE_LIMIT_S = 30.0
+"""How long Redis may be away before calls in flight are given up: a restart takes seconds, and results outlive it."""
 _READY = frozenset({"SUCCESS", "FAILURE", "REVOKED"})
 
 
@@ -33,6 +36,7 @@ class ResultHub:
         self._client = client
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._subscribed = asyncio.Event()
+        self._lost_at: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -52,9 +56,12 @@ class ResultHub:
 
     async def close(self) -> None:
         """Stop listening; who still waits is cancelled."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        pending = set(self._tasks)
+        while pending:
+            # Again and again: a client library may swallow one cancellation.
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=0.1)
         for future in self._waiting.values():
             future.cancel()
         self._waiting.clear()
@@ -65,7 +72,9 @@ class ResultHub:
 
     @contextlib.contextmanager
     def expect(self, task_id: str) -> Iterator[asyncio.Future[dict[str, Any]]]:
-        """A future of the task's stored result; enter before publishing."""
+        """A future of the task's stored result; enter before publishing. Raises ValueError when that task is awaited already."""
+        if task_id in self._waiting:
+            raise ValueError(f"task {task_id} is awaited already")
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[task_id] = future
         try:
@@ -81,10 +90,24 @@ class ResultHub:
                     await pubsub.psubscribe(result_channel_pattern(self.id))
                     await self._read(pubsub)
             except (RedisError, OSError) as error:
-                delay = RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)]
                 attempt = 0 if self._subscribed.is_set() else attempt + 1
-                log.warning("results_connection_lost", error=str(error), retry_in_s=delay)
+                delay = RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)]
+                self._note_loss(error, delay)
                 await asyncio.sleep(delay)
+
+    def _note_loss(self, error: Exception, delay: float) -> None:
+        """Say it once an outage; give up who waits when it lasts."""
+        now = time.monotonic()
+        if self._lost_at is None:
+            self._lost_at = now
+            log.warning("results_connection_lost", error=str(error), retry_in_s=delay)
+        self._subscribed.clear()
+        if now - self._lost_at > OUTAGE_LIMIT_S:
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(
+                        BrokerUnavailable(f"Redis has been away for {OUTAGE_LIMIT_S:g} s ({error}); the call may or may not have acted")
+                    )
 
     async def _read(self, pubsub: Any) -> None:
         while True:
@@ -92,6 +115,7 @@ class ResultHub:
             if message is None:
                 continue
             if message["type"] == "psubscribe":
+                self._lost_at = None
                 self._subscribed.set()
                 await self._sweep()
             elif message["type"] == "pmessage":
@@ -116,8 +140,8 @@ class ResultHub:
     def _deliver(self, data: bytes | str) -> None:
         try:
             stored = json.loads(data)
-            task_id, status = stored["task_id"], stored["status"]
-        except (ValueError, KeyError, TypeError):
+            task_id, status = str(stored["task_id"]), str(stored["status"])
+        except (ValueError, KeyError, TypeError, RecursionError):
             log.error("result_unreadable", size=len(data))
             return
         future = self._waiting.get(task_id)

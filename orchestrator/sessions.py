@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from contract.calls import ExecResult, SandboxInfo, ToolCall, ToolResult
-from contract.errors import OPERATOR_CODES, ErrorCode, SandboxUnavailable, ToolFailure
+from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from contract.names import POOL_SANDBOX
 from orchestrator.blobs import Blobs
 from orchestrator.dispatcher import Dispatcher, Route, Terms
@@ -82,7 +84,10 @@ class Session:
         terms: Terms | None = None,
     ) -> ToolResult:
         """Run a tool once. The result says what happened, whatever it was. The same `call_id` never runs twice."""
-        call = ToolCall(id=call_id or _call_id(), name=name, arguments=dict(arguments))
+        try:
+            call = ToolCall(id=call_id or _call_id(), name=name, arguments=dict(arguments))
+        except ValidationError as error:
+            return _impossible(name, error)
         return await self._dispatch(call, terms or Terms(timeout_s=timeout_s))
 
     async def exec(
@@ -119,10 +124,10 @@ class Session:
         """A whole file, at most 64 MiB. Raises ToolFailure(FILE_NOT_FOUND, FILE_TOO_LARGE, ...)."""
         return await self._content(await self._verb("read_file", {"path": path}, timeout_s=COPY_TIMEOUT_S))
 
-    async def export(self, folder: Path | str) -> None:
-        """Copy /workspace into a folder here, which is made."""
+    async def export(self, folder: Path | str) -> list[str]:
+        """Copy /workspace into a folder here, which is made. Gives the names that were left out: links that lead out, special files."""
         data = await self._content(await self._verb("export", {}, timeout_s=COPY_TIMEOUT_S))
-        await asyncio.to_thread(unpack_archive, data, Path(folder))
+        return await asyncio.to_thread(unpack_archive, data, Path(folder))
 
     async def info(self) -> SessionInfo:
         """Where the session lives."""
@@ -137,23 +142,31 @@ class Session:
     async def __aenter__(self) -> "Session":
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        # Shielded: a cancelled program still takes its sandbox down.
-        await asyncio.shield(self.close())
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Shielded: a cancelled program still takes its sandbox down, and does not queue for it.
+        urgent = kind is not None and issubclass(kind, asyncio.CancelledError)
+        await asyncio.shield(self._abandon() if urgent else self.close())
+
+    async def _abandon(self) -> None:
+        """Have the sandbox removed without waiting in its host's queue; then confirm it, if that can be had soon."""
+        if self._closed:
+            return
+        await self._command(ToolCall(id=_call_id(), name="session.close"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CANCEL_WAIT_S):
+                await self.close()
 
     async def _dispatch(self, call: ToolCall, terms: Terms) -> ToolResult:
         try:
             return await self._dispatcher.dispatch(call, self._route, terms)
         except asyncio.CancelledError:
-            await asyncio.shield(self._cancel(call.id))
+            await asyncio.shield(self._command(ToolCall(id=_call_id(), name="session.cancel", arguments={"call_id": call.id})))
             raise
 
-    async def _cancel(self, call_id: str) -> None:
-        """Best effort and bounded: with every worker busy the call runs into its own limit instead."""
-        cancel = ToolCall(id=_call_id(), name="session.cancel", arguments={"call_id": call_id})
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CANCEL_WAIT_S):
-                await self._dispatcher.dispatch(cancel, self._route, Terms(timeout_s=CANCEL_WAIT_S, audience="session"))
+    async def _command(self, call: ToolCall) -> None:
+        """Best effort: when Redis is away the call runs into its own limit, and the sandbox into its time to live."""
+        with contextlib.suppress(BrokerUnavailable):
+            await self._dispatcher.command(call, self._route)
 
     async def _verb(self, name: str, arguments: dict[str, Any], *, content: bytes = b"", timeout_s: float) -> ToolResult:
         blob = await self._blobs.leave(self.tenant, content) if content else None
@@ -173,20 +186,33 @@ async def _open_sandbox(dispatcher: Dispatcher, route: Route, image: str | None,
 async def _close_when_open(dispatcher: Dispatcher, tenant: str, name: str, opening: "asyncio.Future[ToolResult]") -> None:
     try:
         result = await opening
-    except (ToolFailure, SandboxUnavailable):
+        route = Route(tenant, name, str(result.metadata["queue"]))
+        await dispatcher.command(ToolCall(id=_call_id(), name="session.close"), route)
+    except (ToolFailure, OperatorError):
         return
-    route = Route(tenant, name, str(result.metadata["queue"]))
-    await dispatcher.dispatch(ToolCall(id=_call_id(), name="session.close"), route, Terms(timeout_s=OPEN_TIMEOUT_S, audience="session"))
 
 
 def _checked(result: ToolResult) -> ToolResult:
-    """The result of a verb that worked; otherwise the exception of whose fault it was."""
+    """The result of a verb that worked; otherwise ToolFailure or OperatorError, with the result's own code."""
     if result.success:
         return result
-    code, error = result.error_code or ErrorCode.INTERNAL, result.error or "failed"
-    if code in OPERATOR_CODES:
-        raise SandboxUnavailable(error)
-    raise ToolFailure(code, error)
+    code, sentence = result.error_code or ErrorCode.INTERNAL, result.error or "failed"
+    if code not in OPERATOR_CODES:
+        raise ToolFailure(code, sentence)
+    error = {ErrorCode.SANDBOX_UNAVAILABLE: SandboxUnavailable, ErrorCode.BROKER_UNAVAILABLE: BrokerUnavailable}.get(code, OperatorError)(
+        sentence
+    )
+    error.code = code
+    raise error
+
+
+def _impossible(name: str, error: ValidationError) -> ToolResult:
+    """The result of a call that cannot even be written down: a name that no tool has, an id or arguments that cannot be sent."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    stand_in = ToolCall(id=_call_id(), name=name[:128] or "unknown")
+    if first["loc"][0] == "name":
+        return ToolResult.failed(stand_in, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name[:200]}")
+    return ToolResult.failed(stand_in, ErrorCode.INVALID_ARGUMENTS, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}")
 
 
 def _call_id() -> str:

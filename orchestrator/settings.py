@@ -16,10 +16,10 @@ from contract.settings import BrokerSettings
 class OrchestratorSettings(BaseSettings):
     """Every field is `TOOLCREW_<NAME>`; the model's own variables keep their usual names."""
 
-    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", populate_by_name=True)
+    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", populate_by_name=True, env_ignore_empty=True)
 
     redis_url: SecretStr | None = None
-    deployment: str = "default"
+    deployment: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     secret: SecretStr | None = None
     model: str | None = None
     dialect: Literal["native", "tags"] = "native"

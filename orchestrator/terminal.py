@@ -11,6 +11,7 @@ from orchestrator.events import CallFinished, CallStarted, RunEvent, RunFinished
 
 MAX_SHOWN_LINES = 20
 _ALLOWED_CONTROLS = {"\n", "\t"}
+_DIRECTION_MARKS = frozenset({0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)})
 
 
 class RunView:
@@ -74,7 +75,7 @@ def _escape(character: str) -> str:
     code = ord(character)
     if character in _ALLOWED_CONTROLS:
         return character
-    if code < 32 or 127 <= code < 160 or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069 or 0xD800 <= code <= 0xDFFF:
+    if code < 32 or 127 <= code < 160 or code in _DIRECTION_MARKS or 0xD800 <= code <= 0xDFFF:
         return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
     return character
 

@@ -1,5 +1,6 @@
 """The run's messages: append-only, in the OpenAI wire shape; one JSON line each."""
 
+import copy
 import json
 from collections.abc import Iterator
 
@@ -19,14 +20,14 @@ class Transcript:
         self._messages.append(json.loads(json.dumps(message)))
 
     def messages(self) -> list[Message]:
-        """A list of them, for a request."""
-        return list(self._messages)
+        """Copies of them, for a request."""
+        return copy.deepcopy(self._messages)
 
     def to_json_lines(self) -> str:
         return "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in self._messages)
 
     def __iter__(self) -> Iterator[Message]:
-        return iter(self._messages)
+        return iter(self.messages())
 
     def __len__(self) -> int:
         return len(self._messages)

@@ -1,5 +1,6 @@
 """What carries an envelope to whoever runs it and its answer back; and the one that runs plain functions in this process."""
 
+import asyncio
 import inspect
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,10 @@ from contract.errors import ErrorCode, ToolFailure
 
 @dataclass(frozen=True)
 class Delivery:
-    """One envelope on its way. `start_by`: Unix seconds after which it must not start; `wait_s`: when the sender gives up."""
+    """One envelope on its way. `start_by`: Unix seconds after which it must not start; `wait_s`: when the sender gives up.
+
+    `marker`: the key that exists once the call has started.
+    """
 
     task: str
     queue: str
@@ -21,6 +25,7 @@ class Delivery:
     envelope: str
     start_by: float
     wait_s: float
+    marker: str
 
 
 class DeliveryFailed(Exception):
@@ -37,6 +42,10 @@ class Transport(Protocol):
 
     async def deliver(self, delivery: Delivery) -> Any: ...
 
+    async def command(self, queue: str, envelope: str) -> None:
+        """Tell a host at once, past its queue; nothing comes back. Raises BrokerUnavailable."""
+        ...
+
     async def aclose(self) -> None: ...
 
 
@@ -51,18 +60,24 @@ class InProcessTransport:
     async def deliver(self, delivery: Delivery) -> Any:
         """Run the function of the call's name with its arguments; what it raises becomes the result."""
         self.delivered.append(delivery)
-        call, _ = decode_call(delivery.envelope, self._key)
+        call, context = decode_call(delivery.envelope, self._key)
         started = time.monotonic()
         try:
-            value = self._functions[call.name](**call.arguments)
-            value = await value if inspect.isawaitable(value) else value
+            async with asyncio.timeout(min(context.timeout_s, delivery.wait_s)):
+                value = self._functions[call.name](**call.arguments)
+                value = await value if inspect.isawaitable(value) else value
             result = ToolResult(call_id=call.id, name=call.name, success=True, output=str(value))
+        except TimeoutError:
+            result = ToolResult.failed(call, ErrorCode.TIMEOUT, f"{call.name} did not end within its limit of {context.timeout_s:g} s")
         except ToolFailure as failure:
             result = ToolResult.failed(call, failure.code, failure.message)
         except Exception as error:  # noqa: BLE001  # the edge: a user's function may raise anything, and the loop goes on
             result = ToolResult.failed(call, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
         clocks = result.clocks.model_copy(update={"run_s": time.monotonic() - started})
         return encode_result(result.model_copy(update={"clocks": clocks}))
+
+    async def command(self, queue: str, envelope: str) -> None:
+        """Nothing to tell: a function runs where it was called."""
 
     async def aclose(self) -> None:
         """Nothing to close."""

@@ -48,12 +48,12 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 _CELERY = ("orchestrator/celery_transport.py", "workers/app.py", "workers/tasks.py")
 _REDIS = (
     *(f"orchestrator/{name}.py" for name in ("blobs", "catalog", "celery_transport", "redis_connection", "results")),
-    *(f"workers/{name}.py" for name in ("blobs", "catalog", "ledger", "redis_connection", "tasks")),
+    *(f"workers/{name}.py" for name in ("blobs", "catalog", "control", "ledger", "redis_connection", "tasks")),
 )
 _TERMINAL = ("orchestrator/cli*.py", "orchestrator/terminal*.py")
 WALLS: dict[str, tuple[str, ...]] = {
     "celery": _CELERY,
-    "kombu": _CELERY,
+    "kombu": (*_CELERY, "workers/broker_transport.py"),
     "billiard": _CELERY,
     "docker": ("workers/sandboxd/engine.py",),
     "openai": ("orchestrator/models/openai.py",),

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 import sys
 import tempfile
 import time
@@ -10,7 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -114,9 +114,7 @@ Everything is taken down again. What to try next:
 
 
 def main() -> int:
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger("ERROR"), logger_factory=structlog.PrintLoggerFactory(sys.stderr)
-    )
+    logging.getLogger("orchestrator").setLevel(logging.CRITICAL)
     console = Console(soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="toolcrew-demo-") as name:
         try:

@@ -12,6 +12,7 @@ from contract.specs import Catalog
 from workers.app import build_app, run_worker
 from workers.blobs import Blobs
 from workers.catalog import CatalogPublisher
+from workers.control import ControlListener
 from workers.executor import Executor
 from workers.ledger import Ledger
 from workers.logs import configure_logging
@@ -47,6 +48,7 @@ def _run(settings: WorkerSettings) -> int:
     facts = {"host": settings.host, "queue": queue}
     register_tasks(app, registry, key, partial(_build_executor, settings, registry, facts))
     publisher = CatalogPublisher(connect(settings.broker()), settings.deployment, Catalog(tools=tuple(registry.specs())))
+    control = ControlListener(connect(settings.broker()), partial(SandboxClient, settings.sandboxd_socket), queue, key)
     log.info("worker_starting", queue=queue, concurrency=settings.concurrency)
     run_worker(
         app,
@@ -54,8 +56,8 @@ def _run(settings: WorkerSettings) -> int:
         (queue, POOL_SANDBOX),
         settings.concurrency,
         settings.log_level,
-        on_ready=publisher.start,
-        on_stop=publisher.stop,
+        on_ready=(publisher.start, control.start),
+        on_stop=(control.stop, publisher.stop),
     )
     return 0
 

@@ -6,6 +6,7 @@ from celery import Celery
 from celery.signals import worker_ready, worker_shutdown
 
 from contract.settings import BrokerSettings
+from workers.broker_transport import register_transport
 
 CELERY_MARGIN_S = 30.0
 """Celery's own limit comes this much after a call's: a backstop, the guest and sandboxd are first."""
@@ -13,6 +14,7 @@ CELERY_MARGIN_S = 30.0
 
 def build_app(broker: BrokerSettings) -> Celery:
     """An app with no tasks yet. Why each setting: docs/queue.md."""
+    register_transport()
     url = broker.redis_url.get_secret_value()
     app = Celery("toolcrew", broker=url, backend=url, set_as_current=False)
     app.conf.update(
@@ -72,12 +74,12 @@ def run_worker(
     concurrency: int,
     log_level: str,
     *,
-    on_ready: Callable[[], None],
-    on_stop: Callable[[], None],
+    on_ready: Sequence[Callable[[], None]],
+    on_stop: Sequence[Callable[[], None]],
 ) -> None:
-    """Run a prefork worker on these queues until it is told to stop. `on_ready` once it consumes, `on_stop` at its end."""
-    worker_ready.connect(lambda **_: on_ready(), weak=False)
-    worker_shutdown.connect(lambda **_: on_stop(), weak=False)
+    """Run a prefork worker on these queues until it is told to stop. `on_ready` once it consumes, `on_stop` at its end, in their order."""
+    worker_ready.connect(lambda **_: _run_all(on_ready), weak=False)
+    worker_shutdown.connect(lambda **_: _run_all(on_stop), weak=False)
     app.worker_main(
         [
             "worker",
@@ -93,3 +95,8 @@ def run_worker(
             f"--loglevel={log_level}",
         ]
     )
+
+
+def _run_all(steps: Sequence[Callable[[], None]]) -> None:
+    for step in steps:
+        step()

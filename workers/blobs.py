@@ -4,7 +4,7 @@ import secrets
 
 import redis
 
-from contract.errors import ErrorCode, ToolFailure
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import blob_key, is_blob_of
 
 BLOB_TTL_S = 600
@@ -19,10 +19,13 @@ class Blobs:
         self._deployment = deployment
 
     def take(self, tenant: str, key: str) -> bytes:
-        """The blob's bytes; it is deleted. Raises ToolFailure when it is not the tenant's or has expired."""
+        """The blob's bytes; it is deleted. Raises ToolFailure when it is not the tenant's or has expired, BrokerUnavailable."""
         if not is_blob_of(key, self._deployment, tenant):
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the content of this call belongs to another tenant")
-        data = self._client.getdel(key)
+        try:
+            data = self._client.getdel(key)
+        except redis.RedisError as error:
+            raise BrokerUnavailable(f"the call was not run: Redis did not give its content ({error}); see that Redis is up") from error
         if data is None:
             raise ToolFailure(
                 ErrorCode.OUTCOME_UNKNOWN, f"the content of this call is gone: it was taken before, or lay more than {BLOB_TTL_S} s"
@@ -31,9 +34,12 @@ class Blobs:
         return data
 
     def leave(self, tenant: str, data: bytes) -> str:
-        """Keep bytes for the orchestrator; gives the key. Raises ToolFailure when they are more than MAX_BLOB_BYTES."""
+        """Keep bytes for the orchestrator; gives the key. Raises ToolFailure when they are more than MAX_BLOB_BYTES, BrokerUnavailable."""
         if len(data) > MAX_BLOB_BYTES:
             raise ToolFailure(ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes; at most {MAX_BLOB_BYTES} travel in one call")
         key = blob_key(self._deployment, tenant, secrets.token_urlsafe(18))
-        self._client.set(key, data, ex=BLOB_TTL_S)
+        try:
+            self._client.set(key, data, ex=BLOB_TTL_S)
+        except redis.RedisError as error:
+            raise BrokerUnavailable(f"Redis did not take the bytes of a result ({error}); see that Redis is up") from error
         return key

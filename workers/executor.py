@@ -8,10 +8,11 @@ from typing import Any, Protocol
 import structlog
 
 from contract.calls import Clocks, KillReport, SandboxInfo, ToolCall, ToolContext, ToolResult
-from contract.errors import OPERATOR_CODES, ErrorCode, OperatorError, ToolFailure
+from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from contract.schema import prepare_arguments
+from workers.guest_answers import GuestNonsense, Told, parse_error, parse_told
 from workers.sandbox_client import GuestResponse, SandboxClient, sandbox_id
-from workers.tools.base import Outcome, WorkerRegistry, WorkerTool, parse_kill, parse_sandbox
+from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 
 log = structlog.get_logger(__name__)
 
@@ -53,15 +54,29 @@ class Bench:
 
     def run(self, request: Mapping[str, Any], body: bytes = b"") -> GuestResponse:
         response = self.client.call(self._name, request, body, call_id=self.call.id)
-        done = response.done
-        self.kill, self.sandbox = parse_kill(done), parse_sandbox(done)
-        self.run_s += float(done.get("run_s", 0.0))
-        self.sandbox_s += float(done.get("sandbox_s", 0.0))
-        self.sandbox_lost = done.get("sandbox_lost")
-        error = done.get("error")
-        if isinstance(error, dict):
-            raise ToolFailure(_guest_code(str(error.get("code"))), _clean(str(error.get("message"))[:4000]) + self.loss_note())
+        try:
+            told = parse_told(request, response.done)
+        except GuestNonsense as nonsense:
+            self._give_up_sandbox()
+            raise SandboxUnavailable(f"the sandbox gave an answer that is none ({nonsense}), and was removed: open a new session") from None
+        self._note(told)
+        if told.error is not None:
+            code, words = parse_error(told)
+            raise ToolFailure(code, words + self.loss_note())
         return response
+
+    def _note(self, told: Told) -> None:
+        """Remember what the end of a request tells. The guest's clock is believed as far as sandboxd's own reaches."""
+        self.kill, self.sandbox, self.sandbox_lost = told.kill, told.sandbox, told.sandbox_lost
+        self.run_s += min(max(0.0, told.run_s), told.sandbox_s)
+        self.sandbox_s += told.sandbox_s
+
+    def _give_up_sandbox(self) -> None:
+        """Who has taken the guest's place is not asked again."""
+        try:
+            self.client.close(self._name)
+        except (ToolFailure, OperatorError) as error:
+            log.error("sandbox_not_closed", call=self.call.id, error=str(error))
 
     def loss_note(self) -> str:
         """What to tell when the call cost the session its sandbox."""
@@ -71,14 +86,11 @@ class Bench:
 
     def open_sandbox(self, image: str | None, ttl_s: float) -> Mapping[str, Any]:
         answer = self.client.describe_open(self._name, image, ttl_s)
-        self.sandbox = parse_sandbox(answer)
+        self.sandbox = SandboxInfo.model_validate(answer["sandbox"])
         return {"image": answer["image"], "start_s": answer["start_s"]}
 
     def close_sandbox(self) -> bool:
         return self.client.close(self._name)
-
-    def cancel_call(self, call_id: str) -> bool:
-        return self.client.cancel(self._name, call_id)
 
     def host_facts(self) -> Mapping[str, str]:
         return self.facts
@@ -109,11 +121,8 @@ class Executor:
         queued_s = max(0.0, taken_at - context.sent_at)
         try:
             result = self._execute(call, context, taken_at)
-        except ToolFailure as failure:
-            result = ToolResult.failed(call, failure.code, failure.message, metadata=_plain(failure.metadata))
-        except OperatorError as error:
-            log.error("call_not_served", tool=call.name, call=call.id, code=error.code.value, error=str(error))
-            result = ToolResult.failed(call, error.code, str(error))
+        except (ToolFailure, OperatorError) as error:
+            result = _failed(call, error)
         except Exception as error:  # the edge: a bug in a tool must cost this call only, and be loud
             log.exception("tool_bug", tool=call.name, call=call.id)
             result = ToolResult.failed(
@@ -139,20 +148,16 @@ class Executor:
     def _run(self, tool: WorkerTool, arguments: dict[str, Any], aliases: list[str], bench: Bench) -> ToolResult:
         call = bench.call
         try:
-            outcome = tool.handler(arguments, bench)
-        except ToolFailure as failure:
-            if failure.code in OPERATOR_CODES:
-                log.error("call_not_served", tool=call.name, call=call.id, code=failure.code.value, error=failure.message)
-            result = ToolResult.failed(call, failure.code, failure.message, metadata=_plain(failure.metadata))
-        else:
-            result = self._result(call, outcome, bench)
+            result = self._result(call, tool.handler(arguments, bench), bench)
+        except (ToolFailure, OperatorError) as error:
+            result = _failed(call, error)
         if aliases:
             result = result.model_copy(update={"metadata": {**result.metadata, "aliases_used": aliases}})
         clocks = Clocks(sandbox_s=max(0.0, bench.sandbox_s - bench.run_s), run_s=bench.run_s)
         return result.model_copy(update={"clocks": clocks, "kill": bench.kill, "sandbox": bench.sandbox})
 
     def _result(self, call: ToolCall, outcome: Outcome, bench: Bench) -> ToolResult:
-        blob = self._blobs.leave(bench.context.tenant, outcome.blob) if outcome.blob is not None else None
+        blob = self._leave(outcome.blob, bench) if outcome.blob is not None else None
         error = outcome.error + bench.loss_note() if outcome.error is not None else None
         return ToolResult(
             call_id=call.id,
@@ -166,20 +171,17 @@ class Executor:
             blob=blob,
         )
 
-
-def _guest_code(text: str) -> ErrorCode:
-    """A guest's code is hostile text: what is not in our closed set is INTERNAL."""
-    translated = {"NOT_A_REGULAR_FILE": "PATH_NOT_ALLOWED", "SPAWN_FAILED": "FILE_NOT_FOUND"}.get(text, text)
-    try:
-        return ErrorCode(translated)
-    except ValueError:
-        return ErrorCode.INTERNAL
+    def _leave(self, data: bytes, bench: Bench) -> str:
+        try:
+            return self._blobs.leave(bench.context.tenant, data)
+        except BrokerUnavailable as error:
+            # The call has acted: whoever reads that Redis was away would send it again.
+            raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, f"the call has run, and its result is lost: {error}") from error
 
 
-def _clean(text: str) -> str:
-    """A guest's text without half surrogate pairs, which no UTF-8 of ours can carry."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def _plain(metadata: Mapping[str, object]) -> dict[str, Any]:
-    return dict(metadata)
+def _failed(call: ToolCall, error: ToolFailure | OperatorError) -> ToolResult:
+    """The result of a failure, logged when it is the operator's to know."""
+    if error.code in OPERATOR_CODES or isinstance(error, OperatorError):
+        log.error("call_not_served", tool=call.name, call=call.id, code=error.code.value, error=str(error))
+    metadata = dict(error.metadata) if isinstance(error, ToolFailure) else {}
+    return ToolResult.failed(call, error.code, str(error), metadata=metadata)

@@ -2,6 +2,7 @@
 
 import redis
 
+from contract.errors import BrokerUnavailable
 from contract.names import run_marker_key
 
 MARKER_TTL_S = 24 * 3600
@@ -15,6 +16,9 @@ class Ledger:
         self._deployment = deployment
 
     def claim(self, tenant: str, call_id: str, host: str) -> bool:
-        """True for the first to claim the call; False when it has started before, here or elsewhere."""
+        """True for the first to claim the call; False when it has started before, here or elsewhere. Raises BrokerUnavailable."""
         key = run_marker_key(self._deployment, tenant, call_id)
-        return bool(self._client.set(key, host, nx=True, ex=MARKER_TTL_S))
+        try:
+            return bool(self._client.set(key, host, nx=True, ex=MARKER_TTL_S))
+        except redis.RedisError as error:
+            raise BrokerUnavailable(f"the call was not run: Redis did not take its run marker ({error}); see that Redis is up") from error

@@ -26,7 +26,8 @@ def register_tasks(app: Celery, registry: WorkerRegistry, key: bytes, build_exec
     for spec in registry.specs():
         name = task_name(spec.name)
         limit = int(spec.max_timeout_s + CELERY_MARGIN_S)
-        app.task(name=name, time_limit=limit, resultrepr_maxsize=160)(_body(name, key, executors))
+        # Shared would mean every Celery app of the process, the publisher's too.
+        app.task(name=name, shared=False, time_limit=limit, resultrepr_maxsize=160)(_body(name, key, executors))
 
 
 class _PerThread:

@@ -6,7 +6,7 @@ character again. So no text is ever searched twice, however it was cut into chun
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 MARKER = "<tool_action"
@@ -21,7 +21,7 @@ NOT_CLOSED = "parameter tag is not self-closed"
 UNQUOTED = "unquoted parameter value"
 WRONG_CLOSE = "unexpected closing tag"
 
-Skip = Callable[[str, int], "re.Match[str] | None"]
+Skip = Callable[[str, int, int], "re.Match[str] | None"]
 
 
 class Edge(NamedTuple):
@@ -41,8 +41,8 @@ class State:
     edges: dict[str, Edge]
     otherwise: Edge
     named: Edge | None = None
-    stop: str | None = None
-    """The one character that ends the run, when there is only one: a chunk without it needs no look."""
+    is_header: bool = False
+    """Before the commit point: the next character may still show that all this was a mention."""
 
 
 def _run(characters: str) -> Skip:
@@ -50,8 +50,23 @@ def _run(characters: str) -> Skip:
 
 
 _NOTHING = re.compile("").match
-_SPACE = _run(r" \t\r\n")
-_NAME = _run(r"""^ \t\r\n/>=<"'!?&""")
+_S = r" \t\r\n"
+_DELIMITERS = _S + r"""/>=<"'!?&"""
+_SPACE = _run(_S)
+_NAME = _run(f"^{_DELIMITERS}")
+
+# Shortcuts: whole canonical parts that lie in one chunk. What they match, the states would read alike.
+HEADER = re.compile(rf'[{_S}]++name="([^"<>&\r\n]*+)">').match
+CHILD = re.compile(rf'[{_S}]*+<([^{_DELIMITERS}]++)[{_S}]++value="([^"]*+)"[{_S}]*+/>').match
+COMMIT = re.compile(rf"[{_S}]*+<(?:[/!]|[^{_DELIMITERS}])").match
+CLOSE = re.compile(rf"[{_S}]*+</{TAG}[{_S}]*+>").match
+
+
+def _value_run(quote: str) -> Skip:
+    """Value text, with those quotes that are plainly data: no `/>`, `>` or attribute can follow."""
+    blank, name = f"[{_S}]", f"[^{_DELIMITERS}]"
+    data = rf"[^{_S}/>]|{blank}*+/[^>]|{blank}++[^{_S}/>\w]|{blank}++{name}++(?:[^{_S}=]|{blank}++[^{_S}=])"
+    return re.compile(rf"(?:[^{quote}]++|{quote}(?={data}))*+").match
 
 
 def _to(target: str, action: str | None = None) -> Edge:
@@ -107,7 +122,7 @@ def _children() -> dict[str, State]:
         "gap_open": _child_open(_fail(STRAY_TEXT)),
         "bang": State(_NOTHING, {"-": _to("bang_dash")}, _fail(STRAY_TEXT)),
         "bang_dash": State(_NOTHING, {"-": _to("comment")}, _fail(STRAY_TEXT)),
-        "comment": State(_run("^-"), {"-": _to("comment_dash")}, _see("comment"), stop="-"),
+        "comment": State(_run("^-"), {"-": _to("comment_dash")}, _see("comment")),
         "comment_dash": State(_NOTHING, {"-": _to("comment_dashes")}, _see("comment")),
         "comment_dashes": State(_run("-"), {">": _to("gap")}, _see("comment")),
         "close": State(_NAME, {}, _see("", "close_name")),
@@ -132,7 +147,7 @@ def _value(quote: str) -> dict[str, State]:
     ends = {"/": _to(state("slash")), ">": _to("paired_value")}
     attribute = Edge("skip", 0, "second_attribute")
     return {
-        state("value"): State(_run(f"^{quote}"), {quote: _to(state("after"), "end_value")}, data, stop=quote),
+        state("value"): State(_value_run(quote), {quote: _to(state("after"), "end_value")}, data),
         state("after"): State(_NOTHING, {**ends, **_blank(state("spaced"))}, data),
         state("spaced"): State(_SPACE, ends, data, named=_to(state("word"), "mark")),
         state("slash"): State(_NOTHING, {">": _to("gap", "keep_value")}, data),
@@ -158,7 +173,7 @@ def _paired() -> dict[str, State]:
     states = {
         "paired": State(_SPACE, {"<": _to("paired_open", "open")}, literal),
         "paired_open": State(_NOTHING, {"/": _to("end_name", "mark_next"), "!": _to("cdata0")}, literal),
-        "literal": State(_run("^<"), {"<": _to("literal_open", "open")}, _see("literal"), stop="<"),
+        "literal": State(re.compile("(?:[^<]++|<(?=[^/]))*+").match, {"<": _to("literal_open", "open")}, _see("literal")),
         "literal_open": State(_NOTHING, {"/": _to("end_name", "mark_next")}, _see("literal")),
         "end_name": State(_NAME, {}, _see("", "end_name")),
         "end_close": State(_SPACE, {">": _to("follow", "end_paired")}, literal),
@@ -169,7 +184,7 @@ def _paired() -> dict[str, State]:
         "follow_close": State(_NAME, {}, _see("", "follow_name")),
         "follow_bang": State(_NOTHING, {"-": _to("follow_dash")}, literal),
         "follow_dash": State(_NOTHING, {"-": _to("comment", "keep_paired")}, literal),
-        "cdata": State(_run(r"^\]"), {"]": _to("cdata_bracket")}, _see("cdata"), stop="]"),
+        "cdata": State(_run(r"^\]"), {"]": _to("cdata_bracket")}, _see("cdata")),
         "cdata_bracket": State(_NOTHING, {"]": _to("cdata_brackets")}, _see("cdata")),
         "cdata_brackets": State(_run(r"\]"), {">": _to("paired", "end_cdata")}, _see("cdata")),
     }
@@ -185,7 +200,7 @@ def _skip() -> dict[str, State]:
     """After an error: on to the tag's end, or to the next tag."""
     reopen = {character: _see("", "reopen_skipped") for character in BLANKS + ">/"}
     return {
-        "skip": State(_run("^<"), {"<": _to("skip_open", "open")}, _see("skip"), stop="<"),
+        "skip": State(re.compile("(?:[^<]++|<(?=[^/t]))*+").match, {"<": _to("skip_open", "open")}, _see("skip")),
         "skip_open": State(_NOTHING, {"/": _to("skip_close", "mark_next")}, _see("skip"), named=_to("skip_name", "mark")),
         "skip_close": State(_NAME, {}, _see("", "skip_close_name")),
         "skip_end": State(_SPACE, {">": _to("", "complete")}, _see("skip")),
@@ -193,4 +208,8 @@ def _skip() -> dict[str, State]:
     }
 
 
-STATES = {**_header(), **_children(), **_value('"'), **_value("'"), **_paired_value(), **_paired(), **_skip()}
+def _as_header(states: dict[str, State]) -> dict[str, State]:
+    return {name: replace(state, is_header=True) for name, state in states.items()}
+
+
+STATES = {**_as_header(_header()), **_children(), **_value('"'), **_value("'"), **_paired_value(), **_paired(), **_skip()}

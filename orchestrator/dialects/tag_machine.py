@@ -4,12 +4,26 @@ from collections.abc import Callable
 from typing import Literal
 
 from orchestrator.dialects.tag_events import Call, Malformed
-from orchestrator.dialects.tag_grammar import BLANKS, DELIMITERS, MARKER, NOT_CLOSED, STATES, TAG, WRONG_CLOSE, State
+from orchestrator.dialects.tag_grammar import (
+    BLANKS,
+    CHILD,
+    CLOSE,
+    COMMIT,
+    DELIMITERS,
+    HEADER,
+    MARKER,
+    NOT_CLOSED,
+    STATES,
+    TAG,
+    WRONG_CLOSE,
+    State,
+)
 from orchestrator.dialects.tag_values import decode_attribute, decode_entities, strip_body
 
 Outcome = Literal["open", "complete", "mention", "reopen"]
 """`mention`: what was read is text. `reopen`: a new tag begins at `cut`."""
 
+_HEADER, _BODY, _GAP = STATES["header"], STATES["body"], STATES["gap"]
 _BEHIND_MARKER = frozenset(BLANKS + ">/")
 _LONGEST_CLOSE = 64
 """A closing tag with more blanks than fit may be missed, but only where it straddles the size limit."""
@@ -20,6 +34,9 @@ class OpenTag:
 
     def __init__(self) -> None:
         self.outcome: Outcome = "open"
+        self.is_committed = False
+        self.deferred_size = 0
+        self._deferred: list[str] = []
         self.size = len(MARKER)
         self.cut = 0
         self._pieces = [MARKER]
@@ -38,16 +55,21 @@ class OpenTag:
         self._values: list[tuple[str, list[tuple[int, int]], str]] = []
         self._seen: set[str] = set()
 
-    def feed(self, chunk: str, position: int) -> int:
-        """Read `chunk` from `position`; gives the position behind what was taken in. Ends early when `outcome` is decided."""
-        start, size, state = position, len(chunk), self._state
-        if state.stop is not None and position == 0 and state.stop not in chunk:
-            self._pieces.append(chunk)
-            self.size += size
-            return size
+    def feed(self, chunk: str, position: int, size: int) -> int:
+        """Read `chunk` from `position` up to `size`; gives the position behind what was taken in.
+
+        Ends early when `outcome` is decided, and when the tag has just passed the commit point and the rest may be deferred.
+        """
+        start, state, was_committed = position, self._state, self.is_committed
         self._chunk, self._base = chunk, self.size - position
         while position < size:
-            run = state.run(chunk, position)
+            if state is _HEADER or state is _BODY or state is _GAP:
+                position, state = self._take_shortcuts(state, position, size)
+                if position == size or self.outcome != "open":
+                    break
+                if self.is_committed and not was_committed and chunk.find(">", position, size) < 0:
+                    break
+            run = state.run(chunk, position, size)
             assert run is not None
             position = run.end()
             if position == size:
@@ -56,20 +78,50 @@ class OpenTag:
             edge = state.edges.get(character)
             if edge is None:
                 edge = state.otherwise if state.named is None or character in DELIMITERS else state.named
-            target = edge.target
-            if edge.action is not None:
-                if edge.reason is not None:
-                    self._fail(edge.reason)
-                else:
-                    target = _ACTIONS[edge.action](self, self._base + position) or target
-            position += edge.step
+            target, step, action, reason = edge
+            if reason is not None:
+                self._fail(reason)
+            elif action is not None:
+                target = _ACTIONS[action](self, self._base + position) or target
+            position += step
             if self.outcome != "open":
                 break
             state = STATES[target]
         self._state = state
+        self.is_committed = self.is_committed or not state.is_header
         self._pieces.append(chunk[start:position])
         self.size += position - start
         return position
+
+    def _take_shortcuts(self, state: State, position: int, size: int) -> tuple[int, State]:
+        """Whole parts of the common form, from `position` of the chunk on; gives the place and state behind them."""
+        if state is _HEADER:
+            found = HEADER(self._chunk, position, size)
+            if found is None or self._attributes:
+                return position, state
+            self._attributes, self._name = 1, found[1]
+            position, state = found.end(), _BODY
+        while (found := CHILD(self._chunk, position, size)) is not None and found[1] != TAG:
+            self._child = found[1]
+            self._keep([(self._base + found.start(2), self._base + found.end(2))], '"')
+            position, state = found.end(), _GAP
+        found = CLOSE(self._chunk, position, size)
+        if found is not None:
+            self.outcome = "complete"
+            position = found.end()
+        elif state is _BODY and COMMIT(self._chunk, position, size) is not None:
+            self.is_committed = True
+        return position, state
+
+    def defer(self, text: str) -> None:
+        """Keep `text`, in which nothing can end or begin, for a later look: reading many small pieces at once is far quicker."""
+        self._deferred.append(text)
+        self.deferred_size += len(text)
+
+    def take_deferred(self) -> str:
+        deferred = "".join(self._deferred)
+        self._deferred, self.deferred_size = [], 0
+        return deferred
 
     def raw(self) -> str:
         return "".join(self._pieces)

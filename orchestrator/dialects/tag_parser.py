@@ -27,6 +27,7 @@ class TagStreamParser:
         self._at_start = True
         self._thinking = False
         self._is_off = False
+        self._is_ending = False
         # True when a chunk without "<" is text as it stands: looked at first, since nearly every chunk is one.
         self._is_plain = False
 
@@ -34,6 +35,10 @@ class TagStreamParser:
         """The events that `chunk` completes, in order."""
         if self._is_plain and "<" not in chunk:
             return [Text(chunk)] if chunk else []
+        tag = self._tag
+        if tag is not None and ">" not in chunk and self._may_defer(tag, len(chunk)):
+            tag.defer(chunk)
+            return []
         events: list[TagEvent] = []
         self._read(chunk, events)
         self._is_plain = self._tag is None and not (self._held or self._at_start or self._thinking or self._fences)
@@ -41,17 +46,21 @@ class TagStreamParser:
 
     def finish(self) -> list[TagEvent]:
         """The events of the end: held text, or the error of a tag that was never closed."""
+        events: list[TagEvent] = []
+        while self._tag is not None and self._tag.deferred_size:
+            self._is_ending = True
+            self._read(self._tag.take_deferred(), events)
         tag, self._tag = self._tag, None
         if tag is not None:
-            return [tag.abandon()] if tag.size else []
-        return self._held_text()
+            return [*events, tag.abandon()] if tag.size else events
+        return [*events, *self._held_text()]
 
     def release(self) -> list[TagEvent]:
         """Stop looking for tags: what is held goes out as text, and so does all that follows."""
         tag, self._tag = self._tag, None
         self._is_off, self._fences, self._at_start, self._thinking = True, None, False, False
         if tag is not None:
-            raw = tag.raw()
+            raw = tag.raw() + tag.take_deferred()
             return [Text(raw)] if raw else []
         return self._held_text()
 
@@ -67,9 +76,23 @@ class TagStreamParser:
             else:
                 position = self._read_text(chunk, position, events)
 
+    def _may_defer(self, tag: OpenTag, length: int) -> bool:
+        """Whether text without a `>` may wait: it completes no tag behind the commit point, but it may show that a header is none."""
+        return tag.is_committed and not self._is_ending and tag.size + tag.deferred_size + length < self._max_tag_chars
+
     def _read_tag(self, tag: OpenTag, chunk: str, position: int, events: list[TagEvent]) -> int:
-        room = self._max_tag_chars - tag.size
-        position = tag.feed(chunk[: position + room] if len(chunk) - position > room else chunk, position)
+        if tag.deferred_size:
+            self._read(tag.take_deferred() + chunk[position:], events)
+            return len(chunk)
+        size = len(chunk)
+        if tag.is_committed:
+            # Only up to the last `>`: what follows is read at once with the next one.
+            last = chunk.rfind(">", position) + 1
+            if not last and self._may_defer(tag, size - position):
+                tag.defer(chunk[position:] if position else chunk)
+                return size
+            size = last or size
+        position = tag.feed(chunk, position, min(size, position + self._max_tag_chars - tag.size))
         if tag.outcome == "open":
             if tag.size >= self._max_tag_chars:
                 event, again = tag.overflow()

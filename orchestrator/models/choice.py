@@ -4,15 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from contract.errors import ConfigError
 from orchestrator.models.base import Model
-from orchestrator.models.local import LocalModelServer
-from orchestrator.models.openai import DEFAULT_BASE_URL, OpenAIModel
 from orchestrator.models.scripted import ScriptedModel, demo_script
 from orchestrator.models.weights import Progress, load_weights
 from orchestrator.prompts import DEFAULT_INSTRUCTION
 from orchestrator.settings import OrchestratorSettings
+
+if TYPE_CHECKING:
+    from orchestrator.models.openai import OpenAIModel
 
 LOCAL = "local"
 SCRIPTED = "scripted"
@@ -48,6 +50,8 @@ async def choose_model(
         return
     if name == LOCAL or (name is None and not _has_endpoint(settings)):
         weights = await asyncio.to_thread(load_weights, user_file=settings.model_file, cache_dir=settings.model_cache, progress=progress)
+        from orchestrator.models.local import LocalModelServer
+
         async with LocalModelServer(weights) as server:
             yield ChosenModel(server.open_model(), SMALL_INSTRUCTION, is_small=True, tools=SMALL_TOOLS)
         return
@@ -62,7 +66,10 @@ def _has_endpoint(settings: OrchestratorSettings) -> bool:
     return settings.openai_base_url is not None or settings.openai_api_key is not None
 
 
-def _open_endpoint(settings: OrchestratorSettings, name: str | None) -> OpenAIModel:
+def _open_endpoint(settings: OrchestratorSettings, name: str | None) -> "OpenAIModel":
+    # Here, because the SDK costs a second to import and most commands need no model.
+    from orchestrator.models.openai import DEFAULT_BASE_URL, OpenAIModel
+
     if name is None:
         raise ConfigError("OPENAI_BASE_URL or OPENAI_API_KEY is set but no model is named: set TOOLCREW_MODEL or give --model")
     if not _has_endpoint(settings):

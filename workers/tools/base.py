@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from pydantic import JsonValue
 
-from contract.calls import KillReport, SandboxInfo, ToolContext
+from contract.calls import ToolContext
 from contract.errors import ErrorCode
 from contract.registry import Tool, ToolRegistry
 from workers.sandbox_client import GuestResponse
@@ -39,8 +39,6 @@ class Workbench(Protocol):
 
     def close_sandbox(self) -> bool: ...
 
-    def cancel_call(self, call_id: str) -> bool: ...
-
     def host_facts(self) -> Mapping[str, str]:
         """`host` and `queue` of this worker."""
         ...
@@ -49,15 +47,3 @@ class Workbench(Protocol):
 Handler = Callable[[dict[str, Any], Workbench], Outcome]
 WorkerTool = Tool[Handler]
 WorkerRegistry = ToolRegistry[Handler]
-
-
-def parse_kill(done: Mapping[str, Any]) -> KillReport | None:
-    """The kill report of a `done`, or None when nothing was killed. Reads hostile data: raises ValueError when it is not one."""
-    kill = done.get("kill")
-    return None if kill is None else KillReport.model_validate(kill)
-
-
-def parse_sandbox(done: Mapping[str, Any]) -> SandboxInfo | None:
-    """Which sandbox answered, as sandboxd tells it."""
-    sandbox = done.get("sandbox")
-    return None if sandbox is None else SandboxInfo.model_validate(sandbox)

@@ -72,13 +72,21 @@ def _read(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     metadata = {"size_bytes": done["size"], "lines": done["lines"]}
     if done["size"] == 0:
         return Outcome("[empty file]", metadata)
-    lines = raw.decode("utf-8", "replace").split("\n")
-    if lines and lines[-1] == "":
-        lines.pop()
+    lines = _whole_lines(raw, done)
     numbered, cut = _number(lines, offset)
     last = offset + len(lines) - 1
     more = last < done["lines"]
     return Outcome("\n".join([*numbered, _footer(offset, last, done, cut)]), metadata, truncated=bool(cut) or (more and done["cut"]))
+
+
+def _whole_lines(raw: bytes, done: Any) -> list[str]:
+    """The lines to show. One that the byte limit cut short is left for the next call, unless it is all there is: then it is too long anyway."""
+    lines = raw.decode("utf-8", "replace").split("\n")
+    last = lines.pop()
+    is_part = done["cut"] and not raw.endswith(b"\n")
+    if last and not (is_part and lines):
+        lines.append(last)
+    return lines
 
 
 def _number(lines: list[str], offset: int) -> tuple[list[str], list[int]]:

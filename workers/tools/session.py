@@ -1,4 +1,7 @@
-"""The verbs of an SDK session: open, close, exec, whole files, copying a folder in and out, cancel. Never shown to a model."""
+"""The verbs of an SDK session: open, close, exec, whole files, copying a folder in and out. Never shown to a model.
+
+`session.cancel` is none of these tasks: it would wait behind the calls that it is to end, see workers/control.py.
+"""
 
 from typing import Any
 
@@ -24,10 +27,6 @@ def _open(arguments: dict[str, Any], bench: Workbench) -> Outcome:
 
 def _close(_: dict[str, Any], bench: Workbench) -> Outcome:
     return Outcome(metadata={"closed": bench.close_sandbox()})
-
-
-def _cancel(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    return Outcome(metadata={"cancelled": bench.cancel_call(arguments["call_id"])})
 
 
 def _exec(arguments: dict[str, Any], bench: Workbench) -> Outcome:
@@ -111,7 +110,6 @@ SESSION_VERBS = (
         _open,
     ),
     WorkerTool(_spec("close", "Remove the session's sandbox.", {}, [], idempotent=True, timeout_s=60), _close),
-    WorkerTool(_spec("cancel", "Kill what a call runs.", {"call_id": {"type": "string"}}, ["call_id"], idempotent=True), _cancel),
     WorkerTool(
         _spec(
             "exec",

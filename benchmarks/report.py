@@ -1,0 +1,121 @@
+"""Figures of one benchmark: medians of an interleaved run, ratios, targets, as text and as JSON."""
+
+import inspect
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+UNITS: Mapping[str, str] = {"_ms": "ms", "_per_s": "/s", "_bytes": "MiB", "_ratio": "x"}
+"""How a figure's key ends, and the unit that people read."""
+
+Case = Callable[[], float | Awaitable[float]]
+"""One round of one case; gives the seconds it took."""
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of the values lie, interpolated between neighbours. ValueError when there are none."""
+    if not values or not 0.0 <= share <= 1.0:
+        raise ValueError("a percentile needs values and a share from 0 to 1")
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def median(values: Sequence[float]) -> float:
+    return percentile(values, 0.5)
+
+
+def timed(work: Callable[[], object], *, settle_s: float = 0.0) -> Callable[[], float]:
+    """A case that is `work` and nothing else; `settle_s` passes afterwards for what it leaves running, so that the next does not pay."""
+
+    def case() -> float:
+        started = time.perf_counter()
+        work()
+        took = time.perf_counter() - started
+        time.sleep(settle_s)
+        return took
+
+    return case
+
+
+async def interleave(cases: Mapping[str, Case], rounds: int, warm_up: int) -> dict[str, list[float]]:
+    """Seconds of each case in rounds of A B C, A B C, ...: whatever slows the machine down slows all of them. The first rounds are dropped."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(warm_up + rounds):
+        for name, case in cases.items():
+            value = case()
+            took = await value if inspect.isawaitable(value) else value
+            if number >= warm_up:
+                seconds[name].append(took)
+    return seconds
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number. Its key ends in its unit, as every key of the JSON does; `at_most` or `at_least` is its target."""
+
+    key: str
+    value: float
+    what: str
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def __post_init__(self) -> None:
+        if self._ending() is None:
+            raise ValueError(f"the key {self.key} does not end in one of {', '.join(UNITS)}")
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met; None when there is none."""
+        if self.at_most is not None:
+            return self.value <= self.at_most
+        return None if self.at_least is None else self.value >= self.at_least
+
+    def shown(self, value: float) -> str:
+        ending = self._ending() or ""
+        return f"{value / 2**20:.1f} MiB" if ending == "_bytes" else f"{value:.{2 if value < 100 else 0}f} {UNITS[ending]}"
+
+    def verdict(self) -> str:
+        """`target: at most 2.50 x, met`; nothing without a target."""
+        if self.met is None:
+            return ""
+        bound = f"at most {self.shown(self.at_most)}" if self.at_most is not None else f"at least {self.shown(self.at_least or 0.0)}"
+        return f"target: {bound}, {'met' if self.met else 'MISSED'}"
+
+    def _ending(self) -> str | None:
+        return next((ending for ending in UNITS if self.key.endswith(ending)), None)
+
+
+@dataclass
+class Report:
+    """The figures of one benchmark in the order they are read, and sentences on how they were taken."""
+
+    name: str
+    figures: list[Figure] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, key: str, value: float, what: str, *, at_most: float | None = None, at_least: float | None = None) -> None:
+        self.figures.append(Figure(key, value, what, at_most, at_least))
+
+    def add_ms(self, name: str, seconds: Sequence[float], what: str) -> None:
+        """The median of a case as `<name>_ms`."""
+        self.add(f"{name}_ms", median(seconds) * 1000, what)
+
+    def as_text(self) -> str:
+        wide = max((len(figure.what) for figure in self.figures), default=0)
+        lines = [f"{figure.what:<{wide}}  {figure.shown(figure.value):>12}  {figure.verdict()}".rstrip() for figure in self.figures]
+        return "\n".join([self.name, *(f"  {line}" for line in lines), *(f"  ({note})" for note in self.notes)])
+
+    def as_json(self) -> dict[str, Any]:
+        data: dict[str, Any] = {figure.key: round(figure.value, 6) for figure in self.figures}
+        data["targets"] = {
+            figure.key: {"at_most": figure.at_most, "at_least": figure.at_least, "met": figure.met}
+            for figure in self.figures
+            if figure.met is not None
+        }
+        data["notes"] = list(self.notes)
+        return data

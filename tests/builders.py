@@ -1,0 +1,76 @@
+"""Records and answers for tests: every argument has a harmless default, a test names only what it is about."""
+
+import time
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolCall, ToolContext
+from contract.specs import ToolSpec
+from workers.sandbox_client import GuestResponse
+
+KEY = b"k" * 32
+
+
+def known_bug(reason: str) -> pytest.MarkDecorator:
+    """Marks a test that fails by a defect of the product. Strict: the day it is mended the mark must go."""
+    return pytest.mark.xfail(strict=True, reason=reason)
+
+
+def build_spec(
+    name: str = "echo", *, properties: dict[str, Any] | None = None, required: list[str] | None = None, **fields: Any
+) -> ToolSpec:
+    parameters = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}} if properties is None else properties,
+        "required": required or [],
+        "additionalProperties": False,
+    }
+    return ToolSpec(**{"name": name, "description": f"The tool {name}.", "parameters": parameters, **fields})
+
+
+def build_call(name: str = "echo", *, call_id: str = "call-1", **arguments: Any) -> ToolCall:
+    return ToolCall(id=call_id, name=name, arguments=arguments)
+
+
+def build_context(**fields: Any) -> ToolContext:
+    now = time.time()
+    return ToolContext(**{"tenant": "acme", "session": "s1", "sent_at": now, "deadline_at": now + 60, **fields})
+
+
+def build_exec_done(**fields: Any) -> dict[str, Any]:
+    """The `done` of an exec that printed nothing and exited with 0."""
+    streams = {name: {"total": 0, "head": 0, "tail": 0} for name in ("stdout", "stderr", "merged")}
+    plain = {
+        "exit_code": 0,
+        "signal": None,
+        "timed_out": False,
+        "cancelled": False,
+        "oom": False,
+        "run_s": 0.5,
+        "streams": streams,
+        "kill": None,
+    }
+    return {"ev": "done", **plain, "sandbox": {"id": "c0ffee", "generation": 1, "rebuilt": False}, "sandbox_s": 0.75, **fields}
+
+
+def build_exec_response(stdout: bytes = b"", stderr: bytes = b"", *, merged: bytes | None = None, **fields: Any) -> GuestResponse:
+    """An exec's answer whose counts fit its streams: nothing was dropped."""
+    streams = {"stdout": stdout, "stderr": stderr, "merged": stdout + stderr if merged is None else merged}
+    counts = {name: {"total": len(data), "head": len(data), "tail": 0} for name, data in streams.items()}
+    return GuestResponse(build_exec_done(**{"streams": counts, **fields}), streams)
+
+
+def build_read_response(raw: bytes, *, offset: int = 1, lines: int | None = None, size: int | None = None, **fields: Any) -> GuestResponse:
+    """The answer of read_lines for a file of which `raw` was sent."""
+    whole = len(raw.splitlines()) if lines is None else lines
+    done = {
+        "ev": "done",
+        "size": len(raw) if size is None else size,
+        "lines": whole,
+        "offset": offset,
+        "count": len(raw.splitlines()),
+        "cut": False,
+        "final_newline": raw.endswith(b"\n") or not raw,
+    }
+    return GuestResponse({**done, **fields}, {"file": raw})

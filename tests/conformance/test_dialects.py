@@ -1,0 +1,133 @@
+"""What every dialect keeps: the ReplyReader's and the Dialect's promises."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.calls import ToolResult
+from contract.specs import ToolSpec
+from orchestrator.dialects.base import CallRequested, Dialect, Event, MalformedCall, ReplyEnd, Text
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.tags import TagsDialect, build_tag_call
+from orchestrator.models.base import ModelRequest
+from orchestrator.models.scripted import Calls, Reply, ScriptedModel
+
+SPEC = ToolSpec(name="t", description="Does t.", parameters={"type": "object", "properties": {"x": {"type": "string"}}})
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A dialect, and how a model that speaks it writes text with a call in it, well and badly."""
+
+    dialect: Dialect
+    call: Callable[[str, dict[str, str]], Reply]
+    broken: Reply
+
+
+SPEAKERS = {
+    "native": Speaker(NativeDialect(), lambda text, arguments: Calls([("t", dict(arguments))], text), Calls([("t", '{"x": ')])),
+    "tags": Speaker(
+        TagsDialect(), lambda text, arguments: text + build_tag_call("t", arguments), '<tool_action name="t"><x value=1 /></tool_action>'
+    ),
+    "tags under native": Speaker(
+        NativeDialect(), lambda text, arguments: text + build_tag_call("t", arguments), '<tool_action name="t"><x'
+    ),
+}
+
+
+@pytest.fixture(params=SPEAKERS)
+def speaker(request: pytest.FixtureRequest) -> Speaker:
+    return SPEAKERS[request.param]
+
+
+async def read(dialect: Dialect, reply: Reply, run: str = "run", step: int = 1) -> tuple[list[Event], ReplyEnd]:
+    reader, events = dialect.open_reader(run, step), []
+    async for chunk in ScriptedModel([reply]).stream(ModelRequest([])):
+        events += reader.feed(chunk)
+    last, end = reader.finish()
+    return [*events, *last], end
+
+
+async def test_text_comes_before_the_call_that_follows_it(speaker: Speaker) -> None:
+    events, _ = await read(speaker.dialect, speaker.call("Let me see. ", {"x": "1"}))
+    assert "".join(event.text for event in events if isinstance(event, Text)) == "Let me see. "
+    assert isinstance(events[-1], CallRequested)
+
+
+async def test_a_call_has_name_and_arguments(speaker: Speaker) -> None:
+    events, _ = await read(speaker.dialect, speaker.call("", {"x": 'a "b" <c>\n'}))
+    [call] = [event.call for event in events if isinstance(event, CallRequested)]
+    assert (call.name, call.arguments) == ("t", {"x": 'a "b" <c>\n'})
+
+
+async def test_an_answer_is_the_text_and_the_message(speaker: Speaker) -> None:
+    _, end = await read(speaker.dialect, "It is 11.")
+    assert (end.text, end.message["content"], end.message["role"]) == ("It is 11.", "It is 11.", "assistant")
+
+
+async def test_ids_are_repeatable_and_differ_by_run_and_step(speaker: Speaker) -> None:
+    ids = set()
+    for run, step in (("a", 1), ("a", 1), ("a", 2), ("b", 1)):
+        events, _ = await read(speaker.dialect, speaker.call("", {}), run, step)
+        ids |= {event.call.id for event in events if isinstance(event, CallRequested)}
+    assert len(ids) == 3
+
+
+async def test_a_broken_call_is_malformed_and_never_raises(speaker: Speaker) -> None:
+    [event], _ = await read(speaker.dialect, speaker.broken)
+    assert isinstance(event, MalformedCall)
+    assert event.reason
+
+
+async def test_every_call_and_every_error_can_be_answered(speaker: Speaker) -> None:
+    for reply in (speaker.call("", {"x": "1"}), speaker.broken):
+        events, end = await read(speaker.dialect, reply)
+        messages = [end.message, *speaker.dialect.build_observations([answered(event) for event in events if not isinstance(event, Text)])]
+        asked = [entry["id"] for entry in end.message.get("tool_calls", [])]
+        assert [message["tool_call_id"] for message in messages if message["role"] == "tool"] == asked
+
+
+def answered(event: Event) -> tuple[str, ToolResult]:
+    """As the loop does it: under the model's id, or ours when there is none."""
+    assert not isinstance(event, Text)
+    call_id = event.call.id if isinstance(event, CallRequested) else event.call_id
+    return event.model_id or call_id, ToolResult(call_id=call_id, name="t", success=True, output="out")
+
+
+async def test_transcript_messages_are_plain_json(speaker: Speaker) -> None:
+    _, end = await read(speaker.dialect, speaker.call("ü", {"x": "1"}))
+    assert json.loads(json.dumps(end.message)) == end.message
+
+
+def test_the_tools_reach_the_model_in_one_way_and_not_in_two(speaker: Speaker) -> None:
+    in_prompt = "Does t." in speaker.dialect.build_system("Be brief.", [SPEC])
+    assert in_prompt is (speaker.dialect.build_tools([SPEC]) == [])
+
+
+def test_the_instruction_opens_the_system_prompt(speaker: Speaker) -> None:
+    assert speaker.dialect.build_system("Be brief.", [SPEC]).startswith("Be brief.")
+
+
+CONTENT = st.lists(
+    st.sampled_from(["text ", "<tool_action", ' name="t">', '<x value="1" />', "</tool_action>", "<", '"', "\ud83d", "\ude00", "ü"])
+)
+
+
+@pytest.mark.parametrize(
+    "dialect", [NativeDialect(), TagsDialect(), TagsDialect(enable_tool_action_parsing=False)], ids=["native", "tags", "off"]
+)
+@given(contents=CONTENT)
+def test_text_and_raws_are_what_the_model_wrote(dialect: Dialect, contents: list[str]) -> None:
+    reader = dialect.open_reader("run", 1)
+    events = [event for content in contents for event in reader.feed(_content(content))]
+    last, end = reader.finish()
+    assert "".join(event.text if isinstance(event, Text) else event.raw for event in [*events, *last]) == end.message["content"]
+
+
+def _content(content: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": content}}]}

@@ -1,0 +1,131 @@
+"""What every model keeps: the Model protocol, over an endpoint, the scripted one and the embedded one."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from contract.errors import ConfigError, ModelUnavailable
+from contract.specs import ToolSpec
+from orchestrator.dialects.base import CallRequested, ReplyEnd
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.models.base import Message, Model, ModelRequest
+from orchestrator.models.local import LocalModelServer
+from orchestrator.models.openai import OpenAIModel
+from orchestrator.models.scripted import Reply, ScriptedModel, demo_script
+from orchestrator.models.weights import DEFAULT_CACHE, load_weights
+
+BASH = ToolSpec(
+    name="bash_tool",
+    description="Run one bash command and return its output.",
+    parameters={
+        "type": "object",
+        "properties": {"command": {"type": "string", "description": "the bash command"}},
+        "required": ["command"],
+    },
+)
+DIALECT = NativeDialect()
+ASK: list[Message] = [
+    {"role": "system", "content": DIALECT.build_system("", [BASH])},
+    {"role": "user", "content": "How many lines are in /workspace/data.csv? Use the tool."},
+]
+
+
+def _script(messages: list[Message]) -> Reply:
+    return demo_script()(messages)
+
+
+@asynccontextmanager
+async def scripted() -> AsyncIterator[Model]:
+    yield ScriptedModel(_script)
+
+
+@asynccontextmanager
+async def endpoint() -> AsyncIterator[Model]:
+    """OpenAIModel on a loopback server that speaks for the scripted one."""
+    behind = ScriptedModel(_script)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        body = json.loads(await reader.readexactly(int(head.split("content-length:")[1].split("\r\n")[0])))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
+        async for chunk in behind.stream(ModelRequest(body["messages"], body.get("tools", []))):
+            writer.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        writer.write(b"data: [DONE]\n\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listener:
+        model = OpenAIModel("m", f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/v1")
+        yield model
+        await model.aclose()
+
+
+@asynccontextmanager
+async def local() -> AsyncIterator[Model]:
+    async with LocalModelServer(_weights()) as server:
+        yield server.open_model()
+
+
+def _weights() -> Path:
+    try:
+        # Without the hub: a test run does not download half a gigabyte.
+        return load_weights(cache_dir=DEFAULT_CACHE, hub_url=None)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+MODELS = {"scripted": scripted, "endpoint": endpoint, "local": local}
+
+
+@pytest.fixture(params=["scripted", "endpoint", pytest.param("local", marks=[pytest.mark.model, pytest.mark.timeout(600)])])
+async def model(request: pytest.FixtureRequest) -> AsyncIterator[Model]:
+    async with MODELS[request.param]() as opened:
+        yield opened
+
+
+async def read(model: Model, messages: list[Message]) -> tuple[list[CallRequested], ReplyEnd]:
+    reader, events = DIALECT.open_reader("run", len(messages)), []
+    async for chunk in model.stream(ModelRequest(messages, DIALECT.build_tools([BASH]))):
+        events += reader.feed(chunk)
+    last, end = reader.finish()
+    return [event for event in [*events, *last] if isinstance(event, CallRequested)], end
+
+
+async def test_a_model_has_a_name_and_may_be_closed_twice(model: Model) -> None:
+    assert model.name
+    await model.aclose()
+    await model.aclose()
+
+
+async def test_a_model_asks_for_the_tool_and_answers_with_its_result(model: Model) -> None:
+    [asked], end = await read(model, ASK)
+    assert "/workspace/data.csv" in str(asked.call.arguments["command"])
+    observation: Message = {"role": "tool", "tool_call_id": asked.model_id, "content": "11 /workspace/data.csv\n"}
+    calls, end = await read(model, [*ASK, end.message, observation])
+    assert not calls
+    assert "11" in end.text
+
+
+async def test_a_reply_ends_with_a_finish_reason_and_counted_tokens(model: Model) -> None:
+    _, end = await read(model, ASK)
+    assert end.finish_reason
+    assert end.usage.prompt_tokens > 0
+
+
+async def test_a_stream_may_be_left_early_and_the_model_asked_again(model: Model) -> None:
+    stream = model.stream(ModelRequest(ASK))
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]  # every model of ours is an async generator
+    _, end = await read(model, ASK)
+    assert end.message["tool_calls"]
+
+
+async def test_a_model_that_cannot_answer_raises_for_the_operator() -> None:
+    for broken in (ScriptedModel([]), OpenAIModel("m", "http://127.0.0.1:9/v1", retries=0)):
+        with pytest.raises(ModelUnavailable):
+            await anext(aiter(broken.stream(ModelRequest(ASK))))
+        await broken.aclose()

@@ -1,0 +1,251 @@
+"""What every Transport promises, whichever carries the envelope: functions in this process, or Celery over a real Redis."""
+
+import asyncio
+import base64
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import redis.asyncio
+from pydantic import SecretStr
+
+from contract.calls import ToolResult
+from contract.envelope import decode_result, encode_call
+from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
+from contract.settings import BrokerSettings
+from orchestrator.celery_transport import CeleryTransport
+from orchestrator.results import ResultHub
+from orchestrator.transport import Delivery, DeliveryFailed, InProcessTransport, Transport
+from tests.builders import KEY, build_call, build_context
+from tests.conftest import RedisProcess
+from tests.fakes import close_hub
+
+QUEUE = "host.test.b00t"
+SOON_S = 15.0
+
+
+async def _shout(text: str) -> str:
+    return text.upper()
+
+
+def _refuse() -> str:
+    raise ToolFailure(ErrorCode.NO_MATCH, "nothing like it")
+
+
+def _break() -> str:
+    raise RuntimeError("broken")
+
+
+async def _hang() -> str:
+    await asyncio.Event().wait()
+    return "never"
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "plain": lambda text: text[::-1],
+    "shout": _shout,
+    "refuse": _refuse,
+    "break": _break,
+    "hang": _hang,
+}
+
+
+@dataclass
+class Worker:
+    """A pool of one: takes tasks from the queue as Celery writes them, stores results as Celery does."""
+
+    client: "redis.asyncio.Redis"
+    seen: list[dict[str, Any]] = field(default_factory=list)
+
+    async def serve(self) -> None:
+        functions = InProcessTransport(FUNCTIONS, KEY)
+        async with asyncio.TaskGroup() as group:
+            while True:
+                _, message = await self.client.brpop([QUEUE], timeout=0)
+                group.create_task(self._run(functions, json.loads(message)))
+
+    async def _run(self, functions: InProcessTransport, message: dict[str, Any]) -> None:
+        self.seen.append(message["headers"])
+        _, kwargs, _ = json.loads(base64.b64decode(message["body"]))
+        task_id = message["headers"]["id"]
+        try:
+            result = await functions.deliver(Delivery("", "", "", kwargs["envelope"], 0, SOON_S, ""))
+            outcome = {"status": "SUCCESS", "result": result}
+        except EnvelopeRefused as error:
+            outcome = {"status": "FAILURE", "result": {"exc_type": "EnvelopeRefused", "exc_message": [str(error)]}}
+        stored = json.dumps({"task_id": task_id, **outcome})
+        key = f"celery-task-meta-{task_id}"
+        await self.client.set(key, stored, ex=60)
+        await self.client.publish(key, stored)
+
+
+@contextlib.asynccontextmanager
+async def celery_transport(server: RedisProcess) -> AsyncIterator[tuple[CeleryTransport, Worker]]:
+    ours, theirs = (redis.asyncio.Redis.from_url(server.url) for _ in range(2))
+    hub = ResultHub(ours)
+    await hub.start()
+    transport = CeleryTransport(BrokerSettings(redis_url=SecretStr(server.url)), hub)
+    worker = Worker(theirs)
+    serving = asyncio.create_task(worker.serve())
+    try:
+        yield transport, worker
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await transport.aclose()
+        await close_hub(hub)
+        for client in (ours, theirs):
+            await client.aclose()
+
+
+@pytest.fixture(params=["in-process", "celery"])
+async def transport(request: pytest.FixtureRequest) -> AsyncIterator[Transport]:
+    if request.param == "in-process":
+        yield InProcessTransport(FUNCTIONS, KEY)
+        return
+    async with celery_transport(request.getfixturevalue("redis_server")) as (over_redis, _):
+        yield over_redis
+
+
+def build_delivery(tool: str = "plain", *, key: bytes = KEY, wait_s: float = SOON_S, call_id: str = "c1", **arguments: Any) -> Delivery:
+    envelope = encode_call(build_call(tool, call_id=call_id, **arguments), build_context(), key)
+    return Delivery(f"tool.{tool}", QUEUE, call_id, envelope, time.time() + 60, wait_s, "marker")
+
+
+async def delivered(transport: Transport, delivery: Delivery) -> ToolResult:
+    async with asyncio.timeout(SOON_S):
+        return decode_result(await transport.deliver(delivery))
+
+
+async def test_a_call_comes_back_as_an_encoded_result_of_its_own(transport: Transport) -> None:
+    result = await delivered(transport, build_delivery(text="abc"))
+    assert (result.success, result.output, result.call_id, result.name) == (True, "cba", "c1", "plain")
+
+
+async def test_text_of_any_kind_survives_the_way(transport: Transport) -> None:
+    text = 'é 读取 \U0001f600 "quoted" \\ \n\t\0 </tag>'
+    assert (await delivered(transport, build_delivery(text=text))).output == text[::-1]
+
+
+async def test_an_async_tool_is_awaited(transport: Transport) -> None:
+    assert (await delivered(transport, build_delivery("shout", text="abc"))).output == "ABC"
+
+
+async def test_a_failure_of_the_tool_is_a_result_with_its_code(transport: Transport) -> None:
+    result = await delivered(transport, build_delivery("refuse"))
+    assert (result.success, result.error_code, result.error) == (False, ErrorCode.NO_MATCH, "nothing like it")
+
+
+async def test_a_bug_in_the_tool_is_a_result(transport: Transport) -> None:
+    assert (await delivered(transport, build_delivery("break"))).error_code is ErrorCode.INTERNAL
+
+
+async def test_many_at_once_get_each_its_own(transport: Transport) -> None:
+    deliveries = [build_delivery("shout", call_id=f"c{number}", text=f"t{number}") for number in range(40)]
+    results = await asyncio.gather(*(delivered(transport, delivery) for delivery in deliveries))
+    assert [(result.call_id, result.output) for result in results] == [(f"c{number}", f"T{number}") for number in range(40)]
+
+
+async def test_an_envelope_of_another_key_is_refused_and_not_run(transport: Transport) -> None:
+    with pytest.raises((EnvelopeRefused, DeliveryFailed)) as refused:
+        await delivered(transport, build_delivery(text="x", key=b"j" * 32))
+    assert isinstance(refused.value, EnvelopeRefused) or refused.value.code is ErrorCode.ENVELOPE_REFUSED
+
+
+async def test_a_call_that_is_cancelled_is_left_at_once(transport: Transport) -> None:
+    waiting = asyncio.create_task(transport.deliver(build_delivery("hang")))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(waiting, SOON_S)
+
+
+async def gives_up(transport: Transport) -> None:
+    async with asyncio.timeout(5):
+        with pytest.raises(TimeoutError):
+            await transport.deliver(build_delivery("hang", wait_s=0.2))
+
+
+async def test_celery_gives_up_after_its_wait(redis_server: RedisProcess) -> None:
+    async with celery_transport(redis_server) as (transport, _):
+        await gives_up(transport)
+
+
+async def test_functions_in_this_process_are_given_up_after_the_wait() -> None:
+    transport = InProcessTransport(FUNCTIONS, KEY)
+    delivery = asyncio.create_task(transport.deliver(build_delivery("hang", wait_s=0.05)))
+    finished, _ = await asyncio.wait({delivery}, timeout=0.5)
+    delivery.cancel()
+    await asyncio.gather(delivery, return_exceptions=True)
+    assert finished
+
+
+async def test_functions_in_this_process_may_fail_at_length() -> None:
+    def rant() -> str:
+        raise RuntimeError("x" * 20_000)
+
+    assert (await delivered(InProcessTransport({"rant": rant}, KEY), build_delivery("rant"))).error_code is ErrorCode.INTERNAL
+
+
+# Celery alone
+
+
+async def test_what_people_see_of_a_task_is_its_id_and_never_its_arguments(redis_server: RedisProcess) -> None:
+    async with celery_transport(redis_server) as (transport, worker):
+        await delivered(transport, build_delivery(text="hunter2"))
+        [headers] = worker.seen
+    assert (headers["task"], headers["kwargsrepr"], headers["argsrepr"]) == ("tool.plain", "call c1", "()")
+    assert "hunter2" not in json.dumps(headers)
+
+
+async def test_a_task_expires_when_it_may_no_longer_start(redis_server: RedisProcess) -> None:
+    async with celery_transport(redis_server) as (transport, worker):
+        await delivered(transport, build_delivery(text="x"))
+        assert worker.seen[0]["expires"]
+
+
+async def test_a_redis_that_is_gone_is_an_unavailable_broker(redis_server: RedisProcess) -> None:
+    async with celery_transport(redis_server) as (transport, _):
+        await asyncio.to_thread(redis_server.stop)
+        try:
+            with pytest.raises(BrokerUnavailable):
+                await asyncio.wait_for(transport.deliver(build_delivery(text="x")), 30)
+        finally:
+            await asyncio.to_thread(redis_server.start)
+
+
+STORED: list[tuple[dict[str, Any], ErrorCode]] = [
+    ({"status": "REVOKED", "result": None}, ErrorCode.TIMEOUT),
+    ({"status": "FAILURE", "result": {"exc_type": "WorkerLostError", "exc_message": ["x"]}}, ErrorCode.OUTCOME_UNKNOWN),
+    ({"status": "FAILURE", "result": {"exc_type": "TimeLimitExceeded", "exc_message": [630]}}, ErrorCode.OUTCOME_UNKNOWN),
+    ({"status": "FAILURE", "result": {"exc_type": "KeyError", "exc_message": ["x"]}}, ErrorCode.INTERNAL),
+    ({"status": "FAILURE", "result": "text"}, ErrorCode.INTERNAL),
+    ({"status": "FAILURE"}, ErrorCode.INTERNAL),
+]
+
+
+@pytest.mark.parametrize(("outcome", "code"), STORED, ids=lambda value: str(value)[:50])
+async def test_what_celery_stores_of_a_failure_becomes_one_of_our_codes(
+    redis_server: RedisProcess, outcome: dict[str, Any], code: ErrorCode
+) -> None:
+    client = redis.asyncio.Redis.from_url(redis_server.url)
+    hub = ResultHub(client)
+    await hub.start()
+    transport = CeleryTransport(BrokerSettings(redis_url=SecretStr(redis_server.url)), hub)
+    try:
+        delivery = build_delivery(text="x")
+        waiting: Awaitable[Any] = asyncio.create_task(transport.deliver(delivery))
+        await client.brpop([QUEUE], timeout=int(SOON_S))
+        task_id = hub.task_id("c1")
+        await client.publish(f"celery-task-meta-{task_id}", json.dumps({"task_id": task_id, **outcome}))
+        with pytest.raises(DeliveryFailed) as failed:
+            await asyncio.wait_for(waiting, SOON_S)
+        assert failed.value.code is code
+    finally:
+        await transport.aclose()
+        await close_hub(hub)
+        await client.aclose()

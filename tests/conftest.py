@@ -1,0 +1,93 @@
+"""What many tests start from: a real Redis server, and its being emptied between tests."""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import redis
+
+from contract.errors import ConfigError
+from orchestrator.redis_server import find_redis_server, write_redis_config
+
+START_S = 20.0
+
+
+@dataclass
+class RedisProcess:
+    """A redis-server on loopback with a password. Stopped and started again by its pid, on the same port and data."""
+
+    folder: Path
+    port: int
+    password: str
+    process: "subprocess.Popen[bytes] | None" = field(default=None)
+
+    @property
+    def url(self) -> str:
+        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        config = write_redis_config(self.folder, self.port, self.password)
+        self.process = subprocess.Popen([find_redis_server(), str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._await(self._answers)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            os.kill(self.process.pid, signal.SIGTERM)
+            self.process.wait(START_S)
+            self.process = None
+
+    def client(self) -> "redis.Redis":
+        return redis.Redis.from_url(self.url, socket_timeout=5)
+
+    def _answers(self) -> bool:
+        try:
+            with self.client() as client:
+                return bool(client.ping())
+        except redis.RedisError:
+            return False
+
+    @staticmethod
+    def _await(is_true: Callable[[], bool]) -> None:
+        # Another process's start has no event of ours: it is asked until it answers.
+        until = time.monotonic() + START_S
+        while not is_true():
+            if time.monotonic() > until:
+                raise TimeoutError("redis-server did not start")
+            time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    try:
+        find_redis_server()
+    except ConfigError as error:
+        if os.environ.get("CI"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+    server = RedisProcess(tmp_path_factory.mktemp("redis"), free_port(), secrets.token_hex(16))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def redis_server(redis_process: RedisProcess) -> RedisProcess:
+    """The running server, empty."""
+    if redis_process.process is None:
+        redis_process.start()
+    with redis_process.client() as client:
+        client.flushall()
+    return redis_process
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,314 @@
+"""The `toolcrew` command as its users type it: output, exit codes, and what is left when it is interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from docker import APIClient
+
+from contract.calls import ToolResult
+from orchestrator.local_stack import StackInfo
+from tests.stack import TOOLCREW, Footprint, Stack, commands_in, end_process, open_stack, read_line, run_toolcrew, wait_until
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
+
+Done = subprocess.CompletedProcess[str]
+
+
+class Shell:
+    """Types commands where TOOLCREW_REDIS_URL names the shared stack."""
+
+    def __init__(self, stack: Stack, footprint: Footprint) -> None:
+        self.stack = stack
+        self.footprint = footprint
+        self.environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
+
+    def toolcrew(self, *arguments: str, text: str = "") -> Done:
+        return run_toolcrew(self.footprint, *arguments, environment=self.environment, text=text)
+
+
+@pytest.fixture
+def shell(stack: Stack, footprint: Footprint) -> Iterator[Shell]:
+    before = stack.footprint.containers()
+    yield Shell(stack, footprint)
+    wait_until(lambda: set(stack.footprint.containers()) <= set(before), 10, "every command has closed its session")
+
+
+def test_call_prints_the_output_on_stdout_and_the_clocks_on_stderr(shell: Shell) -> None:
+    done = shell.toolcrew("call", "bash_tool", "command=echo hello; echo there >&2")
+
+    assert done.returncode == 0
+    assert sorted(done.stdout.split()) == ["hello", "there"]
+    assert "run" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_call_with_json_prints_the_result_as_one_object(shell: Shell) -> None:
+    done = shell.toolcrew("call", "bash_tool", "command=exit 4", "--json")
+
+    result = ToolResult.model_validate_json(done.stdout)
+    assert (done.returncode, result.success, result.metadata["exit_code"]) == (0, True, 4)
+    assert done.stderr == ""
+
+
+def test_call_coerces_text_by_the_schema_and_keeps_equal_signs(shell: Shell) -> None:
+    done = shell.toolcrew("call", "bash_tool", "command=echo a=b=c; sleep 20", "timeout=0.5", "--json")
+
+    result = ToolResult.model_validate_json(done.stdout)
+    assert (done.returncode, result.error_code, result.metadata["stdout"]) == (1, "TIMEOUT", "a=b=c\n")
+
+
+def test_call_reads_arguments_from_a_file_and_from_stdin(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "arguments.json"
+    file.write_text(json.dumps({"command": "echo from a file"}))
+
+    by_file = shell.toolcrew("call", "bash_tool", f"@{file}")
+    by_stdin = shell.toolcrew("call", "bash_tool", "-", text=json.dumps({"command": "cat", "stdin": "from stdin 尺寸"}))
+
+    assert by_file.stdout.strip() == "from a file"
+    assert by_stdin.stdout.strip() == "from stdin 尺寸"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "words"),
+    [
+        (["bash_tool", "command"], "", "is not k=v"),
+        (["bash_tool", "@/nowhere.json"], "", "cannot be read as JSON"),
+        (["bash_tool", "-"], "[1, 2]", "must be one JSON object"),
+        (["bash_tool", "-"], "{", "cannot be read as JSON"),
+    ],
+)
+def test_call_refuses_arguments_that_it_cannot_read(footprint: Footprint, arguments: list[str], text: str, words: str) -> None:
+    """Before anything is started: there is no stack here."""
+    done = run_toolcrew(footprint, "call", *arguments, text=text)
+
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_call_of_an_unknown_tool_fails_in_the_agreed_words(shell: Shell) -> None:
+    done = shell.toolcrew("call", "bash_tol", "x=1")
+
+    assert done.returncode == 1
+    assert "Tool not found: bash_tol" in done.stderr
+    assert done.stdout == ""
+
+
+def test_call_with_a_value_of_the_wrong_type_is_a_sentence(shell: Shell) -> None:
+    done = shell.toolcrew("call", "bash_tool", "-", text='{"command": ["ls"]}')
+
+    assert done.returncode == 1
+    assert "parameter 'command' must be string, not array" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_call_with_a_limit_that_makes_no_sense_is_a_sentence(shell: Shell) -> None:
+    done = shell.toolcrew("call", "bash_tool", "command=true", "--timeout", "-5")
+
+    assert done.returncode in (1, 2)
+    assert "Traceback" not in done.stderr
+
+
+def test_call_escapes_what_would_play_with_the_terminal(shell: Shell) -> None:
+    done = shell.toolcrew("call", "bash_tool", r"command=printf '\033[31mred\033]0;title\007'")
+
+    assert "\x1b" not in done.stdout
+    assert "\x07" not in done.stdout
+
+
+def test_call_brings_a_workspace_along(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("a,b\n1,2\n")
+
+    done = shell.toolcrew("call", "read_tool", "file_path=data.csv", "--workspace", str(tmp_path))
+
+    assert done.stdout.splitlines()[0] == "1\ta,b"
+
+
+def test_call_without_a_stack_starts_one_and_takes_it_down(footprint: Footprint) -> None:
+    done = run_toolcrew(footprint, "call", "bash_tool", "command=echo alone")
+
+    assert (done.returncode, done.stdout.strip()) == (0, "alone")
+    assert "starting an embedded stack" in done.stderr
+    footprint.assert_nothing_left(within_s=1)
+
+
+@pytest.mark.parametrize("has_stack", [True, False], ids=["on a running stack", "with a stack of its own"])
+def test_ctrl_c_in_a_call_ends_the_command_and_leaves_nothing(stack: Stack, footprint: Footprint, has_stack: bool) -> None:
+    watched = stack.footprint if has_stack else footprint
+    environment = footprint.environment({"TOOLCREW_REDIS_URL": stack.redis_url} if has_stack else None)
+    process = subprocess.Popen(
+        [TOOLCREW, "call", "bash_tool", "command=sleep 60"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: any("sleep 60" in commands_in(c).values() for c in watched.containers()), 60, "the command runs")
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=40)
+    finally:
+        process.kill()
+        process.wait()
+
+    assert process.returncode == 130
+    assert "interrupted" in err
+    assert "Traceback" not in out + err
+    assert not any("sleep 60" in commands_in(container).values() for container in watched.containers())
+    footprint.assert_nothing_left(within_s=1)
+    assert watched.containers() == []
+
+
+def test_a_call_that_is_terminated_closes_its_session_on_a_running_stack(stack: Stack, footprint: Footprint) -> None:
+    """`timeout 10 toolcrew call ...`, or a supervisor that stops it: the shared pool is not to pay for half an hour."""
+    process = subprocess.Popen(
+        [TOOLCREW, "call", "bash_tool", "command=sleep 61"],
+        env=footprint.environment({"TOOLCREW_REDIS_URL": stack.redis_url}),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: any("sleep 61" in commands_in(c).values() for c in stack.footprint.containers()), 60, "the command runs")
+        process.terminate()
+        process.wait(20)
+    finally:
+        process.kill()
+        process.wait()
+    left = stack.footprint.containers()
+    for container in left:
+        stack.api.remove_container(container, force=True)
+    assert left == []
+
+
+def test_tools_ls_lists_what_a_model_may_call(shell: Shell) -> None:
+    as_json = shell.toolcrew("tools", "ls", "--json")
+    as_text = shell.toolcrew("tools", "ls")
+
+    rows = json.loads(as_json.stdout)
+    assert {"bash_tool", "read_tool", "write_tool"} <= {row["name"] for row in rows}
+    assert not [row for row in rows if row["name"].startswith("session.")]
+    assert all(row["parameters"]["type"] == "object" and row["description"] for row in rows)
+    assert "bash_tool" in as_text.stdout
+
+
+def test_doctor_finds_this_host_healthy(shell: Shell) -> None:
+    done = shell.toolcrew("doctor", "--json")
+
+    report = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert report["healthy"] is True
+    assert {finding["name"] for finding in report["findings"]} >= {"python", "engine", "image", "sandbox", "redis", "model"}
+
+
+def test_doctor_tells_what_is_missing_and_how_to_mend_it(footprint: Footprint) -> None:
+    no_engine = run_toolcrew(footprint, "doctor", environment={"DOCKER_HOST": "unix:///nonexistent.sock"})
+    no_image = run_toolcrew(footprint, "doctor", "--json", environment={"TOOLCREW_SANDBOX_IMAGE": "no-such-image:ever"})
+    no_redis = run_toolcrew(footprint, "doctor", "--json", environment={"TOOLCREW_REDIS_URL": "redis://:x@127.0.0.1:1/0"})
+
+    assert (no_engine.returncode, no_image.returncode, no_redis.returncode) == (1, 1, 1)
+    assert "FAIL" in no_engine.stdout
+    assert "start it" in no_engine.stdout
+    assert "scripts/build-image" in no_image.stdout
+    assert [f["is_good"] for f in json.loads(no_redis.stdout)["findings"] if f["name"] == "redis"] == [False]
+    footprint.assert_nothing_left(within_s=2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_tells_where_it_is_on_one_line_and_takes_all_down_at_a_signal(engine: APIClient, number: int) -> None:
+    with open_stack(engine) as stack:
+        assert isinstance(stack.info, StackInfo)
+        assert set(stack.info.pids) == {"redis", "sandboxd", "worker", "flower", "orchestrator"}
+        running = stack.footprint.processes()
+        assert {pid for pids in stack.info.pids.values() for pid in pids} <= set(running)
+
+        assert stack.end(number) == 0
+
+        assert stack.process.stdout is not None
+        assert stack.process.stdout.read() == b""
+        assert stack.errors() == ""
+        stack.footprint.assert_nothing_left(within_s=1)
+
+
+def test_up_in_text_says_how_to_use_it_and_goes_with_its_terminal(footprint: Footprint) -> None:
+    process = subprocess.Popen(
+        [TOOLCREW, "up"],
+        env=footprint.environment({"PYTHONUNBUFFERED": "1"}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        first = read_line(process)
+        process.send_signal(signal.SIGHUP)
+        rest, _ = process.communicate(timeout=40)
+    finally:
+        end_process(process)
+
+    text = (first + rest).decode()
+    assert "Ctrl-C takes it down" in text
+    assert "export TOOLCREW_REDIS_URL=" in text
+    assert "toolcrew call bash_tool" in text
+    footprint.assert_nothing_left(within_s=1)
+
+
+def test_worker_start_without_settings_says_which_one_is_missing(footprint: Footprint) -> None:
+    done = run_toolcrew(footprint, "worker", "start")
+
+    assert done.returncode == 1
+    assert "TOOLCREW_REDIS_URL is not set" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("dialect", ["native", "tags"])
+def test_run_works_an_instruction_to_its_answer_in_both_dialects(shell: Shell, tmp_path: Path, dialect: str) -> None:
+    workspace, saved = tmp_path / "in", tmp_path / "out"
+    workspace.mkdir()
+    (workspace / "numbers.txt").write_text("1\n2\n39\n")
+
+    done = shell.toolcrew(
+        "run",
+        "What is the sum of the numbers in /workspace/numbers.txt?",
+        "--workspace",
+        str(workspace),
+        "--save-workspace",
+        str(saved),
+        "--model",
+        "scripted",
+        "--dialect",
+        dialect,
+        "--json",
+    )
+
+    assert done.returncode == 0, done
+    result = json.loads(done.stdout)
+    assert "42" in result["answer"]
+    assert (result["stop_reason"], result["steps"]) == ("answered", 2)
+    assert (saved / "numbers.txt").read_text() == "1\n2\n39\n"
+
+
+def test_run_that_reaches_its_limit_has_an_exit_code_of_its_own(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "numbers.txt").write_text("1\n")
+
+    done = shell.toolcrew(
+        "run", "sum /workspace/numbers.txt", "--workspace", str(tmp_path), "--model", "scripted", "--max-iterations", "1", "--json"
+    )
+
+    assert done.returncode == 2, done
+    assert json.loads(done.stdout)["stop_reason"] != "answered"
+
+
+def test_run_with_an_unknown_dialect_or_workspace_is_a_sentence(shell: Shell) -> None:
+    dialect = shell.toolcrew("run", "hello", "--model", "scripted", "--dialect", "morse")
+    workspace = shell.toolcrew("run", "hello", "--model", "scripted", "--workspace", "/nowhere")
+
+    for done in (dialect, workspace):
+        assert done.returncode == 1, done
+        assert done.stderr.startswith("toolcrew: ")
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,224 @@
+"""docker-compose.yml brought up for real: it serves a call, keeps its walls, and leaves nothing when it is taken down."""
+
+import base64
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.stack import free_port, missing, require_engine
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICES = {"redis", "sandboxd", "worker", "orchestrator", "flower"}
+BUILD_S, UP_S, HEALTHY_S, DOWN_S, ANSWER_S = 900.0, 240.0, 120.0, 120.0, 60.0
+
+KNOCK = """
+import socket, sys
+for host in sys.argv[2:]:
+    try:
+        socket.create_connection((host, int(sys.argv[1])), 2).close()
+        print("open")
+    except OSError:
+        print("closed")
+"""
+
+pytestmark = [pytest.mark.stack, pytest.mark.compose, pytest.mark.timeout(1500)]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command ended with."""
+
+    status: int
+    out: str
+    err: str
+
+
+def run(argv: list[str], timeout_s: float = ANSWER_S, env: dict[str, str] | None = None) -> Ran:
+    done = subprocess.run(argv, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def run_well(argv: list[str], timeout_s: float = ANSWER_S) -> str:
+    """Output of a command that must succeed."""
+    ran = run(argv, timeout_s)
+    assert ran.status == 0, f"{' '.join(argv)}: {ran.err[-2000:] or ran.out[-2000:]}"
+    return ran.out
+
+
+def find_compose() -> list[str]:
+    """The command of docker-compose. Skips without one, fails instead where everything is required."""
+    if run(["docker", "compose", "version"]).status == 0:
+        return ["docker", "compose"]
+    if shutil.which("docker-compose") is None:
+        missing("there is neither docker-compose nor docker compose: apt-get install docker-compose")
+    return ["docker-compose"]
+
+
+class ComposeStack:
+    """One project of docker-compose with random secrets in an env file of its own; the caller's .env and variables play no part."""
+
+    def __init__(self, compose: list[str], folder: Path) -> None:
+        self.name = f"tctest{secrets.token_hex(4)}"
+        self.flower_port = free_port()
+        self.flower_password = secrets.token_hex(16)
+        values = {
+            "COMPOSE_PROJECT_NAME": self.name,
+            "TOOLCREW_REDIS_PASSWORD": secrets.token_hex(32),
+            "TOOLCREW_SECRET": secrets.token_hex(32),
+            "TOOLCREW_FLOWER_PASSWORD": self.flower_password,
+            "TOOLCREW_FLOWER_PORT": str(self.flower_port),
+            "TOOLCREW_HEALTH_INTERVAL": "10s",
+        }
+        host = os.environ.get("DOCKER_HOST", "")
+        if host.startswith("unix://"):
+            values["TOOLCREW_ENGINE_SOCKET"] = host.removeprefix("unix://")
+        self.env_file = folder / "compose.env"
+        self.env_file.touch(mode=0o600)
+        self.env_file.write_text("".join(f"{key}={value}\n" for key, value in values.items()))
+        self._command = [*compose, "--env-file", str(self.env_file)]
+        self._environment = {key: value for key, value in os.environ.items() if not key.startswith(("TOOLCREW_", "COMPOSE_", "OPENAI_"))}
+
+    def compose(self, *arguments: str, timeout_s: float = ANSWER_S) -> Ran:
+        return run([*self._command, *arguments], timeout_s, self._environment)
+
+    def execute(self, service: str, *argv: str) -> Ran:
+        """Run a command in a service's container, as its own user."""
+        (container,) = self.list_left("container", service)
+        return run(["docker", "exec", container, *argv])
+
+    def up(self) -> None:
+        ran = self.compose("up", "-d", "--no-build", timeout_s=UP_S)
+        assert ran.status == 0, f"{ran.err[-2000:]}\n{self.tell()}"
+        until = time.monotonic() + HEALTHY_S
+        while (states := self.states()) != dict.fromkeys(SERVICES, "healthy"):
+            assert time.monotonic() < until, f"{states} after {HEALTHY_S:g} s\n{self.tell()}"
+            time.sleep(0.5)
+
+    def states(self) -> dict[str, str]:
+        """Service -> health, of the containers there are."""
+        form = '{{index .Config.Labels "com.docker.compose.service"}} {{if .State.Health}}{{.State.Health.Status}}{{end}}'
+        containers = self.list_left("container")
+        if not containers:
+            return {}
+        lines = run_well(["docker", "inspect", "--format", form, *containers]).splitlines()
+        return {service: health for service, _, health in (line.partition(" ") for line in lines)}
+
+    def list_left(self, kind: str, service: str = "") -> list[str]:
+        """Ids of the project's containers (of one service), networks or volumes that the engine has."""
+        options = ["--all"] if kind == "container" else []
+        options += ["--filter", f"label=com.docker.compose.project={self.name}"]
+        options += ["--filter", f"label=com.docker.compose.service={service}"] if service else []
+        return run_well(["docker", kind, "ls", "--quiet", *options]).split()
+
+    def list_sandboxes(self) -> list[str]:
+        """Ids of sandboxes that the project's sandboxd made."""
+        labels = ["--filter", "label=toolcrew.product=sandbox", "--filter", f"label=toolcrew.sandboxd={self.name}"]
+        return run_well(["docker", "container", "ls", "--all", "--quiet", *labels]).split()
+
+    def tell(self) -> str:
+        """The last words of every service, for a failure's message."""
+        return self.compose("logs", "--no-color", "--tail", "15").out[-6000:]
+
+    def down(self) -> Ran:
+        return self.compose("down", "--volumes", "--timeout", "30", timeout_s=DOWN_S)
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
+    """The stack, up and healthy. Afterwards it is down, and nothing is left of it: a teardown that fails is a failure."""
+    require_engine().close()
+    compose = find_compose()
+    run_well(["scripts/build-services"], BUILD_S)
+    composed = ComposeStack(compose, tmp_path_factory.mktemp("compose"))
+    try:
+        composed.up()
+        yield composed
+    finally:
+        ended = composed.down()
+    assert ended.status == 0, ended.err[-2000:]
+    left = {kind: composed.list_left(kind) for kind in ("container", "network", "volume")} | {"sandbox": composed.list_sandboxes()}
+    assert left == {"container": [], "network": [], "volume": [], "sandbox": []}
+
+
+def test_a_call_goes_through_the_whole_path(composed: ComposeStack) -> None:
+    ran = composed.compose("exec", "-T", "orchestrator", "toolcrew", "call", "bash_tool", "command=echo $((6*7))", "--json")
+    assert ran.status == 0, f"{ran.out}{ran.err}\n{composed.tell()}"
+    result = json.loads(ran.out)
+    assert (result["success"], result["output"].strip()) == (True, "42")
+
+
+@pytest.mark.parametrize("service", sorted(SERVICES - {"sandboxd"}))
+def test_a_service_that_is_taken_over_finds_no_engine_socket(composed: ComposeStack, service: str) -> None:
+    ran = composed.execute(service, "sh", "-c", "find / -xdev -name 'docker*.sock' 2>/dev/null; ls /var/run/docker.sock /run/docker.sock")
+    assert (ran.status != 0, ran.out) == (True, "")
+
+
+@pytest.mark.parametrize("service", sorted(SERVICES - {"sandboxd", "worker"}))
+def test_nobody_but_the_worker_reaches_sandboxd(composed: ComposeStack, service: str) -> None:
+    assert composed.execute(service, "ls", "/run/toolcrew/sandboxd.sock").status != 0
+
+
+@pytest.mark.parametrize("service", sorted(SERVICES))
+def test_a_service_that_is_taken_over_holds_no_right_and_cannot_change_its_files(composed: ComposeStack, service: str) -> None:
+    ran = composed.execute(service, "sh", "-c", "grep -E '^(CapEff|CapBnd|NoNewPrivs):' /proc/self/status; touch /etc/x /usr/bin/x")
+    assert ran.status != 0
+    assert ran.out.split() == ["CapEff:", "0" * 16, "CapBnd:", "0" * 16, "NoNewPrivs:", "1"]
+
+
+def test_a_worker_that_is_taken_over_cannot_open_a_connection_to_the_outside(composed: ComposeStack) -> None:
+    addresses = [find_gateway(f"{composed.name}_{network}") for network in ("egress", "backend")]
+    with socket.create_server(("0.0.0.0", 0), backlog=16) as listener:
+        port = listener.getsockname()[1]
+        # Proves that there is somebody who answers, so that the worker's failure is the network's doing.
+        outward = composed.execute("orchestrator", "python", "-c", KNOCK, str(port), addresses[0])
+        if outward.out.split() != ["open"]:
+            missing(f"this host refuses connections from its own containers, so there is nothing to compare with: {outward}")
+        ran = composed.execute("worker", "python", "-c", KNOCK, str(port), *addresses)
+    assert ran.out.split() == ["closed", "closed"], ran
+
+
+def find_gateway(network: str) -> str:
+    """The host's address in a network, as the containers there know it."""
+    return run_well(["docker", "network", "inspect", "--format", "{{(index .IPAM.Config 0).Gateway}}", network]).strip()
+
+
+def test_sandboxd_has_no_network_but_its_own_loopback(composed: ComposeStack) -> None:
+    assert composed.execute("sandboxd", "ls", "/sys/class/net").out.split() == ["lo"]
+
+
+def test_redis_serves_nobody_without_the_password_and_nobody_may_rewrite_it(composed: ComposeStack) -> None:
+    assert composed.execute("redis", "redis-cli", "ping").out.startswith("NOAUTH")
+    for command in ("config set dir /tmp", "flushall", "replicaof redis 1", "module list"):
+        ran = composed.execute("redis", "sh", "-c", f'REDISCLI_AUTH="$TOOLCREW_REDIS_PASSWORD" redis-cli {command}')
+        assert ran.out.startswith("NOPERM"), f"{command}: {ran}"
+
+
+def test_no_secret_is_on_a_command_line(composed: ComposeStack) -> None:
+    lines = composed.env_file.read_text().splitlines()
+    values = [value for key, _, value in (line.partition("=") for line in lines) if key.endswith(("PASSWORD", "SECRET"))]
+    shown = "".join(run_well(["docker", "top", container, "-o", "pid,args"]) for container in composed.list_left("container"))
+    assert "redis-server" in shown
+    assert len(values) == 3
+    assert [value for value in values if value in shown] == []
+
+
+def test_flower_asks_for_its_password(composed: ComposeStack) -> None:
+    request = urllib.request.Request(f"http://127.0.0.1:{composed.flower_port}/api/workers")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=ANSWER_S)
+    refused.value.close()
+    assert refused.value.code == 401
+    request.add_header("Authorization", "Basic " + base64.b64encode(f"toolcrew:{composed.flower_password}".encode()).decode())
+    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        assert set(json.load(answer)) == {"worker@worker"}

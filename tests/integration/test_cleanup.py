@@ -1,0 +1,299 @@
+"""However a program or a stack ends, and however it fails to start: no process, container or folder is left, and one sentence says why."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from docker import APIClient
+
+from contract.errors import BrokerUnavailable, ConfigError, SandboxUnavailable
+from orchestrator.client import ToolClient
+from orchestrator.local_stack import StackInfo
+from orchestrator.settings import OrchestratorSettings
+from tests.stack import (
+    TOOLCREW,
+    Footprint,
+    RedisServer,
+    Stack,
+    commands_in,
+    end_process,
+    open_footprint,
+    open_redis_server,
+    open_stack,
+    read_line,
+    run_toolcrew,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
+
+PROGRAM = """
+import asyncio, sys
+from orchestrator.client import ToolClient
+
+async def main():
+    async with ToolClient.embedded() as client, await client.open_session() as session:
+        print(client.stack.model_dump_json(), flush=True)
+        print(await session.call("bash_tool", {"command": "setsid sleep 99 & sleep 99"}))
+
+asyncio.run(main())
+"""
+
+
+class Program:
+    """A user's program with an embedded stack, in the middle of a call."""
+
+    def __init__(self, footprint: Footprint) -> None:
+        self.footprint = footprint
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env=footprint.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        line = read_line(self.process)
+        assert line, "the embedded stack did not come up"
+        self.info = StackInfo.model_validate_json(line)
+        wait_until(self._is_busy, 30, "the command runs")
+        assert footprint.folders()
+
+    def _is_busy(self) -> bool:
+        containers = self.footprint.containers()
+        return len(containers) == 1 and list(commands_in(containers[0]).values()).count("sleep 99") == 2
+
+
+@pytest.fixture
+def program(footprint: Footprint) -> Iterator[Program]:
+    started = Program(footprint)
+    yield started
+    end_process(started.process)
+
+
+def test_a_program_killed_outright_leaves_nothing_of_its_embedded_stack(program: Program) -> None:
+    program.process.kill()
+    program.process.wait()
+
+    program.footprint.assert_nothing_left()
+
+
+def test_a_program_interrupted_in_a_call_leaves_nothing_when_it_has_ended(program: Program) -> None:
+    os.killpg(program.process.pid, signal.SIGINT)
+    program.process.wait(40)
+
+    program.footprint.assert_nothing_left(within_s=1)
+
+
+def test_a_keeper_killed_outright_takes_its_stack_along(program: Program) -> None:
+    """No process and no container is left, and the program, told to end, removes the folder that its keeper could not."""
+    os.kill(program.info.pids["orchestrator"][0], signal.SIGKILL)
+
+    def rest() -> object:
+        left = program.footprint.leftovers()
+        processes = {pid for pid in left.get("processes", {}) if pid != program.process.pid}
+        return not processes and not left.get("containers")
+
+    wait_until(rest, 30, f"only the program itself is left: {program.footprint.leftovers()}")
+    os.killpg(program.process.pid, signal.SIGINT)
+    program.process.wait(60)
+    assert program.footprint.folders() == []
+
+
+def test_everything_killed_at_once_leaves_no_container(program: Program) -> None:
+    for pid in program.footprint.processes():
+        os.kill(pid, signal.SIGKILL)
+    program.process.wait()
+
+    wait_until(lambda: not program.footprint.containers(), 15, "the containers vanish by themselves")
+
+
+def test_a_stack_told_to_stop_in_a_call_stops_at_once_and_leaves_nothing(engine: APIClient) -> None:
+    with open_stack(engine) as stack:
+        caller = subprocess.Popen(
+            [TOOLCREW, "call", "bash_tool", "command=sleep 99", "--json"],
+            env=stack.footprint.environment({"TOOLCREW_REDIS_URL": stack.redis_url}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            wait_until(
+                lambda: any("sleep 99" in commands_in(container).values() for container in stack.footprint.containers()), 30, "it runs"
+            )
+            started = time.monotonic()
+            code = stack.end()
+            took_s = time.monotonic() - started
+        finally:
+            caller.kill()
+            caller.communicate()
+        assert code == 0
+        assert took_s < 15
+        stack.footprint.assert_nothing_left(within_s=2)
+
+
+@pytest.mark.parametrize("after_s", [0.7, 1.4, 2.1])
+def test_a_stack_interrupted_while_it_starts_leaves_nothing(footprint: Footprint, after_s: float) -> None:
+    process = subprocess.Popen(
+        [TOOLCREW, "up", "--json"],
+        env=footprint.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    until = time.monotonic() + after_s
+    while time.monotonic() < until:
+        footprint.processes()  # learns sandboxd's name
+        time.sleep(0.05)
+    process.terminate()
+    process.wait(60)
+
+    footprint.assert_nothing_left(within_s=3)
+
+
+# --- bad input at start ---------------------------------------------------------------------------------------------------
+
+
+def assert_says(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
+    """Exit code 1 and one sentence on stderr with these words."""
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("TOOLCREW_REDIS_URL is not set: starting")]
+    assert done.returncode == 1, done
+    assert "Traceback" not in done.stderr, done.stderr
+    assert [line for line in lines if line.startswith("toolcrew: ")] == lines, done.stderr
+    assert len(lines) == 1, done.stderr
+    for word in words:
+        assert word in lines[0], (word, lines[0])
+
+
+def test_without_an_engine_the_stack_does_not_start_and_says_what_to_do(footprint: Footprint) -> None:
+    done = run_toolcrew(footprint, "up", "--json", environment={"DOCKER_HOST": "unix:///nonexistent.sock"})
+
+    assert_error_object(done, "the Docker engine does not answer", "start it, or check DOCKER_HOST")
+    footprint.assert_nothing_left(within_s=2)
+
+
+def assert_error_object(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
+    """Exit code 1, and with --json the error as an object on stdout."""
+    assert done.returncode == 1, done
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stdout.startswith('{"error"'), done
+    for word in words:
+        assert word in done.stdout, (word, done.stdout)
+
+
+@pytest.mark.parametrize("command", [("up",), ("call", "bash_tool", "command=true")], ids=["up", "call"])
+def test_without_the_image_nothing_starts_and_it_is_said_how_to_build_it(footprint: Footprint, command: tuple[str, ...]) -> None:
+    done = run_toolcrew(footprint, *command, environment={"TOOLCREW_SANDBOX_IMAGE": "no-such-image:ever"})
+
+    assert_says(done, "the engine has no image no-such-image:ever", "scripts/build-image")
+    footprint.assert_nothing_left(within_s=2)
+
+
+@pytest.mark.parametrize("command", [("up",), ("tools", "ls")], ids=["up", "tools"])
+def test_a_redis_that_does_not_answer_is_said_with_its_address_and_without_its_password(
+    footprint: Footprint, command: tuple[str, ...]
+) -> None:
+    done = run_toolcrew(footprint, *command, environment={"TOOLCREW_REDIS_URL": "redis://:hidden-word@127.0.0.1:1/0"})
+
+    assert_says(done, "redis://127.0.0.1:1/0", "is it running")
+    assert "hidden-word" not in done.stdout + done.stderr
+    footprint.assert_nothing_left(within_s=2)
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    with open_redis_server() as server:
+        yield server
+
+
+def test_a_wrong_password_of_redis_is_said(footprint: Footprint, redis_server: RedisServer) -> None:
+    url = f"redis://:wrong@127.0.0.1:{redis_server.port}/0"
+
+    assert_says(
+        run_toolcrew(footprint, "call", "bash_tool", "command=true", environment={"TOOLCREW_REDIS_URL": url}), "refuses the password"
+    )
+    assert_says(run_toolcrew(footprint, "up", environment={"TOOLCREW_REDIS_URL": url}), "refuses the password")
+    footprint.assert_nothing_left(within_s=2)
+
+
+def test_a_pool_without_a_worker_is_said_with_how_to_start_one(footprint: Footprint, redis_server: RedisServer) -> None:
+    done = run_toolcrew(footprint, "call", "bash_tool", "command=true", environment={"TOOLCREW_REDIS_URL": redis_server.url})
+
+    assert_says(done, "no worker has published its tools", "toolcrew worker start")
+
+
+def test_a_client_with_another_secret_is_refused_in_words_that_name_the_secret(stack: Stack, footprint: Footprint) -> None:
+    environment = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_SECRET": "another"}
+
+    done = run_toolcrew(footprint, "call", "bash_tool", "command=true", environment=environment)
+    as_object = run_toolcrew(footprint, "call", "bash_tool", "command=true", "--json", environment=environment)
+
+    assert_says(done, "TOOLCREW_SECRET")
+    assert "['" not in done.stderr, "a Python list is shown to the operator"
+    assert_error_object(as_object, "ENVELOPE_REFUSED")
+
+
+def test_a_redis_without_a_password_needs_a_secret(footprint: Footprint) -> None:
+    with open_redis_server(password=None) as server:
+        done = run_toolcrew(footprint, "up", environment={"TOOLCREW_REDIS_URL": server.url})
+
+        assert_says(done, "set TOOLCREW_SECRET")
+        footprint.assert_nothing_left(within_s=2)
+
+
+@pytest.mark.parametrize("command", [("up",), ("doctor",), ("call", "bash_tool", "command=true")], ids=["up", "doctor", "call"])
+def test_a_setting_that_cannot_be_read_is_named(footprint: Footprint, command: tuple[str, ...]) -> None:
+    done = run_toolcrew(footprint, *command, environment={"TOOLCREW_QUEUE_WAIT_S": "soon"})
+
+    assert_says(done, "TOOLCREW_QUEUE_WAIT_S")
+
+
+def test_a_second_sandboxd_on_a_socket_gives_way_to_the_first(stack: Stack, footprint: Footprint) -> None:
+    environment = {"TOOLCREW_SANDBOXD_SOCKET": stack.info.sandboxd_socket, "TOOLCREW_SANDBOXD_NAME": f"second-{os.getpid()}"}
+
+    second = subprocess.run(
+        [sys.executable, "-m", "workers.sandboxd"],
+        env=footprint.environment(environment),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert second.returncode == 1
+    assert "another sandboxd already listens on" in second.stderr
+    assert "Traceback" not in second.stderr
+    footprint.assert_nothing_left(within_s=2)
+    with_the_first = run_toolcrew(
+        footprint, "call", "bash_tool", "command=echo on", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url}
+    )
+    assert with_the_first.returncode == 0
+
+
+async def test_the_sdk_raises_the_operators_errors(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BrokerUnavailable, match="does not answer"):
+        async with ToolClient.connect("redis://:x@127.0.0.1:1/0"):
+            pass
+    with pytest.raises(ConfigError, match="no worker"):
+        async with ToolClient.connect(redis_server.url):
+            pass
+    with pytest.raises(ConfigError, match="TOOLCREW_REDIS_URL is not set"):
+        async with ToolClient.connect(settings=OrchestratorSettings(redis_url=None)):
+            pass
+    with open_footprint() as footprint:
+        monkeypatch.setenv("TMPDIR", str(footprint.folder))
+        monkeypatch.setenv("TOOLCREW_SANDBOX_IMAGE", "no-such-image:ever")
+        with pytest.raises((SandboxUnavailable, Exception), match="the engine has no image"):
+            async with ToolClient.embedded():
+                pass
+        assert footprint.folders() == []
+
+
+def test_folders_of_a_stack_are_the_users_own(stack: Stack) -> None:
+    folder = os.stat(stack.info.logs)
+    socket = os.stat(stack.info.sandboxd_socket)
+
+    assert (folder.st_mode & 0o777, socket.st_mode & 0o777) == (0o700, 0o600)

@@ -1,0 +1,376 @@
+"""One call through the whole house: what comes back, from tools, from programs and from files."""
+
+import asyncio
+import contextlib
+import json
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode, ToolFailure
+from contract.names import blob_key
+from orchestrator.client import ToolClient
+from orchestrator.dispatcher import Route, Terms
+from orchestrator.sessions import Session
+from tests.stack import Footprint, Stack, all_of, eventually, open_dispatcher, run_toolcrew
+
+pytestmark = pytest.mark.stack
+
+MIB = 1024 * 1024
+
+
+async def test_a_bash_result_carries_both_streams_the_exit_code_and_the_folder(session: Session) -> None:
+    result = await session.call("bash_tool", {"command": "echo out; echo err >&2; exit 3"}, call_id="main-path-1")
+
+    assert (result.call_id, result.name, result.success, result.error_code) == ("main-path-1", "bash_tool", True, None)
+    assert result.metadata == {"stdout": "out\n", "stderr": "err\n", "exit_code": 3, "cwd": "/workspace"}
+    assert sorted((result.output or "").splitlines()) == ["[exit code 3]", "err", "out"]
+    assert (result.truncated, result.kill) == (False, None)
+
+
+async def test_the_clocks_are_plausible_and_sum_to_no_more_than_the_wall(session: Session) -> None:
+    started = time.monotonic()
+    result = await session.call("bash_tool", {"command": "sleep 0.5"})
+    wall_s = time.monotonic() - started
+
+    clocks = result.clocks
+    assert 0.5 <= clocks.run_s < wall_s
+    assert min(clocks.queued_s, clocks.sandbox_s, clocks.transfer_s) >= 0
+    assert clocks.queued_s + clocks.sandbox_s + clocks.run_s + clocks.transfer_s <= wall_s + 0.01
+
+
+async def test_a_result_names_the_container_that_ran_it(stack: Stack, session: Session) -> None:
+    result = await session.call("bash_tool", {"command": "true"})
+    info = await session.info()
+
+    assert result.sandbox is not None
+    assert (result.sandbox.generation, result.sandbox.rebuilt) == (1, False)
+    assert info.sandbox is not None
+    assert info.sandbox.id == result.sandbox.id
+    inspected = stack.api.inspect_container(result.sandbox.id)
+    assert inspected["State"]["Running"] is True
+    assert inspected["HostConfig"]["NetworkMode"] == "none"
+
+
+async def test_a_file_written_by_a_tool_is_read_by_a_tool_with_line_numbers(session: Session) -> None:
+    wrote = await session.call("write_tool", {"file_path": "notes/a.txt", "content": "one\ntwo\n"})
+    read = await session.call("read_tool", {"path": "notes/a.txt"})
+
+    assert wrote.metadata == {"size_bytes": 8, "created": True}
+    assert read.output == "1\tone\n2\ttwo\n[end of file: 2 lines]"
+    assert read.metadata["aliases_used"] == ["path -> file_path"]
+
+
+async def test_reading_a_file_that_is_not_there_is_the_models_failure(session: Session) -> None:
+    result = await session.call("read_tool", {"file_path": "nowhere.txt"})
+
+    assert (result.success, result.error_code) == (False, ErrorCode.FILE_NOT_FOUND)
+
+
+async def test_an_unknown_tool_is_said_in_the_agreed_words_with_the_nearest_names(session: Session) -> None:
+    result = await session.call("bash_tol", {})
+
+    assert result.error == "Tool not found: bash_tol"
+    assert result.error_code == ErrorCode.TOOL_NOT_FOUND
+    assert result.metadata["nearest"][0] == "bash_tool"  # type: ignore[index]
+
+
+async def test_a_session_verb_is_no_tool_of_a_model(session: Session) -> None:
+    for verb in ("session.exec", "session.close", "session.import", "session.open"):
+        result = await session.call(verb, {"argv": ["true"]})
+
+        assert result.error == f"Tool not found: {verb}"
+        assert not any(str(name).startswith("session.") for name in result.metadata["nearest"])  # type: ignore[union-attr]
+
+
+async def test_session_verbs_are_not_listed_among_the_tools(client: ToolClient) -> None:
+    assert sorted(spec.name for spec in await client.tools()) == ["bash_tool", "read_tool", "write_tool"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "'command' is required"),
+        ({"command": 5}, "must be string, not integer 5"),
+        ({"command": "true", "timeuot": 3}, "did you mean 'timeout'?"),
+        ({"command": "true", "timeout": 0}, "timeout"),
+        ({"command": "true", "timeout": "5"}, "must be number, not string"),
+        ({"command": "true", "cmd": "false"}, "give it once"),
+    ],
+)
+async def test_bad_arguments_are_refused_in_a_sentence(stack: Stack, arguments: dict[str, Any], words: str) -> None:
+    """On a queue that nobody serves: refused before anything is sent."""
+    async with open_dispatcher(stack.broker) as dispatcher:
+        call = ToolCall(id="bad-arguments", name="bash_tool", arguments=arguments)
+        result = await all_of([dispatcher.dispatch(call, Route("default", "none", "host.nobody.0"))], 10)
+
+    assert (result[0].success, result[0].error_code) == (False, ErrorCode.INVALID_ARGUMENTS)
+    assert words in (result[0].error or "")
+
+
+async def test_a_call_that_makes_no_sense_is_a_result_too_never_an_exception(session: Session) -> None:
+    fine: dict[str, Any] = {"command": "true"}
+    senseless: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("bash_tool", fine, {"timeout_s": -1}),
+        ("bash_tool", fine, {"timeout_s": float("nan")}),
+        ("bash_tool", fine, {"call_id": "no such id!"}),
+        ("bash_tool", {"command": b"bytes"}, {}),
+        ("bash_tool", {"command": float("nan")}, {}),
+        ("", {}, {}),
+        ("x" * 200, {}, {}),
+    ]
+    raised = []
+    for name, arguments, options in senseless:
+        try:
+            result = await session.call(name, arguments, **options)
+        except Exception as error:  # noqa: BLE001  # that there is none is what is tested
+            raised.append((name, arguments, options, repr(error)[:120]))
+        else:
+            assert result.error_code in (ErrorCode.INVALID_ARGUMENTS, ErrorCode.TOOL_NOT_FOUND), (name, arguments, options)
+
+    assert raised == []
+
+
+async def test_calls_of_one_session_run_side_by_side(session: Session) -> None:
+    started = time.monotonic()
+    results = await all_of((session.call("bash_tool", {"command": f"sleep 1; echo {n}"}) for n in range(3)), 30)
+
+    assert [result.metadata["stdout"] for result in results] == ["0\n", "1\n", "2\n"]
+    assert time.monotonic() - started < sum(result.clocks.run_s for result in results)
+
+
+async def test_sessions_share_no_files_and_no_container(client: ToolClient) -> None:
+    async def work(name: str) -> ToolResult:
+        async with await client.open_session() as session:
+            return await session.call("bash_tool", {"command": f"echo {name} >> f; sleep 0.3; cat f"})
+
+    results = await all_of((work(name) for name in ("red", "green", "blue")), 60)
+
+    assert [result.metadata["stdout"] for result in results] == ["red\n", "green\n", "blue\n"]
+    assert len({result.sandbox.id for result in results if result.sandbox}) == 3
+
+
+async def test_a_command_runs_in_the_folder_and_with_the_input_that_were_given(session: Session) -> None:
+    await session.call("bash_tool", {"command": "mkdir -p sub/dir"})
+    result = await session.call("bash_tool", {"command": "pwd; cat", "cwd": "sub/dir", "stdin": "größe 尺寸\n"})
+
+    assert result.metadata["stdout"] == "/workspace/sub/dir\ngröße 尺寸\n"
+
+
+async def test_big_output_is_cut_with_a_notice_and_keeps_both_ends(session: Session) -> None:
+    result = await session.call("bash_tool", {"command": "seq 1000000"})
+
+    assert (result.success, result.truncated) == (True, True)
+    lines = (result.output or "").splitlines()
+    assert (lines[0], lines[-1]) == ("1", "1000000")
+    assert "omitted" in (result.output or "")
+    assert len((result.output or "").encode()) < 64 * 1024
+
+
+async def test_a_program_gets_and_gives_every_byte(session: Session) -> None:
+    data = bytes(range(256)) * 1024
+
+    result = await session.exec(["cat"], stdin=data)
+
+    assert (result.returncode, result.stderr, result.truncated) == (0, b"", False)
+    assert result.stdout == data
+
+
+async def test_a_program_gets_its_environment_folder_and_arguments_unquoted(session: Session) -> None:
+    code = "import os, sys; print(os.getcwd(), os.environ['COLOUR'], sys.argv[1]); sys.exit(7)"
+
+    result = await session.exec(["python3", "-c", code, "$HOME `id`"], env={"COLOUR": "deep blue"}, cwd="/tmp")
+
+    assert (result.returncode, result.stdout) == (7, b"/tmp deep blue $HOME `id`\n")
+
+
+async def test_a_program_that_does_not_exist_is_said(session: Session) -> None:
+    with pytest.raises(ToolFailure) as caught:
+        await session.exec(["no-such-program"])
+
+    assert caught.value.code == ErrorCode.FILE_NOT_FOUND
+
+
+@pytest.mark.parametrize("size", [0, 1, 5 * MIB])
+async def test_a_file_comes_back_as_it_was_written(session: Session, size: int) -> None:
+    data = os.urandom(size)
+
+    await session.write_file("folder/data.bin", data)
+
+    assert await session.read_file("/workspace/folder/data.bin") == data
+
+
+async def test_reading_a_missing_file_raises_the_models_failure(session: Session) -> None:
+    with pytest.raises(ToolFailure) as caught:
+        await session.read_file("missing.bin")
+
+    assert caught.value.code == ErrorCode.FILE_NOT_FOUND
+
+
+async def test_content_that_crossed_the_queue_is_not_kept_in_redis(stack: Stack, session: Session) -> None:
+    await session.write_file("data.bin", b"x" * 100_000)
+    await session.read_file("data.bin")
+    await session.exec(["echo", "done"])
+
+    with stack.open_redis() as redis:
+        assert [key for key in redis.scan_iter(match=blob_key("default", "*", "*"), count=1000)] == []
+
+
+def build_workspace(folder: Path) -> None:
+    (folder / "src" / "deep" / "er").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    (folder / "src" / "deep" / "er" / "code.py").write_text("print('deep')\n")
+    (folder / "grün 文件.txt").write_text("ünïcode\n")
+    (folder / "run.sh").write_text("#!/bin/sh\necho ran\n")
+    (folder / "run.sh").chmod(0o755)
+    (folder / "link").symlink_to("src/deep/er/code.py")
+    (folder / ".hidden").write_bytes(bytes(range(256)))
+
+
+async def test_a_folder_goes_into_the_sandbox_and_comes_back_the_same(client: ToolClient, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    build_workspace(source)
+
+    async with await client.open_session(source) as session:
+        inside = await session.call(
+            "bash_tool", {"command": "./run.sh; cat link 'grün 文件.txt'; test -d empty && test -L link && echo kept"}
+        )
+        await session.call("bash_tool", {"command": "echo new > src/made.txt; rm .hidden"})
+        await session.export(target)
+
+    assert inside.metadata["stdout"] == "ran\nprint('deep')\nünïcode\nkept\n"
+    (source / ".hidden").unlink()
+    (source / "src" / "made.txt").write_text("new\n")
+    assert describe(target) == describe(source)
+
+
+def describe(folder: Path) -> dict[str, object]:
+    """Every entry with its kind, its content and whether it can be run."""
+    entries: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            entries[name] = ("link", os.readlink(path))
+        elif path.is_dir():
+            entries[name] = "folder"
+        else:
+            entries[name] = (path.read_bytes(), bool(path.stat().st_mode & stat.S_IXUSR))
+    return entries
+
+
+async def test_a_link_to_an_absolute_path_does_not_make_the_workspace_impossible_to_save(session: Session, tmp_path: Path) -> None:
+    await session.call("bash_tool", {"command": "echo result > answer.txt; ln -s /usr/bin/python3 python"})
+
+    await session.export(tmp_path / "out")
+
+    assert (tmp_path / "out" / "answer.txt").read_text() == "result\n"
+
+
+async def test_a_link_that_leads_out_does_not_let_a_saved_workspace_write_outside(session: Session, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    await session.call("bash_tool", {"command": f"ln -s {outside} escape; ln -s ../outside escape2"})
+
+    with contextlib.suppress(ToolFailure):
+        await session.export(tmp_path / "out")
+
+    assert list(outside.iterdir()) == []
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+
+
+async def test_several_processes_use_one_stack_at_once(stack: Stack, footprint: Footprint, session: Session) -> None:
+    environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
+    others = [
+        asyncio.to_thread(run_toolcrew, footprint, "call", "bash_tool", f"command=echo other {n}", "--json", environment=environment)
+        for n in range(2)
+    ]
+    ours = session.call("bash_tool", {"command": "echo ours"})
+
+    first, second, mine = await all_of([*others, ours], 60)
+
+    assert mine.metadata["stdout"] == "ours\n"
+    told = [ToolResult.model_validate_json(done.stdout) for done in (first, second)]
+    assert [result.metadata["stdout"] for result in told] == ["other 0\n", "other 1\n"]
+    assert len({result.sandbox.id for result in (*told, mine) if result.sandbox}) == 3
+
+
+async def test_a_tenant_with_anothers_session_id_gets_nothing(stack: Stack, session: Session) -> None:
+    queue = (await session.info()).queue
+    await session.write_file("secret.txt", b"the secret")
+
+    async with open_dispatcher(stack.broker) as dispatcher:
+        for route in (Route("mallory", session.id, queue), Route("mallory", f"default:{session.id}"[:64], queue)):
+            call = ToolCall(id=os.urandom(8).hex(), name="bash_tool", arguments={"command": "cat secret.txt"})
+            try:
+                result = await dispatcher.dispatch(call, route)
+            except ValueError:
+                continue  # the forged id did not even make a context
+            assert (result.success, result.error_code) == (False, ErrorCode.SESSION_NOT_FOUND)
+            assert "the secret" not in result.model_dump_json()
+
+
+async def test_a_tenant_with_the_key_of_anothers_content_gets_nothing(stack: Stack, client: ToolClient) -> None:
+    key = blob_key("default", "default", "stolen")
+    with stack.open_redis() as redis:
+        redis.set(key, b"the secret", ex=60)
+        async with await client.open_session(tenant="mallory") as mine, open_dispatcher(stack.broker) as dispatcher:
+            call = ToolCall(id=os.urandom(8).hex(), name="session.write_file", arguments={"path": "loot"})
+            route = Route("mallory", mine.id, (await mine.info()).queue)
+            result = await dispatcher.dispatch(call, route, Terms(blob=key, audience="session"))
+
+            assert result.error_code == ErrorCode.PERMISSION_DENIED
+            assert redis.getdel(key) == b"the secret"
+            with pytest.raises(ToolFailure):
+                await mine.read_file("loot")
+
+
+async def test_a_closed_session_has_no_container_and_answers_so(stack: Stack, client: ToolClient) -> None:
+    async with await client.open_session() as session:
+        result = await session.call("bash_tool", {"command": "true"})
+        assert result.sandbox is not None
+        container = result.sandbox.id
+        assert stack.has_container(container)
+
+    assert not stack.has_container(container)
+    late = await session.call("bash_tool", {"command": "true"})
+    assert late.error_code == ErrorCode.SESSION_NOT_FOUND
+
+
+async def test_a_session_that_nobody_uses_expires(stack: Stack, client: ToolClient) -> None:
+    session = await client.open_session(ttl_s=1)
+    sandbox = (await session.info()).sandbox
+    assert sandbox is not None
+
+    await eventually(lambda: not stack.has_container(sandbox.id), 20, "the idle session's container is removed")
+    await session.close()
+
+
+async def test_a_missing_workspace_folder_is_said_before_anything_is_started(stack: Stack, client: ToolClient, tmp_path: Path) -> None:
+    before = stack.footprint.containers()
+
+    with pytest.raises(Exception, match="is not a folder: give an existing one"):
+        await client.open_session(tmp_path / "nowhere")
+
+    assert stack.footprint.containers() == before
+
+
+async def test_an_image_that_the_host_does_not_allow_is_refused(client: ToolClient) -> None:
+    with pytest.raises(ToolFailure, match="is not allowed on this host"):
+        await client.open_session(image="alpine:latest")
+
+
+async def test_redis_holds_no_password_and_no_output_under_our_own_keys(stack: Stack, session: Session) -> None:
+    await session.call("bash_tool", {"command": "echo only-in-the-result"})
+
+    with stack.open_redis() as redis:
+        texts = [redis.get(key) for key in redis.scan_iter(match="toolcrew:*", count=1000)]
+
+    assert texts
+    assert not any(b"only-in-the-result" in (text or b"") for text in texts)
+    assert json.dumps(stack.info.redis_url) not in str(texts)

@@ -1,0 +1,233 @@
+"""The queue is not trusted: what is not a call of ours never runs, what has run never runs again, what came too late never starts."""
+
+import asyncio
+import base64
+import json
+import os
+import pickle
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from contract.calls import ToolCall
+from contract.envelope import derive_key
+from contract.errors import ErrorCode
+from orchestrator.client import ToolClient
+from orchestrator.dispatcher import Route
+from orchestrator.sessions import Session
+from tests.stack import (
+    Stack,
+    all_of,
+    eventually,
+    is_alive,
+    make_envelope,
+    open_dispatcher,
+    publish,
+    stored_result,
+    stored_state,
+)
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.fixture
+def store(stack: Stack) -> Iterator["redis.Redis"]:
+    with stack.open_redis() as opened:
+        yield opened
+
+
+def bash(command: str, call_id: str | None = None) -> ToolCall:
+    return ToolCall(id=call_id or os.urandom(8).hex(), name="bash_tool", arguments={"command": command})
+
+
+async def files_of(session: Session) -> str:
+    return str((await session.call("bash_tool", {"command": "ls; cat log 2>/dev/null"})).metadata["stdout"])
+
+
+async def ended(store: "redis.Redis", task_id: str) -> dict[str, Any]:
+    state: dict[str, Any] = await eventually(lambda: stored_state(store, task_id), 20, f"the worker has ended {task_id}")
+    return state
+
+
+async def test_a_forged_envelope_never_runs_and_counts_as_failed(stack: Stack, session: Session, store: "redis.Redis") -> None:
+    queue = (await session.info()).queue
+    where = {"tenant": session.tenant, "session": session.id}
+    unsigned = make_envelope(stack.broker, bash("touch wrong-key"), **where, key=derive_key("a guess"))
+    changed = make_envelope(stack.broker, bash("touch harmless"), **where).replace("harmless", "changed!")
+    foreign = json.dumps({**json.loads(make_envelope(stack.broker, bash("touch stripped"), **where)), "sig": ""})
+    later = json.loads(make_envelope(stack.broker, bash("touch later"), **where, deadline_at=time.time() - 60))
+    later["context"]["deadline_at"] += 3600
+    more = json.loads(make_envelope(stack.broker, bash("touch more"), **where))
+    more["extra"] = 1
+    good = make_envelope(stack.broker, bash("touch other-task"), **where)
+    forged = [
+        publish(stack.broker, "tool.bash_tool", queue, unsigned),
+        publish(stack.broker, "tool.bash_tool", queue, changed),
+        publish(stack.broker, "tool.bash_tool", queue, foreign),
+        publish(stack.broker, "tool.bash_tool", queue, json.dumps(later)),
+        publish(stack.broker, "tool.bash_tool", queue, json.dumps(more)),
+        publish(stack.broker, "tool.read_tool", queue, good),
+        publish(stack.broker, "session.exec", queue, good),
+        publish(stack.broker, "tool.bash_tool", queue, "not even JSON"),
+        publish(stack.broker, "tool.bash_tool", queue, {"call": "an object"}),
+    ]
+
+    states = [await ended(store, task_id) for task_id in forged]
+
+    assert [state["status"] for state in states] == ["FAILURE"] * len(forged)
+    assert {state["result"]["exc_type"] for state in states} == {"EnvelopeRefused"}
+    assert await files_of(session) == ""
+
+
+async def test_a_task_that_no_worker_knows_is_refused_and_the_worker_goes_on(stack: Stack, session: Session, store: "redis.Redis") -> None:
+    queue = (await session.info()).queue
+
+    state = await ended(store, publish(stack.broker, "tool.rm_rf_tool", queue, "{}"))
+
+    assert state["status"] == "FAILURE"
+    assert (await session.call("bash_tool", {"command": "echo on"})).success
+
+
+async def test_a_pickled_task_is_never_unpickled(stack: Stack, session: Session) -> None:
+    """The attacker's aim: run Python in the worker."""
+    queue, proof = (await session.info()).queue, stack.footprint.folder / "unpickled"
+
+    class Payload:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {proof}",)
+
+    message = {
+        "body": base64.b64encode(pickle.dumps(((), {"envelope": Payload()}, {}))).decode(),
+        "content-encoding": "binary",
+        "content-type": "application/x-python-serialize",
+        "headers": {"lang": "py", "task": "tool.bash_tool", "id": "pickled", "root_id": "pickled"},
+        "properties": {
+            "correlation_id": "pickled",
+            "delivery_mode": 2,
+            "delivery_info": {"exchange": "", "routing_key": queue},
+            "priority": 0,
+            "body_encoding": "base64",
+            "delivery_tag": "pickled",
+        },
+    }
+    with stack.open_redis() as store:
+        store.lpush(queue, json.dumps(message))
+        await eventually(lambda: store.llen(queue) == 0, 10, "the worker has taken the message")
+
+    assert (await session.call("bash_tool", {"command": "echo on"})).success
+    assert not proof.exists()
+
+
+GARBAGE = (b"{}", b'{"body": "eA==", "properties": {}}', b"garbage", b"[]", b"null", b"\xff\xfe\x00")
+
+
+async def test_garbage_in_the_queue_does_not_stop_the_worker(own_stack: Stack) -> None:
+    async with ToolClient.connect(own_stack.redis_url) as client:
+        session = await client.open_session()
+        queue = (await session.info()).queue
+        for garbage in GARBAGE:
+            with own_stack.open_redis() as store:
+                store.lpush(queue, garbage)
+                await eventually(lambda store=store: store.llen(queue) == 0, 10, "the worker has taken the garbage")
+            ran = asyncio.create_task(session.call("bash_tool", {"command": "echo on"}))
+            await eventually(lambda ran=ran: ran.done() or not is_alive(own_stack.pid("worker")), 20, "the worker serves again, or is dead")
+            assert is_alive(own_stack.pid("worker")), f"{garbage!r} has ended the worker"
+            assert (await ran).success
+        await session.close()
+
+
+async def test_a_call_whose_id_has_run_does_not_run_again(stack: Stack, session: Session) -> None:
+    """One client that sends it again gets the same result or is told; either way the command has acted once."""
+    first = await session.call("bash_tool", {"command": "echo ran >> log"}, call_id="twice-1")
+    second = await session.call("bash_tool", {"command": "echo ran >> log"}, call_id="twice-1")
+
+    assert first.success
+    assert second.error_code == ErrorCode.OUTCOME_UNKNOWN or second.output == first.output
+    assert await files_of(session) == "log\nran\n"
+
+
+async def test_a_call_whose_id_has_run_for_another_client_is_told_that_nobody_knows(stack: Stack, session: Session) -> None:
+    route = Route(session.tenant, session.id, (await session.info()).queue)
+    first = await session.call("bash_tool", {"command": "echo ran >> log"}, call_id="twice-2")
+
+    async with open_dispatcher(stack.broker) as other:
+        second = await other.dispatch(bash("echo ran >> log", "twice-2"), route)
+
+    assert first.success
+    assert (second.success, second.error_code) == (False, ErrorCode.OUTCOME_UNKNOWN)
+    assert "was not run again" in (second.error or "")
+    assert await files_of(session) == "log\nran\n"
+
+
+async def test_two_calls_with_one_id_at_the_same_time_both_end_and_act_once(stack: Stack, session: Session) -> None:
+    command = {"command": "echo ran >> log; sleep 1"}
+
+    results = await all_of((session.call("bash_tool", command, call_id="twice-3", timeout_s=5) for _ in range(2)), 15)
+
+    assert all(result.success or result.error_code in (ErrorCode.OUTCOME_UNKNOWN, ErrorCode.INVALID_ARGUMENTS) for result in results)
+    assert await files_of(session) == "log\nran\n"
+
+
+async def test_an_envelope_that_is_published_again_acts_once(stack: Stack, session: Session, store: "redis.Redis") -> None:
+    """A true envelope, taken from the queue and replayed."""
+    queue = (await session.info()).queue
+    envelope = make_envelope(stack.broker, bash("echo ran >> log"), tenant=session.tenant, session=session.id)
+
+    tasks = [publish(stack.broker, "tool.bash_tool", queue, envelope) for _ in range(3)]
+    for task_id in tasks:
+        await ended(store, task_id)
+
+    codes = [result.error_code for task_id in tasks if (result := stored_result(store, task_id))]
+    assert sorted(codes, key=str) == [None, ErrorCode.OUTCOME_UNKNOWN, ErrorCode.OUTCOME_UNKNOWN]
+    assert await files_of(session) == "log\nran\n"
+
+
+async def test_a_call_past_its_deadline_is_not_started(stack: Stack, session: Session, store: "redis.Redis") -> None:
+    queue = (await session.info()).queue
+    late = make_envelope(stack.broker, bash("touch late"), tenant=session.tenant, session=session.id, deadline_at=time.time() - 1)
+
+    task_id = publish(stack.broker, "tool.bash_tool", queue, late)
+    await ended(store, task_id)
+
+    result = stored_result(store, task_id)
+    assert result is not None
+    assert (result.success, result.error_code) == (False, ErrorCode.TIMEOUT)
+    assert await files_of(session) == ""
+
+
+async def test_a_call_that_waited_too_long_in_the_queue_is_a_timeout_and_did_not_run(stack: Stack, session: Session) -> None:
+    route = Route(session.tenant, session.id, (await session.info()).queue)
+    worker = stack.pid("worker")
+    async with open_dispatcher(stack.broker, queue_wait_s=1) as impatient:
+        await session.call("bash_tool", {"command": "true"})
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            waiting = impatient.dispatch(bash("touch late"), route)
+            result, _ = await all_of([waiting, _continue_later(worker, 2.5)], 30)
+        finally:
+            os.kill(worker, signal.SIGCONT)
+
+    assert (result.success, result.error_code) == (False, ErrorCode.TIMEOUT)
+    assert "was not run" in (result.error or "")
+    assert await files_of(session) == ""
+
+
+async def _continue_later(pid: int, after_s: float) -> None:
+    await asyncio.sleep(after_s)
+    os.kill(pid, signal.SIGCONT)
+
+
+async def test_a_call_that_no_worker_takes_is_soon_a_timeout_that_says_so(stack: Stack) -> None:
+    """Its run marker is missing and its deadline has passed, so it is known that it did not run and never will."""
+    started = time.monotonic()
+    async with open_dispatcher(stack.broker, queue_wait_s=1) as impatient:
+        result = await impatient.dispatch(bash("true"), Route("default", "none", "host.nobody.0"))
+
+    assert (result.success, result.error_code) == (False, ErrorCode.TIMEOUT), result.error
+    assert time.monotonic() - started < 15
+    with stack.open_redis() as store:
+        store.delete("host.nobody.0")

@@ -1,0 +1,254 @@
+"""Limits inside a session: what a call may do ends with it, and the session goes on."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from contract.calls import ToolResult
+from contract.errors import ErrorCode
+from orchestrator.client import ToolClient
+from orchestrator.sessions import Session
+from tests.stack import Stack, commands_in, eventually, is_alive
+
+pytestmark = pytest.mark.stack
+
+
+async def container_of(stack: Stack, session: Session) -> str:
+    """Full id of the session's container."""
+    sandbox = (await session.info()).sandbox
+    assert sandbox is not None
+    return stack.full_id(sandbox.id)
+
+
+async def assert_only_the_guest_runs(container: str) -> None:
+    """Seen from the host's cgroups: PID 1 and nothing else."""
+    await eventually(lambda: len(commands_in(container)) == 1, 3, "only the guest is left in the container")
+
+
+async def assert_goes_on(session: Session) -> ToolResult:
+    result = await session.call("bash_tool", {"command": "echo still here"})
+    assert result.metadata.get("stdout") == "still here\n", result
+    return result
+
+
+async def test_at_the_limit_everything_that_a_call_started_is_killed(stack: Stack, session: Session) -> None:
+    """New sessions, double forks and nohup included; what was printed until then is kept."""
+    container = await container_of(stack, session)
+    command = (
+        "echo before; setsid sleep 300 & (setsid sh -c 'sleep 301 & sleep 302 & wait' &) ; nohup sleep 303 >/dev/null 2>&1 & sleep 304"
+    )
+    started = time.monotonic()
+    call = asyncio.create_task(session.call("bash_tool", {"command": command}, timeout_s=1.5))
+    await eventually(lambda: sum("sleep 30" in c for c in commands_in(container).values()) >= 5, 10, "all of the call's processes run")
+
+    result = await call
+
+    assert (result.success, result.error_code) == (False, ErrorCode.TIMEOUT)
+    assert result.output == "before\n"
+    assert result.kill is not None
+    assert (result.kill.survivors, result.kill.signalled >= 5) == (0, True)
+    assert 1.5 <= time.monotonic() - started < 10
+    await assert_only_the_guest_runs(container)
+    after = await assert_goes_on(session)
+    assert after.sandbox is not None
+    assert container.startswith(after.sandbox.id)
+
+
+async def test_a_call_survives_the_kill_of_its_neighbour(stack: Stack, session: Session) -> None:
+    neighbour = asyncio.create_task(session.call("bash_tool", {"command": "setsid sleep 3 & wait; echo survived"}))
+
+    killed = await session.call("bash_tool", {"command": "setsid sleep 60 & sleep 60"}, timeout_s=1)
+
+    assert killed.error_code == ErrorCode.TIMEOUT
+    assert (await neighbour).metadata["stdout"] == "survived\n"
+
+
+async def test_what_a_call_leaves_running_is_ended_with_it_and_said(stack: Stack, session: Session) -> None:
+    container = await container_of(stack, session)
+
+    result = await session.call("bash_tool", {"command": "nohup setsid sleep 300 >/dev/null 2>&1 & echo started"})
+
+    assert result.success
+    assert result.kill is not None
+    assert "left running" in (result.output or "")
+    await assert_only_the_guest_runs(container)
+
+
+async def test_a_fork_bomb_ends_at_its_limit_and_the_session_goes_on(stack: Stack, session: Session) -> None:
+    container = await container_of(stack, session)
+
+    result = await session.call("bash_tool", {"command": "bomb() { bomb | bomb & }; bomb; sleep 60"}, timeout_s=2)
+
+    assert result.success is False or result.kill is not None
+    if result.kill is not None and result.kill.method == "container":
+        await eventually(lambda: not stack.has_container(container), 10, "the container is removed")
+        await session.call("bash_tool", {"command": "true"})
+    else:
+        assert stack.has_container(container)
+        await assert_only_the_guest_runs(container)
+    await assert_goes_on(session)
+
+
+async def test_a_memory_hog_is_told_that_memory_ran_out(stack: Stack, session: Session) -> None:
+    container = await container_of(stack, session)
+    hog = "python3 -c 'held = [bytearray(50_000_000) for _ in range(200)]'"
+
+    result = await session.call("bash_tool", {"command": hog}, timeout_s=30)
+
+    assert result.metadata.get("oom") is True, result
+    assert "out of memory" in (result.output or "")
+    await assert_goes_on(session)
+    assert stack.has_container(container)
+
+
+async def test_an_output_flood_is_bounded_and_cut_with_a_notice(session: Session) -> None:
+    result = await session.call("bash_tool", {"command": "yes flood"}, timeout_s=1.5)
+
+    assert (result.error_code, result.truncated) == (ErrorCode.TIMEOUT, True)
+    assert "omitted" in (result.output or "")
+    assert len(result.model_dump_json()) < 300_000
+    await assert_goes_on(session)
+
+
+async def test_a_call_asks_for_its_own_limit_and_is_told_when_it_is_clamped(session: Session) -> None:
+    own = await session.call("bash_tool", {"command": "sleep 30", "timeout": 1})
+    clamped = await session.call("bash_tool", {"command": "echo quick", "timeout": 5000})
+
+    assert own.error_code == ErrorCode.TIMEOUT
+    assert "[timeout was clamped to 600 s]" in (clamped.output or "")
+
+
+async def test_a_program_at_its_limit_is_killed_and_says_so(stack: Stack, session: Session) -> None:
+    result = await session.exec(["sh", "-c", "echo first; sleep 60"], timeout_s=1)
+
+    assert (result.returncode, result.stdout) == (-9, b"first\n")
+    assert result.kill is not None
+    await assert_only_the_guest_runs(await container_of(stack, session))
+
+
+async def test_a_cancelled_call_is_killed_at_once(stack: Stack, session: Session) -> None:
+    container = await container_of(stack, session)
+    call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 77"}))
+    await eventually(lambda: "sleep 77" in commands_in(container).values(), 10, "the command runs")
+
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+    await assert_only_the_guest_runs(container)
+    await assert_goes_on(session)
+
+
+async def test_a_call_is_cancelled_at_once_also_when_every_slot_is_busy(stack: Stack, session: Session) -> None:
+    container = await container_of(stack, session)
+    calls = [asyncio.create_task(session.call("bash_tool", {"command": "sleep 12"})) for _ in range(4)]
+    await eventually(lambda: list(commands_in(container).values()).count("sleep 12") == 4, 10, "four commands run")
+
+    started = time.monotonic()
+    calls[0].cancel()
+    await asyncio.gather(calls[0], return_exceptions=True)
+    took_s = time.monotonic() - started
+    still_running = list(commands_in(container).values()).count("sleep 12")
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+    assert still_running == 3, f"the cancelled call waited {took_s:.1f} s for a slot"
+    assert took_s < 5
+
+
+async def test_a_stopped_guest_costs_its_container_two_seconds_after_the_limit(stack: Stack, client: ToolClient) -> None:
+    """The second ring: the guest cannot answer, so sandboxd ends it all and tells whose doing that was."""
+    async with await client.open_session() as session:
+        container = await container_of(stack, session)
+        guest = int(stack.api.inspect_container(container)["State"]["Pid"])
+        started = time.monotonic()
+        call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 88"}, timeout_s=1.5))
+        await eventually(lambda: "sleep 88" in commands_in(container).values(), 10, "the command runs")
+        os.kill(guest, signal.SIGSTOP)
+
+        result = await call
+
+        assert 3.4 <= time.monotonic() - started < 15
+        assert not stack.has_container(container), "the result came before the container was gone"
+        assert not is_alive(guest)
+        assert (result.success, result.error_code) == (False, ErrorCode.TIMEOUT)
+        assert result.kill is not None
+        assert (result.kill.method, result.kill.survivors) == ("container", 0)
+        assert "its files are lost" in (result.error or "")
+        after = await assert_goes_on(session)
+        assert after.sandbox is not None
+        assert (after.sandbox.generation, after.sandbox.rebuilt) == (2, True)
+        assert not container.startswith(after.sandbox.id)
+
+
+async def test_a_stopped_guest_is_gone_soon_and_the_session_gets_a_second_generation(stack: Stack, client: ToolClient) -> None:
+    async with await client.open_session() as session:
+        container = await container_of(stack, session)
+        guest = int(stack.api.inspect_container(container)["State"]["Pid"])
+        call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 88"}, timeout_s=1))
+        await eventually(lambda: "sleep 88" in commands_in(container).values(), 10, "the command runs")
+        os.kill(guest, signal.SIGSTOP)
+
+        result = await call
+
+        assert result.success is False
+        await eventually(lambda: not stack.has_container(container), 10, "the container is removed")
+        after = await assert_goes_on(session)
+        assert after.sandbox is not None
+        assert (after.sandbox.generation, after.sandbox.rebuilt) == (2, True)
+
+
+async def test_a_killed_guest_is_told_once_and_replaced(stack: Stack, client: ToolClient) -> None:
+    async with await client.open_session() as session:
+        container = await container_of(stack, session)
+        await session.write_file("kept.txt", b"not kept")
+        guest = int(stack.api.inspect_container(container)["State"]["Pid"])
+        call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 88"}))
+        await eventually(lambda: "sleep 88" in commands_in(container).values(), 10, "the command runs")
+        os.kill(guest, signal.SIGKILL)
+
+        result = await call
+
+        assert (result.success, result.error_code) == (False, ErrorCode.SANDBOX_UNAVAILABLE)
+        assert "files are lost" in (result.error or "")
+        after = await session.call("bash_tool", {"command": "ls"})
+        assert (after.success, after.metadata["stdout"]) == (True, "")
+        assert after.sandbox is not None
+        assert after.sandbox.generation == 2
+        await eventually(lambda: not stack.has_container(container), 10, "the engine has removed the dead container")
+
+
+async def test_a_guest_that_died_between_two_calls_is_told_by_the_next_one(stack: Stack, client: ToolClient) -> None:
+    async with await client.open_session() as session:
+        container = await container_of(stack, session)
+        os.kill(int(stack.api.inspect_container(container)["State"]["Pid"]), signal.SIGKILL)
+        await eventually(lambda: not stack.has_container(container), 10, "the engine has removed the dead container")
+
+        told = await session.call("bash_tool", {"command": "true"})
+
+        assert told.error_code == ErrorCode.SANDBOX_UNAVAILABLE
+        assert "files are lost" in (told.error or "")
+        await assert_goes_on(session)
+
+
+async def test_an_opening_that_is_cancelled_leaves_no_container(stack: Stack, client: ToolClient) -> None:
+    """The program goes while its session is being opened: nobody is left to close it."""
+    before = set(stack.footprint.containers())
+    os.kill(stack.pid("sandboxd"), signal.SIGSTOP)
+    try:
+        opening = asyncio.create_task(client.open_session())
+        await asyncio.sleep(0.5)  # long enough for a worker to have asked the stopped sandboxd; nothing outside shows it
+        opening.cancel()
+        await asyncio.gather(asyncio.wait_for(opening, 5), return_exceptions=True)
+    finally:
+        os.kill(stack.pid("sandboxd"), signal.SIGCONT)
+
+    await asyncio.sleep(2)  # a container that should never come has no event
+    left = set(stack.footprint.containers()) - before
+    for container in left:
+        stack.api.remove_container(container, force=True)
+    assert not left

@@ -1,0 +1,433 @@
+"""Real stacks for tests: started as users start them, watched from outside (engine, /proc, Redis), and cleared whatever happened."""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import redis
+from celery import Celery
+from docker import APIClient
+
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.envelope import decode_result, encode_call
+from contract.errors import ConfigError
+from contract.names import result_key
+from contract.settings import BrokerSettings
+from orchestrator.catalog import RedisCatalog
+from orchestrator.celery_transport import CeleryTransport
+from orchestrator.dispatcher import Dispatcher
+from orchestrator.local_stack import StackInfo
+from orchestrator.redis_connection import open_redis
+from orchestrator.redis_server import find_redis_server, write_redis_config
+from orchestrator.results import ResultHub
+from tests.containers import open_engine
+
+ROOT = Path(__file__).parent.parent
+TOOLCREW = str(Path(sys.executable).parent / "toolcrew")
+UP_S = 90.0
+"""How long a stack may take to come up or to go on a busy machine; quiet ones need 3."""
+_KEPT = ("TOOLCREW_SANDBOX_IMAGE", "TOOLCREW_SANDBOX_RUNTIME", "TOOLCREW_TEST_REQUIRE")
+
+
+def missing(reason: str) -> NoReturn:
+    """Skip with the reason; where everything must be there (TOOLCREW_TEST_REQUIRE), fail with it."""
+    if os.environ.get("TOOLCREW_TEST_REQUIRE"):
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+def require_engine() -> APIClient:
+    """A client of the local engine that has the sandbox image."""
+    try:
+        return open_engine()
+    except pytest.skip.Exception as skipped:
+        missing(str(skipped.msg))
+
+
+def require_redis_server() -> str:
+    """Path of redis-server."""
+    try:
+        return find_redis_server()
+    except ConfigError as error:
+        missing(str(error))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(is_so: Callable[[], Any], deadline_s: float, what: str) -> Any:
+    """The first true answer of `is_so`, asked again and again. Fails the test with `what` at the deadline."""
+    until = time.monotonic() + deadline_s
+    while not (answer := is_so()):
+        if time.monotonic() > until:
+            pytest.fail(f"not within {deadline_s:g} s: {what}")
+        time.sleep(0.05)
+    return answer
+
+
+async def eventually(is_so: Callable[[], Any], deadline_s: float, what: str) -> Any:
+    """As `wait_until`, beside running calls."""
+    until = time.monotonic() + deadline_s
+    while not (answer := await asyncio.to_thread(is_so)):
+        if time.monotonic() > until:
+            pytest.fail(f"not within {deadline_s:g} s: {what}")
+        await asyncio.sleep(0.05)
+    return answer
+
+
+# --- what is in the world -------------------------------------------------------------------------------------------------
+
+
+def read_proc(pid: int, name: str) -> bytes:
+    """A file of /proc/<pid>; empty when the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def all_pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def is_alive(pid: int) -> bool:
+    """True for a process that runs or sleeps; a zombie is none."""
+    state = read_proc(pid, "stat").rpartition(b")")[2].split()
+    return bool(state) and state[0] != b"Z"
+
+
+def children_of(pid: int) -> list[int]:
+    """Living children, oldest first."""
+    found = [child for child in all_pids() if is_alive(child) and int(read_proc(child, "stat").rpartition(b")")[2].split()[1]) == pid]
+    return sorted(found)
+
+
+def commands_in(container: str) -> dict[int, str]:
+    """Every process of a container, by its number on the host: its command line. Read from the cgroups, not from the engine."""
+    wanted = container.encode()
+    found = {pid: read_proc(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip() for pid in _pids_in_cgroup(wanted)}
+    return {pid: command for pid, command in found.items() if is_alive(pid)}
+
+
+def _pids_in_cgroup(container: bytes) -> list[int]:
+    return [pid for pid in all_pids() if container in read_proc(pid, "cgroup")]
+
+
+class Footprint:
+    """Everything that processes started with `environment()` leave in the world: processes, containers, folders.
+
+    Processes are known by a mark in their environment (or their working folder: redis-server writes over its own), containers by the
+    name of a sandboxd that carried the mark, folders by a TMPDIR of our own.
+    """
+
+    def __init__(self, api: APIClient | None = None) -> None:
+        self._api = api
+        self._mark = f"TOOLCREW_TEST_MARK={secrets.token_hex(8)}"
+        self._names: set[str] = set()
+        self.folder = Path(tempfile.mkdtemp(prefix="tct-", dir="/tmp"))  # short: a socket's path is bounded
+
+    def environment(self, overrides: Mapping[str, str] | None = None) -> dict[str, str]:
+        """This process's environment without anybody's settings of toolcrew or of a model."""
+        plain = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(("TOOLCREW_", "OPENAI_"))}
+        name, value = self._mark.split("=")
+        return {**plain, name: value, "TMPDIR": str(self.folder), "COLUMNS": "200", **(overrides or {})}
+
+    def processes(self) -> dict[int, str]:
+        """Living processes, number to command line."""
+        found = {}
+        for pid in all_pids():
+            environ = read_proc(pid, "environ")
+            if pid != os.getpid() and (self._mark.encode() in environ.split(b"\0") or self._lives_in_folder(pid)) and is_alive(pid):
+                self._learn_name(environ)
+                found[pid] = read_proc(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+        return found
+
+    def find_process(self, words: str) -> list[int]:
+        """Processes whose command line has these words."""
+        return [pid for pid, command in self.processes().items() if words in command]
+
+    def containers(self) -> list[str]:
+        """Full ids of the sandboxes of every sandboxd seen so far, in any state."""
+        if self._api is None:
+            return []
+        self.processes()
+        found = []
+        for name in self._names:
+            filters = {"label": [f"toolcrew.sandboxd={name}"]}
+            found += [str(container["Id"]) for container in self._api.containers(all=True, filters=filters)]
+        return found
+
+    def folders(self) -> list[str]:
+        """What of ours lies in the temp folder."""
+        return sorted(path.name for path in self.folder.glob("toolcrew-*"))
+
+    def leftovers(self) -> dict[str, Any]:
+        """All there is; empty when nothing is left."""
+        found = {"processes": self.processes(), "containers": self.containers(), "folders": self.folders()}
+        return {kind: what for kind, what in found.items() if what}
+
+    def assert_nothing_left(self, within_s: float = 15.0) -> None:
+        """Fails with what is left at the deadline."""
+        until = time.monotonic() + within_s
+        while (left := self.leftovers()) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not left, f"left behind after {within_s:g} s: {left}"
+
+    def clear(self) -> None:
+        """Remove what is left: only what carries our mark."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGKILL)
+        for container in self.containers():
+            with contextlib.suppress(Exception):
+                self._api.remove_container(container, force=True, v=True)  # type: ignore[union-attr]
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _lives_in_folder(self, pid: int) -> bool:
+        try:
+            return os.readlink(f"/proc/{pid}/cwd").startswith(f"{self.folder}/")
+        except OSError:
+            return False
+
+    def _learn_name(self, environ: bytes) -> None:
+        for entry in environ.split(b"\0"):
+            if entry.startswith(b"TOOLCREW_SANDBOXD_NAME="):
+                self._names.add(entry.partition(b"=")[2].decode())
+
+
+@contextlib.contextmanager
+def open_footprint(api: APIClient | None = None) -> Iterator[Footprint]:
+    """A footprint that is cleared at the end, also when the test failed."""
+    footprint = Footprint(api)
+    try:
+        yield footprint
+    finally:
+        footprint.clear()
+
+
+# --- stacks ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stack:
+    """A running `toolcrew up`."""
+
+    info: StackInfo
+    process: "subprocess.Popen[bytes]"
+    footprint: Footprint
+    api: APIClient
+    broker: BrokerSettings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.broker = BrokerSettings.model_validate({"redis_url": self.info.redis_url})
+
+    @property
+    def redis_url(self) -> str:
+        return self.info.redis_url
+
+    def pid(self, role: str) -> int:
+        return self.info.pids[role][0]
+
+    def open_redis(self) -> "redis.Redis":
+        return redis.Redis.from_url(self.redis_url, socket_timeout=10)
+
+    def log(self, role: str) -> str:
+        """What a part has said so far."""
+        return (Path(self.info.logs) / f"{role}.log").read_text(errors="replace")
+
+    def errors(self) -> str:
+        """What `toolcrew up` itself has said on stderr."""
+        return (self.footprint.folder / "up.err").read_text(errors="replace")
+
+    def full_id(self, short: str) -> str:
+        """The container's whole id, as cgroups name it."""
+        return str(self.api.inspect_container(short)["Id"])
+
+    def has_container(self, container: str) -> bool:
+        return any(known.startswith(container) for known in self.footprint.containers())
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal; gives the exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout=UP_S)
+
+
+@contextlib.contextmanager
+def open_stack(api: APIClient, environment: Mapping[str, str] | None = None) -> Iterator[Stack]:
+    """A stack of one's own, taken down at the end by force if need be."""
+    require_redis_server()
+    with open_footprint(api) as footprint, open(footprint.folder / "up.err", "wb") as errors:
+        process = subprocess.Popen(
+            [TOOLCREW, "up", "--json"],
+            env=footprint.environment(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            line = read_line(process)
+            if not line:
+                pytest.fail(f"the stack did not come up: {(footprint.folder / 'up.err').read_text(errors='replace')}")
+            footprint.processes()
+            yield Stack(StackInfo.model_validate_json(line), process, footprint, api)
+        finally:
+            end_process(process)
+
+
+def read_line(process: "subprocess.Popen[bytes]", within_s: float = UP_S) -> bytes:
+    """The first line of a program's stdout; empty when it ended or said nothing in time."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], within_s)
+    return process.stdout.readline() if ready else b""
+
+
+def end_process(process: "subprocess.Popen[bytes]", within_s: float = 30.0) -> None:
+    """TERM, then KILL."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(within_s)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def run_toolcrew(
+    footprint: Footprint, *arguments: str, environment: Mapping[str, str] | None = None, text: str = "", within_s: float = UP_S
+) -> "subprocess.CompletedProcess[str]":
+    """One `toolcrew` command to its end."""
+    return subprocess.run(
+        [TOOLCREW, *arguments],
+        env=footprint.environment(environment),
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=within_s,
+        start_new_session=True,
+        check=False,
+    )
+
+
+class RedisServer:
+    """A Redis of one's own that can be killed and come back on its port with its data."""
+
+    def __init__(self, folder: Path, *, password: str | None) -> None:
+        self._folder = folder
+        self.port = free_port()
+        self.url = f"redis://:{password}@127.0.0.1:{self.port}/0" if password else f"redis://127.0.0.1:{self.port}/0"
+        self._config = write_redis_config(folder, self.port, password or "x")
+        if password is None:
+            lines = [line for line in self._config.read_text().splitlines() if not line.startswith("requirepass")]
+            self._config.write_text("\n".join([*lines, "protected-mode no"]) + "\n")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        log = open(self._folder / "redis.log", "ab")  # noqa: SIM115  # the child's from here on
+        with log:
+            self._process = subprocess.Popen([require_redis_server(), str(self._config)], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        wait_until(self._answers, 20, "redis-server answers")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _answers(self) -> bool:
+        client = redis.Redis.from_url(self.url, socket_timeout=2)
+        try:
+            return bool(client.ping())
+        except redis.RedisError:
+            return False
+        finally:
+            client.close()
+
+
+@contextlib.contextmanager
+def open_redis_server(*, password: str | None = "a-test-password") -> Iterator[RedisServer]:
+    """A Redis that is gone at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="tct-redis-", dir="/tmp"))
+    server = RedisServer(folder, password=password)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- the queue, by hand ---------------------------------------------------------------------------------------------------
+
+
+def make_envelope(broker: BrokerSettings, call: ToolCall, *, tenant: str, session: str, key: bytes | None = None, **fields: Any) -> str:
+    """A signed envelope as the dispatcher makes it; `fields` replace fields of its context."""
+    now = time.time()
+    told: dict[str, Any] = {"tenant": tenant, "session": session, "sent_at": now, "deadline_at": now + 60, **fields}
+    return encode_call(call, ToolContext(**told), key or broker.signing_key())
+
+
+def publish(broker: BrokerSettings, task: str, queue: str, envelope: object, **options: Any) -> str:
+    """Put a task into a queue as anyone who knows the Redis URL can; gives its id."""
+    app = Celery("forger", broker=broker.redis_url.get_secret_value(), backend=None, set_as_current=False)
+    app.conf.broker_transport_options = {"priority_steps": [0]}
+    task_id = f"forged-{secrets.token_hex(8)}"
+    try:
+        app.send_task(task, kwargs={"envelope": envelope}, queue=queue, task_id=task_id, **options)
+    finally:
+        app.close()
+    return task_id
+
+
+def stored_state(client: "redis.Redis", task_id: str) -> dict[str, Any] | None:
+    """What Celery has stored of a task, or None."""
+    text = client.get(result_key(task_id))
+    return dict(json.loads(text)) if text else None
+
+
+def stored_result(client: "redis.Redis", task_id: str) -> ToolResult | None:
+    """The result of a task that ended as a result of ours, or None."""
+    state = stored_state(client, task_id)
+    return decode_result(state["result"]) if state and state["status"] == "SUCCESS" else None
+
+
+@contextlib.asynccontextmanager
+async def open_dispatcher(broker: BrokerSettings, *, queue_wait_s: float = 60.0, key: bytes | None = None) -> Any:
+    """The door to the workers without a client around it: for routes made by hand."""
+    client = open_redis(broker)
+    hub = ResultHub(client)
+    await hub.start()
+    transport = CeleryTransport(broker, hub)
+    try:
+        yield Dispatcher(transport, RedisCatalog(client, broker.deployment), key or broker.signing_key(), queue_wait_s=queue_wait_s)
+    finally:
+        await transport.aclose()
+        await hub.close()
+        await client.aclose()
+
+
+async def all_of(work: Iterable[Awaitable[Any]], within_s: float) -> list[Any]:
+    """Results of all, or a failed test at the deadline."""
+    async with asyncio.timeout(within_s):
+        return list(await asyncio.gather(*work))

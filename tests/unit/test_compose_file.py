@@ -1,0 +1,274 @@
+"""docker-compose.yml and the Dockerfile keep the architecture: who holds the engine's socket, who has a network, who may do what."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator.local_stack import FLOWER_OPTIONS
+from orchestrator.settings import OrchestratorSettings
+from workers.settings import SandboxdSettings, WorkerSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICES = ("redis", "sandboxd", "worker", "orchestrator", "flower")
+SECRETS = ("TOOLCREW_REDIS_PASSWORD", "TOOLCREW_SECRET", "TOOLCREW_FLOWER_PASSWORD")
+UNITS = {"k": 1024, "m": 1024**2, "mb": 1024**2, "g": 1024**3}
+VARIABLE = re.compile(r"(?<!\$)\$\{(?P<name>\w+)(?:(?P<how>:[-?])(?P<rest>[^}]*))?\}")
+
+TEXT = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+COMPOSE: dict[str, Any] = yaml.safe_load(TEXT)
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+
+
+def load_service(name: str) -> dict[str, Any]:
+    service: dict[str, Any] = COMPOSE["services"][name]
+    return service
+
+
+def load_environment(name: str, **given: str) -> dict[str, str]:
+    """A service's environment as compose would fill it in: what is given, else the file's defaults; nothing for what stays unset."""
+    filled = {}
+    for key, value in load_service(name)["environment"].items():
+        if value is None:
+            continue
+        filled[key] = VARIABLE.sub(
+            lambda found: given.get(found["name"], (found["rest"] or "") if found["how"] == ":-" else ""), str(value)
+        )
+    return filled
+
+
+def find_mounts(name: str) -> dict[str, str]:
+    """Target -> source of a service's volumes, in either notation."""
+    mounts = {}
+    for volume in load_service(name).get("volumes", []):
+        if isinstance(volume, dict):
+            mounts[volume["target"]] = volume["source"]
+        else:
+            source, target = volume.split(":")[:2]
+            mounts[target] = source
+    return mounts
+
+
+def parse_size(text: str) -> int:
+    found = re.fullmatch(r"(\d+)([a-z]*)", VARIABLE.sub(lambda variable: variable["rest"], text))
+    assert found is not None, text
+    return int(found[1]) * UNITS[found[2]]
+
+
+def find_stages() -> dict[str, str]:
+    """Stage -> its lines."""
+    parts = re.split(r"^FROM \S+ AS (\S+)$", DOCKERFILE, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def find_user(service: str) -> tuple[int, int]:
+    """Uid and gid that the image of a service runs as."""
+    found = re.findall(r"^USER (\d+):(\d+)$", find_stages()[service], flags=re.MULTILINE)
+    assert len(found) == 1, f"{service} needs one numeric USER"
+    return int(found[0][0]), int(found[0][1])
+
+
+def find_services_naming(word: str) -> set[str]:
+    return {name for name in SERVICES if word in yaml.safe_dump(load_service(name))}
+
+
+def test_the_file_holds_the_five_services() -> None:
+    assert set(COMPOSE["services"]) == set(SERVICES)
+
+
+def test_only_sandboxd_is_given_the_engine() -> None:
+    assert find_services_naming("docker.sock") == {"sandboxd"}
+    assert find_services_naming("DOCKER_HOST") == set()
+    assert "/var/run/docker.sock" in find_mounts("sandboxd")
+
+
+def test_no_service_but_sandboxd_sees_a_path_of_the_host() -> None:
+    named = set(COMPOSE["volumes"])
+    assert {name for name in SERVICES if set(find_mounts(name).values()) - named} == {"sandboxd"}
+
+
+def test_sandboxd_has_no_network() -> None:
+    sandboxd = load_service("sandboxd")
+    assert sandboxd["network_mode"] == "none"
+    assert not {"networks", "ports", "extra_hosts"} & sandboxd.keys()
+
+
+def test_the_worker_is_on_the_network_without_a_way_out_and_on_no_other() -> None:
+    assert load_service("worker")["networks"] == ["backend"]
+    assert COMPOSE["networks"]["backend"]["internal"] is True
+
+
+def test_the_network_without_a_way_out_does_not_lead_to_the_host_either() -> None:
+    assert COMPOSE["networks"]["backend"]["driver_opts"]["com.docker.network.bridge.inhibit_ipv4"] == "true"
+
+
+def test_a_worker_cannot_ask_names_of_the_world() -> None:
+    assert load_service("worker")["dns"] == "127.0.0.1"
+
+
+def test_only_flower_publishes_a_port_and_on_loopback_unless_told() -> None:
+    assert {name for name in SERVICES if "ports" in load_service(name)} == {"flower"}
+    assert load_service("flower")["ports"] == ["${TOOLCREW_FLOWER_BIND:-127.0.0.1}:${TOOLCREW_FLOWER_PORT:-5555}:5555"]
+
+
+def test_redis_is_on_the_inner_network_alone() -> None:
+    assert load_service("redis")["networks"] == ["backend"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+class TestEveryService:
+    def test_gets_no_right_it_does_not_need(self, name: str) -> None:
+        service = load_service(name)
+        loose = {"privileged", "pid", "ipc", "uts", "userns_mode", "cap_add", "devices", "volumes_from", "user", "group_add", "entrypoint"}
+        assert not loose & service.keys()
+        assert service.get("network_mode") in (None, "none")
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+
+    def test_cannot_write_but_to_its_own_volumes_and_a_small_tmp(self, name: str) -> None:
+        service = load_service(name)
+        assert service["read_only"] is True
+        (tmp,) = service["tmpfs"]
+        path, options = tmp.split(":")
+        assert path == "/tmp"
+        assert {"noexec", "nosuid", "nodev"} <= set(options.split(","))
+        assert re.search(r"\bsize=\d+m\b", options)
+
+    def test_is_bounded_in_memory_processes_and_logs(self, name: str) -> None:
+        service = load_service(name)
+        assert parse_size(service["mem_limit"]) > 0
+        assert service["pids_limit"] > 0
+        assert {"max-size", "max-file"} <= service["logging"]["options"].keys()
+
+    def test_says_whether_it_is_well_and_is_started_again(self, name: str) -> None:
+        service = load_service(name)
+        check = service["healthcheck"]
+        assert check["test"][0] in ("CMD", "CMD-SHELL")
+        assert {"interval", "timeout", "retries"} <= check.keys()
+        assert service["restart"] == "unless-stopped"
+
+    def test_is_a_target_of_the_one_dockerfile(self, name: str) -> None:
+        service = load_service(name)
+        assert service["image"] == f"toolcrew-{name}:dev"
+        assert service["build"].keys() == {"context", "target", "args"}
+        assert (service["build"]["context"], service["build"]["target"]) == (".", name)
+        assert name in find_stages()
+
+    def test_puts_no_secret_on_a_command_line(self, name: str) -> None:
+        service = load_service(name)
+        words = [*service["healthcheck"]["test"], *service.get("command", [])]
+        assert [word for word in words if VARIABLE.search(word)] == []
+
+
+def test_the_healthcheck_of_the_orchestrator_is_a_call_through_the_whole_path() -> None:
+    assert load_service("orchestrator")["healthcheck"]["test"] == ["CMD", "toolcrew", "call", "bash_tool", "command=true"]
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_stack_without_its_secrets_is_refused(secret: str) -> None:
+    uses = [found for found in VARIABLE.finditer(TEXT) if found["name"] == secret]
+    assert uses
+    assert {found["how"] for found in uses} == {":?"}
+
+
+def test_no_secret_is_written_in_the_file() -> None:
+    for name in SERVICES:
+        for key, value in load_service(name)["environment"].items():
+            if value is not None and re.search(r"PASSWORD|SECRET|KEY|AUTH|_URL$", key):
+                assert VARIABLE.sub("", value) in ("", ":", "redis://:@redis:6379/0"), key
+
+
+def test_a_secret_goes_only_to_who_needs_it() -> None:
+    assert find_services_naming("TOOLCREW_SECRET") == {"worker", "orchestrator"}
+    assert find_services_naming("TOOLCREW_REDIS_PASSWORD") == {"redis", "worker", "orchestrator", "flower"}
+    assert find_services_naming("TOOLCREW_FLOWER_PASSWORD") == {"flower"}
+    assert find_services_naming("OPENAI_API_KEY") == {"orchestrator"}
+
+
+def test_every_variable_is_told_in_the_example_and_no_secret_has_a_value_there() -> None:
+    example = (ROOT / "deploy" / ".env.example").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^#?([A-Z_]+)=(.*)$", example, flags=re.MULTILINE))
+    passed_on = {key for name in SERVICES for key, value in load_service(name)["environment"].items() if value is None}
+    assert told.keys() == {found["name"] for found in VARIABLE.finditer(TEXT)} | passed_on
+    assert {told[secret] for secret in SECRETS} == {""}
+
+
+def test_every_service_but_sandboxd_has_an_unprivileged_uid_of_its_own() -> None:
+    uids = {name: find_user(name)[0] for name in SERVICES}
+    assert uids.pop("sandboxd") == 0
+    assert all(uid >= 1000 for uid in uids.values())
+    assert len(set(uids.values())) == len(uids)
+
+
+def test_the_socket_of_sandboxd_is_for_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker_uid, worker_gid = find_user("worker")
+    for key, value in load_environment("sandboxd").items():
+        monkeypatch.setenv(key, value)
+    settings = SandboxdSettings()
+    assert settings.sandboxd_allow_uids == [worker_uid]
+    assert settings.sandboxd_socket_mode == 0o660
+    assert find_user("sandboxd")[1] == worker_gid
+    assert f"install -d -o 0 -g {worker_gid} -m 0750 {settings.sandboxd_socket.parent}" in find_stages()["runtime"]
+    mounting = {name for name in SERVICES if "sandboxd-socket" in find_mounts(name).values()}
+    assert mounting == {"sandboxd", "worker"}
+    assert f"sandboxd-socket:{settings.sandboxd_socket.parent}:ro" in load_service("worker")["volumes"]
+
+
+def test_two_stacks_on_one_engine_do_not_sweep_each_others_sandboxes() -> None:
+    assert load_environment("sandboxd", COMPOSE_PROJECT_NAME="other")["TOOLCREW_SANDBOXD_NAME"] == "other"
+
+
+def test_both_sides_of_the_queue_accept_their_environment_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = {"TOOLCREW_REDIS_PASSWORD": "a1b2", "TOOLCREW_SECRET": "c3d4"}
+    for key, value in load_environment("worker", **secrets).items():
+        monkeypatch.setenv(key, value)
+    worker = WorkerSettings()
+    for key, value in load_environment("orchestrator", **secrets).items():
+        monkeypatch.setenv(key, value)
+    assert worker.broker() == OrchestratorSettings().broker()
+    assert worker.redis_url.get_secret_value() == "redis://:a1b2@redis:6379/0"
+
+
+def test_a_worker_keeps_its_name_over_restarts() -> None:
+    assert load_service("worker")["hostname"] == load_environment("worker")["TOOLCREW_HOST"] == "worker"
+
+
+def test_the_worker_has_memory_for_its_calls() -> None:
+    concurrency = int(load_environment("worker")["TOOLCREW_CONCURRENCY"])
+    assert parse_size(load_service("worker")["mem_limit"]) >= (concurrency * 256 + 512) * 1024**2
+
+
+def test_flower_is_read_only_behind_a_password_and_as_in_the_embedded_stack() -> None:
+    environment = load_environment("flower", TOOLCREW_FLOWER_PASSWORD="p")
+    assert environment["FLOWER_BASIC_AUTH"] == "toolcrew:p"
+    assert environment["FLOWER_READ_ONLY"] == "True"
+    assert FLOWER_OPTIONS.items() <= environment.items()
+    assert "FLOWER_UNAUTHENTICATED_API" not in environment
+
+
+def test_redis_keeps_what_it_was_told_and_drops_nothing_to_make_room() -> None:
+    lines = (ROOT / "deploy" / "redis.conf").read_text(encoding="utf-8").splitlines()
+    options = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
+    assert (options["appendonly"], options["maxmemory-policy"], options["protected-mode"]) == ("yes", "noeviction", "yes")
+    assert options["dir"] in find_mounts("redis")
+    # Rewriting the log may copy what changes meanwhile.
+    assert parse_size(options["maxmemory"]) * 2 <= parse_size(load_service("redis")["mem_limit"])
+
+
+def test_packages_are_installed_by_hash_and_without_an_index() -> None:
+    installs = [line for line in DOCKERFILE.splitlines() if "pip --python" in line]
+    assert len(installs) == 2
+    assert all("--no-index" in line for line in installs)
+    assert "--require-hashes" in installs[0]
+    assert "services.lock" in installs[0]
+
+
+def test_the_build_sees_only_what_it_copies() -> None:
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    patterns = [line for line in lines if line and not line.startswith("#")]
+    assert patterns[0] == "*"
+    copied = [line.split()[1:-1] for line in DOCKERFILE.splitlines() if line.startswith("COPY ") and "--from=" not in line]
+    sources = {source.rstrip("/") for words in copied for source in words}
+    assert {pattern.removeprefix("!") for pattern in patterns[1:]} == sources

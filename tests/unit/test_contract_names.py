@@ -1,0 +1,45 @@
+"""Names of queues, tasks and keys: no two things under one name."""
+
+import pytest
+
+from contract import names
+
+
+@pytest.mark.parametrize(
+    ("tool", "task"), [("bash_tool", "tool.bash_tool"), ("session.open", "session.open"), ("session_x", "tool.session_x")]
+)
+def test_a_task_is_named_after_its_tool(tool: str, task: str) -> None:
+    assert names.task_name(tool) == task
+
+
+def test_a_host_that_was_started_again_has_another_queue() -> None:
+    assert names.host_queue("h1", "aaaa") != names.host_queue("h1", "bbbb")
+    assert names.host_queue("h1", "aaaa") != names.POOL_SANDBOX
+
+
+def test_a_blob_is_its_tenants_alone() -> None:
+    key = names.blob_key("prod", "acme", "x")
+    assert names.is_blob_of(key, "prod", "acme")
+    assert not any(names.is_blob_of(key, *other) for other in (("prod", "acm"), ("prod", "acme2"), ("pro", "acme"), ("prod", "")))
+
+
+@pytest.mark.parametrize(
+    "key", ["", "toolcrew:prod:acme:call:x:run", "toolcrew:prod:acme:blo", "celery-task-meta-1", "x toolcrew:prod:acme:blob:1"]
+)
+def test_no_other_key_passes_for_a_blob(key: str) -> None:
+    assert not names.is_blob_of(key, "prod", "acme")
+
+
+def test_keys_of_two_tenants_or_two_calls_never_meet() -> None:
+    keys = [names.run_marker_key("d", tenant, call) for tenant in ("a", "b") for call in ("1", "2")]
+    keys += [names.session_key("d", tenant, call) for tenant in ("a", "b") for call in ("1", "2")]
+    keys += [names.blob_key("d", tenant, call) for tenant in ("a", "b") for call in ("1", "2")]
+    keys += [names.catalog_key("d"), names.catalog_key("e")]
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_hub_hears_its_own_results_and_no_others() -> None:
+    pattern = names.result_channel_pattern("abc123")
+    assert pattern.endswith("*")
+    assert names.result_key("abc123-call").startswith(pattern[:-1])
+    assert not names.result_key("abc1234-call").startswith(pattern[:-1])

@@ -1,0 +1,97 @@
+"""The shipped fake model and its demo script."""
+
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolResult
+from contract.errors import ModelUnavailable
+from orchestrator.dialects.base import CallRequested, Dialect
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.tags import TagsDialect
+from orchestrator.models.base import Message, ModelRequest
+from orchestrator.models.scripted import Calls, Raw, ScriptedModel, demo_script
+
+JOBS = {
+    "How many lines are in /workspace/data.csv?": "wc -l /workspace/data.csv",
+    "Compute the sha256 checksum of /workspace/notes.txt.": "sha256sum /workspace/notes.txt",
+    "Use awk to print the sum of the numbers in /workspace/numbers.txt.": "awk '{sum += $1} END {print sum}' /workspace/numbers.txt",
+}
+
+
+async def text_of(model: ScriptedModel, content: str = "hi") -> str:
+    chunks = [chunk async for chunk in model.stream(ModelRequest([{"role": "user", "content": content}]))]
+    return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+
+
+async def test_turns_are_said_one_a_request() -> None:
+    model = ScriptedModel(["first answer", lambda messages: f"echo {messages[-1]['content']}"])
+    assert [await text_of(model), await text_of(model, "x")] == ["first answer", "echo x"]
+
+
+async def test_text_comes_in_small_chunks() -> None:
+    chunks = [chunk async for chunk in ScriptedModel(["0123456789"], chunk_chars=3).stream(ModelRequest([]))]
+    assert [chunk["choices"][0]["delta"]["content"] for chunk in chunks[:4]] == ["012", "345", "678", "9"]
+
+
+async def test_raw_chunks_are_passed_on() -> None:
+    assert [chunk async for chunk in ScriptedModel([Raw([{"choices": []}])]).stream(ModelRequest([]))] == [{"choices": []}]
+
+
+async def test_requests_are_kept_as_they_were() -> None:
+    model, messages = ScriptedModel(["a"]), [{"role": "user", "content": "hi"}]
+    async for _ in model.stream(ModelRequest(messages)):
+        messages.append({"role": "user", "content": "later"})
+    assert len(model.requests[0].messages) == 1
+
+
+async def test_a_script_that_has_ended_says_so() -> None:
+    with pytest.raises(ModelUnavailable, match="has 0 turns"):
+        await text_of(ScriptedModel([]))
+
+
+async def test_native_calls_are_read_back_with_their_arguments() -> None:
+    reader = NativeDialect().open_reader("r", 0)
+    async for chunk in ScriptedModel([Calls([("one", {"x": "ü"}), ("two", {})], "text")]).stream(ModelRequest([])):
+        reader.feed(chunk)
+    calls = [event.call for event in reader.finish()[0] if isinstance(event, CallRequested)]
+    assert [(call.name, call.arguments) for call in calls] == [("one", {"x": "ü"}), ("two", {})]
+
+
+async def react(dialect: Dialect, model: ScriptedModel, request: str) -> tuple[list[str], str]:
+    """A loop as small as can be. Gives the commands that were asked for, and the answer."""
+    messages: list[Message] = [{"role": "user", "content": request}]
+    commands: list[str] = []
+    for step in range(5):
+        reader, observed = dialect.open_reader("r", step), []
+        events: list[Any] = []
+        async for chunk in model.stream(ModelRequest(messages)):
+            events += reader.feed(chunk)
+        last, end = reader.finish()
+        for event in [*events, *last]:
+            if isinstance(event, CallRequested):
+                commands.append(str(event.call.arguments["command"]))
+                observed.append((event.model_id, ToolResult(call_id=event.call.id, name="bash_tool", success=True, output="42 out")))
+        messages += [end.message, *dialect.build_observations(observed)]
+        if not observed:
+            return commands, end.text
+    raise AssertionError("the script never answered")
+
+
+@pytest.mark.parametrize(
+    "dialect", [NativeDialect(), TagsDialect(), TagsDialect(closing_hint="Answer now.")], ids=["native", "tags", "hint"]
+)
+@pytest.mark.parametrize(("request_text", "command"), JOBS.items())
+async def test_the_demo_script_asks_for_the_command_and_answers_with_its_output(dialect: Dialect, request_text: str, command: str) -> None:
+    model = ScriptedModel(demo_script("native" if dialect.name == "native" else "tags"))
+    commands, answer = await react(dialect, model, request_text)
+    assert commands == [command]
+    assert "42 out" in answer
+
+
+def test_the_demo_script_tells_of_a_failure() -> None:
+    assert demo_script()([{"role": "tool", "content": "Error [TIMEOUT]: too slow"}]) == "The tool failed. Error [TIMEOUT]: too slow"
+
+
+def test_the_demo_script_says_what_it_cannot_do() -> None:
+    assert "demo jobs" in str(demo_script()([{"role": "user", "content": "Sing."}]))

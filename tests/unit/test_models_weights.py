@@ -1,0 +1,138 @@
+"""Where the weights come from: the order of the sources, and the sha256 above them all. No real hub, no real weights."""
+
+import asyncio
+import hashlib
+import re
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from contract.errors import ConfigError
+from orchestrator.models.local_server import load_template
+from orchestrator.models.weights import SMALL, Weights, load_weights
+
+CONTENT = bytes(range(256)) * 64
+WEIGHTS = Weights("tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), "owner/repo", "toolcrew_test_chunk{number}", 3)
+
+
+@pytest.fixture
+def chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Chunk packages whose code fails when it is run."""
+    root = tmp_path / "packages"
+    for number in range(1, 4):
+        data = root / f"toolcrew_test_chunk{number}" / "data"
+        data.mkdir(parents=True)
+        (data.parent / "__init__.py").write_text("raise SystemExit('imported')")
+        third = len(CONTENT) // 3 + 1
+        (data / f"part{number:02d}.bin").write_bytes(CONTENT[(number - 1) * third : number * third])
+    monkeypatch.syspath_prepend(str(root))
+    return root
+
+
+def find(tmp_path: Path, user_file: Path | None = None, hub_url: str | None = None) -> Path:
+    return load_weights(WEIGHTS, user_file=user_file, cache_dir=tmp_path / "cache", hub_url=hub_url)
+
+
+def put(path: Path, content: bytes = CONTENT) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def test_the_users_file_comes_first(tmp_path: Path) -> None:
+    put(tmp_path / "cache" / "tiny.gguf")
+    assert find(tmp_path, put(tmp_path / "mine.gguf")) == tmp_path / "mine.gguf"
+
+
+def test_a_users_file_with_another_hash_is_refused_and_not_replaced(tmp_path: Path) -> None:
+    put(tmp_path / "cache" / "tiny.gguf")
+    with pytest.raises(ConfigError, match=WEIGHTS.sha256):
+        find(tmp_path, put(tmp_path / "mine.gguf", CONTENT[::-1]))
+
+
+def test_the_cache_is_used_when_its_hash_is_right(tmp_path: Path) -> None:
+    put(tmp_path / "cache" / "tiny.gguf")
+    assert find(tmp_path, hub_url="http://127.0.0.1:9") == tmp_path / "cache" / "tiny.gguf"
+
+
+def test_the_chunks_are_joined_into_the_cache_without_importing_them(tmp_path: Path, chunks: Path) -> None:
+    assert find(tmp_path).read_bytes() == CONTENT
+    assert not [name for name in sys.modules if name.startswith("toolcrew_test_chunk")]
+
+
+def test_a_bad_file_in_the_cache_is_replaced(tmp_path: Path, chunks: Path) -> None:
+    put(tmp_path / "cache" / "tiny.gguf", CONTENT[:-1] + b"x")
+    assert find(tmp_path).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("damage", [lambda part: part.write_bytes(b"x" * part.stat().st_size), Path.unlink])
+def test_damaged_chunks_are_not_used_and_leave_nothing_behind(tmp_path: Path, chunks: Path, damage: object) -> None:
+    damage(chunks / "toolcrew_test_chunk2" / "data" / "part02.bin")  # type: ignore[operator]
+    with pytest.raises(ConfigError):
+        find(tmp_path)
+    assert not list((tmp_path / "cache").glob("*"))
+
+
+def test_without_any_source_the_error_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="TOOLCREW_MODEL_FILE"):
+        find(tmp_path, hub_url="http://127.0.0.1:9")
+
+
+@asynccontextmanager
+async def hub(content: bytes) -> AsyncIterator[tuple[str, list[str]]]:
+    """A hub that knows one file and byte ranges."""
+    heads: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        heads.append(head)
+        asked = re.search(r"(?i)range: bytes=(\d+)-", head)
+        part = content[int(asked[1]) :] if asked else content
+        status = "206 Partial Content" if asked else "200 OK"
+        writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(part)}\r\nconnection: close\r\n\r\n".encode() + part)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listener:
+        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", heads
+
+
+async def test_the_hub_is_asked_for_the_same_file_name(tmp_path: Path) -> None:
+    async with hub(CONTENT) as (url, heads):
+        assert (await asyncio.to_thread(find, tmp_path, None, url)).read_bytes() == CONTENT
+    assert heads[0].startswith("GET /owner/repo/resolve/main/tiny.gguf ")
+
+
+async def test_a_download_goes_on_where_it_stopped_and_tells_its_progress(tmp_path: Path) -> None:
+    put(tmp_path / "cache" / "tiny.gguf.part", CONTENT[:1000])
+    told: list[tuple[int, int]] = []
+    async with hub(CONTENT) as (url, heads):
+        await asyncio.to_thread(
+            load_weights, WEIGHTS, cache_dir=tmp_path / "cache", hub_url=url, progress=lambda there, total: told.append((there, total))
+        )
+    assert "bytes=1000-" in heads[0]
+    assert told[-1] == (len(CONTENT), len(CONTENT))
+
+
+async def test_a_hub_that_serves_another_file_is_passed_over(tmp_path: Path, chunks: Path) -> None:
+    async with hub(CONTENT[::-1]) as (url, _):
+        assert (await asyncio.to_thread(find, tmp_path, None, url)).read_bytes() == CONTENT
+    assert not list((tmp_path / "cache").glob("*.part"))
+
+
+async def test_a_hub_that_sends_too_much_is_passed_over(tmp_path: Path) -> None:
+    async with hub(CONTENT * 2) as (url, _):
+        with pytest.raises(ConfigError):
+            await asyncio.to_thread(find, tmp_path, None, url)
+
+
+def test_the_real_weights_are_those_of_the_document() -> None:
+    assert (SMALL.sha256[:8], SMALL.size_bytes, SMALL.chunks) == ("1d961463", 491_400_064, 6)
+
+
+def test_the_template_is_the_documents_byte_for_byte() -> None:
+    digest = hashlib.sha256(load_template().encode()).hexdigest()
+    assert digest == "3693ad2307646660f137f08f5ba893b5f93d8934f0faf0e23c7535a43a827ffd"

@@ -1,0 +1,223 @@
+"""Every row of the quirk table of docs/dialects.md, and the error forms of argument strings."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.dialects.base import Text
+from orchestrator.dialects.native import NativeCallAssembler, Reply
+
+
+def delta(*entries: Any, content: str | None = None, finish: str | None = None) -> dict[str, Any]:
+    body: dict[str, Any] = {}
+    if entries:
+        body["tool_calls"] = list(entries)
+    if content is not None:
+        body["content"] = content
+    return {"choices": [{"index": 0, "delta": body, "finish_reason": finish}]}
+
+
+def entry(index: Any = ..., id: Any = ..., name: Any = ..., arguments: Any = ...) -> dict[str, Any]:
+    function = {key: value for key, value in (("name", name), ("arguments", arguments)) if value is not ...}
+    fields = {key: value for key, value in (("index", index), ("id", id)) if value is not ...}
+    return {**fields, "function": function} if function else fields
+
+
+def assemble(*chunks: dict[str, Any], strict: bool = True) -> Reply:
+    assembler = NativeCallAssembler("run", 3)
+    for chunk in chunks:
+        assembler.feed(chunk)
+    return assembler.finish(strict)
+
+
+def calls(*entries: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    """The calls of a reply with one entry a delta."""
+    return [(call.id, call.name, call.arguments) for call in assemble(*(delta(one) for one in entries)).calls]
+
+
+A = ("a", "one", {"x": 1})
+B = ("b", "two", {"y": 2})
+
+
+def test_fragments_interleaved_by_index_are_kept_apart() -> None:
+    assert calls(entry(0, "a", "one", '{"x"'), entry(1, "b", "two", '{"y"'), entry(0, arguments=":1}"), entry(1, arguments=":2}")) == [A, B]
+
+
+def test_gaps_and_disorder_of_indices_make_no_phantom_calls() -> None:
+    assert calls(entry(5, "b", "two", '{"y":2}'), entry(1, "a", "one", '{"x":1}'), entry(3)) == [A, B]
+
+
+def test_two_entries_of_one_index_in_one_delta_are_merged() -> None:
+    reply = assemble(delta(entry(0, "a", "one", ""), entry(0, arguments='{"x":1}')))
+    assert [(call.id, call.name, call.arguments) for call in reply.calls] == [A]
+
+
+@pytest.mark.parametrize("index", [..., None])
+def test_without_an_index_a_known_id_continues_its_call(index: Any) -> None:
+    first, second = entry(index, "a", "one", '{"x"'), entry(index, "b", "two", '{"y"')
+    assert calls(first, second, entry(index, "a", arguments=":1}"), entry(index, "b", arguments=":2}")) == [A, B]
+
+
+def test_without_an_index_a_new_id_or_name_starts_a_call_and_the_rest_continues_the_last() -> None:
+    found = calls(entry(id="a", name="one"), entry(arguments='{"x":1}'), entry(name="two", arguments='{"y":2}'))
+    assert [call[1:] for call in found] == [A[1:], B[1:]]
+
+
+def test_an_index_that_appears_later_finds_the_call_that_came_without() -> None:
+    assert calls(entry(id="a", name="one"), entry(0, arguments='{"x":1}')) == [A]
+
+
+def test_a_new_id_with_a_name_at_an_occupied_index_is_a_new_call() -> None:
+    assert calls(entry(0, "a", "one", '{"x":1}'), entry(0, "b", "two"), entry(0, arguments='{"y":2}')) == [A, B]
+
+
+def test_another_id_without_a_name_continues_the_call_under_its_first_id() -> None:
+    assert calls(entry(0, "a", "one"), entry(0, "zzz", arguments='{"x":1}')) == [A]
+
+
+@pytest.mark.parametrize("empty", ["", None])
+def test_empty_ids_and_names_never_overwrite(empty: Any) -> None:
+    assert calls(entry(0, "a", "one"), entry(0, empty, empty, '{"x":1}')) == [A]
+
+
+def test_ids_and_names_repeated_whole_are_repetitions() -> None:
+    assert calls(entry(0, "a", "one", '{"x"'), entry(0, "a", "one", ":1"), entry(0, "a", "one", "}")) == [A]
+
+
+def test_name_fragments_before_the_arguments_are_joined() -> None:
+    assert calls(entry(0, "a", "o"), entry(0, name="ne"), entry(0, arguments='{"x":1}')) == [A]
+
+
+def test_an_index_given_as_text_is_a_number() -> None:
+    assert calls(entry("1", "b", "two", '{"y":2}'), entry("0", "a", "one", '{"x":1}')) == [A, B]
+
+
+def test_a_call_without_an_id_gets_one_of_run_step_and_position() -> None:
+    [first, second] = calls(entry(0, name="one"), entry(1, name="two"))
+    assert "run-3-0" in first[0]
+    assert "run-3-1" in second[0]
+
+
+def test_an_id_that_two_calls_share_is_given_to_the_first_only() -> None:
+    ids = [call[0] for call in calls(entry(0, "same", "one"), entry(1, "same", "two"))]
+    assert ids[0] == "same" != ids[1]
+
+
+@pytest.mark.parametrize("arguments", ["", "  \n", None, ..., "null"])
+def test_absent_arguments_are_an_empty_object(arguments: Any) -> None:
+    assert calls(entry(0, "a", "one", arguments)) == [("a", "one", {})]
+
+
+def test_arguments_sent_as_an_object_are_taken() -> None:
+    assert calls(entry(0, "a", "one", {"x": 1}), entry(0, "a", "one", {"x": 1})) == [A]
+
+
+BROKEN = ['{"x": 1', '{"x":1}{"y":2}', '{"x": NaN}', '{"x": -Infinity}', '{"x": 1e999}', "[1]", '"text"', "7", "{'x': 1}", "[" * 100_000]
+
+
+@pytest.mark.parametrize("raw", BROKEN, ids=lambda raw: raw[:12])
+def test_broken_arguments_raise_with_tool_name_and_raw_string(raw: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        assemble(delta(entry(0, "a", "one", raw)))
+    assert "one" in str(caught.value)
+    assert raw in str(caught.value)
+
+
+@pytest.mark.parametrize("raw", BROKEN, ids=lambda raw: raw[:12])
+def test_without_strict_the_broken_call_is_listed_and_its_neighbour_kept(raw: str) -> None:
+    reply = assemble(delta(entry(0, "a", "one", '{"x":1}'), entry(1, "b", "two", raw)), strict=False)
+    assert [call.name for call in reply.calls] == ["one"]
+    assert [(call.name, call.raw) for call in reply.malformed] == [("two", raw)]
+
+
+def test_a_call_without_a_name_is_malformed() -> None:
+    with pytest.raises(ValueError, match="no tool name"):
+        assemble(delta(entry(0, "a", arguments='{"x":1}')))
+
+
+@pytest.mark.parametrize("reason", ["stop", "end_turn", "tool_calls", "length", None])
+def test_calls_count_whatever_the_finish_reason_which_is_reported_unchanged(reason: str | None) -> None:
+    reply = assemble(delta(entry(0, "a", "one", "{}")), delta(finish=reason))
+    assert (len(reply.calls), reply.finish_reason) == (1, reason)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [{}, {"choices": []}, {"choices": None, "usage": {}}, {"choices": [{"index": 0}]}, {"choices": [{"delta": None}]}, {"choices": [7]}],
+)
+def test_chunks_without_a_delta_are_skipped(chunk: dict[str, Any]) -> None:
+    assert NativeCallAssembler().feed(chunk) == []
+
+
+@pytest.mark.parametrize("junk", [None, 7, "x", [], {"index": True}, {"function": "x"}])
+def test_entries_that_are_no_calls_are_skipped(junk: Any) -> None:
+    assert assemble(delta(junk)).calls == []
+
+
+def test_foreign_markup_is_plain_text() -> None:
+    markup = "<｜DSML｜function_calls><｜DSML｜invoke>"
+    assert NativeCallAssembler().feed(delta(content=markup)) == [Text(markup)]
+
+
+def test_content_is_shown_at_once_and_kept() -> None:
+    assembler = NativeCallAssembler()
+    assert assembler.feed(delta(content="Hel")) == [Text("Hel")]
+    assembler.feed(delta(content="lo"))
+    assert assembler.finish().text == "Hello"
+
+
+def test_surrogate_halves_from_separate_deltas_are_joined() -> None:
+    assembler = NativeCallAssembler()
+    events = assembler.feed(delta(content="a\ud83d")) + assembler.feed(delta(content="\ude00b"))
+    assert events == [Text("a"), Text("\U0001f600b")]
+
+
+def test_a_half_that_stays_alone_is_replaced() -> None:
+    reply = assemble(delta(entry(0, "a", "one", '{"x":"\ud83d'), content="\ud83d"), delta(entry(0, arguments='\ude00\\ud83d"}')))
+    assert (reply.text, reply.calls[0].arguments) == ("\ufffd", {"x": "\U0001f600\ufffd"})
+
+
+JSON = st.dictionaries(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
+    st.one_of(st.none(), st.booleans(), st.integers(-(2**53), 2**53), st.text(st.characters(exclude_categories=["Cs"]), max_size=20)),
+    max_size=4,
+)
+
+
+@given(st.lists(JSON, min_size=1, max_size=4), st.integers(1, 9), st.booleans(), st.randoms())
+def test_calls_survive_any_cut_and_interleaving(wanted: list[dict[str, Any]], size: int, ascii_only: bool, random: Any) -> None:
+    queues = []
+    for index, arguments in enumerate(wanted):
+        raw = json.dumps(arguments, ensure_ascii=ascii_only)
+        fragments = [entry(index, arguments=raw[start : start + size]) for start in range(0, len(raw), size)]
+        queues.append([entry(index, f"id{index}", f"tool{index}"), *fragments])
+    chunks = []
+    while queue := random.choice(queues) if (queues := [queue for queue in queues if queue]) else None:
+        chunks.append(delta(queue.pop(0)))
+    assert [call.arguments for call in assemble(*chunks).calls] == wanted
+
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=True)
+    | st.text(max_size=5)
+    | st.sampled_from(["{}", "{", '{"x":1}', "0"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["choices", "delta", "tool_calls", "index", "id", "function", "name", "arguments", "content", "finish_reason"]),
+            inner,
+        )
+    ),
+)
+
+
+@given(st.lists(st.one_of(ANYTHING.map(lambda value: {"choices": value}), st.lists(ANYTHING, max_size=3).map(lambda all: delta(*all)))))
+def test_no_stream_whatever_it_holds_makes_it_fail(chunks: list[dict[str, Any]]) -> None:
+    reply = assemble(*chunks, strict=False)
+    json.dumps([call.arguments for call in reply.calls], allow_nan=False)

@@ -1,0 +1,348 @@
+"""The loop: what is asked, run and told, in which order; when it stops; and that it leaves nothing running."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from contract.calls import Clocks, ToolCall, ToolResult
+from contract.errors import ErrorCode, ModelUnavailable
+from orchestrator.agent import Agent, RunResult
+from orchestrator.dialects.base import Dialect, MalformedCall, ReplyEnd, Text, Usage
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.tags import TagsDialect
+from orchestrator.events import CallFinished, CallStarted, RunEvent, RunFinished, RunStarted, StepFinished, StepStarted, TextArrived, Warned
+from orchestrator.limits import ReActOptions, StopReason
+from orchestrator.models.base import Chunk, Model, ModelRequest
+from orchestrator.models.scripted import Calls, Raw, ScriptedModel
+from tests.builders import build_spec
+from tests.fakes import StreamModel
+
+SOON_S = 10.0
+RunCall = Callable[[ToolCall], Awaitable[ToolResult]]
+
+
+class Tools:
+    """Runs every call at once and keeps it."""
+
+    def __init__(self, fail: ErrorCode | None = None) -> None:
+        self.calls: list[ToolCall] = []
+        self._fail = fail
+
+    async def run(self, call: ToolCall) -> ToolResult:
+        self.calls.append(call)
+        if self._fail is not None:
+            return ToolResult.failed(call, self._fail, "it did not work")
+        clocks = Clocks(queued_s=1, sandbox_s=2, run_s=3, transfer_s=4)
+        return ToolResult(call_id=call.id, name=call.name, success=True, output=f"did {call.arguments.get('text')}", clocks=clocks)
+
+
+async def work(
+    model: Model, *, run_call: RunCall | None = None, dialect: Dialect | None = None, seen: list[RunEvent] | None = None, **options: Any
+) -> RunResult:
+    agent = Agent(
+        model,
+        dialect or NativeDialect(),
+        [build_spec("echo")],
+        run_call or Tools().run,
+        instruction="Be brief.",
+        options=ReActOptions(**options),
+        on_event=(seen if seen is not None else []).append,
+        run_id="r1",
+    )
+    async with asyncio.timeout(SOON_S):
+        return await agent.run("do it")
+
+
+def echo(text: str) -> Calls:
+    return Calls([("echo", {"text": text})])
+
+
+def text_chunk(text: str, finish_reason: str | None = None) -> Chunk:
+    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish_reason}]}
+
+
+def tasks_left() -> set[str]:
+    return {task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+
+
+# Answering and calling
+
+
+async def test_an_answer_ends_the_run() -> None:
+    result = await work(ScriptedModel(["All done."]))
+    assert (result.answer, result.stop_reason, result.steps) == ("All done.", StopReason.ANSWERED, 1)
+    assert [message["role"] for message in result.transcript] == ["system", "user", "assistant"]
+
+
+async def test_the_first_request_holds_instruction_request_and_tools() -> None:
+    model = ScriptedModel(["ok"])
+    await work(model)
+    [request] = model.requests
+    assert ("Be brief." in request.messages[0]["content"], request.messages[1]["content"]) == (True, "do it")
+    assert [tool["function"]["name"] for tool in request.tools] == ["echo"]
+
+
+async def test_a_call_is_run_and_the_model_is_told() -> None:
+    model, tools = ScriptedModel([echo("a"), "It is a."]), Tools()
+    result = await work(model, run_call=tools.run)
+    assert ([call.arguments for call in tools.calls], result.answer, result.steps) == ([{"text": "a"}], "It is a.", 2)
+    assert model.requests[1].messages[-1]["content"] == "did a"
+
+
+async def test_a_call_by_tag_is_run_and_the_model_is_told() -> None:
+    model, tools = ScriptedModel(['<tool_action name="echo"><text value="a" /></tool_action>', "It is a."]), Tools()
+    result = await work(model, run_call=tools.run, dialect=TagsDialect())
+    assert ([call.arguments for call in tools.calls], result.answer) == ([{"text": "a"}], "It is a.")
+    assert "did a" in model.requests[1].messages[-1]["content"]
+
+
+async def test_several_calls_run_one_after_another_in_order() -> None:
+    running, order = 0, []
+
+    async def run_call(call: ToolCall) -> ToolResult:
+        nonlocal running
+        running += 1
+        assert running == 1
+        order.append(call.arguments["text"])
+        await asyncio.sleep(0)
+        running -= 1
+        return ToolResult(call_id=call.id, name=call.name, success=True, output=str(call.arguments["text"]))
+
+    model = ScriptedModel([Calls([("echo", {"text": text}) for text in "abc"]), "done"])
+    await work(model, run_call=run_call)
+    assert order == ["a", "b", "c"]
+    assert [message["content"] for message in model.requests[1].messages[-3:]] == ["a", "b", "c"]
+
+
+async def test_ids_of_calls_are_ours_and_never_the_same_twice() -> None:
+    tools = Tools()
+    await work(ScriptedModel([Calls([("echo", {})] * 2), echo("a"), "done"]), run_call=tools.run)
+    assert len({call.id for call in tools.calls}) == 3
+    assert all(call.id.startswith("r1-") for call in tools.calls)
+
+
+async def test_a_tool_that_fails_is_told_and_the_loop_goes_on() -> None:
+    model = ScriptedModel([echo("a"), "It failed."])
+    result = await work(model, run_call=Tools(ErrorCode.TIMEOUT).run)
+    assert result.stop_reason is StopReason.ANSWERED
+    assert model.requests[1].messages[-1]["content"] == "Error [TIMEOUT]: it did not work"
+
+
+async def test_a_malformed_call_is_told_and_not_run() -> None:
+    model, tools = ScriptedModel([Calls([("echo", '{"text": ')]), "Sorry."]), Tools()
+    result = await work(model, run_call=tools.run)
+    assert (tools.calls, result.answer) == ([], "Sorry.")
+    assert model.requests[1].messages[-1]["content"].startswith("Error [INVALID_ARGUMENTS]")
+
+
+async def test_a_malformed_call_among_good_ones_does_not_stop_them() -> None:
+    model, tools = ScriptedModel([Calls([("echo", {"text": "a"}), ("echo", "["), ("echo", {"text": "c"})]), "done"]), Tools()
+    await work(model, run_call=tools.run)
+    contents = [message["content"] for message in model.requests[1].messages[-3:]]
+    assert [call.arguments["text"] for call in tools.calls] == ["a", "c"]
+    assert (contents[0], contents[1][:5], contents[2]) == ("did a", "Error", "did c")
+
+
+class OddDialect(NativeDialect):
+    """Every reply is one malformed call as the test gives it, then an answer."""
+
+    def __init__(self, malformed: MalformedCall) -> None:
+        super().__init__()
+        self._events: list[Any] = [malformed]
+
+    def open_reader(self, run: str, step: int) -> Any:
+        events, self._events = self._events, []
+
+        class Reader:
+            def feed(self, _: Chunk) -> list[Any]:
+                return []
+
+            def finish(self) -> tuple[list[Any], ReplyEnd]:
+                return events or [Text("ok")], ReplyEnd({"role": "assistant", "content": "ok"}, "ok", "stop", Usage())
+
+        return Reader()
+
+
+@pytest.mark.parametrize(
+    "malformed", [MalformedCall("c1", "x" * 200, "bad", ""), MalformedCall("c1", "x", "y" * 20_000, "")], ids=["name", "reason"]
+)
+async def test_a_malformed_call_of_any_length_is_told(malformed: MalformedCall) -> None:
+    result = await work(ScriptedModel(["", ""]), dialect=OddDialect(malformed))
+    assert result.stop_reason is StopReason.ANSWERED
+
+
+# Stopping
+
+
+async def test_a_model_that_always_calls_stops_at_the_limit_with_a_warning() -> None:
+    model, tools, seen = ScriptedModel(lambda _: Calls([("echo", {})], "Working.")), Tools(), []
+    result = await work(model, run_call=tools.run, seen=seen, max_iterations=3)
+    assert (result.stop_reason, result.answer, len(model.requests), len(tools.calls)) == (StopReason.MAX_ITERATIONS, "Working.", 3, 3)
+    assert next(event.message for event in seen if isinstance(event, Warned)).startswith(
+        "stopped by the limit max_iterations after 3 steps"
+    )
+
+
+async def test_the_default_limit_is_five_requests() -> None:
+    model = ScriptedModel(lambda _: echo("a"))
+    await work(model)
+    assert len(model.requests) == 5
+
+
+async def test_an_answer_in_the_last_step_is_an_answer() -> None:
+    result = await work(ScriptedModel([echo("a"), "done"]), max_iterations=2)
+    assert result.stop_reason is StopReason.ANSWERED
+
+
+@pytest.mark.parametrize("reply", ["", " \n", Raw([]), Raw([{"choices": []}])])
+async def test_an_empty_reply_is_no_answer(reply: Any) -> None:
+    seen: list[RunEvent] = []
+    result = await work(ScriptedModel([reply]), seen=seen)
+    assert result.stop_reason is StopReason.EMPTY_REPLY
+    assert any(isinstance(event, Warned) for event in seen)
+
+
+async def test_a_reply_cut_by_the_server_is_said_to_be_cut() -> None:
+    result = await work(ScriptedModel([Raw([text_chunk("half an ans", "length")])]))
+    assert (result.stop_reason, result.answer) == (StopReason.CUT_REPLY, "half an ans")
+
+
+async def test_a_token_budget_stops_between_steps() -> None:
+    result = await work(ScriptedModel(lambda _: Calls([("echo", {})], "words")), max_tokens=1)
+    assert (result.stop_reason, result.steps) == (StopReason.MAX_TOKENS, 1)
+
+
+async def test_a_wall_clock_budget_stops_between_steps() -> None:
+    result = await work(ScriptedModel(lambda _: echo("a")), max_wall_s=0.0)
+    assert (result.stop_reason, result.steps) == (StopReason.MAX_WALL, 1)
+
+
+# Telling
+
+
+async def test_events_tell_the_run_in_order() -> None:
+    seen: list[RunEvent] = []
+    await work(ScriptedModel([Calls([("echo", {"text": "a"})], "Let me see."), "done"]), seen=seen)
+    kinds = [type(event) for at, event in enumerate(seen) if not (isinstance(event, TextArrived) and isinstance(seen[at - 1], TextArrived))]
+    assert kinds == [
+        RunStarted,
+        StepStarted,
+        TextArrived,
+        CallStarted,
+        CallFinished,
+        StepFinished,
+        StepStarted,
+        TextArrived,
+        StepFinished,
+        RunFinished,
+    ]
+
+
+async def test_text_is_shown_piece_by_piece_and_the_pieces_are_the_answer() -> None:
+    seen: list[RunEvent] = []
+    result = await work(ScriptedModel(["a long enough answer"], chunk_chars=3), seen=seen)
+    pieces = [event.text for event in seen if isinstance(event, TextArrived)]
+    assert (len(pieces) > 1, "".join(pieces)) == (True, result.answer)
+
+
+async def test_clocks_and_tokens_are_summed_over_the_run() -> None:
+    result = await work(ScriptedModel([echo("a"), echo("b"), "done"]))
+    assert result.clocks == Clocks(queued_s=2, sandbox_s=4, run_s=6, transfer_s=8)
+    assert result.usage == Usage(3, len("done"))
+
+
+async def test_the_time_of_the_model_is_never_negative() -> None:
+    seen: list[RunEvent] = []
+    await work(ScriptedModel([Calls([("echo", {})] * 3), "done"]), seen=seen)
+    assert all(event.model_s >= 0 for event in seen if isinstance(event, StepFinished))
+
+
+# Streams
+
+
+async def test_a_stream_that_dies_raises_and_leaves_no_task() -> None:
+    async def dying(_: ModelRequest) -> AsyncIterator[Chunk]:
+        yield text_chunk("half")
+        raise ModelUnavailable("the endpoint went away")
+
+    before = tasks_left()
+    with pytest.raises(ModelUnavailable, match="went away"):
+        await work(StreamModel(dying))
+    assert tasks_left() == before
+
+
+async def test_calls_of_a_stream_that_died_ran_once() -> None:
+    async def dying(_: ModelRequest) -> AsyncIterator[Chunk]:
+        yield text_chunk('<tool_action name="echo"><text value="a" /></tool_action>')
+        raise ModelUnavailable("gone")
+
+    tools = Tools()
+    with pytest.raises(ModelUnavailable):
+        await work(StreamModel(dying), run_call=tools.run, dialect=TagsDialect())
+    assert len(tools.calls) == 1
+
+
+async def test_the_stream_is_read_on_while_a_tool_runs() -> None:
+    read_to_end = asyncio.Event()
+
+    async def stream(request: ModelRequest) -> AsyncIterator[Chunk]:
+        if len(request.messages) > 2:
+            yield text_chunk("done", "stop")
+            return
+        yield text_chunk('<tool_action name="echo"><text value="a" /></tool_action>')
+        yield text_chunk(" and more", "stop")
+        read_to_end.set()
+
+    async def run_call(call: ToolCall) -> ToolResult:
+        # Without reading ahead the stream stands still until this returns: it never would.
+        await asyncio.wait_for(read_to_end.wait(), SOON_S / 2)
+        return ToolResult(call_id=call.id, name=call.name, success=True, output="x")
+
+    result = await work(StreamModel(stream), run_call=run_call, dialect=TagsDialect())
+    assert result.answer == "done"
+
+
+async def test_cancelling_in_the_middle_of_a_call_leaves_no_task_and_closes_the_stream() -> None:
+    calling, closed = asyncio.Event(), asyncio.Event()
+
+    async def stream(_: ModelRequest) -> AsyncIterator[Chunk]:
+        try:
+            yield text_chunk('<tool_action name="echo"></tool_action>')
+            await asyncio.Event().wait()
+        finally:
+            closed.set()
+
+    async def run_call(_: ToolCall) -> ToolResult:
+        calling.set()
+        await asyncio.Event().wait()
+        raise AssertionError("never")
+
+    before = tasks_left()
+    running = asyncio.create_task(work(StreamModel(stream), run_call=run_call, dialect=TagsDialect()))
+    await calling.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (tasks_left(), closed.is_set()) == (before, True)
+
+
+async def test_a_bug_in_the_way_to_the_tools_is_raised_and_leaves_no_task() -> None:
+    async def broken(_: ToolCall) -> ToolResult:
+        raise ZeroDivisionError
+
+    before = tasks_left()
+    with pytest.raises(ZeroDivisionError):
+        await work(ScriptedModel([echo("a")]), run_call=broken)
+    assert tasks_left() == before
+
+
+async def test_a_stream_that_cancels_itself_does_not_hang_the_run() -> None:
+    async def cancelling(_: ModelRequest) -> AsyncIterator[Chunk]:
+        yield text_chunk("half")
+        raise asyncio.CancelledError
+
+    with pytest.raises((asyncio.CancelledError, ModelUnavailable)):
+        async with asyncio.timeout(0.5):
+            await work(StreamModel(cancelling))

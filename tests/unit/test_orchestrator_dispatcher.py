@@ -1,0 +1,258 @@
+"""The dispatcher: may it run, where, until when; and always a result, whatever the transport does."""
+
+import time
+from typing import Any
+
+import pytest
+
+from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
+from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode
+from contract.specs import ToolSpec
+from orchestrator.dispatcher import Dispatcher, Route, Terms, effective_limit
+from orchestrator.transport import DeliveryFailed, InProcessTransport
+from tests.builders import KEY, build_call, build_spec
+from tests.fakes import AnsweringTransport, StaticCatalog
+
+ROUTE = Route("acme", "s1", "host.h1.b00t")
+ECHO = build_spec("echo", aliases={"words": "text"})
+TIMED = build_spec("sleepy", properties={"timeout": {"type": "number"}})
+
+
+def fine(call: ToolCall, _: ToolContext) -> ToolResult:
+    return ToolResult(call_id=call.id, name=call.name, success=True, output=str(call.arguments.get("text")))
+
+
+def raising(error: Exception) -> Any:
+    def answer(*_: Any) -> ToolResult:
+        raise error
+
+    return answer
+
+
+class Door:
+    """A dispatcher over a transport whose worker is a function."""
+
+    def __init__(self, answer: Any = fine, *specs: ToolSpec) -> None:
+        self.transport = AnsweringTransport(answer)
+        self._dispatcher = Dispatcher(self.transport, StaticCatalog(*(specs or (ECHO, TIMED))), KEY, queue_wait_s=60)
+
+    async def call(self, call: ToolCall | None = None, terms: Terms | None = None) -> ToolResult:
+        return await self._dispatcher.dispatch(call or build_call(text="hi"), ROUTE, terms)
+
+
+async def test_a_call_comes_back_with_its_result() -> None:
+    result = await Door().call()
+    assert (result.success, result.output, result.call_id) == (True, "hi", "call-1")
+
+
+async def test_a_delivery_says_what_where_and_until_when() -> None:
+    door = Door()
+    before = time.time()
+    await door.call(terms=Terms(timeout_s=10))
+    [delivery] = door.transport.deliveries
+    assert (delivery.task, delivery.queue, delivery.call_id) == ("tool.echo", "host.h1.b00t", "call-1")
+    assert before + 60 <= delivery.start_by <= time.time() + 60
+    assert delivery.wait_s >= 60 + 10
+
+
+async def test_the_context_carries_tenant_session_run_model_and_blob() -> None:
+    door = Door()
+    await door.call(terms=Terms(run="r1", model="m", blob="b", timeout_s=7))
+    [context] = door.transport.contexts
+    assert (context.tenant, context.session, context.run, context.model, context.blob, context.timeout_s) == (
+        "acme",
+        "s1",
+        "r1",
+        "m",
+        "b",
+        7,
+    )
+
+
+async def test_a_worker_gets_arguments_that_are_whole_and_canonical() -> None:
+    door = Door(fine, build_spec("echo", properties={"text": {}, "n": {"type": "integer", "default": 3}}, aliases={"words": "text"}))
+    result = await door.call(build_call(words="hi"))
+    assert door.transport.calls[0].arguments == {"text": "hi", "n": 3}
+    assert result.metadata["aliases_used"] == ["words -> text"]
+
+
+async def test_an_unknown_tool_is_named_exactly_with_the_nearest_ones() -> None:
+    door = Door()
+    result = await door.call(build_call("ehco"))
+    assert (result.success, result.error, result.error_code) == (False, "Tool not found: ehco", ErrorCode.TOOL_NOT_FOUND)
+    assert result.metadata["nearest"][0] == "echo"  # type: ignore[index]
+    assert door.transport.deliveries == []
+
+
+async def test_a_model_cannot_call_a_verb_of_the_session() -> None:
+    verb = build_spec("session.exec", audience="session")
+    result = await Door(fine, ECHO, verb).call(build_call("session.exec"))
+    assert result.error == "Tool not found: session.exec"
+    assert "session.exec" not in result.metadata["nearest"]  # type: ignore[operator]
+
+
+async def test_the_sdk_may() -> None:
+    verb = build_spec("session.exec", audience="session")
+    assert (await Door(fine, ECHO, verb).call(build_call("session.exec"), Terms(audience="session"))).success
+
+
+@pytest.mark.parametrize("arguments", [{"nope": 1}, {"text": "a", "words": "b"}])
+async def test_invalid_arguments_are_told_and_not_sent(arguments: dict[str, Any]) -> None:
+    door = Door()
+    result = await door.call(build_call(**arguments))
+    assert (result.error_code, door.transport.deliveries) == (ErrorCode.INVALID_ARGUMENTS, [])
+
+
+async def test_a_wrong_type_is_told_and_not_sent() -> None:
+    assert (await Door().call(build_call(text=5))).error_code is ErrorCode.INVALID_ARGUMENTS
+
+
+async def test_a_parameter_with_an_endless_name_is_told() -> None:
+    assert (await Door().call(build_call(**{"x" * 30_000: 1}))).error_code is ErrorCode.INVALID_ARGUMENTS
+
+
+async def test_text_is_coerced_only_when_the_arguments_are_text() -> None:
+    door = Door(fine, build_spec("echo", properties={"n": {"type": "integer"}}))
+    await door.call(build_call(n="5"), Terms(text_arguments=True))
+    assert door.transport.calls[0].arguments == {"n": 5}
+
+
+async def test_a_call_too_large_for_an_envelope_is_told() -> None:
+    result = await Door().call(build_call(text="x" * 1_100_000))
+    assert (result.error_code, "write_file" in str(result.error)) == (ErrorCode.INVALID_ARGUMENTS, True)
+
+
+# Until when
+
+LIMITS = [
+    ({}, Terms(), 30),
+    ({}, Terms(default_timeout_s=45), 45),
+    ({}, Terms(timeout_s=12), 12),
+    ({"timeout": 5}, Terms(), 5),
+    ({"timeout": 120}, Terms(), 120),
+    ({"timeout": 900}, Terms(), 600),
+    ({"timeout": 5}, Terms(timeout_s=9), 9),
+    ({"timeout": 0}, Terms(), 30),
+    ({"timeout": -1}, Terms(), 30),
+    ({"timeout": True}, Terms(), 30),
+    ({"timeout": "5"}, Terms(), 30),
+    ({"timeout": float("nan")}, Terms(), 30),
+    ({"timeout": float("inf")}, Terms(), 600),
+]
+
+
+@pytest.mark.parametrize(("arguments", "terms", "limit"), LIMITS)
+def test_the_limit_is_the_callers_else_the_arguments_else_the_default(arguments: dict[str, Any], terms: Terms, limit: float) -> None:
+    assert effective_limit(TIMED, arguments, terms) == limit
+
+
+@pytest.mark.parametrize(("arguments", "asked"), [({}, 100), ({"timeout": 100}, None), ({}, None)])
+def test_the_tools_maximum_is_the_last_word(arguments: dict[str, Any], asked: float | None) -> None:
+    assert effective_limit(build_spec(max_timeout_s=20), arguments, Terms(timeout_s=asked)) == 20
+
+
+def test_a_tool_may_have_a_longer_limit_of_its_own() -> None:
+    assert effective_limit(build_spec(timeout_s=120), {}, Terms()) == 120
+
+
+def test_a_configured_limit_below_the_default_bounds_every_call() -> None:
+    assert effective_limit(build_spec(), {}, Terms(default_timeout_s=2)) == 2
+
+
+def test_a_tools_own_shorter_limit_holds() -> None:
+    assert effective_limit(build_spec(timeout_s=5), {}, Terms()) == 5
+
+
+def test_a_giant_timeout_is_the_maximum() -> None:
+    assert effective_limit(TIMED, {"timeout": 10**400}, Terms()) == 600
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
+async def test_a_limit_that_is_none_is_a_result(timeout_s: float) -> None:
+    assert (await Door().call(terms=Terms(timeout_s=timeout_s))).error_code is ErrorCode.INVALID_ARGUMENTS
+
+
+# Whatever the transport does
+
+FAILURES = [
+    (TimeoutError(), ErrorCode.OUTCOME_UNKNOWN),
+    (BrokerUnavailable("Redis does not answer"), ErrorCode.BROKER_UNAVAILABLE),
+    (ConfigError("no key"), ErrorCode.CONFIG_MISSING),
+    (EnvelopeRefused("garbage"), ErrorCode.ENVELOPE_REFUSED),
+    (DeliveryFailed(ErrorCode.TIMEOUT, "not run"), ErrorCode.TIMEOUT),
+    (DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, "the worker was lost"), ErrorCode.OUTCOME_UNKNOWN),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), FAILURES, ids=lambda value: repr(value)[:40])
+async def test_a_failure_on_the_way_is_a_result(error: Exception, code: ErrorCode) -> None:
+    result = await Door(raising(error)).call()
+    assert (result.success, result.error_code, bool(result.error)) == (False, code, True)
+
+
+async def test_an_unknown_outcome_says_that_the_call_may_have_acted() -> None:
+    assert "may or may not have acted" in str((await Door(raising(TimeoutError())).call()).error)
+
+
+async def test_a_failure_of_the_operators_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    dispatcher = Dispatcher(AnsweringTransport(raising(BrokerUnavailable("gone"))), StaticCatalog(ECHO), KEY, queue_wait_s=1)
+    await dispatcher.dispatch(build_call(), ROUTE)
+    assert "event=call_not_served" in caplog.text
+    assert "code=BROKER_UNAVAILABLE" in caplog.text
+
+
+async def test_the_result_of_another_call_is_refused() -> None:
+    def other(call: ToolCall, context: ToolContext) -> ToolResult:
+        return fine(call, context).model_copy(update={"call_id": "call-2"})
+
+    result = await Door(other).call()
+    assert (result.error_code, result.call_id, result.output) == (ErrorCode.ENVELOPE_REFUSED, "call-1", None)
+
+
+@pytest.mark.parametrize("answer", [None, "text", {}, {"v": 2}, {"v": 1, "call_id": "call-1"}])
+async def test_an_answer_that_is_no_result_is_refused(answer: Any) -> None:
+    class Garbage:
+        async def deliver(self, _: Any) -> Any:
+            return answer
+
+        async def aclose(self) -> None: ...
+
+    result = await Dispatcher(Garbage(), StaticCatalog(ECHO), KEY, queue_wait_s=1).dispatch(build_call(), ROUTE)
+    assert result.error_code is ErrorCode.ENVELOPE_REFUSED
+
+
+async def test_a_bug_of_ours_is_loud() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await Door(raising(ZeroDivisionError())).call()
+
+
+async def test_no_worker_is_a_result() -> None:
+    class Nothing:
+        async def specs(self) -> tuple[ToolSpec, ...]:
+            raise ConfigError("no worker has published its tools")
+
+    result = await Dispatcher(AnsweringTransport(fine), Nothing(), KEY, queue_wait_s=1).dispatch(build_call(), ROUTE)
+    assert result.error_code is ErrorCode.CONFIG_MISSING
+
+
+async def test_the_rest_of_the_time_is_transfer() -> None:
+    def timed(call: ToolCall, context: ToolContext) -> ToolResult:
+        return fine(call, context).model_copy(update={"clocks": Clocks(queued_s=1, run_s=2, transfer_s=99)})
+
+    clocks = (await Door(timed).call()).clocks
+    assert (clocks.queued_s, clocks.run_s, clocks.transfer_s) == (1, 2, 0)
+
+
+# Plain functions as tools
+
+
+async def test_plain_functions_serve_as_tools() -> None:
+    async def later(text: str) -> str:
+        return text[::-1]
+
+    specs = [build_spec(name) for name in ("now", "later")]
+    transport = InProcessTransport({"now": lambda text: text.upper(), "later": later}, KEY)
+    dispatcher = Dispatcher(transport, StaticCatalog(*specs), KEY, queue_wait_s=1)
+    results = [await dispatcher.dispatch(build_call(name, text="abc"), ROUTE) for name in ("now", "later")]
+    assert [result.output for result in results] == ["ABC", "cba"]
+    assert [delivery.task for delivery in transport.delivered] == ["tool.now", "tool.later"]

@@ -1,0 +1,266 @@
+"""The hub of results on a real Redis: by pub/sub, by sweep when that missed, over a restart; and garbage does not deafen it."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from contract.errors import BrokerUnavailable
+from orchestrator import results
+from orchestrator.results import ResultHub
+from tests.conftest import RedisProcess, free_port
+from tests.fakes import close_hub
+
+SOON_S = 15.0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "RECONNECT_S", (0.02,))
+
+
+@pytest.fixture
+def sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "SWEEP_EVERY_S", 0.05)
+
+
+@pytest.fixture
+def not_sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "SWEEP_EVERY_S", 1000.0)
+
+
+@asynccontextmanager
+async def listening(server: RedisProcess) -> AsyncIterator[tuple[ResultHub, "redis.asyncio.Redis"]]:
+    client = redis.asyncio.Redis.from_url(server.url, socket_timeout=5)
+    hub = ResultHub(client)
+    await hub.start()
+    try:
+        yield hub, client
+    finally:
+        await close_hub(hub)
+        await client.aclose()
+
+
+def stored(task_id: str, status: str = "SUCCESS", **fields: Any) -> str:
+    return json.dumps({"task_id": task_id, "status": status, "result": {"n": 1}, **fields})
+
+
+async def publish(client: "redis.asyncio.Redis", task_id: str, data: str | bytes | None = None) -> None:
+    await client.publish(f"celery-task-meta-{task_id}", stored(task_id) if data is None else data)
+
+
+async def arrives(future: "asyncio.Future[dict[str, Any]]") -> dict[str, Any]:
+    return await asyncio.wait_for(asyncio.shield(future), SOON_S)
+
+
+async def test_a_published_result_arrives(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as future:
+            await publish(client, task_id)
+            assert (await arrives(future))["result"] == {"n": 1}
+
+
+@pytest.mark.parametrize("status", ["FAILURE", "REVOKED"])
+async def test_a_failure_arrives_as_well(redis_server: RedisProcess, not_sweeping: None, status: str) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as future:
+            await publish(client, task_id, stored(task_id, status))
+            assert (await arrives(future))["status"] == status
+
+
+async def test_a_result_whose_message_was_missed_is_found_by_the_sweep(redis_server: RedisProcess, sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as future:
+            await client.set(f"celery-task-meta-{task_id}", stored(task_id))
+            assert (await arrives(future))["task_id"] == task_id
+
+
+async def test_a_sweep_of_many_finds_each_its_own(redis_server: RedisProcess, sweeping: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "SWEEP_BATCH", 3)
+    async with listening(redis_server) as (hub, client):
+        ids = [hub.task_id(f"c{number}") for number in range(10)]
+        futures = {}
+        for task_id in ids:
+            futures[task_id] = hub._waiting.setdefault(task_id, asyncio.get_running_loop().create_future())
+        await client.mset({f"celery-task-meta-{task_id}": stored(task_id) for task_id in ids})
+        assert [(await arrives(futures[task_id]))["task_id"] for task_id in ids] == ids
+
+
+async def test_a_result_after_a_restart_of_redis_arrives(redis_server: RedisProcess, sweeping: None) -> None:
+    async with listening(redis_server) as (hub, _):
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as future:
+            await asyncio.to_thread(redis_server.stop)
+            await asyncio.to_thread(redis_server.start)
+            with redis_server.client() as worker:
+                worker.set(f"celery-task-meta-{task_id}", stored(task_id))
+            assert (await arrives(future))["task_id"] == task_id
+
+
+async def test_pub_sub_hears_again_after_a_restart(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, _):
+        await asyncio.to_thread(redis_server.stop)
+        await asyncio.to_thread(redis_server.start)
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as future, redis_server.client() as worker:
+            async with asyncio.timeout(SOON_S):
+                # Redis tells nobody that a subscription stands again: it is asked until it has a listener.
+                while not worker.publish(f"celery-task-meta-{task_id}", stored(task_id)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert (await arrives(future))["task_id"] == task_id
+
+
+async def test_results_that_nobody_awaits_are_ignored(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as future:
+            await publish(client, hub.task_id("other"))
+            await publish(client, task_id, stored("somebody-else"))
+            await publish(client, task_id)
+            assert (await arrives(future))["task_id"] == task_id
+
+
+async def test_a_task_that_has_only_started_is_not_a_result(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as future:
+            await publish(client, task_id, stored(task_id, "STARTED"))
+            await publish(client, task_id)
+            assert (await arrives(future))["status"] == "SUCCESS"
+
+
+async def test_the_first_of_two_results_counts(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id, other = hub.task_id("c1"), hub.task_id("c2")
+        with hub.expect(task_id) as future, hub.expect(other) as last:
+            await publish(client, task_id, stored(task_id, result="first"))
+            await publish(client, task_id, stored(task_id, result="second"))
+            await publish(client, other)
+            await arrives(last)
+            assert future.result()["result"] == "first"
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"", b"\xff\xfe", b"{", b"null", b"[]", b'"text"', b"5", b"{}", b'{"task_id": "x"}', b'{"task_id": null, "status": "SUCCESS"}'],
+)
+async def test_garbage_is_ignored(redis_server: RedisProcess, not_sweeping: None, garbage: bytes) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as future:
+            await publish(client, task_id, garbage)
+            await publish(client, task_id)
+            await arrives(future)
+
+
+@pytest.mark.parametrize(
+    "garbage", ['{"task_id": [], "status": "SUCCESS"}', '{"task_id": "x", "status": {}}', "[" * 100_000], ids=["id", "status", "deep"]
+)
+async def test_deafening_the_hub_by_one_message_does_not_work(redis_server: RedisProcess, not_sweeping: None, garbage: str) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as future:
+            await publish(client, task_id, garbage)
+            await publish(client, task_id)
+            async with asyncio.timeout(0.5):
+                await future
+
+
+async def test_one_id_awaited_twice_is_refused_and_the_first_is_served(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as one:
+            with pytest.raises(ValueError, match="awaited already"), hub.expect(task_id):
+                pass
+            await publish(client, task_id)
+            await arrives(one)
+
+
+async def test_nothing_is_kept_of_a_result_that_was_taken(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as future:
+            await publish(client, task_id)
+            await arrives(future)
+        assert hub._waiting == {}
+
+
+async def test_closing_ends_who_still_waits_and_leaves_no_task(redis_server: RedisProcess, not_sweeping: None) -> None:
+    before = len(asyncio.all_tasks())
+    async with listening(redis_server) as (hub, _):
+        with hub.expect(hub.task_id("c1")) as future:
+            await close_hub(hub)
+            assert future.cancelled()
+    assert len(asyncio.all_tasks()) == before
+
+
+class DeafToCancel:
+    """A client whose reading swallows the first cancellation, as redis-py does when it comes together with a time-out."""
+
+    def __init__(self) -> None:
+        self.reading = asyncio.Event()
+        self._swallowed = False
+
+    def pubsub(self) -> "DeafToCancel":
+        return self
+
+    async def __aenter__(self) -> "DeafToCancel":
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def psubscribe(self, _: str) -> None: ...
+
+    async def mget(self, keys: list[str]) -> list[None]:
+        return [None for _ in keys]
+
+    async def get_message(self, timeout: float) -> dict[str, str] | None:
+        if not self.reading.is_set():
+            self.reading.set()
+            return {"type": "psubscribe"}
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if self._swallowed:
+                raise
+            self._swallowed = True
+        return None
+
+
+async def test_closing_ends_also_when_a_cancellation_is_swallowed(not_sweeping: None) -> None:
+    hub = ResultHub(DeafToCancel())  # type: ignore[arg-type]
+    await hub.start()
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(hub.close())
+    finished, _ = await asyncio.wait({closing}, timeout=0.5)
+    if not finished:
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+    assert finished
+
+
+async def test_two_hubs_do_not_hear_each_other(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (one, client), listening(redis_server) as (two, _):
+        assert one.id != two.id
+        with one.expect(one.task_id("c")) as future, two.expect(two.task_id("c")) as other:
+            await publish(client, one.task_id("c"))
+            await arrives(future)
+            assert not other.done()
+
+
+async def test_a_redis_that_does_not_answer_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    timeout = asyncio.timeout
+    monkeypatch.setattr(results.asyncio, "timeout", lambda _: timeout(0.2))
+    client = redis.asyncio.Redis(port=free_port())
+    with pytest.raises(BrokerUnavailable, match="subscription"):
+        await ResultHub(client).start()
+    await client.aclose()

@@ -1,0 +1,200 @@
+"""A session of the SDK: what it sends, what it raises, and that a program which stops takes its sandbox and its calls down."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from contract.calls import KillReport, ToolCall, ToolContext, ToolResult
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from orchestrator.dispatcher import Dispatcher
+from orchestrator.sessions import Session
+from tests.builders import KEY, build_spec
+from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
+from workers.tools.builtin import build_registry
+
+SOON_S = 10.0
+
+
+class Pool:
+    """A pool whose one worker is scripted: a ToolResult's fields, or a function, for each verb or tool."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.blobs = MemoryAsyncBlobs()
+        self.transport = AnsweringTransport(self._answer)
+        specs = (*build_registry().specs(), build_spec("wait"))
+        self._dispatcher = Dispatcher(self.transport, StaticCatalog(*specs), KEY, queue_wait_s=60)
+        opened = {"metadata": {"host": "h1", "queue": "host.h1.b00t", "image": "default", "start_s": 0.5}}
+        self._answers = {"open": opened, **answers}
+
+    async def open(self, workspace: Path | None = None, image: str | None = None) -> Session:
+        return await Session.open(self._dispatcher, self.blobs, tenant="acme", image=image, ttl_s=60, workspace=workspace)  # type: ignore[arg-type]
+
+    def sent(self) -> list[str]:
+        return [call.name.removeprefix("session.") for call in self.transport.calls]
+
+    async def _answer(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        answer = self._answers.get(call.name.removeprefix("session."), {})
+        if callable(answer):
+            answer = await answer(call, context)
+        return ToolResult(**{"call_id": call.id, "name": call.name, "success": "error_code" not in answer, **answer})
+
+
+async def test_a_session_opens_anywhere_and_then_stays_with_its_host() -> None:
+    pool = Pool()
+    session = await pool.open(image="python")
+    await session.call("bash_tool", {"command": "true"})
+    assert [delivery.queue for delivery in pool.transport.deliveries] == ["pool.sandbox", "host.h1.b00t"]
+    assert pool.transport.calls[0].arguments == {"image": "python", "ttl_s": 60}
+    assert {context.session for context in pool.transport.contexts} == {session.id}
+
+
+async def test_info_tells_where_it_lives() -> None:
+    info = await (await Pool().open()).info()
+    assert (info.host, info.queue, info.image, info.start_s, info.tenant) == ("h1", "host.h1.b00t", "default", 0.5, "acme")
+
+
+async def test_names_of_sessions_cannot_be_guessed_or_repeated() -> None:
+    pool = Pool()
+    names = {(await pool.open()).id for _ in range(20)}
+    assert (len(names), min(map(len, names)) >= 20) == (20, True)
+
+
+async def test_a_workspace_is_copied_in(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    pool = Pool()
+    await pool.open(tmp_path)
+    assert pool.sent() == ["open", "import"]
+    assert b"a.txt" in pool.blobs.kept[str(pool.transport.contexts[1].blob)]
+
+
+async def test_a_workspace_that_could_not_be_copied_leaves_no_sandbox(tmp_path: Path) -> None:
+    pool = Pool(**{"import": {"error_code": ErrorCode.NO_SPACE, "error": "full"}})
+    with pytest.raises(ToolFailure, match="full"):
+        await pool.open(tmp_path)
+    assert pool.sent() == ["open", "import", "close"]
+
+
+async def test_a_pool_without_room_is_an_unavailable_sandbox() -> None:
+    with capture_logs(), pytest.raises(SandboxUnavailable, match="host is full"):
+        await Pool(open={"error_code": ErrorCode.SANDBOX_UNAVAILABLE, "error": "host is full"}).open()
+
+
+async def test_a_failure_of_a_tool_is_a_result_and_never_raised() -> None:
+    session = await Pool(bash_tool={"error_code": ErrorCode.TIMEOUT, "error": "slow"}).open()
+    assert (await session.call("bash_tool", {"command": "x"})).error_code is ErrorCode.TIMEOUT
+    assert (await session.call("nope", {})).error == "Tool not found: nope"
+
+
+@pytest.mark.parametrize(("name", "call_id"), [("x" * 200, None), ("", None), ("bash_tool", "not an id")])
+async def test_a_call_that_cannot_be_is_a_result_too(name: str, call_id: str | None) -> None:
+    session = await Pool().open()
+    assert (await session.call(name, {}, call_id=call_id)).success is False
+
+
+async def test_the_callers_limit_and_id_are_used() -> None:
+    pool = Pool()
+    session = await pool.open()
+    result = await session.call("bash_tool", {"command": "x"}, timeout_s=7, call_id="mine")
+    assert (result.call_id, pool.transport.contexts[-1].timeout_s) == ("mine", 7)
+
+
+async def test_exec_gives_both_streams_the_code_and_the_kill() -> None:
+    kill = KillReport(signalled=1, survivors=0, method="tree", ms=1)
+    pool = Pool(exec={"metadata": {"returncode": -9, "stdout_bytes": 3}, "blob": "k", "kill": kill, "truncated": True})
+    pool.blobs.kept["k"] = b"outerr"
+    result = await (await pool.open()).exec(["cat"], stdin=b"in", env={"A": "b"}, cwd="/tmp", timeout_s=3)
+    assert (result.returncode, result.stdout, result.stderr, result.kill, result.truncated) == (-9, b"out", b"err", kill, True)
+    assert pool.transport.calls[-1].arguments == {"argv": ["cat"], "env": {"A": "b"}, "cwd": "/tmp"}
+    assert pool.blobs.kept[str(pool.transport.contexts[-1].blob)] == b"in"
+
+
+async def test_files_travel_as_bytes() -> None:
+    pool = Pool(read_file={"blob": "k"})
+    pool.blobs.kept["k"] = b"\x00\xff"
+    session = await pool.open()
+    await session.write_file("/tmp/a", b"\xff\x00")
+    assert pool.blobs.kept[str(pool.transport.contexts[-1].blob)] == b"\xff\x00"
+    assert await session.read_file("/tmp/a") == b"\x00\xff"
+
+
+async def test_a_file_that_is_not_there_is_raised_with_its_code() -> None:
+    session = await Pool(read_file={"error_code": ErrorCode.FILE_NOT_FOUND, "error": "no such file"}).open()
+    with pytest.raises(ToolFailure) as missing:
+        await session.read_file("a")
+    assert missing.value.code is ErrorCode.FILE_NOT_FOUND
+
+
+async def test_closing_twice_closes_once() -> None:
+    pool = Pool()
+    async with await pool.open() as session:
+        await session.close()
+    assert pool.sent() == ["open", "close"]
+
+
+async def test_a_program_that_fails_takes_its_sandbox_down() -> None:
+    pool = Pool()
+    with pytest.raises(ZeroDivisionError):
+        async with await pool.open():
+            raise ZeroDivisionError
+    assert pool.sent() == ["open", "close"]
+
+
+@pytest.fixture
+def waiting_pool() -> tuple[Pool, asyncio.Event]:
+    calling = asyncio.Event()
+
+    async def wait(*_: Any) -> dict[str, Any]:
+        calling.set()
+        await asyncio.Event().wait()
+        return {}
+
+    return Pool(wait=wait), calling
+
+
+async def test_cancelling_a_call_kills_it_in_the_sandbox(waiting_pool: tuple[Pool, asyncio.Event]) -> None:
+    pool, calling = waiting_pool
+    session = await pool.open()
+    running = asyncio.create_task(session.call("wait", {}, call_id="c9"))
+    await calling.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(running, SOON_S)
+    assert (pool.sent()[-1], pool.transport.calls[-1].arguments) == ("cancel", {"call_id": "c9"})
+
+
+async def test_a_cancelled_program_kills_its_call_and_takes_its_sandbox_down(waiting_pool: tuple[Pool, asyncio.Event]) -> None:
+    pool, calling = waiting_pool
+
+    async def program() -> None:
+        async with await pool.open() as session:
+            await session.call("wait", {})
+
+    running = asyncio.create_task(program())
+    await calling.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(running, SOON_S)
+    assert pool.sent()[:4] == ["open", "wait", "cancel", "close"]
+    assert [call.name for _, call in pool.transport.commands] == ["session.cancel", "session.close"]
+
+
+async def test_a_session_that_is_cancelled_while_it_opens_is_closed_when_it_is_open() -> None:
+    opening, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(*_: Any) -> dict[str, Any]:
+        opening.set()
+        await go_on.wait()
+        return {"metadata": {"host": "h1", "queue": "host.h1.b00t", "image": "default", "start_s": 0.5}}
+
+    pool = Pool(open=slow)
+    running = asyncio.create_task(pool.open())
+    await opening.wait()
+    running.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(running, SOON_S)
+    assert (pool.sent(), pool.transport.commands[-1][0]) == (["open", "close"], "host.h1.b00t")

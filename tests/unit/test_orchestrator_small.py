@@ -1,0 +1,281 @@
+"""Limits, transcript, events, terminal, arguments of the command line, the Redis server's configuration."""
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from contract.calls import Clocks, ToolCall, ToolResult
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from orchestrator import redis_server as redis_server_module
+from orchestrator.cli import parse_arguments
+from orchestrator.dialects.base import Usage
+from orchestrator.events import CallFinished, CallStarted, RunEvent, RunFinished, RunStarted, StepFinished, StepStarted, TextArrived, Warned
+from orchestrator.limits import ReActOptions, Spending, StopReason
+from orchestrator.redis_server import find_redis_server, write_redis_config
+from orchestrator.settings import load_settings
+from orchestrator.terminal import MAX_SHOWN_LINES, RunView, escape_controls, format_clocks, table_rows
+from orchestrator.transcript import Transcript
+from tests.builders import build_call
+
+RESULT = ToolResult(call_id="c", name="echo", success=True, output="fine")
+
+# Limits
+
+
+def test_the_defaults_are_five_steps_and_thirty_seconds() -> None:
+    options = ReActOptions()
+    assert (options.max_iterations, options.tool_timeout_s, options.enable_tool_action_parsing) == (5, 30, True)
+
+
+@pytest.mark.parametrize("options", [{"max_iterations": 0}, {"max_iterations": -1}, {"tool_timeout_s": 0}, {"tool_timeout_s": -1}])
+def test_a_limit_that_allows_nothing_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        ReActOptions(**options)
+
+
+def test_a_limit_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError):
+        ReActOptions(tool_timeout_s=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("options", "spent", "reason"),
+    [
+        ({}, {"steps": 4}, None),
+        ({}, {"steps": 5}, StopReason.MAX_ITERATIONS),
+        ({"max_tokens": 10}, {"tokens": 9}, None),
+        ({"max_tokens": 10}, {"tokens": 10}, StopReason.MAX_TOKENS),
+        ({"max_wall_s": 60}, {}, None),
+        ({"max_wall_s": 60}, {"started_at": time.monotonic() - 61}, StopReason.MAX_WALL),
+        ({"max_tokens": 1, "max_iterations": 1}, {"steps": 1, "tokens": 1}, StopReason.MAX_ITERATIONS),
+    ],
+)
+def test_a_budget_is_used_up_when_it_is_reached(options: dict[str, Any], spent: dict[str, Any], reason: StopReason | None) -> None:
+    assert Spending(ReActOptions(**options), **spent).exhausted() is reason
+
+
+def test_only_limits_are_limits() -> None:
+    assert {reason for reason in StopReason if reason.is_limit} == {StopReason.MAX_ITERATIONS, StopReason.MAX_WALL, StopReason.MAX_TOKENS}
+
+
+# Transcript
+
+
+def test_messages_stay_in_order_and_as_they_were() -> None:
+    message: dict[str, Any] = {"role": "user", "content": "a", "deep": [1]}
+    transcript = Transcript(message)
+    message["deep"].append(2)
+    transcript.append({"role": "assistant", "content": "b"})
+    assert [message["content"] for message in transcript] == ["a", "b"]
+    assert (next(iter(transcript))["deep"], len(transcript)) == ([1], 2)
+
+
+def test_the_list_for_a_request_is_not_the_transcripts() -> None:
+    transcript = Transcript({"role": "user", "content": "a"})
+    transcript.messages().clear()
+    assert len(transcript) == 1
+
+
+def test_a_message_that_was_handed_out_is_not_the_transcripts() -> None:
+    transcript = Transcript({"role": "user", "content": "a"})
+    transcript.messages()[0]["content"] = "forged"
+    assert transcript.messages() == [{"role": "user", "content": "a"}]
+
+
+def test_a_line_of_json_a_message() -> None:
+    lines = Transcript({"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "读"}).to_json_lines().splitlines()
+    assert [json.loads(line)["content"] for line in lines] == ["a\nb", "读"]
+
+
+# Events
+
+EVENTS: list[RunEvent] = [
+    RunStarted(run="r", instruction="do", model="m", dialect="native"),
+    StepStarted(run="r", step=1),
+    TextArrived(run="r", text="hi"),
+    CallStarted(run="r", call=ToolCall(id="c", name="echo", arguments={"a": [1]})),
+    CallFinished(run="r", result=RESULT),
+    StepFinished(run="r", step=1, model_s=0.5, usage=Usage(1, 2)),
+    Warned(run="r", message="careful"),
+    RunFinished(run="r", answer="done", stop_reason="answered", clocks=Clocks(run_s=1)),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_an_event_is_plain_json_with_its_name(event: RunEvent) -> None:
+    data = json.loads(json.dumps(event.to_json()))
+    assert (data["type"], data["run"], data["at"] > 0) == (type(event).__name__, "r", True)
+
+
+def test_records_inside_an_event_are_plain_data() -> None:
+    assert EVENTS[3].to_json()["call"] == {"id": "c", "name": "echo", "arguments": {"a": [1]}}
+    assert EVENTS[5].to_json()["usage"] == {"prompt_tokens": 1, "completion_tokens": 2}
+
+
+# Terminal
+
+
+def shown(*events: RunEvent) -> str:
+    out = io.StringIO()
+    view = RunView(Console(file=out, width=200, force_terminal=False))
+    for event in events:
+        view.on_event(event)
+    return out.getvalue()
+
+
+def test_a_run_is_shown_from_its_start_to_its_end() -> None:
+    text = shown(*EVENTS)
+    assert all(word in text for word in ("model m", "step 1", "hi", '-> echo {"a": [1]}', "fine", "warning: careful", "stopped: answered"))
+
+
+def test_text_that_comes_in_pieces_is_one_line_and_the_next_thing_begins_its_own() -> None:
+    assert "one two\nstep 2" in shown(TextArrived(run="r", text="one "), TextArrived(run="r", text="two"), StepStarted(run="r", step=2))
+
+
+def test_a_long_result_is_shown_in_part_and_says_so() -> None:
+    result = RESULT.model_copy(update={"output": "\n".join(f"line {n}" for n in range(MAX_SHOWN_LINES + 5))})
+    text = shown(CallFinished(run="r", result=result))
+    assert ("5 lines more" in text, f"line {MAX_SHOWN_LINES}" in text) == (True, False)
+
+
+def test_driving_the_terminal_by_output_does_not_work() -> None:
+    attack = "\x1b[2J\x1b]0;owned\x07\r\x9b31m[red]x[/red]"
+    events = [
+        TextArrived(run="r", text=attack),
+        CallStarted(run="r", call=build_call("echo", text=attack)),
+        CallFinished(run="r", result=RESULT.model_copy(update={"output": attack})),
+        CallFinished(run="r", result=ToolResult.failed(build_call(), ErrorCode.INTERNAL, attack)),
+        Warned(run="r", message=attack),
+        RunStarted(run="r", instruction="", model=attack, dialect=""),
+    ]
+    text = shown(*events)
+    assert not set("\x1b\x07\r\x9b") & set(text)
+    assert "[red]x[/red]" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ("a\tb\n", "a\tb\n"),
+        ("\x1b", "\\x1b"),
+        ("\x7f", "\\x7f"),
+        ("\x85", "\\x85"),
+        ("\u202e", "\\u202e"),
+        ("\u2066", "\\u2066"),
+        ("\ud800", "\\ud800"),
+        ("é读", "é读"),
+    ],
+)
+def test_controls_are_shown_and_letters_are_left(text: str, safe: str) -> None:
+    assert escape_controls(text) == safe
+
+
+@pytest.mark.parametrize("mark", ["\u061c", "\u200e", "\u200f"])
+def test_marks_of_direction_are_shown(mark: str) -> None:
+    assert mark not in escape_controls(mark)
+
+
+def test_clocks_are_milliseconds() -> None:
+    assert format_clocks(Clocks(queued_s=0.0015, run_s=2)) == "queued 1.5 ms  sandbox 0.0 ms  run 2000.0 ms  transfer 0.0 ms"
+
+
+def test_a_table_is_aligned() -> None:
+    assert table_rows([{"a": "xx", "b": 1}, {"b": "yyy"}], ("a", "b")) == ["a   b", "xx  1", "    yyy"]
+
+
+# Arguments of the command line
+
+
+def test_pairs_are_text_that_may_be_coerced() -> None:
+    assert parse_arguments(["a=1", "b=x=y", "c="]) == ({"a": "1", "b": "x=y", "c": ""}, True)
+    assert parse_arguments([]) == ({}, True)
+
+
+@pytest.mark.parametrize("texts", [["a"], ["=1"], ["a=1", "-"], ["a=1", "@file"]])
+def test_what_is_no_pair_is_refused(texts: list[str]) -> None:
+    with pytest.raises(ToolFailure, match="k=v"):
+        parse_arguments(texts)
+
+
+def test_json_comes_from_a_file_or_from_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").write_text('{"n": 1}')
+    assert parse_arguments([f"@{tmp_path}/a.json"]) == ({"n": 1}, False)
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"n": 2}'))
+    assert parse_arguments(["-"]) == ({"n": 2}, False)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"1", b"\xff", b""])
+def test_json_that_is_no_object_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ToolFailure) as refused:
+        parse_arguments([f"@{tmp_path}/a.json"])
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ToolFailure, match="cannot be read"):
+        parse_arguments([f"@{tmp_path}/none.json"])
+
+
+def test_json_that_nests_too_deep_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[" * 100_000)
+    with pytest.raises(ToolFailure):
+        parse_arguments([f"@{tmp_path}/a.json"])
+
+
+def test_a_name_given_twice_is_refused() -> None:
+    with pytest.raises(ToolFailure):
+        parse_arguments(["a=1", "a=2"])
+
+
+# The Redis server of the embedded stack
+
+
+def test_the_wheels_server_is_found_and_runs() -> None:
+    assert Path(find_redis_server()).is_file()
+
+
+def test_without_any_server_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server_module.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(redis_server_module.shutil, "which", lambda _: None)
+    with pytest.raises(ConfigError, match=r"toolcrew\[ops\]"):
+        find_redis_server()
+
+
+def test_the_password_is_in_a_file_of_its_owners_and_the_server_on_loopback(tmp_path: Path) -> None:
+    config = write_redis_config(tmp_path, 7777, "hunter2")
+    lines = config.read_text().splitlines()
+    assert config.stat().st_mode & 0o077 == 0
+    assert {"bind 127.0.0.1", "port 7777", "requirepass hunter2", 'save ""', "maxmemory-policy noeviction"} <= set(lines)
+
+
+def test_a_folder_with_a_space_is_one_argument(tmp_path: Path) -> None:
+    folder = tmp_path / "my folder"
+    folder.mkdir()
+    assert f'dir "{folder}"' in write_redis_config(folder, 7777, "x").read_text()
+
+
+# Settings
+
+
+def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLCREW_QUEUE_WAIT_S", "soon")
+    with pytest.raises(ConfigError, match="TOOLCREW_QUEUE_WAIT_S"):
+        load_settings()
+
+
+def test_no_redis_is_said_with_the_ways_to_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
+    with pytest.raises(ConfigError, match="toolcrew up"):
+        load_settings().broker()
+
+
+def test_a_deployment_that_is_no_identifier_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLCREW_DEPLOYMENT", "a b")
+    with pytest.raises(ConfigError, match="TOOLCREW_DEPLOYMENT"):
+        load_settings()

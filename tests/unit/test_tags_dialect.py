@@ -1,0 +1,94 @@
+"""The tags dialect: what runs when, and how results are told."""
+
+from typing import Any
+
+from contract.calls import ToolResult
+from contract.errors import ErrorCode
+from contract.specs import ToolSpec
+from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
+from orchestrator.dialects.tags import TagsDialect
+
+SPEC = ToolSpec(name="bash_tool", description="Runs.", parameters={"type": "object", "properties": {"command": {"type": "string"}}})
+TAG = '<tool_action name="read_tool"><path value="a" /></tool_action>'
+
+
+def chunk(content: str | None = None, finish: str | None = None, **delta: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": content, **delta}, "finish_reason": finish}]}
+
+
+def read(*chunks: dict[str, Any], dialect: TagsDialect | None = None) -> tuple[list[Event], ReplyEnd]:
+    reader = (dialect or TagsDialect()).open_reader("r1", 2)
+    events = [event for one in chunks for event in reader.feed(one)]
+    last, end = reader.finish()
+    return events + last, end
+
+
+def result(output: str = "out", call_id: str = "r1-2-0") -> ToolResult:
+    return ToolResult(call_id=call_id, name="read_tool", success=True, output=output)
+
+
+def test_the_system_prompt_describes_the_tools_and_the_request_has_none() -> None:
+    dialect = TagsDialect()
+    assert "bash_tool: Runs." in dialect.build_system("Be brief.", [SPEC])
+    assert dialect.build_tools([SPEC]) == []
+
+
+def test_a_call_comes_as_soon_as_its_tag_is_complete() -> None:
+    [event] = TagsDialect().open_reader("r1", 2).feed(chunk(TAG))
+    assert isinstance(event, CallRequested)
+    assert (event.call.id, event.call.arguments, event.raw) == ("r1-2-0", {"path": "a"}, TAG)
+
+
+def test_calls_of_one_reply_have_ids_of_their_own() -> None:
+    events, _ = read(chunk(TAG + TAG))
+    assert [event.call.id for event in events if isinstance(event, CallRequested)] == ["r1-2-0", "r1-2-1"]
+
+
+def test_the_transcript_keeps_the_tags_and_the_answer_text_does_not() -> None:
+    _, end = read(chunk(f"a{TAG}b"))
+    assert end.message == {"role": "assistant", "content": f"a{TAG}b"}
+    assert end.text == "ab"
+
+
+def test_an_unclosed_tag_is_malformed_and_tells_how_to_write_it() -> None:
+    [event], _ = read(chunk('<tool_action name="write_tool"><content value="x'), chunk(finish="length"))
+    assert isinstance(event, MalformedCall)
+    assert event.reason.startswith(
+        "Malformed tool_action (write_tool): unclosed, since the reply was cut at the token limit. Use <name value="
+    )
+
+
+def test_the_reasoning_field_is_never_searched() -> None:
+    assert read(chunk(reasoning_content=TAG))[0] == []
+
+
+def test_native_calls_win_from_there_on_and_what_ran_is_not_undone() -> None:
+    native = {"index": 0, "id": "c", "function": {"name": "bash_tool", "arguments": "{}"}}
+    events, _ = read(chunk(TAG), chunk("<tool_action na", tool_calls=[native]), chunk(TAG))
+    assert [event.call.name for event in events if isinstance(event, CallRequested)] == ["read_tool", "bash_tool"]
+    assert "".join(event.text for event in events if isinstance(event, Text)) == f"<tool_action na{TAG}"
+
+
+def test_with_tag_parsing_off_tags_are_text() -> None:
+    assert read(chunk(TAG), dialect=TagsDialect(enable_tool_action_parsing=False))[0] == [Text(TAG)]
+
+
+def test_a_result_is_a_user_message_that_names_the_tool() -> None:
+    [message] = TagsDialect().build_observations([("r1-2-0", result("11"))])
+    assert message == {"role": "user", "content": "Tool result for read_tool:\n11"}
+
+
+def test_results_of_one_reply_share_a_message_in_order() -> None:
+    [message] = TagsDialect().build_observations([("", result("1")), ("", result("2", "r1-2-1"))])
+    assert message["content"] == "Tool result for read_tool:\n1\n\nTool result for read_tool:\n2"
+
+
+def test_a_closing_hint_ends_the_message() -> None:
+    [message] = TagsDialect(closing_hint="Answer now.").build_observations([("", result("1"))])
+    assert message["content"].endswith("1\n\nAnswer now.")
+
+
+def test_a_failure_is_told_with_its_code() -> None:
+    failed = ToolResult(call_id="a", name="x", success=False, error="Tool not found: x", error_code=ErrorCode.TOOL_NOT_FOUND)
+    [message] = TagsDialect().build_observations([("", failed)])
+    assert message["content"] == "Tool result for x:\nError [TOOL_NOT_FOUND]: Tool not found: x"

@@ -1,0 +1,250 @@
+"""The tag grammar, row by row: what is a call, what is text, what is an error."""
+
+import pytest
+
+from orchestrator.dialects.tags import Call, Malformed, TagEvent, TagStreamParser, Text
+
+
+def parse(text: str, **options: object) -> list[TagEvent]:
+    parser = TagStreamParser(**options)  # type: ignore[arg-type]
+    return merged([*parser.feed(text), *parser.finish()])
+
+
+def merged(events: list[TagEvent]) -> list[TagEvent]:
+    result: list[TagEvent] = []
+    for event in events:
+        if isinstance(event, Text) and result and isinstance(result[-1], Text):
+            result[-1] = Text(result[-1].text + event.text)
+        else:
+            result.append(event)
+    return result
+
+
+def only_call(text: str) -> Call:
+    [event] = parse(text)
+    assert isinstance(event, Call)
+    return event
+
+
+def only_error(text: str) -> Malformed:
+    [event] = [event for event in parse(text) if isinstance(event, Malformed)]
+    return event
+
+
+def tag(body: str) -> str:
+    return f'<tool_action name="t">{body}</tool_action>'
+
+
+SEARCH = '<tool_action name="vector-search">\n<query value="读取文件" />\n<limit value="5" />\n</tool_action>'
+S0_CHUNKS = ['思考: 我需要搜索...<tool_action name="', 'vector-search"><query value="test"', '" /></tool_action>接下来...']
+
+
+def test_a_tag_gives_its_name_and_string_values() -> None:
+    call = only_call(SEARCH)
+    assert (call.name, call.arguments) == ("vector-search", {"query": "读取文件", "limit": "5"})
+
+
+def test_text_around_calls_is_kept_byte_for_byte() -> None:
+    events = parse(f" a\r\n{SEARCH}\t\n{SEARCH} b ")
+    assert [event.text for event in events if isinstance(event, Text)] == [" a\r\n", "\t\n", " b "]
+
+
+def test_a_call_over_three_chunks_comes_between_the_texts_around_it() -> None:
+    parser = TagStreamParser()
+    assert parser.feed(S0_CHUNKS[0]) == [Text("思考: 我需要搜索...")]
+    assert parser.feed(S0_CHUNKS[1]) == []
+    assert [type(event) for event in parser.feed(S0_CHUNKS[2])] == [Call, Text]
+
+
+def test_the_doubled_quote_of_the_three_chunks_is_dropped() -> None:
+    assert only_call("".join(S0_CHUNKS)[S0_CHUNKS[0].index("<") : -len("接下来...")]).arguments == {"query": "test"}
+
+
+def test_a_chunk_without_a_marker_goes_out_at_once() -> None:
+    parser = TagStreamParser()
+    parser.feed("some text")
+    assert parser.feed("a < b, <b>bold</b>") == [Text("a < b, <b>bold</b>")]
+
+
+@pytest.mark.parametrize("length", range(1, 13))
+def test_what_may_begin_a_marker_is_held_and_nothing_more(length: int) -> None:
+    parser = TagStreamParser()
+    parser.feed("x")
+    assert parser.feed("text" + "<tool_action"[:length]) == [Text("text")]
+
+
+@pytest.mark.parametrize("length", range(1, 13))
+def test_held_text_comes_out_when_the_stream_ends(length: int) -> None:
+    assert parse("x" + "<tool_action"[:length]) == [Text("x" + "<tool_action"[:length])]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "use <tool_action tag to call",
+        "<tool_actions>",
+        "<tool_action> is the marker",
+        "<tool_action/>",
+        "<tool_action />",
+        "<tool_action name=bash>",
+        '<tool_action name="a\nb">',
+        '<tool_action name="a"x="b">',
+        '<tool_action name="a">hello',
+        '<tool_action name="a"> < b',
+        '<TOOL_ACTION name="a"/>',
+    ],
+)
+def test_a_mention_is_text(text: str) -> None:
+    assert parse(text) == [Text(text)]
+
+
+def test_a_mention_is_given_back_as_soon_as_it_cannot_be_a_call() -> None:
+    parser = TagStreamParser()
+    assert merged(parser.feed("see <tool_action tag t")) == [Text("see <tool_action tag t")]
+
+
+def test_a_call_may_follow_within_a_mention() -> None:
+    events = parse('<tool_action name="<tool_action name="a"/>')
+    assert [type(event) for event in events] == [Text, Call]
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ('<v value="a" />', "a"),
+        ("<v value='a' />", "a"),
+        ('<v value = "a"/>', "a"),
+        ('<v\nvalue="a"\n/>', "a"),
+        ('<v value="" />', ""),
+        ("<v/>", ""),
+        ("<v />", ""),
+        ('<v value="{"a": 1}" />', '{"a": 1}'),
+        ('<v value="say "hi"" />', 'say "hi"'),
+        ('<v value="test"" />', "test"),
+        ('<v value="a\r\n b" />', "a\r\n b"),
+        ('<v value="</tool_action> /> <x" />', "</tool_action> /> <x"),
+        ('<v value="a"/b" />', 'a"/b'),
+        ('<v value="&lt;&gt;&amp;&quot;&apos;&#65;&#x4e2d;" />', "<>&\"'A中"),
+        ('<v value="&amp;lt; &nbsp; && &#0; &#xD800;" />', "&lt; &nbsp; && &#0; &#xD800;"),
+        (r'<v value="a\n\"b" />', r"a\n\"b"),
+        ('<v value="a"></v>', "a"),
+        ('<v value="a" > </v >', "a"),
+        ("<v>a</v>", "a"),
+        ("<v> \n a \n </v>", " a "),
+        ("<v>\r\na\n\n</v>", "a\n"),
+        ("<v></v>", ""),
+        ("<v>\n</v>", ""),
+        ('<v>&lt; "x" <b>y</b> </v> z</v>', '&lt; "x" <b>y</b> </v> z'),
+        ("<v></v></v>", "</v>"),
+        ("<v><![CDATA[</v></tool_action>]]]]></v>", "</v></tool_action>]]"),
+        ("<v> <![CDATA[a]]> <![CDATA[b]]>\n</v>", "ab"),
+        ("<v><![CDATA[a]]>b</v>", "<![CDATA[a]]>b"),
+        ("<v>a</v><!-- </tool_action> -->", "a"),
+    ],
+)
+def test_a_value_is_read_as_written(body: str, value: str) -> None:
+    assert only_call(tag(body)).arguments == {"v": value}
+
+
+@pytest.mark.parametrize("text", ['<tool_action name="t"/>', '<tool_action id="1" name="t" />', tag(""), tag(" <!-- none --> ")])
+def test_a_call_may_have_no_parameters(text: str) -> None:
+    assert only_call(text).arguments == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ('<v value="1" /><v value="2" />', "duplicate parameter 'v'"),
+        ('<v value="1" /><v>2</v>', "duplicate parameter 'v'"),
+        ('<v value="1" />junk', "unexpected text between parameters"),
+        ("<!DOCTYPE>", "unexpected text between parameters"),
+        ('<v value="1" other="2" />', "unexpected attribute 'other'"),
+        ('<param name="x" value="y" />', "unexpected attribute 'name'"),
+        ("<v value=1 />", "unquoted parameter value"),
+        ("<v value />", "unquoted parameter value"),
+        ('<v value="1">', "parameter tag is not self-closed"),
+        ('<v value="1"></w>', "parameter tag is not self-closed"),
+        ('<v value="1"><w value="2" />', "parameter tag is not self-closed"),
+        ("</v>", "unexpected closing tag"),
+    ],
+)
+def test_a_broken_body_is_one_error_with_its_reason(body: str, reason: str) -> None:
+    error = only_error(f"before {tag(body)} after")
+    assert (error.reason, error.name, error.raw) == (reason, "t", tag(body))
+
+
+def test_a_json_body_is_refused_with_the_canonical_form() -> None:
+    assert '<PARAMETER value="..." />' in only_error(tag('{"command": "ls"}')).reason
+
+
+@pytest.mark.parametrize(
+    "text", ['<tool_action><v value="1"/></tool_action>', '<tool_action id="1"/>', '<tool_action name=""></tool_action>']
+)
+def test_a_call_without_a_tool_name_is_an_error(text: str) -> None:
+    error = only_error(text)
+    assert (error.reason, error.name) == ("missing tool name", None)
+
+
+@pytest.mark.parametrize(
+    "text", ['<tool_action name="t"', '<tool_action name="t"><v value="rm -rf', '<tool_action name="t"><v>a</v></tool_action']
+)
+def test_a_tag_that_never_closes_is_an_error_and_no_text(text: str) -> None:
+    assert [type(event) for event in parse("a " + text)] == [Text, Malformed]
+    assert only_error(text).reason == "unclosed"
+
+
+def test_a_new_tag_where_a_parameter_may_stand_ends_the_first_as_unclosed() -> None:
+    first, second = parse('<tool_action name="a"><v value="1" />\n<tool_action name="b"/>')
+    assert isinstance(first, Malformed)
+    assert (first.reason, first.name) == ("unclosed", "a")
+    assert isinstance(second, Call)
+
+
+def test_a_new_tag_ends_the_skipping_after_an_error() -> None:
+    assert [type(event) for event in parse('<tool_action name="a">{"x"<tool_action name="b"/>')] == [Malformed, Call]
+
+
+def test_a_tag_inside_a_duplicate_value_does_not_run() -> None:
+    assert [type(event) for event in parse(tag('<v value="1" /><v value="<tool_action name="x"/>" />'))] == [Malformed]
+
+
+def test_a_message_that_starts_with_think_is_not_searched_before_its_end() -> None:
+    events = parse(f"<think>{SEARCH}</think>{SEARCH}<think>{SEARCH}</think>")
+    assert [type(event) for event in events] == [Text, Call, Text, Call, Text]
+
+
+def test_fences_are_live_by_default_and_text_on_request() -> None:
+    text = f"```xml\n{SEARCH}\n```\n{SEARCH}"
+    assert [type(event) for event in parse(text)] == [Text, Call, Text, Call]
+    assert [type(event) for event in parse(text, ignore_fenced=True)] == [Text, Call]
+
+
+@pytest.mark.parametrize(
+    ("before", "is_fenced"),
+    [
+        ("```\n", True),
+        ("~~~ sh\n", True),
+        ("   ````\n```\n", True),
+        ("```a``` ", False),
+        ("    ```\n", False),
+        ("```\n```\n", False),
+        ("x```\n", False),
+    ],
+)
+def test_fences_are_recognised_as_markdown_does(before: str, is_fenced: bool) -> None:
+    calls = [event for event in parse(before + SEARCH, ignore_fenced=True) if isinstance(event, Call)]
+    assert (not calls) is is_fenced
+
+
+def test_a_tag_beyond_the_limit_is_an_error_and_what_follows_is_text() -> None:
+    text = f'<tool_action name="t"><v value="{"x" * 500}" /></tool_action> tail'
+    events = parse(text, max_tag_chars=200)
+    assert {event.reason for event in events if isinstance(event, Malformed)} == {"too long"}
+    assert events[-1] == Text(" tail")
+
+
+def test_release_gives_back_an_open_tag_and_reads_no_more() -> None:
+    parser = TagStreamParser()
+    parser.feed('a<tool_action name="t"><v val')
+    assert parser.release() == [Text('<tool_action name="t"><v val')]
+    assert parser.feed(SEARCH) == [Text(SEARCH)]
