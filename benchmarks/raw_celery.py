@@ -32,7 +32,7 @@ class RawCelery:
 
     async def by_hub(self) -> None:
         name = secrets.token_hex(16)
-        await self._transport.deliver(Delivery(TASK, self._queue, name, "", time.time() + 30, 30.0))
+        await self._transport.deliver(Delivery(TASK, self._queue, name, "", time.time() + 30, 30.0, "none"))
 
 
 async def open_raw(redis_url: str, client: "redis.asyncio.Redis", stack: contextlib.AsyncExitStack) -> RawCelery:

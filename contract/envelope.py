@@ -26,9 +26,14 @@ def encode_call(call: ToolCall, context: ToolContext, key: bytes) -> str:
     """
     if _is_deeper(call.arguments, MAX_DEPTH) or _is_deeper(context.config, MAX_DEPTH):
         raise ValueError(f"the call's arguments nest deeper than {MAX_DEPTH}: send a flatter value, or a file with it")
-    payload = {"v": VERSION, "call": call.model_dump(mode="json"), "context": context.model_dump(mode="json")}
+    payload = {
+        "v": VERSION,
+        # Taken as they are: dumping the record would change a key that is no text without a word.
+        "call": {**call.model_dump(mode="json", exclude={"arguments"}), "arguments": call.arguments},
+        "context": {**context.model_dump(mode="json", exclude={"config"}), "config": context.config},
+    }
     payload["sig"] = _signature(payload, key)
-    return _bounded(json.dumps(payload, ensure_ascii=False, separators=(",", ":")))
+    return _bounded(json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
 
 
 def decode_call(text: str, key: bytes) -> tuple[ToolCall, ToolContext]:
@@ -108,7 +113,7 @@ def _first_complaint(error: Exception) -> str:
 
 def _signature(payload: dict[str, Any], key: bytes) -> str:
     """HMAC over the canonical form of the whole payload: tool, arguments, tenant, deadline and call id are all inside."""
-    canonical = json.dumps(payload, sort_keys=True, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    canonical = json.dumps(payload, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hmac.new(key, canonical.encode(), hashlib.sha256).hexdigest()
 
 

@@ -246,9 +246,12 @@ async def echoing(guest: FakeGuest) -> None:
         request, body = await guest.request()
         if request["op"] == "cancel":
             continue
+        if request["op"] == "ping":
+            await guest.send({"id": request["id"], "ev": "pong"})
+            continue
         if body:
             await guest.send({"id": request["id"], "ev": "data", "stream": "stdout"}, body[:262144])
-        await guest.done(request, op=request["op"], run_s=0.01, kill=None)
+        await guest.done(request, run_s=0.01, kill=None)
 
 
 async def silent(guest: FakeGuest) -> None:
@@ -274,6 +277,7 @@ class FakeEngine:
         self.remove_gate.set()
         self.emptied = asyncio.Event()
         self.refuse_removals = 0
+        self.never_started: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, config: Mapping[str, Any], name: str) -> AttachedContainer:
@@ -304,7 +308,10 @@ class FakeEngine:
             self.emptied.set()
 
     async def list_ours(self, _: str) -> list[str]:
-        return list(self.alive)
+        return [container for container in self.alive if container not in self.never_started]
+
+    async def list_never_started(self, _: float) -> list[str]:
+        return self.never_started
 
     async def end(self) -> None:
         self.start_gate.set()

@@ -49,6 +49,15 @@ def _run(settings: WorkerSettings) -> int:
     register_tasks(app, registry, key, partial(_build_executor, settings, registry, facts))
     publisher = CatalogPublisher(connect(settings.broker()), settings.deployment, Catalog(tools=tuple(registry.specs())))
     control = ControlListener(connect(settings.broker()), partial(SandboxClient, settings.sandboxd_socket), queue, key)
+
+    def start_threads() -> None:
+        publisher.start()
+        control.start()
+
+    def stop_threads() -> None:
+        control.stop()
+        publisher.stop()
+
     log.info("worker_starting", queue=queue, concurrency=settings.concurrency)
     run_worker(
         app,
@@ -56,8 +65,8 @@ def _run(settings: WorkerSettings) -> int:
         (queue, POOL_SANDBOX),
         settings.concurrency,
         settings.log_level,
-        on_ready=(publisher.start, control.start),
-        on_stop=(control.stop, publisher.stop),
+        on_ready=start_threads,
+        on_stop=stop_threads,
     )
     return 0
 

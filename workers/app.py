@@ -74,12 +74,12 @@ def run_worker(
     concurrency: int,
     log_level: str,
     *,
-    on_ready: Sequence[Callable[[], None]],
-    on_stop: Sequence[Callable[[], None]],
+    on_ready: Callable[[], None],
+    on_stop: Callable[[], None],
 ) -> None:
-    """Run a prefork worker on these queues until it is told to stop. `on_ready` once it consumes, `on_stop` at its end, in their order."""
-    worker_ready.connect(lambda **_: _run_all(on_ready), weak=False)
-    worker_shutdown.connect(lambda **_: _run_all(on_stop), weak=False)
+    """Run a prefork worker on these queues until it is told to stop. `on_ready` once it consumes, `on_stop` at its end."""
+    worker_ready.connect(lambda **_: on_ready(), weak=False)
+    worker_shutdown.connect(lambda **_: on_stop(), weak=False)
     app.worker_main(
         [
             "worker",
@@ -95,8 +95,3 @@ def run_worker(
             f"--loglevel={log_level}",
         ]
     )
-
-
-def _run_all(steps: Sequence[Callable[[], None]]) -> None:
-    for step in steps:
-        step()

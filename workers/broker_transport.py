@@ -27,15 +27,17 @@ class Channel(redis.Channel):
 
     def _brpop_read(self, **options: Any) -> Any:
         try:
-            return super()._brpop_read(**options)
+            return super()._brpop_read(**options)  # type: ignore[misc]
         except _UNREADABLE as error:
             log.error("queue_garbage", error=type(error).__name__)
             return None
 
-    def basic_consume(self, queue: str, no_ack: bool, callback: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
-        return super().basic_consume(queue, no_ack, self._guarded(callback), *args, **kwargs)
+    def basic_consume(self, queue: str, no_ack: bool, callback: Callable[..., Any] | None, consumer_tag: str | None, **kwargs: Any) -> str:
+        guarded = self._guarded(callback) if callback is not None else None
+        tag: str = super().basic_consume(queue, no_ack, guarded, consumer_tag, **kwargs)
+        return tag
 
-    def _guarded(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _guarded(self, callback: Callable[..., Any]) -> Callable[[Any], Any]:
         def take(message: Any) -> Any:
             try:
                 return callback(message)
@@ -60,7 +62,7 @@ class Transport(redis.Transport):
 
     Channel = Channel
 
-    def _deliver(self, message: Any, queue: str) -> None:
+    def _deliver(self, message: Any, queue: str | None) -> None:
         if _is_message(message):
             super()._deliver(message, queue)
         else:

@@ -16,7 +16,8 @@ from workers.sandbox_client import SandboxClient, sandbox_id
 log = structlog.get_logger(__name__)
 
 WAIT_S = 1
-"""How long one BRPOP waits, and so how long `stop` may take."""
+"""How long one BRPOP waits, and so about how long `stop` takes."""
+STOP_S = 5.0
 RETRY_S = 1.0
 MAX_AT_ONCE = 32
 """Closing takes the engine seconds: one does not hold up the next."""
@@ -51,7 +52,7 @@ class ControlListener:
     def stop(self) -> None:
         """Stop reading; what is being obeyed goes on."""
         self._stop.set()
-        self._thread.join(timeout=WAIT_S + RETRY_S)
+        self._thread.join(timeout=STOP_S)
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -64,7 +65,7 @@ class ControlListener:
             if item is not None:
                 self._take(item[1])
 
-    def _take(self, data: bytes) -> None:
+    def _take(self, data: bytes | str) -> None:
         try:
             call, context = self._opened(data)
         except EnvelopeRefused as error:
@@ -73,10 +74,10 @@ class ControlListener:
         self._slots.acquire()
         threading.Thread(target=self._obey, args=(call, context), name="control-call", daemon=True).start()
 
-    def _opened(self, data: bytes) -> tuple[ToolCall, ToolContext]:
+    def _opened(self, data: bytes | str) -> tuple[ToolCall, ToolContext]:
         """Raises EnvelopeRefused unless it is a signed cancel or close that is not too late."""
         try:
-            call, context = decode_call(data.decode(), self._key)
+            call, context = decode_call(data.decode() if isinstance(data, bytes) else data, self._key)
         except UnicodeDecodeError as error:
             raise EnvelopeRefused("envelope is not text") from error
         if call.name not in ("session.cancel", "session.close"):

@@ -1,11 +1,13 @@
 """The only reader of the environment on the worker side: one frozen settings object a process."""
 
 import os
+import re
 import socket
 import tempfile
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contract.errors import ConfigError
@@ -20,6 +22,15 @@ def default_socket() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     base = Path(runtime) if runtime else Path(tempfile.gettempdir()) / f"toolcrew-{os.getuid()}"
     return base / "sandboxd.sock"
+
+
+def _parse_mode(value: object) -> object:
+    """A mode's text is octal; one without the leading 0 might be meant as either, and is refused."""
+    if not isinstance(value, str):
+        return value
+    if not re.fullmatch("0o?[0-7]+", value):
+        raise ValueError("must be a mode in octal with a leading 0, such as 0660")
+    return int(value, 8)
 
 
 class WorkerSettings(BaseSettings):
@@ -46,7 +57,8 @@ class SandboxdSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore")
 
     sandboxd_socket: Path = Field(default_factory=default_socket)
-    sandboxd_socket_mode: int = Field(default=0o600, ge=0, le=0o777)
+    sandboxd_socket_mode: Annotated[int, BeforeValidator(_parse_mode), Field(ge=0, le=0o777)] = 0o600
+    """As a text in octal with its leading 0, as everywhere: `0660`."""
     sandboxd_allow_uids: list[int] = []
     sandboxd_name: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     """Labels this sandboxd's containers; two on one engine need two names, or one sweeps the other's sandboxes."""

@@ -122,7 +122,22 @@ async def test_a_pickled_task_is_never_unpickled(stack: Stack, session: Session)
     assert not proof.exists()
 
 
-GARBAGE = (b"{}", b'{"body": "eA==", "properties": {}}', b"garbage", b"[]", b"null", b"\xff\xfe\x00")
+def wrapped(headers: dict[str, Any], body: str = "W10=") -> bytes:
+    """A message as kombu wraps it, around what Celery cannot use."""
+    properties = {"delivery_tag": "g", "delivery_info": {"exchange": "", "routing_key": "g"}, "body_encoding": "base64"}
+    plain = {"content-type": "application/json", "content-encoding": "utf-8", "headers": headers, "properties": properties}
+    return json.dumps({**plain, "body": body}).encode()
+
+
+CHOKING = (
+    wrapped({"task": "tool.bash_tool"}),
+    wrapped({"task": ["tool.bash_tool"], "id": "g"}),
+    wrapped({"task": "tool.bash_tool", "id": "g", "expires": [], "eta": {}}),
+    wrapped({"task": "tool.bash_tool", "id": "g", "timelimit": 5}),
+    wrapped({}),
+    wrapped({"task": "tool.bash_tool", "id": "g"}, body="not base64!"),
+)
+GARBAGE = (*CHOKING, b"{}", b'{"body": "eA==", "properties": {}}', b"garbage", b"[]", b"null", b"\xff\xfe\x00")
 
 
 async def test_garbage_in_the_queue_does_not_stop_the_worker(own_stack: Stack) -> None:

@@ -11,7 +11,7 @@ from contract.registry import Tool, ToolRegistry
 from contract.schema import check_schema, prepare_arguments
 from orchestrator.dispatcher import Dispatcher, Route
 from orchestrator.transport import InProcessTransport
-from tests.builders import KEY, build_call, build_context, build_spec, known_bug
+from tests.builders import KEY, build_call, build_context, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
 from workers.executor import Executor
 from workers.tools.base import Outcome, Workbench, WorkerTool
@@ -104,7 +104,6 @@ def test_s4_11_a_filter_lets_only_what_it_names_through_and_all_means_every_one(
     assert [spec.name for spec in registry.specs("all")] == ["a", "b", "c"]
 
 
-@known_bug("every type mismatch raises KeyError('boolean') instead of an error result (contract/schema.py:113)")
 def test_s4_31_a_type_mismatch_is_an_error() -> None:
     failure = refusal({"query": 5})
     assert (failure.code, "'query' must be string" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)

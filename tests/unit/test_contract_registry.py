@@ -4,6 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from jsonschema import SchemaError
 
 from contract.registry import Tool, ToolRegistry, filter_specs
 from tests.builders import build_spec
@@ -30,6 +31,12 @@ def test_a_tool_of_the_same_name_replaces_the_first() -> None:
     found = registry.get("a")
     assert found is not None
     assert (found.handler, len(registry)) == ("new", 2)
+
+
+def test_a_tool_whose_schema_is_none_is_refused_when_it_is_registered() -> None:
+    spec = build_spec().model_copy(update={"parameters": {"type": "string"}})
+    with pytest.raises(SchemaError):
+        ToolRegistry([Tool(spec, "handler")])
 
 
 def test_specs_come_in_the_order_of_their_names() -> None:

@@ -6,7 +6,6 @@ from pydantic import SecretStr, ValidationError
 from contract.envelope import derive_key
 from contract.errors import ConfigError
 from contract.settings import BrokerSettings
-from tests.builders import known_bug
 
 
 def build_settings(url: str, secret: str | None = None, **fields: str) -> BrokerSettings:
@@ -33,9 +32,12 @@ def test_host_user_and_database_do_not_change_the_key() -> None:
     assert len(keys) == 1
 
 
-@known_bug("the password is taken percent-encoded (contract/settings.py:27), so two spellings of one URL sign differently")
 def test_two_spellings_of_one_password_give_one_key() -> None:
     assert build_settings("redis://:p%77@h/0").signing_key() == build_settings("redis://:pw@h/0").signing_key()
+
+
+def test_a_percent_encoded_password_signs_as_what_redis_gets() -> None:
+    assert build_settings("redis://:p%40w%2F@h/0").signing_key() == derive_key("p@w/")
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,7 @@ def test_memory_is_bounded_by_the_cap_however_small_the_pieces() -> None:
     max_bytes=st.integers(0, 30),
     block=st.integers(1, 12),
 )
-def test_a_line_window_is_the_same_for_every_block_size(
-    text: bytes, offset: int, limit: int, max_bytes: int, block: int
-) -> None:
+def test_a_line_window_is_the_same_for_every_block_size(text: bytes, offset: int, limit: int, max_bytes: int, block: int) -> None:
     window = LineWindow(offset, limit, max_bytes)
     sent = b"".join(window.take(text[at : at + block]) for at in range(0, len(text), block))
     lines = text.split(b"\n")

@@ -51,8 +51,6 @@ def root(places: Places) -> Path:
     return Path(os.fsdecode(places.workspace))
 
 
-
-
 @pytest.mark.parametrize(
     ("path", "content"),
     [

@@ -41,9 +41,7 @@ def test_without_a_rest_stdin_is_empty(guest: Guest) -> None:
 
 
 def test_argv_runs_without_a_shell(guest: Guest) -> None:
-    done = guest.request(
-        "exec", argv=["printf", "%s|", "a b", "$HOME"], cwd="/", env={}, timeout_s=5, capture=capture(stdout=100)
-    )
+    done = guest.request("exec", argv=["printf", "%s|", "a b", "$HOME"], cwd="/", env={}, timeout_s=5, capture=capture(stdout=100))
     assert done.bytes_of("stdout") == b"a b|$HOME|"
 
 
@@ -63,9 +61,7 @@ def test_a_program_gets_three_descriptors_a_session_and_a_clean_environment(gues
 
 def test_no_signal_is_blocked_or_ignored(guest: Guest) -> None:
     # /usr/bin/env, because bash sets dispositions of its own; signals 32 and 33 are the C library's.
-    done = guest.request(
-        "exec", argv=["grep", "Sig", "/proc/self/status"], cwd=".", env={}, timeout_s=5, capture=capture(stdout=4096)
-    )
+    done = guest.request("exec", argv=["grep", "Sig", "/proc/self/status"], cwd=".", env={}, timeout_s=5, capture=capture(stdout=4096))
     masks = dict(line.split(":\t") for line in done.bytes_of("stdout").decode().splitlines())
     assert int(masks["SigBlk"], 16) == 0
     assert int(masks["SigIgn"], 16) & ~(0b11 << 31) == 0

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from contract.calls import KillReport, SandboxInfo, ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.registry import ToolRegistry
-from tests.builders import build_call, build_context, build_exec_done, build_exec_response, build_spec, known_bug
+from tests.builders import build_call, build_context, build_exec_done, build_exec_response, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
 from workers.blobs import Blobs
 from workers.executor import Executor
@@ -23,7 +23,6 @@ from workers.tools.base import Outcome, Workbench, WorkerTool
 
 FACTS = {"host": "h1", "queue": "host.h1.b00t"}
 KILL = {"signalled": 2, "survivors": 0, "method": "tree", "ms": 5.0}
-HOSTILE = "a guest's nonsense is reported as a bug of ours, with a stack trace, and the container stays (executor.py:57)"
 
 
 @pytest.fixture(autouse=True)
@@ -231,19 +230,21 @@ def test_content_that_is_gone_stops_the_call_before_it_runs() -> None:
     assert (result.error_code, house.runs) == (ErrorCode.OUTCOME_UNKNOWN, 0)
 
 
-@known_bug("Redis errors of ledger and blobs reach the broad except and are called a bug of ours (ledger.py:20, blobs.py:25, 38)")
-@pytest.mark.parametrize("where", ["claim", "take", "leave"])
-def test_a_redis_that_is_gone_is_the_operators(where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "code"),
+    [("claim", ErrorCode.BROKER_UNAVAILABLE), ("take", ErrorCode.BROKER_UNAVAILABLE), ("leave", ErrorCode.OUTCOME_UNKNOWN)],
+)
+def test_a_redis_that_is_gone_is_the_operators(where: str, code: ErrorCode) -> None:
+    # What has run may have acted: its sender must not read that it could be sent again.
     dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
     house = House(lambda *_: Outcome(blob=b"x"))
     ledger: Any = Ledger(dead, "d") if where == "claim" else house.ledger
     blobs: Any = house.blobs if where == "claim" else Blobs(dead, "d")
     executor = Executor(house.executor._registry, house.client, ledger, blobs, FACTS)
     blob = "toolcrew:d:acme:blob:x" if where == "take" else None
-    assert executor.execute(build_call(), build_context(blob=blob)).error_code is ErrorCode.BROKER_UNAVAILABLE
+    assert executor.execute(build_call(), build_context(blob=blob)).error_code is code
 
 
-@known_bug("a result too large to leave loses kill report, sandbox and clocks: leave runs outside the except (executor.py:148)")
 def test_a_result_that_is_too_large_to_leave_keeps_what_the_sandbox_told() -> None:
     def ask(_: dict[str, Any], bench: Workbench) -> Outcome:
         bench.run({"op": "exec", "timeout_s": 1})
@@ -288,23 +289,34 @@ def test_crashing_the_worker_with_nonsense_gives_a_result(nonsense: dict[str, An
     assert house.runs == 1
 
 
-@known_bug(HOSTILE)
 @pytest.mark.parametrize("nonsense", [{"kill": "yes"}, {"run_s": "soon"}, {"kill": {**KILL, "extra": 1}}], ids=repr)
 def test_nonsense_of_a_guest_is_not_called_a_bug_of_ours(nonsense: dict[str, Any]) -> None:
     with capture_logs() as logs:
         result = House(ask_guest, GuestResponse(build_exec_done(**nonsense))).execute()
-    assert result.error_code is not ErrorCode.INTERNAL
-    assert "tool_bug" not in [line["event"] for line in logs]
+    assert result.error_code is ErrorCode.SANDBOX_UNAVAILABLE
+    assert [line["event"] for line in logs] == ["call_not_served"]
 
 
-@known_bug("run_s of the guest is believed: negative, or longer than sandboxd saw the call run (executor.py:58)")
+@pytest.mark.parametrize(
+    "nonsense", [{"exit_code": "0"}, {"exit_code": 256}, {"streams": {"stdout": None}}, {"oom": 1}, {"streams": {"../evil": {}}}], ids=repr
+)
+def test_a_sandbox_whose_guest_talks_nonsense_is_closed(nonsense: dict[str, Any]) -> None:
+    house = House(ask_guest, GuestResponse(build_exec_done(**nonsense)))
+    assert house.execute().error_code is ErrorCode.SANDBOX_UNAVAILABLE
+    assert house.client.closed == ["acme:s1"]
+
+
+def test_a_guest_cannot_put_its_words_where_the_operator_reads() -> None:
+    result = House(ask_guest, GuestResponse(build_exec_done(streams={"call +1 900": {"total": -1}}))).execute()
+    assert "900" not in str(result.error)
+
+
 @pytest.mark.parametrize("run_s", [-5.0, 1e9])
 def test_lying_about_ones_time_does_not_reach_the_clocks(run_s: float) -> None:
     clocks = House(ask_guest, build_exec_response(run_s=run_s, sandbox_s=0.75)).execute().clocks
     assert 0 <= clocks.run_s <= 0.75
 
 
-@known_bug("a guest may claim any code of the closed set, operator codes too (executor.py:170)")
 @pytest.mark.parametrize("code", ["HOST_LOST", "BROKER_UNAVAILABLE", "ENVELOPE_REFUSED", "SECURITY_REFUSED", "TOOL_NOT_FOUND"])
 def test_blaming_the_operator_by_an_error_code_does_not_work(code: str) -> None:
     result = House(ask_guest, GuestResponse({"error": {"code": code, "message": "x"}})).execute()

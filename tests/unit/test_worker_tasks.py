@@ -10,7 +10,7 @@ from contract.calls import ToolResult
 from contract.envelope import decode_result, encode_call
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
 from contract.names import task_name
-from tests.builders import KEY, build_call, build_context, known_bug
+from tests.builders import KEY, build_call, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
 from workers import blobs as blobs_module
@@ -43,7 +43,7 @@ class Edge:
 
 @pytest.fixture(scope="module")
 def one_edge() -> Edge:
-    """One for all: Celery shares tasks between the apps of a process, see the known bug below."""
+    """One for all: registering takes a while."""
     edge = Edge()
     assert edge.names()
     return edge
@@ -59,7 +59,6 @@ def test_every_tool_has_a_task_of_its_name(edge: Edge) -> None:
     assert edge.names() == {task_name(spec.name) for spec in build_registry().specs()}
 
 
-@known_bug("app.task shares by default (tasks.py:29): every later app of the process gets the tasks of this one, with its key")
 def test_the_tasks_of_a_worker_are_its_own_apps_alone(edge: Edge) -> None:
     other = Celery("other", broker="memory://", set_as_current=False)
     assert edge.names() & set(other.tasks) == set()
@@ -95,7 +94,6 @@ def test_another_key_is_refused(edge: Edge) -> None:
     assert edge.client.closed == []
 
 
-@known_bug("the UnicodeEncodeError of such a signature is not counted as a refused envelope (envelope.py:30)")
 def test_a_signature_of_half_a_surrogate_is_refused_like_any_other(edge: Edge) -> None:
     envelope = json.loads(encode_call(build_call("session.close"), build_context(), KEY))
     with pytest.raises(EnvelopeRefused):

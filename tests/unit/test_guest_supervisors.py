@@ -1,0 +1,267 @@
+"""Supervisors that serve one call after the other: what they keep, when they end, and what a hostile neighbour can do to them."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.guest_harness import DEADLINE_S, GUEST_PARENT, Guest, needs_namespace, running_guest
+
+assert GUEST_PARENT
+from guest.calls import Call  # noqa: E402
+from guest.handover import open_channel  # noqa: E402
+from guest.progress import Progress  # noqa: E402
+from guest.supervisors import SupervisorHandle  # noqa: E402
+
+pytestmark = needs_namespace
+
+TELL_SUPERVISOR = "echo $PPID"
+
+
+@pytest.fixture
+def guest() -> Iterator[Guest]:
+    with running_guest() as running:
+        yield running
+
+
+def supervisor_of(guest: Guest, script: str = TELL_SUPERVISOR, **fields: object) -> bytes:
+    """The pid, in the sandbox, of the supervisor that serves a call."""
+    return guest.run(script, **fields).bytes_of("stdout").split()[-1]
+
+
+def idle_supervisor(guest: Guest) -> int:
+    """The waiting supervisor, as the outside numbers it."""
+    guest.run("true")
+    return wait_for_one(guest)
+
+
+def wait_for_one(guest: Guest) -> int:
+    """The only process beside PID 1, once it is the only one."""
+    give_up_at = time.monotonic() + DEADLINE_S
+    while len(others := list(guest.others())) != 1:
+        assert time.monotonic() < give_up_at, others
+        os.sched_yield()
+    return others[0]
+
+
+def open_files(pid: int) -> dict[str, str]:
+    directory = Path(f"/proc/{pid}/fd")
+    return {name: os.readlink(directory / name) for name in os.listdir(directory)}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < give_up_at, "it never came true"
+        os.sched_yield()
+
+
+def kernel_state(pid: int) -> dict[str, str]:
+    """What a call could leave behind in a process, as the kernel tells it."""
+    names = ("Umask", "SigBlk", "SigIgn", "SigCgt", "PPid", "NSpgid", "NSsid", "NoNewPrivs")
+    lines = (line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {line[0]: line[1] for line in lines if line[0] in names}
+
+
+def test_calls_one_after_the_other_have_one_supervisor(guest: Guest) -> None:
+    assert len({supervisor_of(guest) for _ in range(5)}) == 1
+
+
+def test_at_rest_pid_1_is_alone(guest: Guest) -> None:
+    idle_supervisor(guest)
+    answered_at = time.monotonic()
+    assert guest.wait_alone(), guest.others()
+    assert 0.5 < time.monotonic() - answered_at < 2.5
+    assert guest.run("echo again").bytes_of("stdout") == b"again\n"
+
+
+def test_of_parallel_supervisors_one_stays(guest: Guest) -> None:
+    calls = [guest.start_script("mkfifo gate$$; echo up > up; read line < gate$$", timeout_s=60) for _ in range(4)]
+    guest.run("until [ $(ls gate* | wc -l) = 4 ]; do sleep 0.01; done; for gate in gate*; do echo go > $gate; done")
+    assert all(guest.finish(call)["exit_code"] == 0 for call in calls)
+    wait_for_one(guest)
+
+
+UNCLEAN: dict[str, tuple[str, dict[str, object]]] = {
+    "a limit": (f"{TELL_SUPERVISOR}; sleep 1000", {"timeout_s": 0.3}),
+    "a leftover": (f"sleep 1000 & {TELL_SUPERVISOR}", {}),
+    "an escaped leftover": (f"(setsid sleep 1000 &); {TELL_SUPERVISOR}", {}),
+}
+
+
+@pytest.mark.parametrize(("script", "fields"), UNCLEAN.values(), ids=UNCLEAN.keys())
+def test_after_a_kill_the_next_call_has_another_supervisor(guest: Guest, script: str, fields: dict[str, object]) -> None:
+    before = supervisor_of(guest, script, **fields)
+    assert supervisor_of(guest) != before
+
+
+def test_after_a_cancel_the_next_call_has_another_supervisor(guest: Guest) -> None:
+    call = guest.start_script(f"{TELL_SUPERVISOR} > who; sleep 1000", timeout_s=60)
+    who = guest.wait_for_file("who")
+    guest.send({"id": call, "op": "cancel"})
+    assert guest.finish(call)["cancelled"] is True
+    assert supervisor_of(guest) != who.strip().encode()
+
+
+def test_a_cancel_that_comes_as_the_call_ends_is_not_the_next_calls(guest: Guest) -> None:
+    for _ in range(30):
+        call = guest.start_script("true")
+        guest.send({"id": call, "op": "cancel"})
+        guest.finish(call)
+        assert guest.run("echo mine").bytes_of("stdout") == b"mine\n"
+
+
+def test_a_supervisor_is_after_calls_of_all_kinds_as_it_was(guest: Guest) -> None:
+    pid = idle_supervisor(guest)
+    wait_until(lambda: os.readlink(f"/proc/{pid}/cwd") == "/")
+    files, state = open_files(pid), kernel_state(pid)
+    for _ in range(3):
+        guest.request("write_file", b"old\n", path="deep/file", mode="overwrite", timeout_s=5)
+        guest.request("write_file", b"new\n", path="deep/file", mode="append", timeout_s=5)
+        guest.request("write_file", b"new\n", path="deep/file", mode="create", timeout_s=5)
+        guest.request("read_file", path="deep/file", max_bytes=100, timeout_s=5)
+        guest.request("read_lines", path="deep/file", offset=1, limit=1, max_bytes=100, timeout_s=5)
+        guest.request("read_file", path="absent", max_bytes=100, timeout_s=5)
+        guest.request("read_file", path="/etc/passwd", max_bytes=100, timeout_s=5)
+        guest.run("cat; umask 0; cd /; trap '' PIPE XFSZ", stdin=b"x" * 100_000, cwd="deep")
+        guest.run("true", argv=["no-such-program"], script_bytes=0)
+        guest.run("true", cwd="absent")
+        guest.run("exit 3", capture={"stream": 100})
+        guest.run("kill -SEGV $$", capture={"merged": 100})
+    assert wait_for_one(guest) == pid
+    wait_until(lambda: open_files(pid) == files)
+    assert kernel_state(pid) == state
+    assert os.readlink(f"/proc/{pid}/cwd") == "/"
+    # /dev/null twice, PID 1's stderr, its reports and its channel.
+    assert len(files) == 5
+
+
+def test_a_used_supervisor_gives_programs_three_descriptors_and_no_old_environment(guest: Guest) -> None:
+    guest.run("true", stdin=b"x", env={"OLD": "1"})
+    done = guest.run("cat; ls /proc/self/fd | wc -l; echo ${OLD-none}; umask", stdin=b"stdin\n")
+    assert done.bytes_of("stdout") == b"stdin\n4\nnone\n0022\n"
+
+
+def test_a_used_supervisor_is_neither_read_nor_traced(guest: Guest) -> None:
+    guest.run("true")
+    assert guest.run("cat /proc/$PPID/environ; ls /proc/$PPID/fd").bytes_of("stderr").count(b"Permission denied") == 2
+
+
+def test_a_used_supervisor_still_ends_what_escapes(guest: Guest) -> None:
+    guest.run("true")
+    done = guest.run("(setsid sh -c 'sleep 1000 & exec sleep 1001' &) ; sleep 1000", timeout_s=0.4)
+    assert (done["timed_out"], done["kill"]["survivors"], done["kill"]["method"]) == (True, 0, "tree")
+    assert guest.wait_alone(), guest.others()
+
+
+def test_a_supervisor_that_waits_holds_no_descriptor_of_a_running_call(guest: Guest) -> None:
+    running = guest.start_script("mkfifo gate; echo up > up; read line < gate", stdin=b"kept", timeout_s=60)
+    guest.wait_for_file("up")
+    guest.run("true")
+    supervisors = [pid for pid in guest.others() if "python" in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert len(supervisors) == 2
+    # From 3 on: all share PID 1's stderr and /dev/null.
+    serving, waiting = sorted(({file for fd, file in open_files(pid).items() if int(fd) > 2} for pid in supervisors), key=len, reverse=True)
+    assert len(waiting) == 2
+    assert not serving & waiting
+    guest.run("echo go > gate")
+    assert guest.finish(running)["exit_code"] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_an_attacker_who_ends_the_waiting_supervisor_costs_no_call(guest: Guest, number: signal.Signals) -> None:
+    for _ in range(5):
+        os.kill(idle_supervisor(guest), number)
+        started = time.monotonic()
+        assert guest.run("echo served").bytes_of("stdout") == b"served\n"
+        assert time.monotonic() - started < 1.5
+
+
+def test_an_attacker_who_stops_the_waiting_supervisor_delays_no_call(guest: Guest) -> None:
+    pid = idle_supervisor(guest)
+    os.kill(pid, signal.SIGSTOP)
+    assert guest.run("echo served").bytes_of("stdout") == b"served\n"
+
+
+def test_a_waiting_supervisor_that_is_stopped_still_ends(guest: Guest) -> None:
+    os.kill(idle_supervisor(guest), signal.SIGSTOP)
+    assert guest.wait_alone(), guest.others()
+
+
+def test_a_call_that_its_supervisor_does_not_take_goes_to_another() -> None:
+    header = {"id": "0" * 32, "op": "read_file", "body_bytes": 0, "path": "f", "max_bytes": 1, "timeout_s": 60}
+    call, progress = Call(header), Progress()
+    ours, theirs = open_channel()
+    supervisor = SupervisorHandle(0, -1, ours, progress, call)
+    call.prepare()
+    call.entrust(supervisor, 0.0)
+    assert call.judge_delay(supervisor)
+    assert call.may_try_again(supervisor)
+    progress.take()
+    assert not call.judge_delay(supervisor)
+    assert not call.may_try_again(supervisor)
+    ours.close()
+    theirs.close()
+
+
+def test_an_attacker_who_stops_every_supervisor_that_waits_costs_a_moment_and_no_call(guest: Guest) -> None:
+    attack = (
+        "import os, signal, time\nopen('up', 'w').write('up\\n')\nend = time.monotonic() + 3\nspare = {1, os.getpid(), os.getppid()}\n"
+        "while time.monotonic() < end:\n"
+        " for pid in map(int, filter(str.isdigit, os.listdir('/proc'))):\n"
+        "  if pid not in spare:\n"
+        "   try:\n    os.kill(pid, signal.SIGSTOP)\n   except OSError: pass\n"
+    )
+    running = guest.start_script(f'exec python3 -c "{attack}"', timeout_s=60)
+    guest.wait_for_file("up")
+    for _ in range(3):
+        started = time.monotonic()
+        done = guest.run("echo served", timeout_s=1)
+        assert time.monotonic() - started < 3
+        # Served, or stopped while it ran, which is told.
+        assert done.header.get("timed_out") or done.bytes_of("stdout") == b"served\n", done.header
+    assert guest.finish(running)["exit_code"] == 0
+    assert guest.run("echo calm").bytes_of("stdout") == b"calm\n"
+
+
+def test_an_attacker_who_kills_every_supervisor_gets_every_call_answered(guest: Guest) -> None:
+    attack = (
+        "import os, signal, time\nopen('up', 'w').write('up\\n')\nend = time.monotonic() + 2\nspare = {1, os.getpid(), os.getppid()}\n"
+        "while time.monotonic() < end:\n"
+        " for pid in map(int, filter(str.isdigit, os.listdir('/proc'))):\n"
+        "  if pid not in spare:\n"
+        "   try:\n    os.kill(pid, signal.SIGKILL)\n   except OSError: pass\n"
+    )
+    guest.run("true")
+    running = guest.start_script(f'exec python3 -c "{attack}"', timeout_s=60)
+    guest.wait_for_file("up")
+    for _ in range(20):
+        done = guest.run("echo served", timeout_s=5)
+        assert done.code == "INTERNAL" or done.header.get("signal") == signal.SIGKILL or done["exit_code"] == 0, done.header
+    assert guest.finish(running)["exit_code"] == 0
+    assert guest.run("echo calm").bytes_of("stdout") == b"calm\n"
+    assert guest.wait_alone(), guest.others()
+
+
+def test_a_call_that_kills_its_supervisor_while_another_waits_leaves_nothing(guest: Guest) -> None:
+    running = guest.start_script("mkfifo gate; echo up > up; read line < gate; setsid sleep 1000 & kill -9 $PPID; sleep 1000", timeout_s=60)
+    guest.wait_for_file("up")
+    guest.run("echo go > gate")
+    done = guest.finish(running)
+    assert done.code == "INTERNAL"
+    assert done["kill"]["survivors"] == 0
+    assert guest.wait_alone(), guest.others()
+
+
+def test_a_header_too_long_to_be_handed_over_is_served_all_the_same(guest: Guest) -> None:
+    guest.run("true")
+    env = {f"LONG{n}": "x" * 20_000 for n in range(10)}
+    assert guest.run("echo ${#LONG9}", env=env).bytes_of("stdout") == b"20000\n"
+
+
+def test_a_name_that_is_no_utf_8_survives_the_handing_over(guest: Guest) -> None:
+    guest.run("true")
+    assert guest.run("printf $NAME", env={"NAME": "\udcff"}).bytes_of("stdout") == b"\xff"

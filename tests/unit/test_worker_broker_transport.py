@@ -1,0 +1,139 @@
+"""The hardened transport on a real Redis: garbage in a queue is dropped, and the message after it arrives."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from kombu import Connection, Queue
+from kombu.transport import TRANSPORT_ALIASES
+from pydantic import SecretStr
+from structlog.testing import capture_logs
+
+from contract.settings import BrokerSettings
+from tests.conftest import RedisProcess
+from workers.app import build_app
+from workers.broker_transport import Transport
+
+QUEUE = "host.h1.b00t"
+
+
+def build_message(**fields: Any) -> dict[str, Any]:
+    properties = {"delivery_tag": "t1", "delivery_info": {"exchange": "", "routing_key": QUEUE}, "body_encoding": "base64"}
+    plain = {"body": "e30=", "content-type": "application/json", "content-encoding": "utf-8", "headers": {}, "properties": properties}
+    return {**plain, **fields}
+
+
+def broken(**fields: Any) -> bytes:
+    message = build_message()
+    message["properties"] = {**message["properties"], **fields}
+    return json.dumps(message).encode()
+
+
+GARBAGE = [
+    b"garbage",
+    b"\xff\xfe\x00",
+    b"[]",
+    b"null",
+    b"5",
+    b"{}",
+    b"[" * 100_000,
+    b'{"body": "eA==", "properties": {}}',
+    b'{"__type__": "uuid", "__value__": 5}',
+    b'{"__type__": "base64", "__value__": 5}',
+    b'{"__type__": [], "__value__": 5}',
+    b'{"__type__": "decimal", "__value__": "x"}',
+    broken(delivery_tag=["t"]),
+    broken(delivery_info=None),
+    broken(delivery_info={"exchange": ""}),
+    broken(delivery_info={"exchange": "", "routing_key": []}),
+    broken(body_encoding="rot13"),
+    broken(body_encoding=["base64"]),
+    json.dumps(build_message(body="not base64!\u00e9")).encode(),
+    json.dumps(build_message(body=None)).encode(),
+    json.dumps(build_message(headers=[1])).encode(),
+    json.dumps(build_message(headers={"compression": "application/x-gzip"})).encode(),
+    json.dumps(build_message(properties=[])).encode(),
+]
+
+
+@pytest.fixture
+def app(redis_server: RedisProcess) -> Iterator[Celery]:
+    app = build_app(BrokerSettings(redis_url=SecretStr(redis_server.url)))
+    yield app
+    app.close()
+
+
+class Reader:
+    """Consumes the queue as a worker does; `take` is what a worker does with a message."""
+
+    def __init__(self, app: Celery, take: Callable[[Any], None] | None = None) -> None:
+        self.taken: list[Any] = []
+        self._take = take
+        self.connection: Connection = app.connection_for_read()
+        self._consumer = self.connection.Consumer([Queue(QUEUE)], on_message=self._on_message)
+        self._consumer.consume()
+
+    def _on_message(self, message: Any) -> None:
+        if self._take is not None:
+            self._take(message)
+        message.ack()
+        self.taken.append(message.headers)
+
+    def read_one(self) -> Any:
+        """The headers of the next message."""
+        until = len(self.taken) + 1
+        while len(self.taken) < until:
+            self.connection.drain_events(timeout=10)
+        return self.taken[-1]
+
+    def close(self) -> None:
+        self.connection.release()
+
+
+def test_the_apps_of_a_worker_use_it(app: Celery) -> None:
+    with app.connection_for_read() as connection:
+        assert isinstance(connection.transport, Transport)
+    assert TRANSPORT_ALIASES["rediss"] == TRANSPORT_ALIASES["redis"]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda data: repr(data[:60]))
+def test_garbage_is_dropped_and_the_next_message_arrives(app: Celery, redis_server: RedisProcess, garbage: bytes) -> None:
+    reader = Reader(app)
+    with redis_server.client() as client, capture_logs() as logs:
+        client.lpush(QUEUE, garbage)
+        client.lpush(QUEUE, json.dumps(build_message(headers={"number": 2})))
+        assert reader.read_one() == {"number": 2}
+        assert (client.llen(QUEUE), client.hlen("unacked")) == (0, 0)
+    reader.close()
+    assert "queue_garbage" in [line["event"] for line in logs]
+
+
+@pytest.mark.parametrize("error", [KeyError("id"), TypeError("unhashable"), ValueError("x"), RuntimeError("x")], ids=repr)
+def test_a_message_that_its_reader_chokes_on_is_refused_for_good(app: Celery, redis_server: RedisProcess, error: Exception) -> None:
+    def choke(message: Any) -> None:
+        if "bad" in message.headers:
+            raise error
+
+    reader = Reader(app, choke)
+    with redis_server.client() as client, capture_logs() as logs:
+        client.lpush(QUEUE, json.dumps(build_message(headers={"bad": 1})))
+        client.lpush(QUEUE, json.dumps(build_message(headers={"number": 2})))
+        assert reader.read_one() == {"number": 2}
+        # Nothing is left that kombu would bring back.
+        assert (client.llen(QUEUE), client.hlen("unacked")) == (0, 0)
+    reader.close()
+    assert [line["event"] for line in logs] == ["message_refused"]
+
+
+def test_a_connection_that_breaks_is_not_called_a_bad_message(app: Celery, redis_server: RedisProcess) -> None:
+    def lose(_: Any) -> None:
+        raise ConnectionError("gone")
+
+    reader = Reader(app, lose)
+    with redis_server.client() as client:
+        client.lpush(QUEUE, json.dumps(build_message()))
+        with pytest.raises(ConnectionError):
+            reader.read_one()
+    reader.close()

@@ -1,0 +1,157 @@
+"""The control list of a host: signed cancels and closes are obeyed at once, anything else is dropped and ends nothing."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+from structlog.testing import capture_logs
+
+from contract.calls import ToolCall
+from contract.envelope import encode_call
+from contract.errors import SandboxUnavailable
+from contract.names import control_queue
+from tests.builders import KEY, build_context
+from tests.conftest import RedisProcess
+from tests.fakes import FakeSandboxClient
+from workers import control as control_module
+from workers.control import ControlListener
+
+QUEUE = "host.h1.b00t"
+
+
+def order(
+    name: str = "session.cancel", *, key: bytes = KEY, deadline_s: float = 60, session: str | None = "s1", **arguments: object
+) -> str:
+    call = ToolCall(id="order-1", name=name, arguments=arguments)  # type: ignore[arg-type]
+    return encode_call(call, build_context(deadline_at=time.time() + deadline_s, session=session), key)
+
+
+class WatchedClient(FakeSandboxClient):
+    """Tells when it was asked; `gate` holds a close up, as a slow engine does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Semaphore(0)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails = False
+
+    def cancel(self, name: str, call_id: str) -> bool:
+        super().cancel(name, call_id)
+        self.asked.release()
+        if self.fails:
+            raise SandboxUnavailable("sandboxd is gone")
+        return True
+
+    def close(self, name: str) -> bool:
+        assert self.gate.wait(10)
+        super().close(name)
+        self.asked.release()
+        return True
+
+    def was_asked(self) -> bool:
+        return self.asked.acquire(timeout=10)
+
+
+class Desk:
+    """A listener on a real Redis over a fake sandboxd."""
+
+    def __init__(self, server: RedisProcess) -> None:
+        self.sandboxd = WatchedClient()
+        self.redis = server.client()
+        self._own = redis.Redis.from_url(server.url, socket_timeout=5, socket_connect_timeout=1)
+        self.listener = ControlListener(self._own, lambda: self.sandboxd, QUEUE, KEY)
+
+    def send(self, *items: "str | bytes") -> None:
+        for item in items:
+            self.redis.lpush(control_queue(QUEUE), item)
+
+    def end(self) -> None:
+        self.sandboxd.gate.set()
+        self.listener.stop()
+        self.redis.close()
+        self._own.close()
+
+
+@pytest.fixture
+def desk(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    monkeypatch.setattr(control_module, "RETRY_S", 0.05)
+    desk = Desk(redis_server)
+    desk.listener.start()
+    yield desk
+    desk.end()
+
+
+def test_a_cancel_kills_what_the_named_call_runs(desk: Desk) -> None:
+    desk.send(order(call_id="c9"))
+    assert desk.sandboxd.was_asked()
+    assert desk.sandboxd.cancelled == [("acme:s1", "c9")]
+
+
+def test_a_close_removes_the_sandbox_of_the_signed_session(desk: Desk) -> None:
+    desk.send(order("session.close"))
+    assert desk.sandboxd.was_asked()
+    assert desk.sandboxd.closed == ["acme:s1"]
+
+
+def test_a_close_that_takes_long_holds_up_no_cancel(desk: Desk) -> None:
+    desk.sandboxd.gate.clear()
+    desk.send(order("session.close"), order(call_id="c9"))
+    assert desk.sandboxd.was_asked()
+    assert (desk.sandboxd.cancelled, desk.sandboxd.closed) == ([("acme:s1", "c9")], [])
+
+
+REFUSED = {
+    "empty": b"",
+    "no text": b"\xff\xfe",
+    "no JSON": b"{",
+    "too deep": b"[" * 100_000,
+    "null": b"null",
+    "another key": order(call_id="c9", key=b"j" * 32),
+    "another verb": order("bash_tool", command="ls"),
+    "a verb of the queue": order("session.exec", argv=["ls"]),
+    "no call named": order(),
+    "no text for a call": order(call_id=["c9"]),
+    "no session": order("session.close", session=None),
+    "too late": order(call_id="c9", deadline_s=-1),
+}
+
+
+@pytest.mark.parametrize("item", REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_no_order_in_time_is_dropped_and_the_next_is_obeyed(desk: Desk, item: "str | bytes") -> None:
+    with capture_logs() as logs:
+        desk.send(item, order(call_id="next"))
+        assert desk.sandboxd.was_asked()
+    assert (desk.sandboxd.cancelled, desk.sandboxd.closed) == ([("acme:s1", "next")], [])
+    assert "control_refused" in [line["event"] for line in logs]
+
+
+def test_a_sandboxd_that_is_gone_ends_nothing(desk: Desk) -> None:
+    desk.sandboxd.fails = True
+    desk.send(order(call_id="one"))
+    assert desk.sandboxd.was_asked()
+    desk.send(order(call_id="two"))
+    assert desk.sandboxd.was_asked()
+    assert [call for _, call in desk.sandboxd.cancelled] == ["one", "two"]
+
+
+def test_a_redis_that_goes_and_comes_back_is_read_again(desk: Desk, redis_server: RedisProcess) -> None:
+    redis_server.stop()
+    redis_server.start()
+    desk.send(order(call_id="after"))
+    assert desk.sandboxd.was_asked()
+    assert desk.sandboxd.cancelled == [("acme:s1", "after")]
+
+
+def test_a_key_of_another_type_is_waited_out(desk: Desk) -> None:
+    desk.redis.set(control_queue(QUEUE), "a string")
+    desk.redis.delete(control_queue(QUEUE))
+    desk.send(order(call_id="after"))
+    assert desk.sandboxd.was_asked()
+
+
+def test_it_stops_when_told(desk: Desk) -> None:
+    desk.listener.stop()
+    assert not desk.listener._thread.is_alive()
