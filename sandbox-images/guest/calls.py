@@ -1,29 +1,28 @@
-"""PID 1's record of a call: its body while it is gathered, then its process."""
+"""PID 1's record of a call: its body while it is gathered, then what its supervisor reports."""
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import time
 
 from guest import oom
-from guest.child import serve_request
 from guest.failures import CANCELLED, INTERNAL, INVALID_ARGUMENTS, NO_SPACE, TIMEOUT, Failure
 from guest.frames import join_frame
-from guest.pipes import CallPipes
-from guest.reports import DONE, STREAMS, ReportReader, ReportWriter
+from guest.reports import DONE, DONE_AND_FREE, STREAMS
 from guest.requests import ExecRequest, parse_body_bytes, parse_call
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from guest.places import Places
     from guest.process_tree import KillReport
+    from guest.supervisors import SupervisorHandle
 
 OVERDUE_S = 0.7
 """How long after a limit, or a cancel, a supervisor may still be killing before PID 1 takes over."""
+# Each but the first is a fork for a call that has not begun; a program that kills them all is not to keep PID 1 busy.
+_MAX_ATTEMPTS = 3
 
 
 class Body:
@@ -60,87 +59,66 @@ class Call:
         self.id: str = header["id"]
         self.header = header
         self.body = Body(parse_body_bytes(header))
-        self.pid = 0
-        self.reports = -1
-        self.control = -1
+        self.supervisor: SupervisorHandle | None = None
+        self.attempts = 0
         self.watch_at = 0.0
         self.cancelled = False
         self.overdue = False
         self.answered = False
-        # What the call's process reported as its end.
+        # What the call's supervisor reported as its end.
         self.done: dict[str, object] | None = None
-        self._reader = ReportReader()
         self._relayed = dict.fromkeys(STREAMS, 0)
         self._data_headers: dict[int, bytes] = {}
 
-    @property
-    def is_settled(self) -> bool:
-        return self._settled[0] == 1
-
-    def start(self, places: Places) -> None:
-        """Fork the call's process. Raises Failure when the request is wrong, OSError when there is no room for a process."""
+    def prepare(self) -> None:
+        """Judge the request, now that its body is whole. Raises Failure when it is wrong."""
         if self.body.failure is not None:
             raise self.body.failure
-        self._request = parse_call(self.header)
-        self._is_exec = isinstance(self._request, ExecRequest)
-        self._oom_kills = oom.read_oom_kills() if self._is_exec else None
-        self._settled = mmap.mmap(-1, 1)
+        self.request = parse_call(self.header)
+        self._is_exec = isinstance(self.request, ExecRequest)
+        self.oom_kills = oom.read_oom_kills() if self._is_exec else None
         self._started_at = time.monotonic()
-        self.watch_at = self._started_at + self._request.timeout_s + OVERDUE_S
-        childs_ends: list[int] = []
-        try:
-            self.reports, reports_w = _open_pipe()
-            childs_ends.append(reports_w)
-            control_r, self.control = _open_pipe()
-            childs_ends.append(control_r)
-            self.pid = os.fork()
-            if self.pid == 0:
-                pipes = CallPipes(ReportWriter(reports_w), control_r, self.body.fd, self._settled, self._oom_kills)
-                self._run_child(pipes, places)
-        finally:
-            for fd in childs_ends:
-                os.close(fd)
-            self.body.close()
+        self._overdue_at = self._started_at + self.request.timeout_s + OVERDUE_S
 
-    def _run_child(self, pipes: CallPipes, places: Places) -> None:
-        try:
-            serve_request(self._request, pipes, places)
-        finally:
-            # Whatever happened, a child never goes back into PID 1's loop.
-            os._exit(0)
+    def entrust(self, supervisor: SupervisorHandle, take_s: float | None) -> None:
+        """The call is this supervisor's now, which is looked after once `take_s` is over, or else the limit."""
+        self.supervisor = supervisor
+        self.attempts += 1
+        self.watch_at = self._overdue_at if take_s is None else min(time.monotonic() + take_s, self._overdue_at)
 
     def cancel(self) -> None:
-        """Ask the process to end what it runs; PID 1 does it when that takes too long."""
-        if not self.cancelled and self.pid:
+        """Ask the supervisor to end what it runs; PID 1 does it when that takes too long."""
+        if not self.cancelled and self.supervisor is not None:
             self.cancelled = True
-            self.watch_at = min(self.watch_at, time.monotonic() + OVERDUE_S)
-            try:
-                os.write(self.control, b"c")
-            except OSError:
-                # The process has ended, which the loop is about to learn.
-                return
+            self._overdue_at = min(self._overdue_at, time.monotonic() + OVERDUE_S)
+            self.watch_at = min(self.watch_at, self._overdue_at)
+            self.supervisor.cancel()
 
-    def read_reports(self) -> tuple[list[bytes], bool]:
-        """The data frames that have come, and whether there was anything: b"" at the end, or a pipe that is empty."""
-        try:
-            data = os.read(self.reports, 65_536)
-        except BlockingIOError:
-            return [], False
+    def judge_delay(self, supervisor: SupervisorHandle) -> bool:
+        """At `watch_at`: whether the supervisor is to be killed. Output that waits for the host is no reason; being stopped is."""
+        if time.monotonic() < self._overdue_at:
+            self.watch_at = self._overdue_at
+            return not supervisor.progress.is_taken
+        self.watch_at = float("inf")
+        self.overdue = not supervisor.progress.is_settled
+        return self.overdue
+
+    def may_try_again(self, supervisor: SupervisorHandle) -> bool:
+        """Whether the supervisor has died without touching the call, which is then another's."""
+        return not (supervisor.progress.is_taken or self.cancelled or self.overdue) and self.attempts < _MAX_ATTEMPTS
+
+    def relay(self, records: list[tuple[int, bytes]]) -> list[bytes]:
+        """The data frames of what the supervisor reports; its end is kept as `done`."""
         frames = []
-        for kind, payload in self._reader.feed(data):
-            if kind == DONE:
+        for kind, payload in records:
+            if kind in (DONE, DONE_AND_FREE):
                 self.done = json.loads(payload)
             elif payload:
                 self._relayed[STREAMS[kind]] += len(payload)
                 frames.append(join_frame(self._data_header(kind), payload))
-        return frames, bool(data)
+        return frames
 
     def close(self) -> None:
-        """Give back what PID 1 holds for the call's process."""
-        for fd in (self.reports, self.control):
-            if fd >= 0:
-                os.close(fd)
-        self.reports = self.control = -1
         self.body.close()
 
     def unstarted_end(self) -> dict[str, object]:
@@ -150,9 +128,11 @@ class Call:
         return self._exec_end(0.0, {}, None, False)
 
     def lost_end(self, report: KillReport) -> dict[str, object]:
-        """The done fields of a call whose process ended without a report: by its own tool, or by PID 1."""
+        """The done fields of a call whose supervisor ended without a report: by a tool, or by PID 1."""
         if not (self.cancelled or self.overdue):
             what = "the call killed its own supervisor" if self._is_exec else "the process of this request was killed"
+            if self.supervisor is not None and not self.supervisor.progress.is_taken:
+                what = "not started: its supervisors were killed before they could"
             return {"error": {"code": INTERNAL, "message": what}, "kill": report.as_field()}
         if not self._is_exec:
             code = CANCELLED if self.cancelled else TIMEOUT
@@ -160,14 +140,12 @@ class Call:
         streams = {
             name: {"total": count, "head": count, "tail": 0}
             for name, count in self._relayed.items()
-            if count or (isinstance(self._request, ExecRequest) and self._request.caps.get(name))
+            if count or (isinstance(self.request, ExecRequest) and self.request.caps.get(name))
         }
-        oom_rose = oom.read_oom_kills() != self._oom_kills
+        oom_rose = oom.read_oom_kills() != self.oom_kills
         return self._exec_end(time.monotonic() - self._started_at, streams, report, oom_rose)
 
-    def _exec_end(
-        self, run_s: float, streams: dict[str, dict[str, int]], report: KillReport | None, oom_rose: bool
-    ) -> dict[str, object]:
+    def _exec_end(self, run_s: float, streams: dict[str, dict[str, int]], report: KillReport | None, oom_rose: bool) -> dict[str, object]:
         return {
             "exit_code": None,
             "signal": None,
@@ -185,10 +163,3 @@ class Call:
             header = json.dumps({"id": self.id, "ev": "data", "stream": STREAMS[kind]}).encode()
             self._data_headers[kind] = header
         return header
-
-
-def _open_pipe() -> tuple[int, int]:
-    ends = os.pipe()
-    for fd in ends:
-        os.set_blocking(fd, False)
-    return ends

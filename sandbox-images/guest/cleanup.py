@@ -9,6 +9,8 @@ from guest.process_tree import KILL_WINDOW_S, KillReport, find_below, kill_proce
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Set
+
     from guest.calls import Call
 
 _SIGKILL = 9
@@ -46,16 +48,16 @@ class Cleanup:
         self._give_up_at = time.monotonic() + KILL_WINDOW_S
         self._quiet = 0
 
-    def step(self, live: set[int]) -> None:
-        """One round against every process that is not below one of `live`, the processes of other calls."""
+    def step(self, supervisors: Set[int], others_run: bool) -> None:
+        """One round against every process that is not below one of PID 1's living `supervisors`."""
         table = read_processes()
         me = os.getpid()
-        roots = [process for process in table.values() if process.parent == me and process.pid not in live]
+        roots = [process for process in table.values() if process.parent == me and process.pid not in supervisors]
         targets = roots + find_below([process.pid for process in roots], table)
         round_report = KillReport()
         alive = kill_processes(targets, round_report)
         method = "tree"
-        if alive and not live:
+        if alive and not others_run:
             kill_everything()
             method = "all"
         self._quiet = 0 if alive else self._quiet + 1

@@ -41,9 +41,7 @@ def read_lines(request: ReadLinesRequest, places: Places, writer: ReportWriter, 
     for block in _blocks(fd, shown, watch):
         writer.send("file", window.take(block))
     if window.lines < request.offset and not (request.offset == 1 and window.lines == 0):
-        raise Failure(
-            OFFSET_OUT_OF_RANGE, f"{shown}: has {window.lines} lines, none at {request.offset}", lines=window.lines
-        )
+        raise Failure(OFFSET_OUT_OF_RANGE, f"{shown}: has {window.lines} lines, none at {request.offset}", lines=window.lines)
     return {
         "size": window.size,
         "lines": window.lines,

@@ -167,6 +167,4 @@ def _check_depth(header: dict[str, Any]) -> None:
     raise FrameError(f"the header nests deeper than {MAX_DEPTH}")
 
 
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
-)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float)

@@ -18,6 +18,7 @@ from guest.outbox import HostGone, Outbox
 from guest.places import Places
 from guest.process_tree import reap
 from guest.requests import CALL_OPS, is_request_id
+from guest.supervisors import Supervisors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from guest.frames import Frame
     from guest.process_tree import KillReport
+    from guest.supervisors import SupervisorHandle
 
 _STDIN, _STDOUT = 0, 1
 _READ_BYTES = 65_536
@@ -40,13 +42,10 @@ class BrokenProtocol(Exception):
 
 class Loop:
     def __init__(self, places: Places) -> None:
-        self._places = places
         self._decoder = FrameDecoder()
         self._outbox = Outbox(_STDOUT)
         self._calls: dict[str, Call] = {}
-        self._by_reports: dict[int, Call] = {}
-        self._by_pid: dict[int, Call] = {}
-        self._ending: set[int] = set()
+        self._supervisors = Supervisors(places)
         self._cleanup = Cleanup()
         os.set_blocking(_STDIN, False)
 
@@ -72,20 +71,22 @@ class Loop:
         if self._outbox.size:
             poller.register(_STDOUT, select.POLLOUT)
         if self._outbox.size < _OUTBOX_BYTES:
-            for fd in self._by_reports:
+            for fd in self._supervisors.by_reports:
                 poller.register(fd, select.POLLIN)
         for fd, _ in poller.poll(self._wait_ms()):
             if fd == _STDIN:
                 self._read_requests()
             elif fd == _STDOUT:
                 self._outbox.flush()
-            elif fd in self._by_reports:
-                self._read_reports(self._by_reports[fd])
+            elif fd in self._supervisors.by_reports:
+                self._read_reports(self._supervisors.by_reports[fd])
 
     def _wait_ms(self) -> int | None:
-        if self._ending or self._cleanup.is_active:
+        if self._supervisors.ending or self._cleanup.is_active:
             return _TICK_MS
-        watched = [call.watch_at for call in self._by_pid.values() if not call.answered]
+        watched = [call.watch_at for call in self._supervisors.calls if not call.answered]
+        if self._supervisors.idle_until is not None:
+            watched.append(self._supervisors.idle_until)
         if not watched:
             return None
         return int(min(max(min(watched) - time.monotonic(), 0.0), _LONGEST_WAIT_S) * 1000) + 1
@@ -129,7 +130,7 @@ class Loop:
 
     def _add_body(self, call: Call | None, data: bytes) -> None:
         # A call that has ended, by a cancel, may still get parts of its body.
-        if call is None or call.pid:
+        if call is None or call.supervisor is not None:
             return
         call.body.add(data)
         if call.body.missing == 0:
@@ -137,77 +138,84 @@ class Loop:
 
     def _start(self, call: Call) -> None:
         try:
-            call.start(self._places)
+            call.prepare()
+            self._supervisors.entrust(call)
         except (Failure, OSError) as error:
             self._answer(call, {"error": _as_failure(error).as_error()})
-        else:
-            self._by_reports[call.reports] = call
-            self._by_pid[call.pid] = call
+
+    def _start_again(self, call: Call) -> None:
+        try:
+            self._supervisors.entrust_to_new(call)
+        except OSError as error:
+            self._answer(call, {"error": _as_failure(error).as_error()})
 
     def _cancel(self, call: Call | None) -> None:
         if call is None:
             return
-        if call.pid:
+        if call.supervisor is not None:
             call.cancel()
         else:
             self._answer(call, call.unstarted_end())
 
-    def _read_reports(self, call: Call) -> bool:
+    def _read_reports(self, supervisor: SupervisorHandle) -> bool:
         """Relay one read's worth; False when there is nothing more now."""
-        frames, more = call.read_reports()
-        for frame in frames:
-            self._outbox.put(frame)
-        done = call.done
-        if done is not None and not call.answered and not _left_survivors(done):
-            self._answer(call, done)
+        records, more = supervisor.read_reports()
+        call = supervisor.call
+        if call is not None:
+            for frame in call.relay(records):
+                self._outbox.put(frame)
+            if call.done is not None and not call.answered and not _left_survivors(call.done):
+                self._answer(call, call.done)
+                self._supervisors.release(supervisor)
         if not more:
-            self._forget_reports(call)
-            self._ending.add(call.pid)
+            self._supervisors.end_reports(supervisor)
         return more
 
     def _look_after_processes(self) -> None:
+        supervisors = self._supervisors
         now = time.monotonic()
-        for call in [call for call in self._by_pid.values() if now >= call.watch_at and not call.answered]:
-            self._end_overdue(call)
-        if not (self._ending or self._cleanup.is_active):
+        for call in [call for call in supervisors.calls if now >= call.watch_at and not call.answered]:
+            self._end_delayed(call)
+        if supervisors.idle_until is not None and now >= supervisors.idle_until:
+            supervisors.retire_idle()
+        if not (supervisors.ending or self._cleanup.is_active):
             return
         no_child_left = reap(self._on_exit)
         if self._cleanup.is_active:
             if not no_child_left:
-                self._cleanup.step(set(self._by_pid))
+                self._cleanup.step(supervisors.pids, others_run=bool(supervisors.calls))
                 no_child_left = reap(self._on_exit)
             for call, report in self._cleanup.take_finished(no_child_left):
                 self._answer(call, _held_end(call, report))
 
-    def _end_overdue(self, call: Call) -> None:
-        """The limit is long over. Output that waits for the host is no reason to kill; a supervisor that was stopped is."""
-        call.watch_at = float("inf")
-        if not call.is_settled:
-            call.overdue = True
-            os.kill(call.pid, signal.SIGKILL)
-            self._ending.add(call.pid)
+    def _end_delayed(self, call: Call) -> None:
+        supervisor = call.supervisor
+        if supervisor is not None and call.judge_delay(supervisor):
+            self._supervisors.kill(supervisor)
 
     def _on_exit(self, pid: int, _status: int) -> None:
-        call = self._by_pid.pop(pid, None)
-        self._ending.discard(pid)
-        if call is None:
+        supervisor = self._supervisors.take_reaped(pid)
+        if supervisor is None:
             return
         # Its pipe has an end now, and at most one pipe's worth before it.
-        while call.reports in self._by_reports and self._read_reports(call):
+        while supervisor.reports in self._supervisors.by_reports and self._read_reports(supervisor):
             pass
-        self._ending.discard(pid)
-        call.close()
-        if not call.answered:
+        call = supervisor.call
+        may_try_again = call is not None and call.may_try_again(supervisor)
+        self._supervisors.forget(supervisor)
+        if call is None or call.answered:
+            return
+        if may_try_again:
+            self._start_again(call)
+        else:
             self._cleanup.hold(call)
-
-    def _forget_reports(self, call: Call) -> None:
-        self._by_reports.pop(call.reports, None)
+            # It would hide that no child is left, and where all is to be killed it is no one to spare.
+            self._supervisors.retire_idle()
 
     def _answer(self, call: Call, fields: dict[str, object]) -> None:
         call.answered = True
         self._calls.pop(call.id, None)
-        if not call.pid:
-            call.close()
+        call.close()
         self._send({"id": call.id, "ev": "done", **fields})
 
     def _send(self, header: dict[str, object]) -> None:

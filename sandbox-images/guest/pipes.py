@@ -1,4 +1,4 @@
-"""What a call's process shares with PID 1."""
+"""What a supervisor shares with PID 1, and the body of the call it serves."""
 
 from __future__ import annotations
 
@@ -6,32 +6,52 @@ import os
 import time
 
 from guest.failures import CANCELLED, TIMEOUT, Failure
+from guest.handover import hears_cancel
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from mmap import mmap
+    import _socket
 
+    from guest.progress import Progress
     from guest.reports import ReportWriter
 
 _MAX_FDS = 4096
 
 
-class CallPipes:
-    """What a call's process shares with PID 1: reports up, a word of cancel down, the request's body, a flag.
+class SupervisorEnds:
+    """A supervisor's ends: reports up, calls and words of cancel down, and how far it is."""
 
-    `oom_kills` is the cgroup's counter at the start. `settled` is shared memory: it reaches PID 1 even when the pipe is full of output that nobody takes.
-    """
+    __slots__ = ("channel", "progress", "writer")
 
-    def __init__(self, writer: ReportWriter, control: int, body: int | None, settled: mmap, oom_kills: int | None) -> None:
+    def __init__(self, writer: ReportWriter, channel: _socket.socket, progress: Progress) -> None:
         self.writer = writer
-        self.control = control
+        self.channel = channel
+        self.progress = progress
+
+    def close_all_others(self, *kept: int | None) -> None:
+        """Close every descriptor from 3 on but these ends and `kept`."""
+        low = 2
+        for fd in sorted(fd for fd in (self.writer.fd, self.channel.fileno(), *kept) if fd is not None):
+            os.closerange(low + 1, fd)
+            low = fd
+        os.closerange(low + 1, _MAX_FDS)
+
+
+class CallPipes:
+    """What serves one call: its supervisor's ends, and its body."""
+
+    __slots__ = ("_channel", "_progress", "body", "control", "writer")
+
+    def __init__(self, ends: SupervisorEnds, body: int | None) -> None:
+        self.writer = ends.writer
+        self.control = ends.channel.fileno()
         self.body = body
-        self.oom_kills = oom_kills
-        self._settled = settled
+        self._channel = ends.channel
+        self._progress = ends.progress
 
     def settle(self) -> None:
         """Tell PID 1's watchdog that nothing of the call runs any more."""
-        self._settled[0] = 1
+        self._progress.settle()
 
     def read_body(self, size: int) -> bytes:
         """The body's first bytes."""
@@ -47,23 +67,8 @@ class CallPipes:
 
     def check_cancel(self) -> None:
         """Raises Failure(CANCELLED) when PID 1 has said so."""
-        try:
-            os.read(self.control, 1)
-        except BlockingIOError:
-            return
-        raise Failure(CANCELLED, "cancelled")
-
-    def close_others(self) -> None:
-        """Close what belongs to PID 1 and to other calls."""
-        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        for fd in (0, 1):
-            # The numbers stay taken, so that no pipe of a program lands on them.
-            os.dup2(null, fd, inheritable=False)
-        low = 2
-        for fd in sorted(fd for fd in (self.writer.fd, self.control, self.body) if fd is not None):
-            os.closerange(low + 1, fd)
-            low = fd
-        os.closerange(low + 1, _MAX_FDS)
+        if hears_cancel(self._channel):
+            raise Failure(CANCELLED, "cancelled")
 
 
 class Watch:

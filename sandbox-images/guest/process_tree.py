@@ -101,9 +101,7 @@ def reap(on_exit: Callable[[int, int], None] | None = None) -> bool:
             on_exit(pid, status)
 
 
-def kill_below(
-    report: KillReport, on_exit: Callable[[int, int], None] | None = None, window_s: float = KILL_WINDOW_S
-) -> None:
+def kill_below(report: KillReport, on_exit: Callable[[int, int], None] | None = None, window_s: float = KILL_WINDOW_S) -> None:
     """Kill and reap everything below this process, a child subreaper; `report.survivors` says what could not be."""
     give_up_at = time.monotonic() + window_s
     quiet = 0

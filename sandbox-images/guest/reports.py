@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import struct
 
 STREAMS = ("stdout", "stderr", "merged", "file")
 DONE = 255
+DONE_AND_FREE = 254
+"""As DONE, from a supervisor that waits for its next call."""
 CHUNK_BYTES = 65_536
 _RECORD = struct.Struct(">BI")
 
 
 class ReportWriter:
-    """The supervisor's end: non-blocking while a program runs, blocking once nothing runs any more."""
+    """The supervisor's end, non-blocking: while a program runs nothing may wait for PID 1."""
 
     __slots__ = ("_pending", "fd")
 
@@ -44,15 +47,22 @@ class ReportWriter:
         for at in range(0, len(data), CHUNK_BYTES):
             self._send_record(STREAMS.index(stream), view[at : at + CHUNK_BYTES])
 
-    def send_done(self, fields: dict[str, object]) -> None:
-        self._send_record(DONE, memoryview(json.dumps(fields).encode()))
+    def send_done(self, fields: dict[str, object], is_free: bool) -> None:
+        self._send_record(DONE_AND_FREE if is_free else DONE, json.dumps(fields).encode())
 
-    def _send_record(self, kind: int, data: memoryview) -> None:
-        os.set_blocking(self.fd, True)
-        self.flush()
-        record = memoryview(_RECORD.pack(kind, len(data)) + bytes(data))
-        while record:
-            record = record[os.write(self.fd, record) :]
+    def _send_record(self, kind: int, data: bytes | memoryview) -> None:
+        self._write_all(self._pending)
+        self._pending = memoryview(b"")
+        self._write_all(memoryview(_RECORD.pack(kind, len(data)) + data))
+
+    def _write_all(self, view: memoryview) -> None:
+        while view:
+            try:
+                view = view[os.write(self.fd, view) :]
+            except BlockingIOError:
+                poller = select.poll()
+                poller.register(self.fd, select.POLLOUT)
+                poller.poll()
 
 
 class ReportReader:

@@ -1,139 +1,104 @@
-"""The process that stands over one program: starts it, watches it, ends it and all that it started, and reports."""
+"""The forked process that serves calls, one after the other as long as each leaves nothing behind."""
 
 from __future__ import annotations
 
 import os
-import select
-import time
+import signal
 
-from guest import oom
+from guest import file_reads, file_writes
+from guest.execution import Execution
+from guest.failures import CANCELLED, INTERNAL, TIMEOUT, Failure, describe_os_error
+from guest.handover import take
 from guest.kernel import PR_SET_CHILD_SUBREAPER, set_process_flag
-from guest.outputs import Outputs
+from guest.pipes import CallPipes, Watch
 from guest.process_tree import KillReport, kill_below, reap
-from guest.spawn import build_argv, build_environment, enter_directory, spawn
+from guest.requests import ExecRequest, ReadFileRequest, ReadLinesRequest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.pipes import CallPipes
+    from guest.handover import Assignment
+    from guest.pipes import SupervisorEnds
     from guest.places import Places
-    from guest.requests import ExecRequest
 
-LEFTOVER_GRACE_S = 0.02
-"""What a program that ended left behind may take to end by itself: helpers that follow their parent do."""
-# Orphans of a long program are reaped at this pace: as zombies they would count against the limit of processes.
-_REAP_PACE_S = 0.1
-_NO_PIDFD_PACE_S = 0.005
+_UNCLEAN_ENDS = (CANCELLED, INTERNAL, TIMEOUT)
 
 
 class Supervisor:
-    """One exec call. `run` returns once nothing of it lives and everything is reported."""
+    """One supervisor process. `serve` returns when it may serve no more."""
 
-    def __init__(self, request: ExecRequest, pipes: CallPipes, places: Places) -> None:
-        self._request = request
-        self._pipes = pipes
+    def __init__(self, ends: SupervisorEnds, places: Places) -> None:
+        self._ends = ends
         self._places = places
-        self._status: int | None = None
-        self._timed_out = False
-        self._cancelled = False
-        self._kill: KillReport | None = None
 
-    def run(self) -> None:
-        """Raises Failure or OSError when the program could not be started."""
+    def serve(self, first: Assignment) -> None:
+        """Serve `first`, which was inherited, then what PID 1 hands over."""
+        self._leave_pid_1(first)
+        assignment: Assignment | None = first
+        while assignment is not None and self._serve_call(assignment):
+            self._leave_call()
+            assignment = take(self._ends.channel)
+
+    def _leave_pid_1(self, first: Assignment) -> None:
+        """Let go of what belongs to PID 1 and to other calls."""
+        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        for fd in (0, 1):
+            # The numbers stay taken, so that no pipe of a program lands on them.
+            os.dup2(null, fd, inheritable=False)
+        self._ends.close_all_others(first.body)
+        # Beyond the file size limit a write is to fail, not to end this process.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         set_process_flag(PR_SET_CHILD_SUBREAPER, 1)
-        self._start()
-        self._watch()
-        run_s = time.monotonic() - self._started_at
-        self._end_tree()
-        self._pipes.settle()
-        self._outputs.drain()
-        self._outputs.send()
-        self._pipes.writer.send_done(
-            {
-                **self._exit_fields(),
-                "timed_out": self._timed_out,
-                "cancelled": self._cancelled,
-                "oom": oom.read_oom_kills() != self._pipes.oom_kills,
-                "run_s": round(run_s, 6),
-                "streams": self._outputs.sizes(),
-                "kill": self._kill.as_field() if self._kill else None,
-            }
-        )
 
-    def _start(self) -> None:
-        argv = build_argv(self._request, self._pipes.read_body(self._request.script_bytes))
-        env = build_environment(self._request)
-        enter_directory(self._request.cwd, self._places.workspace)
-        self._outputs = Outputs(self._request, self._pipes.writer)
-        stdin = self._pipes.open_stdin(self._request.script_bytes)
-        self._started_at = time.monotonic()
-        self._limit_at = self._started_at + self._request.timeout_s
-        self._pid = spawn(argv, env, stdin, self._outputs.stdout, self._outputs.stderr)
-        oom.offer_to_oom_killer(self._pid)
-        self._outputs.close_write_ends()
+    def _leave_call(self) -> None:
+        """Let go of all that the call opened, whoever opened it, and of where it worked."""
+        self._ends.close_all_others()
+        os.chdir("/")
 
-    def _watch(self) -> None:
-        """Returns at the program's exit, at the limit, or when the call is cancelled."""
-        pidfd = self._open_pidfd()
-        pace = _REAP_PACE_S if pidfd is not None else _NO_PIDFD_PACE_S
-        reap_at = self._started_at + pace
-        while self._status is None:
-            now = time.monotonic()
-            if now >= self._limit_at:
-                self._timed_out = True
-                return
-            ready = self._wait_for_events(pidfd, min(self._limit_at, reap_at) - now)
-            if self._pipes.control in ready:
-                self._cancelled = True
-                return
-            if pidfd in ready or time.monotonic() >= reap_at:
-                reap(self._on_exit)
-                reap_at = time.monotonic() + pace
+    def _serve_call(self, assignment: Assignment) -> bool:
+        """Serve one call and report its end; says whether this process is as it was before."""
+        self._ends.progress.take()
+        pipes = CallPipes(self._ends, assignment.body)
+        fields = self._end_of(assignment, pipes)
+        is_clean = _is_clean(fields)
+        self._ends.writer.send_done(fields, is_clean)
+        return is_clean
 
-    def _wait_for_events(self, pidfd: int | None, wait_s: float) -> set[int]:
-        """Wait, and read what has come on the output pipes."""
-        poller = select.poll()
-        outputs = self._outputs.readable_fds()
-        for fd in (self._pipes.control, *outputs):
-            poller.register(fd, select.POLLIN)
-        if pidfd is not None:
-            poller.register(pidfd, select.POLLIN)
-        if self._pipes.writer.is_full:
-            poller.register(self._pipes.writer.fd, select.POLLOUT)
-        ready = {fd for fd, _ in poller.poll(max(0, int(wait_s * 1000) + 1))}
-        if self._pipes.writer.fd in ready:
-            self._pipes.writer.flush()
-        for fd in ready.intersection(outputs):
-            self._outputs.read(fd)
-        return ready
-
-    def _open_pidfd(self) -> int | None:
+    def _end_of(self, assignment: Assignment, pipes: CallPipes) -> dict[str, object]:
         try:
-            return os.pidfd_open(self._pid)
-        except (AttributeError, OSError):
-            # Without it the program's end is looked for at a short pace.
-            return None
+            return self._fulfil(assignment, pipes)
+        except Failure as failure:
+            return _end_failed(failure, pipes)
+        except OSError as error:
+            return _end_failed(describe_os_error(error, "the guest"), pipes)
+        # The edge of this process: a bug in it must still answer the call, and leave nothing running.
+        except Exception as error:  # noqa: BLE001
+            return _end_failed(Failure(INTERNAL, f"{type(error).__name__} in the guest"), pipes)
 
-    def _on_exit(self, pid: int, status: int) -> None:
-        if pid == self._pid:
-            self._status = status
+    def _fulfil(self, assignment: Assignment, pipes: CallPipes) -> dict[str, object]:
+        request = assignment.request
+        if isinstance(request, ExecRequest):
+            return Execution(request, pipes, self._places, assignment.oom_kills).run()
+        watch = Watch(pipes, request.timeout_s)
+        if isinstance(request, ReadLinesRequest):
+            return file_reads.read_lines(request, self._places, pipes.writer, watch)
+        if isinstance(request, ReadFileRequest):
+            return file_reads.read_file(request, self._places, pipes.writer, watch)
+        return file_writes.write_file(request, self._places, pipes.body, watch)
 
-    def _end_tree(self) -> None:
-        if not (self._timed_out or self._cancelled) and self._leftovers_end():
-            return
-        self._kill = KillReport()
-        kill_below(self._kill, self._on_exit)
 
-    def _leftovers_end(self) -> bool:
-        """Whether nothing of an ended program lives, perhaps after the grace. Its output is read on meanwhile."""
-        give_up_at = time.monotonic() + LEFTOVER_GRACE_S
-        while not reap(self._on_exit):
-            if time.monotonic() >= give_up_at:
-                return False
-            self._wait_for_events(None, 0.001)
-        return True
+def _end_failed(failure: Failure, pipes: CallPipes) -> dict[str, object]:
+    fields: dict[str, object] = {"error": failure.as_error()}
+    if not reap():
+        report = KillReport()
+        kill_below(report)
+        fields["kill"] = report.as_field()
+    pipes.settle()
+    return fields
 
-    def _exit_fields(self) -> dict[str, int | None]:
-        if self._status is None:
-            return {"exit_code": None, "signal": None}
-        code = os.waitstatus_to_exitcode(self._status)
-        return {"exit_code": code if code >= 0 else None, "signal": -code if code < 0 else None}
+
+def _is_clean(fields: dict[str, object]) -> bool:
+    """Whether a call ended by itself. Where nothing was killed, `reap` has said that no child is left."""
+    error = fields.get("error")
+    if fields.get("kill") or fields.get("timed_out") or fields.get("cancelled"):
+        return False
+    return not (isinstance(error, dict) and error["code"] in _UNCLEAN_ENDS)

@@ -1,0 +1,139 @@
+"""One program under its supervisor: started, watched, ended with all that it started, and told about."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+
+from guest import oom
+from guest.outputs import Outputs
+from guest.process_tree import KillReport, kill_below, reap
+from guest.spawn import build_argv, build_environment, enter_directory, spawn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from guest.pipes import CallPipes
+    from guest.places import Places
+    from guest.requests import ExecRequest
+
+LEFTOVER_GRACE_S = 0.02
+"""What a program that ended left behind may take to end by itself: helpers that follow their parent do."""
+# Orphans of a long program are reaped at this pace: as zombies they would count against the limit of processes.
+_REAP_PACE_S = 0.1
+_NO_PIDFD_PACE_S = 0.005
+
+
+class Execution:
+    """One exec call, in a process that is a child subreaper. What it opens its supervisor closes.
+
+    `run` returns the fields of its done event, once nothing of it lives and its output is sent.
+    """
+
+    def __init__(self, request: ExecRequest, pipes: CallPipes, places: Places, oom_kills: int | None) -> None:
+        self._request = request
+        self._pipes = pipes
+        self._places = places
+        self._oom_kills = oom_kills
+        self._status: int | None = None
+        self._timed_out = False
+        self._cancelled = False
+        self._kill: KillReport | None = None
+
+    def run(self) -> dict[str, object]:
+        """Raises Failure or OSError when the program could not be started."""
+        self._start()
+        self._watch()
+        run_s = time.monotonic() - self._started_at
+        self._end_tree()
+        self._pipes.settle()
+        self._outputs.drain()
+        self._outputs.send()
+        return {
+            **self._exit_fields(),
+            "timed_out": self._timed_out,
+            "cancelled": self._cancelled,
+            "oom": oom.read_oom_kills() != self._oom_kills,
+            "run_s": round(run_s, 6),
+            "streams": self._outputs.sizes(),
+            "kill": self._kill.as_field() if self._kill else None,
+        }
+
+    def _start(self) -> None:
+        argv = build_argv(self._request, self._pipes.read_body(self._request.script_bytes))
+        env = build_environment(self._request)
+        enter_directory(self._request.cwd, self._places.workspace)
+        self._outputs = Outputs(self._request, self._pipes.writer)
+        stdin = self._pipes.open_stdin(self._request.script_bytes)
+        self._started_at = time.monotonic()
+        self._limit_at = self._started_at + self._request.timeout_s
+        self._pid = spawn(argv, env, stdin, self._outputs.stdout, self._outputs.stderr)
+        oom.offer_to_oom_killer(self._pid)
+        self._outputs.close_write_ends()
+
+    def _watch(self) -> None:
+        """Returns at the program's exit, at the limit, or when the call is cancelled."""
+        pidfd = self._open_pidfd()
+        pace = _REAP_PACE_S if pidfd is not None else _NO_PIDFD_PACE_S
+        reap_at = self._started_at + pace
+        while self._status is None:
+            now = time.monotonic()
+            if now >= self._limit_at:
+                self._timed_out = True
+                return
+            ready = self._wait_for_events(pidfd, min(self._limit_at, reap_at) - now)
+            if self._pipes.control in ready:
+                self._cancelled = True
+                return
+            if pidfd in ready or time.monotonic() >= reap_at:
+                reap(self._on_exit)
+                reap_at = time.monotonic() + pace
+
+    def _wait_for_events(self, pidfd: int | None, wait_s: float) -> set[int]:
+        """Wait, and read what has come on the output pipes."""
+        poller = select.poll()
+        outputs = self._outputs.readable_fds()
+        for fd in (self._pipes.control, *outputs):
+            poller.register(fd, select.POLLIN)
+        if pidfd is not None:
+            poller.register(pidfd, select.POLLIN)
+        if self._pipes.writer.is_full:
+            poller.register(self._pipes.writer.fd, select.POLLOUT)
+        ready = {fd for fd, _ in poller.poll(max(0, int(wait_s * 1000) + 1))}
+        if self._pipes.writer.fd in ready:
+            self._pipes.writer.flush()
+        for fd in ready.intersection(outputs):
+            self._outputs.read(fd)
+        return ready
+
+    def _open_pidfd(self) -> int | None:
+        try:
+            return os.pidfd_open(self._pid)
+        except (AttributeError, OSError):
+            # Without it the program's end is looked for at a short pace.
+            return None
+
+    def _on_exit(self, pid: int, status: int) -> None:
+        if pid == self._pid:
+            self._status = status
+
+    def _end_tree(self) -> None:
+        if not (self._timed_out or self._cancelled) and self._leftovers_end():
+            return
+        self._kill = KillReport()
+        kill_below(self._kill, self._on_exit)
+
+    def _leftovers_end(self) -> bool:
+        """Whether nothing of an ended program lives, perhaps after the grace. Its output is read on meanwhile."""
+        give_up_at = time.monotonic() + LEFTOVER_GRACE_S
+        while not reap(self._on_exit):
+            if time.monotonic() >= give_up_at:
+                return False
+            self._wait_for_events(None, 0.001)
+        return True
+
+    def _exit_fields(self) -> dict[str, int | None]:
+        if self._status is None:
+            return {"exit_code": None, "signal": None}
+        code = os.waitstatus_to_exitcode(self._status)
+        return {"exit_code": code if code >= 0 else None, "signal": -code if code < 0 else None}

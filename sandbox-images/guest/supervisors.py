@@ -1,0 +1,180 @@
+"""PID 1's supervisors: those that serve a call, and at most one that waits for the next."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+from guest.handover import Assignment, give, open_channel, say_cancel
+from guest.pipes import SupervisorEnds
+from guest.progress import Progress
+from guest.reports import DONE_AND_FREE, ReportReader, ReportWriter
+from guest.supervisor import Supervisor
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import _socket
+    from typing import NoReturn
+
+    from guest.calls import Call
+    from guest.places import Places
+
+IDLE_S = 1.0
+"""How long a supervisor waits for its next call: a sandbox at rest is PID 1 alone."""
+TAKE_S = 0.3
+"""How long a supervisor that waited may take to take a call: longer than the scheduler of a busy host, and little of a limit."""
+_READ_BYTES = 65_536
+
+
+class SupervisorHandle:
+    """PID 1's hold on one supervisor."""
+
+    __slots__ = ("_channel", "_reader", "call", "is_free", "pid", "progress", "reports")
+
+    def __init__(self, pid: int, reports: int, channel: _socket.socket, progress: Progress, call: Call) -> None:
+        self.pid = pid
+        self.reports = reports
+        self.progress = progress
+        self.call: Call | None = call
+        # It has said that it waits for its next call.
+        self.is_free = False
+        self._channel = channel
+        self._reader = ReportReader()
+
+    def give(self, call: Call) -> bool:
+        """Hand it its next call; False when it cannot be."""
+        self.progress.reset()
+        if not give(self._channel, call.header, call.body.fd, call.oom_kills):
+            return False
+        # A program of another call may have stopped it while it waited.
+        os.kill(self.pid, signal.SIGCONT)
+        self.call = call
+        self.is_free = False
+        return True
+
+    def cancel(self) -> None:
+        say_cancel(self._channel)
+
+    def read_reports(self) -> tuple[list[tuple[int, bytes]], bool]:
+        """The records that are complete, and whether anything came: nothing at the end, or from a pipe that is empty."""
+        try:
+            data = os.read(self.reports, _READ_BYTES)
+        except BlockingIOError:
+            return [], False
+        records = self._reader.feed(data)
+        self.is_free = bool(records) and records[-1][0] == DONE_AND_FREE
+        return records, bool(data)
+
+    def close(self) -> None:
+        os.close(self.reports)
+        self._channel.close()
+
+
+class Supervisors:
+    """Every supervisor that was forked and is not reaped yet. The pid of each is PID 1's own child: a kill meets no other."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._by_pid: dict[int, SupervisorHandle] = {}
+        self.by_reports: dict[int, SupervisorHandle] = {}
+        # Those whose exit is to come soon.
+        self.ending: set[int] = set()
+        self._idle: SupervisorHandle | None = None
+        self._idle_until = 0.0
+
+    @property
+    def pids(self) -> set[int]:
+        return set(self._by_pid)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that are served."""
+        return [handle.call for handle in self._by_pid.values() if handle.call is not None]
+
+    @property
+    def idle_until(self) -> float | None:
+        return self._idle_until if self._idle is not None else None
+
+    def entrust(self, call: Call) -> None:
+        """Give a call to the one that waits, or to a new one. Raises OSError when there is no room for a process."""
+        idle, self._idle = self._idle, None
+        if idle is not None and idle.give(call):
+            call.entrust(idle, TAKE_S)
+            return
+        if idle is not None:
+            self.kill(idle)
+        self.entrust_to_new(call)
+
+    def entrust_to_new(self, call: Call) -> None:
+        """Fork a supervisor, which inherits the call. Raises OSError."""
+        handle = self._fork(call)
+        self._by_pid[handle.pid] = handle
+        self.by_reports[handle.reports] = handle
+        call.entrust(handle, None)
+
+    def release(self, handle: SupervisorHandle) -> None:
+        """Its call is answered: it waits for the next, unless one does already or its call was to be ended."""
+        call, handle.call = handle.call, None
+        if not handle.is_free or handle.pid not in self._by_pid:
+            return
+        if self._idle is None and call is not None and not call.cancelled and not call.overdue:
+            self._idle = handle
+            self._idle_until = time.monotonic() + IDLE_S
+        else:
+            self.kill(handle)
+
+    def retire_idle(self) -> None:
+        """End the one that waits. It holds nothing, so a kill is as good as a word, and meets also one that was stopped."""
+        if self._idle is not None:
+            self.kill(self._idle)
+            self._idle = None
+
+    def kill(self, handle: SupervisorHandle) -> None:
+        os.kill(handle.pid, signal.SIGKILL)
+        self.ending.add(handle.pid)
+
+    def end_reports(self, handle: SupervisorHandle) -> None:
+        """Its pipe has come to its end: it has exited, or is about to."""
+        self.by_reports.pop(handle.reports, None)
+        self.ending.add(handle.pid)
+        if handle is self._idle:
+            self._idle = None
+
+    def take_reaped(self, pid: int) -> SupervisorHandle | None:
+        """The supervisor whose exit was collected: from here on its pid may be anybody's. What it said may still be read."""
+        return self._by_pid.pop(pid, None)
+
+    def forget(self, handle: SupervisorHandle) -> None:
+        """It is reaped, and its reports are read."""
+        self.by_reports.pop(handle.reports, None)
+        self.ending.discard(handle.pid)
+        handle.call = None
+        if handle is self._idle:
+            self._idle = None
+        handle.close()
+
+    def _fork(self, call: Call) -> SupervisorHandle:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            reports, reports_w = os.pipe()
+            ours.callback(os.close, reports)
+            theirs.callback(os.close, reports_w)
+            for fd in (reports, reports_w):
+                os.set_blocking(fd, False)
+            channel, supervisors_end = open_channel()
+            ours.callback(channel.close)
+            theirs.callback(supervisors_end.close)
+            progress = Progress()
+            pid = os.fork()
+            if pid == 0:
+                self._be_supervisor(SupervisorEnds(ReportWriter(reports_w), supervisors_end, progress), call)
+            ours.pop_all()
+        return SupervisorHandle(pid, reports, channel, progress, call)
+
+    def _be_supervisor(self, ends: SupervisorEnds, call: Call) -> NoReturn:
+        try:
+            Supervisor(ends, self._places).serve(Assignment(call.request, call.body.fd, call.oom_kills))
+        finally:
+            # Whatever happened, a supervisor never goes back into PID 1's loop.
+            os._exit(0)
