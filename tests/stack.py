@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import select
@@ -20,21 +19,12 @@ from typing import Any, NoReturn
 
 import pytest
 import redis
-from celery import Celery
 from docker import APIClient
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.envelope import decode_result, encode_call
 from contract.errors import ConfigError
-from contract.names import result_key
 from contract.settings import BrokerSettings
-from orchestrator.catalog import RedisCatalog
-from orchestrator.celery_transport import CeleryTransport
-from orchestrator.dispatcher import Dispatcher
 from orchestrator.local_stack import StackInfo
-from orchestrator.redis_connection import open_redis
 from orchestrator.redis_server import find_redis_server, write_redis_config
-from orchestrator.results import ResultHub
 from tests.containers import open_engine
 
 ROOT = Path(__file__).parent.parent
@@ -298,7 +288,11 @@ def read_line(process: "subprocess.Popen[bytes]", within_s: float = UP_S) -> byt
     """The first line of a program's stdout; empty when it ended or said nothing in time."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], within_s)
-    return process.stdout.readline() if ready else b""
+    line = bytearray()
+    # Unbuffered: what follows the line is somebody else's to read.
+    while ready and not line.endswith(b"\n") and (byte := os.read(process.stdout.fileno(), 1)):
+        line += byte
+    return bytes(line)
 
 
 def end_process(process: "subprocess.Popen[bytes]", within_s: float = 30.0) -> None:
@@ -376,55 +370,6 @@ def open_redis_server(*, password: str | None = "a-test-password") -> Iterator[R
     finally:
         server.kill()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-# --- the queue, by hand ---------------------------------------------------------------------------------------------------
-
-
-def make_envelope(broker: BrokerSettings, call: ToolCall, *, tenant: str, session: str, key: bytes | None = None, **fields: Any) -> str:
-    """A signed envelope as the dispatcher makes it; `fields` replace fields of its context."""
-    now = time.time()
-    told: dict[str, Any] = {"tenant": tenant, "session": session, "sent_at": now, "deadline_at": now + 60, **fields}
-    return encode_call(call, ToolContext(**told), key or broker.signing_key())
-
-
-def publish(broker: BrokerSettings, task: str, queue: str, envelope: object, **options: Any) -> str:
-    """Put a task into a queue as anyone who knows the Redis URL can; gives its id."""
-    app = Celery("forger", broker=broker.redis_url.get_secret_value(), backend=None, set_as_current=False)
-    app.conf.broker_transport_options = {"priority_steps": [0]}
-    task_id = f"forged-{secrets.token_hex(8)}"
-    try:
-        app.send_task(task, kwargs={"envelope": envelope}, queue=queue, task_id=task_id, **options)
-    finally:
-        app.close()
-    return task_id
-
-
-def stored_state(client: "redis.Redis", task_id: str) -> dict[str, Any] | None:
-    """What Celery has stored of a task, or None."""
-    text = client.get(result_key(task_id))
-    return dict(json.loads(text)) if text else None
-
-
-def stored_result(client: "redis.Redis", task_id: str) -> ToolResult | None:
-    """The result of a task that ended as a result of ours, or None."""
-    state = stored_state(client, task_id)
-    return decode_result(state["result"]) if state and state["status"] == "SUCCESS" else None
-
-
-@contextlib.asynccontextmanager
-async def open_dispatcher(broker: BrokerSettings, *, queue_wait_s: float = 60.0, key: bytes | None = None) -> Any:
-    """The door to the workers without a client around it: for routes made by hand."""
-    client = open_redis(broker)
-    hub = ResultHub(client)
-    await hub.start()
-    transport = CeleryTransport(broker, hub)
-    try:
-        yield Dispatcher(transport, RedisCatalog(client, broker.deployment), key or broker.signing_key(), queue_wait_s=queue_wait_s)
-    finally:
-        await transport.aclose()
-        await hub.close()
-        await client.aclose()
 
 
 async def all_of(work: Iterable[Awaitable[Any]], within_s: float) -> list[Any]:

@@ -65,7 +65,7 @@ class SandboxClient:
         """
         timeout_s = float(request.get("timeout_s", 30.0)) + CALL_GRACE_S
         header = {"verb": "call", "sandbox": name, "call": call_id, "request": {**request, "body_bytes": len(body)}}
-        pieces: dict[str, list[bytes]] = {}
+        gathered: dict[str, bytearray] = {}
         first = _encoded(header, body[:_BODY_CHUNK])
         with self._errors():
             sock = self._connected()
@@ -79,8 +79,8 @@ class SandboxClient:
                 if on_data is not None:
                     on_data(stream, frame.body)
                 else:
-                    pieces.setdefault(stream, []).append(frame.body)
-        return GuestResponse(_checked(frame.header), {stream: b"".join(parts) for stream, parts in pieces.items()})
+                    gathered.setdefault(stream, bytearray()).extend(frame.body)
+        return GuestResponse(_checked(frame.header), {stream: bytes(data) for stream, data in gathered.items()})
 
     def cancel(self, name: str, call_id: str) -> bool:
         """Kill what a call runs. False when it is not running."""
@@ -117,6 +117,8 @@ class SandboxClient:
         return _checked(frame.header)
 
     def _connected(self) -> socket.socket:
+        if self._sock is not None and (self._waiting or not _is_quiet(self._sock)):
+            self.disconnect()
         if self._sock is None:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -152,6 +154,18 @@ class SandboxClient:
         except BaseException:
             self.disconnect()
             raise
+
+
+def _is_quiet(sock: socket.socket) -> bool:
+    """Whether a kept connection still stands with nothing to read. Its end, as after a restart of sandboxd, is seen before anything is sent."""
+    try:
+        sock.settimeout(0.0)
+        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False  # the end, or an answer to nothing that was asked
 
 
 def _encoded(header: Mapping[str, Any], body: bytes) -> bytes:

@@ -17,7 +17,8 @@ from contract.names import blob_key
 from orchestrator.client import ToolClient
 from orchestrator.dispatcher import Route, Terms
 from orchestrator.sessions import Session
-from tests.stack import Footprint, Stack, all_of, eventually, open_dispatcher, run_toolcrew
+from tests.queue_by_hand import open_dispatcher
+from tests.stack import Footprint, Stack, all_of, eventually, run_toolcrew
 
 pytestmark = pytest.mark.stack
 

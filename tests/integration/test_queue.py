@@ -19,17 +19,8 @@ from contract.errors import ErrorCode
 from orchestrator.client import ToolClient
 from orchestrator.dispatcher import Route
 from orchestrator.sessions import Session
-from tests.stack import (
-    Stack,
-    all_of,
-    eventually,
-    is_alive,
-    make_envelope,
-    open_dispatcher,
-    publish,
-    stored_result,
-    stored_state,
-)
+from tests.queue_by_hand import make_envelope, open_dispatcher, publish, stored_result, stored_state
+from tests.stack import Stack, all_of, eventually, is_alive
 
 pytestmark = pytest.mark.stack
 

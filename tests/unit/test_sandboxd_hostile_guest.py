@@ -8,7 +8,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from contract.errors import SandboxUnavailable
-from tests.builders import known_bug
 from tests.fakes import Behaviour, FakeGuest, Sandboxd, echoing, running_sandboxd, silent
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd import sandbox as sandbox_module
@@ -17,7 +16,6 @@ from workers.sandboxd.frames import MAX_HEADER, MAX_UP, encode_frame
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 0.05, "capture": {"stdout": 100}}
 PATIENT = {**EXEC, "timeout_s": 60}
 SOON_S = 10.0
-LOSE_ANSWERS_FIRST = "_lose answers the call itself with SANDBOX_UNAVAILABLE before its own answer is ready (sandbox.py:149, 157, 198)"
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +60,6 @@ async def test_running_on_by_never_answering_costs_the_container(tmp_path: Path)
         await emptied(daemon)
 
 
-@known_bug(LOSE_ANSWERS_FIRST)
 async def test_a_guest_that_never_answers_is_a_timeout_with_a_kill_report(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, silent) as daemon:
         client, name = await daemon.open()
@@ -71,7 +68,6 @@ async def test_a_guest_that_never_answers_is_a_timeout_with_a_kill_report(tmp_pa
         assert (done["kill"]["method"], done["kill"]["survivors"]) == ("container", 0)
 
 
-@known_bug(LOSE_ANSWERS_FIRST + ": the answer comes before the container is gone")
 async def test_the_answer_to_an_overdue_call_comes_when_its_processes_are_gone(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, silent) as daemon:
         client, name = await daemon.open()
@@ -92,7 +88,6 @@ async def test_survivors_of_a_kill_cost_the_container(tmp_path: Path) -> None:
         await emptied(daemon)
 
 
-@known_bug(LOSE_ANSWERS_FIRST)
 async def test_a_call_with_survivors_keeps_its_own_answer(tmp_path: Path) -> None:
     kill = {"signalled": 9, "survivors": 1, "method": "tree", "ms": 3.0}
     async with running_sandboxd(tmp_path, answering({"ev": "done", "timed_out": True, "kill": kill})) as daemon:
@@ -123,9 +118,6 @@ async def test_sending_more_than_was_asked_for_costs_the_container(tmp_path: Pat
         await emptied(daemon)
 
 
-@known_bug(
-    "frames without a body cost a guest nothing, and their stream names fill the worker's memory (sandbox.py:137, sandbox_client.py:81)"
-)
 async def test_filling_the_workers_memory_with_frames_that_have_no_body_costs_the_container(tmp_path: Path) -> None:
     flood = [{"ev": "data", "stream": f"{number}" + "x" * 200_000} for number in range(50)]
     async with running_sandboxd(tmp_path, answering(*flood, {"ev": "done", "kill": None})) as daemon:
@@ -133,14 +125,12 @@ async def test_filling_the_workers_memory_with_frames_that_have_no_body_costs_th
         assert (await call(client, name)).get("sandbox_lost")
 
 
-@known_bug("a stream of any name is handed to the worker (server.py:187)")
 async def test_a_stream_that_no_request_has_is_a_breach(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, answering(({"ev": "data", "stream": "../evil"}, b"x"), {"ev": "done"})) as daemon:
         client, name = await daemon.open()
         assert (await call(client, name)).get("sandbox_lost")
 
 
-@known_bug("each frame after a breach in one read is logged and starts a removal of its own (sandbox.py:185)")
 async def test_flooding_the_log_with_breaches_gives_one_line(tmp_path: Path) -> None:
     stray = encode_frame({"id": "0" * 32, "ev": "data"}, max_total=MAX_UP)
     with capture_logs() as logs:
@@ -151,7 +141,6 @@ async def test_flooding_the_log_with_breaches_gives_one_line(tmp_path: Path) -> 
     assert len([line for line in logs if line["event"] == "guest_broke_protocol"]) == 1
 
 
-@known_bug("sandboxd's own fields make the header too large; the connection drops and the worker blames sandboxd (server.py:150)")
 async def test_a_last_header_of_the_largest_size_is_answered_and_not_blamed_on_sandboxd(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, answering({"ev": "done", "x": "y" * (MAX_HEADER - 70)})) as daemon:
         client, name = await daemon.open()
@@ -185,7 +174,6 @@ async def test_nonsense_in_the_middle_of_a_call_is_one_typed_error_and_costs_the
         assert daemon.engine.alive == {}
 
 
-@known_bug("a channel closed by a broken frame is lost, but its container is removed only when the session is used again (sandbox.py:190)")
 async def test_a_container_whose_guest_sent_a_broken_frame_is_removed_at_once(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, answering(b"\xff" * 100)) as daemon:
         client, name = await daemon.open()
@@ -194,7 +182,6 @@ async def test_a_container_whose_guest_sent_a_broken_frame_is_removed_at_once(tm
             await daemon.engine.emptied.wait()
 
 
-@known_bug("the words of a guest's `fatal` are thrown away (sandbox.py:134)")
 async def test_the_last_words_of_a_guest_are_told(tmp_path: Path) -> None:
     words = encode_frame({"ev": "fatal", "message": "the host sent an unknown op"}, max_total=MAX_UP)
     async with running_sandboxd(tmp_path, answering(words)) as daemon:
@@ -226,7 +213,6 @@ async def test_answering_twice_is_a_breach(tmp_path: Path) -> None:
         await emptied(daemon)
 
 
-@known_bug("a pong ends any call: its header has none of the fields of a done (sandbox.py:142)")
 async def test_a_pong_does_not_end_an_exec(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, answering({"ev": "pong"})) as daemon:
         client, name = await daemon.open()
@@ -240,7 +226,7 @@ async def test_what_pid_1_writes_to_stderr_is_never_a_frame(tmp_path: Path) -> N
 
     async with running_sandboxd(tmp_path, noisy) as daemon:
         client, name = await daemon.open()
-        assert (await call(client, name))["op"] == "exec"
+        assert (await call(client, name))["run_s"] == 0.01
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7])
@@ -248,14 +234,14 @@ async def test_frames_in_crumbs_are_frames(tmp_path: Path, cut: int) -> None:
     async def crumbling(guest: FakeGuest) -> None:
         await guest.hello()
         request, _ = await guest.request()
-        data = encode_frame({"id": request["id"], "ev": "done", "whole": True}, max_total=MAX_UP)
+        data = encode_frame({"id": request["id"], "ev": "done", "exit_code": 7}, max_total=MAX_UP)
         for at in range(0, len(data), cut):
             await guest.send_raw(data[at : at + cut])
         await guest.gone.wait()
 
     async with running_sandboxd(tmp_path, crumbling) as daemon:
         client, name = await daemon.open()
-        assert (await call(client, name))["whole"] is True
+        assert (await call(client, name))["exit_code"] == 7
 
 
 # Claiming what only sandboxd knows
@@ -269,7 +255,6 @@ async def test_a_guest_cannot_say_which_sandbox_it_is_or_how_long_it_took(tmp_pa
         assert (done["ok"], done["sandbox"]["generation"], done["sandbox_s"] >= 0) == (True, 1, True)
 
 
-@known_bug("sandbox_lost and removal_failed of a guest's done are taken for sandboxd's own (sandbox.py:143, server.py:146)")
 @pytest.mark.parametrize("claim", ["sandbox_lost", "removal_failed"])
 async def test_a_guest_cannot_claim_that_its_sandbox_was_removed(tmp_path: Path, claim: str) -> None:
     async with running_sandboxd(tmp_path, answering({"ev": "done", claim: "pay here to get it back"})) as daemon:
@@ -277,7 +262,6 @@ async def test_a_guest_cannot_claim_that_its_sandbox_was_removed(tmp_path: Path,
         assert claim not in await call(client, name)
 
 
-@known_bug("a guest that claimed sandbox_lost before hides the true loss: loss_told is already set (server.py:148)")
 async def test_a_guest_cannot_hide_the_loss_of_its_files(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, answering({"ev": "done", "sandbox_lost": "x"}), echoing) as daemon:
         client, name = await daemon.open()
@@ -317,7 +301,6 @@ async def test_a_guest_that_dies_at_its_start_leaves_its_last_words(tmp_path: Pa
         assert daemon.engine.alive == {}
 
 
-@known_bug("the version in the guest's hello is not looked at (sandbox.py:129)")
 async def test_a_guest_of_another_protocol_version_is_no_sandbox(tmp_path: Path) -> None:
     async def newer(guest: FakeGuest) -> None:
         await guest.send({"ev": "hello", "v": 2})
@@ -326,3 +309,78 @@ async def test_a_guest_of_another_protocol_version_is_no_sandbox(tmp_path: Path)
     async with running_sandboxd(tmp_path, newer) as daemon:
         with pytest.raises(SandboxUnavailable):
             await daemon.open()
+
+
+# What is handed on
+
+
+async def test_frames_without_a_body_are_not_free(tmp_path: Path) -> None:
+    async def flooding(guest: FakeGuest) -> None:
+        await guest.hello()
+        request, _ = await guest.request()
+        one = encode_frame({"id": request["id"], "ev": "data", "stream": "stdout"}, max_total=MAX_UP)
+        await guest.send_raw(one * 6000)
+        await guest.done(request, exit_code=0)
+
+    async with running_sandboxd(tmp_path, flooding) as daemon:
+        client, name = await daemon.open()
+        assert "more output" in (await call(client, name))["error"]["message"]
+        await emptied(daemon)
+
+
+async def test_a_file_request_has_no_stream_of_a_program(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, answering(({"ev": "data", "stream": "stdout"}, b"x"), {"ev": "done"})) as daemon:
+        client, name = await daemon.open()
+        assert (await call(client, name, {"op": "read_file", "path": "x", "max_bytes": 9, "timeout_s": 60})).get("sandbox_lost")
+
+
+async def test_a_done_is_no_answer_to_a_ping(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, answering({"ev": "done"})) as daemon:
+        client, name = await daemon.open()
+        assert (await call(client, name, {"op": "ping", "timeout_s": 60})).get("sandbox_lost")
+
+
+async def test_greeting_twice_is_a_breach(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, answering({"ev": "hello", "v": 1})) as daemon:
+        client, name = await daemon.open()
+        assert (await call(client, name)).get("sandbox_lost")
+
+
+async def test_fields_that_the_protocol_does_not_know_are_not_handed_on(tmp_path: Path) -> None:
+    kill = {"signalled": 1, "survivors": 0, "method": "tree", "ms": 1.0, "paid": True}
+    async with running_sandboxd(tmp_path, answering({"ev": "done", "exit_code": 3, "size": 9, "x": 1, "kill": kill})) as daemon:
+        client, name = await daemon.open()
+        done = await call(client, name)
+        assert set(done) == {"ev", "ok", "exit_code", "kill", "sandbox", "sandbox_s"}
+        assert set(done["kill"]) == {"signalled", "survivors", "method", "ms"}
+
+
+async def test_a_guest_cannot_say_that_its_container_ended_a_call(tmp_path: Path) -> None:
+    kill = {"signalled": 1, "survivors": 0, "method": "container", "ms": 1.0}
+    async with running_sandboxd(tmp_path, answering({"ev": "done", "kill": kill})) as daemon:
+        client, name = await daemon.open()
+        assert (await call(client, name))["kill"] is None
+
+
+async def test_an_answer_that_no_frame_can_carry_is_an_error_of_its_call_alone(tmp_path: Path) -> None:
+    # Three bytes a letter from the guest, six to the worker.
+    async def growing(guest: FakeGuest) -> None:
+        await guest.hello()
+        request, _ = await guest.request()
+        header = f'{{"id":"{request["id"]}","ev":"done","streams":"{"€" * 80_000}"}}'.encode()
+        await guest.send_raw((4 + len(header)).to_bytes(4, "big") + len(header).to_bytes(4, "big") + header)
+        await echoing(guest)
+
+    async with running_sandboxd(tmp_path, growing) as daemon:
+        client, name = await daemon.open()
+        done = await call(client, name)
+        assert (done["error"]["code"], done["sandbox"]["generation"]) == ("INTERNAL", 1)
+
+
+async def test_writing_into_the_log_by_last_words_gives_plain_short_text(tmp_path: Path) -> None:
+    words = encode_frame({"ev": "fatal", "message": "\x1b[2J\nroot: ok" + "x" * 100_000}, max_total=MAX_UP)
+    async with running_sandboxd(tmp_path, answering(words)) as daemon:
+        client, name = await daemon.open()
+        message = (await call(client, name))["error"]["message"]
+        assert message.isprintable()
+        assert len(message) < 400

@@ -1,7 +1,6 @@
-"""sandboxd over its real socket, with guests of ours in place of containers: verbs, bad requests, bodies, limits, leaving workers."""
+"""sandboxd over its real socket, with guests of ours in place of containers: verbs, bodies, limits, leaving workers."""
 
 import asyncio
-import contextlib
 import os
 import socket
 from pathlib import Path
@@ -10,43 +9,15 @@ from typing import Any
 import pytest
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from tests.builders import known_bug
 from tests.fakes import FakeGuest, running_sandboxd
+from tests.sandboxd_calls import EXEC, SOON_S, call, frame, raw_exchange
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd import sandbox as sandbox_module
-from workers.sandboxd.frames import MAX_DOWN, MAX_HEADER, FrameDecoder, encode_frame
-
-EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
-SOON_S = 10.0
 
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_module, "GUEST_GRACE_S", 0.05)
-
-
-async def call(client: SandboxClient, name: str, request: dict[str, Any] | None = None, body: bytes = b"", **how: Any) -> Any:
-    return await asyncio.wait_for(asyncio.to_thread(lambda: client.call(name, request or EXEC, body, **how)), SOON_S)
-
-
-async def raw_exchange(path: Path, *frames: bytes, answers: int = 1) -> list[dict[str, Any]]:
-    """Frames as they stand, and the headers that come back until `answers` or the end."""
-    reader, writer = await asyncio.open_unix_connection(str(path))
-    try:
-        writer.write(b"".join(frames))
-        decoder, got = FrameDecoder(MAX_DOWN), []
-        # A peer that closes without having read all is a reset, or an end.
-        with contextlib.suppress(ConnectionError):
-            async with asyncio.timeout(SOON_S):
-                while len(got) < answers and (data := await reader.read(65536)):
-                    got += [frame.header for frame in decoder.feed(data)]
-        return got
-    finally:
-        writer.close()
-
-
-def frame(header: dict[str, Any], body: bytes = b"") -> bytes:
-    return encode_frame(header, body, max_total=MAX_DOWN)
 
 
 # Verbs
@@ -222,109 +193,6 @@ async def test_a_cancel_that_the_guest_ignores_removes_its_container(tmp_path: P
         await asyncio.wait_for(daemon.engine.emptied.wait(), SOON_S)
 
 
-# Bad requests
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        {},
-        {"verb": None},
-        {"verb": "explode"},
-        {"verb": "open"},
-        {"verb": "open", "sandbox": 5},
-        {"verb": "open", "sandbox": ""},
-        {"verb": "open", "sandbox": "a:b", "image": "evil/image"},
-        {"verb": "open", "sandbox": "a:b", "image": ["default"]},
-        {"verb": "close"},
-        {"verb": "cancel", "sandbox": "a:b"},
-        {"verb": "call", "sandbox": "a:b"},
-        {"verb": "call", "sandbox": "a:b", "request": "exec"},
-        {"verb": "call", "sandbox": "a:b", "request": {}},
-        {"verb": "call", "sandbox": "a:b", "request": {"op": "cancel"}},
-        {"verb": "call", "sandbox": "a:b", "request": {"op": "data"}},
-        {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "timeout_s": 0}},
-        {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "timeout_s": 601}},
-        {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "timeout_s": True}},
-        {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "timeout_s": "5"}},
-        {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "body_bytes": -1}},
-        {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "body_bytes": 1.5}},
-        {"verb": "call", "request": {"op": "exec"}},
-    ],
-    ids=str,
-)
-async def test_a_bad_request_is_answered_and_the_connection_lives(tmp_path: Path, header: dict[str, Any]) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        refused, status = await raw_exchange(daemon.path, frame(header), frame({"verb": "status"}), answers=2)
-        assert (refused["ok"], refused["code"]) == (False, "INVALID_ARGUMENTS")
-        assert status["ok"] is True
-
-
-@known_bug("float() and int() of a request's field raise ValueError and TypeError that nobody answers (server.py:84, 213, 227)")
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"verb": "open", "sandbox": "a:b", "ttl_s": "soon"},
-        {"verb": "open", "sandbox": "a:b", "ttl_s": None},
-        {"verb": "open", "sandbox": "a:b", "ttl_s": "nan"},
-        {"verb": "open", "sandbox": "a:b", "ttl_s": -1},
-        {"verb": "call", "sandbox": "acme:s1", "request": {"op": "read_file", "max_bytes": "all"}},
-        {"verb": "call", "sandbox": "acme:s1", "request": {"op": "read_file", "max_bytes": None}},
-        {"verb": "call", "sandbox": "acme:s1", "request": {"op": ["exec"]}},
-    ],
-    ids=str,
-)
-async def test_a_field_of_another_type_is_answered_like_any_bad_request(tmp_path: Path, header: dict[str, Any]) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        await daemon.open()
-        answers = await raw_exchange(daemon.path, frame(header))
-        assert [answer.get("code") for answer in answers] == ["INVALID_ARGUMENTS"]
-
-
-@known_bug("a call refused before its body was read leaves `data` frames, each answered as an unknown verb (server.py:133)")
-async def test_an_answer_is_never_the_answer_to_another_request(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        client, name = await daemon.open()
-        with pytest.raises(ToolFailure, match="timeout_s"):
-            await call(client, name, {**EXEC, "timeout_s": 601}, body=bytes(1_500_000))
-        assert (await call(client, name, body=b"mine")).streams == {"stdout": b"mine"}
-
-
-async def test_bytes_that_are_no_frame_end_the_connection_and_nothing_else(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        client, name = await daemon.open()
-        assert await raw_exchange(daemon.path, b"\xff" * 64) == []
-        assert (await call(client, name, body=b"still here")).streams == {"stdout": b"still here"}
-
-
-async def test_an_image_that_is_not_allowed_is_refused_with_those_that_are(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        with pytest.raises(ToolFailure, match="default, python"):
-            await daemon.open(image="evil/image")
-        assert daemon.engine.guests == []
-
-
-async def test_a_session_gets_the_image_it_asked_for(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        await daemon.open(image="python")
-        assert daemon.engine.guests[0].config["Image"] == "python"
-
-
-async def test_more_body_than_was_declared_ends_the_connection(tmp_path: Path) -> None:
-    request = {"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 1}}
-    async with running_sandboxd(tmp_path) as daemon:
-        await daemon.open()
-        assert await raw_exchange(daemon.path, frame(request, b"four")) == []
-
-
-async def test_too_many_arguments_are_the_callers_fault_and_not_sandboxds(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        client, name = await daemon.open()
-        with pytest.raises(ToolFailure, match="too large"):
-            await call(client, name, {**EXEC, "argv": ["echo", "x" * MAX_HEADER]})
-        assert (await call(client, name, body=b"next")).streams == {"stdout": b"next"}
-
-
 # Who may connect
 
 
@@ -354,7 +222,6 @@ async def test_the_socket_of_a_daemon_that_is_gone_is_taken_over(tmp_path: Path)
         assert (await asyncio.to_thread(daemon.client().status))["ok"] is True
 
 
-@known_bug("whatever lies at the socket's path is deleted, a user's file too (server.py:249)")
 async def test_a_file_at_the_sockets_path_is_not_deleted(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         precious = tmp_path / "precious.txt"
@@ -431,17 +298,15 @@ async def test_a_client_without_a_daemon_says_what_to_check(tmp_path: Path) -> N
         SandboxClient(tmp_path / "none.sock").status()
 
 
-async def test_a_client_whose_daemon_went_connects_anew(tmp_path: Path) -> None:
+async def test_a_client_whose_daemon_went_connects_anew_and_loses_no_call(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         client = daemon.client()
         await asyncio.to_thread(client.status)
         await daemon.server.close_connections()
-        with pytest.raises(SandboxUnavailable):
-            await asyncio.to_thread(client.status)
         assert (await asyncio.to_thread(client.status))["ok"] is True
 
 
 async def test_a_ping_is_a_call_like_any_other(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         client, name = await daemon.open()
-        assert (await call(client, name, {"op": "ping", "timeout_s": 5})).done["op"] == "ping"
+        assert (await call(client, name, {"op": "ping", "timeout_s": 5})).done["sandbox"]["generation"] == 1

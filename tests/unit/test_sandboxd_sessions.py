@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from tests.builders import known_bug
 from tests.fakes import Behaviour, FakeEngine, FakeGuest, echoing, running_sandboxd
 from workers.sandboxd import sessions as sessions_module
 from workers.sandboxd.sessions import Sessions
@@ -112,14 +111,13 @@ async def test_a_session_whose_rebuilding_failed_tries_again() -> None:
         assert len(engine.alive) == 1
 
 
-@known_bug("a removal that failed is kept and raised for ever: the session can be neither used nor closed (sandbox.py:116)")
 async def test_a_removal_that_failed_is_tried_again() -> None:
     async with open_sessions() as (sessions, engine):
         await sessions.open("s", "default", 60)
+        engine.refuse_removals = 2
         await lose(sessions)
-        with pytest.raises(SandboxUnavailable):
+        with pytest.raises(SandboxUnavailable, match="files are lost"):
             await sessions.use("s")
-        engine.refuse_removals = 1
         with pytest.raises(SandboxUnavailable, match="device busy"):
             await sessions.use("s")
         assert (await sessions.use("s")).sandbox.generation == 2
@@ -221,7 +219,6 @@ async def test_closing_ends_the_calls_that_run(tmp_path: Path) -> None:
         assert (await running).done["error"]["code"] == "SANDBOX_UNAVAILABLE"
 
 
-@known_bug("a session leaves the list before its container does: a failed removal is forgotten and the container stays (sessions.py:103)")
 async def test_a_container_that_could_not_be_removed_is_not_forgotten() -> None:
     async with open_sessions() as (sessions, engine):
         await sessions.open("s", "default", 60)
@@ -232,7 +229,6 @@ async def test_a_container_that_could_not_be_removed_is_not_forgotten() -> None:
         assert engine.alive == {}
 
 
-@known_bug("close does not wait for a rebuild: the new sandbox belongs to a session that is gone (sessions.py:93, 103)")
 async def test_a_session_closed_while_it_is_rebuilt_leaves_nothing() -> None:
     async with open_sessions() as (sessions, engine):
         await sessions.open("s", "default", 60)

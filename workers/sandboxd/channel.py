@@ -72,6 +72,8 @@ class GuestChannel(asyncio.Protocol):
         try:
             for payload in self._demultiplex(data):
                 for frame in self._decoder.feed(payload):
+                    if self._lost:
+                        return
                     self._on_frame(frame)
         except FrameError as error:
             self.close(f"the guest broke the protocol: {error}")

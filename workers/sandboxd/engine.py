@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from contract.errors import SandboxUnavailable
 ENGINE_TIMEOUT_S = 30
 LABEL_PRODUCT = "toolcrew.product"
 LABEL_SANDBOXD = "toolcrew.sandboxd"
+LABEL_CREATED_AT = "toolcrew.created_at"
 
 T = TypeVar("T")
 
@@ -88,6 +90,13 @@ class Engine:
         found = await self._run(lambda api: api.containers(all=True, filters=filters))
         return [str(container["Id"]) for container in found]
 
+    async def list_never_started(self, older_than_s: float) -> list[str]:
+        """Ids of sandboxes of any sandboxd that were created that long ago and not started: whoever made them was killed in between."""
+        filters = {"label": [f"{LABEL_PRODUCT}=sandbox"], "status": ["created"]}
+        found = await self._run(lambda api: api.containers(all=True, filters=filters))
+        before = time.time() - older_than_s
+        return [str(container["Id"]) for container in found if _created_at(container) < before]
+
     def close(self) -> None:
         """Let the threads end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -133,6 +142,12 @@ def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: st
         raise
     sock.setblocking(False)
     return AttachedContainer(container, sock)
+
+
+def _created_at(container: Mapping[str, Any]) -> float:
+    """What its label tells; one that tells nothing counts as new, and is left alone."""
+    text = str((container.get("Labels") or {}).get(LABEL_CREATED_AT, ""))
+    return float(text) if text.isascii() and text.isdigit() else float("inf")
 
 
 def _remove(api: docker.APIClient, container: str) -> None:

@@ -1,7 +1,9 @@
 """One sandbox: its container, its channel, and the calls that run in it, each with sandboxd's own limit behind the guest's."""
 
 import asyncio
+import functools
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,51 +12,72 @@ from typing import Any
 import structlog
 
 from contract.errors import SandboxUnavailable
+from workers.sandboxd.answers import build_done, build_words, count_survivors, has_stream
 from workers.sandboxd.channel import GuestChannel
-from workers.sandboxd.engine import AttachedContainer, Engine
+from workers.sandboxd.engine import Engine
 from workers.sandboxd.frames import Frame
 
 log = structlog.get_logger(__name__)
 
+PROTOCOL_VERSION = 1
 GUEST_GRACE_S = 2.0
 """How long after a call's limit the guest may still answer before the container is removed."""
+SLOW_WORKER_GRACE_S = 15.0
+"""How much later an answer may come when it waits behind output that a worker is slow to take."""
+BODY_TIMEOUT_S = 60.0
+"""How long a request's body may take to reach the guest; its own limit starts only when it is whole."""
 HELLO_TIMEOUT_S = 20.0
 SLACK_BYTES = 256 * 1024
-"""What a guest may send beyond what was asked for before it counts as hostile: frame headers are not counted."""
+"""What a guest may send beyond what was asked for before it counts as hostile."""
+FRAME_COST_BYTES = 64
+"""What a data frame costs beside its body, so that frames without one are not free."""
 
 Sink = Callable[[Frame], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class RunningCall:
     """One request inside the guest. `sink` gets its data frames; `done` its last header."""
 
     guest_id: str
     call_id: str
+    op: str
     timeout_s: float
     budget: int
     sink: Sink
     done: asyncio.Future[dict[str, Any]]
     timer: asyncio.TimerHandle | None = None
+    ends_by: float = 0.0
+    is_cancelled: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Sandbox:
-    """A started container with its channel. Made by `start_sandbox`; when it is lost it stays lost."""
+    """A started container with its channel. Once lost it stays lost: its calls are told and its container is removed at once.
+
+    A removal that failed is tried again by the next `remove`; `is_removed` tells that the engine no longer has the container.
+    """
 
     engine: Engine
     generation: int
-    container: str = ""
+    container: str
     lost: str | None = None
+    loss_told: bool = False
+    is_removed: bool = False
     calls: dict[str, RunningCall] = field(default_factory=dict)
     _channel: GuestChannel | None = None
     _hello: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    _removal: asyncio.Task[None] | None = None
+    _removal: "asyncio.Task[SandboxUnavailable | None] | None" = None
+    _removal_failed: bool = False
+    _holders: set[object] = field(default_factory=set)
+    _released_at: float = float("-inf")
 
-    async def attach(self, attached: AttachedContainer) -> None:
-        """Take over a started container and wait for the guest's first word."""
-        self.container = attached.id
-        self._channel = await GuestChannel.open(attached.sock, self._on_frame, self._on_lost)
+    async def attach(self, sock: socket.socket) -> None:
+        """Take over the container's attached socket and wait for the guest's first word.
+
+        Raises SandboxUnavailable when it does not come; the caller then removes.
+        """
+        self._channel = await GuestChannel.open(sock, self._on_frame, self._lose)
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 await self._hello
@@ -62,157 +85,210 @@ class Sandbox:
             self._lose("the guest did not answer in time; is the image a toolcrew sandbox image?")
         if self.lost:
             debug = self._channel.debug_text.decode("utf-8", "replace").strip()[-500:]
-            await self.remove()
             raise SandboxUnavailable(f"the sandbox did not start: {self.lost}{': ' + debug if debug else ''}")
 
     def begin(self, call_id: str, request: Mapping[str, Any], budget: int, sink: Sink) -> RunningCall:
-        """Announce a request to the guest; the body follows by `feed`, `body_complete` starts the clock."""
+        """Announce a request to the guest; the body follows by `feed`, then `start_clock`."""
         call = RunningCall(
             guest_id=secrets.token_hex(16),
             call_id=call_id,
+            op=str(request["op"]),
             timeout_s=float(request.get("timeout_s", 30.0)),
             budget=budget + SLACK_BYTES,
             sink=sink,
             done=asyncio.get_running_loop().create_future(),
         )
+        if self.lost is not None:
+            self._answer(call, self._loss())
+            return call
         self.calls[call.guest_id] = call
+        self._arm(call, BODY_TIMEOUT_S, self.cancel)
         return call
 
+    def forget(self, call: RunningCall) -> None:
+        """Drop a call of which the guest has been sent nothing."""
+        self._disarm(call)
+        self.calls.pop(call.guest_id, None)
+
     def feed(self, call: RunningCall, header: Mapping[str, Any], body: bytes) -> None:
-        """Send one frame of a call to the guest."""
+        """Send one frame of a call to the guest. Raises FrameError when it is too large."""
         if self._channel is not None:
             self._channel.send({**header, "id": call.guest_id}, body)
 
     def start_clock(self, call: RunningCall) -> None:
         """The request is whole: from here on the guest has the call's limit, and a little more to say so."""
-        loop = asyncio.get_running_loop()
-        call.timer = loop.call_later(call.timeout_s + GUEST_GRACE_S, self._on_overdue, call)
+        if self._runs(call) and not call.is_cancelled:
+            self._limit(call, call.timeout_s)
 
     def cancel(self, call: RunningCall) -> None:
         """Kill what a call runs; its `done` follows, by the guest or, 2 s later, by the container's removal."""
-        if call.done.done():
+        if not self._runs(call) or call.is_cancelled:
             return
+        call.is_cancelled = True
         self.feed(call, {"op": "cancel"}, b"")
-        if call.timer is not None:
-            call.timer.cancel()
-        call.timer = asyncio.get_running_loop().call_later(GUEST_GRACE_S, self._on_overdue, call)
+        self._limit(call, 0.0)
 
     async def drain(self) -> None:
         """Wait until the guest has taken what was sent."""
         if self._channel is not None:
             await self._channel.drain()
 
-    def pause(self) -> None:
-        if self._channel is not None:
+    def hold(self, holder: object) -> None:
+        """Read nothing from the guest until this holder, and every other, has released."""
+        if self._channel is not None and not self._holders:
             self._channel.pause()
+        self._holders.add(holder)
 
-    def resume(self) -> None:
-        if self._channel is not None:
+    def release(self, holder: object) -> None:
+        if holder not in self._holders:
+            return
+        self._holders.discard(holder)
+        if self._channel is not None and not self._holders:
+            self._released_at = time.monotonic()
             self._channel.resume()
 
     async def remove(self) -> None:
-        """Remove the container; returns when the engine no longer has it. Pending calls are told."""
-        self._lose("removed by sandboxd")
-        if self._removal is None:
-            self._removal = asyncio.ensure_future(self._remove())
-        await asyncio.shield(self._removal)
+        """Remove the container; returns when the engine no longer has it. Pending calls are told.
 
-    async def _remove(self) -> None:
+        Raises SandboxUnavailable when the engine refuses; the next `remove` tries again.
+        """
+        self._mark_lost("removed by sandboxd")
+        error = await asyncio.shield(self._removing())
+        if error is not None:
+            raise SandboxUnavailable(str(error)) from error
+
+    def _removing(self) -> "asyncio.Task[SandboxUnavailable | None]":
+        if self._removal is None or (self._removal.done() and not self.is_removed):
+            self._removal = asyncio.get_running_loop().create_task(self._remove())
+        return self._removal
+
+    async def _remove(self) -> SandboxUnavailable | None:
+        """Gives the failure and does not raise it: nobody may be waiting."""
         if self._channel is not None:
             self._channel.close()
-        if self.container:
+        try:
             await self.engine.remove(self.container)
+        except SandboxUnavailable as error:
+            if not self._removal_failed:
+                log.error("sandbox_not_removed", container=self.container[:12], error=str(error))
+            self._removal_failed = True
+            return error
+        self.is_removed = True
+        return None
 
     def _on_frame(self, frame: Frame) -> None:
-        header = frame.header
-        kind = header.get("ev")
-        if kind == "hello":
-            if not self._hello.done():
-                self._hello.set_result(None)
+        if self.lost is not None:
             return
-        call = self.calls.get(str(header.get("id")))
-        if call is None or kind not in ("data", "done", "pong"):
-            self._violated(f"unexpected frame {str(kind)[:40]!r}")
-        elif kind == "data":
-            call.budget -= len(frame.body)
-            if call.budget < 0:
-                self._violated("more output than was asked for")
-            else:
-                call.sink(frame)
+        kind = frame.header.get("ev")
+        call = self.calls.get(str(frame.header.get("id")))
+        if kind == "hello" and not self._hello.done():
+            self._greet(frame.header)
+        elif kind == "fatal":
+            self._violate(f"it gave up, saying: {build_words(frame.header.get('message'))}")
+        elif call is not None and kind == "data":
+            self._take_data(call, frame)
+        elif call is not None and kind == ("pong" if call.op == "ping" else "done"):
+            self._finish(call, frame.header)
         else:
-            self._finish(call, dict(header))
+            self._violate(f"unexpected frame '{build_words(kind)[:40]}'")
 
-    def _finish(self, call: RunningCall, done: dict[str, Any]) -> None:
-        survivors = _survivors(done)
-        if survivors:
+    def _greet(self, header: Mapping[str, Any]) -> None:
+        if header.get("v") == PROTOCOL_VERSION:
+            self._hello.set_result(None)
+        else:
+            self._lose(f"the guest speaks version '{build_words(header.get('v'))[:40]}' and not {PROTOCOL_VERSION}: build the image anew")
+
+    def _take_data(self, call: RunningCall, frame: Frame) -> None:
+        call.budget -= len(frame.body) + FRAME_COST_BYTES
+        if not has_stream(call.op, frame.header.get("stream")):
+            self._violate("data of a stream that the request does not have")
+        elif call.budget < 0:
+            self._violate("more output than was asked for")
+        else:
+            call.sink(frame)
+
+    def _finish(self, call: RunningCall, header: Mapping[str, Any]) -> None:
+        done = build_done(call.op, header)
+        if count_survivors(header):
             # The guest could not end everything that the call had started: only the container's end does.
-            self._lose(f"{survivors} processes outlived the call's kill")
-            self._remove_then_answer(call, done)
+            self._end_by_removal(call, done, "processes outlived a call's kill")
         else:
             self._answer(call, done)
 
     def _on_overdue(self, call: RunningCall) -> None:
-        if call.done.done():
+        if not self._runs(call):
             return
-        self._lose("the guest did not end a call at its limit")
-        message = f"no answer {GUEST_GRACE_S:g} s after the limit of {call.timeout_s:g} s"
-        self._remove_then_answer(call, {"ev": "done", "error": {"code": "TIMEOUT", "message": message}})
+        now = time.monotonic()
+        unread = self._holders or now - self._released_at < GUEST_GRACE_S
+        if unread and now < call.ends_by + SLOW_WORKER_GRACE_S:
+            # The answer may be among what we have not read: that is no fault of the guest's.
+            self._arm(call, GUEST_GRACE_S, self._on_overdue)
+            return
+        code = "CANCELLED" if call.is_cancelled else "TIMEOUT"
+        limit = "its cancel" if call.is_cancelled else f"the limit of {call.timeout_s:g} s"
+        error = {"code": code, "message": f"no answer {GUEST_GRACE_S:g} s after {limit}"}
+        self._end_by_removal(call, {"ev": "done", "error": error}, "the guest did not end a call at its limit")
 
-    def _remove_then_answer(self, call: RunningCall, done: dict[str, Any]) -> None:
-        async def work() -> None:
-            started = time.monotonic()
-            try:
-                await self.remove()
-            except SandboxUnavailable as error:
-                log.error("sandbox_not_removed", container=self.container[:12], error=str(error))
-                done["removal_failed"] = str(error)
-            kill = done.get("kill") if isinstance(done.get("kill"), dict) else {}
-            killed = {"signalled": 0, "survivors": 0, **(kill or {}), "method": "container"}
+    def _end_by_removal(self, call: RunningCall, done: dict[str, Any], reason: str) -> None:
+        """Remove the container, and only then answer: nothing of the call runs any more."""
+        self.forget(call)
+        started = time.monotonic()
+        self._lose(reason)
+        self._removing().add_done_callback(functools.partial(self._answer_removed, call, done, started))
+
+    def _answer_removed(
+        self, call: RunningCall, done: dict[str, Any], started: float, removal: "asyncio.Task[SandboxUnavailable | None]"
+    ) -> None:
+        error = None if removal.cancelled() else removal.exception() or removal.result()
+        if self.is_removed:
+            killed = {"signalled": 0, "survivors": 0, **(done.get("kill") or {}), "method": "container"}
             done["kill"] = {**killed, "ms": (time.monotonic() - started) * 1000}
-            done["sandbox_lost"] = self.lost
-            self._answer(call, done)
-
-        self.calls.pop(call.guest_id, None)
-        self._background = asyncio.ensure_future(work())
+        else:
+            done["removal_failed"] = str(error or "sandboxd is ending")
+        done["sandbox_lost"] = self.lost
+        self._answer(call, done)
 
     def _answer(self, call: RunningCall, done: dict[str, Any]) -> None:
-        self.calls.pop(call.guest_id, None)
-        if call.timer is not None:
-            call.timer.cancel()
+        self.forget(call)
         if not call.done.done():
             call.done.set_result(done)
 
-    def _violated(self, what: str) -> None:
-        log.warning("guest_broke_protocol", container=self.container[:12], what=what)
-        self._lose(f"the guest broke the protocol: {what}")
-        self._background = asyncio.ensure_future(self.remove())
+    def _runs(self, call: RunningCall) -> bool:
+        return call.guest_id in self.calls
 
-    def _on_lost(self, reason: str) -> None:
-        self._lose(reason)
+    def _limit(self, call: RunningCall, timeout_s: float) -> None:
+        call.ends_by = time.monotonic() + timeout_s + GUEST_GRACE_S
+        self._arm(call, timeout_s + GUEST_GRACE_S, self._on_overdue)
 
-    def _lose(self, reason: str) -> None:
-        if self.lost is None:
-            self.lost = reason
+    def _arm(self, call: RunningCall, after_s: float, then: Callable[[RunningCall], None]) -> None:
+        self._disarm(call)
+        call.timer = asyncio.get_running_loop().call_later(after_s, then, call)
+
+    def _disarm(self, call: RunningCall) -> None:
+        if call.timer is not None:
+            call.timer.cancel()
+            call.timer = None
+
+    def _violate(self, what: str) -> None:
+        self._lose(f"the guest broke the protocol: {what}", "guest_broke_protocol")
+
+    def _lose(self, reason: str, event: str = "sandbox_lost") -> None:
+        """Something ended this sandbox: say so, once, and take its container away."""
+        if self.lost is not None:
+            return
+        log.warning(event, container=self.container[:12], reason=reason)
+        self._mark_lost(reason)
+        self._removing()
+
+    def _mark_lost(self, reason: str) -> None:
+        if self.lost is not None:
+            return
+        self.lost = reason
         if not self._hello.done():
             self._hello.set_result(None)
         for call in list(self.calls.values()):
-            error = {"code": "SANDBOX_UNAVAILABLE", "message": f"the sandbox died during the call: {self.lost}"}
-            self._answer(call, {"ev": "done", "error": error, "sandbox_lost": self.lost})
+            self._answer(call, self._loss())
 
-
-def _survivors(done: Mapping[str, Any]) -> int:
-    kill = done.get("kill")
-    count = kill.get("survivors", 0) if isinstance(kill, dict) else 0
-    return count if isinstance(count, int) else 1
-
-
-async def start_sandbox(engine: Engine, config: Mapping[str, Any], name: str, generation: int) -> Sandbox:
-    """Create, start and greet a sandbox. Raises SandboxUnavailable; then nothing is left behind."""
-    attached = await engine.start(config, name)
-    sandbox = Sandbox(engine, generation)
-    try:
-        await sandbox.attach(attached)
-    except BaseException:
-        await asyncio.shield(engine.remove(attached.id))
-        raise
-    return sandbox
+    def _loss(self) -> dict[str, Any]:
+        error = {"code": "SANDBOX_UNAVAILABLE", "message": f"the sandbox died during the call: {self.lost}"}
+        return {"ev": "done", "error": error, "sandbox_lost": self.lost}

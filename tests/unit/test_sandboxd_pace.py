@@ -1,0 +1,200 @@
+"""Workers and guests that take too slowly: what waits is bounded, nobody is blamed for another, nothing waits for ever."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes import FakeGuest, Sandboxd, running_sandboxd
+from tests.sandboxd_calls import EXEC, SOON_S, call, frame
+from workers.sandboxd import sandbox as sandbox_module
+from workers.sandboxd.frames import MAX_DOWN, FrameDecoder
+from workers.sandboxd.link import WorkerLink
+
+PIECE = bytes(64 * 1024)
+PIECES = 160
+STREAM = {**EXEC, "timeout_s": 0.05, "capture": {"stream": PIECES * len(PIECE)}}
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_module, "GUEST_GRACE_S", 0.1)
+
+
+async def until(is_so: Callable[[], Any]) -> None:
+    """Another socket's buffer filling up has no event of ours."""
+    async with asyncio.timeout(SOON_S):
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def flooding(guest: FakeGuest) -> None:
+    """Streams to every request as it comes, whoever else runs."""
+    await guest.hello()
+    running, lock = set(), asyncio.Lock()
+    while True:
+        request, _ = await guest.request()
+        if request["op"] == "exec":
+            running.add(asyncio.create_task(_flood(guest, request, lock)))
+
+
+async def _flood(guest: FakeGuest, request: dict[str, Any], lock: asyncio.Lock) -> None:
+    for _ in range(PIECES if "capture" in request else 0):
+        async with lock:
+            await guest.send({"id": request["id"], "ev": "data", "stream": "stdout"}, PIECE)
+    async with lock:
+        await guest.done(request, exit_code=0)
+
+
+async def start_unread_call(daemon: Sandboxd) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A worker that has asked for a stream, and reads nothing of it. Returns when sandboxd has stopped reading the guest."""
+    reader, writer = await asyncio.open_unix_connection(str(daemon.path), limit=1024)
+    writer.write(frame({"verb": "call", "sandbox": "acme:s1", "request": STREAM}))
+    entry = daemon.sessions.find("acme:s1")
+    assert entry is not None
+    await until(lambda: entry.sandbox._holders)
+    return reader, writer
+
+
+async def test_a_worker_that_is_slow_gets_all_of_its_output_and_costs_no_sandbox(tmp_path: Path, short_grace: None) -> None:
+    async with running_sandboxd(tmp_path, flooding) as daemon:
+        await daemon.open()
+        reader, writer = await start_unread_call(daemon)
+        await asyncio.sleep(0.5)  # past the limit and the guest's grace
+        decoder, got, last = FrameDecoder(MAX_DOWN), 0, {}
+        async with asyncio.timeout(SOON_S):
+            while last.get("ev") != "done":
+                for one in decoder.feed(await reader.read(65536)):
+                    got, last = got + len(one.body), one.header
+        assert (got, last.get("exit_code")) == (PIECES * len(PIECE), 0)
+        writer.close()
+
+
+async def test_a_worker_that_never_reads_holds_a_sandbox_for_a_bounded_time(
+    tmp_path: Path, short_grace: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_module, "SLOW_WORKER_GRACE_S", 0.3)
+    async with running_sandboxd(tmp_path, flooding) as daemon:
+        await daemon.open()
+        _, writer = await start_unread_call(daemon)
+        await asyncio.wait_for(daemon.engine.emptied.wait(), SOON_S)
+        writer.close()
+
+
+async def test_a_slow_worker_that_leaves_lets_the_others_calls_go_on(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, flooding) as daemon:
+        client, name = await daemon.open()
+        _, writer = await start_unread_call(daemon)
+        other = asyncio.create_task(call(client, name))
+        writer.transport.abort()
+        assert (await other).done["exit_code"] == 0
+
+
+async def test_a_guest_that_takes_no_body_costs_its_container_and_the_call_is_answered(
+    tmp_path: Path, short_grace: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_module, "BODY_TIMEOUT_S", 0.2)
+
+    async def deaf(guest: FakeGuest) -> None:
+        await guest.hello()
+        await guest.gone.wait()
+
+    async with running_sandboxd(tmp_path, deaf) as daemon:
+        client, name = await daemon.open()
+        done = (await call(client, name, body=bytes(8_000_000))).done
+        assert (done["error"]["code"], "sandbox_lost" in done) == ("CANCELLED", True)
+        assert daemon.engine.alive == {}
+
+
+async def test_a_worker_that_stops_in_the_middle_of_a_body_does_not_keep_its_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_module, "BODY_TIMEOUT_S", 0.05)
+
+    async def cancelled(guest: FakeGuest) -> None:
+        await guest.hello()
+        request = (await guest.next()).header
+        assert (await guest.next()).header["op"] == "cancel"
+        await guest.done(request, cancelled=True)
+        await guest.gone.wait()
+
+    async with running_sandboxd(tmp_path, cancelled) as daemon:
+        await daemon.open()
+        _, writer = await asyncio.open_unix_connection(str(daemon.path))
+        writer.write(frame({"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 100}}, b"half"))
+        entry = daemon.sessions.find("acme:s1")
+        assert entry is not None
+        await until(lambda: entry.sandbox.calls)
+        await until(lambda: not entry.sandbox.calls)
+        assert entry.sandbox.lost is None
+        writer.close()
+
+
+async def test_a_second_cancel_does_not_put_off_the_end(tmp_path: Path, short_grace: None) -> None:
+    async def deaf(guest: FakeGuest) -> None:
+        await guest.hello()
+        await guest.gone.wait()
+
+    async with running_sandboxd(tmp_path, deaf) as daemon:
+        _, name = await daemon.open()
+        entry = daemon.sessions.find(name)
+        assert entry is not None
+        running = entry.sandbox.begin("c", EXEC, 0, lambda _: None)
+        entry.sandbox.cancel(running)
+        ends_by = running.ends_by
+        entry.sandbox.cancel(running)
+        entry.sandbox.start_clock(running)
+        assert running.ends_by == ends_by
+        assert (await asyncio.wait_for(running.done, SOON_S))["error"]["code"] == "CANCELLED"
+
+
+async def test_a_call_begun_in_a_lost_sandbox_is_answered_at_once(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path) as daemon:
+        _, name = await daemon.open()
+        entry = daemon.sessions.find(name)
+        assert entry is not None
+        await entry.sandbox.remove()
+        late = entry.sandbox.begin("c", EXEC, 0, lambda _: None)
+        assert late.done.result()["error"]["code"] == "SANDBOX_UNAVAILABLE"
+
+
+async def test_what_comes_and_nobody_takes_is_bounded(tmp_path: Path) -> None:
+    links: list[WorkerLink] = []
+    server = await asyncio.get_running_loop().create_unix_server(lambda: WorkerLink(links.append), path=str(tmp_path / "s"))
+    _, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
+    sent = [frame({"n": number}, PIECE) for number in range(200)]
+    writer.write(b"".join(sent))
+    await until(lambda: links and not links[0].transport.is_reading())  # type: ignore[union-attr]
+    assert links[0]._waiting_bytes < 4 * 1024 * 1024
+    got = [await asyncio.wait_for(links[0].next(), SOON_S) for _ in sent]
+    assert [one.header["n"] for one in got if one is not None] == list(range(200))
+    writer.close()
+    assert await asyncio.wait_for(links[0].next(), SOON_S) is None
+    links[0].close()
+    server.close()
+
+
+async def test_a_call_costs_no_task_of_its_own(tmp_path: Path) -> None:
+    running = asyncio.Event()
+
+    async def patient(guest: FakeGuest) -> None:
+        await guest.hello()
+        for _ in range(2):
+            request, _ = await guest.request()
+            running.set()
+            await guest.done(request)
+
+    async with running_sandboxd(tmp_path, patient) as daemon:
+        client, name = await daemon.open()
+        await call(client, name)
+        before = len(asyncio.all_tasks())
+        seen: list[int] = []
+        entry = daemon.sessions.find(name)
+        assert entry is not None
+        begin = entry.sandbox.begin
+        entry.sandbox.begin = lambda *given: (seen.append(len(asyncio.all_tasks())), begin(*given))[1]  # type: ignore[method-assign]
+        await call(client, name)
+        # Two of the test's own: `call` waits for a thread.
+        assert max(seen) <= before + 2

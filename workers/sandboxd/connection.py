@@ -1,0 +1,112 @@
+"""Serves one worker's connection: one request after the other, a call's frames relayed both ways."""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from contract.errors import ErrorCode, OperatorError, ToolFailure
+from workers.sandboxd.frames import Frame, FrameError
+from workers.sandboxd.link import WorkerLink
+from workers.sandboxd.requests import check_request, count_budget, parse_text
+from workers.sandboxd.sandbox import RunningCall, Sandbox
+from workers.sandboxd.sessions import Sessions
+
+Answer = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
+_MESSAGE_CHARS = 4096
+
+
+class Connection:
+    """A worker's requests. `answer` gives the answer to every verb but `call`. A worker that leaves cancels its call."""
+
+    def __init__(self, link: WorkerLink, sessions: Sessions, answer: Answer) -> None:
+        self._link = link
+        self._sessions = sessions
+        self._answer = answer
+
+    async def serve(self) -> None:
+        """Until the worker leaves. Raises FrameError and ConnectionError when it breaks the protocol or leaves in the middle."""
+        while (frame := await self._link.next()) is not None:
+            verb = frame.header.get("verb")
+            if verb == "data":
+                continue  # the body of a call that was refused: its answer has been sent
+            try:
+                if verb == "call":
+                    await self._call(frame)
+                else:
+                    self._link.send({"ok": True, **await self._answer(frame.header)})
+            except ToolFailure as failure:
+                self._refuse(failure.code, failure.message)
+            except OperatorError as error:
+                self._refuse(error.code, str(error))
+            await self._link.drain()
+
+    def _refuse(self, code: ErrorCode, message: str) -> None:
+        self._link.send({"ok": False, "code": code.value, "message": message[:_MESSAGE_CHARS]})
+
+    async def _call(self, frame: Frame) -> None:
+        request = check_request(frame.header.get("request"))
+        if len(frame.body) > request["body_bytes"]:
+            raise FrameError("more body than was declared")
+        session = await self._sessions.use(parse_text(frame.header, "sandbox"))
+        sandbox, started = session.sandbox, time.monotonic()
+        call = sandbox.begin(str(frame.header.get("call", "")), request, count_budget(request), self._relay)
+        self._announce(sandbox, call, request, frame.body)
+        self._link.watch(lambda: self._abandon(sandbox, call), lambda is_slow: self._set_pace(sandbox, is_slow))
+        try:
+            await self._send_body(sandbox, call, request["body_bytes"] - len(frame.body))
+            sandbox.start_clock(call)
+            done = await call.done
+        finally:
+            self._link.unwatch()
+            sandbox.release(self._link)
+            sandbox.cancel(call)
+            session.used_at = time.monotonic()
+        if self._link.is_gone:
+            raise ConnectionError("the worker left during a call")
+        sandbox.loss_told |= "sandbox_lost" in done
+        self._send_done(done, {"ok": True, "sandbox": describe_sandbox(sandbox), "sandbox_s": time.monotonic() - started})
+
+    def _announce(self, sandbox: Sandbox, call: RunningCall, request: dict[str, Any], body: bytes) -> None:
+        try:
+            sandbox.feed(call, request, body)
+        except FrameError as error:
+            sandbox.forget(call)
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the request is too large for a frame: {error}") from error
+
+    async def _send_body(self, sandbox: Sandbox, call: RunningCall, left: int) -> None:
+        while left > 0:
+            await sandbox.drain()
+            frame = await self._link.next()
+            if frame is None:
+                raise ConnectionError("the worker left in the middle of a body")
+            if frame.header.get("verb") != "data" or len(frame.body) > left:
+                raise FrameError("something else, or more, than the body that was declared")
+            left -= len(frame.body)
+            sandbox.feed(call, {"op": "data"}, frame.body)
+
+    def _relay(self, frame: Frame) -> None:
+        self._link.send({"ev": "data", "stream": frame.header["stream"]}, frame.body)
+
+    def _abandon(self, sandbox: Sandbox, call: RunningCall) -> None:
+        # The call's end lies behind output that nobody will take: read on, or it is never seen.
+        sandbox.release(self._link)
+        sandbox.cancel(call)
+
+    def _set_pace(self, sandbox: Sandbox, is_slow: bool) -> None:
+        if is_slow:
+            sandbox.hold(self._link)
+        else:
+            sandbox.release(self._link)
+
+    def _send_done(self, done: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        try:
+            self._link.send({**done, **own})
+        except FrameError:
+            error = {"code": ErrorCode.INTERNAL.value, "message": "the guest's answer is too large to be handed on"}
+            loss = {name: done[name] for name in ("sandbox_lost", "removal_failed") if name in done}
+            self._link.send({"ev": "done", "error": error, **loss, **own})
+
+
+def describe_sandbox(sandbox: Sandbox) -> dict[str, Any]:
+    """What a result tells of its sandbox."""
+    return {"id": sandbox.container[:12], "generation": sandbox.generation, "rebuilt": sandbox.generation > 1}

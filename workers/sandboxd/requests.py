@@ -1,0 +1,60 @@
+"""What a worker may ask: fields checked, each wrong one answered as INVALID_ARGUMENTS."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from contract.errors import ErrorCode, ToolFailure
+from workers.sandboxd.sandbox import FRAME_COST_BYTES
+
+MAX_TIMEOUT_S = 600.0
+MAX_BODY_BYTES = 67_108_864
+MAX_TTL_S = 1e9
+STREAM_FRAMES = 262_144
+"""How many frames a streamed output may come in, whatever its size: a program may write a byte at a time."""
+_STREAM_STDERR_BYTES = 65_536
+_OPS = ("exec", "read_lines", "read_file", "write_file", "ping")
+
+
+def check_request(request: object) -> dict[str, Any]:
+    """A call's request with `timeout_s`, `body_bytes` and `max_bytes` as numbers within limits; the guest checks the rest."""
+    if not isinstance(request, dict) or request.get("op") not in _OPS:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"a call needs a request whose op is one of {', '.join(_OPS)}")
+    timeout_s = parse_number(request, "timeout_s", 30.0, MAX_TIMEOUT_S)
+    size = _parse_count(request, "body_bytes")
+    if size > MAX_BODY_BYTES:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"body_bytes must be at most {MAX_BODY_BYTES}")
+    if "max_bytes" in request:
+        _parse_count(request, "max_bytes")
+    return {**request, "timeout_s": timeout_s, "body_bytes": size}
+
+
+def count_budget(request: Mapping[str, Any]) -> int:
+    """Bytes of data frames that a checked request may cause."""
+    total = int(request.get("max_bytes", 0))
+    capture = request.get("capture")
+    if isinstance(capture, dict):
+        total += sum(max(value, 0) for value in capture.values() if isinstance(value, int))
+        if "stream" in capture:
+            total += _STREAM_STDERR_BYTES + FRAME_COST_BYTES * min(max(total, 0), STREAM_FRAMES)
+    return total
+
+
+def parse_text(header: Mapping[str, Any], name: str) -> str:
+    value = header.get(name)
+    if not isinstance(value, str) or not value:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"'{name}' is missing")
+    return value
+
+
+def parse_number(header: Mapping[str, Any], name: str, default: float, most: float) -> float:
+    value = header.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{name} must be a number above 0 and at most {most:g}")
+    return value
+
+
+def _parse_count(header: Mapping[str, Any], name: str) -> int:
+    value = header.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{name} must be a whole number of at least 0")
+    return value
