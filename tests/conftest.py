@@ -1,4 +1,4 @@
-"""What many tests start from: a real Redis server, and its being emptied between tests."""
+"""What many tests start from: a real Redis server, emptied between tests, and one real stack; whoever kills things starts one of its own."""
 
 import os
 import secrets
@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import redis
+from docker import APIClient
 
 from contract.errors import ConfigError
 from orchestrator.redis_server import find_redis_server, write_redis_config
+from tests.stack import Footprint, Stack, open_footprint, open_stack, require_engine
 
 START_S = 20.0
 
@@ -91,3 +93,31 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def engine() -> APIClient:
+    return require_engine()
+
+
+@pytest.fixture(scope="session")
+def stack(engine: APIClient) -> Iterator[Stack]:
+    """Shared by every test that takes it: leave it as it was."""
+    with open_stack(engine) as opened:
+        yield opened
+        code = opened.end()
+        opened.footprint.assert_nothing_left(within_s=5)
+    assert code == 0
+
+
+@pytest.fixture
+def own_stack(engine: APIClient) -> Iterator[Stack]:
+    """A stack that the test may break."""
+    with open_stack(engine) as opened:
+        yield opened
+
+
+@pytest.fixture
+def footprint(engine: APIClient) -> Iterator[Footprint]:
+    with open_footprint(engine) as opened:
+        yield opened

@@ -48,7 +48,8 @@ def _run(settings: WorkerSettings) -> int:
     facts = {"host": settings.host, "queue": queue}
     register_tasks(app, registry, key, partial(_build_executor, settings, registry, facts))
     publisher = CatalogPublisher(connect(settings.broker()), settings.deployment, Catalog(tools=tuple(registry.specs())))
-    control = ControlListener(connect(settings.broker()), partial(SandboxClient, settings.sandboxd_socket), queue, key)
+    ledger = Ledger(connect(settings.broker()), settings.deployment)
+    control = ControlListener(connect(settings.broker()), partial(SandboxClient, settings.sandboxd_socket), ledger, queue, key)
 
     def start_threads() -> None:
         publisher.start()

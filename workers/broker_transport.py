@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import structlog
+from kombu import transport
 from kombu.transport import TRANSPORT_ALIASES, redis
 
 log = structlog.get_logger(__name__)
@@ -20,6 +21,8 @@ def register_transport() -> None:
     """Have every Redis URL of this process's Celery apps served by the hardened transport."""
     for scheme in ("redis", "rediss"):
         TRANSPORT_ALIASES[scheme] = f"{__name__}:Transport"
+        # kombu keeps what it has resolved: a connection made earlier in this process must not decide for the worker's.
+        transport._transport_cache.pop(scheme, None)  # type: ignore[attr-defined]
 
 
 class Channel(redis.Channel):

@@ -11,6 +11,7 @@ from contract.calls import ToolCall, ToolContext
 from contract.envelope import decode_call
 from contract.errors import EnvelopeRefused, ToolcrewError
 from contract.names import control_queue
+from workers.executor import CallLedger
 from workers.sandbox_client import SandboxClient, sandbox_id
 
 log = structlog.get_logger(__name__)
@@ -26,19 +27,22 @@ MAX_AT_ONCE = 32
 class ControlListener:
     """A thread of the worker's parent process that reads the control list of its host queue.
 
-    An item is a signed envelope of `session.cancel` (argument `call_id`) or `session.close`. No result is stored. Anything else is logged and dropped.
+    A cancelled call that still waits in the queue is claimed, so that it never starts. An item is a signed envelope of `session.cancel` (argument `call_id`) or `session.close`. No result is stored. Anything else is logged and dropped.
     """
 
     def __init__(
         self,
         client: "redis.Redis",
         open_sandboxd: Callable[[], SandboxClient],
+        ledger: CallLedger,
         queue: str,
         key: bytes,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._client = client
         self._open_sandboxd = open_sandboxd
+        self._ledger = ledger
+        self._queue = queue
         self._list = control_queue(queue)
         self._key = key
         self._clock = clock
@@ -93,9 +97,19 @@ class ControlListener:
         name = sandbox_id(context.tenant, context.session)
         try:
             with self._open_sandboxd() as client:
-                is_done = client.close(name) if call.name == "session.close" else client.cancel(name, str(call.arguments["call_id"]))
+                is_done = (
+                    client.close(name)
+                    if call.name == "session.close"
+                    else self._cancel(client, name, context, str(call.arguments["call_id"]))
+                )
             log.info("control_obeyed", verb=call.name, call=call.id, done=is_done)
         except ToolcrewError as error:
             log.error("control_failed", verb=call.name, call=call.id, error=str(error))
         finally:
             self._slots.release()
+
+    def _cancel(self, client: SandboxClient, name: str, context: ToolContext, call_id: str) -> bool:
+        """True when the call was running and is being killed, or had not started and never will."""
+        if self._ledger.claim(context.tenant, call_id, self._queue):
+            return True
+        return client.cancel(name, call_id)

@@ -308,11 +308,9 @@ async def test_a_tenant_with_anothers_session_id_gets_nothing(stack: Stack, sess
     async with open_dispatcher(stack.broker) as dispatcher:
         for route in (Route("mallory", session.id, queue), Route("mallory", f"default:{session.id}"[:64], queue)):
             call = ToolCall(id=os.urandom(8).hex(), name="bash_tool", arguments={"command": "cat secret.txt"})
-            try:
-                result = await dispatcher.dispatch(call, route)
-            except ValueError:
-                continue  # the forged id did not even make a context
-            assert (result.success, result.error_code) == (False, ErrorCode.SESSION_NOT_FOUND)
+            result = await dispatcher.dispatch(call, route)
+            assert result.error_code in (ErrorCode.SESSION_NOT_FOUND, ErrorCode.INVALID_ARGUMENTS)
+            assert "the secret" not in str(result)
             assert "the secret" not in result.model_dump_json()
 
 

@@ -61,7 +61,9 @@ async def test_a_callback_may_be_async_and_only_a_plain_true_allows() -> None:
     assert (allowed.is_allowed, odd.is_allowed) == (True, False)
 
 
-@pytest.mark.parametrize(("typed", "allowed"), [("y\n", True), ("YES\n", True), ("n\n", False), ("\n", False), ("", False), ("yy\n", False)])
+@pytest.mark.parametrize(
+    ("typed", "allowed"), [("y\n", True), ("YES\n", True), ("n\n", False), ("\n", False), ("", False), ("yy\n", False)]
+)
 async def test_at_the_console_anything_but_yes_is_no(typed: str, allowed: bool) -> None:
     decision = await ConsoleApprover(io.StringIO(typed), io.StringIO()).decide(ApprovalRequest(CALL, build_spec()))
 

@@ -14,7 +14,7 @@ from contract.errors import SandboxUnavailable
 from contract.names import control_queue
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess
-from tests.fakes import FakeSandboxClient
+from tests.fakes import FakeSandboxClient, MemoryLedger
 from workers import control as control_module
 from workers.control import ControlListener
 
@@ -62,7 +62,10 @@ class Desk:
         self.sandboxd = WatchedClient()
         self.redis = server.client()
         self._own = redis.Redis.from_url(server.url, socket_timeout=5, socket_connect_timeout=1)
-        self.listener = ControlListener(self._own, lambda: self.sandboxd, QUEUE, KEY)
+        # Calls that run have been claimed by who runs them.
+        self.ledger = MemoryLedger()
+        self.ledger.claimed |= {("acme", name) for name in ("c9", "next", "one", "two", "after")}
+        self.listener = ControlListener(self._own, lambda: self.sandboxd, self.ledger, QUEUE, KEY)
 
     def send(self, *items: "str | bytes") -> None:
         for item in items:
@@ -155,3 +158,10 @@ def test_a_key_of_another_type_is_waited_out(desk: Desk) -> None:
 def test_it_stops_when_told(desk: Desk) -> None:
     desk.listener.stop()
     assert not desk.listener._thread.is_alive()
+
+
+def test_cancelling_a_call_that_still_waits_keeps_it_from_ever_starting(desk: Desk) -> None:
+    desk.send(order(call_id="queued"), order(call_id="c9"))
+    assert desk.sandboxd.was_asked()
+    desk.end()
+    assert not desk.ledger.claim("acme", "queued", "h1")
