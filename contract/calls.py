@@ -13,6 +13,9 @@ MAX_OUTPUT_CHARS = 256 * 1024
 """Text of one result; tools cut far earlier and say so."""
 MAX_ERROR_CHARS = 16 * 1024
 MAX_NAME_CHARS = 128
+MAX_BLOB_BYTES = 64 * 1024 * 1024
+"""Bytes that travel beside one envelope, in Redis."""
+BLOB_TTL_S = 600
 DEFAULT_TIMEOUT_S = 30.0
 MAX_TIMEOUT_S = 600.0
 GRACE_S = 5.0

