@@ -222,6 +222,16 @@ async def test_the_socket_of_a_daemon_that_is_gone_is_taken_over(tmp_path: Path)
         assert (await asyncio.to_thread(daemon.client().status))["ok"] is True
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+async def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    os.chown(folder, 12345, 12345)
+    async with running_sandboxd(tmp_path) as daemon:
+        with pytest.raises(OSError, match="another user"):
+            (await daemon.server.listen(folder / "sandboxd.sock", 0o600)).close()
+
+
 async def test_a_file_at_the_sockets_path_is_not_deleted(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         precious = tmp_path / "precious.txt"

@@ -127,8 +127,11 @@ def _peer_uid(link: WorkerLink) -> int:
 
 
 def _make_way(path: Path) -> None:
-    """Remove the socket of a sandboxd that is gone. Raises OSError for anything else that lies there."""
+    """Remove the socket of a sandboxd that is gone. Raises OSError for anything else that lies there, and for another user's folder."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.parent.stat().st_uid not in (os.geteuid(), 0):
+        # Who owns the folder could put a socket of his own in our place.
+        raise OSError(f"{path.parent} belongs to another user: set TOOLCREW_SANDBOXD_SOCKET to a path in a folder of your own")
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise OSError(f"{path} exists and is no socket: move it away, or set TOOLCREW_SANDBOXD_SOCKET to another path")
