@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import hypothesis
 import pytest
 import redis
 from docker import APIClient
@@ -19,6 +20,11 @@ from orchestrator.redis_server import find_redis_server, write_redis_config
 from tests.stack import Footprint, Stack, open_footprint, open_stack, require_engine
 
 START_S = 20.0
+
+# The checks that decide on a landing try the same examples every time, however busy the machine; by hand new ones are looked for.
+hypothesis.settings.register_profile("required", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+if os.environ.get("TOOLCREW_TEST_REQUIRE"):
+    hypothesis.settings.load_profile("required")
 
 
 @dataclass

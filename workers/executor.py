@@ -82,7 +82,7 @@ class Bench:
         """What to tell when the call cost the session its sandbox."""
         if self.sandbox_lost is None:
             return ""
-        return f" ({self.sandbox_lost}: the sandbox is lost with its files; the next call gets a fresh, empty one)"
+        return f" ({self.sandbox_lost}: the sandbox and its files are lost; the next call gets a fresh, empty one)"
 
     def open_sandbox(self, image: str | None, ttl_s: float) -> Mapping[str, Any]:
         answer = self.client.describe_open(self._name, image, ttl_s)

@@ -69,7 +69,8 @@ def test_a_written_call_is_read_back(name: str, arguments: dict[str, str], aroun
     assert (calls[0].name, calls[0].arguments) == (name, arguments)
 
 
-@given(NAMES, VALUES.filter(lambda value: "<" not in value))
+# A carriage return before the line break that ends the body belongs to that break.
+@given(NAMES, VALUES.filter(lambda value: "<" not in value and not value.endswith("\r")))
 def test_a_paired_body_is_read_back(name: str, value: str) -> None:
     [call] = parse([f'<tool_action name="t"><{name}>\n{value}\n</{name}></tool_action>'], {})
     assert isinstance(call, Call)

@@ -206,7 +206,7 @@ def test_a_clock_that_runs_behind_the_senders_gives_no_negative_time() -> None:
 def test_a_lost_sandbox_is_said_in_the_error() -> None:
     done = {"error": {"code": "SANDBOX_UNAVAILABLE", "message": "it died"}, "sandbox_lost": "the guest went"}
     result = House(ask_guest, GuestResponse(done)).execute()
-    assert (result.error_code, "is lost with its files" in str(result.error)) == (ErrorCode.SANDBOX_UNAVAILABLE, True)
+    assert (result.error_code, "its files are lost" in str(result.error)) == (ErrorCode.SANDBOX_UNAVAILABLE, True)
 
 
 # Content beside the envelope
