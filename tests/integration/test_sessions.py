@@ -147,17 +147,16 @@ async def test_a_call_is_cancelled_at_once_also_when_every_slot_is_busy(stack: S
     calls = [asyncio.create_task(session.call("bash_tool", {"command": "sleep 12"})) for _ in range(4)]
     await eventually(lambda: list(commands_in(container).values()).count("sleep 12") == 4, 10, "four commands run")
 
-    started = time.monotonic()
     calls[0].cancel()
-    await asyncio.gather(calls[0], return_exceptions=True)
-    took_s = time.monotonic() - started
-    still_running = list(commands_in(container).values()).count("sleep 12")
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
-
-    assert still_running == 3, f"the cancelled call waited {took_s:.1f} s for a slot"
-    assert took_s < 5
+    try:
+        # Far sooner than any of the others would end by itself and free a slot.
+        await eventually(
+            lambda: list(commands_in(container).values()).count("sleep 12") == 3, 5, "the cancelled command is gone, its neighbours run"
+        )
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def test_a_stopped_guest_costs_its_container_two_seconds_after_the_limit(stack: Stack, client: ToolClient) -> None:
