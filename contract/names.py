@@ -23,11 +23,6 @@ def run_marker_key(deployment: str, tenant: str, call_id: str) -> str:
     return f"toolcrew:{deployment}:{tenant}:call:{call_id}:run"
 
 
-def session_key(deployment: str, tenant: str, session: str) -> str:
-    """Which host queue and sandbox a session lives on."""
-    return f"toolcrew:{deployment}:{tenant}:session:{session}"
-
-
 def blob_key(deployment: str, tenant: str, name: str) -> str:
     """Bytes too large or too raw for an envelope; they expire by themselves."""
     return f"toolcrew:{deployment}:{tenant}:blob:{name}"

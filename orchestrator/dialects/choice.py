@@ -5,10 +5,9 @@ from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.limits import ReActOptions
+from orchestrator.prompts import SMALL_MODEL_HINT
 
 NAMES = ("native", "tags")
-SMALL_MODEL_HINT = "Now answer the user in one plain sentence."
-"""Without it the embedded model goes on calling the tool."""
 
 
 def choose_dialect(name: str, options: ReActOptions, *, is_small: bool = False) -> Dialect:
