@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -37,6 +38,8 @@ FLOWER_OPTIONS = {
 }
 """Read-only, bounded memory, buckets that fit tool calls. docker-compose.yml says the same."""
 _PR_SET_PDEATHSIG = 1
+_DEATH_SIGNALS = {"redis": signal.SIGKILL, "flower": signal.SIGKILL, "sandboxd": signal.SIGTERM, "worker": signal.SIGTERM}
+"""What a child gets when the keeper is killed outright. The foreign two have nothing to save. Ours bound their end (workers/lifeline.py)."""
 
 
 class StackInfo(BaseModel):
@@ -174,7 +177,7 @@ class LocalStack:
                 stdout=logfile,
                 stderr=logfile,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(_die_with_keeper, os.getpid(), _DEATH_SIGNALS[role]),
             )
 
     def _last_words(self, role: str) -> str:
@@ -199,9 +202,12 @@ async def _end(child: asyncio.subprocess.Process) -> None:
     await child.wait()
 
 
-def _die_with_parent() -> None:
+def _die_with_keeper(keeper: int, number: int) -> None:
     """In the child: a keeper that is killed outright takes its children with it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != keeper:
+        # It died before the wish was made, and no signal will come.
+        os._exit(1)
 
 
 def _free_port() -> int:

@@ -63,22 +63,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_until(is_so: Callable[[], Any], deadline_s: float, what: str) -> Any:
-    """The first true answer of `is_so`, asked again and again. Fails the test with `what` at the deadline."""
+def wait_until(is_so: Callable[[], Any], deadline_s: float, what: str | Callable[[], str]) -> Any:
+    """The first true answer of `is_so`, asked again and again. Fails the test at the deadline with `what`, called only then."""
     until = time.monotonic() + deadline_s
     while not (answer := is_so()):
         if time.monotonic() > until:
-            pytest.fail(f"not within {deadline_s:g} s: {what}")
+            pytest.fail(f"not within {deadline_s:g} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.05)
     return answer
 
 
-async def eventually(is_so: Callable[[], Any], deadline_s: float, what: str) -> Any:
+async def eventually(is_so: Callable[[], Any], deadline_s: float, what: str | Callable[[], str]) -> Any:
     """As `wait_until`, beside running calls."""
     until = time.monotonic() + deadline_s
     while not (answer := await asyncio.to_thread(is_so)):
         if time.monotonic() > until:
-            pytest.fail(f"not within {deadline_s:g} s: {what}")
+            pytest.fail(f"not within {deadline_s:g} s: {what if isinstance(what, str) else what()}")
         await asyncio.sleep(0.05)
     return answer
 

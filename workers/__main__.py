@@ -15,6 +15,7 @@ from workers.catalog import CatalogPublisher
 from workers.control import ControlListener
 from workers.executor import Executor
 from workers.ledger import Ledger
+from workers.lifeline import hold_lifeline
 from workers.logs import configure_logging
 from workers.redis_connection import check_redis, connect
 from workers.sandbox_client import SandboxClient
@@ -26,9 +27,12 @@ from workers.tools.builtin import build_registry
 log = structlog.get_logger(__name__)
 
 SANDBOXD_WAIT_S = 60.0
+ORPHAN_GRACE_S = 5.0
+"""How long the worker of an embedded stack outlives its keeper: its sandboxd is gone as well, so calls only have to leave their results."""
 
 
 def main() -> int:
+    hold_lifeline(ORPHAN_GRACE_S)
     try:
         settings = load_worker_settings()
         configure_logging(settings.log_level)

@@ -1,11 +1,13 @@
 """However a program or a stack ends, and however it fails to start: no process, container or folder is left, and one sentence says why."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from docker import APIClient
@@ -28,6 +30,7 @@ from tests.stack import (
     run_toolcrew,
     wait_until,
 )
+from workers.__main__ import ORPHAN_GRACE_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
 
@@ -59,12 +62,20 @@ class Program:
         line = read_line(self.process)
         assert line, "the embedded stack did not come up"
         self.info = StackInfo.model_validate_json(line)
-        wait_until(self._is_busy, 30, "the command runs")
+        wait_until(self.is_busy, 30, "the command runs")
         assert footprint.folders()
 
-    def _is_busy(self) -> bool:
+    def is_busy(self) -> bool:
         containers = self.footprint.containers()
         return len(containers) == 1 and list(commands_in(containers[0]).values()).count("sleep 99") == 2
+
+    def assert_alone(self, within_s: float) -> None:
+        """Neither process nor container of its stack is left."""
+        wait_until(lambda: not self._stack_left(), within_s, lambda: f"only the program is left, besides {self._stack_left()}")
+
+    def _stack_left(self) -> list[object]:
+        processes = [(pid, command) for pid, command in self.footprint.processes().items() if pid != self.process.pid]
+        return [*processes, *self.footprint.containers()]
 
 
 @pytest.fixture
@@ -92,15 +103,53 @@ def test_a_keeper_killed_outright_takes_its_stack_along(program: Program) -> Non
     """No process and no container is left, and the program, told to end, removes the folder that its keeper could not."""
     os.kill(program.info.pids["orchestrator"][0], signal.SIGKILL)
 
-    def rest() -> object:
-        left = program.footprint.leftovers()
-        processes = {pid for pid in left.get("processes", {}) if pid != program.process.pid}
-        return not processes and not left.get("containers")
-
-    wait_until(rest, 30, f"only the program itself is left: {program.footprint.leftovers()}")
+    program.assert_alone(30)
     os.killpg(program.process.pid, signal.SIGINT)
     program.process.wait(60)
     assert program.footprint.folders() == []
+
+
+def test_a_keeper_killed_after_its_redis_takes_a_worker_along_that_cannot_leave_its_result(program: Program) -> None:
+    """The worker's orderly end waits for a call that tries for minutes to store its result."""
+    keeper = program.info.pids["orchestrator"][0]
+    os.kill(keeper, signal.SIGSTOP)  # it would take the stack down itself
+    os.kill(program.info.pids["redis"][0], signal.SIGKILL)
+    os.kill(program.info.pids["sandboxd"][0], signal.SIGTERM)
+    log = Path(program.info.logs) / "worker.log"
+    wait_until(lambda: "Failed operation _store_result" in log.read_text(errors="replace"), 30, lambda: log.read_text(errors="replace"))
+
+    os.kill(keeper, signal.SIGKILL)
+
+    program.assert_alone(20)
+
+
+def test_a_keeper_killed_with_its_worker_leaves_no_process_of_the_pool(program: Program) -> None:
+    for role in ("redis", "worker", "orchestrator"):
+        os.kill(program.info.pids[role][0], signal.SIGKILL)
+
+    program.assert_alone(30)
+
+
+def test_a_worker_told_to_end_finishes_its_call_however_long_after(program: Program) -> None:
+    """Only the end of its keeper bounds a worker's."""
+    log = Path(program.info.logs) / "worker.log"
+    os.kill(program.info.pids["orchestrator"][0], signal.SIGSTOP)  # it would take the stack down after the worker
+    os.kill(program.info.pids["worker"][0], signal.SIGTERM)
+    wait_until(lambda: "Warm shutdown" in log.read_text(), 30, log.read_text)
+    over_s = time.monotonic() + ORPHAN_GRACE_S + 1
+    while time.monotonic() < over_s:
+        assert program.is_busy(), log.read_text()
+        time.sleep(0.2)
+
+    end_commands(program.footprint.containers()[0], "sleep 99")
+
+    wait_until(lambda: re.search(r"tool\.bash_tool.* succeeded", log.read_text()), 30, log.read_text)
+
+
+def end_commands(container: str, command: str) -> None:
+    for pid, found in commands_in(container).items():
+        if found == command:
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_everything_killed_at_once_leaves_no_container(program: Program) -> None:

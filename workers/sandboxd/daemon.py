@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from contract.errors import SandboxUnavailable
+from workers.lifeline import hold_lifeline
 from workers.sandboxd.engine import Engine, EngineFacts
 from workers.sandboxd.hardening import SandboxLimits, build_container_config, find_drift
 from workers.sandboxd.seccomp import load_seccomp_profile
@@ -20,11 +21,14 @@ from workers.settings import SandboxdSettings
 
 log = structlog.get_logger(__name__)
 
+ORPHAN_GRACE_S = 15.0
+"""How long sandboxd outlives the keeper of an embedded stack: as long as that would have waited for the removal of all sandboxes."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 async def run(settings: SandboxdSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises SandboxUnavailable when this host cannot isolate, OSError when the socket is taken."""
+    hold_lifeline(ORPHAN_GRACE_S)
     engine = Engine()
     try:
         with cancelled_by_signals():
