@@ -9,6 +9,9 @@
     |   +-- BrokerUnavailable      Redis cannot be reached, or refuses us
     |   +-- SandboxUnavailable     no engine, no image, no sandboxd, or the sandbox died
     |   +-- ModelUnavailable       the model's endpoint cannot be reached, or refuses us
+    |       +-- ModelInterrupted       its reply broke off after a part of it was given out
+    |       +-- ContextWindowExceeded  it refuses a request as too long
+    |       +-- ModelRefused           it refuses a request for what is in it
     +-- EnvelopeRefused        bytes from the queue that are not a call of ours: counted, never run
 
 Anything else is the developer's: a bug, loud.
@@ -109,6 +112,26 @@ class ModelUnavailable(OperatorError):
     """The model's endpoint cannot be reached, refuses the key, or does not know the model."""
 
     code = ErrorCode.NETWORK_ERROR
+
+
+class ModelInterrupted(ModelUnavailable):
+    """A reply broke off after a part of it was given out. The same request may be sent again; the part may then come again."""
+
+
+class ContextWindowExceeded(ModelUnavailable):
+    """The server refuses a request as too long for the model. `limit_tokens`: what fits, when the server says it."""
+
+    def __init__(self, message: str, limit_tokens: int | None = None) -> None:
+        super().__init__(message)
+        self.limit_tokens = limit_tokens
+
+
+class ModelRefused(ModelUnavailable):
+    """The server refuses this request for what is in it; another one may pass. `detail`: its words on one line, without secrets."""
+
+    def __init__(self, message: str, detail: str = "") -> None:
+        super().__init__(message)
+        self.detail = detail
 
 
 class EnvelopeRefused(ToolcrewError):

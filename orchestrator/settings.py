@@ -22,15 +22,28 @@ class OrchestratorSettings(BaseSettings):
     deployment: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     secret: SecretStr | None = None
     model: str | None = None
-    dialect: Literal["native", "tags"] = "native"
+    dialect: Literal["native", "tags", "json", "auto"] = "native"
     approvals: Literal["auto", "ask", "never"] = "ask"
+    approval_policy: Path | None = None
+    """A file of rules: who may call what unasked, and what nobody may."""
     model_file: Path | None = None
     model_cache: Path = Field(default_factory=lambda: _cache_home() / "toolcrew" / "models")
     model_timeout_s: float = Field(default=120.0, gt=0)
+    model_streaming: bool = True
+    """False: a reply comes whole, and `model_timeout_s` bounds the wait for all of it."""
+    model_retries: int = Field(default=5, ge=0)
+    """How often a request that failed before its reply began is sent again."""
+    model_context_tokens: int | None = Field(default=None, gt=0)
+    """What fits into the model's context window, when it is known better than the server says."""
     openai_base_url: str | None = Field(default=None, validation_alias="OPENAI_BASE_URL")
     openai_api_key: SecretStr | None = Field(default=None, validation_alias="OPENAI_API_KEY")
     queue_wait_s: float = Field(default=60.0, gt=0)
     """How long a call may wait for a free worker before it is given up unrun."""
+
+    @property
+    def capability_folder(self) -> Path:
+        """Where it is kept what models can do."""
+        return self.model_cache / "capabilities"
 
     def broker(self, url: str | None = None) -> BrokerSettings:
         """What both sides must agree on. Raises ConfigError when no Redis is named."""

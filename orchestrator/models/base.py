@@ -11,6 +11,17 @@ Chunk = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Usage:
+    """Tokens as the server counted them; 0 when it does not tell."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(self.prompt_tokens + other.prompt_tokens, self.completion_tokens + other.completion_tokens)
+
+
+@dataclass(frozen=True)
 class ModelRequest:
     """One request. `tools` in the OpenAI wire shape; empty: the field is not sent at all. `extra` goes into the body as it is."""
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from contract.errors import ConfigError
 from orchestrator.models.base import Model
-from orchestrator.models.scripted import ScriptedModel, demo_script
+from orchestrator.models.capabilities import Capabilities
+from orchestrator.models.local_server import CONTEXT_TOKENS
+from orchestrator.models.scripted import EVERYTHING, ScriptedModel, demo_script
 from orchestrator.models.weights import Progress, load_weights
 from orchestrator.prompts import DEFAULT_INSTRUCTION
 from orchestrator.settings import OrchestratorSettings
@@ -22,15 +24,24 @@ SMALL_INSTRUCTION = "You are a helpful assistant. Use bash_tool to answer. After
 SMALL_TOOLS = ("bash_tool",)
 """Half a billion parameters cannot choose between tools: with read_tool beside it, sums are done in the head, and wrong."""
 
+SMALL_CAPABILITIES = Capabilities(
+    native_tools=True, parallel=True, strict=True, tool_choice=True, json_schema=True, context_window=CONTEXT_TOKENS
+)
+"""What a probe of the embedded server finds; it takes ten seconds there."""
+
 
 @dataclass(frozen=True)
 class ChosenModel:
-    """A model, and how it wants to be spoken to. `is_small`: it needs the recipe of docs/local-model.md. `tools`: those it can choose between."""
+    """A model, and how it wants to be spoken to. `is_small`: it needs the recipe of docs/local-model.md. `tools`: those it can choose between.
+
+    `capabilities` None: nobody has asked yet; find_capabilities does.
+    """
 
     model: Model
     instruction: str = DEFAULT_INSTRUCTION
     is_small: bool = False
     tools: tuple[str, ...] = ("all",)
+    capabilities: Capabilities | None = None
 
 
 @asynccontextmanager
@@ -46,14 +57,14 @@ async def choose_model(
         return
     name = asked or settings.model
     if name == SCRIPTED:
-        yield ChosenModel(ScriptedModel(demo_script()), is_small=True)
+        yield ChosenModel(ScriptedModel(demo_script()), is_small=True, capabilities=EVERYTHING)
         return
     if name == LOCAL or (name is None and not _has_endpoint(settings)):
         weights = await asyncio.to_thread(load_weights, user_file=settings.model_file, cache_dir=settings.model_cache, progress=progress)
         from orchestrator.models.local import LocalModelServer
 
         async with LocalModelServer(weights) as server:
-            yield ChosenModel(server.open_model(), SMALL_INSTRUCTION, is_small=True, tools=SMALL_TOOLS)
+            yield ChosenModel(server.open_model(), SMALL_INSTRUCTION, is_small=True, tools=SMALL_TOOLS, capabilities=SMALL_CAPABILITIES)
         return
     model = _open_endpoint(settings, name)
     try:
@@ -77,4 +88,11 @@ def _open_endpoint(settings: OrchestratorSettings, name: str | None) -> "OpenAIM
             f"no endpoint for the model '{name}': set OPENAI_API_KEY, or OPENAI_BASE_URL for a server of your own; --model local needs neither"
         )
     key = settings.openai_api_key.get_secret_value() if settings.openai_api_key else None
-    return OpenAIModel(name, settings.openai_base_url or DEFAULT_BASE_URL, key, settings.model_timeout_s)
+    return OpenAIModel(
+        name,
+        settings.openai_base_url or DEFAULT_BASE_URL,
+        key,
+        settings.model_timeout_s,
+        retries=settings.model_retries,
+        streaming=settings.model_streaming,
+    )

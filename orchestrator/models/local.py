@@ -16,6 +16,8 @@ SAMPLING: dict[str, Any] = {"temperature": 0, "seed": 7, "max_tokens": 160, "cac
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 300.0
+# A server of our own on this machine is not busy with others: when it does not answer, it is dead.
+RETRIES = 1
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -37,9 +39,10 @@ class LocalModelServer:
         """Of the server process, None while there is none."""
         return self._process.pid if self._process is not None else None
 
-    def open_model(self, extra: dict[str, Any] | None = None) -> OpenAIModel:
+    def open_model(self, extra: dict[str, Any] | None = None, *, streaming: bool = True) -> OpenAIModel:
         """A model on this server, closed with it. `extra` adds to the sampling recipe or replaces parts of it."""
-        model = OpenAIModel(self.model_name, self.base_url, self.api_key, REPLY_TIMEOUT_S, {**SAMPLING, **(extra or {})})
+        recipe = {**SAMPLING, **(extra or {})}
+        model = OpenAIModel(self.model_name, self.base_url, self.api_key, REPLY_TIMEOUT_S, recipe, retries=RETRIES, streaming=streaming)
         self._models.append(model)
         return model
 

@@ -8,8 +8,11 @@ from typing import Any, Literal
 from contract.errors import ModelUnavailable
 from orchestrator.dialects.tag_values import build_tag_call
 from orchestrator.models.base import Chunk, Message, ModelRequest
+from orchestrator.models.capabilities import Capabilities
 
 CHUNK_CHARS = 7
+EVERYTHING = Capabilities(native_tools=True, parallel=True, strict=True, tool_choice=True, json_schema=True)
+"""Nobody reads the fields that are sent to a script."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class ScriptedModel:
     name: str = "scripted"
     chunk_chars: int = CHUNK_CHARS
     requests: list[ModelRequest] = field(default_factory=list)
+    capabilities: Capabilities = EVERYTHING
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         # A snapshot: the loop goes on appending to its messages.

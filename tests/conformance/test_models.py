@@ -2,17 +2,20 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from contract.errors import ConfigError, ModelUnavailable
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import CallRequested, ReplyEnd
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.models.base import Message, Model, ModelRequest
+from orchestrator.dialects.native import NativeCallAssembler, NativeDialect
+from orchestrator.models.base import Chunk, Message, Model, ModelRequest
+from orchestrator.models.capabilities import probe
+from orchestrator.models.choice import SMALL_CAPABILITIES
 from orchestrator.models.local import LocalModelServer
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.models.scripted import Reply, ScriptedModel, demo_script
@@ -44,24 +47,44 @@ async def scripted() -> AsyncIterator[Model]:
 
 
 @asynccontextmanager
-async def endpoint() -> AsyncIterator[Model]:
+async def endpoint(*, streaming: bool = True) -> AsyncIterator[Model]:
     """OpenAIModel on a loopback server that speaks for the scripted one."""
     behind = ScriptedModel(_script)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         body = json.loads(await reader.readexactly(int(head.split("content-length:")[1].split("\r\n")[0])))
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
-        async for chunk in behind.stream(ModelRequest(body["messages"], body.get("tools", []))):
-            writer.write(f"data: {json.dumps(chunk)}\n\n".encode())
-        writer.write(b"data: [DONE]\n\n")
+        chunks = [chunk async for chunk in behind.stream(ModelRequest(body["messages"], body.get("tools", [])))]
+        kind = "text/event-stream" if body["stream"] else "application/json"
+        writer.write(f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\nconnection: close\r\n\r\n".encode())
+        if body["stream"]:
+            writer.write("".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks).encode() + b"data: [DONE]\n\n")
+        else:
+            writer.write(json.dumps(_join(chunks)).encode())
         await writer.drain()
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as listener:
-        model = OpenAIModel("m", f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/v1")
+        model = OpenAIModel("m", f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/v1", streaming=streaming)
         yield model
         await model.aclose()
+
+
+def whole() -> AbstractAsyncContextManager[Model]:
+    """The same, with replies in one piece."""
+    return endpoint(streaming=False)
+
+
+def _join(chunks: list[Chunk]) -> dict[str, Any]:
+    """The reply that a server would send in one piece instead of those chunks."""
+    assembler = NativeCallAssembler()
+    for chunk in chunks:
+        assembler.feed(chunk)
+    reply = assembler.finish()
+    calls = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.raw}} for call in reply.calls]
+    message = {"role": "assistant", "content": reply.text or None, "tool_calls": calls or None}
+    usage = next(chunk["usage"] for chunk in chunks if "usage" in chunk)
+    return {"choices": [{"index": 0, "message": message, "finish_reason": reply.finish_reason}], "usage": usage}
 
 
 @asynccontextmanager
@@ -78,10 +101,15 @@ def _weights() -> Path:
         pytest.skip(str(error))
 
 
-MODELS = {"scripted": scripted, "endpoint": endpoint, "local": local}
+MODELS: dict[str, Callable[[], AbstractAsyncContextManager[Model]]] = {
+    "scripted": scripted,
+    "endpoint": endpoint,
+    "whole": whole,
+    "local": local,
+}
 
 
-@pytest.fixture(params=["scripted", "endpoint", pytest.param("local", marks=[pytest.mark.model, pytest.mark.timeout(600)])])
+@pytest.fixture(params=["scripted", "endpoint", "whole", pytest.param("local", marks=[pytest.mark.model, pytest.mark.timeout(600)])])
 async def model(request: pytest.FixtureRequest) -> AsyncIterator[Model]:
     async with MODELS[request.param]() as opened:
         yield opened
@@ -89,7 +117,7 @@ async def model(request: pytest.FixtureRequest) -> AsyncIterator[Model]:
 
 async def read(model: Model, messages: list[Message]) -> tuple[list[CallRequested], ReplyEnd]:
     reader, events = DIALECT.open_reader("run", len(messages)), []
-    async for chunk in model.stream(ModelRequest(messages, DIALECT.build_tools([BASH]))):
+    async for chunk in model.stream(DIALECT.build_request(messages, [BASH])):
         events += reader.feed(chunk)
     last, end = reader.finish()
     return [event for event in [*events, *last] if isinstance(event, CallRequested)], end
@@ -129,3 +157,10 @@ async def test_a_model_that_cannot_answer_raises_for_the_operator() -> None:
         with pytest.raises(ModelUnavailable):
             await anext(aiter(broken.stream(ModelRequest(ASK))))
         await broken.aclose()
+
+
+@pytest.mark.model
+@pytest.mark.timeout(600)
+async def test_the_embedded_model_can_do_what_its_record_says() -> None:
+    async with local() as model:
+        assert await probe(model) == SMALL_CAPABILITIES

@@ -1,0 +1,233 @@
+"""What a failed request to a model means, whatever SDK met it: is it worth another try, and which sentence does the operator read."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from contract.errors import ContextWindowExceeded, ModelInterrupted, ModelRefused, ModelUnavailable
+from orchestrator.models.retries import is_retried_status
+
+MAX_DETAIL_CHARS = 300
+MAX_SEARCHED_CHARS = 4000
+Kind = Literal["timeout", "connection", "status", "told", "broken", "unfinished", "no_chat", "unknown"]
+"""`status`: an HTTP status of refusal. `told`: an error inside a reply. `unfinished`: an end without a finish_reason."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failed attempt. `body`: the server's error object as parsed, a string when it was not JSON. `wait_s`: what the server asks for."""
+
+    kind: Kind
+    status: int | None = None
+    body: Any = None
+    wait_s: float | None = None
+    is_final: bool = False
+    """The server says itself that another try is in vain."""
+    name: str = ""
+    """For `unknown` that of the SDK's exception; for `no_chat` the format of the answer, when it is known."""
+
+    @property
+    def codes(self) -> frozenset[str]:
+        """The server's own `code` and `type`, in lower case."""
+        body = self.body if isinstance(self.body, dict) else {}
+        return frozenset(str(body[key]).lower() for key in ("code", "type") if body.get(key) is not None)
+
+    @property
+    def reason(self) -> str:
+        """A few words for a log, none of them the server's."""
+        return f"status {self.status}" if self.kind == "status" else _REASONS[self.kind]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Who failed. `address` bears no credentials; `secret` is struck out of whatever the server said."""
+
+    address: str
+    model: str
+    secret: str = ""
+
+
+_REASONS: dict[Kind, str] = {
+    "timeout": "no answer in time",
+    "connection": "no connection",
+    "told": "an error inside the reply",
+    "broken": "a broken reply",
+    "unfinished": "an unfinished reply",
+    "no_chat": "no chat endpoint",
+    "unknown": "unknown",
+}
+_ALWAYS_RETRIED: frozenset[Kind] = frozenset({"timeout", "connection", "broken", "unfinished"})
+_QUOTA_CODES = frozenset({"insufficient_quota", "billing_hard_limit_reached"})
+# llama.cpp answers 500 when it was started without --jinja or when its template refuses the messages: the next try gets the same.
+_TEMPLATE = re.compile(r"jinja", re.IGNORECASE)
+_ABOUT_TOOLS = re.compile(r"tool|function", re.IGNORECASE)
+_REFUSED_STATUSES = frozenset({400, 413, 415, 422, 501})
+
+
+def is_transient(failure: Failure) -> bool:
+    """Whether the same request may pass in a while."""
+    if failure.is_final or failure.codes & _QUOTA_CODES or is_too_long(failure):
+        return False
+    if failure.kind in _ALWAYS_RETRIED:
+        return True
+    if failure.kind == "status":
+        return is_retried_status(failure.status or 0) and not _is_template_fault(failure)
+    if failure.kind == "told":
+        status = _told_status(failure)
+        # Without a status it is as good as a break: most servers that fail in a reply say no more than what went wrong.
+        return "invalid_request_error" not in failure.codes if status is None else is_retried_status(status)
+    return False
+
+
+def build_error(failure: Failure, endpoint: Endpoint, *, attempts: int = 1, max_wait_s: float | None = None) -> ModelUnavailable:
+    """The error for a request whose reply never began. `attempts`: how often it was tried; `max_wait_s`: set when the server asks for more."""
+    sentence = _sentence(failure, endpoint)
+    if max_wait_s is not None:
+        sentence += f"; it asks to wait {failure.wait_s:.0f} s, longer than the {max_wait_s:.0f} s that are waited here"
+    if attempts > 1:
+        sentence += f" (tried {attempts} times)"
+    if is_too_long(failure):
+        return ContextWindowExceeded(sentence, find_limit_tokens(failure))
+    if _is_refusal(failure):
+        return ModelRefused(sentence, _detail(failure, endpoint))
+    return ModelUnavailable(sentence)
+
+
+def build_interruption(failure: Failure, endpoint: Endpoint) -> ModelUnavailable:
+    """The error for a reply of which a part was given out: ModelInterrupted, or ContextWindowExceeded when it grew too long."""
+    sentence = _sentence(failure, endpoint)
+    if is_too_long(failure):
+        return ContextWindowExceeded(sentence, find_limit_tokens(failure))
+    return ModelInterrupted(sentence)
+
+
+# --- Too long ---------------------------------------------------------------------------------------------------------
+
+_TOO_LONG_CODES = frozenset({"context_length_exceeded", "exceed_context_size_error", "model_max_prompt_tokens_exceeded"})
+_TOO_LONG = re.compile(
+    r"maximum (?:context|model|prompt) length|context[ _]length[ _]exceeded|exceeds? (?:the |model'?s? )?(?:maximum |available |max )?context"
+    r"|exceeded max context length|context window of \d|prompt (?:is )?too long|context length is only \d"
+    r"|reduce the length of the (?:messages|prompt|input)|input token count.{0,40}exceeds|greater than the context length"
+    r"|longer than the (?:model's )?context|context (?:the )?overflows|inputs. tokens \+ .max_new_tokens. must be",
+    re.IGNORECASE,
+)
+# Each names the limit; a number that could as well be the request's own length is left alone.
+_LIMITS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"maximum (?:context|model|prompt) length (?:is|of) (?:only )?(\d{1,12})\b",
+        r"context (?:length|window|size) \((\d{1,12})\b",
+        r"context (?:length|window|size) (?:is|of)(?: only)? (\d{1,12})\b",
+        r"> (\d{1,12}) maximum",
+        r"maximum number of tokens allowed \((\d{1,12})\b",
+        r"\b(\d{1,12}) maximum context length",
+        r"max_new_tokens. must be <= (\d{1,12})\b",
+    )
+)
+_LIMIT_KEYS = ("n_ctx", "max_model_len", "context_length", "max_context_length")
+
+
+def is_too_long(failure: Failure) -> bool:
+    """The request does not fit the context window, in the words of OpenAI, llama.cpp, vLLM, Ollama and those that copy them."""
+    if failure.kind not in ("status", "told") or failure.status in (401, 403, 404, 429):
+        return False
+    return bool(failure.codes & _TOO_LONG_CODES) or _TOO_LONG.search(_said(failure.body)[:MAX_SEARCHED_CHARS]) is not None
+
+
+def find_limit_tokens(failure: Failure) -> int | None:
+    """The context window as the server tells it with the refusal."""
+    body = failure.body if isinstance(failure.body, dict) else {}
+    for key in _LIMIT_KEYS:
+        value = body.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    text = _said(failure.body)[:MAX_SEARCHED_CHARS]
+    for pattern in _LIMITS:
+        if (match := pattern.search(text)) is not None:
+            return int(match[1]) or None
+    return None
+
+
+# --- Sentences --------------------------------------------------------------------------------------------------------
+
+
+def _sentence(failure: Failure, endpoint: Endpoint) -> str:
+    where = f"the model at {endpoint.address}"
+    match failure.kind:
+        case "timeout":
+            return f"{where} did not answer in time: check that it is up, or give it more time"
+        case "connection":
+            return f"{where} cannot be reached or broke off its reply: check OPENAI_BASE_URL and that the server is up"
+        case "broken":
+            return f"{where} broke off its reply: try again; if it stays, look at its log"
+        case "unfinished":
+            return f"{endpoint.address} ended its reply without a finish_reason: it broke off, or it is no chat endpoint; {_CHECK_URL}"
+        case "no_chat":
+            return f"{endpoint.address} did not answer as a chat endpoint does{_streaming_hint(failure)}; {_CHECK_URL}"
+        case "status":
+            return _status_sentence(failure, endpoint, where)
+        case "told":
+            return f"{where} failed while it answered: {_detail(failure, endpoint)}"
+        case _:
+            return f"{where} could not be asked: {failure.name}"
+
+
+_CHECK_URL = "check OPENAI_BASE_URL (it ends in /v1)"
+
+
+def _streaming_hint(failure: Failure) -> str:
+    return " that streams (when it cannot, set TOOLCREW_MODEL_STREAMING=false)" if failure.name == "json" else ""
+
+
+def _status_sentence(failure: Failure, endpoint: Endpoint, where: str) -> str:
+    if is_too_long(failure):
+        return f"{where} refuses the request as longer than its context window: {_detail(failure, endpoint)}"
+    if failure.status in (401, 403):
+        return f"{where} refuses the API key: check OPENAI_API_KEY"
+    if failure.status == 404:
+        about = f" ({_detail(failure, endpoint)})" if _is_refusal(failure) else ""
+        return f"{where} does not know the model '{endpoint.model}' or the path: check TOOLCREW_MODEL and OPENAI_BASE_URL (it ends in /v1){about}"
+    if failure.codes & _QUOTA_CODES:
+        return f"{where} refuses since the account's quota is used up: check its plan and billing ({_detail(failure, endpoint)})"
+    if failure.status == 429:
+        return f"{where} refuses for rate or quota: wait, run fewer at once, or raise the limit ({_detail(failure, endpoint)})"
+    if (failure.status or 0) >= 500:
+        return f"{where} failed with status {failure.status}: try again later, or look at its log ({_detail(failure, endpoint)})"
+    return f"{where} refused the request: {_detail(failure, endpoint)}"
+
+
+def _is_refusal(failure: Failure) -> bool:
+    if failure.kind == "told":
+        return _told_status(failure) in _REFUSED_STATUSES or "invalid_request_error" in failure.codes
+    if failure.status == 404:
+        # Routers answer so when none of a model's hosts takes tools.
+        return _ABOUT_TOOLS.search(_said(failure.body)) is not None
+    return failure.status in _REFUSED_STATUSES or _is_template_fault(failure)
+
+
+def _is_template_fault(failure: Failure) -> bool:
+    return (failure.status or 0) >= 500 and _TEMPLATE.search(_said(failure.body)) is not None
+
+
+def _told_status(failure: Failure) -> int | None:
+    """The HTTP status that an error inside a reply names as its `code`."""
+    return next((int(code) for code in failure.codes if re.fullmatch(r"[45]\d\d", code)), None)
+
+
+def _said(body: Any) -> str:
+    """The server's words: its message, or all that it sent."""
+    if body is None:
+        return "it gave no reason"
+    if not isinstance(body, dict):
+        return body if isinstance(body, str) else json.dumps(body, ensure_ascii=False, default=str)
+    message = body.get("message") or body.get("detail") or body
+    return message if isinstance(message, str) else json.dumps(message, ensure_ascii=False, default=str)
+
+
+def _detail(failure: Failure, endpoint: Endpoint) -> str:
+    """What the server said, on one line; pages that are not JSON are named, not quoted."""
+    text = "its answer is not JSON" if isinstance(failure.body, str) else _said(failure.body)
+    # Before it is cut: half a key is a leak, too.
+    struck = text.replace(endpoint.secret, "***") if endpoint.secret else text
+    return " ".join(struck.split())[:MAX_DETAIL_CHARS]

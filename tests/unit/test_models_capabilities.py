@@ -1,0 +1,274 @@
+"""What a probe finds out about servers that take everything, some of it or nothing, and what is remembered of it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.errors import ContextWindowExceeded, ModelRefused, ModelUnavailable
+from orchestrator.models.base import Chunk, ModelRequest
+from orchestrator.models.capabilities import LIFETIME_S, MAX_REQUESTS, Capabilities, CapabilityCache, find_capabilities, probe
+from orchestrator.models.openai import OpenAIModel
+from orchestrator.models.scripted import EVERYTHING, ScriptedModel
+from tests.model_endpoint import END, answer, serving, stream
+
+NOTHING = Capabilities()
+
+
+@dataclass
+class FakeServer:
+    """A model whose server refuses requests that carry what it does not know: words of its refusal by name of the field."""
+
+    refuses: dict[str, str] = field(default_factory=dict)
+    calls: bool = True
+    follows_schema: bool = True
+    cuts_below: int = 0
+    name: str = "fake"
+    requests: list[ModelRequest] = field(default_factory=list)
+
+    async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
+        self.requests.append(request)
+        sent = json.dumps({"tools": request.tools, **request.extra}) if request.tools else " ".join(request.extra)
+        for part, words in self.refuses.items():
+            if part in sent:
+                raise ModelRefused(f"refused: {words}", words)
+        delta: dict[str, Any] = {"content": "Hello!"}
+        reason = "stop"
+        if request.extra["max_tokens"] < self.cuts_below:
+            delta, reason = {}, "length"
+        elif request.tools and self.calls:
+            delta = {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "echo", "arguments": '{"text": "hello"}'}}]}
+        elif "response_format" in request.extra and self.follows_schema:
+            delta = {"content": '{"text": "hello"}'}
+        yield {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
+
+async def ask(server: FakeServer) -> Capabilities:
+    found = await probe(server)
+    assert len(server.requests) <= MAX_REQUESTS
+    return found
+
+
+async def test_a_server_that_takes_everything_is_asked_three_times() -> None:
+    server = FakeServer()
+    assert await ask(server) == EVERYTHING
+    first = server.requests[0]
+    assert (first.extra["tool_choice"], first.extra["parallel_tool_calls"]) == ("required", True)
+    assert first.tools[0]["function"]["strict"] is True
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("refuses", "lacks"),
+    [
+        ({"parallel_tool_calls": "Unknown parameter: 'parallel_tool_calls'."}, {"parallel"}),
+        ({"strict": "Extra inputs are not permitted: tools.0.function.strict"}, {"strict"}),
+        ({"additionalProperties": "Invalid JSON payload: Unknown name additionalProperties"}, {"strict"}),
+        ({"tool_choice": "tool_choice 'required' is not supported in thinking mode"}, {"tool_choice"}),
+        ({"tool_choice": "tool_choice?", "strict": "strict?", "parallel": "parallel?"}, {"tool_choice", "strict", "parallel"}),
+        ({"tool_choice": "bad request"}, {"tool_choice", "strict", "parallel"}),
+        ({"response_format": "This response_format type is unavailable now"}, {"json_schema"}),
+    ],
+)
+async def test_what_a_refusal_names_is_left_out_and_the_rest_is_kept(refuses: dict[str, str], lacks: set[str]) -> None:
+    assert await ask(FakeServer(refuses)) == replace(EVERYTHING, **dict.fromkeys(lacks, False))
+
+
+@pytest.mark.parametrize(
+    "words", ["fake does not support tools", "tools param requires --jinja flag", "No endpoints that support tool use", "no"]
+)
+async def test_a_server_that_refuses_tools_has_none_and_may_yet_follow_a_schema(words: str) -> None:
+    assert await ask(FakeServer({'"tools"': words})) == Capabilities(json_schema=True)
+
+
+async def test_a_server_that_takes_tools_but_never_calls_one_has_none() -> None:
+    assert await ask(FakeServer(calls=False)) == Capabilities(json_schema=True)
+
+
+async def test_a_server_that_forces_calls_but_does_not_leave_them_open_has_none() -> None:
+    class Forcing(FakeServer):
+        async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
+            if request.tools and "tool_choice" not in request.extra:
+                raise ModelRefused("no", '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
+            async for chunk in super().stream(request):
+                yield chunk
+
+    assert await ask(Forcing()) == Capabilities(json_schema=True)
+
+
+async def test_a_server_that_ignores_the_schema_is_found_out() -> None:
+    assert not (await ask(FakeServer(follows_schema=False))).json_schema
+
+
+async def test_a_model_that_thinks_first_is_asked_again_with_more_room() -> None:
+    assert await ask(FakeServer(cuts_below=1000)) == EVERYTHING
+
+
+async def test_a_model_with_a_tiny_window_has_nothing() -> None:
+    class Tiny(FakeServer):
+        async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
+            raise ContextWindowExceeded("too long", 16)
+            yield {}
+
+    assert await probe(Tiny()) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("listing", "window"),
+    [
+        (answer(200, {"data": [{"id": "other"}, {"id": "m", "max_model_len": 8192}]}), 8192),
+        (answer(200, {"data": [{"id": "/models/x.gguf", "meta": {"n_ctx": 4096, "n_ctx_train": 32768}}]}), 4096),
+        (answer(200, {"data": [{"id": "m", "context_length": True}]}), None),
+        (answer(200, {"data": [{"id": "a", "max_model_len": 1}, {"id": "b", "max_model_len": 2}]}), None),
+        (answer(200, "<html>", "text/html"), None),
+        (answer(200, "{"), None),
+        (answer(404, {}), None),
+        (b"", None),
+    ],
+)
+async def test_the_context_window_is_read_from_the_list_of_models(listing: bytes, window: int | None) -> None:
+    async with serving([stream(END)]) as server:
+        server.models = listing
+        model = OpenAIModel("m", server.url, retries=0)
+        assert (await probe(model)).context_window == window
+        await model.aclose()
+
+
+# The memory
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Probe:
+    """Counts how often it was asked."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.asked = 0
+        self.error = error
+
+    async def __call__(self) -> Capabilities:
+        self.asked += 1
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        return EVERYTHING
+
+
+def files(folder: Path) -> list[Path]:
+    return list(folder.iterdir())
+
+
+async def find(cache: CapabilityCache, probe: Probe, model: str = "m") -> Capabilities:
+    return await cache.find("http://host/v1", model, probe)
+
+
+async def test_what_was_found_is_kept_in_a_file_and_in_memory(tmp_path: Path) -> None:
+    probe, cache = Probe(), CapabilityCache(tmp_path / "new" / "folder")
+    for _ in range(2):
+        assert await find(cache, probe) == EVERYTHING
+    assert await find(CapabilityCache(tmp_path / "new" / "folder"), probe) == EVERYTHING
+    assert probe.asked == 1
+
+
+async def test_each_model_and_each_endpoint_is_asked(tmp_path: Path) -> None:
+    probe, cache = Probe(), CapabilityCache(tmp_path)
+    await find(cache, probe, "one")
+    await find(cache, probe, "two")
+    await cache.find("http://other/v1", "one", probe)
+    assert probe.asked == 3
+
+
+async def test_callers_at_the_same_time_ask_once() -> None:
+    probe, cache = Probe(), CapabilityCache(None)
+    found = await asyncio.gather(*(find(cache, probe) for _ in range(10)))
+    assert (found, probe.asked) == ([EVERYTHING] * 10, 1)
+
+
+async def test_a_failed_probe_is_not_kept(tmp_path: Path) -> None:
+    cache = CapabilityCache(tmp_path)
+    with pytest.raises(ModelUnavailable):
+        await find(cache, Probe(ModelUnavailable("down")))
+    assert await find(cache, Probe()) == EVERYTHING
+
+
+async def test_after_thirty_days_it_is_asked_again(tmp_path: Path) -> None:
+    clock, probe = Clock(), Probe()
+    cache = CapabilityCache(tmp_path, now=clock)
+    for seconds in (0.0, LIFETIME_S - 1, 2.0):
+        clock.now += seconds
+        await find(cache, probe)
+    assert probe.asked == 2
+
+
+def _edit(**changes: Any) -> Callable[[str], str]:
+    return lambda text: json.dumps(json.loads(text) | changes)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda _: "",
+        lambda text: text[:20],
+        _edit(version=0),
+        _edit(saved_at=9e12),
+        _edit(more=1),
+        _edit(capabilities={"native_tools": "yes"}),
+    ],
+)
+async def test_a_file_that_is_spoilt_old_or_of_the_future_counts_as_none(tmp_path: Path, spoil: Callable[[str], str]) -> None:
+    probe = Probe()
+    await find(CapabilityCache(tmp_path), probe)
+    [path] = files(tmp_path)
+    path.write_text(spoil(path.read_text()))
+    assert await find(CapabilityCache(tmp_path), probe) == EVERYTHING
+    assert probe.asked == 2
+
+
+async def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    assert await find(CapabilityCache(tmp_path / "file"), Probe()) == EVERYTHING
+    assert "capabilities_not_saved" in caplog.text
+
+
+async def test_no_half_written_file_is_left(tmp_path: Path) -> None:
+    await find(CapabilityCache(tmp_path), Probe())
+    assert [path.suffix for path in files(tmp_path)] == [".json"]
+
+
+async def test_the_cache_names_no_credentials(tmp_path: Path) -> None:
+    model = OpenAIModel("m", "http://user:hunter2@127.0.0.1:9/v1", "sk-hunter3", retries=0)
+    await CapabilityCache(tmp_path).find(model.address, model.name, Probe())
+    await model.aclose()
+    [path] = files(tmp_path)
+    assert "hunter" not in path.read_text() + path.name
+
+
+async def test_a_model_that_knows_itself_is_not_asked_and_one_without_an_address_is_not_remembered(tmp_path: Path) -> None:
+    cache, scripted, server = CapabilityCache(tmp_path), ScriptedModel([]), FakeServer()
+    assert await find_capabilities(scripted, cache) == EVERYTHING
+    for _ in range(2):
+        assert await find_capabilities(server, cache) == EVERYTHING
+    assert (len(scripted.requests), len(server.requests)) == (0, 6)
+    assert files(tmp_path) == []
+
+
+async def test_a_model_at_an_endpoint_is_remembered(tmp_path: Path) -> None:
+    async with serving([stream(END)]) as server:
+        for _ in range(2):
+            model = OpenAIModel("m", server.url, retries=0)
+            assert await find_capabilities(model, CapabilityCache(tmp_path)) == NOTHING
+            await model.aclose()
+        assert len(server.bodies) == 2

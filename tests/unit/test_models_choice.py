@@ -1,0 +1,57 @@
+"""Which model the settings choose, and what of them reaches it."""
+
+import pytest
+
+from contract.errors import ConfigError
+from orchestrator.models.choice import choose_model
+from orchestrator.models.openai import OpenAIModel
+from orchestrator.models.scripted import EVERYTHING
+from orchestrator.settings import OrchestratorSettings, load_settings
+from tests.model_endpoint import answer, failure, read, serving
+
+
+async def test_streaming_and_retries_are_as_the_settings_say() -> None:
+    whole = answer(200, {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]})
+    replies = [answer(503, {}, retry_after="0"), answer(503, {}, retry_after="0"), whole]
+    async with serving(replies) as server:
+        settings = OrchestratorSettings(openai_base_url=server.url, model="m", model_streaming=False, model_retries=2)
+        async with choose_model(settings) as chosen:
+            assert isinstance(chosen.model, OpenAIModel)
+            assert chosen.capabilities is None
+            assert len(await read(chosen.model)) == 2
+        assert [body["stream"] for body in server.bodies] == [False] * 3
+
+
+async def test_no_retries_are_none() -> None:
+    async with serving([answer(503, {})]) as server:
+        async with choose_model(OrchestratorSettings(openai_base_url=server.url, model="m", model_retries=0)) as chosen:
+            await failure(read(chosen.model))
+        assert len(server.bodies) == 1
+
+
+async def test_the_scripted_model_need_not_be_probed() -> None:
+    async with choose_model(OrchestratorSettings(), "scripted") as chosen:
+        assert chosen.capabilities == EVERYTHING
+
+
+async def test_an_endpoint_without_a_model_names_the_variable() -> None:
+    with pytest.raises(ConfigError, match="TOOLCREW_MODEL"):
+        async with choose_model(OrchestratorSettings(openai_base_url="http://127.0.0.1:9/v1", model=None)):
+            raise AssertionError("a model was chosen")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MODEL_RETRIES", "-1"), ("MODEL_CONTEXT_TOKENS", "0"), ("MODEL_STREAMING", "perhaps"), ("DIALECT", "yaml")],
+)
+def test_a_setting_that_makes_no_sense_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"TOOLCREW_{name}", value)
+    with pytest.raises(ConfigError, match=f"TOOLCREW_{name}"):
+        load_settings()
+
+
+def test_the_models_settings_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MODEL_STREAMING": "false", "MODEL_RETRIES": "0", "MODEL_CONTEXT_TOKENS": "4096", "DIALECT": "auto"}.items():
+        monkeypatch.setenv(f"TOOLCREW_{name}", value)
+    settings = load_settings()
+    assert (settings.model_streaming, settings.model_retries, settings.model_context_tokens, settings.dialect) == (False, 0, 4096, "auto")

@@ -1,0 +1,215 @@
+"""Which failed requests are sent again, and after how long: the arithmetic, then OpenAIModel against a server that fails at first."""
+
+from email.utils import formatdate
+
+import pytest
+
+from contract.errors import ContextWindowExceeded, ModelInterrupted, ModelRefused
+from orchestrator.models.base import Chunk, ModelRequest
+from orchestrator.models.openai import OpenAIModel
+from orchestrator.models.retries import RetryPolicy, compute_backoff_s, is_retried_status, parse_retry_after
+from tests.model_endpoint import END, HELLO, ROLE, Waits, answer, cut_stream, failure, read, serving, stream
+
+KEY = "sk-very-secret-key"
+NOW = 1_800_000_000.0
+
+
+def now() -> float:
+    return NOW
+
+
+@pytest.fixture
+def waits() -> Waits:
+    return Waits()
+
+
+def test_the_bound_of_the_wait_doubles_up_to_the_longest() -> None:
+    waits = [compute_backoff_s(RetryPolicy(base_s=0.5, max_wait_s=6), attempt, lambda: 1.0) for attempt in range(1, 7)]
+    assert waits == [0.5, 1, 2, 4, 6, 6]
+
+
+def test_the_wait_is_anything_from_nothing_to_its_bound() -> None:
+    assert compute_backoff_s(RetryPolicy(), 4, lambda: 0.0) == 0
+    assert compute_backoff_s(RetryPolicy(), 4, lambda: 0.25) == 1
+    assert 0 <= compute_backoff_s(RetryPolicy(), 5000) <= 60
+
+
+@pytest.mark.parametrize("wrong", [{"attempts": 0}, {"base_s": -1}, {"max_wait_s": -1}, {"factor": 0.5}])
+def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="not a retry policy"):
+        RetryPolicy(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, None),
+        ({"retry-after": "7"}, 7),
+        ({"retry-after": " 1.5 "}, 1.5),
+        ({"retry-after": "0"}, 0),
+        ({"retry-after-ms": "250", "retry-after": "7"}, 0.25),
+        ({"retry-after-ms": "soon", "retry-after": "7"}, 7),
+        ({"retry-after": formatdate(NOW + 30, usegmt=True)}, 30),
+        ({"retry-after": formatdate(NOW - 30, usegmt=True)}, 0),
+        ({"retry-after": formatdate(NOW + 930, usegmt=True), "date": formatdate(NOW + 900, usegmt=True)}, 30),
+        ({"retry-after": "-3"}, None),
+        ({"retry-after": "nan"}, None),
+        ({"retry-after": "inf"}, None),
+        ({"retry-after": "1e3"}, None),
+        ({"retry-after": "tomorrow"}, None),
+        ({"retry-after": "Wed, 99 Foo 2026 99:99:99 GMT"}, None),
+        ({"retry-after": "9" * 400}, float("inf")),
+    ],
+)
+def test_retry_after_is_read_in_its_three_forms_and_nonsense_is_none(headers: dict[str, str], seconds: float | None) -> None:
+    assert parse_retry_after(headers, now) == seconds
+
+
+def test_statuses_that_may_pass_later_are_retried_and_those_that_will_not_are_not() -> None:
+    assert [status for status in (408, 409, 429, 500, 502, 503, 504, 529) if not is_retried_status(status)] == []
+    assert [status for status in (200, 400, 401, 403, 404, 413, 422, 501) if is_retried_status(status)] == []
+
+
+# Against a server
+
+
+def build(url: str, waits: Waits, *, attempts: int = 3, streaming: bool = True) -> OpenAIModel:
+    return OpenAIModel("m", url, KEY, 5.0, retries=RetryPolicy(attempts=attempts), sleep=waits, streaming=streaming)
+
+
+@pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 529])
+async def test_a_server_that_is_busy_at_first_is_asked_again(status: int, waits: Waits) -> None:
+    async with serving([answer(status, {}), stream(END)]) as server:
+        assert await read(build(server.url, waits)) == [END]
+    [wait] = waits.kept
+    assert 0 <= wait <= 0.5
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422, 501])
+async def test_a_request_that_will_not_pass_is_sent_once(status: int, waits: Waits) -> None:
+    async with serving([answer(status, {"error": {"message": "no"}}), stream(END)]) as server:
+        await failure(read(build(server.url, waits)))
+        assert len(server.bodies) == 1
+    assert waits.kept == []
+
+
+async def test_a_used_up_quota_is_no_rate_limit(waits: Waits) -> None:
+    async with serving([answer(429, {"error": {"code": "insufficient_quota", "message": "pay"}}), stream(END)]) as server:
+        assert "quota is used up" in str(await failure(read(build(server.url, waits))))
+    assert waits.kept == []
+
+
+async def test_a_server_that_says_not_to_retry_is_obeyed(waits: Waits) -> None:
+    async with serving([answer(503, {}, x_should_retry="false"), stream(END)]) as server:
+        await failure(read(build(server.url, waits)))
+    assert waits.kept == []
+
+
+async def test_a_template_that_fails_is_a_refusal_although_the_status_says_later(waits: Waits) -> None:
+    async with serving([answer(500, {"error": {"message": "tools param requires --jinja flag"}}), stream(END)]) as server:
+        error = await failure(read(build(server.url, waits)))
+    assert isinstance(error, ModelRefused)
+    assert error.detail == "tools param requires --jinja flag"
+    assert waits.kept == []
+
+
+async def test_the_wait_that_the_server_asks_for_is_kept_exactly(waits: Waits) -> None:
+    replies = [answer(429, {}, retry_after="7"), answer(503, {}, retry_after_ms="1500"), stream(END)]
+    async with serving(replies) as server:
+        assert await read(build(server.url, waits)) == [END]
+    assert waits.kept == [7, 1.5]
+
+
+async def test_a_wait_that_is_too_long_is_told_instead_of_waited(waits: Waits) -> None:
+    async with serving([answer(429, {}, retry_after="3600"), stream(END)]) as server:
+        sentence = str(await failure(read(build(server.url, waits))))
+    assert "it asks to wait 3600 s, longer than the 60 s" in sentence
+    assert waits.kept == []
+
+
+async def test_it_gives_up_after_the_attempts_and_says_how_many(waits: Waits) -> None:
+    async with serving([answer(503, {})]) as server:
+        assert "(tried 3 times)" in str(await failure(read(build(server.url, waits))))
+        assert len(server.bodies) == 3
+    assert len(waits.kept) == 2
+
+
+async def test_a_connection_that_is_dropped_is_tried_again(waits: Waits) -> None:
+    async with serving([b"", b"", stream(END)]) as server:
+        assert await read(build(server.url, waits)) == [END]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        stream(done=False),
+        stream(ROLE, done=False),
+        cut_stream(ROLE),
+        stream({"error": {"message": "overloaded", "code": 503}}),
+        stream({"error": {"message": "something broke"}}),
+        stream({"object": "error", "message": "engine died", "code": 500}),
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {broken\n\n",
+    ],
+)
+async def test_a_break_before_any_content_is_mended_unseen(broken: bytes, waits: Waits) -> None:
+    async with serving([broken, stream(ROLE, HELLO, END)]) as server:
+        assert await read(build(server.url, waits)) == [ROLE, HELLO, END]
+    assert len(waits.kept) == 1
+
+
+CALL = {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"name": "x"}}]}}]}
+THOUGHT = {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]}
+
+
+@pytest.mark.parametrize("part", [HELLO, CALL, THOUGHT])
+@pytest.mark.parametrize("is_cut", [True, False])
+async def test_a_break_after_a_part_is_the_callers_to_mend(part: Chunk, is_cut: bool, waits: Waits) -> None:
+    seen: list[Chunk] = []
+
+    async def keep(model: OpenAIModel) -> None:
+        async for chunk in model.stream(ModelRequest([])):
+            seen.append(chunk)
+
+    async with serving([cut_stream(ROLE, part) if is_cut else stream(ROLE, part, done=False)]) as server:
+        model = build(server.url, waits)
+        with pytest.raises(ModelInterrupted):
+            await keep(model)
+        await model.aclose()
+        assert len(server.bodies) == 1
+    assert seen == [ROLE, part]
+
+
+async def test_an_error_of_the_server_after_a_part_is_an_interruption_with_its_words(waits: Waits) -> None:
+    async with serving([stream(HELLO, {"error": {"message": f"out of memory {KEY}", "code": 500}})]) as server:
+        error = await failure(read(build(server.url, waits)))
+    assert isinstance(error, ModelInterrupted)
+    assert "out of memory ***" in str(error)
+
+
+async def test_a_reply_that_grows_too_long_is_no_interruption(waits: Waits) -> None:
+    told = {"error": {"message": "context full", "type": "exceed_context_size_error", "n_ctx": 512}}
+    async with serving([stream(HELLO, told)]) as server:
+        error = await failure(read(build(server.url, waits)))
+    assert isinstance(error, ContextWindowExceeded)
+    assert error.limit_tokens == 512
+
+
+async def test_a_reply_that_has_ended_is_whole_although_its_tail_is_lost(waits: Waits) -> None:
+    async with serving([cut_stream(HELLO, END)]) as server:
+        assert await read(build(server.url, waits)) == [HELLO, END]
+
+
+async def test_each_retry_is_logged_without_a_word_of_the_server(waits: Waits, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving([answer(503, {"error": {"message": KEY}}), b"", stream(END)]) as server:
+        await read(build(server.url, waits))
+    lines = [record.getMessage() for record in caplog.records if "model_retry" in record.getMessage()]
+    assert [("attempt=1" in line, 'reason="status 503"' in line) for line in lines] == [(True, True), (False, False)]
+    assert all("wait_s=" in line and KEY not in line for line in lines)
+
+
+async def test_a_whole_reply_is_retried_alike(waits: Waits) -> None:
+    whole = answer(200, {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]})
+    replies = [answer(503, {}), answer(200, {"error": {"message": "busy", "code": 502}}), whole]
+    async with serving(replies) as server:
+        assert len(await read(build(server.url, waits, streaming=False))) == 2
+    assert len(waits.kept) == 2
