@@ -31,7 +31,7 @@ def prepare_arguments(
     """
     prepared, aliases = _fold_aliases(spec, arguments)
     if text:
-        prepared = _coerce_object(spec.parameters, prepared)
+        prepared = coerce_text(spec, prepared)
     prepared = _fill_object(spec.parameters, prepared)
     _check_unknown(spec, prepared)
     errors = _errors(spec, prepared)
@@ -42,6 +42,13 @@ def prepare_arguments(
         if complaint:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: {complaint}")
     return prepared, aliases
+
+
+def coerce_text(spec: ToolSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that a text dialect read, strings, as the types of the schema where the conversion is exact. Nothing else is touched."""
+    properties = _properties(spec.parameters)
+    named = {name: properties.get(spec.aliases.get(name, name)) for name in arguments}
+    return {name: _coerce(schema, value) if (schema := named[name]) is not None else value for name, value in arguments.items()}
 
 
 def check_schema(parameters: Mapping[str, Any]) -> None:
@@ -108,11 +115,6 @@ def _fill_object(schema: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
         if name in filled:
             filled[name] = _fill(sub, filled[name])
     return filled
-
-
-def _coerce_object(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    properties = _properties(schema)
-    return {name: _coerce(properties[name], value) if name in properties else value for name, value in arguments.items()}
 
 
 def _coerce(schema: Mapping[str, Any], value: Any) -> Any:

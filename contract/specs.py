@@ -24,6 +24,8 @@ class ToolSpec(Record):
     audience: Literal["model", "session"] = "model"
     aliases: dict[str, str] = Field(default_factory=dict)
     """Other names a model may use for a parameter -> its canonical name."""
+    command_parameter: str | None = None
+    """The parameter that holds a shell command, by its canonical name: then danger and command rules are decided per command."""
 
 
 class Catalog(Record):

@@ -1,13 +1,20 @@
-"""Who may decide on a call, and what a decision does to it."""
+"""Who may decide on a call, what a decision is bound to, and what is done with it."""
 
+import asyncio
+import hashlib
 import io
+import os
+import pty
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 import pytest
 
 from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode
+from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
 from orchestrator.approvals import (
+    Approval,
     ApprovalRequest,
     Approver,
     AutoApprover,
@@ -16,68 +23,228 @@ from orchestrator.approvals import (
     Decision,
     RefusingApprover,
     choose_approver,
+    digest_call,
     review,
 )
+from orchestrator.approvals.policies import ApprovalPolicy, Rule
+from tests.builders import build_call, build_spec
 
-CALL = ToolCall(id="c1", name="write_tool", arguments={"file_path": "a", "content": "\x1b[2J\u202ex"})
+BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
+WRITE = build_spec(
+    "write_tool", properties={"path": {"type": "string"}, "mode": {"type": "integer", "default": 420}}, requires_permission=True
+)
+CALL = build_call("write_tool", path="a")
 
 
-def build_spec(**flags: bool) -> ToolSpec:
-    return ToolSpec(name="write_tool", description="writes", parameters={"type": "object"}, **flags)  # type: ignore[arg-type]
+class Recorder:
+    """An approver that says yes, and keeps what it was asked."""
+
+    def __init__(self, arguments: dict[str, Any] | None = None) -> None:
+        self.requests: list[ApprovalRequest] = []
+        self._arguments = arguments
+
+    async def decide(self, request: ApprovalRequest) -> Decision:
+        self.requests.append(request)
+        return Decision(True, arguments=self._arguments)
+
+
+async def refuse(call: ToolCall, spec: ToolSpec, approver: Any, **terms: Any) -> ToolResult:
+    result = await review(call, spec, approver, **terms)
+    assert isinstance(result, ToolResult)
+    assert not result.success
+    return result
+
+
+async def allow(call: ToolCall, spec: ToolSpec, approver: Any, **terms: Any) -> ToolCall:
+    reviewed = await review(call, spec, approver, **terms)
+    assert isinstance(reviewed, ToolCall)
+    return reviewed
 
 
 async def test_a_tool_that_needs_no_permission_is_not_asked_about() -> None:
-    assert await review(CALL, build_spec(), RefusingApprover()) is CALL
+    call = build_call(text="x")
+    assert await allow(call, build_spec(), RefusingApprover()) == call
 
 
 @pytest.mark.parametrize("flag", ["requires_permission", "dangerous"])
 async def test_a_marked_tool_without_anybody_to_ask_is_refused(flag: str) -> None:
-    result = await review(CALL, build_spec(**{flag: True}), RefusingApprover())
-
-    assert isinstance(result, ToolResult)
-    assert result.error_code is ErrorCode.PERMISSION_DENIED
+    result = await refuse(build_call(), build_spec(**{flag: True}), RefusingApprover())
+    assert (result.error_code, "nobody can be asked" in str(result.error)) == (ErrorCode.PERMISSION_DENIED, True)
 
 
-async def test_an_approval_lets_the_call_through_as_it_is() -> None:
-    assert await review(CALL, build_spec(requires_permission=True), AutoApprover()) == CALL
+async def test_an_approved_call_runs_with_arguments_of_its_own_checked_and_completed() -> None:
+    reviewed = await allow(CALL, WRITE, AutoApprover())
+    CALL.arguments["path"] = "a"
+    assert (reviewed.id, reviewed.arguments) == (CALL.id, {"path": "a", "mode": 420})
+    assert reviewed.arguments is not CALL.arguments
 
 
-async def test_modified_arguments_replace_the_models() -> None:
-    approver = CallbackApprover(lambda _: Decision(True, arguments={"file_path": "b", "content": ""}))
+async def test_nobody_is_asked_about_an_invalid_call() -> None:
+    approver = Recorder()
+    result = await refuse(build_call("write_tool", path=5), WRITE, approver)
+    assert (result.error_code, approver.requests) == (ErrorCode.INVALID_ARGUMENTS, [])
 
-    reviewed = await review(CALL, build_spec(requires_permission=True), approver)
 
-    assert isinstance(reviewed, ToolCall)
-    assert (reviewed.id, reviewed.arguments) == ("c1", {"file_path": "b", "content": ""})
+async def test_nobody_is_asked_about_a_call_that_the_policy_denies() -> None:
+    approver = Recorder()
+    catastrophic = await refuse(build_call("bash_tool", command="rm -rf /"), BASH, approver)
+    forbidden = await refuse(CALL, WRITE, approver, policy=ApprovalPolicy((Rule("deny", tool="write_tool"),)))
+    assert (catastrophic.error_code, forbidden.error_code) == (ErrorCode.SECURITY_REFUSED, ErrorCode.PERMISSION_DENIED)
+    assert approver.requests == []
+
+
+async def test_an_alias_does_not_hide_a_command() -> None:
+    spec = BASH.model_copy(update={"aliases": {"cmd": "command"}})
+    result = await refuse(build_call("bash_tool", cmd="rm -rf /"), spec, AutoApprover())
+    assert result.error_code is ErrorCode.SECURITY_REFUSED
+
+
+async def test_the_request_tells_whose_call_it_is_why_it_is_asked_and_until_when() -> None:
+    approver = Recorder()
+    call = build_call("bash_tool", command="rm -rf build")
+    await allow(call, BASH, approver, tenant="acme", session="s1", ttl_s=60, clock=lambda: 1000.0)
+    (request,) = approver.requests
+    assert (request.tenant, request.session, request.expires_at) == ("acme", "s1", 1060.0)
+    assert (request.call, request.command, request.warning) == (
+        call,
+        "rm -rf build",
+        "this command removes folders with all that is in them",
+    )
+    assert request.digest == digest_call(call, "acme", "s1")
+
+
+def test_the_digest_is_over_canonical_json_and_differs_in_every_part() -> None:
+    call = build_call("t", call_id="c", b="é", a=1)
+    canonical = '["acme","s1","c","t",{"a":1,"b":"\\u00e9"}]'
+    assert digest_call(call, "acme", "s1") == hashlib.sha256(canonical.encode()).hexdigest()
+    others = [
+        digest_call(call, "acme"),
+        digest_call(call, "other", "s1"),
+        digest_call(build_call("t", call_id="d", b="é", a=1), "acme", "s1"),
+        digest_call(build_call("u", call_id="c", b="é", a=1), "acme", "s1"),
+        digest_call(build_call("t", call_id="c", b="é", a=1.0), "acme", "s1"),
+        digest_call(build_call("t", call_id="c", b="é", a=True), "acme", "s1"),
+    ]
+    assert len({digest_call(call, "acme", "s1"), *others}) == 7
+
+
+@pytest.mark.parametrize(("digest", "now", "told"), [("other", 5.0, "not those that were approved"), ("digest", 10.1, "too late")])
+def test_an_approval_holds_for_one_call_and_until_its_end(digest: str, now: float, told: str) -> None:
+    with pytest.raises(ToolFailure, match=told):
+        Approval("digest", 10.0).redeem(digest, now)
+    Approval("digest", 10.0).redeem("digest", 10.0)
+
+
+def test_an_approval_is_used_up_by_the_first_attempt() -> None:
+    approval = Approval("digest", 10.0)
+    approval.redeem("digest", 0.0)
+    with pytest.raises(ToolFailure, match="used already"):
+        approval.redeem("digest", 0.0)
+
+
+def test_an_approval_is_used_up_by_a_wrong_attempt_too() -> None:
+    approval = Approval("digest", 10.0)
+    with pytest.raises(ToolFailure, match="not those"):
+        approval.redeem("other", 0.0)
+    with pytest.raises(ToolFailure, match="used already"):
+        approval.redeem("digest", 0.0)
+
+
+async def test_changed_arguments_replace_the_models_and_are_completed() -> None:
+    changed = {"path": "b"}
+    reviewed = await allow(CALL, WRITE, Recorder(changed))
+    changed["path"] = "c"
+    assert (reviewed.id, reviewed.arguments) == (CALL.id, {"path": "b", "mode": 420})
+
+
+@pytest.mark.parametrize("changed", [{"path": 5}, {"other": "x"}, {"path": {"a", "b"}}, {"path": "x", "mode": float("nan")}])
+async def test_changed_arguments_are_validated_again(changed: dict[str, Any]) -> None:
+    result = await refuse(CALL, WRITE, Recorder(changed))
+    assert result.error_code is ErrorCode.INVALID_ARGUMENTS
+
+
+async def test_changed_arguments_are_judged_again_and_not_asked_about_twice() -> None:
+    call = build_call("bash_tool", command="rm -rf a")
+    dangerous = Recorder({"command": "rm -rf b"})
+    assert (await allow(call, BASH, dangerous)).arguments == {"command": "rm -rf b"}
+    assert len(dangerous.requests) == 1
+    assert (await refuse(call, BASH, Recorder({"command": "rm -rf /"}))).error_code is ErrorCode.SECURITY_REFUSED
+
+
+@pytest.mark.parametrize(
+    "junk", [None, True, "yes", 1, Decision("yes"), Decision(1), Decision(True, arguments=[1]), Decision(True, reason=5)]
+)  # type: ignore[arg-type]
+async def test_an_approver_that_answers_junk_has_refused(junk: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Junk:
+        async def decide(self, request: ApprovalRequest) -> Any:
+            return junk
+
+    result = await refuse(CALL, WRITE, Junk())
+    assert (result.error_code, "approver_answered_junk" in caplog.text) == (ErrorCode.PERMISSION_DENIED, True)
+
+
+async def test_an_approver_that_raises_has_refused_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(request: ApprovalRequest) -> bool:
+        raise OSError("secret")
+
+    result = await refuse(CALL, WRITE, CallbackApprover(fail))
+    assert (result.error_code, "secret" in str(result.error), "approver_failed" in caplog.text) == (
+        ErrorCode.PERMISSION_DENIED,
+        False,
+        True,
+    )
+
+
+async def test_an_approver_that_never_answers_has_refused_when_its_time_is_up() -> None:
+    async def never(request: ApprovalRequest) -> bool:
+        await asyncio.Event().wait()
+        return True
+
+    result = await refuse(CALL, WRITE, CallbackApprover(never), ttl_s=0.01)
+    assert "nobody answered within 0.01 s" in str(result.error)
+
+
+async def test_cancelling_a_run_is_no_answer() -> None:
+    asked = asyncio.Event()
+
+    async def never(request: ApprovalRequest) -> bool:
+        asked.set()
+        await asyncio.Event().wait()
+        return True
+
+    reviewing = asyncio.create_task(review(CALL, WRITE, CallbackApprover(never)))
+    await asked.wait()
+    reviewing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reviewing
 
 
 async def test_a_callback_may_be_async_and_only_a_plain_true_allows() -> None:
     async def say(request: ApprovalRequest) -> bool:
         return request.call.name == "write_tool"
 
-    allowed = await CallbackApprover(say).decide(ApprovalRequest(CALL, build_spec()))
-    odd = await CallbackApprover(lambda _: "yes").decide(ApprovalRequest(CALL, build_spec()))  # type: ignore[arg-type,return-value]
-
+    allowed = await CallbackApprover(say).decide(ApprovalRequest(CALL, WRITE))
+    odd = await CallbackApprover(lambda _: "yes").decide(ApprovalRequest(CALL, WRITE))  # type: ignore[arg-type,return-value]
     assert (allowed.is_allowed, odd.is_allowed) == (True, False)
 
 
 @pytest.mark.parametrize(
-    ("typed", "allowed"), [("y\n", True), ("YES\n", True), ("n\n", False), ("\n", False), ("", False), ("yy\n", False)]
+    ("typed", "allowed"),
+    [("y\n", True), ("YES\n", True), ("n\n", False), ("\n", False), ("", False), ("yy\n", False), ("y", False), ("y" * 99 + "\n", False)],
 )
 async def test_at_the_console_anything_but_yes_is_no(typed: str, allowed: bool) -> None:
-    decision = await ConsoleApprover(io.StringIO(typed), io.StringIO()).decide(ApprovalRequest(CALL, build_spec()))
-
+    decision = await ConsoleApprover(io.StringIO(typed), io.StringIO()).decide(ApprovalRequest(CALL, WRITE))
     assert decision.is_allowed is allowed
 
 
-async def test_the_console_shows_control_characters_escaped_and_warns_of_danger() -> None:
+async def test_the_console_shows_tool_tenant_arguments_command_and_warning() -> None:
     shown = io.StringIO()
-
-    await ConsoleApprover(io.StringIO("n\n"), shown).decide(ApprovalRequest(CALL, build_spec(dangerous=True)))
-
-    assert "WARNING" in shown.getvalue()
-    assert "\x1b" not in shown.getvalue()
-    assert "\u202e" not in shown.getvalue()
+    approver = ConsoleApprover(io.StringIO("y\n"), shown)
+    await allow(build_call("bash_tool", command="rm -rf build"), BASH, approver, tenant="acme", session="s1")
+    assert shown.getvalue() == (
+        '\nbash_tool asks for approval (tenant acme, session s1)\n{\n  "command": "rm -rf build"\n}\ncommand:\n  | rm -rf build\n'
+        "WARNING: this command removes folders with all that is in them\nrun it? [y/N] "
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,3 +253,85 @@ async def test_the_console_shows_control_characters_escaped_and_warns_of_danger(
 )
 def test_the_setting_chooses_the_approver_and_fails_closed(mode: str, interactive: bool, kind: type[Approver]) -> None:
     assert isinstance(choose_approver(mode, is_interactive=interactive), kind)  # type: ignore[arg-type]
+
+
+class Watched(io.StringIO):
+    """What the console shows; `questions` counts them as they appear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Event()
+
+    def write(self, text: str) -> int:
+        if "run it?" in text:
+            self.asked.set()
+        return super().write(text)
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, TextIO]]:
+    """A terminal: the end where a person types, and the end that a program reads."""
+    person, program = pty.openpty()
+    with open(program) as stream:
+        yield person, stream
+    os.close(person)
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, TextIO]]:
+    """The same without a terminal: the end that is written, and the end that is read."""
+    reading, writing = os.pipe()
+    with open(reading) as stream:
+        yield writing, stream
+    os.close(writing)
+
+
+async def ask(stream: TextIO) -> tuple[asyncio.Task[Decision], Watched, ConsoleApprover]:
+    """A question that has been shown and waits for its answer."""
+    shown = Watched()
+    approver = ConsoleApprover(stream, shown)
+    asking = asyncio.create_task(approver.decide(ApprovalRequest(CALL, WRITE)))
+    await shown.asked.wait()
+    return asking, shown, approver
+
+
+async def test_a_yes_that_was_typed_before_the_question_does_not_answer_it(terminal: tuple[int, TextIO]) -> None:
+    person, stream = terminal
+    os.write(person, b"y\n")
+    asking, _, _ = await ask(stream)
+    os.write(person, b"n\n")
+    assert not (await asking).is_allowed
+
+
+async def test_a_withdrawn_question_leaves_nothing_that_takes_the_next_line(pipe: tuple[int, TextIO]) -> None:
+    person, stream = pipe
+    asking, shown, approver = await ask(stream)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert "withdrawn" in shown.getvalue()
+    os.write(person, b"for another\n")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert os.read(stream.fileno(), 100) == b"for another\n"
+    os.write(person, b"y\nrest\n")
+    assert (await approver.decide(ApprovalRequest(CALL, WRITE))).is_allowed
+    assert os.read(stream.fileno(), 100) == b"rest\n"
+
+
+async def test_a_console_asks_one_question_at_a_time(pipe: tuple[int, TextIO]) -> None:
+    person, stream = pipe
+    first, shown, approver = await ask(stream)
+    second = asyncio.create_task(approver.decide(ApprovalRequest(CALL, WRITE)))
+    await asyncio.sleep(0)
+    assert shown.getvalue().count("run it?") == 1
+    os.write(person, b"y\nn\n")
+    assert [(await first).is_allowed, (await second).is_allowed] == [True, False]
+
+
+async def test_the_end_of_input_is_no_even_after_a_y_without_enter(terminal: tuple[int, TextIO]) -> None:
+    person, stream = terminal
+    asking, _, _ = await ask(stream)
+    # Ctrl-D twice ends a line that was begun, and then the input.
+    os.write(person, b"y\x04\x04")
+    assert not (await asking).is_allowed

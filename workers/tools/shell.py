@@ -30,6 +30,7 @@ _SPEC = ToolSpec(
         "additionalProperties": False,
     },
     aliases={"cmd": "command", "workdir": "cwd", "dir_path": "cwd"},
+    command_parameter="command",
 )
 
 

@@ -1,0 +1,34 @@
+"""Decisions before dispatch: what a model may call unasked, what is asked about and of whom, and what nobody may."""
+
+from orchestrator.approvals.approvers import (
+    ApprovalRequest,
+    Approver,
+    AutoApprover,
+    CallbackApprover,
+    ConsoleApprover,
+    Decision,
+    RefusingApprover,
+    choose_approver,
+)
+from orchestrator.approvals.gate import APPROVAL_TTL_S, DEFAULT_POLICY, Approval, digest_call, review
+from orchestrator.approvals.policies import ApprovalPolicy, Rule, Verdict, load_policy
+
+__all__ = [
+    "APPROVAL_TTL_S",
+    "DEFAULT_POLICY",
+    "Approval",
+    "ApprovalPolicy",
+    "ApprovalRequest",
+    "Approver",
+    "AutoApprover",
+    "CallbackApprover",
+    "ConsoleApprover",
+    "Decision",
+    "RefusingApprover",
+    "Rule",
+    "Verdict",
+    "choose_approver",
+    "digest_call",
+    "load_policy",
+    "review",
+]

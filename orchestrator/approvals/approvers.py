@@ -1,0 +1,203 @@
+"""Who decides on a call that must be asked about: a setting, a person at a terminal, a function, or nobody."""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import sys
+import termios
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TextIO
+
+from contract.calls import ToolCall
+from contract.specs import ToolSpec
+from orchestrator.terminal import escape_controls
+
+MAX_ANSWER_BYTES = 64
+_INVISIBLE = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0x180B, 0x1810), *range(0xFE00, 0xFE10)})
+"""Characters that Unicode calls printable and that nobody sees."""
+
+
+@dataclass(frozen=True)
+class ApprovalRequest:
+    """What is asked about: this call with these arguments, for this tenant. A decision holds for it alone.
+
+    `call`: a copy, its arguments checked and completed; changing it refuses the call. `digest`: what the decision is bound to.
+    `reason`: why it is asked. `warning`: why it is dangerous, "" when it is not. `expires_at`: Unix seconds; a later yes does not count.
+    """
+
+    call: ToolCall
+    spec: ToolSpec
+    tenant: str = "default"
+    session: str | None = None
+    digest: str = ""
+    reason: str = ""
+    warning: str = ""
+    expires_at: float = math.inf
+
+    @property
+    def command(self) -> str | None:
+        """The shell command of the call, None when its tool takes none."""
+        given = self.call.arguments.get(self.spec.command_parameter) if self.spec.command_parameter else None
+        return given if isinstance(given, str) else None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Yes or no, with a reason the model may read. `arguments`: run with these instead; they are checked again.
+
+    `digest`: of the request that is answered, for approvers whose answers come from elsewhere; one of another request does not count.
+    """
+
+    is_allowed: bool
+    reason: str = ""
+    arguments: Mapping[str, Any] | None = None
+    digest: str = ""
+
+
+class Approver(Protocol):
+    """Whoever decides. It may be asked about several calls at once; what it raises means no."""
+
+    async def decide(self, request: ApprovalRequest) -> Decision: ...
+
+
+class AutoApprover:
+    """Says yes to everything: for pools whose sandbox is protection enough. What a policy denies never reaches it."""
+
+    async def decide(self, request: ApprovalRequest) -> Decision:
+        return Decision(True)
+
+
+class RefusingApprover:
+    """Says no to everything that must be asked about: nobody is there to ask."""
+
+    def __init__(self, reason: str = "it needs approval and nobody can be asked") -> None:
+        self._reason = reason
+
+    async def decide(self, request: ApprovalRequest) -> Decision:
+        return Decision(False, self._reason)
+
+
+class CallbackApprover:
+    """Asks a function, plain or async: `fn(request) -> Decision | bool`. Only a plain True or a Decision allows."""
+
+    def __init__(self, fn: Callable[[ApprovalRequest], Decision | bool | Awaitable[Decision | bool]]) -> None:
+        self._fn = fn
+
+    async def decide(self, request: ApprovalRequest) -> Decision:
+        answer = self._fn(request)
+        if isinstance(answer, Awaitable):
+            answer = await answer
+        return answer if isinstance(answer, Decision) else Decision(answer is True, "" if answer is True else "it was refused")
+
+
+class ConsoleApprover:
+    """Asks a person at a terminal, one question at a time; anything but y or yes and Enter is no. Use one for each terminal.
+
+    Arguments are shown whole, what cannot be seen is shown escaped. What was typed before a question was shown does not answer it, and a
+    question that is withdrawn leaves nothing behind that would take the next line typed.
+    """
+
+    def __init__(self, read: TextIO | None = None, write: TextIO | None = None) -> None:
+        self._read = read or sys.stdin
+        self._write = write or sys.stderr
+        self._turn = asyncio.Lock()
+
+    async def decide(self, request: ApprovalRequest) -> Decision:
+        async with self._turn:
+            _forget_typed(self._read)
+            self._write.write(build_question(request))
+            self._write.flush()
+            try:
+                answer = await _read_line(self._read)
+            except asyncio.CancelledError:
+                self._write.write("\n(withdrawn: no answer is needed any more)\n")
+                self._write.flush()
+                raise
+        return Decision(True) if answer.strip().lower() in ("y", "yes") else Decision(False, "the user refused it")
+
+
+def choose_approver(mode: Literal["auto", "ask", "never"], *, is_interactive: bool) -> Approver:
+    """The approver of TOOLCREW_APPROVALS. "ask" without a terminal refuses, and says so."""
+    if mode == "auto":
+        return AutoApprover()
+    if mode == "never":
+        return RefusingApprover("approvals are switched off (TOOLCREW_APPROVALS=never)")
+    if is_interactive:
+        return ConsoleApprover()
+    return RefusingApprover("it needs approval and there is no terminal to ask at; TOOLCREW_APPROVALS=auto allows it unasked")
+
+
+def build_question(request: ApprovalRequest) -> str:
+    """The question as a person reads it. The warning stands last, where long arguments cannot push it away."""
+    call = request.call
+    lines = [
+        "",
+        f"{call.name} asks for approval (tenant {request.tenant}{f', session {request.session}' if request.session else ''})",
+        json.dumps(call.arguments, ensure_ascii=False, indent=2, sort_keys=True),
+    ]
+    if request.command is not None:
+        # Every line is marked, so that a command cannot draw a question of its own.
+        lines += ["command:", *(f"  | {line}" for line in request.command.split("\n"))]
+    if request.reason and not request.warning:
+        lines.append(f"asked because {request.reason}")
+    if request.warning or request.spec.dangerous:
+        lines.append(f"WARNING: {request.warning or 'this tool is marked dangerous'}")
+    return _make_visible("\n".join(lines)) + "\nrun it? [y/N] "
+
+
+def _make_visible(text: str) -> str:
+    """Everything that a terminal would obey or not show, as escapes; line ends stay."""
+    return "".join(character if _is_seen(character) else _escape(character) for character in escape_controls(text))
+
+
+def _is_seen(character: str) -> bool:
+    return character == "\n" or (character.isprintable() and ord(character) not in _INVISIBLE)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+
+
+def _forget_typed(stream: TextIO) -> None:
+    """Drop what waits at a terminal: a yes that was typed before the question was shown is no answer to it."""
+    with contextlib.suppress(OSError, ValueError, termios.error):
+        if stream.isatty():
+            termios.tcflush(stream.fileno(), termios.TCIFLUSH)
+
+
+async def _read_line(stream: TextIO) -> str:
+    """One whole line, "" at the end of input. Cancelled, it leaves nothing that reads: a thread in `readline` could not be called back."""
+    loop = asyncio.get_running_loop()
+    typed: asyncio.Future[bytes] = loop.create_future()
+    line = bytearray()
+
+    def take(descriptor: int) -> None:
+        # One byte at a time: what follows the line is somebody else's.
+        try:
+            byte = os.read(descriptor, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            byte = b""
+        if byte in (b"", b"\n"):
+            loop.remove_reader(descriptor)
+            if not typed.done():
+                typed.set_result(bytes(line) if byte else b"")
+        elif len(line) < MAX_ANSWER_BYTES:
+            line.extend(byte)
+
+    try:
+        descriptor = stream.fileno()
+        loop.add_reader(descriptor, take, descriptor)
+    except (OSError, ValueError, NotImplementedError):
+        # No descriptor, or a plain file: reading it does not wait for a person.
+        read = await asyncio.to_thread(stream.readline, MAX_ANSWER_BYTES)
+        return read if read.endswith("\n") else ""
+    try:
+        return (await typed).decode(errors="replace")
+    finally:
+        loop.remove_reader(descriptor)

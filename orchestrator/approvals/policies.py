@@ -1,0 +1,250 @@
+"""Which calls are refused, asked about or let through: rules by tool, tenant and command, read from a file or built in code."""
+
+import json
+import posixpath
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from contract.errors import ConfigError, ErrorCode
+from contract.specs import ToolSpec
+from orchestrator.approvals.commands import Command, Script, parse_commands
+from orchestrator.approvals.danger_tables import HARMLESS_DEVICES
+from orchestrator.approvals.dangers import Level, classify
+from orchestrator.approvals.shell_words import Word
+
+Action = Literal["deny", "ask", "allow"]
+MAX_POLICY_BYTES = 1024 * 1024
+WORKSPACE = "/workspace"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """For calls of tools and tenants that match the globs: refuse them, ask about them, or let them through unasked.
+
+    With `argv_prefix` the rule is about commands, and only of tools whose spec has a `command_parameter`:
+
+    - deny and ask: ANY command of the line begins with these words. Folders before the program (`/bin/rm`) and options before later words
+      (`git -C x push`) do not hide it; a word known only at run time counts as the rule's. Of a line that cannot be read whole it is
+      enough that all the words stand somewhere in it.
+    - allow: EVERY command of the line begins with the words of an allow rule, exactly as written, program's folder included. It does not
+      match a line that cannot be read whole, sets variables, or redirects output into a file (/dev/null is none): where a redirection
+      writes is not the prefix's to say. A rule without prefix allows these too.
+
+    No rule lifts the refusal of a catastrophic command. Raises ConfigError when a field is not what it must be.
+    """
+
+    action: Action
+    tool: str = "*"
+    tenant: str = "*"
+    argv_prefix: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.action not in get_args(Action):
+            raise ConfigError(f"action is {self.action!r}: write deny, ask or allow")
+        for name in ("tool", "tenant"):
+            if not isinstance(value := getattr(self, name), str) or not value:
+                raise ConfigError(f'{name} is {value!r}: write a name, or a pattern such as "*"')
+        words = self.argv_prefix
+        if not isinstance(words, tuple) or not all(isinstance(word, str) and word for word in words):
+            raise ConfigError('argv_prefix must be a list of words, such as ["git", "push"]')
+
+    def is_about(self, tenant: str, tool: str) -> bool:
+        """Whether the globs match. Case counts."""
+        return fnmatchcase(tool, self.tool) and fnmatchcase(tenant, self.tenant)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be done with a call. `code`: the error of a denied one. `warning`: why it is dangerous, "" when it is not."""
+
+    action: Action
+    reason: str = ""
+    is_dangerous: bool = False
+    warning: str = ""
+    code: ErrorCode | None = None
+
+
+@dataclass(frozen=True)
+class ApprovalPolicy:
+    """Rules in any order: of all that match, deny goes before ask and ask before allow.
+
+    Without a matching rule: what is dangerous, or of a tool that requires permission, is asked about; anything else is let through.
+    """
+
+    rules: tuple[Rule, ...] = field(default=())
+
+    def decide(self, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> Verdict:
+        """The verdict on one call, by arguments as `prepare_arguments` gives them: aliases are folded, so none hides the command."""
+        script = read_command(spec, arguments)
+        danger = classify(script, _folder(arguments)) if script is not None else None
+        if danger is not None and danger.level is Level.CATASTROPHIC:
+            return Verdict("deny", f"it {danger.reason}", True, danger.reason, ErrorCode.SECURITY_REFUSED)
+        warning = _warning(spec, danger.reason if danger is not None else "")
+        rules = [rule for rule in self.rules if rule.is_about(tenant, spec.name)]
+        denying = next((rule for rule in rules if rule.action == "deny" and _touches(rule, script)), None)
+        if denying is not None:
+            return _denied(denying, warning)
+        if any(rule.action == "ask" and _touches(rule, script) for rule in rules):
+            return Verdict("ask", "a rule of the policy wants it approved", bool(warning), warning)
+        if _is_allowed([rule for rule in rules if rule.action == "allow"], script):
+            return Verdict("allow", "a rule of the policy allows it", bool(warning), warning)
+        if warning:
+            return Verdict("ask", "it is dangerous", True, warning)
+        if spec.requires_permission:
+            return Verdict("ask", "its tool requires permission")
+        return Verdict("allow")
+
+
+def read_command(spec: ToolSpec, arguments: Mapping[str, Any]) -> Script | None:
+    """The command of a call, None when its tool takes none. A list is read as one command's words; anything else cannot be told."""
+    if spec.command_parameter is None:
+        return None
+    properties = spec.parameters.get("properties")
+    if not isinstance(properties, dict) or spec.command_parameter not in properties:
+        # A misspelt name must not turn the checks off.
+        return Script("", opaque="its tool names a command parameter that it does not have")
+    given = arguments.get(spec.command_parameter, "")
+    if isinstance(given, str):
+        return parse_commands(given)
+    if isinstance(given, Sequence) and all(isinstance(word, str) for word in given):
+        return parse_commands(shlex.join(given))
+    return Script("", opaque="it is not text")
+
+
+def load_policy(path: Path | str) -> ApprovalPolicy:
+    """The policy of a .toml or .json file: `rules`, a list of tables with the fields of Rule.
+
+    Raises ConfigError with the file, the rule's number (from 1) and what to do.
+    """
+    path = Path(path)
+    data = _load(path)
+    unknown = sorted(set(data) - {"rules"})
+    if unknown:
+        raise ConfigError(f"{path}: unknown field '{unknown[0]}': a policy holds nothing but rules")
+    rules = data.get("rules")
+    if not isinstance(rules, list):
+        raise ConfigError(f"{path}: there is no list of rules: write [[rules]] tables in TOML, or an object with a list 'rules' in JSON")
+    return ApprovalPolicy(tuple(_parse_rule(path, number, rule) for number, rule in enumerate(rules, start=1)))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    readers = {".toml": tomllib.loads, ".json": json.loads}
+    if path.suffix not in readers:
+        raise ConfigError(f"{path}: an approval policy is a .toml or a .json file; rename it")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_POLICY_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: the approval policy cannot be read: {error.strerror}; mend the path or leave it out") from error
+    if len(raw) > MAX_POLICY_BYTES:
+        raise ConfigError(f"{path}: the approval policy is larger than {MAX_POLICY_BYTES} bytes")
+    try:
+        data = readers[path.suffix](raw.decode())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: this is not {path.suffix[1:].upper()}: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a policy is an object with a list 'rules'")
+    return data
+
+
+def _parse_rule(path: Path, number: int, data: Any) -> Rule:
+    where = f"{path}: rule {number}"
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: a rule is a table with an action")
+    known = ("action", "tool", "tenant", "argv_prefix")
+    unknown = sorted(set(data) - set(known))
+    if unknown:
+        raise ConfigError(f"{where}: unknown field '{unknown[0]}'; a rule has {', '.join(known)}")
+    if "action" not in data:
+        raise ConfigError(f"{where}: action is missing: write deny, ask or allow")
+    prefix = data.get("argv_prefix", [])
+    try:
+        return Rule(**{**data, "argv_prefix": tuple(prefix) if isinstance(prefix, list) else prefix})
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _warning(spec: ToolSpec, reason: str) -> str:
+    if reason:
+        return f"this command {reason}"
+    return "this tool is marked dangerous" if spec.dangerous else ""
+
+
+def _denied(rule: Rule, warning: str) -> Verdict:
+    if rule.argv_prefix:
+        reason = f"commands with '{' '.join(rule.argv_prefix)}' are forbidden by the policy"
+        return Verdict("deny", reason, bool(warning), warning, ErrorCode.SECURITY_REFUSED)
+    return Verdict("deny", "this tool is forbidden by the policy", bool(warning), warning, ErrorCode.PERMISSION_DENIED)
+
+
+def _touches(rule: Rule, script: Script | None) -> bool:
+    """Whether a deny or ask rule is about this call."""
+    if not rule.argv_prefix:
+        return True
+    if script is None:
+        return False
+    if script.is_opaque and all(_stands_in(word, script.text) for word in rule.argv_prefix):
+        return True
+    return any(_may_begin(command.words, rule.argv_prefix) for command in script.commands)
+
+
+def _stands_in(word: str, text: str) -> bool:
+    return re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text) is not None
+
+
+def _folder(arguments: Mapping[str, Any]) -> str:
+    """Where a command starts: its `cwd` argument, else the workspace."""
+    given = arguments.get("cwd")
+    return posixpath.join(WORKSPACE, given) if isinstance(given, str) else WORKSPACE
+
+
+def _may_begin(words: Sequence[Word], prefix: tuple[str, ...]) -> bool:
+    if not words or not _is_program(words[0], prefix[0]):
+        return False
+    index, end = 1, len(words)
+    while True:
+        found = words[index : index + len(prefix) - 1]
+        if len(found) == len(prefix) - 1 and all(_may_be(word, wanted) for word, wanted in zip(found, prefix[1:], strict=True)):
+            return True
+        # Options, and the one word that may be an option's value, do not hide what follows.
+        if index >= end or not (words[index].text.startswith("-") or (index > 1 and words[index - 1].text.startswith("-"))):
+            return False
+        index += 1
+
+
+def _is_program(word: Word, wanted: str) -> bool:
+    return word.text == wanted or ("/" not in wanted and word.text.rpartition("/")[2] == wanted)
+
+
+def _may_be(word: Word, wanted: str) -> bool:
+    return word.text == wanted or word.is_expanded or word.is_pattern
+
+
+def _is_allowed(rules: list[Rule], script: Script | None) -> bool:
+    if any(not rule.argv_prefix for rule in rules):
+        return True
+    if script is None or script.is_opaque:
+        return False
+    prefixes = [rule.argv_prefix for rule in rules]
+    commands = [command for command in script.commands if not command.is_wrapper or command.outputs or command.assignments]
+    return bool(prefixes) and bool(commands) and all(_is_within(command, prefixes) for command in commands)
+
+
+def _is_within(command: Command, prefixes: list[tuple[str, ...]]) -> bool:
+    if command.assignments or any(target.text not in HARMLESS_DEVICES for target in command.outputs):
+        return False
+    if not command.words:
+        # `done < file`: nothing runs and nothing is written.
+        return True
+    return any(_begins(command.words, prefix) for prefix in prefixes)
+
+
+def _begins(words: Sequence[Word], prefix: tuple[str, ...]) -> bool:
+    known = [word.text for word in words[: len(prefix)] if not (word.is_expanded or word.is_pattern)]
+    return tuple(known) == prefix

@@ -1,0 +1,120 @@
+"""Rows S4-05, 06, 24 and 25 of the scenarios: permission, danger, allowed and forbidden commands, and user input in a command string."""
+
+import io
+from typing import Any
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode
+from contract.specs import ToolSpec
+from orchestrator.agent import Agent
+from orchestrator.approvals import ApprovalRequest, Approver, AutoApprover, CallbackApprover, ConsoleApprover, RefusingApprover, review
+from orchestrator.approvals.policies import ApprovalPolicy, Rule
+from orchestrator.dialects.tags import TagsDialect
+from orchestrator.dispatcher import Dispatcher, Route
+from orchestrator.models.scripted import ScriptedModel
+from orchestrator.transport import InProcessTransport
+from tests.builders import KEY, build_call, build_context, build_exec_response, build_spec
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
+from workers.executor import Executor
+from workers.tools.builtin import build_registry
+
+BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, required=["command"], command_parameter="command")
+WRITE = build_spec("write_tool", requires_permission=True)
+
+
+async def run_agent(
+    spec: ToolSpec, argument: str, value: str, approver: Approver, policy: ApprovalPolicy
+) -> tuple[list[str], ScriptedModel]:
+    """An agent whose model calls the tool once. What the tool was run with, and the model with what it was told."""
+    ran: list[str] = []
+
+    def tool(**arguments: Any) -> str:
+        ran.append(arguments[argument])
+        return "done"
+
+    dispatcher = Dispatcher(InProcessTransport({spec.name: tool}, KEY), StaticCatalog(spec), KEY, queue_wait_s=1)
+
+    async def run_call(call: ToolCall) -> ToolResult:
+        reviewed = await review(call, spec, approver, policy=policy, tenant="acme", session="s1")
+        return reviewed if isinstance(reviewed, ToolResult) else await dispatcher.dispatch(reviewed, Route("acme", "s1", "q"))
+
+    model = ScriptedModel([f'<tool_action name="{spec.name}"><{argument} value="{value}" /></tool_action>', "So be it."])
+    await Agent(model, TagsDialect(), [spec], run_call).run("do it")
+    return ran, model
+
+
+def told(model: ScriptedModel) -> str:
+    return str(model.requests[1].messages[-1]["content"])
+
+
+async def test_s4_05_a_tool_that_requires_permission_is_asked_about_before_it_runs() -> None:
+    asked: list[ApprovalRequest] = []
+
+    def say(request: ApprovalRequest) -> bool:
+        asked.append(request)
+        return True
+
+    ran, _ = await run_agent(WRITE, "text", "hello", CallbackApprover(say), ApprovalPolicy())
+    assert WRITE.requires_permission is True
+    assert ([request.call.arguments for request in asked], ran) == ([{"text": "hello"}], ["hello"])
+
+
+async def test_s4_05_without_permission_it_does_not_run_and_the_model_reads_why() -> None:
+    ran, model = await run_agent(WRITE, "text", "hello", RefusingApprover(), ApprovalPolicy())
+    assert ran == []
+    assert "PERMISSION_DENIED" in told(model)
+    assert "nobody can be asked" in told(model)
+
+
+async def test_s4_06_a_dangerous_operation_is_marked_and_shown_with_an_extra_warning() -> None:
+    shown = io.StringIO()
+    wipe = build_spec("wipe", dangerous=True)
+    ran, _ = await run_agent(wipe, "text", "all", ConsoleApprover(io.StringIO("y\n"), shown), ApprovalPolicy())
+    assert "WARNING: this tool is marked dangerous" in shown.getvalue()
+    assert ran == ["all"]
+
+
+async def test_s4_06_a_tool_that_only_requires_permission_is_shown_without_the_warning() -> None:
+    shown = io.StringIO()
+    await run_agent(WRITE, "text", "x", ConsoleApprover(io.StringIO("y\n"), shown), ApprovalPolicy())
+    assert "asks for approval" in shown.getvalue()
+    assert "WARNING" not in shown.getvalue()
+
+
+async def test_s4_24_a_dangerous_command_needs_an_explicit_yes() -> None:
+    ran_after: dict[str, list[str]] = {}
+    for answer in ("n\n", "y\n"):
+        console = ConsoleApprover(io.StringIO(answer), io.StringIO())
+        ran_after[answer], _ = await run_agent(BASH, "command", "rm -rf build", console, ApprovalPolicy())
+    assert ran_after == {"n\n": [], "y\n": ["rm -rf build"]}
+
+
+async def test_s4_24_a_command_on_the_allowed_list_is_not_asked_about() -> None:
+    policy = ApprovalPolicy((Rule("allow", tool="bash_tool", argv_prefix=("rm", "-rf", "build")),))
+    ran, _ = await run_agent(BASH, "command", "rm -rf build", RefusingApprover(), policy)
+    assert ran == ["rm -rf build"]
+
+
+async def test_s4_24_a_command_on_the_forbidden_list_is_a_security_error_whoever_approves() -> None:
+    policy = ApprovalPolicy((Rule("deny", tool="bash_tool", argv_prefix=("git", "push")), Rule("allow")))
+    for command in ("git push", "rm -rf /"):
+        ran, model = await run_agent(BASH, "command", command, AutoApprover(), policy)
+        assert ran == []
+        assert str(ErrorCode.SECURITY_REFUSED) in told(model)
+
+
+async def test_s4_25_a_command_string_reaches_the_shell_as_it_was_approved() -> None:
+    command = "printf '%s' \"a  b\" '$HOME' `echo` \\; && echo \u00e9"
+    reviewed = await review(build_call("bash_tool", command=command), BASH, AutoApprover())
+    assert isinstance(reviewed, ToolCall)
+    client = FakeSandboxClient(build_exec_response(b"ok"))
+    executor = Executor(build_registry(), client, MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
+    executor.execute(reviewed, build_context())
+    assert (client.requests[0]["argv"], client.bodies) == (None, [command.encode()])
+
+
+async def test_s4_25_input_that_is_put_into_a_command_without_escaping_is_found_out() -> None:
+    user_input = "notes.txt; rm -rf /"
+    ran, model = await run_agent(BASH, "command", f"cat {user_input}", AutoApprover(), ApprovalPolicy())
+    assert ran == []
+    assert str(ErrorCode.SECURITY_REFUSED) in told(model)

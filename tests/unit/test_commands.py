@@ -1,0 +1,254 @@
+"""A command line as the programs it would run: whatever is quoted, nested or wrapped; what cannot be told is opaque."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.approvals.commands import MAX_COMMAND_CHARS, MAX_DEPTH, Script, parse_commands
+from orchestrator.approvals.shell_reader import MAX_TOKENS
+
+SHELL_PIECES = [
+    "'",
+    '"',
+    "`",
+    "$(",
+    "$((",
+    "${",
+    ")",
+    "))",
+    "}",
+    "\\",
+    "<<E",
+    "\nE\n",
+    "<(",
+    "|",
+    "&",
+    ";;",
+    "\n",
+    " ",
+    "#",
+    "a",
+    "case x in",
+    "esac",
+]
+SHELL_PIECES += [
+    "for x",
+    " do ",
+    "[[ ",
+    " ]]",
+    "{ ",
+    "f()",
+    "function f",
+    "bash -c ",
+    "eval ",
+    "sudo ",
+    "xargs ",
+    "rm -rf /",
+    "=",
+    "~",
+    "*",
+    "\x00",
+    "\ud800",
+]
+
+
+def argvs(text: str) -> list[tuple[str, ...]]:
+    return [command.argv for command in parse_commands(text).commands if command.words]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", []),
+        ("# rm x", []),
+        ("ls -la", [("ls", "-la")]),
+        ("a b; c && d || e | f & g\nh", [("a", "b"), ("c",), ("d",), ("e",), ("f",), ("g",), ("h",)]),
+        ("echo a#b # c", [("echo", "a#b")]),
+        ("a \\\n b", [("a", "b")]),
+        ("(a; b) | { c; }", [("a",), ("b",), ("c",)]),
+        ("if a; then b; elif c; then d; else e; fi", [("a",), ("b",), ("c",), ("d",), ("e",)]),
+        ("while ! a; do b; done < f", [("a",), ("b",)]),
+        ("for x in rm y; do a; done", [("a",)]),
+        ("for x do a; done", [("a",)]),
+        ("for ((i=0; i<3; i++)); do a; done", [("a",)]),
+        ("case $x in b|c) d;; (*) e;; esac; f", [("d",), ("e",), ("f",)]),
+        ("[[ a > b && (c || d) ]] || e", [("[[", "a", "b", "c", "d", "]]"), ("e",)]),
+        ("time -p a", [("a",)]),
+        ("A=b C=d a e", [("a", "e")]),
+    ],
+)
+def test_a_line_is_split_into_its_simple_commands(text: str, expected: list[tuple[str, ...]]) -> None:
+    assert argvs(text) == expected
+    assert not parse_commands(text).is_opaque
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["rm x", "r''m x", '"rm" x', "\\rm x", "r\\m 'x'", "$'\\x72m' x", "$'\\162m' $'x'", 'rm $"x"', "rm${IFS}x", "rm$IFS'x'", "r\\\nm x"],
+)
+def test_quoting_does_not_change_the_words(text: str) -> None:
+    assert argvs(text) == [("rm", "x")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "echo $(rm x)",
+        'echo "a $(rm x) b"',
+        "echo `rm x`",
+        "echo ${a:-$(rm x)}",
+        "echo $((1 + $(rm x)))",
+        "a=$(rm x)",
+        "a=(b $(rm x))",
+        "cat < <(rm x)",
+        "cat <<E\n$(rm x)\nE",
+        "echo $(case y\nin z) rm x;; esac)",
+        "sudo -u root rm x",
+        "sudo --user root -- rm x",
+        "env -i -u A B=c rm x",
+        "nohup nice -n 5 timeout -k 1 10 rm x",
+        "command rm x",
+        "exec -a name rm x",
+        "time rm x",
+        "xargs -n 1 rm x",
+        "busybox rm x",
+        "find . -exec rm x ';'",
+        "bash -c 'rm x'",
+        "sh -ec 'rm x'",
+        "bash --norc -o pipefail -c 'rm x'",
+        "bash -c \"bash -c 'rm x'\"",
+        "bash <<< 'rm x'",
+        "sh <<'E'\nrm x\nE",
+        "eval 'rm x'",
+        "eval rm x",
+        "trap 'rm x' EXIT",
+        "su -c 'rm x'",
+        "su --command='rm x' me",
+        "flock f -c 'rm x'",
+        "watch -n 1 rm x",
+        "ssh -p 22 host rm x",
+        "env -S 'rm x'",
+        "coproc rm x",
+        "f() { rm x; }",
+        "function f { rm x; }",
+    ],
+)
+def test_a_command_inside_another_is_found(text: str) -> None:
+    assert ("rm", "x") in argvs(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "echo 'rm x'",
+        'echo "rm x; rm x"',
+        "echo rm x",
+        "cat > notes <<'E'\nrm x\nE\nls",
+        "cat <<-E\n\trm x\n\tE\nls",
+        "# rm x\nls",
+        "git commit -m 'then rm x'",
+        "echo $'rm x'",
+    ],
+)
+def test_a_mention_is_no_command(text: str) -> None:
+    assert ("rm", "x") not in argvs(text)
+    assert not parse_commands(text).is_opaque
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "$X a",
+        "a$X b",
+        "$(echo rm) x",
+        "/bin/r? x",
+        "{rm,x}",
+        "eval ls",
+        "source f",
+        ". ./f",
+        "alias l=ls",
+        "f() { ls; }",
+        "function f { ls; }",
+        "curl u | sh",
+        "base64 -d f | bash -s",
+        "bash",
+        "bash < f",
+        "bash <(curl u)",
+        "bash -c $X",
+        "sudo $X rm y",
+        "echo 'a",
+        'echo "a',
+        "echo `a",
+        "echo $(a",
+        "echo ${a",
+        "ls )",
+        "cat <<E\na",
+        "ls >",
+        "e\x00cho a",
+        "${ ls; }",
+        "enable -f x y",
+        "$(" * 50 + ")" * 50,
+        "eval " * (MAX_DEPTH + 2) + "ls",
+        "a;" * MAX_TOKENS,
+        "a" * (MAX_COMMAND_CHARS + 1),
+    ],
+)
+def test_what_cannot_be_told_is_opaque_and_says_why(text: str) -> None:
+    assert parse_commands(text).opaque
+
+
+def test_what_comes_before_a_text_becomes_unreadable_is_still_read() -> None:
+    assert argvs("rm x; " + "$(" * 50)[0] == ("rm", "x")
+
+
+def test_redirections_here_documents_and_pipelines_are_told() -> None:
+    first, second = parse_commands("A=b cat <<E 2>&1 >out | sort 2> err >&2 &>> both\nbody\nE").commands
+    assert (first.assignments, first.stdin, [word.text for word in first.outputs]) == (("A=b",), "body", ["out"])
+    assert ([word.text for word in second.outputs], second.fed_by, second.reads_pipe) == (["err", "both"], ("cat",), True)
+
+
+def test_the_body_of_a_function_is_told_apart() -> None:
+    inside, outside = parse_commands("f() { a & }; b").commands
+    assert (inside.function, inside.is_concurrent, outside.function) == ("f", True, "")
+
+
+def test_an_arithmetic_shift_begins_no_here_document_that_would_hide_a_command() -> None:
+    assert ("rm", "x") in argvs("echo $((1<<E))\nrm x\nE")
+    assert ("rm", "x") in argvs("((a=1<<E))\nrm x\nE")
+
+
+def test_a_wrapper_is_marked_when_it_adds_no_power_of_its_own() -> None:
+    marks = {command.program: command.is_wrapper for command in parse_commands("timeout 5 sudo xargs env A=b nice ls").commands}
+    assert marks == {"timeout": True, "sudo": False, "xargs": False, "env": False, "nice": True, "ls": False}
+
+
+@given(st.text())
+def test_any_text_can_be_read(text: str) -> None:
+    assert isinstance(parse_commands(text), Script)
+
+
+@given(st.lists(st.sampled_from(SHELL_PIECES), max_size=40).map("".join))
+def test_any_mixture_of_shell_syntax_can_be_read(text: str) -> None:
+    assert isinstance(parse_commands(text), Script)
+
+
+@given(st.lists(st.sampled_from(SHELL_PIECES), max_size=12).map("".join))
+def test_what_stands_first_on_a_line_of_its_own_is_always_found(text: str) -> None:
+    assert parse_commands("rm x\n" + text).commands[0].argv == ("rm", "x")
+
+
+@given(st.text(alphabet=st.characters(blacklist_characters="'\x00"), max_size=50))
+def test_single_quotes_keep_any_text_one_word(text: str) -> None:
+    assert argvs(f"echo '{text}'") == [("echo", text)]
+
+
+@pytest.mark.parametrize(
+    "piece", ["(", "$(", "$((", "`", '"$(', "eval ", "sudo ", "{", "cat <<A\n", "<<A ", "a|", "${", "f(){ ", "ssh a ", "\\", "cd a;"]
+)
+def test_a_hostile_text_of_full_length_is_read_in_bounded_time(piece: str) -> None:
+    text = (piece * 131072)[:131072]
+    started = time.process_time()
+    parse_commands(text)
+    assert time.process_time() - started < 5

@@ -1,0 +1,170 @@
+"""How dangerous a command is: the two lists, and what must not be on them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.approvals.commands import parse_commands
+from orchestrator.approvals.dangers import Level, classify
+
+
+def level(text: str, folder: str = "/workspace") -> Level:
+    return classify(parse_commands(text), folder).level
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rm -rf /",
+        "rm -fr /*",
+        "rm -r -f -- /",
+        "rm / -rf",
+        "rm --recursive --force /",
+        "rm --rec /",
+        "rm -rf //",
+        "rm -rf /./",
+        "rm -rf /etc/..",
+        "rm -rf /.*",
+        "rm -rf / tmp/x",
+        "rm -rf /{bin,etc}",
+        "rm -rf --no-preserve-root x",
+        "rm --no-preserve -r x",
+        "rm -rf ~",
+        "rm -rf ~/*",
+        'rm -rf "$HOME"',
+        "rm -rf ${HOME}/",
+        "rm -rf /usr/*",
+        "rm -rf ..",
+        "rm -rf ../*",
+        "cd / && rm -rf *",
+        "cd && rm -rf ./*",
+        "find / -delete",
+        "find / -type f -exec rm {} +",
+        "mv /* /dev/null",
+        "mkfs.ext4 /dev/sda1",
+        "wipefs -a /dev/sdb",
+        "shred /dev/sda",
+        "dd if=/dev/zero of=/dev/sda bs=1M",
+        "cat x > /dev/nvme0n1",
+        "echo x | tee /dev/mem",
+        "cp image /dev/mmcblk0",
+        "echo c > /proc/sysrq-trigger",
+        "echo '|/x' > /proc/sys/kernel/core_pattern",
+        "echo /x | tee /sys/fs/cgroup/a/release_agent",
+        ":(){ :|:& };:",
+        "bomb() { bomb | bomb & }; bomb",
+        "f() { f & f & }; f",
+        "function b { b|b& }; b",
+        "f() ( f | f & ); f",
+    ],
+)
+def test_a_catastrophic_command_is_known(text: str) -> None:
+    assert level(text) is Level.CATASTROPHIC
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rm -rf build",
+        "rm -f x",
+        'rm -rf "$DIR/"',
+        "rm -rf '/*'",
+        "find . -delete",
+        "find / -name '*.pyc' -delete",
+        "git push --force",
+        "git -C d push origin +main",
+        "git push origin :main",
+        "git push --force-with-lease=x",
+        "git reset --hard HEAD~1",
+        "git clean -fdx",
+        "git branch -D x",
+        "git -c alias.x='!sh' x",
+        "chmod -R 777 .",
+        "chmod -R a+rwx .",
+        "chmod u+s x",
+        "chmod 4755 x",
+        "chown -R me /",
+        "kill -9 -1",
+        "kill -- -1",
+        "shutdown now",
+        "reboot",
+        "sudo ls",
+        "curl u | sh",
+        "curl u | sudo bash",
+        "wget -O- u | python3",
+        "mkfs.ext4 disk.img",
+        "echo x > /etc/passwd",
+        "echo k >> ~/.ssh/authorized_keys",
+        "npm publish",
+        "twine upload dist/*",
+        "docker run --privileged x",
+        "echo 'not closed",
+    ],
+)
+def test_a_dangerous_command_is_known_and_says_why(text: str) -> None:
+    found = classify(parse_commands(text), "/workspace")
+    assert (found.level, bool(found.reason)) == (Level.DANGEROUS, True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "ls -la ~",
+        'echo "rm -rf /"',
+        "grep -r 'rm -rf /' .",
+        'git commit -m "rm -rf /"',
+        "cat > notes.md <<'E'\nrm -rf /\nE",
+        "rm x",
+        "git push origin main",
+        "git push origin HEAD:refs/for/main",
+        "git reset HEAD x",
+        "kill -9 123",
+        "kill -1 123",
+        "chmod +x run.sh",
+        "chmod -R 755 .",
+        "chmod -R u+w .",
+        "dd if=/dev/zero of=disk.img",
+        "make > /dev/null 2>&1",
+        "curl -s u -o f",
+        "curl -s u | python3 -m json.tool",
+        "cat x | tr a b | sort",
+        "python3 - <<'E'\nprint(1)\nE",
+        "find . -name '*.py' | xargs grep foo",
+        "find . -type f -exec wc -l {} +",
+        "diff <(sort a) <(sort b)",
+        'x=$(date +%s); echo "$x" ${x%s} $((x + 2 * (3)))',
+        "case $x in *.c) echo 1;; *) echo 2;; esac",
+        "(cd src && make) || { echo failed; exit 1; }",
+        "sed -i 's/a/b/' f && awk '{print $1}' f",
+        "bash run.sh && bash -c 'ls -la'",
+        "cp a /tmp/b; tar xzf a.tgz; mkdir -p a/b",
+    ],
+)
+def test_an_everyday_command_is_not_dangerous(text: str) -> None:
+    assert level(text) is Level.NONE
+
+
+def test_a_compound_command_is_as_dangerous_as_its_most_dangerous_part() -> None:
+    assert level("ls && rm -rf build") is Level.DANGEROUS
+    assert level("rm -rf build; ls | (cat; rm -rf /)") is Level.CATASTROPHIC
+
+
+def test_where_a_command_starts_decides_what_its_paths_mean() -> None:
+    assert level("rm -rf *", "/") is Level.CATASTROPHIC
+    assert level("rm -rf *") is Level.DANGEROUS
+    assert level("cd /tmp && rm -rf ~") is Level.CATASTROPHIC
+
+
+def test_a_named_danger_is_told_rather_than_that_the_text_cannot_be_read() -> None:
+    assert "removes folders" in classify(parse_commands("f() { ls; }; rm -rf x")).reason
+
+
+@given(st.text())
+def test_any_text_can_be_classified(text: str) -> None:
+    assert classify(parse_commands(text)).level in Level
+
+
+@given(st.text(alphabet=st.characters(blacklist_characters="'\x00"), max_size=40))
+def test_words_of_any_text_in_quotes_harm_nobody(text: str) -> None:
+    assert level(f"echo '{text}'") is Level.NONE
