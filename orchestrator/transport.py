@@ -1,15 +1,24 @@
-"""What carries an envelope to whoever runs it and its answer back; and the one that runs plain functions in this process."""
+"""What carries an envelope to whoever runs it and its answer back; and the one that runs functions in this process."""
 
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from contract.calls import ToolResult
+from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
-from contract.errors import ErrorCode, ToolFailure
+from contract.errors import ErrorCode
+from contract.registry import Tool
+from orchestrator.functions.blocking_calls import BlockingCall, BlockingCalls, Ended
+from orchestrator.functions.call_context import CallContext
+from orchestrator.functions.call_outputs import build_failure, build_result
+from orchestrator.functions.function_schemas import is_async
+
+CANCEL_GRACE_S = 1.0
+"""How long a cancelled function may take to clean up."""
 
 
 @dataclass(frozen=True)
@@ -49,35 +58,147 @@ class Transport(Protocol):
     async def aclose(self) -> None: ...
 
 
-class InProcessTransport:
-    """Plain functions as tools, for tests and for programs without a pool: same envelopes, no queue, no sandbox, no walls."""
+class Lookup(Protocol):
+    """Where functions come from: a mapping, or a ToolRegistry. Asked anew for every call."""
 
-    def __init__(self, functions: Mapping[str, Callable[..., Any]], key: bytes) -> None:
-        self._functions = dict(functions)
+    def get(self, name: str, /) -> Any: ...
+
+
+ContextFor = Callable[[ToolCall, ToolContext], CallContext]
+
+
+class InProcessTransport:
+    """Functions as tools, for programs without a pool and for tests: same envelopes, no queue, no sandbox, no walls.
+
+    `functions`: plain functions by name, called with their arguments by name; or tools (contract.registry.Tool) whose handler is called
+    with the arguments and the CallContext that `contexts` makes. Async ones run on the loop and are cancelled at the limit; all others run
+    in daemon threads, which nothing can stop: their result then says that they may still run.
+    """
+
+    def __init__(self, functions: Lookup, key: bytes, *, contexts: ContextFor | None = None, threads: BlockingCalls | None = None) -> None:
+        self._functions = functions
         self._key = key
-        self.delivered: list[Delivery] = []
+        self._contexts = contexts or _bare_context
+        self._threads = threads or BlockingCalls()
+        self._abandoned: set[asyncio.Task[Ended]] = set()
+        self.delivered: deque[Delivery] = deque(maxlen=16)
+        """The last few deliveries, for a look at what was sent."""
 
     async def deliver(self, delivery: Delivery) -> Any:
-        """Run the function of the call's name with its arguments; what it raises becomes the result."""
+        """Run the function of the call's name with its arguments; whatever it gives or raises becomes the result."""
         self.delivered.append(delivery)
         call, context = decode_call(delivery.envelope, self._key)
-        started = time.monotonic()
-        try:
-            async with asyncio.timeout(min(context.timeout_s, delivery.wait_s)):
-                value = self._functions[call.name](**call.arguments)
-                value = await value if inspect.isawaitable(value) else value
-            result = ToolResult(call_id=call.id, name=call.name, success=True, output=str(value))
-        except TimeoutError:
-            result = ToolResult.failed(call, ErrorCode.TIMEOUT, f"{call.name} did not end within its limit of {context.timeout_s:g} s")
-        except ToolFailure as failure:
-            result = ToolResult.failed(call, failure.code, failure.message)
-        except Exception as error:  # noqa: BLE001  # the edge: a user's function may raise anything, and the loop goes on
-            result = ToolResult.failed(call, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
-        clocks = result.clocks.model_copy(update={"run_s": time.monotonic() - started})
-        return encode_result(result.model_copy(update={"clocks": clocks}))
+        clock = _Clock()
+        result = await self._result(call, context, delivery.wait_s, clock)
+        return encode_result(result.model_copy(update={"clocks": clock.read()}))
 
     async def command(self, queue: str, envelope: str) -> None:
         """Nothing to tell: a function runs where it was called."""
 
     async def aclose(self) -> None:
-        """Nothing to close."""
+        """Nothing to close: threads without work end by themselves."""
+
+    async def _result(self, call: ToolCall, context: ToolContext, wait_s: float, clock: "_Clock") -> ToolResult:
+        found = self._functions.get(call.name)
+        if found is None:
+            return ToolResult.failed(call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}")
+        limit_s = min(context.timeout_s, wait_s)
+        try:
+            function, run = self._prepare(found, call, context)
+            if is_async(function):
+                ended = await self._run_on_loop(run, limit_s)
+            else:
+                ended = await self._run_in_thread(run, limit_s, wait_s, clock)
+            return build_result(call, ended.value) if ended.error is None else build_failure(call, ended.error)
+        except _LimitReached as reached:
+            return ToolResult.failed(call, ErrorCode.TIMEOUT, f"{call.name} {reached}")
+        except Exception as error:  # noqa: BLE001  # the edge: what a user's value raises when it is written down, too, is a result
+            return build_failure(call, error)
+
+    def _prepare(self, found: Any, call: ToolCall, context: ToolContext) -> tuple[Callable[..., Any], Callable[[], Any]]:
+        """What is to run, and the call of it with nothing left to give."""
+        if isinstance(found, Tool):
+            handler, surroundings = found.handler, self._contexts(call, context)
+            return handler, lambda: handler(dict(call.arguments), surroundings)
+        return found, lambda: found(**call.arguments)
+
+    async def _run_on_loop(self, run: Callable[[], Any], limit_s: float) -> Ended:
+        """In a task of its own: one that will not be cancelled is left behind, and the loop goes on."""
+        task = asyncio.create_task(_end_of(run))
+        try:
+            finished, _ = await asyncio.wait({task}, timeout=limit_s)
+        except asyncio.CancelledError:
+            await self._cancel(task)
+            raise
+        if finished:
+            return task.result()
+        if await self._cancel(task):
+            raise _LimitReached(f"did not end within its limit of {limit_s:g} s")
+        raise _LimitReached(f"did not end within its limit of {limit_s:g} s and does not stop when it is cancelled: it may still run")
+
+    async def _cancel(self, task: "asyncio.Task[Ended]") -> bool:
+        """Whether it has ended."""
+        task.cancel()
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
+        await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+        return task.done()
+
+    async def _run_in_thread(self, run: Callable[[], Any], limit_s: float, wait_s: float, clock: "_Clock") -> Ended:
+        blocking = self._threads.submit(run)
+        try:
+            await self._await_start(blocking, wait_s)
+            clock.start_run()
+            finished, _ = await asyncio.wait({blocking.ended}, timeout=limit_s)
+        except asyncio.CancelledError:
+            self._threads.withdraw(blocking)
+            raise
+        if not finished:
+            raise _LimitReached(f"did not end within its limit of {limit_s:g} s; a plain function cannot be stopped, so it may still run")
+        ended = blocking.ended.result()
+        if ended.error is None and inspect.isawaitable(ended.value):
+            return await self._run_on_loop(lambda: ended.value, max(0.0, limit_s - clock.read().run_s))
+        return ended
+
+    async def _await_start(self, blocking: BlockingCall, wait_s: float) -> None:
+        await asyncio.wait({blocking.started}, timeout=wait_s)
+        if not blocking.started.done() and self._threads.withdraw(blocking):
+            sentence = f"was not run: all {self._threads.limit} threads were busy for {wait_s:g} s with functions that have not returned"
+            raise _LimitReached(sentence)
+
+
+class _LimitReached(Exception):
+    """A call's time is up. The message goes behind the tool's name."""
+
+
+class _Clock:
+    """When a call came and when it began to run; async ones begin at once."""
+
+    def __init__(self) -> None:
+        self._came = self._began = time.monotonic()
+
+    def start_run(self) -> None:
+        self._began = time.monotonic()
+
+    def read(self) -> Clocks:
+        return Clocks(queued_s=self._began - self._came, run_s=time.monotonic() - self._began)
+
+
+async def _end_of(run: Callable[[], Any]) -> Ended:
+    """How an awaitable ends. Only the program's own end, KeyboardInterrupt, is let through: raised in a task it stops the loop."""
+    try:
+        return Ended(value=await run())
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  # the edge: a user's function may raise anything
+        return Ended(error=error)
+
+
+def _bare_context(call: ToolCall, context: ToolContext) -> CallContext:
+    return CallContext(
+        call.id,
+        tenant=context.tenant,
+        run=context.run,
+        session=context.session,
+        cwd=context.cwd,
+        config=context.config,
+        loop=asyncio.get_running_loop(),
+    )

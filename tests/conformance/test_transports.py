@@ -175,22 +175,6 @@ async def test_celery_gives_up_after_its_wait(redis_server: RedisProcess) -> Non
         await gives_up(transport)
 
 
-async def test_functions_in_this_process_are_given_up_after_the_wait() -> None:
-    transport = InProcessTransport(FUNCTIONS, KEY)
-    delivery = asyncio.create_task(transport.deliver(build_delivery("hang", wait_s=0.05)))
-    finished, _ = await asyncio.wait({delivery}, timeout=0.5)
-    delivery.cancel()
-    await asyncio.gather(delivery, return_exceptions=True)
-    assert finished
-
-
-async def test_functions_in_this_process_may_fail_at_length() -> None:
-    def rant() -> str:
-        raise RuntimeError("x" * 20_000)
-
-    assert (await delivered(InProcessTransport({"rant": rant}, KEY), build_delivery("rant"))).error_code is ErrorCode.INTERNAL
-
-
 # Celery alone
 
 

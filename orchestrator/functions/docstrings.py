@@ -1,0 +1,56 @@
+"""What a Google-style docstring says of a function: its description, and a sentence for each parameter."""
+
+import inspect
+import re
+from dataclasses import dataclass, field
+
+_SECTION = re.compile(
+    r"^(Args|Arguments|Parameters|Params|Returns?|Raises?|Yields?|Examples?|Notes?|Warnings?|Todo|See Also|References)\s*:\s*$"
+)
+_PARAMETERS = ("Args", "Arguments", "Parameters", "Params")
+_ENTRY = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+
+
+@dataclass(frozen=True)
+class Docstring:
+    """`description`: what stands before the first section."""
+
+    description: str = ""
+    parameters: dict[str, str] = field(default_factory=dict)
+
+
+def parse_docstring(text: str | None) -> Docstring:
+    """Never fails: what has no section is all description."""
+    lines = inspect.cleandoc(text or "").splitlines()
+    sections: dict[str, list[str]] = {"": []}
+    name = ""
+    for line in lines:
+        found = _SECTION.match(line)
+        if found:
+            name = found.group(1)
+            sections.setdefault(name, [])
+        elif not name or not line or line[0].isspace():
+            sections[name].append(line)
+        else:
+            # Text at the margin ends a section; it is prose again, and belongs to no parameter.
+            name = "prose"
+            sections.setdefault(name, []).append(line)
+    entries: dict[str, str] = {}
+    for heading in _PARAMETERS:
+        entries.update(_parse_entries(sections.get(heading, [])))
+    return Docstring("\n".join(sections[""]).strip(), entries)
+
+
+def _parse_entries(lines: list[str]) -> dict[str, str]:
+    """`name (type): text`, continued on lines that are indented deeper."""
+    entries: dict[str, str] = {}
+    depth = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+    current = ""
+    for line in lines:
+        found = _ENTRY.match(line[depth:])
+        if found:
+            current = found.group(1)
+            entries[current] = found.group(2).strip()
+        elif current and line.strip():
+            entries[current] = f"{entries[current]} {line.strip()}".strip()
+    return entries

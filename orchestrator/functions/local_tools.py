@@ -1,0 +1,222 @@
+"""Tools that run in this process, ready for the loop: a registry, a door with checks and limits, approvals. No pool, no sandbox."""
+
+import asyncio
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.registry import ToolRegistry
+from contract.specs import ToolSpec
+from orchestrator.agent import Agent, RunResult
+from orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover, review
+from orchestrator.approvals.policies import ApprovalPolicy
+from orchestrator.dialects.choice import choose_dialect, know_model, with_window
+from orchestrator.dispatcher import Dispatcher, Route, Terms
+from orchestrator.events import OnEvent
+from orchestrator.functions.blocking_calls import BlockingCalls
+from orchestrator.functions.call_context import CallContext, LocalHandler, MemoryState, ModelLike, SessionState
+from orchestrator.functions.function_tools import LocalTool, as_tool
+from orchestrator.limits import ReActOptions
+from orchestrator.models.adapter import ModelAdapter
+from orchestrator.models.base import Model
+from orchestrator.models.capabilities import CapabilityCache
+from orchestrator.models.choice import ChosenModel, choose_model
+from orchestrator.settings import load_settings
+from orchestrator.transport import InProcessTransport
+
+QUEUE_WAIT_S = 60.0
+"""How long a plain function waits for a free thread."""
+
+_NOBODY = "it needs approval and nobody was named to ask: give LocalTools an approver"
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What calls are told of beside their arguments: whose they are, and what `CallContext` carries for them."""
+
+    tenant: str
+    cwd: str
+    config: Mapping[str, Any]
+    model: ModelLike | Model | None
+    state: SessionState
+    session: str | None = None
+    run: str | None = None
+
+
+class RegistryCatalog:
+    """A registry as the dispatcher's catalog, read anew for every call: what is registered now is callable now."""
+
+    def __init__(self, registry: ToolRegistry[LocalHandler]) -> None:
+        self._registry = registry
+
+    async def specs(self) -> tuple[ToolSpec, ...]:
+        return tuple(self._registry.specs())
+
+
+class LocalTools:
+    """A program's own tools. One may serve many runs at once; `for_run` gives a run or session its own model and state.
+
+    `tools`: whatever `as_tool` takes. `timeout_s`: the limit of tools without one of their own. Tools marked requires_permission or dangerous
+    are asked about; without an `approver` they are refused. `model`: what tools may ask; a plain Model is handed to each call as a ModelAdapter
+    of its own, so that no call can spend more than that allows. Functions run with the program's own rights: give a model only what it may do.
+    """
+
+    def __init__(
+        self,
+        tools: Iterable[Any] = (),
+        *,
+        model: ModelLike | Model | None = None,
+        config: Mapping[str, Any] | None = None,
+        cwd: Path | str | None = None,
+        state: SessionState | None = None,
+        approver: Approver | None = None,
+        policy: ApprovalPolicy = DEFAULT_POLICY,
+        tenant: str = "default",
+        timeout_s: float = 30,
+    ) -> None:
+        self.registry: ToolRegistry[LocalHandler] = ToolRegistry(as_tool(tool) for tool in tools)
+        self._approver = approver or RefusingApprover(_NOBODY)
+        self._policy = policy
+        self._timeout_s = timeout_s
+        self._key = secrets.token_bytes(32)
+        self._threads = BlockingCalls()
+        self._surroundings = Surroundings(
+            tenant=tenant,
+            cwd=str(cwd if cwd is not None else Path.cwd()),
+            config=MappingProxyType({} if config is None else config),
+            model=model,
+            state=state if state is not None else MemoryState(),
+        )
+        self._states: dict[str, SessionState] = {}
+        self._door = self._open_door(self._surroundings)
+
+    def register(self, tool: Any) -> LocalTool:
+        """Add a tool, or replace the one of its name, from the next call on. Takes and raises what `as_tool` does."""
+        made = as_tool(tool)
+        self.registry.register(made)
+        return made
+
+    def specs(self, names: Iterable[str] | Literal["all"] = "all") -> list[ToolSpec]:
+        """What a model is told of, by name order."""
+        return self.registry.specs(names)
+
+    async def run(
+        self,
+        instruction: str,
+        *,
+        model: Model | ChosenModel | str | None = None,
+        dialect: str | None = None,
+        options: ReActOptions | None = None,
+        on_event: OnEvent | None = None,
+        session: str | None = None,
+    ) -> RunResult:
+        """Work one instruction with these tools to an answer or a limit; no pool, no sandbox. `session`: whose state the tools see.
+
+        `model` None: as the environment says, else the embedded small one. Raises ModelUnavailable, ConfigError.
+        """
+        settings = load_settings()
+        async with choose_model(settings, model) as chosen:
+            wanted = dialect or settings.dialect
+            known = await know_model(chosen, wanted, CapabilityCache(settings.capability_folder))
+            bound = self.for_run(session=session, model=ModelAdapter(chosen.model))
+            agent = Agent(
+                chosen.model,
+                choose_dialect(wanted, known, is_small=chosen.is_small),
+                self.specs(),
+                bound.run_call,
+                options=with_window(options or ReActOptions(tool_timeout_s=self._timeout_s), settings, known),
+                on_event=on_event or (lambda _: None),
+            )
+            return await agent.run(instruction)
+
+    async def run_call(self, call: ToolCall) -> ToolResult:
+        """The one result of a model's call: reviewed, checked, run within its limit. Never raises for a call's failure."""
+        return await self._run_call(self._door, self._surroundings, call)
+
+    def for_run(
+        self,
+        *,
+        run: str | None = None,
+        session: str | None = None,
+        model: ModelLike | Model | None = None,
+        state: SessionState | None = None,
+    ) -> "BoundTools":
+        """The same tools for one run: its calls see this model and this state.
+
+        `state` None: the session's, which is kept until `forget_session`; for a run without a session, a new one.
+        """
+        ours = self._surroundings
+        if state is None:
+            state = MemoryState() if session is None else self._states.setdefault(session, MemoryState())
+        told = replace(ours, run=run, session=session, model=model or ours.model, state=state)
+        return BoundTools(self, self._open_door(told), told)
+
+    def forget_session(self, session: str) -> None:
+        """Drop what was kept for a session that has ended."""
+        self._states.pop(session, None)
+
+    async def _run_call(self, door: Dispatcher, told: Surroundings, call: ToolCall) -> ToolResult:
+        tool = self.registry.get(call.name)
+        timeout_s = self._timeout_s
+        if tool is not None:
+            reviewed = await review(
+                call,
+                tool.spec,
+                self._approver,
+                policy=self._policy,
+                tenant=told.tenant,
+                session=told.session,
+                checks=tool.validators,
+            )
+            if isinstance(reviewed, ToolResult):
+                return reviewed
+            call = reviewed
+            timeout_s = tool.spec.timeout_s or timeout_s
+        # Said outright: an argument that happens to be called `timeout` is the function's own business.
+        terms = Terms(timeout_s=timeout_s, run=told.run)
+        return await door.dispatch(call, Route(told.tenant, told.session, "local"), terms)
+
+    def _open_door(self, told: Surroundings) -> Dispatcher:
+        def context_for(call: ToolCall, context: ToolContext) -> CallContext:
+            return CallContext(
+                call_id=call.id,
+                tenant=context.tenant,
+                run=context.run,
+                session=context.session,
+                cwd=told.cwd,
+                config=told.config,
+                model=_for_tools(told.model),
+                state=told.state,
+                loop=asyncio.get_running_loop(),
+            )
+
+        transport = InProcessTransport(self.registry, self._key, contexts=context_for, threads=self._threads)
+        return Dispatcher(transport, RegistryCatalog(self.registry), self._key, queue_wait_s=QUEUE_WAIT_S)
+
+
+class BoundTools:
+    """LocalTools for one run or session. Made by `LocalTools.for_run`; `run_call` is what an Agent takes."""
+
+    def __init__(self, tools: LocalTools, door: Dispatcher, told: Surroundings) -> None:
+        self._tools = tools
+        self._door = door
+        self._told = told
+
+    @property
+    def state(self) -> SessionState:
+        return self._told.state
+
+    def specs(self, names: Iterable[str] | Literal["all"] = "all") -> list[ToolSpec]:
+        return self._tools.specs(names)
+
+    async def run_call(self, call: ToolCall) -> ToolResult:
+        """As `LocalTools.run_call`."""
+        return await self._tools._run_call(self._door, self._told, call)
+
+
+def _for_tools(model: ModelLike | Model | None) -> ModelLike | None:
+    return model if model is None or isinstance(model, ModelLike) else ModelAdapter(model)

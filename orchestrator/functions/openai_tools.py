@@ -1,0 +1,122 @@
+"""Any form in which tools are written down, as an entry of a chat request's `tools`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
+
+from contract.registry import Tool
+from contract.specs import ToolSpec
+from orchestrator.functions.docstrings import parse_docstring
+from orchestrator.functions.function_schemas import read_function
+from orchestrator.functions.json_schemas import close_schema, plain_schema
+from orchestrator.functions.langchain_shape import base_tool_schema, is_base_tool, is_langchain_shaped, langchain_schema, schema_of
+
+EMPTY_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+HOSTED_TOOLS = frozenset(
+    {
+        "code_interpreter",
+        "computer_use_preview",
+        "custom",
+        "file_search",
+        "function",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "tool_search",
+        "web_search",
+    }
+)
+"""Types of entries that a server of OpenAI's knows; `web_search_preview` and its dated kin besides."""
+
+
+def convert_to_openai_tool(tool: Any, *, strict: bool | None = None) -> dict[str, Any]:
+    """`{"type": "function", "function": {name, description, parameters[, strict]}}`.
+
+    Takes specs, tools of ours, objects in LangChain's shape, pydantic and TypedDict classes, functions, and dicts: of OpenAI (an entry that
+    is one already comes back unchanged), of Anthropic (`input_schema`), of Bedrock (`toolSpec`), and JSON Schemas with a title.
+    `strict`: True closes every object and requires all of its properties. Raises ValueError when `tool` says otherwise of `strict`, and for
+    what is no tool; TypeError for a function whose signature no model could fill in.
+    """
+    if isinstance(tool, Mapping) and _is_entry(tool):
+        if strict is None or not isinstance(tool.get("function"), Mapping):
+            return dict(tool)
+        return {**tool, "function": _with_strict(dict(tool["function"]), strict)}
+    return {"type": "function", "function": _with_strict(_describe(tool), strict)}
+
+
+def _is_entry(tool: Mapping[str, Any]) -> bool:
+    kind = tool.get("type")
+    return isinstance(kind, str) and (kind in HOSTED_TOOLS or kind.startswith("web_search_preview"))
+
+
+def _with_strict(function: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    if strict is None:
+        return function
+    told = function.get("strict")
+    if told is not None and told != strict:
+        raise ValueError(f"tool '{function.get('name')}' says strict={told}, which contradicts the strict={strict} that is asked for")
+    if strict:
+        function["parameters"] = close_schema(function.get("parameters") or EMPTY_PARAMETERS)
+    return {**function, "strict": strict}
+
+
+def _describe(tool: Any) -> dict[str, Any]:
+    if isinstance(tool, Tool):
+        tool = tool.spec
+    if isinstance(tool, ToolSpec):
+        return _function(tool.name, tool.description, tool.parameters)
+    if isinstance(tool, Mapping):
+        return _from_mapping(tool)
+    if isinstance(tool, type):
+        return _from_class(tool)
+    if callable(getattr(tool, "execute", None)) and isinstance(getattr(tool, "name", None), str):
+        return _function(tool.name, getattr(tool, "description", ""), schema_of(getattr(tool, "parameters", None) or {}))
+    if is_langchain_shaped(tool):
+        return _function(tool.name, tool.description, langchain_schema(tool))
+    if is_base_tool(tool):
+        return _function(tool.name, tool.description, base_tool_schema(tool))
+    if callable(tool):
+        return _from_function(tool)
+    raise ValueError(f"{type(tool).__name__} is no tool: give a dict, a pydantic class, a function or an object with name and description")
+
+
+def _from_mapping(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if "name" in tool and "input_schema" in tool:
+        return _function(tool["name"], tool.get("description"), tool["input_schema"])
+    if "toolSpec" in tool:
+        inner = tool["toolSpec"]
+        return _function(inner["name"], inner.get("description"), inner["inputSchema"]["json"])
+    if "name" in tool:
+        function = _function(tool["name"], tool.get("description"), tool.get("parameters"))
+        return {**function, "strict": tool["strict"]} if "strict" in tool else function
+    if "title" in tool:
+        rest = {key: value for key, value in tool.items() if key not in ("title", "description")}
+        return _function(tool["title"], tool.get("description"), rest if "properties" in rest else None)
+    raise ValueError("a dict that describes a tool has a name (OpenAI, Anthropic), a toolSpec (Bedrock) or a title (JSON Schema)")
+
+
+def _from_class(kind: type[Any]) -> dict[str, Any]:
+    if issubclass(kind, dict) and hasattr(kind, "__required_keys__"):
+        schema = plain_schema(TypeAdapter(kind).json_schema())
+        told = parse_docstring(kind.__doc__)
+        return _function(kind.__name__, told.description, {key: value for key, value in schema.items() if key != "description"})
+    if issubclass(kind, BaseModel):
+        raw = kind.model_json_schema()
+    elif callable(getattr(kind, "schema", None)):
+        raw = kind.schema()
+    else:
+        raise ValueError(f"the class {kind.__name__} is no pydantic model: give an instance, a pydantic class or a function")
+    parameters = plain_schema(raw)
+    description = parameters.pop("description", "")
+    return _function(raw.get("title") or kind.__name__, description, parameters)
+
+
+def _from_function(function: Callable[..., Any]) -> dict[str, Any]:
+    shape = read_function(function)
+    return _function(shape.name, shape.docstring.description, shape.schema)
+
+
+def _function(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"name": name, "description": description or "", "parameters": dict(parameters or EMPTY_PARAMETERS)}

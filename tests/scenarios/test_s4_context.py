@@ -1,0 +1,138 @@
+"""Rows S4-02 and S4-12 to S4-15 of the scenarios: what a tool is, and what it is told beside its arguments."""
+
+import json
+from typing import Any
+
+from contract.calls import ToolResult
+from contract.registry import Tool
+from orchestrator import CallContext, LocalTools, as_tool, tool
+from orchestrator.functions.call_context import ModelLike
+from orchestrator.models.adapter import MAX_CALLS, ModelAdapter
+from orchestrator.models.scripted import ScriptedModel
+from tests.builders import build_call
+
+
+class FixedModel:
+    """A model that completes everything in the same words."""
+
+    name = "fixed"
+
+    async def complete(self, *_: Any, **__: Any) -> str:
+        return "done"
+
+
+async def call(tools: Any, name: str, **arguments: Any) -> Any:
+    result: ToolResult = await tools.run_call(build_call(name, **arguments))
+    assert result.success, result.error
+    return json.loads(result.output or "")
+
+
+async def test_s4_02_a_tool_is_one_thing_however_a_program_writes_its_capability() -> None:
+    def plain(n: int) -> int:
+        return n + 1
+
+    async def execute(args: dict[str, Any], context: CallContext) -> Any:
+        return args["n"] + 1
+
+    class BaseTool:
+        name = "run_method"
+        description = "Adds one."
+
+        def _run(self, n: int) -> int:
+            return n + 1
+
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tools = [as_tool(plain), as_tool({"name": "execute", "description": "Adds one.", "parameters": parameters, "execute": execute})]
+    tools.append(as_tool(BaseTool()))
+    assert all(isinstance(made, Tool) and made.name and made.spec.description and made.spec.parameters for made in tools)
+    assert [await call(LocalTools(tools), made.name, n=1) for made in tools] == [2, 2, 2]
+
+
+async def test_s4_12_every_execution_gets_a_context_of_its_own() -> None:
+    @tool
+    async def which(context: CallContext) -> list[str]:
+        return [context.call_id, context.tenant]
+
+    tools = LocalTools([which], tenant="acme")
+    results = [await tools.run_call(build_call("which", call_id=call_id)) for call_id in ("a", "b")]
+    assert [result.output for result in results] == ['["a", "acme"]', '["b", "acme"]']
+    assert tools.specs()[0].parameters["properties"] == {}
+
+
+async def test_s4_13_the_context_contains_the_current_configuration_and_the_working_directory() -> None:
+    @tool
+    def look(context: CallContext) -> list[Any]:
+        return [context.config["region"], context.cwd]
+
+    config = {"region": "north"}
+    tools = LocalTools([look], config=config, cwd="/data")
+    assert await call(tools, "look") == ["north", "/data"]
+    config["region"] = "south"
+    assert await call(tools, "look") == ["south", "/data"]
+
+
+async def test_s4_13_a_tool_cannot_change_the_configuration() -> None:
+    @tool
+    def meddle(context: CallContext) -> None:
+        context.config["region"] = "mine"  # type: ignore[index]
+
+    result = await LocalTools([meddle], config={"region": "north"}).run_call(build_call("meddle"))
+    assert (result.success, "TypeError" in str(result.error)) == (False, True)
+
+
+async def test_s4_14_the_context_contains_the_model_in_use_and_lets_a_tool_ask_it() -> None:
+    @tool
+    async def ask(context: CallContext) -> list[Any]:
+        assert isinstance(context.model, ModelLike)
+        return [context.model.name, await context.model.complete("What now?")]
+
+    @tool
+    def ask_plainly(context: CallContext) -> Any:
+        assert context.model is not None
+        return context.wait(context.model.complete("What now?"))
+
+    tools = LocalTools([ask, ask_plainly], model=FixedModel())
+    assert await call(tools, "ask") == ["fixed", "done"]
+    assert (await tools.run_call(build_call("ask_plainly"))).output == "done"
+
+
+async def test_s4_14_a_run_with_another_model_sees_that_one() -> None:
+    class Other(FixedModel):
+        name = "other"
+
+    @tool
+    async def name(context: CallContext) -> list[str]:
+        assert context.model is not None
+        return [context.model.name]
+
+    tools = LocalTools([name], model=FixedModel())
+    assert [await call(tools, "name"), await call(tools.for_run(model=Other()), "name")] == [["fixed"], ["other"]]
+
+
+async def test_s4_14_a_plain_model_is_handed_on_as_an_adapter_with_a_budget_for_each_call() -> None:
+    @tool
+    async def ask(context: CallContext) -> str:
+        assert isinstance(context.model, ModelAdapter)
+        completion = await context.model.complete("What now?")
+        return f"{context.model.name}: {completion.text}"
+
+    tools = LocalTools([ask], model=ScriptedModel(lambda _: "done"))
+    results = [await tools.run_call(build_call("ask")) for _ in range(MAX_CALLS + 1)]
+    assert {result.output for result in results} == {"scripted: done"}
+
+
+async def test_s4_15_a_tool_reads_and_updates_the_state_of_its_session() -> None:
+    @tool
+    async def add(item: str, context: CallContext) -> Any:
+        return await context.state.update("items", lambda items: [*(items or []), item])
+
+    @tool
+    def read(context: CallContext) -> Any:
+        return context.wait(context.state.get("items", []))
+
+    tools = LocalTools([add, read])
+    one, other = tools.for_run(session="one"), tools.for_run(session="other")
+    await call(one, "add", item="a")
+    assert await call(one, "add", item="b") == ["a", "b"]
+    assert await call(tools.for_run(session="one"), "read") == ["a", "b"]
+    assert await call(other, "read") == []

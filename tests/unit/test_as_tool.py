@@ -1,0 +1,112 @@
+"""Whatever can be run by name is a tool: functions, dicts and objects with execute, objects with `_run`."""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+from pydantic import BaseModel
+
+from contract.registry import Tool, ToolRegistry
+from contract.schema import prepare_arguments
+from orchestrator.functions.call_context import CallContext
+from orchestrator.functions.function_tools import FunctionTool, as_tool, tool
+
+CONTEXT = CallContext("c1", cwd="/here")
+
+
+class Place(BaseModel):
+    title: str
+
+
+def run(made: Tool[Any], **arguments: Any) -> Any:
+    """As a dispatcher would: checked by the schema first."""
+    prepared, _ = prepare_arguments(made.spec, arguments)
+    value = made.handler(prepared, CONTEXT)
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+def test_a_tool_of_ours_comes_back_as_it_is() -> None:
+    made = tool(lambda: None)
+    assert as_tool(made) is made
+    assert isinstance(made, FunctionTool)
+
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def test_a_dict_with_execute_is_a_tool() -> None:
+    async def execute(args: dict[str, Any]) -> dict[str, Any]:
+        return {"temp": 22, "city": args["city"]}
+
+    made = as_tool({"name": "get_weather", "description": "Weather.", "parameters": WEATHER, "execute": execute})
+    assert (made.name, made.spec.description, made.spec.parameters) == ("get_weather", "Weather.", WEATHER)
+    assert run(made, city="Beijing") == {"temp": 22, "city": "Beijing"}
+
+
+def test_an_object_with_execute_gets_the_context_as_second_argument() -> None:
+    class Where:
+        name = "where"
+        description = "Where."
+        parameters: ClassVar[dict[str, Any]] = {}
+
+        def requires_permission(self) -> bool:
+            return True
+
+        def execute(self, args: dict[str, Any], context: CallContext) -> str:
+            return context.cwd
+
+    made = as_tool(Where())
+    assert made.requires_permission is True
+    assert (run(made), made.spec.parameters) == ("/here", {"type": "object", "properties": {}})
+
+
+SECONDS: list[tuple[Callable[..., Any], Any]] = [
+    (lambda args: "alone", "alone"),
+    (lambda args, context: context.cwd, "/here"),
+    (lambda args, anything: anything.cwd, "/here"),
+    (lambda args, context=None: context.cwd, "/here"),
+    (lambda args, verbose=False: verbose, False),
+    (lambda *args: args[1].cwd, "/here"),
+]
+
+
+@pytest.mark.parametrize(("execute", "expected"), SECONDS, ids=range(len(SECONDS)))
+def test_the_context_is_passed_where_it_is_taken(execute: Callable[..., Any], expected: Any) -> None:
+    assert run(as_tool({"name": "x", "description": "X.", "execute": execute})) == expected
+
+
+def test_a_base_tool_is_run_by_its_run_method_and_described_by_its_signature() -> None:
+    class Search:
+        name = "search"
+        description = "Searches."
+
+        def _run(self, query: str, limit: int = 5) -> str:
+            return f"{limit} of {query}"
+
+    made = as_tool(Search())
+    assert made.spec.parameters["required"] == ["query"]
+    assert run(made, query="a") == "5 of a"
+
+
+def test_a_base_tool_with_open_arguments_takes_any() -> None:
+    class Anything:
+        name = "anything"
+        description = "Takes anything."
+
+        def run(self, **kwargs: Any) -> dict[str, Any]:
+            return kwargs
+
+    assert run(as_tool(Anything()), a=1) == {"a": 1}
+
+
+@pytest.mark.parametrize("value", [5, "name", None, {"name": "x"}, {"execute": print}, int, Place, object()], ids=repr)
+def test_what_is_no_tool_is_refused_with_what_is_missing(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"needs|lacks|class"):
+        as_tool(value)
+
+
+def test_every_tool_made_fits_the_registry() -> None:
+    registry = ToolRegistry([tool(lambda city: city), as_tool(lambda **anything: anything)])
+    assert len(registry) == 1

@@ -1,0 +1,346 @@
+"""Functions as tools: what a model reads of a signature, and how its arguments come back to the function."""
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, Literal, Optional
+
+import pytest
+from pydantic import AfterValidator, BaseModel, Field
+from typing_extensions import TypedDict
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.registry import Tool
+from contract.schema import prepare_arguments
+from orchestrator.functions.call_context import CallContext
+from orchestrator.functions.docstrings import parse_docstring
+from orchestrator.functions.function_schemas import is_async
+from orchestrator.functions.function_tools import as_tool, tool
+
+CONTEXT = CallContext("c1", cwd="/here")
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Place(BaseModel):
+    """Somewhere."""
+
+    title: str
+    height: int = 0
+
+
+class Node(BaseModel):
+    name: str
+    children: list["Node"] = []
+
+
+class Options(TypedDict):
+    deep: bool
+
+
+@dataclass
+class Pair:
+    left: int
+    right: int
+
+
+def properties(made: Tool[Any]) -> dict[str, Any]:
+    found = made.spec.parameters["properties"]
+    assert isinstance(found, dict)
+    return found
+
+
+def run(made: Tool[Any], **arguments: Any) -> Any:
+    """As a dispatcher would: checked by the schema first."""
+    prepared, _ = prepare_arguments(made.spec, arguments)
+    value = made.handler(prepared, CONTEXT)
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+# The decorator
+
+
+def test_a_bare_decorator_makes_a_tool_of_name_docstring_and_hints() -> None:
+    @tool
+    def get_weather(city: str, days: int = 3) -> dict[str, Any]:
+        """Get the weather.
+
+        For a city.
+
+        Args:
+            city (str): Its name,
+                in English.
+            days: How many: at most 7.
+
+        Returns:
+            A dict.
+        """
+        return {"city": city}
+
+    assert (get_weather.name, get_weather.spec.description) == ("get_weather", "Get the weather.\n\nFor a city.")
+    assert get_weather.spec.parameters == {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "Its name, in English."},
+            "days": {"type": "integer", "default": 3, "description": "How many: at most 7."},
+        },
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    assert get_weather.spec.needs_sandbox is False
+
+
+def test_what_is_decorated_stays_callable_as_the_function() -> None:
+    @tool
+    def double(n: int) -> int:
+        """Twice."""
+        return 2 * n
+
+    assert double(4) == double(n=4) == 8
+    assert (double.__name__, double.__doc__, str(inspect.signature(double))) == ("double", "Twice.", "(n: int) -> int")  # type: ignore[attr-defined]
+
+
+def test_a_decorator_with_arguments_sets_limits_and_flags() -> None:
+    @tool(name="wipe_all", description="Wipes.", timeout_s=5, requires_permission=True, dangerous=True, read_only=False, idempotent=True)
+    def wipe() -> None: ...
+
+    spec = wipe.spec
+    assert (spec.name, spec.description, spec.timeout_s) == ("wipe_all", "Wipes.", 5)
+    assert (spec.requires_permission, spec.dangerous, spec.read_only, spec.idempotent) == (True, True, False, True)
+
+
+def test_a_function_without_docstring_is_described_by_its_name() -> None:
+    assert as_tool(lambda: None).spec.description
+    assert tool(lambda city: city).spec.parameters["required"] == ["city"]
+
+
+def test_an_async_function_stays_async() -> None:
+    @tool
+    async def shout(text: str) -> str:
+        return text.upper()
+
+    assert is_async(shout.handler)
+    assert run(shout, text="a") == "A"
+    assert asyncio.run(shout("b")) == "B"
+
+
+def test_a_positional_option_is_told_how_options_go() -> None:
+    with pytest.raises(TypeError, match=r"@tool\(name="):
+        tool("search")  # type: ignore[call-overload]
+
+
+# Types
+
+
+def everything(
+    unit: Literal["C", "F"],
+    colour: Colour,
+    place: Place,
+    pair: Pair,
+    options: Options,
+    limit: Optional[int] = None,  # noqa: UP045
+    text: Annotated[str, Field(description="own", max_length=5)] = "",
+    tags: list[str] | None = None,
+    many: dict[str, float] | None = None,
+    number: int = Field(3, description="by default", ge=1),
+    anything=None,  # type: ignore[no-untyped-def]
+) -> dict[str, Any]:
+    """Takes all kinds.
+
+    Args:
+        text: not this
+        place: of the thing
+    """
+    return dict(locals())
+
+
+def test_every_kind_of_hint_has_its_json_form() -> None:
+    found = properties(as_tool(everything))
+    assert found["unit"] == {"type": "string", "enum": ["C", "F"]}
+    assert found["colour"] == {"type": "string", "enum": ["red", "blue"]}
+    place = {
+        "type": "object",
+        "properties": {"title": {"type": "string"}, "height": {"type": "integer", "default": 0}},
+        "required": ["title"],
+    }
+    assert found["place"] == {**place, "description": "of the thing"}
+    assert found["limit"] == {"type": ["integer", "null"], "default": None}
+    assert found["text"] == {"type": "string", "description": "own", "maxLength": 5, "default": ""}
+    assert found["tags"] == {"type": ["array", "null"], "items": {"type": "string"}, "default": None}
+    assert found["number"] == {"type": "integer", "description": "by default", "minimum": 1, "default": 3}
+    assert found["anything"] == {"default": None}
+
+
+def test_no_reference_and_no_title_is_left_but_properties_of_that_name() -> None:
+    made = as_tool(everything)
+    assert "$ref" not in str(made.spec.parameters)
+    assert "$defs" not in made.spec.parameters
+    assert properties(made)["place"]["properties"]["title"] == {"type": "string"}
+
+
+def test_a_function_gets_its_own_types_back() -> None:
+    arguments = {"unit": "C", "colour": "blue", "place": {"title": "Oslo"}, "pair": {"left": 1, "right": 2}, "options": {"deep": True}}
+    got = run(as_tool(everything), **arguments)
+    assert (got["colour"], got["place"], got["pair"]) == (Colour.BLUE, Place(title="Oslo"), Pair(1, 2))
+    assert (got["options"], got["limit"], got["number"]) == ({"deep": True}, None, 3)
+
+
+def test_a_type_that_contains_itself_keeps_its_definition() -> None:
+    @tool
+    def walk(node: Node) -> str:
+        return node.children[0].name
+
+    assert properties(walk)["node"] == {"$ref": "#/$defs/Node"}
+    assert run(walk, node={"name": "a", "children": [{"name": "b"}]}) == "b"
+    with pytest.raises(ToolFailure):
+        run(walk, node={"name": "a", "children": [{"name": 5}]})
+
+
+def test_an_optional_parameter_can_be_given_as_text() -> None:
+    @tool
+    def page(limit: int | None = None) -> int | None:
+        return limit
+
+    assert prepare_arguments(page.spec, {"limit": "5"}, text=True)[0] == {"limit": 5}
+
+
+def test_what_only_the_function_can_check_is_told_as_invalid_arguments() -> None:
+    def even(n: int) -> int:
+        if n % 2:
+            raise ValueError("must be even")
+        return n
+
+    @tool
+    def halve(n: Annotated[int, AfterValidator(even)]) -> int:
+        return n // 2
+
+    with pytest.raises(ToolFailure, match=r"halve: parameter 'n': .*must be even") as refused:
+        run(halve, n=3)
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+
+
+def test_a_default_that_is_no_json_stays_the_functions_own() -> None:
+    marker = object()
+
+    @tool
+    def find(key: str, default: Any = marker) -> bool:
+        return default is marker
+
+    assert properties(find)["default"] == {}
+    assert run(find, key="a") is True
+
+
+def test_names_that_a_model_class_could_not_have_are_fine() -> None:
+    @tool
+    def odd(model_config: int, schema: str, _private: int, p0: int) -> list[Any]:
+        return [model_config, schema, _private, p0]
+
+    assert run(odd, model_config=1, schema="s", _private=2, p0=3) == [1, "s", 2, 3]
+
+
+# Signatures
+
+
+def test_the_context_is_filled_in_and_not_shown() -> None:
+    @tool
+    def where(path: str, told: CallContext) -> str:
+        return f"{told.cwd}/{path}"
+
+    assert list(properties(where)) == ["path"]
+    assert run(where, path="a") == "/here/a"
+
+
+@pytest.mark.parametrize("name", ["context", "ctx"])
+def test_a_parameter_called_context_without_a_hint_gets_it_too(name: str) -> None:
+    made = as_tool(eval(f"lambda path, {name}: {name}.cwd + path"))
+    assert list(properties(made)) == ["path"]
+    assert run(made, path="/a") == "/here/a"
+
+
+def test_an_optional_context_is_one_and_a_context_of_another_type_is_not() -> None:
+    def ask(context: str, where: CallContext | None = None) -> str:
+        return f"{context} {where.cwd if where else ''}"
+
+    assert list(properties(as_tool(ask))) == ["context"]
+    assert run(as_tool(ask), context="x") == "x /here"
+
+
+def test_positional_only_and_keyword_only_parameters_are_filled() -> None:
+    @tool
+    def mixed(a: int, /, b: int, *, c: int = 3) -> list[int]:
+        return [a, b, c]
+
+    assert run(mixed, a=1, b=2) == [1, 2, 3]
+
+
+def test_open_functions_take_any_further_argument_of_their_type() -> None:
+    @tool
+    def label(name: str, **labels: int) -> dict[str, Any]:
+        return {"name": name, **labels}
+
+    assert label.spec.parameters["additionalProperties"] == {"type": "integer"}
+    assert run(label, name="a", x=1) == {"name": "a", "x": 1}
+    with pytest.raises(ToolFailure):
+        run(label, name="a", x="one")
+
+
+def test_methods_partials_and_callable_objects_are_functions() -> None:
+    class Shop:
+        """Sells."""
+
+        def price(self, item: str) -> str:
+            """Its price."""
+            return item * 2
+
+        async def __call__(self, item: str) -> str:
+            return item
+
+    assert (as_tool(Shop().price).name, run(as_tool(Shop().price), item="a")) == ("price", "aa")
+    assert run(as_tool(functools.partial(Shop().price, item="b"))) == "bb"
+    called = as_tool(Shop())
+    assert (called.name, called.spec.description, run(called, item="c")) == ("Shop", "Sells.", "c")
+
+
+def takes_star(city: str, *more: str) -> None: ...
+def takes_callable(city: str, then: Callable[[], None]) -> None: ...
+def takes_object(city: str, thing: asyncio.Lock) -> None: ...
+def takes_unknown(city: str, thing: "Missing") -> None: ...  # type: ignore[name-defined]  # noqa: F821
+def takes_self(self, city: str) -> None: ...  # type: ignore[no-untyped-def]
+
+
+UNFIT = [(takes_star, "more"), (takes_callable, "then"), (takes_object, "thing"), (takes_unknown, "thing"), (takes_self, "self")]
+
+
+@pytest.mark.parametrize(("function", "parameter"), UNFIT, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_signature_no_model_could_fill_in_names_function_and_parameter(function: Callable[..., Any], parameter: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        tool(function)
+    assert f"tool '{function.__name__}'" in str(refused.value)
+    assert parameter in str(refused.value)
+
+
+def test_a_generator_is_no_tool() -> None:
+    def parts() -> Any:
+        yield 1
+
+    with pytest.raises(TypeError, match=r"'parts'.*generator"):
+        tool(parts)
+
+
+# Docstrings
+
+
+def test_a_docstring_without_sections_is_all_description() -> None:
+    assert parse_docstring("One: two.\n\nThree.").description == "One: two.\n\nThree."
+    assert parse_docstring(None).description == ""
+
+
+def test_other_sections_belong_to_nobody() -> None:
+    parsed = parse_docstring("Does.\n\nArgs:\n    a: First.\n\n    b (int, optional): Second.\n\nRaises:\n    ValueError: never\n")
+    assert (parsed.description, parsed.parameters) == ("Does.", {"a": "First.", "b": "Second."})

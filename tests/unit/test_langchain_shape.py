@@ -1,0 +1,302 @@
+"""Other people's tools: objects in LangChain's shape, without LangChain, and every form that becomes an OpenAI tool."""
+
+import asyncio
+import inspect
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from pydantic import BaseModel, Field
+from typing_extensions import TypedDict
+
+from contract.registry import Tool
+from contract.specs import ToolSpec
+from orchestrator.functions.call_context import CallContext
+from orchestrator.functions.function_schemas import is_async
+from orchestrator.functions.function_tools import as_tool, tool
+from orchestrator.functions.json_schemas import plain_schema
+from orchestrator.functions.langchain_shape import is_langchain_shaped
+from orchestrator.functions.openai_tools import convert_to_openai_tool
+
+
+class Point(BaseModel):
+    """A point."""
+
+    x: int
+    y: int = 0
+
+
+class WeatherArgs(BaseModel):
+    """Weather of a city."""
+
+    city: str = Field(description="Its name.")
+    at: Point | None = None
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "Its name."},
+        "at": {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "description": "A point.",
+                    "properties": {"x": {"type": "integer"}, "y": {"type": "integer", "default": 0}},
+                    "required": ["x"],
+                },
+                {"type": "null"},
+            ],
+            "default": None,
+        },
+    },
+    "required": ["city"],
+}
+PLAIN = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def shaped(**parts: Any) -> Any:
+    """An object with name, description and these attributes."""
+    return SimpleNamespace(name="get_weather", description="Get it.", **parts)
+
+
+def described(parameters: Any, *, name: str = "get_weather", description: str = "Get it.", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters, **more}}
+
+
+def run(value: Any, **arguments: Any) -> Any:
+    got = as_tool(value).handler(arguments, CallContext("c1"))
+    return asyncio.run(got) if inspect.iscoroutine(got) else got
+
+
+# What is accepted
+
+
+def test_nothing_here_imports_langchain() -> None:
+    code = "import sys, orchestrator.functions.function_tools, orchestrator.functions.openai_tools; print([m for m in sys.modules if m.startswith('langchain')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+SHAPED = [
+    shaped(tool_call_schema=WeatherArgs, invoke=echo),
+    shaped(args_schema=WeatherArgs, ainvoke=echo),
+    shaped(get_input_schema=lambda: WeatherArgs, _run=echo),
+    shaped(args_schema=None, invoke=echo),
+]
+
+
+@pytest.mark.parametrize("value", SHAPED, ids=range(len(SHAPED)))
+def test_name_description_any_schema_and_any_way_to_run_make_the_shape(value: Any) -> None:
+    assert is_langchain_shaped(value)
+
+
+LACKING = [
+    SimpleNamespace(name="x", args_schema=WeatherArgs, invoke=echo),
+    SimpleNamespace(description="x", args_schema=WeatherArgs, invoke=echo),
+    shaped(args_schema=WeatherArgs),
+    shaped(invoke=echo),
+    WeatherArgs,
+]
+
+
+@pytest.mark.parametrize("value", LACKING, ids=range(len(LACKING)))
+def test_what_lacks_one_is_not_of_that_shape(value: Any) -> None:
+    assert not is_langchain_shaped(value)
+
+
+# Its schema
+
+
+SCHEMAS = [
+    ({"tool_call_schema": {"title": "W", "description": "d", **PLAIN}, "args_schema": WeatherArgs}, PLAIN),
+    ({"tool_call_schema": WeatherArgs, "args_schema": {"type": "object", "properties": {}}}, WEATHER),
+    ({"args_schema": WeatherArgs}, WEATHER),
+    ({"args_schema": PLAIN}, PLAIN),
+    ({"get_input_schema": lambda: WeatherArgs}, WEATHER),
+]
+
+
+@pytest.mark.parametrize(("parts", "parameters"), SCHEMAS, ids=range(len(SCHEMAS)))
+def test_the_schema_is_the_first_one_it_has(parts: dict[str, Any], parameters: Any) -> None:
+    value = shaped(invoke=echo, **parts)
+    assert convert_to_openai_tool(value) == described(parameters)
+    assert as_tool(value).spec.parameters == plain_schema(parameters, tell_null_as_type=True)
+
+
+class OldTool:
+    """LangChain's `Tool`: a schema computed from `*args, **kwargs`, and `args` that says what it really takes."""
+
+    name = "search"
+    description = "Searches."
+    args_schema = None
+    args: ClassVar[dict[str, Any]] = {"tool_input": {"type": "string"}}
+    tool_call_schema: ClassVar[dict[str, Any]] = {"type": "object", "properties": {"args": {}, "kwargs": {}}}
+
+    def _run(self, *args: Any, **kwargs: Any) -> str:
+        return f"found {args[0]}"
+
+
+ONE_STRING = {"type": "object", "properties": {"__arg1": {"type": "string"}}, "required": ["__arg1"]}
+
+
+def test_an_old_tool_without_a_schema_takes_one_string() -> None:
+    assert convert_to_openai_tool(OldTool())["function"]["parameters"] == ONE_STRING
+    assert run(OldTool(), __arg1="x") == "found x"
+
+
+def test_a_tool_without_schema_and_hints_takes_one_string_by_its_place() -> None:
+    value = shaped(args_schema=None, _run=lambda text: text * 2)
+    assert as_tool(value).spec.parameters == ONE_STRING
+    assert run(value, __arg1="x") == "xx"
+
+
+def test_a_base_tool_with_an_annotated_run_needs_no_schema() -> None:
+    class Weather:
+        name = "get_weather"
+        description = "Get it."
+        args_schema = None
+
+        def _run(self, city: str) -> str:
+            return f"sunny in {city}"
+
+    assert convert_to_openai_tool(Weather())["function"]["parameters"]["properties"] == {"city": {"type": "string"}}
+    assert run(Weather(), city="Oslo") == "sunny in Oslo"
+
+
+# Its call
+
+
+async def async_echo(value: Any) -> Any:
+    return {"async": value}
+
+
+CALLS = [
+    ({"ainvoke": async_echo, "invoke": lambda value: {"sync": value}}, {"async": {"city": "Oslo"}}, True),
+    ({"invoke": lambda value: {"sync": value}, "_run": lambda city: city}, {"sync": {"city": "Oslo"}}, False),
+    ({"_run": lambda city: {"run": city}}, {"run": "Oslo"}, False),
+]
+
+
+@pytest.mark.parametrize(("parts", "expected", "on_loop"), CALLS, ids=["ainvoke", "invoke", "_run"])
+def test_it_is_called_by_the_best_way_it_has(parts: dict[str, Any], expected: Any, on_loop: bool) -> None:
+    value = shaped(args_schema=WeatherArgs, **parts)
+    assert run(value, city="Oslo") == expected
+    assert is_async(as_tool(value).handler) is on_loop
+
+
+def test_invoke_gets_nothing_beside_the_arguments() -> None:
+    """Its second parameter is LangChain's own configuration."""
+    assert run(shaped(args_schema=PLAIN, invoke=lambda value, config=None, **_: config), city="x") is None
+    assert threading.current_thread() is threading.main_thread()
+
+
+# convert_to_openai_tool: dicts
+
+
+def test_an_entry_of_an_openai_request_comes_back_unchanged() -> None:
+    for entry in (
+        described(PLAIN),
+        {"type": "web_search"},
+        {"type": "mcp", "server_label": "x"},
+        {"type": "web_search_preview_2025_03_11"},
+    ):
+        assert convert_to_openai_tool(entry) == entry
+
+
+FORMS: list[dict[str, Any]] = [
+    {"name": "get_weather", "description": "Get it.", "parameters": PLAIN},
+    {"name": "get_weather", "description": "Get it.", "input_schema": PLAIN},
+    {"toolSpec": {"name": "get_weather", "description": "Get it.", "inputSchema": {"json": PLAIN}}},
+    {"title": "get_weather", "description": "Get it.", **PLAIN},
+    {"name": "get_weather", "description": "Get it.", "parameters": PLAIN, "execute": echo},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["openai", "anthropic", "bedrock", "json-schema", "execute"])
+def test_every_dict_form_becomes_one(form: dict[str, Any]) -> None:
+    assert convert_to_openai_tool(form) == described(PLAIN)
+
+
+def test_converting_changes_nothing_that_was_given() -> None:
+    entry = described({**PLAIN})
+    before = repr(entry)
+    convert_to_openai_tool(entry, strict=True)
+    assert repr(entry) == before
+
+
+@pytest.mark.parametrize("value", [{}, {"description": "x"}, 5, None, int], ids=repr)
+def test_what_is_no_tool_is_an_error(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"tool|class"):
+        convert_to_openai_tool(value)
+
+
+# convert_to_openai_tool: Python
+
+
+def test_a_pydantic_class_is_named_described_and_inlined() -> None:
+    assert convert_to_openai_tool(WeatherArgs) == described(WEATHER, name="WeatherArgs", description="Weather of a city.")
+
+
+def test_a_typed_dict_is_a_class_too() -> None:
+    class Query(TypedDict):
+        """Asks."""
+
+        text: str
+
+    parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    assert convert_to_openai_tool(Query) == described(parameters, name="Query", description="Asks.")
+
+
+def test_a_function_is_its_signature_and_docstring() -> None:
+    def get_weather(city: str) -> None:
+        """Get it.
+
+        Args:
+            city: Its name.
+        """
+
+    parameters = {"type": "object", "properties": {"city": {"type": "string", "description": "Its name."}}, "required": ["city"]}
+    assert convert_to_openai_tool(get_weather) == described(parameters)
+
+
+def test_ours_are_described_by_their_spec() -> None:
+    spec = ToolSpec(name="get_weather", description="Get it.", parameters=PLAIN)
+    assert convert_to_openai_tool(spec) == convert_to_openai_tool(Tool(spec, None)) == described(PLAIN)
+    made = tool(lambda city: city)
+    assert convert_to_openai_tool(made)["function"]["parameters"] == made.spec.parameters
+
+
+def test_an_object_with_execute_may_give_its_schema_as_a_class() -> None:
+    assert convert_to_openai_tool(shaped(parameters=WeatherArgs, execute=echo)) == described(WEATHER)
+    assert as_tool(shaped(parameters=WeatherArgs, execute=echo)).spec.parameters == WEATHER
+
+
+# strict
+
+
+def test_strict_closes_every_object_and_requires_everything() -> None:
+    function = convert_to_openai_tool(WeatherArgs, strict=True)["function"]
+    inner = function["parameters"]["properties"]["at"]["anyOf"][0]
+    assert function["strict"] is True
+    for schema in (function["parameters"], inner):
+        assert (schema["additionalProperties"], schema["required"]) == (False, list(schema["properties"]))
+
+
+def test_strict_reaches_into_an_entry_and_may_be_false() -> None:
+    assert convert_to_openai_tool(described(PLAIN), strict=False) == described(PLAIN, strict=False)
+    closed = convert_to_openai_tool(described(PLAIN), strict=True)["function"]
+    assert (closed["strict"], closed["parameters"]["additionalProperties"]) == (True, False)
+
+
+@pytest.mark.parametrize("form", [described(PLAIN, strict=False), {"name": "get_weather", "parameters": PLAIN, "strict": False}])
+def test_a_strictness_that_contradicts_is_an_error(form: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"get_weather.*strict"):
+        convert_to_openai_tool(form, strict=True)
+    assert convert_to_openai_tool(form)["function"]["strict"] is False

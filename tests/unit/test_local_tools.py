@@ -1,0 +1,193 @@
+"""LocalTools: a program's functions behind the same door as the pool's tools, one object for many runs."""
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema.exceptions import SchemaError
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode
+from orchestrator import Agent, LocalTools, tool
+from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.functions.call_context import CallContext
+from orchestrator.models.scripted import Calls, ScriptedModel
+from tests.builders import build_call
+
+
+@tool
+def get_weather(city: str) -> dict[str, Any]:
+    """Weather of a city."""
+    return {"city": city, "temp": 22, "sky": "晴"}
+
+
+@tool
+async def count(context: CallContext) -> int:
+    """Count the calls of a session."""
+    total: int = await context.state.update("n", lambda n: (n or 0) + 1)
+    return total
+
+
+@tool(dangerous=True)
+def wipe(path: str = "all") -> str:
+    """Wipe."""
+    return f"wiped {path}"
+
+
+async def call(tools: Any, name: str, **arguments: Any) -> ToolResult:
+    result = await tools.run_call(build_call(name, **arguments))
+    assert isinstance(result, ToolResult)
+    return result
+
+
+async def test_a_call_comes_back_as_json_text() -> None:
+    result = await call(LocalTools([get_weather]), "get_weather", city="Oslo")
+    assert (result.success, result.output) == (True, '{"city": "Oslo", "temp": 22, "sky": "晴"}')
+
+
+async def test_an_unknown_tool_is_named_exactly() -> None:
+    result = await call(LocalTools([get_weather]), "get_whether")
+    assert (result.error, result.error_code) == ("Tool not found: get_whether", ErrorCode.TOOL_NOT_FOUND)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"city": 5}, {"city": "Oslo", "town": "x"}])
+async def test_arguments_that_do_not_fit_are_told_and_nothing_runs(arguments: dict[str, Any]) -> None:
+    result = await call(LocalTools([get_weather]), "get_weather", **arguments)
+    assert result.error_code is ErrorCode.INVALID_ARGUMENTS
+
+
+async def test_what_is_registered_later_is_callable_and_replaces() -> None:
+    tools = LocalTools([get_weather])
+    made = tools.register({"name": "late", "description": "Late.", "execute": lambda args: "one"})
+    assert (await call(tools, "late")).output == "one"
+    tools.register({"name": "late", "description": "Late.", "execute": lambda args: "two"})
+    assert (await call(tools, made.name)).output == "two"
+    assert [spec.name for spec in tools.specs()] == ["get_weather", "late"]
+    assert [spec.name for spec in tools.specs(["late"])] == ["late"]
+
+
+def test_parameters_that_no_call_could_meet_are_refused_at_once() -> None:
+    with pytest.raises(SchemaError):
+        LocalTools([{"name": "x", "description": "X.", "parameters": {"type": "array"}, "execute": print}])
+
+
+async def test_a_registry_that_is_changed_elsewhere_is_seen() -> None:
+    tools = LocalTools()
+    tools.registry.register(get_weather)
+    assert (await call(tools, "get_weather", city="Oslo")).success
+
+
+# Limits
+
+
+async def test_an_async_tool_is_cancelled_at_its_own_limit() -> None:
+    ended = asyncio.Event()
+
+    @tool(timeout_s=0.05)
+    async def hang() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    result = await call(LocalTools([hang]), "hang")
+    assert (result.error_code, ended.is_set()) == (ErrorCode.TIMEOUT, True)
+
+
+async def test_a_blocking_tool_does_not_stall_the_loop_and_may_outlive_its_limit() -> None:
+    release = threading.Event()
+
+    def block() -> None:
+        release.wait(30)
+
+    tools = LocalTools([block, count], timeout_s=0.2)
+    blocked = asyncio.create_task(call(tools, "block"))
+    assert (await call(tools, "count")).success
+    result = await blocked
+    release.set()
+    assert (result.error_code, "may still run" in str(result.error)) == (ErrorCode.TIMEOUT, True)
+
+
+async def test_an_argument_called_timeout_is_the_functions_own() -> None:
+    @tool
+    async def fetch(timeout: float) -> float:
+        await asyncio.sleep(0)
+        return timeout
+
+    assert (await call(LocalTools([fetch]), "fetch", timeout=0.0000001)).output == "1e-07"
+
+
+# Approvals
+
+
+async def test_a_dangerous_tool_is_refused_when_nobody_can_be_asked() -> None:
+    result = await call(LocalTools([wipe]), "wipe")
+    assert (result.error_code, "approver" in str(result.error)) == (ErrorCode.PERMISSION_DENIED, True)
+
+
+async def test_an_approver_decides_and_may_change_the_arguments() -> None:
+    asked: list[ApprovalRequest] = []
+
+    def decide(request: ApprovalRequest) -> Decision:
+        asked.append(request)
+        return Decision(True, arguments={"path": "little"})
+
+    assert (await call(LocalTools([wipe], approver=CallbackApprover(decide)), "wipe")).output == "wiped little"
+    assert (await call(LocalTools([wipe], approver=AutoApprover()), "wipe")).output == "wiped all"
+    assert [request.call.name for request in asked] == ["wipe"]
+
+
+# Surroundings
+
+
+async def test_a_function_is_told_whose_call_it_is() -> None:
+    seen: list[CallContext] = []
+    tools = LocalTools([{"name": "look", "description": "Looks.", "execute": lambda args, context: seen.append(context)}], tenant="acme")
+    await call(tools.for_run(run="r1", session="s1"), "look")
+    [context] = seen
+    assert (context.call_id, context.tenant, context.run, context.session) == ("call-1", "acme", "r1", "s1")
+    assert context.cwd == str(Path.cwd())
+
+
+async def test_runs_do_not_share_state_and_sessions_keep_theirs() -> None:
+    tools = LocalTools([count])
+    assert [(await call(tools, "count")).output for _ in range(2)] == ["1", "2"]
+    assert [(await call(tools.for_run(), "count")).output for _ in range(2)] == ["1", "1"]
+    assert [(await call(tools.for_run(session="s"), "count")).output for _ in range(2)] == ["1", "2"]
+    assert (await call(tools.for_run(session="t"), "count")).output == "1"
+    tools.forget_session("s")
+    assert (await call(tools.for_run(session="s"), "count")).output == "1"
+
+
+async def test_a_thousand_runs_share_one_object() -> None:
+    tools = LocalTools([get_weather, count])
+
+    async def one(number: int) -> tuple[str | None, str | None]:
+        bound = tools.for_run(run=f"r{number}")
+        await bound.run_call(ToolCall(id="c", name="count"))
+        weather = await bound.run_call(ToolCall(id="c", name="get_weather", arguments={"city": f"c{number}"}))
+        return (await bound.run_call(ToolCall(id="c", name="count"))).output, json.loads(weather.output or "")["city"]
+
+    assert await asyncio.gather(*(one(number) for number in range(1000))) == [("2", f"c{number}") for number in range(1000)]
+
+
+def test_one_object_serves_several_loops_one_after_the_other() -> None:
+    tools = LocalTools([get_weather, count])
+    for expected in ("1", "2"):
+        assert asyncio.run(call(tools, "get_weather", city="x")).success
+        assert asyncio.run(call(tools, "count")).output == expected
+
+
+# With the loop
+
+
+async def test_the_example_of_the_readme_works() -> None:
+    model = ScriptedModel([Calls([("get_weather", {"city": "Oslo"})]), "It is 22 degrees."])
+    tools = LocalTools([get_weather])
+    result = await Agent(model, NativeDialect(), tools.specs(), tools.run_call).run("Weather in Oslo?")
+    assert result.answer == "It is 22 degrees."
+    assert any('"temp": 22' in str(message) for message in result.transcript)
