@@ -6,6 +6,7 @@ from typing import Any
 
 from orchestrator.dialects.base import Text
 from orchestrator.dialects.call_ids import build_missing_id
+from orchestrator.dialects.json_objects import parse_json_object
 from orchestrator.dialects.native_fragments import CallSlots, PartialCall, parse_fragment
 from orchestrator.dialects.surrogates import SurrogateJoiner, join_surrogates
 from orchestrator.models.base import Chunk
@@ -67,7 +68,7 @@ class NativeCallAssembler:
             return []
         reason = choice.get("finish_reason")
         if isinstance(reason, str) and reason:
-            self._finish_reason = reason
+            self._finish_reason = join_surrogates(reason)
         delta = choice.get("delta")
         if not isinstance(delta, dict):
             return []
@@ -91,7 +92,9 @@ class NativeCallAssembler:
         reply = Reply("".join(self._text), [], self._finish_reason, [])
         used: set[str] = set()
         for position, call in enumerate(self._slots.in_order()):
-            call_id = call.id if call.id and call.id not in used else build_missing_id(self._run, self._step, position)
+            call_id = join_surrogates(call.id)
+            if not call_id or call_id in used:
+                call_id = build_missing_id(self._run, self._step, position)
             used.add(call_id)
             finished = _finished(call, call_id, position)
             if isinstance(finished, NativeCall):
@@ -133,7 +136,12 @@ def _argument_text(arguments: Any) -> str:
     """A fragment as text. Objects (some servers send them whole) become JSON, other oddities too: then the parse refuses them."""
     if isinstance(arguments, str):
         return arguments
-    return "" if arguments is None else json.dumps(arguments)
+    if arguments is None:
+        return ""
+    try:
+        return json.dumps(arguments)
+    except (RecursionError, TypeError, ValueError):
+        return "(arguments that are no JSON)"
 
 
 def _finished(call: PartialCall, call_id: str, position: int) -> NativeCall | MalformedNativeCall:
@@ -148,37 +156,5 @@ def _finished(call: PartialCall, call_id: str, position: int) -> NativeCall | Ma
 
 
 def parse_arguments(raw: str) -> dict[str, Any]:
-    """The arguments of a call; blank text (and `null`) means none. Raises ValueError, without repair: a repaired call runs what was not asked."""
-    if not raw.strip():
-        return {}
-    try:
-        arguments = json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite)
-    except RecursionError:
-        raise ValueError("the arguments are nested too deep") from None
-    except ValueError as error:
-        raise ValueError(f"the arguments are not valid JSON: {error}") from None
-    if arguments is None:
-        return {}
-    if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments must be a JSON object, not {_JSON_TYPES[type(arguments)]}")
-    return _without_lone_surrogates(arguments) if "\\ud" in raw.lower() else arguments
-
-
-def _without_lone_surrogates(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Escaped halves survive the parse, but could not be encoded again."""
-    cleaned: dict[str, Any] = json.loads(join_surrogates(json.dumps(arguments, ensure_ascii=False)))
-    return cleaned
-
-
-_JSON_TYPES = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if number in (float("inf"), float("-inf")):
-        raise ValueError(f"{text[:40]} is too large a number")
-    return number
+    """The arguments of a call; blank text (and `null`) means none. Raises ValueError."""
+    return {} if raw.strip() in ("", "null") else parse_json_object(raw, "the arguments")

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+LONGEST_NAME = 256
+"""No tool has a longer one: fragments beyond are dropped, since a name that grows without end would cost its square."""
+
 
 @dataclass
 class PartialCall:
@@ -57,6 +60,7 @@ class CallSlots:
         self._by_index: dict[int, PartialCall] = {}
         self._by_id: dict[str, PartialCall] = {}
         self._last: PartialCall | None = None
+        self._next_index = 0
 
     def in_order(self) -> list[PartialCall]:
         return sorted((call for call in self._calls if not call.is_phantom()), key=lambda call: call.index)
@@ -73,6 +77,9 @@ class CallSlots:
         return call
 
     def _with_index(self, fragment: Fragment, index: int) -> PartialCall:
+        known = self._by_id.get(fragment.id) if fragment.id else None
+        if known is not None and known.index == index:
+            return known
         call = self._by_index.get(index)
         if call is None or _is_another(call, fragment):
             return self._open(index)
@@ -83,13 +90,14 @@ class CallSlots:
             return self._by_id[fragment.id]
         last = self._last
         if last is None or (fragment.id and last.id) or (fragment.name and last.name):
-            return self._open(max(self._by_index, default=-1) + 1)
+            return self._open(self._next_index)
         return last
 
     def _open(self, index: int) -> PartialCall:
         call = PartialCall(index)
         self._calls.append(call)
         self._by_index[index] = call
+        self._next_index = max(self._next_index, index + 1)
         return call
 
 
@@ -109,5 +117,5 @@ def _take_name(call: PartialCall, name: str) -> None:
     """A name equal to what we have is a repetition; another fragment before the arguments continues it."""
     if not call.name:
         call.name = name
-    elif name != call.name and not call.fragments:
+    elif name != call.name and not call.fragments and len(call.name) <= LONGEST_NAME:
         call.name += name

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Text:
-    """Text outside of calls, byte for byte."""
+    """Text outside of calls, byte for byte; the loop shows it at once. Every dialect's."""
 
     text: str
 

@@ -43,6 +43,8 @@ class State:
     named: Edge | None = None
     is_header: bool = False
     """Before the commit point: the next character may still show that all this was a mention."""
+    awaited: str = ">"
+    """No tag ends or begins before this character comes (and after it a `>`)."""
 
 
 def _run(characters: str) -> Skip:
@@ -57,15 +59,27 @@ _NAME = _run(f"^{_DELIMITERS}")
 
 # Shortcuts: whole canonical parts that lie in one chunk. What they match, the states would read alike.
 HEADER = re.compile(rf'[{_S}]++name="([^"<>&\r\n]*+)">').match
-CHILD = re.compile(rf'[{_S}]*+<([^{_DELIMITERS}]++)[{_S}]++value="([^"]*+)"[{_S}]*+/>').match
+_COMMON_CHILD = rf'[{_S}]*+<([^{_DELIMITERS}]++)[{_S}]++value="([^"]*+)"[{_S}]*+/>'
+CHILD = re.compile(_COMMON_CHILD).match
 COMMIT = re.compile(rf"[{_S}]*+<(?:[/!]|[^{_DELIMITERS}])").match
 CLOSE = re.compile(rf"[{_S}]*+</{TAG}[{_S}]*+>").match
+# A whole call in the common form, its children, what may still become one, and what looks like one up to its first attribute only.
+_COMMON_HEADER = rf'{MARKER}[{_S}]++name="([^"<>&\r\n]++)">'
+_ANY_CHILD = _COMMON_CHILD.replace("([", "(?:[")
+COMMON_CHILDREN = re.compile(_COMMON_CHILD).findall
+COMMON_CALL = re.compile(rf"{_COMMON_HEADER}((?:{_ANY_CHILD})*+)[{_S}]*+</{TAG}[{_S}]*+>").match
+COMMON_START = re.compile(
+    rf"{MARKER}[{_S}]++(?:[^{_DELIMITERS}]++[{_S}]*+(?:=[{_S}]*+(?:\"[^\"<>&\r\n]*+(?:\"(?:>"
+    rf"(?:{_ANY_CHILD})*+[{_S}]*+(?:<(?:([/!]|[^{_DELIMITERS}])[^<>\"]*+(?:\"[^\"]*+)?)?)?)?)?)?)?)?"
+).fullmatch
+"""Its first group matches only behind the commit point."""
+MENTION = re.compile(rf"{MARKER}[{_S}]++[^{_DELIMITERS}]++[{_S}]*+[^={_S}]").match
 
 
 def _value_run(quote: str) -> Skip:
     """Value text, with those quotes that are plainly data: no `/>`, `>` or attribute can follow."""
     blank, name = f"[{_S}]", f"[^{_DELIMITERS}]"
-    data = rf"[^{_S}/>]|{blank}*+/[^>]|{blank}++[^{_S}/>\w]|{blank}++{name}++(?:[^{_S}=]|{blank}++[^{_S}=])"
+    data = rf"""[^{_S}/>]|{blank}*+/[^>]|{blank}++[=<"'!?&]|{blank}++{name}++(?:[^{_S}=]|{blank}++[^{_S}=])"""
     return re.compile(rf"(?:[^{quote}]++|{quote}(?={data}))*+").match
 
 
@@ -122,7 +136,7 @@ def _children() -> dict[str, State]:
         "gap_open": _child_open(_fail(STRAY_TEXT)),
         "bang": State(_NOTHING, {"-": _to("bang_dash")}, _fail(STRAY_TEXT)),
         "bang_dash": State(_NOTHING, {"-": _to("comment")}, _fail(STRAY_TEXT)),
-        "comment": State(_run("^-"), {"-": _to("comment_dash")}, _see("comment")),
+        "comment": State(_run("^-"), {"-": _to("comment_dash")}, _see("comment"), awaited="-"),
         "comment_dash": State(_NOTHING, {"-": _to("comment_dashes")}, _see("comment")),
         "comment_dashes": State(_run("-"), {">": _to("gap")}, _see("comment")),
         "close": State(_NAME, {}, _see("", "close_name")),
@@ -147,7 +161,7 @@ def _value(quote: str) -> dict[str, State]:
     ends = {"/": _to(state("slash")), ">": _to("paired_value")}
     attribute = Edge("skip", 0, "second_attribute")
     return {
-        state("value"): State(_value_run(quote), {quote: _to(state("after"), "end_value")}, data),
+        state("value"): State(_value_run(quote), {quote: _to(state("after"), "end_value")}, data, awaited=quote),
         state("after"): State(_NOTHING, {**ends, **_blank(state("spaced"))}, data),
         state("spaced"): State(_SPACE, ends, data, named=_to(state("word"), "mark")),
         state("slash"): State(_NOTHING, {">": _to("gap", "keep_value")}, data),
@@ -173,7 +187,7 @@ def _paired() -> dict[str, State]:
     states = {
         "paired": State(_SPACE, {"<": _to("paired_open", "open")}, literal),
         "paired_open": State(_NOTHING, {"/": _to("end_name", "mark_next"), "!": _to("cdata0")}, literal),
-        "literal": State(re.compile("(?:[^<]++|<(?=[^/]))*+").match, {"<": _to("literal_open", "open")}, _see("literal")),
+        "literal": State(re.compile("(?:[^<]++|<(?=[^/]))*+").match, {"<": _to("literal_open", "open")}, _see("literal"), awaited="<"),
         "literal_open": State(_NOTHING, {"/": _to("end_name", "mark_next")}, _see("literal")),
         "end_name": State(_NAME, {}, _see("", "end_name")),
         "end_close": State(_SPACE, {">": _to("follow", "end_paired")}, literal),
@@ -184,7 +198,7 @@ def _paired() -> dict[str, State]:
         "follow_close": State(_NAME, {}, _see("", "follow_name")),
         "follow_bang": State(_NOTHING, {"-": _to("follow_dash")}, literal),
         "follow_dash": State(_NOTHING, {"-": _to("comment", "keep_paired")}, literal),
-        "cdata": State(_run(r"^\]"), {"]": _to("cdata_bracket")}, _see("cdata")),
+        "cdata": State(_run(r"^\]"), {"]": _to("cdata_bracket")}, _see("cdata"), awaited="]"),
         "cdata_bracket": State(_NOTHING, {"]": _to("cdata_brackets")}, _see("cdata")),
         "cdata_brackets": State(_run(r"\]"), {">": _to("paired", "end_cdata")}, _see("cdata")),
     }
@@ -200,7 +214,7 @@ def _skip() -> dict[str, State]:
     """After an error: on to the tag's end, or to the next tag."""
     reopen = {character: _see("", "reopen_skipped") for character in BLANKS + ">/"}
     return {
-        "skip": State(re.compile("(?:[^<]++|<(?=[^/t]))*+").match, {"<": _to("skip_open", "open")}, _see("skip")),
+        "skip": State(re.compile("(?:[^<]++|<(?=[^/t]))*+").match, {"<": _to("skip_open", "open")}, _see("skip"), awaited="<"),
         "skip_open": State(_NOTHING, {"/": _to("skip_close", "mark_next")}, _see("skip"), named=_to("skip_name", "mark")),
         "skip_close": State(_NAME, {}, _see("", "skip_close_name")),
         "skip_end": State(_SPACE, {">": _to("", "complete")}, _see("skip")),

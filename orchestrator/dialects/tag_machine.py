@@ -37,6 +37,7 @@ class OpenTag:
         self.is_committed = False
         self.deferred_size = 0
         self._deferred: list[str] = []
+        self._awaited = ">"
         self.size = len(MARKER)
         self.cut = 0
         self._pieces = [MARKER]
@@ -87,7 +88,7 @@ class OpenTag:
             if self.outcome != "open":
                 break
             state = STATES[target]
-        self._state = state
+        self._state, self._awaited = state, state.awaited
         self.is_committed = self.is_committed or not state.is_header
         self._pieces.append(chunk[start:position])
         self.size += position - start
@@ -113,14 +114,19 @@ class OpenTag:
             self.is_committed = True
         return position, state
 
-    def defer(self, text: str) -> None:
-        """Keep `text`, in which nothing can end or begin, for a later look: reading many small pieces at once is far quicker."""
+    def defers(self, text: str) -> bool:
+        """Keeps `text` for a later look if nothing can end or begin in it: reading many small pieces at once is far quicker."""
+        if self._awaited in text:
+            if ">" in text:
+                return False
+            self._awaited = ">"
         self._deferred.append(text)
         self.deferred_size += len(text)
+        return True
 
     def take_deferred(self) -> str:
         deferred = "".join(self._deferred)
-        self._deferred, self.deferred_size = [], 0
+        self._deferred, self.deferred_size, self._awaited = [], 0, ">"
         return deferred
 
     def raw(self) -> str:
@@ -149,7 +155,7 @@ class OpenTag:
         cut = raw.rfind("<", max(1, len(raw) - _LONGEST_CLOSE))
         cut = cut if cut > 0 else len(raw)
         self._fail("too long")
-        self._state = STATES["skip"]
+        self._state, self._awaited = STATES["skip"], ">"
         self._pieces, self.size = [], 0
         return Malformed("too long", self._name or None, raw[:cut]), raw[cut:]
 

@@ -1,6 +1,7 @@
 """Every row of the quirk table of docs/dialects.md, and the error forms of argument strings."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -72,6 +73,11 @@ def test_an_index_that_appears_later_finds_the_call_that_came_without() -> None:
 
 def test_a_new_id_with_a_name_at_an_occupied_index_is_a_new_call() -> None:
     assert calls(entry(0, "a", "one", '{"x":1}'), entry(0, "b", "two"), entry(0, arguments='{"y":2}')) == [A, B]
+
+
+def test_a_known_id_at_a_shared_index_continues_its_own_call() -> None:
+    found = calls(entry(0, "a", "one", '{"x"'), entry(0, "b", "two", '{"y"'), entry(0, "a", "one", ":1}"), entry(0, "b", arguments=":2}"))
+    assert found == [A, B]
 
 
 def test_another_id_without_a_name_continues_the_call_under_its_first_id() -> None:
@@ -173,6 +179,39 @@ def test_surrogate_halves_from_separate_deltas_are_joined() -> None:
     assembler = NativeCallAssembler()
     events = assembler.feed(delta(content="a\ud83d")) + assembler.feed(delta(content="\ude00b"))
     assert events == [Text("a"), Text("\U0001f600b")]
+
+
+def test_ids_and_finish_reasons_can_be_sent_again_whatever_came() -> None:
+    reply = assemble(delta(entry(0, "\ud83d", "o\ude00", "{}")), delta(finish="\ud83d"))
+    (reply.calls[0].id + reply.calls[0].name + (reply.finish_reason or "")).encode()
+
+
+def test_arguments_sent_as_an_object_too_deep_to_write_down_are_malformed() -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(100_000):
+        nested = {"x": nested}
+    [call] = assemble(delta(entry(0, "a", "one", nested)), strict=False).malformed
+    assert call.name == "one"
+    while nested:  # Freed level by level: all at once would end the interpreter's stack on some versions.
+        nested = nested["x"]
+
+
+@pytest.mark.parametrize("kind", ["arguments", "calls", "names"])
+def test_eight_times_the_deltas_take_about_eight_times_as_long(kind: str) -> None:
+    one = {"arguments": entry(0, arguments="0123456789abcdef"), "calls": entry(name="one"), "names": entry(0, name="0123456789abcdef")}[
+        kind
+    ]
+
+    def seconds(count: int) -> float:
+        assembler, chunk = NativeCallAssembler(), delta(one)
+        started = time.process_time()
+        for _ in range(count):
+            assembler.feed(chunk)
+        return time.process_time() - started
+
+    small, large = (min(seconds(count) for _ in range(2)) for count in (2_000, 16_000))
+    # Linear is 8, a square 64.
+    assert large < 24 * small
 
 
 def test_a_half_that_stays_alone_is_replaced() -> None:

@@ -16,8 +16,8 @@ def chunk(content: str | None = None, finish: str | None = None, **delta: Any) -
     return {"choices": [{"index": 0, "delta": {"content": content, **delta}, "finish_reason": finish}]}
 
 
-def read(*chunks: dict[str, Any], dialect: TagsDialect | None = None) -> tuple[list[Event], ReplyEnd]:
-    reader = (dialect or TagsDialect()).open_reader("r1", 2)
+def read(*chunks: dict[str, Any], reads_tags: bool = True) -> tuple[list[Event], ReplyEnd]:
+    reader = TagsDialect().open_reader("r1", 2, reads_tags=reads_tags)
     events = [event for one in chunks for event in reader.feed(one)]
     last, end = reader.finish()
     return events + last, end
@@ -30,7 +30,7 @@ def result(output: str = "out", call_id: str = "r1-2-0") -> ToolResult:
 def test_the_system_prompt_describes_the_tools_and_the_request_has_none() -> None:
     dialect = TagsDialect()
     assert "bash_tool: Runs." in dialect.build_system("Be brief.", [SPEC])
-    assert dialect.build_tools([SPEC]) == []
+    assert dialect.build_request([], [SPEC]).tools == []
 
 
 def test_a_call_comes_as_soon_as_its_tag_is_complete() -> None:
@@ -70,25 +70,35 @@ def test_native_calls_win_from_there_on_and_what_ran_is_not_undone() -> None:
 
 
 def test_with_tag_parsing_off_tags_are_text() -> None:
-    assert read(chunk(TAG), dialect=TagsDialect(enable_tool_action_parsing=False))[0] == [Text(TAG)]
+    assert read(chunk(TAG), reads_tags=False)[0] == [Text(TAG)]
 
 
-def test_a_result_is_a_user_message_that_names_the_tool() -> None:
+def sent(*results: ToolResult, closing_hint: str = "") -> Any:
+    """The message that the model gets for those results."""
+    dialect = TagsDialect(closing_hint=closing_hint)
+    told = dialect.build_observations([(one.call_id, one) for one in results])
+    assert [message["role"] for message in told] == ["tool"] * len(results)
+    [message] = dialect.build_request(told, []).messages
+    return message
+
+
+def test_a_result_is_kept_as_a_tool_message() -> None:
     [message] = TagsDialect().build_observations([("r1-2-0", result("11"))])
-    assert message == {"role": "user", "content": "Tool result for read_tool:\n11"}
+    assert message == {"role": "tool", "tool_call_id": "r1-2-0", "name": "read_tool", "content": "11"}
+
+
+def test_a_result_is_sent_as_a_user_message_that_names_the_tool() -> None:
+    assert sent(result("11")) == {"role": "user", "content": "Tool result for read_tool:\n11"}
 
 
 def test_results_of_one_reply_share_a_message_in_order() -> None:
-    [message] = TagsDialect().build_observations([("", result("1")), ("", result("2", "r1-2-1"))])
-    assert message["content"] == "Tool result for read_tool:\n1\n\nTool result for read_tool:\n2"
+    assert sent(result("1"), result("2", "r1-2-1"))["content"] == "Tool result for read_tool:\n1\n\nTool result for read_tool:\n2"
 
 
 def test_a_closing_hint_ends_the_message() -> None:
-    [message] = TagsDialect(closing_hint="Answer now.").build_observations([("", result("1"))])
-    assert message["content"].endswith("1\n\nAnswer now.")
+    assert sent(result("1"), closing_hint="Answer now.")["content"].endswith("1\n\nAnswer now.")
 
 
 def test_a_failure_is_told_with_its_code() -> None:
     failed = ToolResult(call_id="a", name="x", success=False, error="Tool not found: x", error_code=ErrorCode.TOOL_NOT_FOUND)
-    [message] = TagsDialect().build_observations([("", failed)])
-    assert message["content"] == "Tool result for x:\nError [TOOL_NOT_FOUND]: Tool not found: x"
+    assert sent(failed)["content"] == "Tool result for x:\nError [TOOL_NOT_FOUND]: Tool not found: x"

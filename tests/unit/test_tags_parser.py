@@ -236,6 +236,36 @@ def test_fences_are_recognised_as_markdown_does(before: str, is_fenced: bool) ->
     assert (not calls) is is_fenced
 
 
+@pytest.mark.parametrize("value", ["\n```\n", "\n~~~ sh\nls\n"])
+def test_fences_inside_a_call_are_data_and_fence_nothing_behind_it(value: str) -> None:
+    text = tag(f"<v>{value}</v>") + "\n" + tag("{" + value) + "\n" + SEARCH
+    assert [type(event) for event in parse(text, ignore_fenced=True)] == [Call, Text, Malformed, Text, Call]
+
+
+def test_fences_inside_a_thought_fence_nothing_behind_it() -> None:
+    assert [type(event) for event in parse(f"<think>\n```\n</think>{SEARCH}", ignore_fenced=True)] == [Text, Call]
+
+
+def test_a_long_line_behind_a_fence_is_read_alike_however_it_is_cut() -> None:
+    text = f"```{'a' * 300}`\n{SEARCH}"
+    for size in (1, 7, 200, len(text)):
+        parser = TagStreamParser(ignore_fenced=True)
+        events = [event for start in range(0, len(text), size) for event in parser.feed(text[start : start + size])]
+        # A tick in the info text: this is inline code, and no fence.
+        assert any(isinstance(event, Call) for event in events)
+
+
+@pytest.mark.parametrize("word", ["-x", "a.b", "中", "@on", "w"])
+@pytest.mark.parametrize("place", range(1, 5))
+def test_what_looks_like_an_attribute_is_one_wherever_it_is_cut(word: str, place: int) -> None:
+    text = f'<tool_action name=\'t\'><v value="a" {word}="1" /></tool_action>'
+    split = text.index('a"') + place
+    parser = TagStreamParser()
+    for chunk in (text[:22], text[22:23], text[23:split], text[split:]):
+        events = parser.feed(chunk)
+    assert [(type(event), getattr(event, "reason", "")) for event in events] == [(Malformed, f"unexpected attribute '{word}'")]
+
+
 def test_a_tag_beyond_the_limit_is_an_error_and_what_follows_is_text() -> None:
     text = f'<tool_action name="t"><v value="{"x" * 500}" /></tool_action> tail'
     events = parse(text, max_tag_chars=200)

@@ -1,0 +1,77 @@
+"""The native assembler on one call's arguments in 16-character deltas, beside the least that keeps them: append, join, parse."""
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.report import Report
+from benchmarks.tag_parser import best_of
+from benchmarks.tag_streams import cut
+from orchestrator.dialects.native_assembler import NativeCallAssembler
+
+SIZE = 128 * 1024
+GROWTH = 8
+DELTA_CHARS = 16
+FEWEST_PER_S = 40_000.0
+"""25 microseconds each."""
+ROUNDS = 9
+CALLS = 2000
+
+
+def build_deltas(arguments: str) -> list[dict[str, Any]]:
+    """The chunks of a reply with one call."""
+    first = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "write_tool", "arguments": ""}}
+    entries = [first, *({"index": 0, "function": {"arguments": part}} for part in cut(arguments, DELTA_CHARS))]
+    return [_chunk(entry) for entry in entries]
+
+
+def build_small_calls(count: int) -> list[dict[str, Any]]:
+    """Whole calls without an index or an id, one a delta, as some servers send them."""
+    return [_chunk({"function": {"name": "read_tool", "arguments": '{"path": "a"}'}}) for _ in range(count)]
+
+
+def _chunk(entry: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": "r",
+        "object": "chat.completion.chunk",
+        "choices": [{"index": 0, "delta": {"tool_calls": [entry]}, "finish_reason": None}],
+    }
+
+
+def run_ours(chunks: Sequence[dict[str, Any]]) -> None:
+    assembler = NativeCallAssembler("bench", 0)
+    for chunk in chunks:
+        assembler.feed(chunk)
+    assembler.finish()
+
+
+def run_floor(fragments: Sequence[str]) -> None:
+    kept = []
+    for fragment in fragments:
+        kept.append(fragment)
+    json.loads("".join(kept))
+
+
+def run(size: int = SIZE, rounds: int = ROUNDS) -> Report:
+    report = Report("native_assembler", notes=[f"least processor time of {rounds} interleaved rounds; {size} characters of arguments"])
+    small, large = _arguments(size), _arguments(GROWTH * size)
+    deltas = build_deltas(small)
+    cases = {
+        "ours": functools.partial(run_ours, deltas),
+        "floor": functools.partial(run_floor, cut(small, DELTA_CHARS)),
+        "large": functools.partial(run_ours, build_deltas(large)),
+        "calls": functools.partial(run_ours, build_small_calls(CALLS)),
+        "many_calls": functools.partial(run_ours, build_small_calls(GROWTH * CALLS)),
+    }
+    least = best_of(cases, rounds)
+    what = f"deltas of {DELTA_CHARS} characters, parse at the end included"
+    report.add("deltas_per_s", len(deltas) / least["ours"], what, at_least=FEWEST_PER_S)
+    report.add("floor_ratio", least["ours"] / least["floor"], "ours / append, join, parse")
+    report.add("arguments_growth_ratio", least["large"] / least["ours"], f"{GROWTH} times the arguments", at_most=10.0)
+    report.add("calls_growth_ratio", least["many_calls"] / least["calls"], f"{GROWTH} times the calls ({CALLS})", at_most=10.0)
+    return report
+
+
+def _arguments(size: int) -> str:
+    return json.dumps({"path": "a.txt", "content": ('a line with "quotes" and 中文\n' * size)[:size]}, ensure_ascii=False)

@@ -1,0 +1,87 @@
+"""The tag parser over streams of 1 M and 8 M characters, beside a list append with one join, and beside a machine for single characters."""
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks.report import Report
+from benchmarks.tag_streams import CharacterMachine, cut, run_floor, streams
+from orchestrator.dialects.tag_parser import TagStreamParser
+
+SIZE = 1_000_000
+GROWTH = 8
+CHUNKS = (4, 16)
+MOST_FLOORS = {4: 12.0, 16: 50.0}
+ROUNDS = 7
+GROWTH_CHUNK = 16
+
+
+def run_ours(chunks: Sequence[str]) -> None:
+    parser = TagStreamParser()
+    feed = parser.feed
+    for chunk in chunks:
+        feed(chunk)
+    parser.finish()
+
+
+def run_peer(chunks: Sequence[str]) -> None:
+    machine = CharacterMachine()
+    for chunk in chunks:
+        machine.feed(chunk)
+
+
+def best_of(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The least seconds of processor time of each case over interleaved rounds: other processes add time, none takes any away."""
+    best = dict.fromkeys(cases, float("inf"))
+    for _ in range(rounds):
+        for name, case in cases.items():
+            started = time.process_time()
+            case()
+            best[name] = min(best[name], time.process_time() - started)
+    return best
+
+
+def run(size: int = SIZE, rounds: int = ROUNDS) -> Report:
+    report = Report("tag_parser", notes=[f"least processor time of {rounds} interleaved rounds; streams of {size} characters"])
+    small = streams(size)
+    for chunk in CHUNKS:
+        _compare_mixed(report, small["mixed"], chunk, rounds)
+    for chunk in CHUNKS:
+        _compare_peer(report, small, chunk)
+    _compare_growth(report, size)
+    return report
+
+
+def _compare_mixed(report: Report, text: str, chunk: int, rounds: int) -> None:
+    chunks = cut(text, chunk)
+    least = best_of({"ours": functools.partial(run_ours, chunks), "floor": functools.partial(run_floor, chunks)}, rounds)
+    report.add(f"mixed_{chunk}_chars_per_s", len(text) / least["ours"], f"mixed text in {chunk}-character chunks: characters")
+    report.add(
+        f"mixed_{chunk}_floor_ratio",
+        least["ours"] / least["floor"],
+        f"mixed text in {chunk}-character chunks / append and join",
+        at_most=MOST_FLOORS[chunk],
+    )
+
+
+def _compare_peer(report: Report, texts: dict[str, str], chunk: int) -> None:
+    """Ours over the machine for single characters, on the stream where ours does worst."""
+    ratios = {}
+    for name, text in texts.items():
+        chunks = cut(text[: len(text) // 4], chunk)
+        least = best_of({"ours": functools.partial(run_ours, chunks), "peer": functools.partial(run_peer, chunks)}, 5)
+        ratios[name] = least["ours"] / least["peer"]
+    worst = max(ratios, key=lambda name: ratios[name])
+    what = f"ours / single characters, {chunk}-character chunks"
+    report.add(f"mixed_{chunk}_peer_ratio", ratios["mixed"], f"{what}, mixed")
+    report.add(f"worst_{chunk}_peer_ratio", ratios[worst], f"{what}, worst stream ({worst})", at_most=2.0)
+
+
+def _compare_growth(report: Report, size: int) -> None:
+    """How much longer eight times the input takes, on every stream."""
+    large = streams(GROWTH * size)
+    for name, text in streams(size).items():
+        few, many = cut(text, GROWTH_CHUNK), cut(large.pop(name), GROWTH_CHUNK)
+        least = best_of({"few": functools.partial(run_ours, few), "many": functools.partial(run_ours, many)}, 2)
+        key = name.replace(" ", "_").replace("<", "less")
+        report.add(f"{key}_growth_ratio", least["many"] / least["few"], f"{GROWTH} times the input, {name}", at_most=10.0)

@@ -1,0 +1,53 @@
+"""Strict reading of the JSON object that a model wrote: no repair, since a repaired call runs what was not asked."""
+
+import json
+from typing import Any
+
+from orchestrator.dialects.surrogates import join_surrogates
+
+_JSON_TYPES = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean", type(None): "null"}
+
+
+def parse_json_object(raw: str, what: str) -> dict[str, Any]:
+    """The object that `raw` is. Raises ValueError with a sentence about `what` ("the arguments"): invalid JSON, another type, NaN, a
+    number beyond floats, a key that comes twice, nesting too deep."""
+    be = "are" if what.endswith("s") else "is"
+    try:
+        value = json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique)
+        if isinstance(value, dict) and "\\ud" in raw.lower():
+            value = _without_lone_surrogates(value)
+    except RecursionError:
+        raise ValueError(f"{what} {be} nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"{what} {be} not valid JSON: {join_surrogates(str(error))}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} must be a JSON object, not {_JSON_TYPES[type(value)]}")
+    return value
+
+
+def _without_lone_surrogates(value: dict[str, Any]) -> dict[str, Any]:
+    """Escaped halves survive the parse, but could not be encoded again."""
+    cleaned: dict[str, Any] = json.loads(join_surrogates(json.dumps(value, ensure_ascii=False)))
+    return cleaned
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the key '{name[:100]}' comes twice")
+            seen.add(name)
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if number in (float("inf"), float("-inf")):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return number

@@ -1,0 +1,125 @@
+"""Bad input for the tag parser: huge, cut anywhere, half characters, NUL; and that size costs time and memory in proportion only."""
+
+import time
+import tracemalloc
+from collections.abc import Iterable
+
+import pytest
+
+from orchestrator.dialects.tags import Call, Malformed, TagEvent, TagStreamParser, Text
+
+MIB = 1024 * 1024
+OPEN = '<tool_action name="t"><v value="'
+CLOSE = '" /></tool_action>'
+SEARCH = '<tool_action name="t"><v value="a > b" /></tool_action>'
+
+
+def read(chunks: Iterable[str], **options: int) -> list[TagEvent]:
+    parser = TagStreamParser(**options)
+    return [event for chunk in chunks for event in parser.feed(chunk)] + parser.finish()
+
+
+def test_a_hundred_megabytes_of_text_pass_through_one_chunk_at_a_time() -> None:
+    parser = TagStreamParser()
+    parser.feed("x")
+    chunk = "text " * 13_107
+    assert all(parser.feed(chunk) == [Text(chunk)] for _ in range(100 * MIB // len(chunk)))
+
+
+@pytest.mark.parametrize(
+    "head", [OPEN, OPEN[:24], '<tool_action name="t">{', "<tool_action name='"], ids=["value", "name", "error", "header"]
+)
+def test_a_hundred_megabytes_in_one_tag_are_errors_of_the_limit_and_bounded_memory(head: str) -> None:
+    parser, chunk, size = TagStreamParser(), "x" * 65_536, len(head)
+    tracemalloc.start()
+    try:
+        lengths = [len(event.raw) for event in parser.feed(head) if isinstance(event, Malformed)]
+        for _ in range(1600):
+            events = parser.feed(chunk)
+            assert all(isinstance(event, Malformed) and event.reason == "too long" for event in events)
+            lengths += [len(event.raw) for event in events if isinstance(event, Malformed)]
+            size += len(chunk)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    lengths += [len(event.raw) for event in parser.finish() if isinstance(event, Malformed)]
+    assert (len(lengths), sum(lengths)) == (7, size)
+    assert peak < 100 * MIB
+
+
+def test_one_chunk_may_hold_any_number_of_calls() -> None:
+    # Were the rest of the chunk copied at each call, this would take minutes.
+    events = read([("x" * 300 + SEARCH) * 20_000])
+    assert sum(isinstance(event, Call) for event in events) == 20_000
+
+
+@pytest.mark.parametrize("end", range(len(SEARCH)))
+def test_a_stream_cut_at_any_place_runs_no_call_and_loses_nothing(end: int) -> None:
+    events = read(["a ", SEARCH[:end]])
+    assert not [event for event in events if isinstance(event, Call)]
+    assert "".join(event.text if isinstance(event, Text) else event.raw for event in events) == "a " + SEARCH[:end]
+
+
+@pytest.mark.parametrize("value", ["a\0b", "\0", "\ud83d", "\ude00\ud83d", "\ufeff", "\u2028", "\x1b[31m"])
+def test_characters_that_no_file_should_have_are_kept_in_values_and_text(value: str) -> None:
+    events = read(f'{value}x{OPEN}{value}" /></tool_action>')
+    assert [event.arguments for event in events if isinstance(event, Call)] == [{"v": value}]
+    assert "".join(event.text for event in events if isinstance(event, Text)) == value + "x"
+
+
+def test_a_limit_below_what_a_closing_tag_needs_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 64"):
+        TagStreamParser(max_tag_chars=63)
+
+
+def test_a_tag_of_exactly_the_limit_is_a_call_and_one_more_character_is_too_long() -> None:
+    text = OPEN + "x" * (300 - len(OPEN) - len(CLOSE)) + CLOSE
+    for chunks in ([text], list(text)):
+        assert [type(event) for event in read(chunks, max_tag_chars=300)] == [Call]
+        assert {event.reason for event in read(chunks, max_tag_chars=299) if isinstance(event, Malformed)} == {"too long"}
+
+
+def test_a_call_comes_with_the_chunk_that_completes_it_however_long_its_value() -> None:
+    for value in ("x" * 10, "x > y\n" * 1000, "<b>", "->" * 500):
+        parser = TagStreamParser()
+        text = f'{OPEN}{value}" /></tool_action>'
+        before = [event for start in range(0, len(text) - 1, 5) for event in parser.feed(text[start : min(start + 5, len(text) - 1)])]
+        assert before == []
+        assert [type(event) for event in parser.feed(">")] == [Call]
+
+
+@pytest.mark.parametrize(
+    ("head", "unit"),
+    [
+        (OPEN, "if a->b > 0: "),
+        (OPEN[:22] + "<v>", "a -> b, "),
+        ("x", "<"),
+        ("x", "<tool_actio <tool_action tag "),
+        ("", SEARCH),
+        (OPEN, '" -x '),
+    ],
+    ids=["code in a value", "code in a body", "lone <", "broken markers", "tiny calls", "quotes"],
+)
+def test_eight_times_the_input_takes_about_eight_times_as_long(head: str, unit: str) -> None:
+    small, large = (min(_seconds(head + unit * (size // len(unit))) for _ in range(3)) for size in (20_000, 160_000))
+    # Linear is 8, a square 64.
+    assert large < 24 * small
+
+
+def _seconds(text: str) -> float:
+    chunks = [text[start : start + 16] for start in range(0, len(text), 16)]
+    started = time.process_time()
+    read(chunks)
+    return time.process_time() - started
+
+
+def test_events_are_equal_by_type_and_value_and_can_be_matched() -> None:
+    assert Text("a") == Text("a") != Text("b")
+    assert Text("a") != Malformed("a", None, "")
+    assert TagStreamParser().feed("ab") == [Text("ab")]
+    assert repr(Text("a")) == "Text(text='a')"
+    match read([SEARCH])[0]:
+        case Call(name, arguments, raw):
+            assert (name, arguments, raw) == ("t", {"v": "a > b"}, SEARCH)
+        case _:
+            pytest.fail("no call")
