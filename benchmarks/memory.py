@@ -13,7 +13,7 @@ SANDBOXES = 50
 MIB = 1024 * 1024
 
 
-def memory_of_process(pid: int) -> dict[str, int]:
+def memory_of_process(pid: int | str) -> dict[str, int]:
     """Resident bytes of a process, and its proportional share of them, as the kernel counts both."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.split(":")[0] in ("Rss", "Pss")}

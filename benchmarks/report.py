@@ -77,7 +77,9 @@ class Figure:
 
     def shown(self, value: float) -> str:
         ending = self._ending() or ""
-        return f"{value / 2**20:.1f} MiB" if ending == "_bytes" else f"{value:.{2 if value < 100 else 0}f} {UNITS[ending]}"
+        if ending == "_bytes":
+            return f"{value / 2**20:.1f} MiB" if value >= 2**20 else f"{value / 2**10:.1f} KiB"
+        return f"{value:.{2 if value < 100 else 0}f} {UNITS[ending]}"
 
     def verdict(self) -> str:
         """`target: at most 2.50 x, met`; nothing without a target."""

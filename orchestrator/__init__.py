@@ -6,36 +6,77 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from contract.calls import ExecResult, ToolResult
     from contract.registry import ToolRegistry
-    from orchestrator.agent import Agent, RunResult
+    from orchestrator.agent import Agent, ReActStrategy, RunResult
+    from orchestrator.chat_messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
     from orchestrator.client import ToolClient
+    from orchestrator.functions.call_context import CallContext
+    from orchestrator.functions.function_tools import as_tool, tool
+    from orchestrator.functions.local_tools import LocalTools
+    from orchestrator.functions.openai_tools import convert_to_openai_tool
     from orchestrator.limits import ReActOptions
-    from orchestrator.prompts import convert_to_openai_tool, generate_tool_prompt
+    from orchestrator.prompts import generate_tool_prompt
     from orchestrator.sessions import Session
+    from orchestrator.tool_agent import CustomAgent, LLMClient, ToolAgent
+    from orchestrator.tool_loop import ContextEngine, ToolLoopDeps, create_output_controller, create_tool_registry, run_tool_loop
 
 _HOMES = {
+    "AIMessage": "orchestrator.chat_messages",
     "Agent": "orchestrator.agent",
+    "CallContext": "orchestrator.functions.call_context",
+    "ContextEngine": "orchestrator.tool_loop",
+    "CustomAgent": "orchestrator.tool_agent",
     "ExecResult": "contract.calls",
+    "HumanMessage": "orchestrator.chat_messages",
+    "LLMClient": "orchestrator.tool_agent",
+    "LocalTools": "orchestrator.functions.local_tools",
     "ReActOptions": "orchestrator.limits",
+    "ReActStrategy": "orchestrator.agent",
     "RunResult": "orchestrator.agent",
     "Session": "orchestrator.sessions",
+    "SystemMessage": "orchestrator.chat_messages",
+    "ToolAgent": "orchestrator.tool_agent",
     "ToolClient": "orchestrator.client",
+    "ToolLoopDeps": "orchestrator.tool_loop",
+    "ToolMessage": "orchestrator.chat_messages",
     "ToolRegistry": "contract.registry",
     "ToolResult": "contract.calls",
-    "convert_to_openai_tool": "orchestrator.prompts",
+    "as_tool": "orchestrator.functions.function_tools",
+    "convert_to_openai_tool": "orchestrator.functions.openai_tools",
+    "create_output_controller": "orchestrator.tool_loop",
+    "create_tool_registry": "orchestrator.tool_loop",
     "generate_tool_prompt": "orchestrator.prompts",
+    "run_tool_loop": "orchestrator.tool_loop",
+    "tool": "orchestrator.functions.function_tools",
 }
 
 __all__ = [
+    "AIMessage",
     "Agent",
+    "CallContext",
+    "ContextEngine",
+    "CustomAgent",
     "ExecResult",
+    "HumanMessage",
+    "LLMClient",
+    "LocalTools",
     "ReActOptions",
+    "ReActStrategy",
     "RunResult",
     "Session",
+    "SystemMessage",
+    "ToolAgent",
     "ToolClient",
+    "ToolLoopDeps",
+    "ToolMessage",
     "ToolRegistry",
     "ToolResult",
+    "as_tool",
     "convert_to_openai_tool",
+    "create_output_controller",
+    "create_tool_registry",
     "generate_tool_prompt",
+    "run_tool_loop",
+    "tool",
 ]
 
 

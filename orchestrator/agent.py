@@ -3,40 +3,46 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from contract.calls import Clocks, ToolCall, ToolResult
-from contract.errors import ErrorCode
+from contract.calls import Clocks
+from contract.errors import ContextWindowExceeded, ModelInterrupted, ModelUnavailable
 from contract.specs import ToolSpec
-from orchestrator.dialects.base import CallRequested, Dialect, Event, MalformedCall, ReplyEnd, Text, Usage
+from orchestrator.call_runner import CallRunner, Observed, Requested, RunCall
+from orchestrator.context_window import ContextWindow
+from orchestrator.dialects.base import Dialect, Event, MalformedCall, ReplyEnd, Text
+from orchestrator.dialects.thinking import strip_thinking
 from orchestrator.events import (
-    CallFinished,
-    CallStarted,
     OnEvent,
+    RunAborted,
     RunEvent,
     RunFinished,
     RunStarted,
     StepFinished,
     StepStarted,
     TextArrived,
+    TextWithdrawn,
     Warned,
 )
 from orchestrator.limits import ReActOptions, Spending, StopReason
 from orchestrator.logs import get_logger
-from orchestrator.models.base import Chunk, Model, ModelRequest
+from orchestrator.models.base import Message, Model, ModelRequest, Usage
+from orchestrator.reply_stream import ReadAhead, ShownText
 from orchestrator.transcript import Transcript
+
+__all__ = ["Agent", "ReActStrategy", "RunCall", "RunResult"]
 
 log = get_logger(__name__)
 
-MAX_NAME_CHARS = 128
-
-RunCall = Callable[[ToolCall], Awaitable[ToolResult]]
+MAX_REFUSALS = 4
+"""So often a request that is too long is sent again, shorter each time."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. `answer` is the last text of the model, also when a limit stopped the run; `clocks` sums those of its calls."""
+    """How a run ended. `answer` is the last text of the model, also when a limit stopped the run; `clocks` sums those of its calls; `cost`
+    is None without prices."""
 
     answer: str
     stop_reason: StopReason
@@ -45,20 +51,12 @@ class RunResult:
     usage: Usage
     clocks: Clocks
     run: str = ""
-
-
-@dataclass
-class _Reply:
-    """One reply as it is worked through."""
-
-    end: ReplyEnd
-    observed: list[tuple[str, ToolResult]]
-    model_s: float
+    cost: float | None = None
 
 
 @dataclass
 class Agent:
-    """One model in one dialect with tools. Runs instructions one at a time."""
+    """One model in one dialect with tools. Runs any number of instructions, also at once. `run_id`: of its only run; "": each gets one."""
 
     model: Model
     dialect: Dialect
@@ -67,130 +65,205 @@ class Agent:
     instruction: str = ""
     options: ReActOptions = field(default_factory=ReActOptions)
     on_event: OnEvent = lambda _: None
-    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    run_id: str = ""
 
-    async def run(self, request: str) -> RunResult:
-        """Work `request` to an answer or a limit. Raises ModelUnavailable; a call's failure is told to the model, never raised."""
-        spending = Spending(self.options)
-        usage, clocks = Usage(), Clocks()
-        transcript = Transcript(
-            {"role": "system", "content": self.dialect.build_system(self.instruction, self.specs)},
-            {"role": "user", "content": request},
+    async def run(self, request: str, *, history: Sequence[Message] = ()) -> RunResult:
+        """Work `request` to an answer or a limit; `history`: messages between the system prompt and it.
+
+        Raises ModelUnavailable; a call's failure is told to the model, never raised.
+        """
+        return await _Run(self, request, history).work()
+
+
+ReActStrategy = Agent
+"""The name under which the requirements know it."""
+
+
+@dataclass
+class _Reply:
+    """One reply as it is worked through."""
+
+    end: ReplyEnd
+    observed: list[Observed]
+    malformed: int = 0
+    tools_s: float = 0.0
+
+    def is_nothing_but_malformed(self) -> bool:
+        return bool(self.observed) and self.malformed == len(self.observed)
+
+
+class _Run:
+    """One run of an agent, from its first request to its end."""
+
+    def __init__(self, agent: Agent, request: str, history: Sequence[Message]) -> None:
+        self._id = agent.run_id or secrets.token_hex(8)
+        self._agent = agent
+        self._request = request
+        self._spending = Spending(agent.options)
+        self._clocks = Clocks()
+        self._window = ContextWindow(agent.options.context_tokens)
+        self._calls = CallRunner(self._id, agent.specs, agent.run_call, self._tell, agent.options.max_parallel_calls)
+        system = agent.dialect.build_system(agent.instruction, agent.specs)
+        self._transcript = Transcript({"role": "system", "content": system}, *history, {"role": "user", "content": request})
+        self._answer = ""
+        self._shortened = 0
+
+    async def work(self) -> RunResult:
+        agent = self._agent
+        self._tell(RunStarted(run=self._id, instruction=self._request, model=agent.model.name, dialect=agent.dialect.name))
+        try:
+            reason = await self._until_done()
+        except (ModelUnavailable, asyncio.CancelledError) as error:
+            self._tell(RunAborted(run=self._id, reason=str(error) or "the run was cancelled"))
+            raise
+        spent = self._spending
+        self._tell(
+            RunFinished(
+                run=self._id, answer=self._answer, stop_reason=reason.value, clocks=self._clocks, usage=spent.usage, cost=spent.cost
+            )
         )
-        self._tell(RunStarted(run=self.run_id, instruction=request, model=self.model.name, dialect=self.dialect.name))
-        while True:
-            spending.steps += 1
-            self._tell(StepStarted(run=self.run_id, step=spending.steps))
-            reply = await self._step(transcript, spending.steps)
-            usage = _add_usage(usage, reply.end.usage)
-            spending.tokens = usage.prompt_tokens + usage.completion_tokens
-            for _, result in reply.observed:
-                clocks = _add_clocks(clocks, result.clocks)
-            self._tell(StepFinished(run=self.run_id, step=spending.steps, model_s=reply.model_s, usage=reply.end.usage))
-            reason = self._stop_reason(reply, spending)
-            if reason is not None:
-                break
-        self._tell(RunFinished(run=self.run_id, answer=reply.end.text, stop_reason=reason.value, clocks=clocks))
-        return RunResult(reply.end.text, reason, spending.steps, transcript, usage, clocks, self.run_id)
+        return RunResult(self._answer, reason, spent.steps, self._transcript, spent.usage, self._clocks, self._id, spent.cost)
 
-    def _stop_reason(self, reply: _Reply, spending: Spending) -> StopReason | None:
+    async def _until_done(self) -> StopReason:
+        wall_s = self._agent.options.max_wall_s
+        try:
+            async with asyncio.timeout(wall_s) as wall:
+                while (reason := await self._step()) is None:
+                    pass
+        except TimeoutError:
+            if not wall.expired():
+                raise
+            self._warn(f"stopped at the limit of {wall_s:g} s; what was running has been ended, and the last reply is returned")
+            return StopReason.MAX_WALL
+        return reason
+
+    async def _step(self) -> StopReason | None:
+        """One reply with its calls, added to the transcript. Gives the reason to stop, or None."""
+        spending, started = self._spending, time.monotonic()
+        spending.steps += 1
+        self._tell(StepStarted(run=self._id, step=spending.steps))
+        reply = await self._reply()
+        self._transcript.append(reply.end.message)
+        if reply.observed:
+            self._transcript.append_observations(self._agent.dialect.build_observations(reply.observed))
+        self._answer = strip_thinking(reply.end.text)
+        spending.usage += reply.end.usage
+        spending.malformed_replies = spending.malformed_replies + 1 if reply.is_nothing_but_malformed() else 0
+        for _, result in reply.observed:
+            self._clocks = _add_clocks(self._clocks, result.clocks)
+        model_s = max(0.0, time.monotonic() - started - reply.tools_s)
+        self._tell(StepFinished(run=self._id, step=spending.steps, model_s=model_s, usage=reply.end.usage))
+        return self._stop_reason(reply)
+
+    def _stop_reason(self, reply: _Reply) -> StopReason | None:
         if not reply.observed:
             if reply.end.finish_reason == "length":
                 self._warn("the reply was cut at the model's token limit; the answer is not whole")
                 return StopReason.CUT_REPLY
-            if not reply.end.text.strip():
+            if not self._answer.strip():
                 self._warn("the model answered nothing")
                 return StopReason.EMPTY_REPLY
             return StopReason.ANSWERED
-        reason = spending.exhausted()
+        repairs = self._agent.dialect.max_repairs
+        limit = self._agent.options.max_malformed_replies if repairs is None else repairs + 1
+        if self._spending.malformed_replies >= limit:
+            self._warn(
+                f"the model wrote {self._spending.malformed_replies} replies in a row that cannot be read; the last one is returned as it is"
+            )
+            return StopReason.MALFORMED_REPLY
+        reason = self._spending.exhausted()
         if reason is not None:
             self._warn(
-                f"stopped by the limit {reason.value} after {spending.steps} steps while the model still called tools; the last reply is returned"
+                f"stopped by the limit {reason.value} after {self._spending.steps} steps while the model still called tools; "
+                "the last reply is returned"
             )
         return reason
 
-    async def _step(self, transcript: Transcript, step: int) -> _Reply:
-        """One reply: shown as it comes, its calls run in order, reply and results added to the transcript."""
-        started = time.monotonic()
-        request = ModelRequest(transcript.messages(), self.dialect.build_tools(self.specs))
-        reader = self.dialect.open_reader(self.run_id, step)
-        observed: list[tuple[str, ToolResult]] = []
-        async with _ReadAhead(self.model.stream(request)) as chunks:
-            async for chunk in chunks:
-                await self._handle(reader.feed(chunk), observed)
-            model_s = time.monotonic() - started - sum(_busy_s(result.clocks) for _, result in observed)
-        events, end = reader.finish()
-        await self._handle(events, observed)
-        transcript.append(end.message)
-        for message in self.dialect.build_observations(observed):
-            transcript.append(message)
-        return _Reply(end, observed, max(0.0, model_s))
-
-    async def _handle(self, events: Sequence[Event], observed: list[tuple[str, ToolResult]]) -> None:
-        for event in events:
-            if isinstance(event, Text):
-                self._tell(TextArrived(run=self.run_id, text=event.text))
-            elif isinstance(event, CallRequested):
-                self._tell(CallStarted(run=self.run_id, call=event.call))
-                result = await self.run_call(event.call)
-                observed.append((event.model_id or event.call.id, result))
-                self._tell(CallFinished(run=self.run_id, result=result))
+    async def _reply(self) -> _Reply:
+        """One whole reply. A request that is too long is shortened and sent again, a reply that broke off asked for again."""
+        shown, refusals, interruptions = ShownText(), 0, 0
+        while True:
+            messages, request = self._build_request()
+            try:
+                reply = await self._read(request, shown)
+            except ContextWindowExceeded as error:
+                refusals += 1
+                before = self._window.fit(messages, self._transcript.older, self._transcript.newest)
+                self._window.shrink(error.limit_tokens, before[0])
+                if refusals > MAX_REFUSALS or self._window.fit(messages, self._transcript.older, self._transcript.newest) == before:
+                    raise
+            except ModelInterrupted as error:
+                interruptions += 1
+                if interruptions > self._agent.options.max_interruptions:
+                    raise
+                self._warn(f"{error}; the reply is asked for again")
+                shown.begin_again()
             else:
-                result = _malformed_result(event)
-                observed.append((event.model_id or event.call_id, result))
-                self._tell(CallFinished(run=self.run_id, result=result))
+                self._withdraw(shown.end())
+                self._window.learn(request.messages, reply.end.usage)
+                return reply
+
+    def _build_request(self) -> tuple[list[Message], ModelRequest]:
+        messages = self._transcript.messages()
+        fitted, shortened = self._window.fit(messages, self._transcript.older, self._transcript.newest)
+        if shortened > self._shortened:
+            self._warn(f"{shortened} results are shortened to fit the context window of {self._window.limit_tokens} tokens")
+        self._shortened = shortened
+        return messages, self._agent.dialect.build_request(fitted, self._agent.specs)
+
+    async def _read(self, request: ModelRequest, shown: ShownText) -> _Reply:
+        """The reply to one request: shown as it comes, its calls run in order. Raises ModelInterrupted when it broke off before any call."""
+        reader = self._agent.dialect.open_reader(self._id, self._spending.steps, reads_tags=self._agent.options.enable_tool_action_parsing)
+        reply = _Reply(ReplyEnd({}, "", None, Usage()), [])
+        is_broken = False
+        async with ReadAhead(self._agent.model.stream(request)) as chunks:
+            try:
+                async for chunk in chunks:
+                    if events := reader.feed(chunk):
+                        await self._handle(events, reply, shown)
+            except ModelInterrupted as error:
+                if not reply.observed:
+                    raise
+                # What has run is not run again: the rest of the reply is lost, and the model is asked how to go on.
+                self._warn(f"{error}; its calls up to there have run")
+                is_broken = True
+        events, reply.end = reader.finish(is_broken=is_broken)
+        await self._handle(events, reply, shown)
+        return reply
+
+    async def _handle(self, events: Sequence[Event], reply: _Reply, shown: ShownText) -> None:
+        """Events in order: neighbouring calls are handed over together, and what follows waits for them."""
+        calls: list[Requested] = []
+        for event in events:
+            if not isinstance(event, Text):
+                calls.append(event)
+                continue
+            await self._carry_out(calls, reply)
+            calls = []
+            void, text = shown.show(event.text)
+            self._withdraw(void)
+            if text:
+                self._tell(TextArrived(run=self._id, text=text))
+        await self._carry_out(calls, reply)
+
+    async def _carry_out(self, calls: Sequence[Requested], reply: _Reply) -> None:
+        if not calls:
+            return
+        started = time.monotonic()
+        reply.observed += await self._calls.run(calls)
+        reply.malformed += sum(isinstance(call, MalformedCall) for call in calls)
+        reply.tools_s += time.monotonic() - started
+
+    def _withdraw(self, characters: int) -> None:
+        if characters:
+            self._tell(TextWithdrawn(run=self._id, characters=characters))
 
     def _warn(self, message: str) -> None:
-        log.warning("run_warning", run=self.run_id, message=message)
-        self._tell(Warned(run=self.run_id, message=message))
+        log.warning("run_warning", run=self._id, message=message)
+        self._tell(Warned(run=self._id, message=message))
 
     def _tell(self, event: RunEvent) -> None:
-        self.on_event(event)
-
-
-class _ReadAhead:
-    """Reads the model's stream in the background, so that a tool that runs for 30 s does not stall the connection."""
-
-    def __init__(self, stream: AsyncIterator[Chunk]) -> None:
-        self._stream = stream
-        self._queue: asyncio.Queue[Chunk | BaseException | None] = asyncio.Queue()
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> "_ReadAhead":
-        self._task = asyncio.create_task(self._pump(), name="model-stream")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self._chunks()
-
-    async def _chunks(self) -> AsyncIterator[Chunk]:
-        while (item := await self._queue.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-
-    async def _pump(self) -> None:
-        try:
-            async for chunk in self._stream:
-                self._queue.put_nowait(chunk)
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  # handed to the reader, which raises it
-            self._queue.put_nowait(error)
-        else:
-            self._queue.put_nowait(None)
-
-
-def _malformed_result(event: MalformedCall) -> ToolResult:
-    call = ToolCall(id=event.call_id, name=(event.name or "unknown")[:MAX_NAME_CHARS])
-    return ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, event.reason)
-
-
-def _busy_s(clocks: Clocks) -> float:
-    return clocks.queued_s + clocks.sandbox_s + clocks.run_s + clocks.transfer_s
+        self._agent.on_event(event)
 
 
 def _add_clocks(one: Clocks, other: Clocks) -> Clocks:
@@ -200,7 +273,3 @@ def _add_clocks(one: Clocks, other: Clocks) -> Clocks:
         run_s=one.run_s + other.run_s,
         transfer_s=one.transfer_s + other.transfer_s,
     )
-
-
-def _add_usage(one: Usage, other: Usage) -> Usage:
-    return Usage(one.prompt_tokens + other.prompt_tokens, one.completion_tokens + other.completion_tokens)

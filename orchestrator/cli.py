@@ -52,7 +52,7 @@ def run(
     workspace: Workspace = None,
     save_workspace: Annotated[Path | None, typer.Option("--save-workspace", help="Copy /workspace here when the run has ended.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="A name at OPENAI_BASE_URL, or local, or scripted.")] = None,
-    dialect: Annotated[str | None, typer.Option("--dialect", help="native or tags.")] = None,
+    dialect: Annotated[str | None, typer.Option("--dialect", help="native, tags, json, or auto: what the model can do.")] = None,
     max_iterations: Annotated[int, typer.Option("--max-iterations", min=1)] = 5,
     as_json: Json = False,
 ) -> None:

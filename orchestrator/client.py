@@ -14,16 +14,18 @@ from contract.registry import filter_specs
 from contract.settings import BrokerSettings
 from contract.specs import ToolSpec
 from orchestrator.agent import Agent, RunResult
-from orchestrator.approvals import Approver, choose_approver, review
+from orchestrator.approvals import DEFAULT_POLICY, Approver, choose_approver, review
+from orchestrator.approvals.policies import ApprovalPolicy, load_policy
 from orchestrator.blobs import Blobs
 from orchestrator.catalog import RedisCatalog
 from orchestrator.celery_transport import CeleryTransport
-from orchestrator.dialects.choice import choose_dialect
-from orchestrator.dispatcher import Dispatcher, Terms
+from orchestrator.dialects.choice import choose_dialect, know_model, with_window
+from orchestrator.dispatcher import Dispatcher, Terms, find_nearest, note_aliases
 from orchestrator.events import OnEvent
 from orchestrator.limits import ReActOptions
 from orchestrator.local_stack import StackInfo, embedded_stack
 from orchestrator.models.base import Model
+from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.redis_connection import check_redis, open_redis
 from orchestrator.results import ResultHub
@@ -43,12 +45,15 @@ class ToolClient:
         tenant: str,
         approver: Approver | None,
         stack: StackInfo | None,
+        policy: ApprovalPolicy | None = None,
     ) -> None:
         self._settings = settings
         self._dispatcher = dispatcher
         self._catalog = catalog
         self._blobs = blobs
         self._approver = approver or choose_approver(settings.approvals, is_interactive=is_interactive())
+        self._policy = policy or (load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY)
+        self._capabilities = CapabilityCache(settings.capability_folder)
         self.tenant = tenant
         self.stack = stack
 
@@ -61,29 +66,39 @@ class ToolClient:
         api_key: str | None = None,
         tenant: str = "default",
         approver: Approver | None = None,
+        policy: ApprovalPolicy | None = None,
         settings: OrchestratorSettings | None = None,
     ) -> "AsyncIterator[ToolClient]":
-        """A client of a running pool. `url` None: TOOLCREW_REDIS_URL. `approver` None: as TOOLCREW_APPROVALS says.
+        """A client of a running pool. `url` None: TOOLCREW_REDIS_URL. `approver` None: as TOOLCREW_APPROVALS says. `policy` None: the rules of the
+        file that TOOLCREW_APPROVAL_POLICY names, else none.
 
-        Raises ConfigError (no Redis named, nothing to sign with, no worker), BrokerUnavailable (no answer, wrong password).
+        Raises ConfigError (a bad policy file, no Redis named, nothing to sign with, no worker), BrokerUnavailable (no answer, wrong password).
         """
         if api_key is not None:
             # A key that nobody checks must not look as if it were.
             raise ConfigError("this release has no API keys: leave api_key out; who has the Redis URL and the secret may call")
-        async with _open(settings or load_settings(), url, tenant, approver, None) as client:
+        async with _open(settings or load_settings(), url, tenant, approver, None, policy) as client:
             yield client
 
     @classmethod
     @asynccontextmanager
     async def embedded(
-        cls, *, tenant: str = "default", approver: Approver | None = None, settings: OrchestratorSettings | None = None
+        cls,
+        *,
+        tenant: str = "default",
+        approver: Approver | None = None,
+        policy: ApprovalPolicy | None = None,
+        settings: OrchestratorSettings | None = None,
     ) -> "AsyncIterator[ToolClient]":
         """A client of a stack of its own, started now and taken down at the end. Needs a Docker engine and the sandbox image.
 
         Raises OperatorError with what did not start and what to do about it.
         """
         settings = _with_secret(settings or load_settings())
-        async with embedded_stack(settings.for_children()) as stack, _open(settings, stack.redis_url, tenant, approver, stack) as client:
+        async with (
+            embedded_stack(settings.for_children()) as stack,
+            _open(settings, stack.redis_url, tenant, approver, stack, policy) as client,
+        ):
             yield client
 
     async def open_session(
@@ -128,13 +143,16 @@ class ToolClient:
             chosen = await stack.enter_async_context(choose_model(self._settings, model))
             if session is None:
                 session = await stack.enter_async_context(await self.open_session(workspace))
-            speaks = choose_dialect(dialect or self._settings.dialect, options, is_small=chosen.is_small)
+            wanted = dialect or self._settings.dialect
+            known = await know_model(chosen, wanted, self._capabilities)
+            speaks = choose_dialect(wanted, known, is_small=chosen.is_small)
+            options = with_window(options, self._settings, known)
             specs = await self.tools(chosen.tools if tools is None else tools)
             agent = Agent(
                 chosen.model,
                 speaks,
                 specs,
-                self._run_call(session, specs, chosen.model.name, speaks.text_arguments, options),
+                self._run_call(session, specs, chosen.model.name, options),
                 instruction=chosen.instruction,
                 options=options,
                 on_event=on_event or (lambda _: None),
@@ -142,21 +160,23 @@ class ToolClient:
             return await agent.run(instruction)
 
     def _run_call(
-        self, session: Session, specs: list[ToolSpec], model: str, text_arguments: bool, options: ReActOptions
+        self, session: Session, specs: list[ToolSpec], model: str, options: ReActOptions
     ) -> Callable[[ToolCall], Awaitable[ToolResult]]:
         """How a model's call is run: reviewed, then dispatched. A tool outside the agent's list is as unknown as any other."""
         by_name = {spec.name: spec for spec in specs}
-        terms = Terms(default_timeout_s=options.tool_timeout_s, model=model, text_arguments=text_arguments)
+        terms = Terms(default_timeout_s=options.tool_timeout_s, model=model)
 
         async def run_call(call: ToolCall) -> ToolResult:
             if call.name not in by_name:
                 return ToolResult.failed(
-                    call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}", metadata={"nearest": sorted(by_name)[:3]}
+                    call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}", metadata={"nearest": find_nearest(call.name, by_name)}
                 )
-            reviewed = await review(call, by_name[call.name], self._approver)
+            spec = by_name[call.name]
+            reviewed = await review(call, spec, self._approver, policy=self._policy, tenant=session.tenant, session=session.id)
             if isinstance(reviewed, ToolResult):
                 return reviewed
-            return await session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, terms=terms)
+            result = await session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, terms=terms)
+            return note_aliases(result, [f"{name} -> {spec.aliases[name]}" for name in call.arguments if name in spec.aliases])
 
         return run_call
 
@@ -170,7 +190,12 @@ def _with_secret(settings: OrchestratorSettings) -> OrchestratorSettings:
 
 @asynccontextmanager
 async def _open(
-    settings: OrchestratorSettings, url: str | None, tenant: str, approver: Approver | None, stack: StackInfo | None
+    settings: OrchestratorSettings,
+    url: str | None,
+    tenant: str,
+    approver: Approver | None,
+    stack: StackInfo | None,
+    policy: ApprovalPolicy | None,
 ) -> AsyncIterator[ToolClient]:
     broker: BrokerSettings = settings.broker(url)
     key = broker.signing_key()
@@ -184,7 +209,7 @@ async def _open(
         transport = CeleryTransport(broker, hub)
         try:
             dispatcher = Dispatcher(transport, catalog, key, queue_wait_s=settings.queue_wait_s, deployment=broker.deployment)
-            yield ToolClient(settings, dispatcher, catalog, Blobs(redis, broker.deployment), tenant, approver, stack)
+            yield ToolClient(settings, dispatcher, catalog, Blobs(redis, broker.deployment), tenant, approver, stack, policy)
         finally:
             await transport.aclose()
             await hub.close()

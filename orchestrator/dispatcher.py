@@ -2,7 +2,7 @@
 
 import difflib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -109,10 +109,7 @@ class Dispatcher:
             wait_s=self._queue_wait_s + limit_s + GRACE_S + SANDBOX_GRACE_S,
             marker=run_marker_key(self._deployment, route.tenant, call.id),
         )
-        result = await self._deliver(delivery, call)
-        if aliases:
-            result = result.model_copy(update={"metadata": {**result.metadata, "aliases_used": list(aliases)}})
-        return result
+        return note_aliases(await self._deliver(delivery, call), aliases)
 
     async def _deliver(self, delivery: Delivery, call: ToolCall) -> ToolResult:
         try:
@@ -133,14 +130,23 @@ class Dispatcher:
         for spec in specs:
             if spec.name == name:
                 return spec
-        nearest = difflib.get_close_matches(name, [spec.name for spec in specs], n=3, cutoff=0.0)
-        raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}", nearest=nearest)
+        raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}", nearest=find_nearest(name, [spec.name for spec in specs]))
 
     def _encode(self, call: ToolCall, context: ToolContext) -> str:
         try:
             return encode_call(call, context, self._key)
         except ValueError as error:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, str(error)) from error
+
+
+def find_nearest(name: str, names: Iterable[str]) -> list[str]:
+    """The three names most like `name`, best first."""
+    return difflib.get_close_matches(name, list(names), n=3, cutoff=0.0)
+
+
+def note_aliases(result: ToolResult, used: list[str]) -> ToolResult:
+    """The result, telling by which other names its parameters were given (`given -> canonical`)."""
+    return result.model_copy(update={"metadata": {**result.metadata, "aliases_used": list(used)}}) if used else result
 
 
 def effective_limit(spec: ToolSpec, arguments: Mapping[str, Any], terms: Terms) -> float:

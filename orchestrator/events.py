@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.calls import Clocks, ToolCall, ToolResult
-from orchestrator.dialects.base import Usage
+from orchestrator.models.base import Usage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,13 @@ class TextArrived(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextWithdrawn(RunEvent):
+    """The reply broke off and came again with other words: the last `characters` of the step's text are void."""
+
+    characters: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class CallStarted(RunEvent):
     call: ToolCall
 
@@ -69,6 +76,15 @@ class RunFinished(RunEvent):
     answer: str
     stop_reason: str
     clocks: Clocks
+    usage: Usage = field(default_factory=Usage)
+    cost: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunAborted(RunEvent):
+    """The run ended without a result: it was cancelled, or its model could not be asked."""
+
+    reason: str
 
 
 OnEvent = Callable[[RunEvent], None]

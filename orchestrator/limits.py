@@ -1,10 +1,11 @@
-"""What a run may spend: steps, seconds, tokens; and why it stopped."""
+"""What a run may spend: steps, seconds, tokens, money, malformed replies; and why it stopped."""
 
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from contract.calls import DEFAULT_TIMEOUT_S
+from orchestrator.models.base import Usage
 
 
 class StopReason(StrEnum):
@@ -14,29 +15,62 @@ class StopReason(StrEnum):
     MAX_ITERATIONS = "max_iterations"
     MAX_WALL = "max_wall"
     MAX_TOKENS = "max_tokens"
+    MAX_COST = "max_cost"
+    MALFORMED_REPLY = "malformed_reply"
     EMPTY_REPLY = "empty_reply"
     CUT_REPLY = "cut_reply"
 
     @property
     def is_limit(self) -> bool:
-        return self in (StopReason.MAX_ITERATIONS, StopReason.MAX_WALL, StopReason.MAX_TOKENS)
+        return self in (StopReason.MAX_ITERATIONS, StopReason.MAX_WALL, StopReason.MAX_TOKENS, StopReason.MAX_COST)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a million tokens cost, in the currency that `max_cost` is in."""
+
+    prompt_per_million: float
+    completion_per_million: float
+
+    def cost(self, usage: Usage) -> float:
+        """What `usage` costs."""
+        return (usage.prompt_tokens * self.prompt_per_million + usage.completion_tokens * self.completion_per_million) / 1e6
 
 
 @dataclass(frozen=True)
 class ReActOptions:
-    """Limits of a run. `max_wall_s` and `max_tokens` None: none; both are looked at between steps."""
+    """Limits of a run; None: no such limit.
+
+    `tool_timeout_s`: a call's, where neither it nor its tool says otherwise; whoever runs the calls (`ToolClient.run`, `LocalTools.run`) keeps it. `max_wall_s` ends what is running; tokens and cost are looked
+    at between steps. `max_cost` needs `prices`. `max_malformed_replies`: so many replies in a row may be nothing but malformed calls.
+    `max_parallel_calls`: read-only calls that the model asked for at once. `max_interruptions`: so often may one reply break off and be
+    asked for again. `context_tokens`: the model's window; older results are shortened to stay below it.
+    """
 
     enable_tool_action_parsing: bool = True
     max_iterations: int = 5
     tool_timeout_s: float = DEFAULT_TIMEOUT_S
     max_wall_s: float | None = None
     max_tokens: int | None = None
+    max_cost: float | None = None
+    prices: Prices | None = None
+    max_malformed_replies: int = 3
+    max_parallel_calls: int = 8
+    max_interruptions: int = 2
+    context_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_iterations < 1:
-            raise ValueError(f"max_iterations must be at least 1, not {self.max_iterations}")
-        if not self.tool_timeout_s > 0:
-            raise ValueError(f"tool_timeout_s must be above 0, not {self.tool_timeout_s:g}")
+        for name in ("max_iterations", "max_malformed_replies", "max_parallel_calls"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("tool_timeout_s", "max_wall_s", "max_tokens", "max_cost", "context_tokens"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, not {value:g}")
+        if self.max_interruptions < 0:
+            raise ValueError(f"max_interruptions must be at least 0, not {self.max_interruptions}")
+        if self.max_cost is not None and self.prices is None:
+            raise ValueError("max_cost needs prices: give ReActOptions(prices=Prices(...)), too")
 
 
 @dataclass
@@ -45,15 +79,25 @@ class Spending:
 
     options: ReActOptions
     steps: int = 0
-    tokens: int = 0
+    usage: Usage = field(default_factory=Usage)
+    malformed_replies: int = 0
+    """In a row, up to now."""
     started_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def cost(self) -> float | None:
+        """In the currency of the prices; None without prices."""
+        return self.options.prices.cost(self.usage) if self.options.prices is not None else None
 
     def exhausted(self) -> StopReason | None:
         """The first budget that is used up, or None."""
-        if self.steps >= self.options.max_iterations:
+        options = self.options
+        if self.steps >= options.max_iterations:
             return StopReason.MAX_ITERATIONS
-        if self.options.max_wall_s is not None and time.monotonic() - self.started_at >= self.options.max_wall_s:
+        if options.max_wall_s is not None and time.monotonic() - self.started_at >= options.max_wall_s:
             return StopReason.MAX_WALL
-        if self.options.max_tokens is not None and self.tokens >= self.options.max_tokens:
+        if options.max_tokens is not None and self.usage.prompt_tokens + self.usage.completion_tokens >= options.max_tokens:
             return StopReason.MAX_TOKENS
+        if options.max_cost is not None and self.cost is not None and self.cost >= options.max_cost:
+            return StopReason.MAX_COST
         return None

@@ -7,7 +7,19 @@ from rich.console import Console
 from rich.text import Text as RichText
 
 from contract.calls import Clocks, ToolResult
-from orchestrator.events import CallFinished, CallStarted, RunEvent, RunFinished, RunStarted, StepFinished, StepStarted, TextArrived, Warned
+from orchestrator.events import (
+    CallFinished,
+    CallStarted,
+    RunAborted,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    StepStarted,
+    TextArrived,
+    TextWithdrawn,
+    Warned,
+)
 
 MAX_SHOWN_LINES = 20
 _ALLOWED_CONTROLS = {"\n", "\t"}
@@ -30,6 +42,8 @@ class RunView:
                 self._line(f"step {event.step}", "bold cyan")
             case TextArrived():
                 self._piece(event.text)
+            case TextWithdrawn():
+                self._line(f"   the last {event.characters} characters are void: the reply broke off and came again", "magenta")
             case CallStarted():
                 self._line(f"-> {event.call.name} {_shorten(json.dumps(event.call.arguments, ensure_ascii=False))}", "yellow")
             case CallFinished():
@@ -38,6 +52,8 @@ class RunView:
                 self._line(f"   model {event.model_s:.2f} s, {event.usage.prompt_tokens} + {event.usage.completion_tokens} tokens", "dim")
             case Warned():
                 self._line(f"warning: {event.message}", "magenta")
+            case RunAborted():
+                self._line(f"aborted: {event.reason}", "red")
             case RunFinished():
                 self._line(f"stopped: {event.stop_reason}   tools: {format_clocks(event.clocks)}", "dim")
 

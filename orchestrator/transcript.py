@@ -1,8 +1,7 @@
 """The run's messages: append-only, in the OpenAI wire shape; one JSON line each."""
 
-import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from orchestrator.models.base import Message
 
@@ -12,16 +11,36 @@ class Transcript:
 
     def __init__(self, *messages: Message) -> None:
         self._messages: list[Message] = []
+        self._older: list[int] = []
+        self._newest: list[int] = []
         for message in messages:
             self.append(message)
+
+    @property
+    def older(self) -> list[int]:
+        """Places of the observations of all steps but the last."""
+        return list(self._older)
+
+    @property
+    def newest(self) -> list[int]:
+        """Places of the observations of the last step."""
+        return list(self._newest)
 
     def append(self, message: Message) -> None:
         """Add one message; a later change of the caller's dict does not reach it."""
         self._messages.append(json.loads(json.dumps(message)))
 
+    def append_observations(self, messages: Iterable[Message]) -> None:
+        """Add the observations of one step."""
+        self._older += self._newest
+        first = len(self._messages)
+        for message in messages:
+            self.append(message)
+        self._newest = list(range(first, len(self._messages)))
+
     def messages(self) -> list[Message]:
-        """Copies of them, for a request."""
-        return copy.deepcopy(self._messages)
+        """Copies of them, for a request. What lies deeper than a message's own fields is shared: leave it as it is."""
+        return [dict(message) for message in self._messages]
 
     def to_json_lines(self) -> str:
         return "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in self._messages)

@@ -2,18 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from contract.calls import ToolCall, ToolResult
 from contract.specs import ToolSpec
-from orchestrator.models.base import Chunk, Message
+from orchestrator.dialects.tag_events import Text
+from orchestrator.models.base import Chunk, Message, ModelRequest, Usage
 
-
-@dataclass(frozen=True)
-class Text:
-    """Text of the reply, to be shown at once."""
-
-    text: str
+__all__ = ["CallRequested", "Dialect", "Event", "MalformedCall", "ReplyEnd", "ReplyReader", "Text", "Usage"]
 
 
 @dataclass(frozen=True)
@@ -21,11 +17,14 @@ class CallRequested:
     """A complete, well-formed request for a tool. The consumer runs it before it handles the next event.
 
     `model_id`: the id under which the model expects the result, "" when the dialect has none. `call.id` is always ours.
+    `is_text`: the argument values are strings that the schema may coerce. `is_parallel`: the model asked for several calls at once.
     """
 
     call: ToolCall
     raw: str = ""
     model_id: str = ""
+    is_text: bool = False
+    is_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,6 @@ Event = Text | CallRequested | MalformedCall
 
 
 @dataclass(frozen=True)
-class Usage:
-    """Tokens of one reply as the server counted them; 0 when it does not tell."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-@dataclass(frozen=True)
 class ReplyEnd:
     """What is known when the stream has ended. `message` is the assistant message for the transcript."""
 
@@ -65,8 +56,9 @@ class ReplyReader(Protocol):
 
     def feed(self, chunk: Chunk) -> list[Event]: ...
 
-    def finish(self) -> tuple[list[Event], ReplyEnd]:
-        """The last events and the end. In a reply cut by `length` the last call, complete or not, comes as MalformedCall."""
+    def finish(self, *, is_broken: bool = False) -> tuple[list[Event], ReplyEnd]:
+        """The last events and the end. In a reply cut by `length` the last call, complete or not, comes as MalformedCall; in one whose
+        stream broke off (`is_broken`) every call that has not come out yet does."""
         ...
 
 
@@ -77,18 +69,23 @@ class Dialect(Protocol):
     def name(self) -> str: ...
 
     @property
-    def text_arguments(self) -> bool:
-        """True when argument values are strings that the schema may coerce."""
+    def max_repairs(self) -> int | None:
+        """How many replies in a row may be nothing but malformed calls before the run stops; None: as the run's options say."""
         ...
 
     def build_system(self, instruction: str, specs: Sequence[ToolSpec]) -> str: ...
 
-    def build_tools(self, specs: Sequence[ToolSpec]) -> list[dict[str, Any]]: ...
+    def build_request(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> ModelRequest:
+        """The request for the transcript's messages, in the form that servers take."""
+        ...
 
-    def open_reader(self, run: str, step: int) -> ReplyReader:
-        """A reader for the reply of that step; made-up call ids contain run, step and index, so they are unique and repeatable."""
+    def open_reader(self, run: str, step: int, *, reads_tags: bool = True) -> ReplyReader:
+        """A reader for the reply of that step; made-up call ids contain run, step and index, so they are unique and repeatable.
+
+        `reads_tags` off: tags in the text are text, in every dialect.
+        """
         ...
 
     def build_observations(self, results: Sequence[tuple[str, ToolResult]]) -> list[Message]:
-        """Messages for the results of one reply, in order: (call id as the model knows it, result)."""
+        """One message for each result of one reply, in order: (call id as the model knows it, else ours; result)."""
         ...

@@ -1,21 +1,41 @@
-"""Observations: the messages that tell a model the results of its calls."""
+"""Observations: the messages that tell a model the results of its calls, in the transcript and in the form that servers take."""
 
 from collections.abc import Sequence
 
 from contract.calls import ToolResult
 from orchestrator.models.base import Message
 
+UNKNOWN_TOOL = "unknown"
+"""The name of a result whose call named no tool."""
 
-def build_messages(results: Sequence[tuple[str, ToolResult]], closing_hint: str = "") -> list[Message]:
-    """Messages for the results of one reply, in order. A result with an id of the model's answers a native call and is a tool message.
 
-    The model knows no id of a call by tag; it comes with "" or with our own. Such results share one user message: servers refuse a tool
-    message that no native call precedes, and many chat templates two user messages in a row. `closing_hint` ends it.
+def build_tool_messages(results: Sequence[tuple[str, ToolResult]]) -> list[Message]:
+    """A tool message for each result, in order."""
+    return [{"role": "tool", "tool_call_id": call_id, "name": result.name, "content": result.text()} for call_id, result in results]
+
+
+def build_wire_messages(messages: Sequence[Message], closing_hint: str = "") -> list[Message]:
+    """The transcript as servers take it. They refuse a tool message that no native call precedes, and many chat templates two user
+    messages in a row: results of calls by tag share one user message, which `closing_hint` ends.
     """
-    native = [(model_id, result) for model_id, result in results if model_id not in ("", result.call_id)]
-    by_tag = [result for model_id, result in results if model_id in ("", result.call_id)]
-    messages: list[Message] = [{"role": "tool", "tool_call_id": model_id, "content": result.text()} for model_id, result in native]
-    sections = [f"Tool result for {result.name}:\n{result.text()}" for result in by_tag]
+    wire: list[Message] = []
+    asked: set[str] = set()
+    sections: list[str] = []
+    for message in messages:
+        if message.get("role") == "tool":
+            if message["tool_call_id"] in asked:
+                wire.append({key: value for key, value in message.items() if key != "name"})
+            else:
+                sections.append(f"Tool result for {message['name']}:\n{message['content']}")
+            continue
+        _flush(wire, sections, closing_hint)
+        asked = {entry["id"] for entry in message.get("tool_calls", ())} if message.get("role") == "assistant" else set()
+        wire.append(message)
+    _flush(wire, sections, closing_hint)
+    return wire
+
+
+def _flush(wire: list[Message], sections: list[str], closing_hint: str) -> None:
     if sections:
-        messages.append({"role": "user", "content": "\n\n".join([*sections, closing_hint] if closing_hint else sections)})
-    return messages
+        wire.append({"role": "user", "content": "\n\n".join([*sections, closing_hint] if closing_hint else sections)})
+        sections.clear()

@@ -8,14 +8,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from contract.calls import ToolCall
-from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text, Usage
+from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
 from orchestrator.dialects.call_ids import build_call_id, build_short_id
 from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler
 from orchestrator.dialects.tag_events import Call, TagEvent
-from orchestrator.dialects.tag_events import Text as TagText
 from orchestrator.dialects.tag_parser import TagStreamParser
-from orchestrator.models.base import Chunk, Message
+from orchestrator.models.base import Chunk, Message, Usage
 
+BROKEN = "the connection to the model broke off, so this call was not run; write it again"
 CUT = "the reply was cut at the token limit, so this call was not run; write it again, shorter"
 TAG_HINT = 'Use <name value="..." />, escape " as &quot;, or put long text between <name> and </name>. Close the call with </tool_action>.'
 
@@ -47,14 +47,14 @@ class StreamReader:
 
     def feed(self, chunk: Chunk) -> list[Event]:
         events: list[Event] = []
-        self._usage = _usage(chunk) or self._usage
+        self._usage = read_usage(chunk) or self._usage
         for text in self._assembler.feed(chunk):
             events += self._read_text(text)
         if self._tags is not None and self._assembler.has_calls:
             events += self._prefer_native(self._tags)
         return self._note_shown(events)
 
-    def finish(self) -> tuple[list[Event], ReplyEnd]:
+    def finish(self, *, is_broken: bool = False) -> tuple[list[Event], ReplyEnd]:
         events = [event for text in self._assembler.flush() for event in self._read_text(text)]
         reply = self._assembler.finish(strict=False)
         if self._tags is not None:
@@ -63,7 +63,8 @@ class StreamReader:
         natives = reply.in_order()
         entries = []
         for native in natives:
-            event = self._native_event(native, is_cut=reply.finish_reason == "length" and native is natives[-1])
+            cut = BROKEN if is_broken else CUT if reply.finish_reason == "length" and native is natives[-1] else None
+            event = self._native_event(native, cut, is_parallel=len(natives) > 1)
             entries.append(_message_entry(native, event.model_id))
             events.append(event)
         message: Message = {"role": "assistant", "content": reply.text or (None if entries else "")}
@@ -83,10 +84,10 @@ class StreamReader:
             return [self._tag_event(event) for event in found]
         events: list[Event] = []
         for event in found:
-            if self._waiting or not isinstance(event, TagText):
+            if self._waiting or not isinstance(event, Text):
                 self._waiting.append(event)
             else:
-                events.append(Text(event.text))
+                events.append(event)
         return events
 
     def _prefer_native(self, tags: TagStreamParser) -> list[Event]:
@@ -95,26 +96,28 @@ class StreamReader:
         waiting, self._waiting = self._waiting, []
         if self._index:
             _log.warning("native tool calls after tag calls of one reply that have run already: tags are text from here on")
-        texts = [event.text if isinstance(event, TagText) else event.raw for event in [*waiting, *tags.release()]]
+        texts = [event.text if isinstance(event, Text) else event.raw for event in [*waiting, *tags.release()]]
         return [Text(text) for text in texts if text]
 
     def _tag_event(self, event: TagEvent, finish_reason: str | None = None) -> Event:
-        if isinstance(event, TagText):
-            return Text(event.text)
+        if isinstance(event, Text):
+            return event
         call_id = self._next_id()
         if isinstance(event, Call):
-            return _requested(call_id, event.name, event.arguments, event.raw, "")
+            return requested(call_id, event.name, event.arguments, event.raw, is_text=True)
         cut = ", since the reply was cut at the token limit" if finish_reason == "length" and event.reason == "unclosed" else ""
         about = f" ({event.name})" if event.name else ""
         return MalformedCall(call_id, event.name, f"Malformed tool_action{about}: {event.reason}{cut}. {TAG_HINT}", event.raw)
 
-    def _native_event(self, native: NativeCall | MalformedNativeCall, is_cut: bool) -> CallRequested | MalformedCall:
+    def _native_event(
+        self, native: NativeCall | MalformedNativeCall, cut: str | None, *, is_parallel: bool
+    ) -> CallRequested | MalformedCall:
         call_id = self._next_id()
         model_id = build_short_id(native.id, call_id) if self._short_ids else native.id
-        if is_cut:
-            return MalformedCall(call_id, native.name or None, CUT, native.raw, model_id)
+        if cut is not None:
+            return MalformedCall(call_id, native.name or None, cut, native.raw, model_id)
         if isinstance(native, NativeCall):
-            return _requested(call_id, native.name, native.arguments, native.raw, model_id)
+            return requested(call_id, native.name, native.arguments, native.raw, model_id=model_id, is_parallel=is_parallel)
         return MalformedCall(call_id, native.name or None, f"Malformed tool call: {native.reason}. {NATIVE_HINT}", native.raw, model_id)
 
     def _next_id(self) -> str:
@@ -126,14 +129,15 @@ class StreamReader:
         return events
 
 
-def _requested(call_id: str, name: str, arguments: Mapping[str, Any], raw: str, model_id: str) -> CallRequested | MalformedCall:
-    """The call as a record; what the contract does not take (a name of 200 characters, nesting 300 deep) is malformed."""
+def requested(call_id: str, name: str, arguments: Mapping[str, Any], raw: str, **facts: Any) -> CallRequested | MalformedCall:
+    """The call as a record, `facts` being other fields of CallRequested; what the contract does not take (a name of 200 characters,
+    nesting 300 deep) is malformed."""
     try:
-        return CallRequested(ToolCall(id=call_id, name=name, arguments=dict(arguments)), raw, model_id)
+        return CallRequested(ToolCall(id=call_id, name=name, arguments=dict(arguments)), raw, **facts)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         reason = f"Malformed tool call: {first['loc'][0]}: {first['msg']}. {NATIVE_HINT}"
-        return MalformedCall(call_id, name[:64], reason, raw, model_id)
+        return MalformedCall(call_id, name[:64], reason, raw, facts.get("model_id", ""))
 
 
 def _message_entry(native: NativeCall | MalformedNativeCall, model_id: str) -> dict[str, Any]:
@@ -146,7 +150,7 @@ def _message_entry(native: NativeCall | MalformedNativeCall, model_id: str) -> d
     return {"id": model_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _usage(chunk: Chunk) -> Usage | None:
+def read_usage(chunk: Chunk) -> Usage | None:
     usage = chunk.get("usage")
     if not isinstance(usage, dict):
         return None

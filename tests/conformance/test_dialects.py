@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from contract.calls import ToolResult
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import CallRequested, Dialect, Event, MalformedCall, ReplyEnd, Text
+from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.prompt_json import PromptJsonDialect
 from orchestrator.dialects.tags import TagsDialect, build_tag_call
 from orchestrator.models.base import ModelRequest
 from orchestrator.models.scripted import Calls, Reply, ScriptedModel
@@ -27,6 +29,11 @@ class Speaker:
     dialect: Dialect
     call: Callable[[str, dict[str, str]], Reply]
     broken: Reply
+    answer: Callable[[str], str] = str
+
+
+def decision(tool: str | None, **fields: Any) -> str:
+    return json.dumps({"tool": tool, **fields}, ensure_ascii=False)
 
 
 SPEAKERS = {
@@ -36,6 +43,17 @@ SPEAKERS = {
     ),
     "tags under native": Speaker(
         NativeDialect(), lambda text, arguments: text + build_tag_call("t", arguments), '<tool_action name="t"><x'
+    ),
+    "json": Speaker(
+        JsonDecisionDialect(),
+        lambda text, arguments: decision("t", arguments=arguments, reply=text or None),
+        '{"tool": "t", "arguments": {"x": ',
+        lambda text: decision(None, reply=text),
+    ),
+    "prompt_json": Speaker(
+        PromptJsonDialect(),
+        lambda text, arguments: text + decision("t", arguments=arguments),
+        Calls([("t", '{"x": ')]),
     ),
 }
 
@@ -66,8 +84,10 @@ async def test_a_call_has_name_and_arguments(speaker: Speaker) -> None:
 
 
 async def test_an_answer_is_the_text_and_the_message(speaker: Speaker) -> None:
-    _, end = await read(speaker.dialect, "It is 11.")
-    assert (end.text, end.message["content"], end.message["role"]) == ("It is 11.", "It is 11.", "assistant")
+    written = speaker.answer("It is 11.")
+    events, end = await read(speaker.dialect, written)
+    assert "".join(event.text for event in events if isinstance(event, Text)) == end.text == "It is 11."
+    assert (end.message["content"], end.message["role"]) == (written, "assistant")
 
 
 async def test_ids_are_repeatable_and_differ_by_run_and_step(speaker: Speaker) -> None:
@@ -87,7 +107,8 @@ async def test_a_broken_call_is_malformed_and_never_raises(speaker: Speaker) -> 
 async def test_every_call_and_every_error_can_be_answered(speaker: Speaker) -> None:
     for reply in (speaker.call("", {"x": "1"}), speaker.broken):
         events, end = await read(speaker.dialect, reply)
-        messages = [end.message, *speaker.dialect.build_observations([answered(event) for event in events if not isinstance(event, Text)])]
+        told = speaker.dialect.build_observations([answered(event) for event in events if not isinstance(event, Text)])
+        messages = speaker.dialect.build_request([end.message, *told], [SPEC]).messages
         asked = [entry["id"] for entry in end.message.get("tool_calls", [])]
         assert [message["tool_call_id"] for message in messages if message["role"] == "tool"] == asked
 
@@ -106,7 +127,7 @@ async def test_transcript_messages_are_plain_json(speaker: Speaker) -> None:
 
 def test_the_tools_reach_the_model_in_one_way_and_not_in_two(speaker: Speaker) -> None:
     in_prompt = "Does t." in speaker.dialect.build_system("Be brief.", [SPEC])
-    assert in_prompt is (speaker.dialect.build_tools([SPEC]) == [])
+    assert in_prompt is (speaker.dialect.build_request([], [SPEC]).tools == [])
 
 
 def test_the_instruction_opens_the_system_prompt(speaker: Speaker) -> None:
@@ -119,11 +140,11 @@ CONTENT = st.lists(
 
 
 @pytest.mark.parametrize(
-    "dialect", [NativeDialect(), TagsDialect(), TagsDialect(enable_tool_action_parsing=False)], ids=["native", "tags", "off"]
+    ("dialect", "reads_tags"), [(NativeDialect(), True), (TagsDialect(), True), (TagsDialect(), False)], ids=["native", "tags", "off"]
 )
 @given(contents=CONTENT)
-def test_text_and_raws_are_what_the_model_wrote(dialect: Dialect, contents: list[str]) -> None:
-    reader = dialect.open_reader("run", 1)
+def test_text_and_raws_are_what_the_model_wrote(dialect: Dialect, reads_tags: bool, contents: list[str]) -> None:
+    reader = dialect.open_reader("run", 1, reads_tags=reads_tags)
     events = [event for content in contents for event in reader.feed(_content(content))]
     last, end = reader.finish()
     assert "".join(event.text if isinstance(event, Text) else event.raw for event in [*events, *last]) == end.message["content"]

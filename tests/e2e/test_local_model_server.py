@@ -72,7 +72,7 @@ async def solve(model: OpenAIModel, request: str, workspace: Path) -> tuple[int,
     messages: list[Message] = [{"role": "system", "content": dialect.build_system("", [BASH])}, {"role": "user", "content": request}]
     for step in range(1, 5):
         reader, events = dialect.open_reader("run", step), []
-        async for chunk in model.stream(ModelRequest(messages, dialect.build_tools([BASH]))):
+        async for chunk in model.stream(dialect.build_request(messages, [BASH])):
             events += reader.feed(chunk)
         last, end = reader.finish()
         observed = []

@@ -48,15 +48,27 @@ def test_a_command_of_the_readme_works(command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
 def test_the_program_of_the_readme_works() -> None:
     require_engine()
-    program = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+    program = PROGRAMS[0]
 
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
     assert done.returncode == 0, done.stderr
     assert "architecture.md" in done.stdout
     assert "5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03" in done.stdout
+
+
+@pytest.mark.model
+def test_the_program_with_its_own_function_works_with_the_local_model() -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TOOLCREW_", "OPENAI_"))}
+    done = subprocess.run([sys.executable, "-c", PROGRAMS[1]], cwd=ROOT, env=kept, capture_output=True, text=True, timeout=200, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "22" in done.stdout
 
 
 @pytest.mark.model

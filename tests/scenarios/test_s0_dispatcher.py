@@ -1,25 +1,151 @@
-"""Rows S0-12 of the scenarios: what the dispatcher says of a tool that does not exist."""
+"""Rows S0-09 to S0-13 of the scenarios: one dispatcher, which executor a call reaches, and what it says when none does or one takes too long."""
 
-from contract.calls import ToolCall, ToolResult
-from orchestrator.agent import Agent
+import asyncio
+from typing import Any
+
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.errors import ErrorCode
+from contract.specs import ToolSpec
+from orchestrator.agent import Agent, RunResult
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.tag_values import build_tag_call
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.dispatcher import Dispatcher, Route
-from orchestrator.models.scripted import ScriptedModel
-from orchestrator.transport import InProcessTransport
-from tests.builders import KEY, build_spec
-from tests.fakes import StaticCatalog
+from orchestrator.functions.function_tools import tool
+from orchestrator.functions.local_tools import LocalTools
+from orchestrator.limits import ReActOptions
+from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.transport import InProcessTransport, Transport
+from tests.builders import KEY, build_call, build_exec_response, build_spec
+from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
+from workers.executor import Executor
+from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.builtin import build_registry
+
+SOON_S = 10.0
+ROUTE = Route("acme", "s1", "q")
+
+
+class Door:
+    """A dispatcher in front of `transport`, and the results that went through it."""
+
+    def __init__(self, transport: Transport, *specs: ToolSpec) -> None:
+        self.specs = specs
+        self.results: list[ToolResult] = []
+        self._dispatcher = Dispatcher(transport, StaticCatalog(*specs), KEY, queue_wait_s=1)
+
+    async def run_call(self, call: ToolCall) -> ToolResult:
+        self.results.append(await self._dispatcher.dispatch(call, ROUTE))
+        return self.results[-1]
+
+    async def work(self, model: ScriptedModel, dialect: Any = None) -> RunResult:
+        async with asyncio.timeout(SOON_S):
+            return await Agent(model, dialect or TagsDialect(), self.specs, self.run_call).run("do it")
+
+
+class Workers:
+    """A real worker executor over its registry; the sandbox is a script."""
+
+    def __init__(self, *answers: Any, skills: tuple[WorkerTool, ...] = ()) -> None:
+        registry = build_registry()
+        for skill in skills:
+            registry.register(skill)
+        self.sandbox = FakeSandboxClient(*answers)
+        executor = Executor(registry, self.sandbox, MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
+        self.transport = AnsweringTransport(executor.execute)
+        self.specs = [spec for spec in registry.specs() if spec.audience == "model"]
+
+
+async def test_s0_09_calls_of_every_way_in_go_through_one_dispatcher_to_the_executor_of_their_name() -> None:
+    door = Door(
+        InProcessTransport({"add": lambda text: f"added {text}", "drop": lambda text: f"dropped {text}"}, KEY),
+        build_spec("add"),
+        build_spec("drop"),
+    )
+    await door.work(ScriptedModel([build_tag_call("add", {"text": "a"}) + build_tag_call("drop", {"text": "b"}), "done"]))
+    await door.work(ScriptedModel([Calls([("drop", {"text": "c"})]), "done"]), NativeDialect())
+    assert [result.output for result in door.results] == ["added a", "dropped b", "dropped c"]
+
+
+async def test_s0_10_a_name_of_a_built_in_tool_goes_to_their_registry_and_its_result_comes_back() -> None:
+    workers = Workers(build_exec_response(b"Linux\n"))
+    door = Door(workers.transport, *workers.specs)
+    model = ScriptedModel([build_tag_call("bash_tool", {"command": "uname -s"}), "It is Linux."])
+    result = await door.work(model)
+    assert [(answer.name, answer.success, answer.metadata["stdout"]) for answer in door.results] == [("bash_tool", True, "Linux\n")]
+    assert (workers.sandbox.requests[0]["op"], workers.sandbox.bodies) == ("exec", [b"uname -s"])
+    assert "Linux" in model.requests[1].messages[-1]["content"]
+    assert result.answer == "It is Linux."
+
+
+async def test_s0_11_a_name_that_is_registered_beside_the_built_in_ones_goes_to_its_own_executor_in_the_sandbox() -> None:
+    # The product loads no skills: this is the route that one takes once it is registered under its name.
+    asked: list[dict[str, Any]] = []
+
+    def run_skill(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+        asked.append(arguments)
+        response = bench.run({"op": "exec", "argv": ["python", "/skills/report/run.py"]})
+        return Outcome(response.streams["stdout"].decode())
+
+    skill = WorkerTool(build_spec("report", properties={"topic": {"type": "string"}}, required=["topic"]), run_skill)
+    workers = Workers(build_exec_response(b"three pages"), skills=(skill,))
+    door = Door(workers.transport, *workers.specs)
+    model = ScriptedModel([build_tag_call("report", {"topic": "queues"}), "Here it is."])
+    await door.work(model)
+    assert (asked, workers.sandbox.requests) == ([{"topic": "queues"}], [{"op": "exec", "argv": ["python", "/skills/report/run.py"]}])
+    assert [(answer.name, answer.success, answer.output) for answer in door.results] == [("report", True, "three pages")]
+    assert "three pages" in model.requests[1].messages[-1]["content"]
 
 
 async def test_s0_12_a_tool_that_does_not_exist_is_an_error_result_that_the_model_reads() -> None:
-    dispatcher = Dispatcher(InProcessTransport({}, KEY), StaticCatalog(build_spec("echo")), KEY, queue_wait_s=1)
-    results: list[ToolResult] = []
-
-    async def run_call(call: ToolCall) -> ToolResult:
-        results.append(await dispatcher.dispatch(call, Route("acme", "s1", "q")))
-        return results[-1]
-
+    door = Door(InProcessTransport({}, KEY), build_spec("echo"))
     model = ScriptedModel(['<tool_action name="vector-search"><query value="x" /></tool_action>', "There is no such tool."])
-    result = await Agent(model, TagsDialect(), [build_spec("echo")], run_call).run("search")
-    assert (results[0].success, results[0].error) == (False, "Tool not found: vector-search")
+    result = await door.work(model)
+    assert (door.results[0].success, door.results[0].error) == (False, "Tool not found: vector-search")
     assert "Tool not found: vector-search" in model.requests[1].messages[-1]["content"]
     assert result.answer == "There is no such tool."
+
+
+async def test_s0_12_it_is_no_different_for_tools_of_a_program_itself() -> None:
+    result = await LocalTools().run_call(build_call("vector-search"))
+    assert (result.success, result.error) == (False, "Tool not found: vector-search")
+
+
+async def test_s0_13_a_tool_that_takes_too_long_is_interrupted_and_the_loop_goes_on() -> None:
+    interrupted = asyncio.Event()
+
+    @tool(timeout_s=0.05)
+    async def crawl(text: str) -> str:
+        """Never ends."""
+        try:
+            return str(await asyncio.Event().wait())
+        finally:
+            interrupted.set()
+
+    tools = LocalTools([crawl])
+    model = ScriptedModel([build_tag_call("crawl", {"text": "a"}), "It took too long."])
+    async with asyncio.timeout(SOON_S):
+        result = await Agent(model, TagsDialect(), tools.specs(), tools.run_call).run("crawl")
+    assert interrupted.is_set()
+    assert "Error [TIMEOUT]: crawl did not end within its limit of 0.05 s" in model.requests[1].messages[-1]["content"]
+    assert (result.answer, result.steps) == ("It took too long.", 2)
+
+
+async def test_s0_13_the_timeout_is_configured_and_a_tool_without_its_own_gets_that() -> None:
+    @tool
+    async def crawl() -> str:
+        """Never ends."""
+        return str(await asyncio.Event().wait())
+
+    async with asyncio.timeout(SOON_S):
+        result = await LocalTools([crawl], timeout_s=0.05).run_call(build_call("crawl"))
+    assert (result.success, result.error_code) == (False, ErrorCode.TIMEOUT)
+
+
+async def test_s0_13_the_limit_is_30_seconds_where_nobody_says_otherwise() -> None:
+    def answer(call: ToolCall, _: ToolContext) -> ToolResult:
+        return ToolResult(call_id=call.id, name=call.name, success=True, output="")
+
+    transport = AnsweringTransport(answer)
+    await Door(transport, build_spec("echo")).run_call(build_call())
+    assert (transport.contexts[0].timeout_s, ReActOptions().tool_timeout_s) == (30.0, 30.0)

@@ -23,8 +23,10 @@ def chunk(*calls: dict[str, Any], content: str | None = None, finish: str | None
     return {"choices": [{"index": 0, "delta": {**body, "content": content}, "finish_reason": finish}], **fields}
 
 
-def read(*chunks: dict[str, Any], dialect: NativeDialect | None = None, run: str = "r1", step: int = 2) -> tuple[list[Event], ReplyEnd]:
-    reader = (dialect or NativeDialect()).open_reader(run, step)
+def read(
+    *chunks: dict[str, Any], dialect: NativeDialect | None = None, run: str = "r1", step: int = 2, reads_tags: bool = True
+) -> tuple[list[Event], ReplyEnd]:
+    reader = (dialect or NativeDialect()).open_reader(run, step, reads_tags=reads_tags)
     events = [event for one in chunks for event in reader.feed(one)]
     last, end = reader.finish()
     return events + last, end
@@ -36,12 +38,12 @@ def result(name: str = "bash_tool", output: str = "out") -> ToolResult:
 
 def test_tools_travel_in_the_request_and_not_in_the_system_prompt() -> None:
     dialect = NativeDialect()
-    assert [tool["function"]["name"] for tool in dialect.build_tools([SPEC])] == ["bash_tool"]
+    assert [tool["function"]["name"] for tool in dialect.build_request([], [SPEC]).tools] == ["bash_tool"]
     assert "bash_tool" not in dialect.build_system("Be brief.", [SPEC])
 
 
 def test_without_tools_the_request_has_none() -> None:
-    assert NativeDialect().build_tools([]) == []
+    assert NativeDialect().build_request([], []).tools == []
 
 
 def test_a_call_has_our_id_and_keeps_the_models_beside_it() -> None:
@@ -110,7 +112,13 @@ def test_a_cut_call_says_that_it_was_cut() -> None:
 
 
 def test_each_result_is_a_tool_message_under_the_models_id() -> None:
-    assert NativeDialect().build_observations([("c1", result(output="11"))]) == [{"role": "tool", "tool_call_id": "c1", "content": "11"}]
+    [told] = NativeDialect().build_observations([("c1", result(output="11"))])
+    asking = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "t", "arguments": "{}"}}],
+    }
+    assert NativeDialect().build_request([asking, told], []).messages == [asking, {"role": "tool", "tool_call_id": "c1", "content": "11"}]
 
 
 def test_usage_is_what_the_server_counted() -> None:
@@ -132,12 +140,13 @@ def test_tags_are_text_in_a_reply_with_native_calls(later: str) -> None:
 
 
 def test_with_tag_parsing_off_tags_are_text() -> None:
-    events, _ = read(chunk(content=TAG), dialect=NativeDialect(enable_tool_action_parsing=False))
+    events, _ = read(chunk(content=TAG), reads_tags=False)
     assert events == [Text(TAG)]
 
 
-def test_a_tag_result_under_the_native_dialect_is_a_user_message() -> None:
-    [message] = NativeDialect().build_observations([("r1-2-0", result())])
+def test_a_tag_result_under_the_native_dialect_is_sent_as_a_user_message() -> None:
+    told = NativeDialect().build_observations([("r1-2-0", result())])
+    [message] = NativeDialect().build_request(told, []).messages
     assert message["role"] == "user"
 
 

@@ -152,14 +152,14 @@ class OddDialect(NativeDialect):
         super().__init__()
         self._events: list[Any] = [malformed]
 
-    def open_reader(self, run: str, step: int) -> Any:
+    def open_reader(self, run: str, step: int, *, reads_tags: bool = True) -> Any:
         events, self._events = self._events, []
 
         class Reader:
             def feed(self, _: Chunk) -> list[Any]:
                 return []
 
-            def finish(self) -> tuple[list[Any], ReplyEnd]:
+            def finish(self, *, is_broken: bool = False) -> tuple[list[Any], ReplyEnd]:
                 return events or [Text("ok")], ReplyEnd({"role": "assistant", "content": "ok"}, "ok", "stop", Usage())
 
         return Reader()
@@ -214,9 +214,24 @@ async def test_a_token_budget_stops_between_steps() -> None:
     assert (result.stop_reason, result.steps) == (StopReason.MAX_TOKENS, 1)
 
 
-async def test_a_wall_clock_budget_stops_between_steps() -> None:
-    result = await work(ScriptedModel(lambda _: echo("a")), max_wall_s=0.0)
-    assert (result.stop_reason, result.steps) == (StopReason.MAX_WALL, 1)
+async def test_a_wall_clock_budget_ends_what_is_running_and_keeps_the_last_reply() -> None:
+    ended = asyncio.Event()
+
+    async def endless(call: ToolCall) -> ToolResult:
+        if call.arguments["text"] == "a":
+            return await Tools().run(call)
+        try:
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+        finally:
+            ended.set()
+
+    before, seen = tasks_left(), []
+    model = ScriptedModel([Calls([("echo", {"text": "a"})], "Working."), echo("b")])
+    result = await work(model, run_call=endless, max_wall_s=0.2, seen=seen)
+    assert (result.stop_reason, result.answer, result.steps) == (StopReason.MAX_WALL, "Working.", 2)
+    assert ended.is_set()
+    assert any(isinstance(event, Warned) for event in seen)
+    assert tasks_left() == before
 
 
 # Telling
@@ -328,13 +343,14 @@ async def test_cancelling_in_the_middle_of_a_call_leaves_no_task_and_closes_the_
     assert (tasks_left(), closed.is_set()) == (before, True)
 
 
-async def test_a_bug_in_the_way_to_the_tools_is_raised_and_leaves_no_task() -> None:
+async def test_what_the_way_to_the_tools_raises_is_told_and_the_loop_goes_on() -> None:
     async def broken(_: ToolCall) -> ToolResult:
-        raise ZeroDivisionError
+        raise ZeroDivisionError("by zero")
 
-    before = tasks_left()
-    with pytest.raises(ZeroDivisionError):
-        await work(ScriptedModel([echo("a")]), run_call=broken)
+    before, model = tasks_left(), ScriptedModel([echo("a"), "It is broken."])
+    result = await work(model, run_call=broken)
+    assert (result.answer, result.stop_reason) == ("It is broken.", StopReason.ANSWERED)
+    assert model.requests[1].messages[-1]["content"] == "Error [INTERNAL]: ZeroDivisionError: by zero"
     assert tasks_left() == before
 
 

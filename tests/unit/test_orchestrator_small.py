@@ -15,7 +15,7 @@ from orchestrator import redis_server as redis_server_module
 from orchestrator.cli import parse_arguments
 from orchestrator.dialects.base import Usage
 from orchestrator.events import CallFinished, CallStarted, RunEvent, RunFinished, RunStarted, StepFinished, StepStarted, TextArrived, Warned
-from orchestrator.limits import ReActOptions, Spending, StopReason
+from orchestrator.limits import Prices, ReActOptions, Spending, StopReason
 from orchestrator.redis_server import find_redis_server, write_redis_config
 from orchestrator.settings import load_settings
 from orchestrator.terminal import MAX_SHOWN_LINES, RunView, escape_controls, format_clocks, table_rows
@@ -48,11 +48,13 @@ def test_a_limit_that_is_no_number_is_refused() -> None:
     [
         ({}, {"steps": 4}, None),
         ({}, {"steps": 5}, StopReason.MAX_ITERATIONS),
-        ({"max_tokens": 10}, {"tokens": 9}, None),
-        ({"max_tokens": 10}, {"tokens": 10}, StopReason.MAX_TOKENS),
+        ({"max_tokens": 10}, {"usage": Usage(4, 5)}, None),
+        ({"max_tokens": 10}, {"usage": Usage(5, 5)}, StopReason.MAX_TOKENS),
+        ({"max_cost": 1, "prices": Prices(10, 100)}, {"usage": Usage(90_000, 999)}, None),
+        ({"max_cost": 1, "prices": Prices(10, 100)}, {"usage": Usage(90_000, 1000)}, StopReason.MAX_COST),
         ({"max_wall_s": 60}, {}, None),
         ({"max_wall_s": 60}, {"started_at": time.monotonic() - 61}, StopReason.MAX_WALL),
-        ({"max_tokens": 1, "max_iterations": 1}, {"steps": 1, "tokens": 1}, StopReason.MAX_ITERATIONS),
+        ({"max_tokens": 1, "max_iterations": 1}, {"steps": 1, "usage": Usage(1, 0)}, StopReason.MAX_ITERATIONS),
     ],
 )
 def test_a_budget_is_used_up_when_it_is_reached(options: dict[str, Any], spent: dict[str, Any], reason: StopReason | None) -> None:
@@ -60,7 +62,12 @@ def test_a_budget_is_used_up_when_it_is_reached(options: dict[str, Any], spent: 
 
 
 def test_only_limits_are_limits() -> None:
-    assert {reason for reason in StopReason if reason.is_limit} == {StopReason.MAX_ITERATIONS, StopReason.MAX_WALL, StopReason.MAX_TOKENS}
+    assert {reason for reason in StopReason if reason.is_limit} == {
+        StopReason.MAX_ITERATIONS,
+        StopReason.MAX_WALL,
+        StopReason.MAX_TOKENS,
+        StopReason.MAX_COST,
+    }
 
 
 # Transcript

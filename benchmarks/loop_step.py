@@ -1,0 +1,121 @@
+"""What the loop adds to a step beside the model and the tool."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from benchmarks.report import Report, interleave, median
+from contract.calls import ToolCall, ToolResult
+from contract.specs import ToolSpec
+from orchestrator.agent import Agent
+from orchestrator.dialects.base import Dialect
+from orchestrator.dialects.json_decision import JsonDecisionDialect
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.tags import TagsDialect, build_tag_call
+from orchestrator.limits import ReActOptions
+from orchestrator.models.base import Chunk, ModelRequest
+
+STEPS = 20
+ROUNDS = 15
+CHUNK_CHARS = 16
+OUTPUT = "x" * 1000
+SPEC = ToolSpec(
+    name="echo",
+    description="Gives back its text.",
+    parameters={"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"], "additionalProperties": False},
+)
+
+
+def _content(text: str) -> list[Chunk]:
+    pieces = [text[start : start + CHUNK_CHARS] for start in range(0, len(text), CHUNK_CHARS)]
+    return [{"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]} for piece in pieces]
+
+
+def _native_call() -> list[Chunk]:
+    opening = {"index": 0, "id": "call", "function": {"name": "echo", "arguments": ""}}
+    rest = [{"index": 0, "function": {"arguments": piece}} for piece in ('{"text": "', "some text", '"}')]
+    return [{"choices": [{"index": 0, "delta": {"tool_calls": [entry]}, "finish_reason": None}]} for entry in (opening, *rest)]
+
+
+TEXT = "Let me look at that file before I say anything about it. " * 3
+END: list[Chunk] = [{"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}]
+REPLIES: dict[str, tuple[Dialect, list[Chunk]]] = {
+    "native": (NativeDialect(), [*_content(TEXT), *_native_call(), *END]),
+    "tags": (TagsDialect(), [*_content(TEXT + build_tag_call("echo", {"text": "some text"})), *END]),
+    "json": (JsonDecisionDialect(), [*_content('{"tool": "echo", "arguments": {"text": "some text"}}'), *END]),
+}
+
+
+class _Prepared:
+    """A model that gives the same chunks again and again, at once."""
+
+    name = "prepared"
+
+    def __init__(self, chunks: list[Chunk]) -> None:
+        self._chunks = chunks
+
+    async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
+        for chunk in self._chunks:
+            yield chunk
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
+
+async def _answer(call: ToolCall) -> ToolResult:
+    return ToolResult(call_id=call.id, name=call.name, success=True, output=OUTPUT)
+
+
+async def _floor(model: _Prepared) -> float:
+    """The model's chunks read and the tool called, and nothing else; seconds a step."""
+    started = time.perf_counter()
+    for step in range(STEPS):
+        async for _ in model.stream(ModelRequest([])):
+            pass
+        await _answer(ToolCall(id=f"floor-{step}", name="echo", arguments={"text": "some text"}))
+    return (time.perf_counter() - started) / STEPS
+
+
+async def _ours(model: _Prepared, dialect: Dialect) -> float:
+    agent = Agent(model, dialect, [SPEC], _answer, options=ReActOptions(max_iterations=STEPS))
+    started = time.perf_counter()
+    result = await agent.run("Say it again.")
+    took = time.perf_counter() - started
+    if result.steps != STEPS:
+        raise RuntimeError(f"{result.steps} steps instead of {STEPS}")
+    return took / STEPS
+
+
+@contextmanager
+def quiet_log() -> Iterator[None]:
+    """Without the warnings that runs like these end with."""
+    logger = logging.getLogger("orchestrator")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+async def _measure() -> Report:
+    cases: dict[str, Any] = {}
+    for name, (dialect, chunks) in REPLIES.items():
+        model = _Prepared(chunks)
+        cases[f"{name} floor"] = lambda model=model: _floor(model)
+        cases[name] = lambda model=model, dialect=dialect: _ours(model, dialect)
+    seconds = await interleave(cases, ROUNDS, warm_up=2)
+    report = Report("loop_step", notes=[f"{STEPS} steps a run with {len(OUTPUT)} characters of output each; floor: chunks and tool alone"])
+    for name in REPLIES:
+        ours, floor = median(seconds[name]), median(seconds[f"{name} floor"])
+        report.add(f"{name}_added_ms", (ours - floor) * 1000, f"a step in the {name} dialect, beside model and tool", at_most=1.0)
+        report.add(f"{name}_ratio", ours / floor, f"{name}: step / floor")
+    return report
+
+
+def run() -> Report:
+    with quiet_log():
+        return asyncio.run(_measure())

@@ -1,0 +1,108 @@
+"""What a run takes of memory while it waits for its model: 1,000 at once in one process, each with a call behind it and a stream open."""
+
+import asyncio
+import gc
+import json
+import multiprocessing
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from benchmarks.loop_step import SPEC, _answer
+from benchmarks.memory import memory_of_process
+from benchmarks.report import Report
+from orchestrator.agent import Agent
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.events import RunEvent, TextArrived
+from orchestrator.models.openai import OpenAIModel
+
+WAITING = 1000
+AT_A_TIME = 50
+_CALL = {"index": 0, "id": "call", "function": {"name": "echo", "arguments": json.dumps({"text": "some text"})}}
+_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def _event(data: str) -> bytes:
+    line = f"data: {data}\n\n".encode()
+    return b"%x\r\n%s\r\n" % (len(line), line)
+
+
+def _chunk(delta: dict[str, Any], finish: str | None) -> bytes:
+    return _event(json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}))
+
+
+async def _serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """First request of a run: a call. Second: the first word of an answer, and then nothing more."""
+    while True:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        size = int(next(line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")))
+        body = json.loads(await reader.readexactly(size))
+        if len(body["messages"]) == 2:
+            writer.write(_HEAD + _chunk({"tool_calls": [_CALL]}, None) + _chunk({}, "tool_calls") + _event("[DONE]") + b"0\r\n\r\n")
+        else:
+            writer.write(_HEAD + _chunk({"content": "Let"}, None))
+
+
+def _serve(listener: socket.socket) -> None:
+    async def forever() -> None:
+        server = await asyncio.start_server(_serve_one, sock=listener, backlog=WAITING)
+        await server.serve_forever()
+
+    asyncio.run(forever())
+
+
+@contextmanager
+def _model_server() -> Iterator[int]:
+    """The port of a chat server in a process of its own."""
+    with socket.create_server(("127.0.0.1", 0), backlog=WAITING) as listener:
+        process = multiprocessing.get_context("fork").Process(target=_serve, args=(listener,), daemon=True)
+        process.start()
+        try:
+            yield int(listener.getsockname()[1])
+        finally:
+            process.kill()
+            process.join()
+
+
+async def _waiting(model: OpenAIModel, runs: int) -> list[asyncio.Task[Any]]:
+    """So many runs, each with its stream open; tasks to be cancelled."""
+    began = asyncio.Semaphore(0)
+
+    def on_event(event: RunEvent) -> None:
+        if isinstance(event, TextArrived):
+            began.release()
+
+    agent = Agent(model, NativeDialect(), [SPEC], _answer, on_event=on_event)
+    tasks: list[asyncio.Task[Any]] = []
+    while len(tasks) < runs:
+        some = [asyncio.create_task(agent.run("Say it again.")) for _ in range(min(AT_A_TIME, runs - len(tasks)))]
+        for _ in some:
+            await began.acquire()
+        tasks += some
+    return tasks
+
+
+async def _measure(port: int) -> Report:
+    model = OpenAIModel("bench", f"http://127.0.0.1:{port}/v1", retries=0)
+    tasks = await _waiting(model, AT_A_TIME)  # what the first ones load is nobody's share
+    gc.collect()
+    before = memory_of_process("self")["rss"]
+    tasks += await _waiting(model, WAITING - AT_A_TIME)
+    gc.collect()
+    each = (memory_of_process("self")["rss"] - before) / (WAITING - AT_A_TIME)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await model.aclose()
+    report = Report("waiting_runs", notes=[f"{WAITING} runs in one process, each with an HTTP stream of the model open, after one call"])
+    report.add("run_bytes", each, "a run that waits for its model, resident", at_most=100 * 1024)
+    return report
+
+
+def run() -> Report:
+    with _model_server() as port:
+        return asyncio.run(_measure(port))

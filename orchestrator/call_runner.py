@@ -1,0 +1,131 @@
+"""Carries out the calls of a run: in order, read-only ones side by side where the model asked for that; with a guard against repetition."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+
+from contract.calls import MAX_ERROR_CHARS, MAX_OUTPUT_CHARS, ToolCall, ToolResult
+from contract.errors import ErrorCode, ToolFailure
+from contract.schema import coerce_text
+from contract.specs import ToolSpec
+from orchestrator.dialects.base import CallRequested, MalformedCall
+from orchestrator.dialects.observations import UNKNOWN_TOOL
+from orchestrator.events import CallFinished, CallStarted, RunEvent
+from orchestrator.logs import get_logger
+
+log = get_logger(__name__)
+
+MAX_NAME_CHARS = 128
+REPEATS = 3
+"""So many identical failures are answered with more than the failure."""
+
+RunCall = Callable[[ToolCall], Awaitable[ToolResult]]
+Requested = CallRequested | MalformedCall
+Observed = tuple[str, ToolResult]
+"""(the call's id as the model knows it, else ours; its result)."""
+
+
+class CallRunner:
+    """Runs the calls of one run. `tell` gets their events as they happen."""
+
+    def __init__(self, run: str, specs: Sequence[ToolSpec], run_call: RunCall, tell: Callable[[RunEvent], None], max_parallel: int) -> None:
+        self._run = run
+        self._specs = {spec.name: spec for spec in specs}
+        self._run_call = run_call
+        self._tell = tell
+        self._slots = asyncio.Semaphore(max_parallel)
+        self._failures: dict[str, int] = {}
+
+    async def run(self, requested: Sequence[Requested]) -> list[Observed]:
+        """Results in the order of the requests. Cancelled: every call that runs is, too."""
+        observed: list[Observed] = []
+        for group in self._groups(requested):
+            if len(group) == 1:
+                results = [await self._one(group[0])]
+            else:
+                async with asyncio.TaskGroup() as side_by_side:
+                    tasks = [side_by_side.create_task(self._one(request), name=f"call-{_id(request)}") for request in group]
+                results = [task.result() for task in tasks]
+            observed += [
+                (request.model_id or _id(request), self._guard(request, result)) for request, result in zip(group, results, strict=True)
+            ]
+        return observed
+
+    def _groups(self, requested: Sequence[Requested]) -> list[list[Requested]]:
+        """Neighbours that may run side by side; every other one by itself."""
+        groups: list[list[Requested]] = []
+        for request in requested:
+            if groups and self._may_overlap(request) and self._may_overlap(groups[-1][-1]):
+                groups[-1].append(request)
+            else:
+                groups.append([request])
+        return groups
+
+    def _may_overlap(self, request: Requested) -> bool:
+        if not (isinstance(request, CallRequested) and request.is_parallel):
+            return False
+        spec = self._specs.get(request.call.name)
+        return spec is not None and spec.read_only
+
+    async def _one(self, request: Requested) -> ToolResult:
+        if isinstance(request, MalformedCall):
+            call = ToolCall(id=request.call_id, name=(request.name or UNKNOWN_TOOL)[:MAX_NAME_CHARS])
+            result = ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, request.reason)
+        else:
+            async with self._slots:
+                self._tell(CallStarted(run=self._run, call=request.call))
+                result = await self._outcome(self._typed(request))
+        self._tell(CallFinished(run=self._run, result=result))
+        return result
+
+    async def _outcome(self, call: ToolCall) -> ToolResult:
+        try:
+            return await self._run_call(call)
+        except ToolFailure as failure:
+            return ToolResult.failed(call, failure.code, failure.message)
+        except Exception as error:  # a user's code may stand behind it, and the loop goes on whatever that raises
+            log.exception("run_call_failed", run=self._run, tool=call.name, call=call.id)
+            return ToolResult.failed(call, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+    def _typed(self, request: CallRequested) -> ToolCall:
+        spec = self._specs.get(request.call.name)
+        if spec is None or not request.is_text:
+            return request.call
+        return request.call.model_copy(update={"arguments": coerce_text(spec, request.call.arguments)})
+
+    def _guard(self, request: Requested, result: ToolResult) -> ToolResult:
+        """The result, told with more emphasis when the very same request has failed before, again and again."""
+        key = _key(request)
+        if not _has_failed(result):
+            self._failures.pop(key, None)
+            return result
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        if failures < REPEATS:
+            return result
+        note = (
+            f"This exact call has now failed {failures} times. Do not send it again: change its arguments, use another tool, or answer "
+            "with what you know."
+        )
+        if result.success:
+            return result.model_copy(update={"output": _with_note(result.output, note, MAX_OUTPUT_CHARS)})
+        return result.model_copy(update={"error": _with_note(result.error, note, MAX_ERROR_CHARS)})
+
+
+def _id(request: Requested) -> str:
+    return request.call.id if isinstance(request, CallRequested) else request.call_id
+
+
+def _key(request: Requested) -> str:
+    if isinstance(request, MalformedCall):
+        return f"malformed {request.name} {request.raw}"
+    return f"{request.call.name} {json.dumps(request.call.arguments, sort_keys=True)}"
+
+
+def _has_failed(result: ToolResult) -> bool:
+    """A command that ran and exited with an error counts, too: it is what a stuck model repeats most."""
+    return not result.success or result.metadata.get("exit_code") not in (None, 0)
+
+
+def _with_note(text: str | None, note: str, limit: int) -> str:
+    room = limit - len(note) - 1
+    return f"{(text or '')[:room]}\n{note}" if text else note

@@ -1,0 +1,86 @@
+"""Chat messages as objects, for programs that hold a conversation themselves; and the same in the OpenAI wire shape."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from orchestrator.models.base import Message, Usage
+
+
+@dataclass(frozen=True)
+class SystemMessage:
+    """What the model is told before all else."""
+
+    content: str
+
+
+@dataclass(frozen=True)
+class HumanMessage:
+    """What the user says."""
+
+    content: str
+
+
+@dataclass(frozen=True)
+class AIMessage:
+    """A reply. `tool_calls`: dicts with id, name, type "tool_call", and the parsed arguments under both `arguments` and `args`."""
+
+    content: str
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: Usage = field(default_factory=Usage)
+
+
+@dataclass(frozen=True)
+class ToolMessage:
+    """A tool's result. `artifact`: the result's metadata, which the model does not see."""
+
+    content: str
+    tool_call_id: str
+    name: str | None = None
+    status: Literal["success", "error"] = "success"
+    artifact: Any = None
+
+
+ChatMessage = SystemMessage | HumanMessage | AIMessage | ToolMessage
+
+_ROLES = {"system": "system", "human": "user", "user": "user", "ai": "assistant", "assistant": "assistant", "tool": "tool"}
+
+
+def build_tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of `AIMessage.tool_calls`."""
+    parsed = dict(arguments)
+    return {"id": call_id, "name": name, "arguments": parsed, "args": parsed, "type": "tool_call"}
+
+
+def convert_to_wire(message: Any) -> Message:
+    """The message as servers take it: ours, a dict in the wire shape (given back as it is), or an object with `type` and `content`.
+
+    Raises TypeError for anything else.
+    """
+    if isinstance(message, Mapping):
+        return dict(message)
+    role = _role(message)
+    wire: Message = {"role": role, "content": message.content}
+    if role == "tool":
+        wire["tool_call_id"] = message.tool_call_id
+    calls: Sequence[Mapping[str, Any]] = getattr(message, "tool_calls", None) or ()
+    if calls:
+        wire["tool_calls"] = [_entry(call) for call in calls]
+        wire["content"] = message.content or None
+    return wire
+
+
+def _role(message: Any) -> str:
+    own: dict[type, str] = {SystemMessage: "system", HumanMessage: "user", AIMessage: "assistant", ToolMessage: "tool"}
+    role = own.get(type(message)) or _ROLES.get(str(getattr(message, "type", "")))
+    if role is None or not hasattr(message, "content"):
+        raise TypeError(f"a message is a dict with role and content, or a message object, not {type(message).__name__}")
+    return role
+
+
+def _entry(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = call["arguments"] if "arguments" in call else call.get("args", {})
+    function = {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": call["id"], "type": "function", "function": function}

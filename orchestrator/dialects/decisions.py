@@ -1,0 +1,115 @@
+"""JSON decisions: what a model that answers in JSON only may write, and how it is read. Strict: nothing is repaired."""
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from contract.specs import ToolSpec
+from orchestrator.dialects.json_objects import parse_json_object
+from orchestrator.dialects.thinking import strip_thinking
+
+TOOL_DECISION_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"tool": {"type": "string"}, "arguments": {"type": "object"}},
+            "required": ["tool", "arguments"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {"tool": {"type": "null"}, "reply": {"type": "string"}},
+            "required": ["tool", "reply"],
+            "additionalProperties": False,
+        },
+    ]
+}
+"""The two forms of a decision: call that tool, or reply."""
+
+CALL_FORM = '{"tool": "NAME", "arguments": {"PARAMETER": "VALUE"}}'
+REPLY_FORM = '{"tool": null, "reply": "TEXT"}'
+DECISION_HINT = f"Answer with one JSON object and nothing else: {CALL_FORM} to call a tool, or {REPLY_FORM} to reply."
+
+MAX_OPENINGS = 8
+"""Places in a text where a decision is looked for: each may be read to the text's end."""
+
+_FENCED = re.compile(r"```[a-zA-Z]*[ \t]*\r?\n(.*?)\r?\n?[ \t]*```", re.DOTALL)
+_KEYS = frozenset({"tool", "arguments", "reply"})
+_OPENING = re.compile(r'\{\s*"(?:tool|arguments|reply)"\s*:')
+
+
+@dataclass(frozen=True)
+class ToolDecisionOutput:
+    """A decision. `tool` None: `reply` is the answer; else the tool to call, and `reply` is what the model says beside it, mostly None."""
+
+    tool: str | None
+    arguments: dict[str, Any]
+    reply: str | None = None
+
+
+def build_decision_schema(specs: Sequence[ToolSpec]) -> dict[str, Any]:
+    """TOOL_DECISION_SCHEMA with the names and parameters of these tools, for servers that hold a reply to a schema."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"tool": {"const": spec.name}, "arguments": spec.parameters},
+            "required": ["tool", "arguments"],
+            "additionalProperties": False,
+        }
+        for spec in specs
+    ]
+    return {"anyOf": [*calls, TOOL_DECISION_SCHEMA["anyOf"][1]]}
+
+
+def parse_tool_decision(text: str) -> ToolDecisionOutput:
+    """The decision that `text` is, wholly; one code fence around it is let pass. Raises ValueError with a sentence for the model."""
+    return _decision(_unfenced(strip_thinking(text).strip()))
+
+
+def find_tool_decision(text: str) -> tuple[str, ToolDecisionOutput | None, str]:
+    """The first decision in `text`, with the words before and behind it; all of `text` and None when there is none that is legal."""
+    for opening in itertools.islice(_OPENING.finditer(text), MAX_OPENINGS):
+        start = opening.start()
+        try:
+            _, end = json.JSONDecoder().raw_decode(text, start)
+            return text[:start], _decision(text[start:end]), text[end:]
+        except (ValueError, RecursionError):
+            continue
+    return text, None, ""
+
+
+def _unfenced(text: str) -> str:
+    fenced = _FENCED.fullmatch(text)
+    return fenced[1].strip() if fenced else text
+
+
+def _decision(text: str) -> ToolDecisionOutput:
+    if not text.startswith("{"):
+        raise ValueError("the reply is not a JSON object")
+    value = parse_json_object(text, "the reply")
+    unknown = sorted(set(value) - _KEYS)
+    if unknown:
+        raise ValueError(f"unknown key '{unknown[0][:100]}' in the decision")
+    if "tool" not in value:
+        raise ValueError('the decision has no "tool"')
+    tool, arguments, reply = value["tool"], value.get("arguments"), value.get("reply")
+    if reply is not None and not isinstance(reply, str):
+        raise ValueError('"reply" must be a string')
+    if tool is None:
+        return _reply(arguments, reply)
+    if not isinstance(tool, str) or not tool:
+        raise ValueError('"tool" must be the name of a tool, or null')
+    if arguments is not None and not isinstance(arguments, dict):
+        raise ValueError('"arguments" must be an object')
+    return ToolDecisionOutput(tool, arguments or {}, reply)
+
+
+def _reply(arguments: Any, reply: str | None) -> ToolDecisionOutput:
+    if arguments:
+        raise ValueError('"arguments" without a tool')
+    if reply is None:
+        raise ValueError('"tool" is null but there is no "reply"')
+    return ToolDecisionOutput(None, {}, reply)

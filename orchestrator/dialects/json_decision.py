@@ -1,0 +1,125 @@
+"""The json dialect: tools described in the system prompt, one JSON decision per reply, results as user messages."""
+
+from collections.abc import Callable, Sequence
+
+from contract.calls import ToolResult
+from contract.specs import ToolSpec
+from orchestrator.dialects.base import Event, MalformedCall, ReplyEnd, ReplyReader, Text
+from orchestrator.dialects.call_ids import build_call_id
+from orchestrator.dialects.decisions import (
+    CALL_FORM,
+    DECISION_HINT,
+    REPLY_FORM,
+    ToolDecisionOutput,
+    build_decision_schema,
+    parse_tool_decision,
+)
+from orchestrator.dialects.observations import UNKNOWN_TOOL, build_wire_messages
+from orchestrator.dialects.reader import BROKEN, CUT, StreamReader, requested
+from orchestrator.models.base import Chunk, Message, ModelRequest
+from orchestrator.prompts import NO_TOOLS, build_system_prompt, describe_tools
+
+__all__ = ["JsonDecisionDialect", "build_tool_system_prompt"]
+
+_HOW_TO_DECIDE = f"""\
+Every reply of yours is one JSON object and nothing else.
+To call a tool: {CALL_FORM}
+To answer the user: {REPLY_FORM}
+Call one tool at a time. Its result comes in the next message. When you know the answer, reply."""
+
+
+Parse = Callable[[str], tuple[str, ToolDecisionOutput | None, str]]
+"""The decision in a reply, with the words before and behind it; None: the reply is plain text. Raises ValueError for what is to be written
+again."""
+
+
+class JsonDecisionDialect:
+    """One decision per reply. `has_schema`: the server takes `response_format` json_schema and holds the reply to it; else only the prompt
+    asks for it. `parse`: reads a whole reply. A reply that is no decision is answered with how to write one, once; the next such reply ends the run as it stands.
+    """
+
+    name = "json"
+    max_repairs = 1
+
+    def __init__(self, *, has_schema: bool = False, parse: Callable[[str], ToolDecisionOutput] = parse_tool_decision) -> None:
+        self._has_schema = has_schema
+        self._parse = parse
+
+    def build_system(self, instruction: str, specs: Sequence[ToolSpec]) -> str:
+        return build_system_prompt(instruction, build_tool_system_prompt(specs))
+
+    def build_request(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> ModelRequest:
+        messages = build_wire_messages(messages)
+        if not self._has_schema:
+            return ModelRequest(messages)
+        schema = {"name": "tool_decision", "schema": build_decision_schema(specs)}
+        return ModelRequest(messages, extra={"response_format": {"type": "json_schema", "json_schema": schema}})
+
+    def open_reader(self, run: str, step: int, *, reads_tags: bool = True) -> ReplyReader:
+        parse = self._parse
+        return DecisionReader(run, step, lambda raw: ("", parse(raw), ""))
+
+    def build_observations(self, results: Sequence[tuple[str, ToolResult]]) -> list[Message]:
+        return [_observation(call_id, result) for call_id, result in results]
+
+
+def build_tool_system_prompt(specs: Sequence[ToolSpec]) -> str:
+    """What a model that decides in JSON reads: the tools, and the two forms of a decision."""
+    return f"{describe_tools(specs) if specs else NO_TOOLS}\n\n{_HOW_TO_DECIDE}"
+
+
+class DecisionReader:
+    """A ReplyReader. The reply is read whole: until its end nothing of it is known to be an answer."""
+
+    def __init__(self, run: str, step: int, parse: Parse) -> None:
+        self._parse = parse
+        self._call_id = build_call_id(run, step, 0)
+        self._stream = StreamReader(run, step, tags=None, provisional=False)
+        self._raw: list[str] = []
+
+    def feed(self, chunk: Chunk) -> list[Event]:
+        self._raw += [event.text for event in self._stream.feed(chunk) if isinstance(event, Text)]
+        return []
+
+    def finish(self, *, is_broken: bool = False) -> tuple[list[Event], ReplyEnd]:
+        events, end = self._stream.finish(is_broken=is_broken)
+        self._raw += [event.text for event in events if isinstance(event, Text)]
+        native = [event for event in events if not isinstance(event, Text)]
+        raw = "".join(self._raw)
+        if native:
+            # A server that makes native calls of what it is asked for in JSON.
+            return [*([Text(raw)] if raw else []), *native], end
+        if not raw.strip():
+            return [], end
+        events = self._decide(raw, BROKEN if is_broken else CUT if end.finish_reason == "length" else None)
+        shown = "".join(event.text for event in events if isinstance(event, Text))
+        malformed = any(isinstance(event, MalformedCall) for event in events)
+        return events, ReplyEnd(end.message, raw if malformed else shown, end.finish_reason, end.usage)
+
+    def _decide(self, raw: str, cut: str | None) -> list[Event]:
+        try:
+            before, decision, behind = self._parse(raw)
+        except ValueError as error:
+            return [MalformedCall(self._call_id, None, f"Malformed decision: {cut or error}. {DECISION_HINT}", raw)]
+        if decision is None:
+            return [Text(raw)]
+        if decision.tool is None:
+            return [Text(decision.reply)] if decision.reply else []
+        written = raw[len(before) : len(raw) - len(behind)]
+        call: Event = (
+            requested(self._call_id, decision.tool, decision.arguments, written)
+            if cut is None
+            else MalformedCall(self._call_id, decision.tool, cut, written)
+        )
+        texts = [Text(text) if text else None for text in (before + (decision.reply or ""), behind)]
+        return [event for event in (texts[0], call, texts[1]) if event is not None]
+
+
+def _observation(call_id: str, result: ToolResult) -> Message:
+    if call_id != result.call_id:
+        # A native call's id: the server wants its answer under it.
+        return {"role": "tool", "tool_call_id": call_id, "name": result.name, "content": result.text()}
+    if result.name == UNKNOWN_TOOL:
+        # A reply that is no decision: there is no tool whose result this could be.
+        return {"role": "user", "content": result.text()}
+    return {"role": "user", "content": f"[Tool result for {result.name}]\n{result.text()}"}

@@ -1,0 +1,119 @@
+"""Runs of the loop on the real pool, with a scripted model: every dialect, calls side by side, limits and cancelling that reach the sandbox."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.errors import ErrorCode
+from orchestrator.approvals import AutoApprover
+from orchestrator.client import ToolClient
+from orchestrator.dialects.tags import build_tag_call
+from orchestrator.events import CallFinished, CallStarted, RunEvent, TextArrived
+from orchestrator.limits import ReActOptions, StopReason
+from orchestrator.models.base import Message
+from orchestrator.models.scripted import Calls, Reply, ScriptedModel
+from orchestrator.sessions import Session
+from tests.stack import Stack, commands_in, eventually
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(120)]
+
+
+def decision(command: str) -> str:
+    return json.dumps({"tool": "bash_tool", "arguments": {"command": command}})
+
+
+WRITERS: dict[str, Callable[[str], Reply]] = {
+    "native": lambda command: Calls([("bash_tool", {"command": command})]),
+    "tags": lambda command: "I look. " + build_tag_call("bash_tool", {"command": command}) + " Done.",
+    "json": decision,
+}
+
+
+def answer(messages: list[Message]) -> Reply:
+    told = str(messages[-1]["content"])
+    return json.dumps({"tool": None, "reply": told}) if told.startswith("[Tool result for") else told
+
+
+@pytest.mark.parametrize("dialect", WRITERS)
+async def test_a_run_in_every_dialect_sends_its_call_to_a_sandbox_and_reads_the_result(
+    client: ToolClient, dialect: str, tmp_path: Path
+) -> None:
+    (tmp_path / "data.csv").write_text("a\nb\nc\n")
+    model = ScriptedModel([WRITERS[dialect]("wc -l < /workspace/data.csv"), answer])
+    result = await client.run("How many lines?", workspace=tmp_path, model=model, dialect=dialect)
+    assert (result.stop_reason, result.answer.strip().splitlines()[-1]) == (StopReason.ANSWERED, "3")
+    assert result.clocks.run_s > 0
+
+
+async def test_text_behind_a_tag_comes_after_the_call_has_run(client: ToolClient, session: Session) -> None:
+    seen: list[RunEvent] = []
+    model = ScriptedModel([WRITERS["tags"]("echo hi"), "ok"])
+    await client.run("go", session=session, model=model, dialect="tags", on_event=seen.append)
+    kinds = [type(event) for event in seen if isinstance(event, TextArrived | CallStarted | CallFinished)]
+    at = kinds.index(CallStarted)
+    assert kinds[at : at + 3] == [CallStarted, CallFinished, TextArrived]
+    assert set(kinds[:at]) == {TextArrived}
+
+
+async def test_read_only_calls_of_one_reply_run_side_by_side_in_one_sandbox(client: ToolClient, session: Session) -> None:
+    for number in range(4):
+        await session.write_file(f"/workspace/{number}.txt", f"this is {number}".encode())
+    calls: list[tuple[str, dict[str, Any] | str]] = [("read_tool", {"path": f"/workspace/{number}.txt"}) for number in range(4)]
+    seen: list[RunEvent] = []
+    model = ScriptedModel([Calls(calls), "ok"])
+    await client.run("read", session=session, model=model, on_event=seen.append)
+    kinds = [type(event) for event in seen if isinstance(event, CallStarted | CallFinished)]
+    assert kinds == [CallStarted] * 4 + [CallFinished] * 4
+    told = [message["content"] for message in model.requests[1].messages[-4:]]
+    assert [f"this is {number}" in content for number, content in enumerate(told)] == [True] * 4
+
+
+async def test_a_wall_clock_limit_ends_the_command_in_the_sandbox(client: ToolClient, stack: Stack, session: Session) -> None:
+    info = await session.info()
+    assert info.sandbox is not None
+    container = info.sandbox.id
+    model = ScriptedModel([Calls([("bash_tool", {"command": "setsid sleep 98 & sleep 98"})], "Working.")])
+    result = await client.run("wait", session=session, model=model, options=ReActOptions(max_wall_s=2))
+    assert (result.stop_reason, result.answer) == (StopReason.MAX_WALL, "")
+    await eventually(lambda: "sleep 98" not in commands_in(container).values(), 10, "the command is gone")
+
+
+async def test_a_cancelled_run_leaves_nothing_running_and_the_session_usable(client: ToolClient, stack: Stack, session: Session) -> None:
+    info = await session.info()
+    assert info.sandbox is not None
+    container = info.sandbox.id
+    model = ScriptedModel([Calls([("bash_tool", {"command": "setsid sleep 97 & sleep 97"})])])
+    run = asyncio.create_task(client.run("wait", session=session, model=model))
+    await eventually(lambda: "sleep 97" in commands_in(container).values(), 20, "the command runs")
+    run.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await run
+    await eventually(lambda: "sleep 97" not in commands_in(container).values(), 10, "the command is gone")
+    assert (await session.call("bash_tool", {"command": "echo still here"})).output == "still here\n"
+
+
+async def test_the_default_limit_of_a_call_is_the_options_and_a_timeout_is_told(client: ToolClient, session: Session) -> None:
+    model = ScriptedModel([Calls([("bash_tool", {"command": "sleep 60"})]), "It took too long."])
+    result = await client.run("wait", session=session, model=model, options=ReActOptions(tool_timeout_s=1))
+    assert result.answer == "It took too long."
+    assert model.requests[1].messages[-1]["content"].startswith(f"Error [{ErrorCode.TIMEOUT}]")
+
+
+async def test_tag_arguments_are_coerced_under_the_native_dialect_too(client: ToolClient, session: Session) -> None:
+    await session.write_file("/workspace/a.txt", b"one\ntwo\nthree\n")
+    model = ScriptedModel([build_tag_call("read_tool", {"path": "/workspace/a.txt", "offset": "2", "limit": "1"}), "ok"])
+    await client.run("read", session=session, model=model, dialect="native")
+    assert "two" in model.requests[1].messages[-1]["content"]
+    assert "three" not in model.requests[1].messages[-1]["content"]
+
+
+async def test_a_tool_that_asks_runs_when_the_approver_says_yes(stack: Stack) -> None:
+    model = ScriptedModel([Calls([("write_tool", {"path": "/workspace/n.txt", "content": "hi"})]), "ok"])
+    async with ToolClient.connect(stack.redis_url, approver=AutoApprover()) as client, await client.open_session() as session:
+        await client.run("write", session=session, model=model)
+        assert await session.read_file("/workspace/n.txt") == b"hi"

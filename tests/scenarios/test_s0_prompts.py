@@ -1,0 +1,81 @@
+"""Rows S0-18 to S0-20 of the scenarios: what a model that calls by tags is told of the tools."""
+
+import pytest
+
+from orchestrator.dialects.tag_events import Call
+from orchestrator.dialects.tag_parser import TagStreamParser
+from orchestrator.dialects.tags import TagsDialect
+from orchestrator.functions.function_tools import tool
+from orchestrator.prompts import generate_tool_prompt
+from tests.builders import build_spec
+
+
+@tool(name="vector-search")
+async def vector_search(query: str, limit: int = 10) -> str:
+    """Search the code base by meaning.
+
+    Args:
+        query: what to look for
+        limit: how many hits
+    """
+    return query * limit
+
+
+@tool(name="read_tool")
+async def read_tool(file_path: str) -> str:
+    """Read one file."""
+    return file_path
+
+
+def example_calls(prompt: str) -> list[Call]:
+    return [event for event in TagStreamParser().feed(prompt) if isinstance(event, Call)]
+
+
+def test_s0_18_the_description_of_the_tools_is_part_of_the_system_prompt() -> None:
+    specs = [vector_search.spec]
+    system = TagsDialect().build_system("你是一个助手。", specs)
+    assert system.startswith("你是一个助手。")
+    assert generate_tool_prompt(specs) in system
+
+
+def test_s0_19_every_tool_is_there_with_name_description_and_parameters() -> None:
+    prompt = generate_tool_prompt([vector_search, read_tool])
+    assert all(told in prompt for told in ("vector-search: Search the code base by meaning.", "read_tool: Read one file."))
+    lines = [line.strip() for line in prompt.splitlines()]
+    assert "query (string, required): what to look for" in lines
+    assert "limit (integer, optional, default 10): how many hits" in lines
+    assert "file_path (string, required)" in lines
+
+
+def test_s0_19_the_example_is_a_tag_that_calls_a_tool_of_the_list() -> None:
+    calls = example_calls(generate_tool_prompt([vector_search, read_tool]))
+    assert calls
+    assert {call.name for call in calls} <= {"vector-search", "read_tool"}
+    assert set(calls[0].arguments) == {"query"}
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        vector_search,
+        vector_search.spec,
+        {"name": "vector-search", "description": "Search the code base by meaning.", "parameters": vector_search.spec.parameters},
+    ],
+    ids=["tool", "spec", "dict"],
+)
+def test_s0_19_a_tool_is_told_the_same_however_it_is_written_down(described: object) -> None:
+    prompt = generate_tool_prompt([described])  # type: ignore[list-item]
+    assert "vector-search: Search the code base by meaning." in prompt
+    assert [call.name for call in example_calls(prompt)][:1] == ["vector-search"]
+
+
+def test_s0_20_without_tools_the_model_is_told_that_there_are_none_and_nothing_else() -> None:
+    prompt = generate_tool_prompt([])
+    assert "No tools are currently available" in prompt
+    assert "<tool_action" not in prompt
+    assert len(prompt.splitlines()) == 1
+
+
+def test_s0_20_the_system_prompt_without_tools_says_so() -> None:
+    assert "No tools are currently available" in TagsDialect().build_system("", [])
+    assert "No tools are currently available" not in TagsDialect().build_system("", [build_spec()])

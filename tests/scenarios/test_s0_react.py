@@ -1,0 +1,117 @@
+"""Rows S0-14 to S0-17 of the scenarios: tags in the ReAct loop, switched off, and beside native calls."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from orchestrator.agent import Agent, RunResult
+from orchestrator.dialects.base import Dialect
+from orchestrator.dialects.choice import choose_dialect
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.tags import TagsDialect
+from orchestrator.events import CallStarted, RunEvent, TextArrived
+from orchestrator.functions.function_tools import tool
+from orchestrator.functions.local_tools import LocalTools
+from orchestrator.limits import ReActOptions, StopReason
+from orchestrator.models.scripted import Calls, Raw, ScriptedModel
+
+SOON_S = 10.0
+TAG = '<tool_action name="vector-search"><query value="读取文件" /></tool_action>'
+NATIVE = Calls([("vector-search", {"query": "native"})])
+
+
+class Search:
+    """The tool, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.queries: list[str] = []
+
+        @tool(name="vector-search")
+        async def search(query: str) -> str:
+            """Search the code base."""
+            self.queries.append(query)
+            return f"3 hits for {query}"
+
+        self.tools = LocalTools([search])
+
+
+async def work(
+    model: ScriptedModel, dialect: Dialect, search: Search, options: ReActOptions | None = None, seen: list[RunEvent] | None = None
+) -> RunResult:
+    agent = Agent(
+        model,
+        dialect,
+        search.tools.specs(),
+        search.tools.run_call,
+        options=options or ReActOptions(),
+        on_event=(seen if seen is not None else []).append,
+    )
+    async with asyncio.timeout(SOON_S):
+        return await agent.run("搜索")
+
+
+def shown(seen: list[RunEvent]) -> str:
+    return "".join(event.text for event in seen if isinstance(event, TextArrived))
+
+
+async def test_s0_14_tags_and_native_calls_work_side_by_side_in_one_run() -> None:
+    search, model = Search(), ScriptedModel([NATIVE, TAG, "好了"])
+    result = await work(model, NativeDialect(), search)
+    assert (search.queries, result.answer, result.steps) == (["native", "读取文件"], "好了", 3)
+
+
+def test_s0_15_parsing_of_tags_is_on_unless_it_is_switched_off() -> None:
+    assert ReActOptions().enable_tool_action_parsing is True
+
+
+@pytest.mark.parametrize("name", ["tags", "native"])
+async def test_s0_15_a_tag_is_run_its_result_is_a_tool_message_and_the_next_iteration_begins(name: str) -> None:
+    search, model = Search(), ScriptedModel([TAG, "好了"])
+    result = await work(model, choose_dialect(name), search)
+    assert search.queries == ["读取文件"]
+    history = result.transcript.messages()
+    assert [message["role"] for message in history] == ["system", "user", "assistant", "tool", "assistant"]
+    assert (history[2]["content"], history[3]["content"]) == (TAG, "3 hits for 读取文件")
+    assert (len(model.requests), result.steps, result.stop_reason) == (2, 2, StopReason.ANSWERED)
+    assert "3 hits for 读取文件" in model.requests[1].messages[-1]["content"]
+
+
+@pytest.mark.parametrize("name", ["tags", "native"])
+async def test_s0_16_switched_off_a_tag_is_ordinary_text(name: str) -> None:
+    search, model, options = Search(), ScriptedModel([f"看: {TAG}!"]), ReActOptions(enable_tool_action_parsing=False)
+    seen: list[RunEvent] = []
+    result = await work(model, choose_dialect(name), search, options, seen)
+    assert (search.queries, len(model.requests), result.stop_reason) == ([], 1, StopReason.ANSWERED)
+    assert (result.answer, shown(seen)) == (f"看: {TAG}!", f"看: {TAG}!")
+
+
+@pytest.mark.parametrize("dialect", [TagsDialect(), NativeDialect()], ids=["tags", "native"])
+async def test_s0_16_the_options_of_the_agent_alone_switch_it_off(dialect: Dialect) -> None:
+    search, options = Search(), ReActOptions(enable_tool_action_parsing=False)
+    result = await work(ScriptedModel([TAG, "好了"]), dialect, search, options)
+    assert (search.queries, result.answer) == ([], TAG)
+
+
+async def test_s0_17_native_calls_win_and_the_tags_of_that_reply_are_ordinary_text() -> None:
+    search = Search()
+    seen: list[RunEvent] = []
+    model = ScriptedModel([Calls(NATIVE.calls, f"前{TAG}后"), "好了"])
+    result = await work(model, NativeDialect(), search, seen=seen)
+    assert (search.queries, result.answer) == (["native"], "好了")
+    assert shown(seen) == f"前{TAG}后好了"
+    assert sum(isinstance(event, CallStarted) for event in seen) == 1
+    assert [message["role"] for message in result.transcript][2:] == ["assistant", "tool", "assistant"]
+
+
+def delta(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
+
+
+async def test_s0_17_it_does_not_matter_which_of_them_comes_first() -> None:
+    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "vector-search", "arguments": '{"query": "native"}'}}
+    search = Search()
+    seen: list[RunEvent] = []
+    model = ScriptedModel([Raw([delta(tool_calls=[call]), delta(content=TAG[:30]), delta(content=TAG[30:])]), "好了"])
+    await work(model, NativeDialect(), search, seen=seen)
+    assert (search.queries, shown(seen)) == (["native"], f"{TAG}好了")

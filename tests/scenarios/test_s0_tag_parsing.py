@@ -1,0 +1,262 @@
+"""Rows S0-01 to S0-08 of the scenarios: calls as tags in the text, and when they and the text around them come out of a stream."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from orchestrator.agent import Agent, RunResult
+from orchestrator.dialects.tag_events import Call, Malformed, TagEvent, Text
+from orchestrator.dialects.tag_parser import TagStreamParser
+from orchestrator.dialects.tags import TagsDialect
+from orchestrator.events import CallFinished, CallStarted, RunEvent, TextArrived
+from orchestrator.functions.function_tools import tool
+from orchestrator.functions.local_tools import LocalTools
+from orchestrator.models.base import Chunk, ModelRequest
+from orchestrator.models.scripted import ScriptedModel
+from tests.fakes import StreamModel
+
+SOON_S = 10.0
+SEARCH = """<tool_action name="vector-search">
+  <query value="读取文件" />
+  <limit value="5" />
+</tool_action>"""
+THREE_CHUNKS = ('思考: 我需要搜索...<tool_action name="', 'vector-search"><query value="test"', '" /></tool_action>接下来...')
+
+
+class Seen:
+    """Events as they happen, and a wait for one that has happened."""
+
+    def __init__(self) -> None:
+        self.events: list[RunEvent] = []
+        self._changed = asyncio.Event()
+
+    def note(self, event: RunEvent) -> None:
+        self.events.append(event)
+        self._changed.set()
+
+    async def until(self, is_it: Callable[["Seen"], bool]) -> None:
+        """Wait until `is_it` holds; TimeoutError when that does not come without anything further being written."""
+        async with asyncio.timeout(SOON_S):
+            while not is_it(self):
+                self._changed.clear()
+                await self._changed.wait()
+
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, TextArrived))
+
+    def has(self, kind: type[RunEvent]) -> bool:
+        return any(isinstance(event, kind) for event in self.events)
+
+    def in_order(self) -> list[str]:
+        """Texts, neighbours joined, and the marks of calls."""
+        told: list[str] = []
+        for event in self.events:
+            if isinstance(event, CallStarted | CallFinished):
+                told.append(f"[{type(event).__name__}]")
+            elif isinstance(event, TextArrived) and told and not told[-1].startswith("["):
+                told[-1] += event.text
+            elif isinstance(event, TextArrived):
+                told.append(event.text)
+        return told
+
+
+@tool(name="vector-search")
+async def vector_search(query: str, limit: int = 10) -> str:
+    """Search the code base."""
+    return f"{limit} of {query}"
+
+
+async def work(model: Any, seen: Seen | None = None, tools: Sequence[Any] = (vector_search,)) -> RunResult:
+    local = LocalTools(tools)
+    agent = Agent(model, TagsDialect(), local.specs(), local.run_call, on_event=(seen or Seen()).note)
+    async with asyncio.timeout(SOON_S):
+        return await agent.run("找一下")
+
+
+def chunk(text: str) -> Chunk:
+    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]}
+
+
+def streamed(*chunks: str) -> ScriptedModel | StreamModel:
+    """A model whose first reply comes in these chunks, and whose second is an answer."""
+
+    async def stream(request: ModelRequest) -> AsyncIterator[Chunk]:
+        for text in chunks if len(request.messages) == 2 else ("好了",):
+            yield chunk(text)
+
+    return StreamModel(stream)
+
+
+def parse(*chunks: str) -> list[TagEvent]:
+    parser = TagStreamParser()
+    return [event for text in chunks for event in parser.feed(text)] + parser.finish()
+
+
+# S0-01 to S0-04: parsing
+
+
+def test_s0_01_a_call_tag_with_parameter_tags_is_a_call() -> None:
+    raw = '<tool_action name="工具名称"><参数名 value="参数值" /></tool_action>'
+    assert parse(raw) == [Call("工具名称", {"参数名": "参数值"}, raw)]
+
+
+def test_s0_01_nothing_short_of_the_whole_tag_is_a_call() -> None:
+    for end in range(len(SEARCH)):
+        assert not any(isinstance(event, Call) for event in parse(SEARCH[:end])), SEARCH[:end]
+    assert any(isinstance(event, Call) for event in parse(SEARCH))
+
+
+def test_s0_02_name_and_parameters_are_parsed_as_strings() -> None:
+    assert parse(SEARCH) == [Call("vector-search", {"query": "读取文件", "limit": "5"}, SEARCH)]
+
+
+async def test_s0_02_the_tool_is_called_and_its_result_obtained() -> None:
+    model = ScriptedModel([SEARCH, "找到了。"])
+    result = await work(model)
+    assert (result.answer, result.steps) == ("找到了。", 2)
+    assert "5 of 读取文件" in model.requests[1].messages[-1]["content"]
+
+
+async def test_s0_03_several_calls_run_in_order_each_with_its_own_result() -> None:
+    ran: list[str] = []
+
+    @tool
+    async def step(number: int) -> str:
+        """One step."""
+        ran.append(f"begin {number}")
+        await asyncio.sleep(0)
+        ran.append(f"end {number}")
+        if number == 2:
+            raise LookupError("no second")
+        return f"did {number}"
+
+    reply = "".join(f'<tool_action name="step"><number value="{number}" /></tool_action>\n' for number in (1, 2, 3))
+    result = await work(ScriptedModel([reply, "done"]), tools=[step])
+    assert ran == ["begin 1", "end 1", "begin 2", "end 2", "begin 3", "end 3"]
+    told = [message for message in result.transcript if message["role"] == "tool"]
+    assert [message["content"] for message in told] == ["did 1", "Error [INTERNAL]: LookupError: no second", "did 3"]
+    assert len({message["tool_call_id"] for message in told}) == 3
+
+
+def test_s0_04_an_unclosed_tag_waits_for_more_and_is_a_call_once_it_is_closed() -> None:
+    parser = TagStreamParser()
+    begun, end = SEARCH[:-1], SEARCH[-1:]
+    assert [event for character in begun for event in parser.feed(character)] == []
+    assert parser.feed(end) == [Call("vector-search", {"query": "读取文件", "limit": "5"}, SEARCH)]
+
+
+async def test_s0_04_a_tag_that_is_never_closed_is_not_run_nor_shown_and_the_model_is_told() -> None:
+    ran: list[str] = []
+
+    @tool(name="vector-search")
+    async def search(query: str) -> str:
+        """Search."""
+        ran.append(query)
+        return query
+
+    unclosed, seen = '好。<tool_action name="vector-search"><query value="读取文件" />', Seen()
+    model = ScriptedModel([unclosed, "I stop."])
+    result = await work(model, seen, [search])
+    assert (ran, result.answer, seen.has(CallStarted)) == ([], "I stop.", False)
+    assert seen.text() == "好。I stop."
+    assert "unclosed" in model.requests[1].messages[-1]["content"]
+    [_, malformed] = parse(unclosed)
+    assert isinstance(malformed, Malformed)
+    assert (malformed.reason, malformed.name, malformed.raw) == ("unclosed", "vector-search", unclosed.removeprefix("好。"))
+
+
+# S0-05 to S0-08: streams
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 11, 1000])
+def test_s0_05_a_tag_is_detected_however_the_stream_is_cut(size: int) -> None:
+    text = f"前 {SEARCH} 后"
+    events = parse(*(text[start : start + size] for start in range(0, len(text), size)))
+    assert [event for event in events if isinstance(event, Call)] == parse(SEARCH)
+    assert "".join(event.text for event in events if isinstance(event, Text)) == "前  后"
+
+
+def test_s0_06_the_last_character_of_a_tag_is_what_makes_the_call_and_until_then_it_is_held() -> None:
+    text = f"Let me look. {SEARCH}"
+    parser = TagStreamParser()
+    out = [parser.feed(character) for character in text]
+    shown = "".join(event.text for events in out for event in events if isinstance(event, Text))
+    assert shown == "Let me look. "
+    assert out[-1] == parse(SEARCH)
+    assert all(events == [] for events in out[len("Let me look. ") : -1])
+
+
+async def test_s0_06_a_complete_tag_runs_while_the_stream_goes_on() -> None:
+    seen = Seen()
+
+    async def stream(request: ModelRequest) -> AsyncIterator[Chunk]:
+        if len(request.messages) > 2:
+            yield chunk("好了")
+            return
+        for text in ("我看看。<tool_", 'action name="vector-search"><query value="读取文件" />', "</tool_action>"):
+            yield chunk(text)
+        # The stream does not end before the call has.
+        await seen.until(lambda so_far: so_far.has(CallFinished))
+
+    result = await work(StreamModel(stream), seen)
+    assert (result.answer, seen.in_order()) == ("好了", ["我看看。", "[CallStarted]", "[CallFinished]", "好了"])
+
+
+def test_s0_07_the_three_chunks_give_the_text_the_call_and_the_rest_in_order() -> None:
+    parser = TagStreamParser()
+    first, second, third = (parser.feed(text) for text in THREE_CHUNKS)
+    assert first == [Text("思考: 我需要搜索...")]
+    assert second == []
+    raw = "".join(THREE_CHUNKS).removeprefix("思考: 我需要搜索...").removesuffix("接下来...")
+    assert third == [Call("vector-search", {"query": "test"}, raw), Text("接下来...")]
+
+
+async def test_s0_07_the_text_before_the_tag_is_out_at_once_and_the_text_behind_it_after_the_tool() -> None:
+    seen = Seen()
+    told: list[tuple[str, str]] = []
+
+    @tool(name="vector-search")
+    async def search(query: str) -> str:
+        """Search."""
+        told.append((query, seen.text()))
+        return "found"
+
+    async def stream(request: ModelRequest) -> AsyncIterator[Chunk]:
+        if len(request.messages) > 2:
+            yield chunk("完成")
+            return
+        yield chunk(THREE_CHUNKS[0])
+        # Nothing further is sent before the user has seen this.
+        await seen.until(lambda so_far: so_far.text() == "思考: 我需要搜索...")
+        yield chunk(THREE_CHUNKS[1])
+        yield chunk(THREE_CHUNKS[2])
+
+    result = await work(StreamModel(stream), seen, [search])
+    assert told == [("test", "思考: 我需要搜索...")]
+    assert seen.in_order() == ["思考: 我需要搜索...", "[CallStarted]", "[CallFinished]", "接下来...完成"]
+    assert result.answer == "完成"
+
+
+@pytest.mark.parametrize("plain", ["普通文本", "a < b and c > d", "<div>text</div>", "tool_action", "line\n", "<tool_box name="])
+def test_s0_08_a_chunk_without_the_marker_goes_out_as_it_is(plain: str) -> None:
+    parser = TagStreamParser()
+    assert [parser.feed("开头 "), parser.feed(plain)] == [[Text("开头 ")], [Text(plain)]]
+
+
+async def test_s0_08_a_plain_chunk_is_shown_before_the_next_one_comes() -> None:
+    seen, words = Seen(), ["你好", ", ", "world", " 1 < 2", "!"]
+
+    async def stream(_: ModelRequest) -> AsyncIterator[Chunk]:
+        for at, word in enumerate(words, start=1):
+            yield chunk(word)
+            await seen.until(lambda so_far, at=at: so_far.text() == "".join(words[:at]))  # type: ignore[misc]
+
+    assert (await work(StreamModel(stream), seen)).answer == "".join(words)
+
+
+def test_s0_08_only_an_end_that_may_begin_the_marker_waits_until_the_next_character_disproves_it() -> None:
+    parser = TagStreamParser()
+    assert parser.feed("see <tool_") == [Text("see ")]
+    assert "".join(event.text for event in parser.feed("box") if isinstance(event, Text)) == "<tool_box"

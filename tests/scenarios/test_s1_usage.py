@@ -1,0 +1,164 @@
+"""Rows S1-36 to S1-45 of the scenarios: the document's own program line by line, its example run, and what may replace the decision.
+
+`npm run stage:3` is `python examples/weather_loop.py` here; `{ maxToolRounds: 5 }` is the argument `max_tool_rounds=5`; names of `deps`
+are written in snake_case.
+"""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator import tool_loop
+from orchestrator.agent import Agent
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.limits import StopReason
+from orchestrator.models.base import Message
+from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.tool_loop import ContextEngine, ToolLoopRegistry, create_output_controller, create_tool_registry, run_tool_loop
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = Path("examples", "weather_loop.py")
+QUESTION = "What's the weather in Beijing?"
+
+
+async def execute(args: dict[str, Any]) -> dict[str, Any]:
+    return {"temp": 22, "city": args["city"]}
+
+
+def usage_registry() -> ToolLoopRegistry:
+    registry = create_tool_registry()
+    registry.register(
+        {
+            "name": "get_weather",
+            "description": "Get current weather for a city",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+            "execute": execute,
+        }
+    )
+    return registry
+
+
+class Gateway:
+    """Decides as the document's model does, on what it has been told."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def chat(self, messages: list[Message]) -> str:
+        self.asked += 1
+        if messages[-1]["content"] == '[Tool result for get_weather]\n{"temp": 22, "city": "Beijing"}':
+            return '{ "tool": null, "reply": "22 degrees." }'
+        return '{ "tool": "get_weather", "arguments": {"city": "Beijing"} }'
+
+
+def usage_deps(gateway: Gateway) -> dict[str, Any]:
+    return {
+        "chat": gateway.chat,
+        "context_engine": ContextEngine(),
+        "output_controller": create_output_controller(),
+        "tool_registry": usage_registry(),
+    }
+
+
+def test_s1_36_the_package_itself_gives_what_a_program_needs() -> None:
+    from orchestrator import create_output_controller, create_tool_registry, run_tool_loop
+
+    names = (create_tool_registry, run_tool_loop, create_output_controller)
+    assert names == (tool_loop.create_tool_registry, tool_loop.run_tool_loop, tool_loop.create_output_controller)
+
+
+def test_s1_37_the_documents_tool_is_registered_as_it_stands() -> None:
+    spec = usage_registry().list()[0]
+    assert (spec.name, spec.description) == ("get_weather", "Get current weather for a city")
+    assert spec.parameters == {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+async def test_s1_38_an_async_function_of_the_arguments_alone_gives_an_object() -> None:
+    result = await usage_registry().execute("get_weather", {"city": "Beijing"})
+    assert (result.success, result.output) == (True, '{"temp": 22, "city": "Beijing"}')
+
+
+async def test_s1_38_plain_functions_and_those_that_take_the_context_too_are_as_good() -> None:
+    registry = create_tool_registry(
+        [
+            {"name": "plain", "execute": lambda args: args["a"], "parameters": {"type": "object", "properties": {"a": {}}}},
+            {"name": "told", "execute": lambda args, context: context.call_id != ""},
+        ]
+    )
+    assert [(await registry.execute("plain", {"a": 1})).output, (await registry.execute("told", {})).output] == ["1", "true"]
+
+
+async def test_s1_39_deps_are_a_bound_method_a_context_engine_a_controller_and_a_registry_by_name() -> None:
+    gateway = Gateway()
+    result = await run_tool_loop(usage_deps(gateway), "s1", QUESTION)
+    assert (result.reply, gateway.asked) == ("22 degrees.", 2)
+
+
+async def test_s1_39_a_name_that_is_none_of_them_is_an_error() -> None:
+    with pytest.raises(TypeError, match="model_gateway"):
+        await run_tool_loop({**usage_deps(Gateway()), "model_gateway": Gateway()}, "s1", QUESTION)
+
+
+async def test_s1_40_one_question_is_run_with_a_limit_of_rounds() -> None:
+    gateway = Gateway()
+    assert (await run_tool_loop(usage_deps(gateway), "s1", QUESTION, max_tool_rounds=5)).stop_reason is StopReason.ANSWERED
+    gateway = Gateway()
+    assert (await run_tool_loop(usage_deps(gateway), "s1", QUESTION, max_tool_rounds=1)).stop_reason is StopReason.MAX_ITERATIONS
+    assert gateway.asked == 1
+
+
+async def test_s1_41_the_reply_of_the_result_is_the_models() -> None:
+    result = await run_tool_loop(usage_deps(Gateway()), "s1", QUESTION, max_tool_rounds=5)
+    assert result.reply == "22 degrees."
+
+
+def run_example(*arguments: str) -> list[str]:
+    """The lines that it prints. Nothing of the environment but where programs are: no endpoint may be asked."""
+    environment = {"PATH": os.environ.get("PATH", ""), "PYTHONDONTWRITEBYTECODE": "1"}
+    ended = subprocess.run(
+        [sys.executable, str(EXAMPLE), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return ended.stdout.splitlines()
+
+
+def test_s1_42_the_example_runs_by_one_command_in_the_projects_folder() -> None:
+    assert run_example()[-1] == "model: It is 22 degrees in Beijing."
+
+
+def test_s1_43_the_example_goes_the_whole_way_from_the_question_to_the_reply() -> None:
+    assert run_example() == [
+        f"user: {QUESTION}",
+        "round 1",
+        '  the model calls get_weather {"city": "Beijing"}',
+        '  injected: [Tool result for get_weather] {"temp": 22, "city": "Beijing"}',
+        "round 2",
+        "model: It is 22 degrees in Beijing.",
+    ]
+
+
+def test_s1_43_the_example_registers_several_tools() -> None:
+    registry = runpy.run_path(str(ROOT / EXAMPLE))["build_registry"]()
+    assert [spec.name for spec in registry.list()] == ["get_weather", "list_cities"]
+
+
+@pytest.mark.parametrize(
+    "part", ["create_tool_registry", "build_tool_system_prompt", "parse_tool_decision", "execute_tool_call", "run_tool_loop"]
+)
+def test_s1_44_every_part_that_the_document_calls_implemented_is(part: str) -> None:
+    assert callable(getattr(tool_loop, part))
+    assert (ROOT / EXAMPLE).is_file()
+
+
+async def test_s1_45_a_registry_of_the_loop_serves_native_calls_as_it_stands() -> None:
+    registry = usage_registry()
+    model = ScriptedModel([Calls([("get_weather", {"city": "Beijing"})]), "22 degrees."])
+    result = await Agent(model, NativeDialect(), registry.list(), registry.run_call).run(QUESTION)
+    assert [tool["function"]["name"] for tool in model.requests[0].tools] == ["get_weather"]
+    assert model.requests[1].messages[-1] == {"role": "tool", "tool_call_id": "call1n0", "content": '{"temp": 22, "city": "Beijing"}'}
+    assert result.answer == "22 degrees."

@@ -1,0 +1,94 @@
+"""Rows S4-01 and S4-30 of the scenarios: the tool system as a whole, and that arguments are validated whichever way a call comes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode
+from orchestrator.agent import Agent
+from orchestrator.approvals import AutoApprover
+from orchestrator.dialects.base import Dialect
+from orchestrator.dialects.json_decision import JsonDecisionDialect
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.tags import TagsDialect
+from orchestrator.functions.function_tools import tool
+from orchestrator.functions.local_tools import LocalTools
+from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.tool_agent import CustomAgent, ToolAgent
+from tests.builders import build_call
+
+
+@tool(read_only=True)
+async def find(query: str, limit: int = 10) -> str:
+    """Find something."""
+    return f"{limit} of {query}"
+
+
+@tool(requires_permission=True)
+async def remove(path: str) -> str:
+    """Remove a file."""
+    return f"removed {path}"
+
+
+async def test_s4_01_tools_are_described_registered_looked_up_filtered_and_gated() -> None:
+    refusing, allowing = LocalTools([find, remove]), LocalTools([find, remove], approver=AutoApprover())
+    assert [(spec.name, spec.description) for spec in refusing.specs()] == [("find", "Find something."), ("remove", "Remove a file.")]
+    assert refusing.registry.get("find") is find
+    assert [spec.name for spec in refusing.specs(["find"])] == ["find"]
+    assert (await refusing.run_call(build_call("remove", path="a"))).error_code is ErrorCode.PERMISSION_DENIED
+    assert (await allowing.run_call(build_call("remove", path="a"))).output == "removed a"
+
+
+async def test_s4_01_a_tool_that_the_filter_keeps_from_the_model_is_not_told_of() -> None:
+    tools = LocalTools([find, remove])
+    model = ScriptedModel(["ok"])
+    await Agent(model, NativeDialect(), tools.specs(["find"]), tools.run_call).run("tidy up")
+    assert [told["function"]["name"] for told in model.requests[0].tools] == ["find"]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "reply"),
+    [
+        (NativeDialect, Calls([("find", {"limit": "many"})])),
+        (TagsDialect, '<tool_action name="find"><limit value="many" /></tool_action>'),
+        (JsonDecisionDialect, '{"tool": "find", "arguments": {"limit": "many"}}'),
+    ],
+    ids=["native", "tags", "json"],
+)
+async def test_s4_30_every_way_in_is_validated_against_the_schema_and_the_model_reads_all_that_is_wrong(
+    dialect: Callable[[], Dialect], reply: Any
+) -> None:
+    tools, results = LocalTools([find]), []
+
+    async def run_call(call: ToolCall) -> ToolResult:
+        results.append(await tools.run_call(call))
+        return results[-1]
+
+    model = ScriptedModel([reply, '{"tool": null, "reply": "ok"}'])
+    await Agent(model, dialect(), tools.specs(), run_call).run("find it")
+    assert [result.error_code for result in results] == [ErrorCode.INVALID_ARGUMENTS]
+    told = model.requests[1].messages[-1]["content"]
+    assert "'query' is required" in told
+    assert "parameter 'limit' must be integer" in told
+
+
+async def test_s4_30_valid_arguments_reach_the_tool_with_the_defaults_of_the_schema() -> None:
+    assert (await LocalTools([find]).run_call(build_call("find", query="a"))).output == "10 of a"
+
+
+async def test_s4_30_calls_of_a_tool_agent_are_validated_too() -> None:
+    model = ScriptedModel([Calls([("find", {"query": 5})]), "ok"])
+    await CustomAgent(ToolAgent(model).bind_tools([find])).run("find it")
+    assert "parameter 'query' must be string" in model.requests[1].messages[-1]["content"]
+
+
+async def test_s4_30_a_check_of_the_tools_own_refuses_with_details() -> None:
+    @tool(validators=[lambda arguments: "give a path below /workspace" if arguments["path"].startswith("/etc") else None])
+    async def show(path: str) -> str:
+        """Show a file."""
+        return path
+
+    result = await LocalTools([show]).run_call(build_call("show", path="/etc/passwd"))
+    assert (result.success, result.error) == (False, "show: give a path below /workspace")

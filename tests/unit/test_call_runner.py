@@ -1,0 +1,185 @@
+"""Carrying out calls: order, what runs side by side, text arguments, and the guard against repetition."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from contract.calls import MAX_ERROR_CHARS, ToolCall, ToolResult
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.call_runner import CallRunner
+from orchestrator.dialects.base import CallRequested, MalformedCall
+from orchestrator.events import CallFinished, CallStarted, RunEvent
+from tests.builders import build_spec
+
+SOON_S = 10.0
+READ = build_spec("read", read_only=True, properties={"n": {"type": "integer"}}, required=[])
+WRITE = build_spec("write", properties={"n": {"type": "integer"}}, required=[])
+
+
+def runner(
+    run_call: Callable[[ToolCall], Awaitable[ToolResult]], *, seen: list[RunEvent] | None = None, max_parallel: int = 8
+) -> CallRunner:
+    return CallRunner("r", [READ, WRITE], run_call, (seen if seen is not None else []).append, max_parallel)
+
+
+def asked(name: str, index: int, *, is_parallel: bool = True, is_text: bool = False, **arguments: Any) -> CallRequested:
+    call = ToolCall(id=f"r-1-{index}", name=name, arguments=arguments)
+    return CallRequested(call, "", f"m{index}", is_text, is_parallel)
+
+
+def done(call: ToolCall, output: str = "ok", **fields: Any) -> ToolResult:
+    return ToolResult(call_id=call.id, name=call.name, success=True, output=output, **fields)
+
+
+class Gate:
+    """A tool whose calls wait until so many run at once, or until `free` is set; keeps how many did and in which order they began."""
+
+    def __init__(self, free: bool = False) -> None:
+        self.began: list[str] = []
+        self.running = self.most = 0
+        self.three_run = asyncio.Event()
+        self.free = asyncio.Event()
+        if free:
+            self.free.set()
+
+    async def run(self, call: ToolCall) -> ToolResult:
+        self.began.append(call.id)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        if self.running == 3:
+            self.three_run.set()
+        try:
+            await asyncio.sleep(0)
+            await self.free.wait()
+        finally:
+            self.running -= 1
+        return done(call, call.id)
+
+
+async def test_read_only_calls_that_the_model_asked_for_at_once_run_side_by_side() -> None:
+    gate = Gate()
+    working = asyncio.create_task(runner(gate.run).run([asked("read", n) for n in range(3)]))
+    await asyncio.wait_for(gate.three_run.wait(), SOON_S)
+    gate.free.set()
+    assert [(name, result.output) for name, result in await working] == [("m0", "r-1-0"), ("m1", "r-1-1"), ("m2", "r-1-2")]
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [asked("write", 0), asked("write", 1)],
+        [asked("read", 0), asked("write", 1), asked("read", 2)],
+        [asked("read", 0, is_parallel=False), asked("read", 1, is_parallel=False)],
+        [asked("unknown", 0), asked("unknown", 1)],
+    ],
+    ids=["writing", "mixed", "not asked for", "unknown"],
+)
+async def test_all_other_calls_run_one_after_another_in_order(requests: list[CallRequested]) -> None:
+    gate = Gate(free=True)
+    await runner(gate.run).run(requests)
+    assert (gate.most, gate.began) == (1, [request.call.id for request in requests])
+
+
+async def test_no_more_calls_run_at_once_than_allowed() -> None:
+    gate = Gate(free=True)
+    await runner(gate.run, max_parallel=2).run([asked("read", n) for n in range(6)])
+    assert (gate.most, len(gate.began)) == (2, 6)
+
+
+async def test_cancelling_ends_every_call_that_runs() -> None:
+    gate = Gate()
+    working = asyncio.create_task(runner(gate.run).run([asked("read", n) for n in range(3)]))
+    await asyncio.wait_for(gate.three_run.wait(), SOON_S)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert gate.running == 0
+
+
+async def test_one_failing_call_does_not_end_its_neighbours() -> None:
+    async def run_call(call: ToolCall) -> ToolResult:
+        await asyncio.sleep(0)
+        if call.id == "r-1-0":
+            raise ToolFailure(ErrorCode.TIMEOUT, "too slow")
+        if call.id == "r-1-1":
+            raise KeyError("k")
+        return done(call)
+
+    results = [result for _, result in await runner(run_call).run([asked("read", n) for n in range(3)])]
+    assert [result.error_code for result in results] == [ErrorCode.TIMEOUT, ErrorCode.INTERNAL, None]
+
+
+async def test_text_arguments_become_the_schemas_types_and_json_ones_stay() -> None:
+    seen: list[ToolCall] = []
+
+    async def run_call(call: ToolCall) -> ToolResult:
+        seen.append(call)
+        return done(call)
+
+    await runner(run_call).run([asked("read", 0, is_text=True, n="5"), asked("read", 1, n="5"), asked("read", 2, is_text=True, n="5.5")])
+    assert [call.arguments["n"] for call in seen] == [5, "5", "5.5"]
+
+
+async def test_every_call_is_told_when_it_begins_and_when_it_ends() -> None:
+    seen: list[RunEvent] = []
+    await runner(Gate(free=True).run, seen=seen).run([asked("write", 0), MalformedCall("r-1-1", "write", "bad", "raw")])
+    assert [type(event) for event in seen] == [CallStarted, CallFinished, CallFinished]
+
+
+class Stubborn:
+    """Answers each call as the test says, and collects what the model reads."""
+
+    def __init__(self, answer: Callable[[ToolCall], ToolResult]) -> None:
+        async def run_call(call: ToolCall) -> ToolResult:
+            return answer(call)
+
+        self._runner = runner(run_call)
+
+    async def ask(self, request: CallRequested | MalformedCall) -> str:
+        [(_, result)] = await self._runner.run([request])
+        return result.text()
+
+
+def failing(call: ToolCall) -> ToolResult:
+    return ToolResult.failed(call, ErrorCode.FILE_NOT_FOUND, "no such file")
+
+
+async def test_the_third_identical_failing_call_is_answered_with_a_changed_message() -> None:
+    model = Stubborn(failing)
+    told = [await model.ask(asked("read", index, path="a")) for index in range(4)]
+    assert told[0] == told[1] == "Error [FILE_NOT_FOUND]: no such file"
+    assert told[2].startswith("Error [FILE_NOT_FOUND]: no such file\nThis exact call has now failed 3 times. Do not send it again")
+    assert "failed 4 times" in told[3]
+
+
+async def test_other_arguments_are_another_call() -> None:
+    model = Stubborn(failing)
+    told = [await model.ask(asked("read", index, path=path)) for index, path in enumerate("abcabc")]
+    assert not any("exact call" in text for text in told)
+
+
+async def test_a_success_forgets_the_failures() -> None:
+    answers = iter([failing, failing, done, failing, failing])
+    model = Stubborn(lambda call: next(answers)(call))
+    told = [await model.ask(asked("read", index)) for index in range(5)]
+    assert not any("exact call" in text for text in told)
+
+
+async def test_a_command_that_keeps_failing_counts_though_its_call_succeeds() -> None:
+    model = Stubborn(lambda call: done(call, "not found\n[exit code 127]", metadata={"exit_code": 127}))
+    told = [await model.ask(asked("write", index)) for index in range(3)]
+    assert (told[0], told[2].startswith(told[0] + "\nThis exact call")) == (told[1], True)
+
+
+async def test_the_same_malformed_call_counts_too() -> None:
+    model = Stubborn(done)
+    told = [await model.ask(MalformedCall(f"r-{n}-0", "write", "bad", "<raw")) for n in range(3)]
+    assert told[0] == told[1] != told[2]
+
+
+async def test_a_changed_message_fits_a_result() -> None:
+    model = Stubborn(lambda call: ToolResult.failed(call, ErrorCode.INTERNAL, "x" * MAX_ERROR_CHARS))
+    told = [await model.ask(asked("read", index)) for index in range(3)]
+    assert told[2].endswith("answer with what you know.")

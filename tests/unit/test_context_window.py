@@ -1,0 +1,82 @@
+"""The context window: what is shortened, in which order, and what it says."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.context_window import KEPT_CHARS, ContextWindow
+from orchestrator.models.base import Message, Usage
+
+LONG = "head " + "x" * 50_000 + " tail"
+
+
+def messages(*contents: str) -> list[Message]:
+    return [{"role": "tool", "tool_call_id": str(at), "name": "t", "content": content} for at, content in enumerate(contents)]
+
+
+def test_without_a_limit_nothing_is_shortened() -> None:
+    given_ones = messages(LONG, LONG)
+    assert ContextWindow().fit(given_ones, [0], [1]) == (given_ones, 0)
+
+
+def test_what_fits_stays() -> None:
+    given_ones = messages("a", "b")
+    assert ContextWindow(1000).fit(given_ones, [0], [1]) == (given_ones, 0)
+
+
+def test_the_oldest_results_are_shortened_first_and_only_as_many_as_need_be() -> None:
+    given_ones = messages(LONG, LONG, LONG)
+    fitted, shortened = ContextWindow(40_000).fit(given_ones, [0, 1], [2])
+    assert (shortened, fitted[1:]) == (1, given_ones[1:])
+    content = fitted[0]["content"]
+    assert content.startswith("head xxx")
+    assert content.endswith("xxx tail")
+    assert f"[... {len(LONG) - KEPT_CHARS} characters of this result are left out to fit the context window" in content
+
+
+def test_the_newest_results_are_shortened_only_when_all_older_ones_do_not_suffice() -> None:
+    fitted, shortened = ContextWindow(4000).fit(messages(LONG, LONG, LONG), [0, 1], [2])
+    assert (shortened, all(len(message["content"]) < 1000 for message in fitted)) == (3, True)
+
+
+def test_messages_that_are_no_results_are_never_touched() -> None:
+    given_ones = messages(LONG, LONG)
+    assert ContextWindow(10).fit(given_ones, [], [1])[0][0] == given_ones[0]
+
+
+def test_what_a_request_really_took_sets_the_scale() -> None:
+    window, given_ones = ContextWindow(40_000), messages(LONG, LONG)
+    assert window.fit(given_ones, [0], [1])[1] == 0
+    window.learn(given_ones, Usage(prompt_tokens=100_000))
+    assert window.fit(given_ones, [0], [1])[1] > 0
+
+
+def test_a_refusal_with_a_limit_shortens_what_was_refused() -> None:
+    window, given_ones = ContextWindow(), messages(LONG, LONG)
+    window.shrink(24_000, given_ones)
+    assert (window.limit_tokens, window.fit(given_ones, [0], [1])[1]) == (24_000, 1)
+
+
+def test_refusals_without_a_limit_shorten_more_and_more() -> None:
+    window, given_ones = ContextWindow(), messages(*[LONG] * 6)
+    counts = []
+    for _ in range(4):
+        fitted, _ = window.fit(given_ones, range(5), [5])
+        window.shrink(None, fitted)
+        counts.append(window.fit(given_ones, range(5), [5])[1])
+    assert counts == sorted(counts)
+    assert counts[0] > 0
+
+
+@given(
+    contents=st.lists(st.text(max_size=3000), min_size=1, max_size=8),
+    limit=st.integers(1, 4000),
+    older=st.sets(st.integers(0, 7), max_size=8),
+)
+def test_shortening_never_adds_and_never_touches_what_it_may_not(contents: list[str], limit: int, older: set[int]) -> None:
+    given_ones = messages(*contents)
+    places = {place for place in older if place < len(contents)}
+    fitted, shortened = ContextWindow(limit).fit(given_ones, places, [])
+    changed = {place for place, (one, other) in enumerate(zip(given_ones, fitted, strict=True)) if one != other}
+    assert changed <= places
+    assert shortened == len(changed)
+    assert all(len(fitted[place]["content"]) < len(given_ones[place]["content"]) for place in changed)

@@ -1,0 +1,129 @@
+"""JSON decisions: what is one, what is not and why, and where one is found in a text."""
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from orchestrator.dialects.decisions import (
+    TOOL_DECISION_SCHEMA,
+    ToolDecisionOutput,
+    build_decision_schema,
+    find_tool_decision,
+    parse_tool_decision,
+)
+from tests.builders import build_spec
+
+CALL = '{"tool": "t", "arguments": {"x": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "decision"),
+    [
+        (CALL, ToolDecisionOutput("t", {"x": 1})),
+        ('{"tool": null, "reply": "hi"}', ToolDecisionOutput(None, {}, "hi")),
+        ('{"tool": null, "arguments": null, "reply": ""}', ToolDecisionOutput(None, {}, "")),
+        ('{"tool": "t"}', ToolDecisionOutput("t", {})),
+        ('{"tool": "t", "arguments": {}, "reply": "I look."}', ToolDecisionOutput("t", {}, "I look.")),
+        (f" \n{CALL}\n ", ToolDecisionOutput("t", {"x": 1})),
+        (f"```json\n{CALL}\n```", ToolDecisionOutput("t", {"x": 1})),
+        (f"```\n{CALL}```", ToolDecisionOutput("t", {"x": 1})),
+        (f"<think>hm {{</think>\n{CALL}", ToolDecisionOutput("t", {"x": 1})),
+        ('{"tool": null, "reply": "\\ud83d\\ude00 \\ud83d"}', ToolDecisionOutput(None, {}, "\U0001f600 \ufffd")),
+    ],
+)
+def test_a_decision_is_read(text: str, decision: ToolDecisionOutput) -> None:
+    assert parse_tool_decision(text) == decision
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "not a JSON object"),
+        ("It is 4.", "not a JSON object"),
+        (f"{CALL} and more", "not valid JSON"),
+        (f"{CALL}{CALL}", "not valid JSON"),
+        (f"Sure: {CALL}", "not a JSON object"),
+        ("[1]", "not a JSON object"),
+        ('{"tool": "t"', "not valid JSON"),
+        ('{"tool": "t", "tool": "u"}', "the key 'tool' comes twice"),
+        ('{"tool": "t", "arguments": {"a": 1, "a": 2}}', "the key 'a' comes twice"),
+        ('{"tool": "t", "arguments": {"a": NaN}}', "NaN is not JSON"),
+        ('{"tool": "t", "arguments": {"a": 1e999}}', "too large a number"),
+        ('{"tool": "t", "args": {}}', "unknown key 'args'"),
+        ('{"reply": "hi"}', 'no "tool"'),
+        ('{"tool": null}', 'no "reply"'),
+        ('{"tool": null, "reply": 4}', '"reply" must be a string'),
+        ('{"tool": null, "reply": "x", "arguments": {"a": 1}}', '"arguments" without a tool'),
+        ('{"tool": 5, "arguments": {}}', '"tool" must be the name of a tool, or null'),
+        ('{"tool": "", "arguments": {}}', '"tool" must be the name of a tool, or null'),
+        ('{"tool": "t", "arguments": "x"}', '"arguments" must be an object'),
+        ("{" * 100_000, "not valid JSON"),
+        ('{"tool": "t", "arguments": {"a": ' + "[" * 100_000, "nested too deep"),
+    ],
+    ids=range(21),
+)
+def test_what_is_no_decision_is_told_why(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason.replace("(", "\\(")):
+        parse_tool_decision(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("no call here", ("no call here", None, "")),
+        (f"Sure.\n{CALL}\nThen I answer.", ("Sure.\n", "t", "\nThen I answer.")),
+        ('{"tool": 5} or ' + CALL, ('{"tool": 5} or ', "t", "")),
+        ('{"tool": "t", "arguments": {"x": ', ('{"tool": "t", "arguments": {"x": ', None, "")),
+        ('{"name": "t"}', ('{"name": "t"}', None, "")),
+    ],
+)
+def test_a_decision_is_found_among_words(text: str, found: tuple[str, str | None, str]) -> None:
+    before, decision, behind = find_tool_decision(text)
+    assert (before, decision and decision.tool, behind) == found
+
+
+def test_a_text_full_of_openings_is_given_up_soon() -> None:
+    text = '{"tool":' * 50_000
+    assert find_tool_decision(text) == (text, None, "")
+
+
+def test_the_schema_takes_the_two_forms_and_nothing_else() -> None:
+    schema = Draft202012Validator(TOOL_DECISION_SCHEMA)
+    assert schema.is_valid({"tool": "t", "arguments": {}})
+    assert schema.is_valid({"tool": None, "reply": "x"})
+    assert not any(
+        schema.is_valid(odd) for odd in ({"tool": None}, {"tool": "t"}, {"tool": "t", "reply": "x"}, {"tool": 1, "arguments": {}})
+    )
+
+
+def test_the_schema_of_tools_holds_a_call_to_their_parameters() -> None:
+    schema = Draft202012Validator(build_decision_schema([build_spec("echo", required=["text"])]))
+    assert schema.is_valid({"tool": "echo", "arguments": {"text": "x"}})
+    assert not schema.is_valid({"tool": "echo", "arguments": {}})
+    assert not schema.is_valid({"tool": "other", "arguments": {}})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
+)
+
+
+@given(st.text())
+def test_any_text_is_a_decision_or_a_value_error(text: str) -> None:
+    with contextlib.suppress(ValueError):
+        parse_tool_decision(text)
+    before, decision, behind = find_tool_decision(text)
+    assert decision is not None or (before, behind) == (text, "")
+
+
+@given(tool=st.text(min_size=1), arguments=st.dictionaries(st.text(), JSON), words=st.text("ab\n `"))
+def test_a_decision_that_was_written_is_read_again(tool: str, arguments: dict[str, Any], words: str) -> None:
+    written = json.dumps({"tool": tool, "arguments": arguments})
+    expected = ToolDecisionOutput(tool, arguments)
+    assert parse_tool_decision(written) == expected
+    assert find_tool_decision(words + written + words) == (words, expected, words)
