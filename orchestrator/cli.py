@@ -20,7 +20,8 @@ from orchestrator.agent import RunResult
 from orchestrator.client import ToolClient
 from orchestrator.dispatcher import Terms
 from orchestrator.doctor import Report, examine
-from orchestrator.limits import ReActOptions
+from orchestrator.events import CallFinished, RunEvent
+from orchestrator.limits import ReActOptions, StopReason
 from orchestrator.local_stack import StackInfo, keep, print_json
 from orchestrator.settings import load_settings, python
 from orchestrator.terminal import RunView, escape_controls, format_clocks, table_rows
@@ -56,12 +57,20 @@ def run(
     max_iterations: Annotated[int, typer.Option("--max-iterations", min=1)] = 5,
     as_json: Json = False,
 ) -> None:
-    """Work one instruction to an answer: steps on stderr, the answer on stdout. Exit code 0 answered, 1 error, 2 limit reached, 3 refused."""
-    view = RunView(Console(stderr=True))
+    """Work one instruction to an answer: steps on stderr, the answer on stdout.
+
+    Exit code 0 answered, 1 error, 2 limit reached, 3 answered though a call was refused.
+    """
+    view, refused = RunView(Console(stderr=True)), list[str]()
+
+    def on_event(event: RunEvent) -> None:
+        if isinstance(event, CallFinished) and event.result.metadata.get("was_refused"):
+            refused.append(event.result.call_id)
+        if not as_json:
+            view.on_event(event)
 
     async def work() -> RunResult:
         async with open_client() as client, await client.open_session(workspace) as session:
-            on_event = None if as_json else view.on_event
             options = ReActOptions(max_iterations=max_iterations)
             result = await client.run(text, session=session, model=model, dialect=dialect, options=options, on_event=on_event)
             if save_workspace is not None:
@@ -70,7 +79,7 @@ def run(
 
     result = _run(work(), as_json)
     typer.echo(json.dumps(_run_json(result)) if as_json else escape_controls(result.answer))
-    raise typer.Exit(EXIT_LIMIT if result.stop_reason.is_limit else 0 if result.stop_reason == "answered" else EXIT_ERROR)
+    raise typer.Exit(_exit_code(result.stop_reason, is_refused=bool(refused)))
 
 
 @app.command()
@@ -237,6 +246,14 @@ def _fail(message: str, code: str, exit_code: int, as_json: bool) -> NoReturn:
     else:
         typer.echo(f"toolcrew: {escape_controls(message)}", err=True)
     raise typer.Exit(exit_code)
+
+
+def _exit_code(reason: StopReason, *, is_refused: bool) -> int:
+    if reason.is_limit:
+        return EXIT_LIMIT
+    if reason is not StopReason.ANSWERED:
+        return EXIT_ERROR
+    return EXIT_REFUSED if is_refused else 0
 
 
 def _run_json(result: RunResult) -> dict[str, Any]:

@@ -165,4 +165,5 @@ def _denied(verdict: Verdict) -> ToolFailure:
 def _failed(call: ToolCall, failure: ToolFailure) -> ToolResult:
     is_invalid = failure.code is ErrorCode.INVALID_ARGUMENTS
     sentence = failure.message if is_invalid else f"{call.name} was not run: {failure.message}"
-    return ToolResult.failed(call, failure.code, sentence, metadata=dict(failure.metadata))
+    told = {} if is_invalid else {"was_refused": True}
+    return ToolResult.failed(call, failure.code, sentence, metadata={**failure.metadata, **told})

@@ -63,8 +63,11 @@ def _schema(spec: ToolSpec) -> dict[str, Any]:
 def _call(spec: ToolSpec) -> tuple[str, list[str]]:
     """The rule of a tool's calls, and the rules that it uses."""
     required = _schema(spec).get("required") or ()
+    # What is required need not be described.
+    described = _schema(spec).get("properties") or {}
+    properties = {**described, **{name: {} for name in required if name not in described}}
     parts, used = [_literal(f'<{TAG} name="{_escape_name(spec.name)}">')], []
-    for name, schema in (_schema(spec).get("properties") or {}).items():
+    for name, schema in properties.items():
         if is_spellable(name):
             child, uses = _child(name, schema if isinstance(schema, Mapping) else {})
             parts.append(f"({child})" if name in required else f"({child})?")
@@ -83,8 +86,8 @@ def _child(name: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 def _value(schema: Mapping[str, Any]) -> tuple[str, list[str]]:
     """What may stand between the quotes, and the rules that it uses."""
-    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
-    if values is not None:
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    if values:
         return f"({' | '.join(_literal(escape_value(_text(value))) for value in values)})", []
     kinds = schema.get("type") or "string"
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)

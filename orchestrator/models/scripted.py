@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from contract.errors import ModelUnavailable
 from orchestrator.dialects.tag_values import build_tag_call
@@ -67,25 +67,32 @@ class ScriptedModel:
         return turn(messages) if callable(turn) else turn
 
 
-def demo_script(dialect: Literal["native", "tags"] = "native") -> Callable[[list[Message]], Reply]:
-    """Turns that do the three demo jobs in `dialect`: ask for the command that a request needs, then answer with what it printed.
+def demo_script() -> Callable[[list[Message]], Reply]:
+    """Turns that do the three demo jobs: ask for the command that a request needs, then answer with what it printed.
 
-    Looks at the last message only, so it serves any number of runs at once.
+    Looks at the system prompt (for the dialect) and the last message only, so it serves any number of runs at once.
     """
 
     def reply(messages: list[Message]) -> Reply:
-        last = messages[-1]
+        last, system = messages[-1], str(messages[0].get("content") or "")
         content = str(last.get("content") or "")
-        if last.get("role") == "tool" or content.startswith("Tool result"):
-            return _demo_answer(content)
+        decides = '{"tool": null' in system
+        if last.get("role") == "tool" or content.startswith(("Tool result", "[Tool result")):
+            return _said(_demo_answer(content), decides)
         command = next((command for path, command in DEMO_COMMANDS.items() if path in content), None)
         if command is None:
-            return f"I only know the demo jobs; they are about {', '.join(DEMO_COMMANDS)}."
-        if dialect == "tags":
+            return _said(f"I only know the demo jobs; they are about {', '.join(DEMO_COMMANDS)}.", decides)
+        if decides:
+            return json.dumps({"tool": "bash_tool", "arguments": {"command": command}})
+        if "<tool_action" in system:
             return build_tag_call("bash_tool", {"command": command})
         return Calls([("bash_tool", {"command": command})])
 
     return reply
+
+
+def _said(text: str, decides: bool) -> str:
+    return json.dumps({"tool": None, "reply": text}) if decides else text
 
 
 DEMO_COMMANDS = {
@@ -98,7 +105,7 @@ DEMO_COMMANDS = {
 
 def _demo_answer(observation: str) -> str:
     head, _, rest = observation.partition("\n")
-    output = (rest if head.startswith("Tool result") else observation).strip()
+    output = (rest if head.startswith(("Tool result", "[Tool result")) else observation).strip()
     return f"The tool failed. {output}" if output.startswith("Error [") else f"The tool says: {output}"
 
 

@@ -27,8 +27,8 @@ class Shell:
         self.footprint = footprint
         self.environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
 
-    def toolcrew(self, *arguments: str, text: str = "") -> Done:
-        return run_toolcrew(self.footprint, *arguments, environment=self.environment, text=text)
+    def toolcrew(self, *arguments: str, text: str = "", **environment: str) -> Done:
+        return run_toolcrew(self.footprint, *arguments, environment={**self.environment, **environment}, text=text)
 
 
 @pytest.fixture
@@ -266,8 +266,8 @@ def test_worker_start_without_settings_says_which_one_is_missing(footprint: Foot
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("dialect", ["native", "tags"])
-def test_run_works_an_instruction_to_its_answer_in_both_dialects(shell: Shell, tmp_path: Path, dialect: str) -> None:
+@pytest.mark.parametrize("dialect", ["native", "tags", "json", "auto"])
+def test_run_works_an_instruction_to_its_answer_in_every_dialect(shell: Shell, tmp_path: Path, dialect: str) -> None:
     workspace, saved = tmp_path / "in", tmp_path / "out"
     workspace.mkdir()
     (workspace / "numbers.txt").write_text("1\n2\n39\n")
@@ -302,6 +302,19 @@ def test_run_that_reaches_its_limit_has_an_exit_code_of_its_own(shell: Shell, tm
 
     assert done.returncode == 2, done
     assert json.loads(done.stdout)["stop_reason"] != "answered"
+
+
+def test_run_whose_call_was_refused_has_an_exit_code_of_its_own(shell: Shell, tmp_path: Path) -> None:
+    rules = tmp_path / "policy.json"
+    rules.write_text('{"rules": [{"action": "deny", "argv_prefix": ["awk"]}]}')
+    (tmp_path / "numbers.txt").write_text("1\n")
+
+    done = shell.toolcrew(
+        "run", "sum /workspace/numbers.txt", "--workspace", str(tmp_path), "--model", "scripted", TOOLCREW_APPROVAL_POLICY=str(rules)
+    )
+
+    assert done.returncode == 3, done
+    assert "SECURITY_REFUSED" in done.stdout
 
 
 def test_run_with_an_unknown_dialect_or_workspace_is_a_sentence(shell: Shell) -> None:

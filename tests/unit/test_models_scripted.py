@@ -7,10 +7,12 @@ import pytest
 from contract.calls import ToolResult
 from contract.errors import ModelUnavailable
 from orchestrator.dialects.base import CallRequested, Dialect
+from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.models.base import Message, ModelRequest
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel, demo_script
+from tests.builders import build_spec
 
 JOBS = {
     "How many lines are in /workspace/data.csv?": "wc -l /workspace/data.csv",
@@ -60,18 +62,21 @@ async def test_native_calls_are_read_back_with_their_arguments() -> None:
 
 async def react(dialect: Dialect, model: ScriptedModel, request: str) -> tuple[list[str], str]:
     """A loop as small as can be. Gives the commands that were asked for, and the answer."""
-    messages: list[Message] = [{"role": "user", "content": request}]
+    specs = [build_spec("bash_tool")]
+    messages: list[Message] = [{"role": "system", "content": dialect.build_system("", specs)}, {"role": "user", "content": request}]
     commands: list[str] = []
     for step in range(5):
         reader, observed = dialect.open_reader("r", step), []
         events: list[Any] = []
-        async for chunk in model.stream(ModelRequest(messages)):
+        async for chunk in model.stream(dialect.build_request(messages, specs)):
             events += reader.feed(chunk)
         last, end = reader.finish()
         for event in [*events, *last]:
             if isinstance(event, CallRequested):
                 commands.append(str(event.call.arguments["command"]))
-                observed.append((event.model_id, ToolResult(call_id=event.call.id, name="bash_tool", success=True, output="42 out")))
+                observed.append(
+                    (event.model_id or event.call.id, ToolResult(call_id=event.call.id, name="bash_tool", success=True, output="42 out"))
+                )
         messages += [end.message, *dialect.build_observations(observed)]
         if not observed:
             return commands, end.text
@@ -79,11 +84,13 @@ async def react(dialect: Dialect, model: ScriptedModel, request: str) -> tuple[l
 
 
 @pytest.mark.parametrize(
-    "dialect", [NativeDialect(), TagsDialect(), TagsDialect(closing_hint="Answer now.")], ids=["native", "tags", "hint"]
+    "dialect",
+    [NativeDialect(), TagsDialect(), TagsDialect(closing_hint="Answer now."), JsonDecisionDialect()],
+    ids=["native", "tags", "hint", "json"],
 )
 @pytest.mark.parametrize(("request_text", "command"), JOBS.items())
 async def test_the_demo_script_asks_for_the_command_and_answers_with_its_output(dialect: Dialect, request_text: str, command: str) -> None:
-    model = ScriptedModel(demo_script("native" if dialect.name == "native" else "tags"))
+    model = ScriptedModel(demo_script())
     commands, answer = await react(dialect, model, request_text)
     assert commands == [command]
     assert "42 out" in answer
