@@ -10,7 +10,7 @@ from orchestrator.dialects.tags import TagsDialect
 from orchestrator.limits import ReActOptions
 from orchestrator.models.capabilities import Capabilities, CapabilityCache, HasEndpoint, KnowsCapabilities, find_capabilities
 from orchestrator.models.choice import ChosenModel
-from orchestrator.prompts import SMALL_MODEL_HINT
+from orchestrator.prompts import SMALL_MODEL_HINT, SMALL_MODEL_JSON_HINT
 from orchestrator.settings import OrchestratorSettings
 
 NAMES = ("native", "tags", "json", "auto")
@@ -43,7 +43,8 @@ def choose_dialect(name: str, known: Capabilities | None = None, *, is_small: bo
         parallel = known is not None and known.parallel and not is_small
         return NativeDialect(parallel=parallel)
     if name == "tags":
-        return TagsDialect(closing_hint=SMALL_MODEL_HINT if is_small else "")
+        return TagsDialect(closing_hint=SMALL_MODEL_HINT if is_small else "", worked_example=is_small)
     if name == "json":
-        return JsonDecisionDialect(has_schema=known is not None and known.json_schema)
+        hint = SMALL_MODEL_JSON_HINT if is_small else ""
+        return JsonDecisionDialect(has_schema=known is not None and known.json_schema, closing_hint=hint, worked_example=is_small)
     raise ConfigError(f"no dialect '{name}': choose one of {', '.join(NAMES)}")

@@ -17,9 +17,11 @@ from orchestrator.dialects.decisions import (
 from orchestrator.dialects.observations import UNKNOWN_TOOL, build_wire_messages
 from orchestrator.dialects.reader import BROKEN, CUT, StreamReader, requested
 from orchestrator.models.base import Chunk, Message, ModelRequest
-from orchestrator.prompts import NO_TOOLS, build_system_prompt, describe_tools
+from orchestrator.prompts import NO_TOOLS, build_system_prompt, build_worked_example, describe_tools
 
 __all__ = ["JsonDecisionDialect", "build_tool_system_prompt"]
+
+RESULT_HEAD = "[Tool result for "
 
 _HOW_TO_DECIDE = f"""\
 Every reply of yours is one JSON object and nothing else.
@@ -35,25 +37,42 @@ again."""
 
 class JsonDecisionDialect:
     """One decision per reply. `has_schema`: the server takes `response_format` json_schema and holds the reply to it; else only the prompt
-    asks for it. `parse`: reads a whole reply. A reply that is no decision is answered with how to write one, once; the next such reply ends the run as it stands.
+    asks for it. `parse`: reads a whole reply. `closing_hint`: ends the last result,
+    `worked_example`: the prompt; both for small models. A reply that is no decision is answered with how to write one, once; the next such reply ends the run as it stands.
     """
 
     name = "json"
     max_repairs = 1
 
-    def __init__(self, *, has_schema: bool = False, parse: Callable[[str], ToolDecisionOutput] = parse_tool_decision) -> None:
+    def __init__(
+        self,
+        *,
+        has_schema: bool = False,
+        parse: Callable[[str], ToolDecisionOutput] = parse_tool_decision,
+        closing_hint: str = "",
+        worked_example: bool = False,
+    ) -> None:
         self._has_schema = has_schema
         self._parse = parse
+        self._closing_hint = closing_hint
+        self._shows_example = worked_example
 
     def build_system(self, instruction: str, specs: Sequence[ToolSpec]) -> str:
-        return build_system_prompt(instruction, build_tool_system_prompt(specs))
+        example = build_worked_example(specs, in_json=True) if self._shows_example else ""
+        return build_system_prompt(instruction, build_tool_system_prompt(specs), example)
 
     def build_request(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> ModelRequest:
-        messages = build_wire_messages(messages)
+        messages = self._with_hint(build_wire_messages(messages))
         if not self._has_schema:
             return ModelRequest(messages)
         schema = {"name": "tool_decision", "schema": build_decision_schema(specs)}
         return ModelRequest(messages, extra={"response_format": {"type": "json_schema", "json_schema": schema}})
+
+    def _with_hint(self, messages: list[Message]) -> list[Message]:
+        last = messages[-1] if messages else {}
+        if not (self._closing_hint and str(last.get("content")).startswith(RESULT_HEAD)):
+            return messages
+        return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{self._closing_hint}"}]
 
     def open_reader(self, run: str, step: int, *, reads_tags: bool = True) -> ReplyReader:
         parse = self._parse
@@ -122,4 +141,4 @@ def _observation(call_id: str, result: ToolResult) -> Message:
     if result.name == UNKNOWN_TOOL:
         # A reply that is no decision: there is no tool whose result this could be.
         return {"role": "user", "content": result.text()}
-    return {"role": "user", "content": f"[Tool result for {result.name}]\n{result.text()}"}
+    return {"role": "user", "content": f"{RESULT_HEAD}{result.name}]\n{result.text()}"}

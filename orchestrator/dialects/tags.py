@@ -1,6 +1,7 @@
 """The tags dialect: tools described in the system prompt, calls as `<tool_action>` tags in the text, results sent as user messages."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from contract.calls import ToolResult
 from contract.specs import ToolSpec
@@ -12,7 +13,7 @@ from orchestrator.dialects.tag_gbnf import build_tag_grammar
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.dialects.tag_values import build_tag_call
 from orchestrator.models.base import Message, ModelRequest
-from orchestrator.prompts import build_system_prompt, generate_tool_prompt
+from orchestrator.prompts import WORKED_EXAMPLE_STOP, build_system_prompt, build_worked_example, generate_tool_prompt
 
 __all__ = ["Call", "Malformed", "TagEvent", "TagStreamParser", "TagsDialect", "Text", "build_tag_call"]
 
@@ -21,23 +22,31 @@ class TagsDialect:
     """Calls by tags. `ignore_fenced`: tags inside code fences are text.
 
     `closing_hint` ends the message with the results; small models need telling that it is now their turn. `constrained`: the request
-    carries a GBNF grammar, which llama.cpp's server holds the reply to.
+    carries a GBNF grammar, which llama.cpp's server holds the reply to. `worked_example`: the prompt ends in one, for small models.
     """
 
     name = "tags"
     max_repairs = None
 
-    def __init__(self, *, ignore_fenced: bool = False, closing_hint: str = "", constrained: bool = False) -> None:
+    def __init__(
+        self, *, ignore_fenced: bool = False, closing_hint: str = "", constrained: bool = False, worked_example: bool = False
+    ) -> None:
         self._ignore_fenced = ignore_fenced
         self._closing_hint = closing_hint
         self._constrained = constrained
+        self._shows_example = worked_example
 
     def build_system(self, instruction: str, specs: Sequence[ToolSpec]) -> str:
-        return build_system_prompt(instruction, generate_tool_prompt(specs))
+        return build_system_prompt(instruction, generate_tool_prompt(specs), self._example(specs))
 
     def build_request(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> ModelRequest:
-        extra = {"grammar": build_tag_grammar(specs)} if self._constrained and specs else {}
+        extra: dict[str, Any] = {"grammar": build_tag_grammar(specs)} if self._constrained and specs else {}
+        if self._example(specs):
+            extra["stop"] = [WORKED_EXAMPLE_STOP]
         return ModelRequest(build_wire_messages(messages, self._closing_hint), extra=extra)
+
+    def _example(self, specs: Sequence[ToolSpec]) -> str:
+        return build_worked_example(specs) if self._shows_example else ""
 
     def open_reader(self, run: str, step: int, *, reads_tags: bool = True) -> ReplyReader:
         tags = TagStreamParser(ignore_fenced=self._ignore_fenced) if reads_tags else None

@@ -1,0 +1,121 @@
+"""Whatever the grammar of tag calls lets a model write, the parser reads as exactly that call."""
+
+import re
+from random import Random
+
+import pytest
+
+from contract.schema import prepare_arguments
+from contract.specs import ToolSpec
+from orchestrator.dialects.tag_events import Call, TagEvent, Text
+from orchestrator.dialects.tag_gbnf import build_tag_grammar, is_spellable
+from orchestrator.dialects.tag_parser import TagStreamParser
+from orchestrator.dialects.tag_values import decode_attribute, strip_body
+from tests.builders import build_spec
+from tests.gbnf_sampler import Grammar
+
+RICH = build_spec(
+    "rich_tool",
+    properties={
+        "query": {"type": "string", "minLength": 1},
+        "note": {"type": "string"},
+        "mode": {"enum": ["a b", 'say "hi"', "<tool_action>", "1 & 2\n3", 7, None]},
+        "kind": {"const": "fixed"},
+        "count": {"type": "integer"},
+        "from": {"type": "integer", "minimum": 1},
+        "share": {"type": ["number", "null"]},
+        "is_deep": {"type": "boolean"},
+        "names": {"type": "array"},
+        "extra": {"type": "object"},
+        "anything": {},
+        "not spellable": {"type": "string"},
+    },
+    required=["query", "mode", "is_deep"],
+)
+PLAIN = build_spec("plain_tool", properties={"first": {"type": "string"}, "second": {"type": "string"}}, required=["second"])
+BARE = build_spec("bare_tool", properties={})
+ODD = build_spec("odd \"<&>' name\n\\", properties={"值": {"type": "string"}}, required=["值"])
+ALL = [RICH, PLAIN, BARE, ODD]
+SAMPLES = 400
+
+_CHILD = re.compile(r'<([^\s/>=<"\'!?&]+) value="([^"]*)" />|<([^\s/>=<"\'!?&]+)>((?:(?!</).)*)</\3>', re.DOTALL)
+
+
+def read(text: str) -> list[TagEvent]:
+    parser = TagStreamParser()
+    return [*parser.feed(text), *parser.finish()]
+
+
+def read_by_hand(call: str) -> dict[str, str]:
+    """The parameters of a call in the grammar's two forms of a child, without the parser."""
+    body = call[call.index(">") + 1 : call.rindex("</tool_action>")]
+    found = list(_CHILD.finditer(body))
+    assert "".join(child[0] for child in found) == body
+    return {child[1] or child[3]: decode_attribute(child[2], '"') if child[1] else strip_body(child[4]) for child in found}
+
+
+@pytest.mark.parametrize(("index", "spec"), list(enumerate(ALL)), ids=["rich", "plain", "bare", "odd"])
+def test_every_call_of_the_grammar_is_read_as_that_call(index: int, spec: ToolSpec) -> None:
+    grammar, random = Grammar(build_tag_grammar(ALL)), Random(index)
+    for _ in range(SAMPLES):
+        written = grammar.sample(random, f"call-{index}")
+        arguments = read_by_hand(written)
+        assert read(written) == [Call(spec.name, arguments, written)]
+        assert set(spec.parameters["required"]) <= set(arguments)  # type: ignore[arg-type]
+
+
+def test_what_is_written_for_a_type_fits_it() -> None:
+    grammar, random = Grammar(build_tag_grammar([RICH])), Random(7)
+    for _ in range(SAMPLES):
+        (call,) = read(grammar.sample(random, "call-0"))
+        assert isinstance(call, Call)
+        # Between two tags text may be all line breaks, which are dropped; and enums of other types than text are not read as text.
+        prepare_arguments(RICH, {**call.arguments, "query": "x", "mode": "a b"}, text=True)
+
+
+def test_a_reply_without_a_call_is_text_alone() -> None:
+    grammar, random = Grammar(build_tag_grammar(ALL)), Random(8)
+    for _ in range(SAMPLES):
+        written = grammar.sample(random, "reply")
+        events = [event for event in read(written) if isinstance(event, Text)]
+        assert "<" not in written
+        assert len(events) == len(read(written))
+        assert "".join(event.text for event in events) == written
+
+
+def test_the_root_is_one_call_of_any_tool_or_a_reply() -> None:
+    assert build_tag_grammar(ALL).splitlines()[0] == "root ::= call-0 | call-1 | call-2 | call-3 | reply"
+
+
+def test_without_tools_only_a_reply_can_be_written() -> None:
+    assert build_tag_grammar([]) == "root ::= reply\nreply ::= [^<\\n] [^<]*\n"
+
+
+def test_a_tool_with_a_required_parameter_that_no_tag_can_name_is_left_out() -> None:
+    unfit = build_spec("unfit_tool", properties={"two words": {"type": "string"}}, required=["two words"])
+    assert "unfit_tool" not in build_tag_grammar([unfit, PLAIN])
+
+
+@pytest.mark.parametrize("name", ["", "two words", "a=b", "a/b", "<a", "a>", 'a"', "a&b", "tool_action", "a\nb"])
+def test_these_names_cannot_be_written_in_a_tag(name: str) -> None:
+    assert not is_spellable(name)
+
+
+@pytest.mark.parametrize("name", ["command", "file-path", "$ref", "名", "a.b", "x1"])
+def test_these_names_can(name: str) -> None:
+    assert is_spellable(name)
+
+
+def test_an_enum_allows_its_values_and_no_others() -> None:
+    spec = build_spec("pick", properties={"mode": {"enum": ["on", "off"]}}, required=["mode"])
+    assert '("on" | "off")' in build_tag_grammar([spec])
+
+
+def test_a_schema_that_says_little_is_taken_as_text() -> None:
+    spec = ToolSpec(name="loose", description="Loose.", parameters={"type": "object", "properties": {"a": True, "b": {"anyOf": []}}})
+    assert '"<a value=\\"" line "\\" />"' in build_tag_grammar([spec])
+
+
+def test_what_is_required_but_not_described_is_text() -> None:
+    spec = ToolSpec(name="loose", description="Loose.", parameters={"type": "object", "required": ["a"]})
+    assert '("<a value=\\"" line "\\" />"' in build_tag_grammar([spec])
