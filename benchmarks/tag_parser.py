@@ -82,6 +82,6 @@ def _compare_growth(report: Report, size: int) -> None:
     large = streams(GROWTH * size)
     for name, text in streams(size).items():
         few, many = cut(text, GROWTH_CHUNK), cut(large.pop(name), GROWTH_CHUNK)
-        least = best_of({"few": functools.partial(run_ours, few), "many": functools.partial(run_ours, many)}, 2)
+        least = best_of({"few": functools.partial(run_ours, few), "many": functools.partial(run_ours, many)}, 5)
         key = name.replace(" ", "_").replace("<", "less")
         report.add(f"{key}_growth_ratio", least["many"] / least["few"], f"{GROWTH} times the input, {name}", at_most=10.0)

@@ -4,13 +4,16 @@ import copy
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
+from urllib.parse import unquote
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, ValidationError
 from jsonschema.validators import extend
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
@@ -52,10 +55,37 @@ def coerce_text(spec: ToolSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_schema(parameters: Mapping[str, Any]) -> None:
-    """Raises jsonschema.SchemaError when `parameters` is not a JSON Schema (2020-12) of an object."""
+    """Raises jsonschema.SchemaError when `parameters` is not a JSON Schema (2020-12) of an object, or refers to what is not within it."""
     Draft202012Validator.check_schema(dict(parameters))
+    for reference in _references(parameters):
+        if not _is_within(parameters, reference):
+            raise SchemaError(
+                f"the schema refers to '{_short(reference)}', which is not within it: put it under $defs and refer to #/$defs/NAME"
+            )
     if parameters.get("type") != "object":
         raise SchemaError("parameters of a tool are an object: its schema must say so with 'type': 'object'")
+
+
+def _references(schema: Any) -> Iterator[str]:
+    """Every `$ref` in a schema, wherever it stands."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, Mapping):
+            left += part.values()
+            yield from (part[key] for key in ("$ref", "$dynamicRef") if isinstance(part.get(key), str))
+        elif isinstance(part, list):
+            left += part
+
+
+def _is_within(schema: Mapping[str, Any], reference: str) -> bool:
+    if not reference.startswith("#"):
+        return False
+    part: Any = schema
+    for step in unquote(reference[1:]).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        part = part.get(name) if isinstance(part, Mapping) else None
+    return isinstance(part, Mapping | bool)
 
 
 def _fold_aliases(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -95,6 +125,8 @@ def _errors(spec: ToolSpec, arguments: dict[str, Any]) -> list[ValidationError]:
         return sorted(found, key=lambda error: (list(map(str, error.path)), error.message))
     except RecursionError as error:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments nest too deep") from error
+    except Unresolvable as error:
+        raise ToolFailure(ErrorCode.INTERNAL, f"{spec.name}: its schema refers to '{_short(error.ref)}', which is not within it") from error
 
 
 def _fill(schema: Mapping[str, Any], value: Any) -> Any:
@@ -190,4 +222,5 @@ _STRICT = extend(  # type: ignore[no-untyped-call]
 
 @lru_cache(maxsize=256)
 def _validator(schema: str) -> Any:
-    return _STRICT(json.loads(schema))
+    # An empty registry: what a schema refers to is never fetched, whoever wrote it.
+    return _STRICT(json.loads(schema), registry=Registry())

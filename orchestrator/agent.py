@@ -6,14 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from contract.calls import Clocks
-from contract.errors import ContextWindowExceeded, ModelInterrupted, ModelUnavailable
+from contract.calls import Clocks, ToolResult
+from contract.errors import ContextWindowExceeded, ModelInterrupted
 from contract.specs import ToolSpec
-from orchestrator.call_runner import CallRunner, Observed, Requested, RunCall
+from orchestrator.call_runner import CallRunner, Observed, Requested, RunCall, build_interrupted_results
 from orchestrator.context_window import ContextWindow
-from orchestrator.dialects.base import Dialect, Event, MalformedCall, ReplyEnd, Text
+from orchestrator.dialects.base import Dialect, Event, MalformedCall, ReplyEnd, ReplyReader, Text
 from orchestrator.dialects.thinking import strip_thinking
 from orchestrator.events import (
+    CallFinished,
+    CallStarted,
     OnEvent,
     RunAborted,
     RunEvent,
@@ -41,8 +43,8 @@ MAX_REFUSALS = 4
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. `answer` is the last text of the model, also when a limit stopped the run; `clocks` sums those of its calls; `cost`
-    is None without prices."""
+    """How a run ended. `answer` is the last text of the model, also when a limit stopped the run; `clocks` sums those of its calls; `usage`
+    is what the server counted; `cost` is None without prices, and estimated where the server does not count."""
 
     answer: str
     stop_reason: StopReason
@@ -56,7 +58,10 @@ class RunResult:
 
 @dataclass
 class Agent:
-    """One model in one dialect with tools. Runs any number of instructions, also at once. `run_id`: of its only run; "": each gets one."""
+    """One model in one dialect with tools. Runs any number of instructions, also at once. `run_id`: of its only run; "": each gets one.
+
+    Ids of calls are made of the run's: under one that has been used, pools take a second run's calls for repetitions of the first's.
+    """
 
     model: Model
     dialect: Dialect
@@ -66,12 +71,16 @@ class Agent:
     options: ReActOptions = field(default_factory=ReActOptions)
     on_event: OnEvent = lambda _: None
     run_id: str = ""
+    _has_run: bool = field(default=False, init=False, repr=False, compare=False)
 
     async def run(self, request: str, *, history: Sequence[Message] = ()) -> RunResult:
         """Work `request` to an answer or a limit; `history`: messages between the system prompt and it.
 
-        Raises ModelUnavailable; a call's failure is told to the model, never raised.
+        Raises ModelUnavailable, and ValueError when the only run of `run_id` has begun; a call's failure is told to the model, never raised.
         """
+        if self.run_id and self._has_run:
+            raise ValueError(f"'{self.run_id}' has had its run: give the next one an Agent with another run_id, or none")
+        self._has_run = True
         return await _Run(self, request, history).work()
 
 
@@ -81,12 +90,22 @@ ReActStrategy = Agent
 
 @dataclass
 class _Reply:
-    """One reply as it is worked through."""
+    """One reply as it is worked through. `end`: once it has been read to its end. `asked`: its calls, as far as they were handed over."""
 
-    end: ReplyEnd
-    observed: list[Observed]
+    request: ModelRequest
+    reader: ReplyReader
+    end: ReplyEnd | None = None
+    asked: list[Requested] = field(default_factory=list)
+    observed: list[Observed] = field(default_factory=list)
     malformed: int = 0
     tools_s: float = 0.0
+
+    def finish(self) -> ReplyEnd:
+        """Its end, also when it stops in the middle: calls that were half read count as asked."""
+        if self.end is None:
+            events, self.end = self.reader.finish(is_broken=True)
+            self.asked += [event for event in events if not isinstance(event, Text)]
+        return self.end
 
     def is_nothing_but_malformed(self) -> bool:
         return bool(self.observed) and self.malformed == len(self.observed)
@@ -101,20 +120,23 @@ class _Run:
         self._request = request
         self._spending = Spending(agent.options)
         self._clocks = Clocks()
-        self._window = ContextWindow(agent.options.context_tokens)
-        self._calls = CallRunner(self._id, agent.specs, agent.run_call, self._tell, agent.options.max_parallel_calls)
+        self._window = ContextWindow(agent.options.context_tokens, agent.dialect.build_request((), agent.specs).tools)
+        self._calls = CallRunner(self._id, agent.specs, agent.run_call, self._note_call, agent.options.max_parallel_calls)
         system = agent.dialect.build_system(agent.instruction, agent.specs)
         self._transcript = Transcript({"role": "system", "content": system}, *history, {"role": "user", "content": request})
         self._answer = ""
         self._shortened = 0
+        self._current: _Reply | None = None
+        self._begun: dict[str, ToolResult | None] = {}
 
     async def work(self) -> RunResult:
         agent = self._agent
         self._tell(RunStarted(run=self._id, instruction=self._request, model=agent.model.name, dialect=agent.dialect.name))
         try:
             reason = await self._until_done()
-        except (ModelUnavailable, asyncio.CancelledError) as error:
-            self._tell(RunAborted(run=self._id, reason=str(error) or "the run was cancelled"))
+        except (Exception, asyncio.CancelledError) as error:
+            nameless = "the run was cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__
+            self._tell(RunAborted(run=self._id, reason=str(error) or nameless))
             raise
         spent = self._spending
         self._tell(
@@ -134,6 +156,7 @@ class _Run:
             if not wall.expired():
                 raise
             self._warn(f"stopped at the limit of {wall_s:g} s; what was running has been ended, and the last reply is returned")
+            self._record_interrupted()
             return StopReason.MAX_WALL
         return reason
 
@@ -141,23 +164,44 @@ class _Run:
         """One reply with its calls, added to the transcript. Gives the reason to stop, or None."""
         spending, started = self._spending, time.monotonic()
         spending.steps += 1
+        self._begun.clear()
         self._tell(StepStarted(run=self._id, step=spending.steps))
         reply = await self._reply()
-        self._transcript.append(reply.end.message)
+        end = self._record(reply)
+        self._answer = strip_thinking(end.text)
+        spending.malformed_replies = spending.malformed_replies + 1 if reply.is_nothing_but_malformed() else 0
+        model_s = max(0.0, time.monotonic() - started - reply.tools_s)
+        self._tell(StepFinished(run=self._id, step=spending.steps, model_s=model_s, usage=end.usage))
+        return self._stop_reason(reply, end)
+
+    def _record(self, reply: _Reply) -> ReplyEnd:
+        """Take the reply and its results into the transcript and the sums."""
+        end, self._current = reply.finish(), None
+        self._transcript.append(end.message)
         if reply.observed:
             self._transcript.append_observations(self._agent.dialect.build_observations(reply.observed))
-        self._answer = strip_thinking(reply.end.text)
-        spending.usage += reply.end.usage
-        spending.malformed_replies = spending.malformed_replies + 1 if reply.is_nothing_but_malformed() else 0
         for _, result in reply.observed:
             self._clocks = _add_clocks(self._clocks, result.clocks)
-        model_s = max(0.0, time.monotonic() - started - reply.tools_s)
-        self._tell(StepFinished(run=self._id, step=spending.steps, model_s=model_s, usage=reply.end.usage))
-        return self._stop_reason(reply)
+        if self._spending.charge(end.usage, self._window.estimate(reply.request.messages, end.message)):
+            self._warn("the server does not count tokens: the budget goes by an estimate")
+        return end
 
-    def _stop_reason(self, reply: _Reply) -> StopReason | None:
+    def _record_interrupted(self) -> None:
+        """What the calls of the reply that a limit interrupted have done stays known, and each has its answer."""
+        reply = self._current
+        if reply is None or not reply.asked:
+            return
+        reply.finish()
+        results = build_interrupted_results(reply.asked[len(reply.observed) :], self._begun)
+        for _, result in results:
+            if self._begun.get(result.call_id) is None:
+                self._tell(CallFinished(run=self._id, result=result))
+        reply.observed += results
+        self._record(reply)
+
+    def _stop_reason(self, reply: _Reply, end: ReplyEnd) -> StopReason | None:
         if not reply.observed:
-            if reply.end.finish_reason == "length":
+            if end.finish_reason == "length":
                 self._warn("the reply was cut at the model's token limit; the answer is not whole")
                 return StopReason.CUT_REPLY
             if not self._answer.strip():
@@ -192,6 +236,7 @@ class _Run:
                 self._window.shrink(error.limit_tokens, before[0])
                 if refusals > MAX_REFUSALS or self._window.fit(messages, self._transcript.older, self._transcript.newest) == before:
                     raise
+                shown.begin_again()
             except ModelInterrupted as error:
                 interruptions += 1
                 if interruptions > self._agent.options.max_interruptions:
@@ -200,7 +245,7 @@ class _Run:
                 shown.begin_again()
             else:
                 self._withdraw(shown.end())
-                self._window.learn(request.messages, reply.end.usage)
+                self._window.learn(request.messages, reply.finish().usage)
                 return reply
 
     def _build_request(self) -> tuple[list[Message], ModelRequest]:
@@ -212,16 +257,17 @@ class _Run:
         return messages, self._agent.dialect.build_request(fitted, self._agent.specs)
 
     async def _read(self, request: ModelRequest, shown: ShownText) -> _Reply:
-        """The reply to one request: shown as it comes, its calls run in order. Raises ModelInterrupted when it broke off before any call."""
+        """The reply to one request: shown as it comes, its calls run in order. Raises ModelInterrupted or
+        ContextWindowExceeded when it broke off before any call."""
         reader = self._agent.dialect.open_reader(self._id, self._spending.steps, reads_tags=self._agent.options.enable_tool_action_parsing)
-        reply = _Reply(ReplyEnd({}, "", None, Usage()), [])
+        reply = self._current = _Reply(request, reader)
         is_broken = False
         async with ReadAhead(self._agent.model.stream(request)) as chunks:
             try:
                 async for chunk in chunks:
                     if events := reader.feed(chunk):
                         await self._handle(events, reply, shown)
-            except ModelInterrupted as error:
+            except (ModelInterrupted, ContextWindowExceeded) as error:
                 if not reply.observed:
                     raise
                 # What has run is not run again: the rest of the reply is lost, and the model is asked how to go on.
@@ -250,9 +296,17 @@ class _Run:
         if not calls:
             return
         started = time.monotonic()
+        reply.asked += calls
         reply.observed += await self._calls.run(calls)
         reply.malformed += sum(isinstance(call, MalformedCall) for call in calls)
         reply.tools_s += time.monotonic() - started
+
+    def _note_call(self, event: RunEvent) -> None:
+        if isinstance(event, CallStarted):
+            self._begun[event.call.id] = None
+        elif isinstance(event, CallFinished):
+            self._begun[event.result.call_id] = event.result
+        self._tell(event)
 
     def _withdraw(self, characters: int) -> None:
         if characters:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from contract.calls import MAX_ERROR_CHARS, MAX_OUTPUT_CHARS, ToolCall, ToolResult
 from contract.errors import ErrorCode, ToolFailure
@@ -10,6 +10,7 @@ from contract.schema import coerce_text
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import CallRequested, MalformedCall
 from orchestrator.dialects.observations import UNKNOWN_TOOL
+from orchestrator.dispatcher import find_nearest
 from orchestrator.events import CallFinished, CallStarted, RunEvent
 from orchestrator.logs import get_logger
 
@@ -43,13 +44,20 @@ class CallRunner:
             if len(group) == 1:
                 results = [await self._one(group[0])]
             else:
-                async with asyncio.TaskGroup() as side_by_side:
-                    tasks = [side_by_side.create_task(self._one(request), name=f"call-{_id(request)}") for request in group]
-                results = [task.result() for task in tasks]
+                results = await self._side_by_side(group)
             observed += [
                 (request.model_id or _id(request), self._guard(request, result)) for request, result in zip(group, results, strict=True)
             ]
         return observed
+
+    async def _side_by_side(self, group: Sequence[Requested]) -> list[ToolResult]:
+        try:
+            async with asyncio.TaskGroup() as running:
+                tasks = [running.create_task(self._one(request), name=f"call-{_id(request)}") for request in group]
+        except BaseExceptionGroup as errors:
+            # Only what `tell` raises comes here: it comes out as it does from a call by itself.
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
 
     def _groups(self, requested: Sequence[Requested]) -> list[list[Requested]]:
         """Neighbours that may run side by side; every other one by itself."""
@@ -69,23 +77,31 @@ class CallRunner:
 
     async def _one(self, request: Requested) -> ToolResult:
         if isinstance(request, MalformedCall):
-            call = ToolCall(id=request.call_id, name=(request.name or UNKNOWN_TOOL)[:MAX_NAME_CHARS])
-            result = ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, request.reason)
+            result = ToolResult.failed(_call(request), ErrorCode.INVALID_ARGUMENTS, request.reason)
         else:
             async with self._slots:
                 self._tell(CallStarted(run=self._run, call=request.call))
-                result = await self._outcome(self._typed(request))
+                result = self._unknown(request.call) or await self._outcome(self._typed(request))
         self._tell(CallFinished(run=self._run, result=result))
         return result
+
+    def _unknown(self, call: ToolCall) -> ToolResult | None:
+        """The result of a call to a tool that the model was not told of: whoever runs calls may know more tools than this run may use."""
+        if call.name in self._specs:
+            return None
+        nearest = find_nearest(call.name, self._specs)
+        return ToolResult.failed(call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}", metadata={"nearest": nearest})
 
     async def _outcome(self, call: ToolCall) -> ToolResult:
         try:
             return await self._run_call(call)
         except ToolFailure as failure:
             return ToolResult.failed(call, failure.code, failure.message)
-        except Exception as error:  # a user's code may stand behind it, and the loop goes on whatever that raises
+        except (Exception, asyncio.CancelledError) as error:  # a user's code may stand behind it; the loop goes on whatever that raises
+            if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
+                raise
             log.exception("run_call_failed", run=self._run, tool=call.name, call=call.id)
-            return ToolResult.failed(call, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+            return ToolResult.failed(call, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}".removesuffix(": "))
 
     def _typed(self, request: CallRequested) -> ToolCall:
         spec = self._specs.get(request.call.name)
@@ -109,6 +125,32 @@ class CallRunner:
         if result.success:
             return result.model_copy(update={"output": _with_note(result.output, note, MAX_OUTPUT_CHARS)})
         return result.model_copy(update={"error": _with_note(result.error, note, MAX_ERROR_CHARS)})
+
+
+def build_interrupted_results(requested: Sequence[Requested], begun: Mapping[str, ToolResult | None]) -> list[Observed]:
+    """A result for each call of a batch that the run's time limit interrupted. `begun`: by call id what those gave that had begun, None for
+    the ones that were still running."""
+    return [(request.model_id or _id(request), begun.get(_id(request)) or _interrupted(request, begun)) for request in requested]
+
+
+def _interrupted(request: Requested, begun: Mapping[str, ToolResult | None]) -> ToolResult:
+    call = _call(request)
+    if call.id in begun:
+        return ToolResult.failed(call, ErrorCode.CANCELLED, "the run reached its time limit during this call: it may or may not have acted")
+    return ToolResult.failed(call, ErrorCode.CANCELLED, "the run reached its time limit, so this call was not run")
+
+
+def _is_being_cancelled() -> bool:
+    """Whether somebody cancels this task; False: something that it waited for was cancelled."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+def _call(request: Requested) -> ToolCall:
+    """The call; of a malformed one, as much as its result needs."""
+    if isinstance(request, CallRequested):
+        return request.call
+    return ToolCall(id=request.call_id, name=(request.name or UNKNOWN_TOOL)[:MAX_NAME_CHARS])
 
 
 def _id(request: Requested) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from orchestrator.dialects.reader import build_wire_name
 from orchestrator.models.base import Message, Usage
 
 
@@ -74,7 +75,7 @@ def convert_to_wire(message: Any) -> Message:
 
 def _role(message: Any) -> str:
     own: dict[type, str] = {SystemMessage: "system", HumanMessage: "user", AIMessage: "assistant", ToolMessage: "tool"}
-    role = own.get(type(message)) or _ROLES.get(str(getattr(message, "type", "")))
+    role = own.get(type(message)) or _ROLES.get(str(getattr(message, "type", "")).removesuffix("MessageChunk").lower())
     if role is None or not hasattr(message, "content"):
         raise TypeError(f"a message is a dict with role and content, or a message object, not {type(message).__name__}")
     return role
@@ -82,5 +83,5 @@ def _role(message: Any) -> str:
 
 def _entry(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = call["arguments"] if "arguments" in call else call.get("args", {})
-    function = {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+    function = {"name": build_wire_name(call["name"]), "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": call["id"], "type": "function", "function": function}

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import SecretStr
 
 from contract.calls import ToolCall, ToolResult
-from contract.errors import ConfigError, ErrorCode
+from contract.errors import ConfigError
 from contract.registry import filter_specs
 from contract.settings import BrokerSettings
 from contract.specs import ToolSpec
@@ -20,7 +20,7 @@ from orchestrator.blobs import Blobs
 from orchestrator.catalog import RedisCatalog
 from orchestrator.celery_transport import CeleryTransport
 from orchestrator.dialects.choice import choose_dialect, know_model, with_window
-from orchestrator.dispatcher import Dispatcher, Terms, find_nearest, note_aliases
+from orchestrator.dispatcher import Dispatcher, Terms, note_aliases
 from orchestrator.events import OnEvent
 from orchestrator.limits import ReActOptions
 from orchestrator.local_stack import StackInfo, embedded_stack
@@ -138,7 +138,7 @@ class ToolClient:
         """
         if session is not None and workspace is not None:
             raise ConfigError("give either a session or a workspace to run in, not both")
-        options = options or ReActOptions()
+        options, run = options or ReActOptions(), secrets.token_hex(8)
         async with AsyncExitStack() as stack:
             chosen = await stack.enter_async_context(choose_model(self._settings, model))
             if session is None:
@@ -152,25 +152,19 @@ class ToolClient:
                 chosen.model,
                 speaks,
                 specs,
-                self._run_call(session, specs, chosen.model.name, options),
+                self._run_call(session, specs, Terms(default_timeout_s=options.tool_timeout_s, run=run, model=chosen.model.name)),
                 instruction=chosen.instruction,
                 options=options,
                 on_event=on_event or (lambda _: None),
+                run_id=run,
             )
             return await agent.run(instruction)
 
-    def _run_call(
-        self, session: Session, specs: list[ToolSpec], model: str, options: ReActOptions
-    ) -> Callable[[ToolCall], Awaitable[ToolResult]]:
-        """How a model's call is run: reviewed, then dispatched. A tool outside the agent's list is as unknown as any other."""
+    def _run_call(self, session: Session, specs: list[ToolSpec], terms: Terms) -> Callable[[ToolCall], Awaitable[ToolResult]]:
+        """How a model's call is run: reviewed, then dispatched."""
         by_name = {spec.name: spec for spec in specs}
-        terms = Terms(default_timeout_s=options.tool_timeout_s, model=model)
 
         async def run_call(call: ToolCall) -> ToolResult:
-            if call.name not in by_name:
-                return ToolResult.failed(
-                    call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}", metadata={"nearest": find_nearest(call.name, by_name)}
-                )
             spec = by_name[call.name]
             reviewed = await review(call, spec, self._approver, policy=self._policy, tenant=session.tenant, session=session.id)
             if isinstance(reviewed, ToolResult):

@@ -41,8 +41,9 @@ class Prices:
 class ReActOptions:
     """Limits of a run; None: no such limit.
 
-    `tool_timeout_s`: a call's, where neither it nor its tool says otherwise; whoever runs the calls (`ToolClient.run`, `LocalTools.run`) keeps it. `max_wall_s` ends what is running; tokens and cost are looked
-    at between steps. `max_cost` needs `prices`. `max_malformed_replies`: so many replies in a row may be nothing but malformed calls.
+    `tool_timeout_s`: a call's, where neither it nor its tool says otherwise; whoever runs the calls (`ToolClient.run`, `LocalTools.run`)
+    keeps it. `max_wall_s` ends what is running; tokens and cost are looked at between steps, and estimated for a server that does not
+    count. `max_cost` needs `prices`. `max_malformed_replies`: so many replies in a row may be nothing but malformed calls.
     `max_parallel_calls`: read-only calls that the model asked for at once. `max_interruptions`: so often may one reply break off and be
     asked for again. `context_tokens`: the model's window; older results are shortened to stay below it.
     """
@@ -75,11 +76,13 @@ class ReActOptions:
 
 @dataclass
 class Spending:
-    """What a run has used so far."""
+    """What a run has used so far. `usage`: what the server counted; `uncounted`: the estimate for replies that it did not count. Budgets go
+    by both."""
 
     options: ReActOptions
     steps: int = 0
     usage: Usage = field(default_factory=Usage)
+    uncounted: Usage = field(default_factory=Usage)
     malformed_replies: int = 0
     """In a row, up to now."""
     started_at: float = field(default_factory=time.monotonic)
@@ -87,7 +90,16 @@ class Spending:
     @property
     def cost(self) -> float | None:
         """In the currency of the prices; None without prices."""
-        return self.options.prices.cost(self.usage) if self.options.prices is not None else None
+        return self.options.prices.cost(self.usage + self.uncounted) if self.options.prices is not None else None
+
+    def charge(self, usage: Usage, estimate: Usage) -> bool:
+        """Add the tokens of one reply: `estimate` counts when the server has not. True when a budget goes by an estimate from now on."""
+        if usage != Usage():
+            self.usage += usage
+            return False
+        is_first = self.uncounted == Usage()
+        self.uncounted += estimate
+        return is_first and (self.options.max_tokens, self.options.max_cost) != (None, None)
 
     def exhausted(self) -> StopReason | None:
         """The first budget that is used up, or None."""
@@ -96,7 +108,8 @@ class Spending:
             return StopReason.MAX_ITERATIONS
         if options.max_wall_s is not None and time.monotonic() - self.started_at >= options.max_wall_s:
             return StopReason.MAX_WALL
-        if options.max_tokens is not None and self.usage.prompt_tokens + self.usage.completion_tokens >= options.max_tokens:
+        spent = self.usage + self.uncounted
+        if options.max_tokens is not None and spent.prompt_tokens + spent.completion_tokens >= options.max_tokens:
             return StopReason.MAX_TOKENS
         if options.max_cost is not None and self.cost is not None and self.cost >= options.max_cost:
             return StopReason.MAX_COST

@@ -3,15 +3,22 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+from contract.errors import ModelInterrupted
 from orchestrator.models.base import Chunk
+
+MAX_CHUNKS = 64 * 1024
+"""Read ahead of the loop. More than a reply has tokens, so only a server that does not end waits, for as long as a tool or a person takes."""
 
 
 class ReadAhead:
-    """Reads the model's stream in the background, so that a tool that runs for 30 s does not stall the connection."""
+    """Reads the model's stream in the background, so that a tool that runs for 30 s does not stall the connection.
+
+    Iterated once. Raises what the stream raises; a stream that was cancelled from within is ModelInterrupted.
+    """
 
     def __init__(self, stream: AsyncIterator[Chunk]) -> None:
         self._stream = stream
-        self._queue: asyncio.Queue[Chunk | BaseException | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue(MAX_CHUNKS)
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "ReadAhead":
@@ -23,23 +30,37 @@ class ReadAhead:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self._chunks()
+    def __aiter__(self) -> "ReadAhead":
+        return self
 
-    async def _chunks(self) -> AsyncIterator[Chunk]:
-        while (item := await self._queue.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+    async def __anext__(self) -> Chunk:
+        item = await self._queue.get()
+        if item is None:
+            raise StopAsyncIteration
+        if isinstance(item, Exception):
+            raise item
+        return item
 
     async def _pump(self) -> None:
+        await self._queue.put(await self._read())
+
+    async def _read(self) -> Exception | None:
+        """Read to the end; gives what the stream raised, for the reader to raise."""
         try:
             async for chunk in self._stream:
-                self._queue.put_nowait(chunk)
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  # handed to the reader, which raises it
-            self._queue.put_nowait(error)
-        else:
-            self._queue.put_nowait(None)
+                await self._queue.put(chunk)
+        except asyncio.CancelledError:
+            assert self._task is not None
+            if not self._task.cancelling():
+                return ModelInterrupted("the model's stream was cancelled from within")
+            # Cancelled while the queue was full, the stream does not know of it yet.
+            close = getattr(self._stream, "aclose", None)
+            if close is not None:
+                await close()
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever it is, the reader raises it
+            return error
+        return None
 
 
 class ShownText:
@@ -59,10 +80,11 @@ class ShownText:
         self._pieces.append(text)
         if not self._before:
             return 0, text
-        rest = self._before[self._matched :]
-        if rest.startswith(text):
+        # In place: a copy of the rest for each chunk would cost the reply's square.
+        if self._before.startswith(text, self._matched):
             self._matched += len(text)
             return 0, ""
+        rest = self._before[self._matched :]
         same = _common_prefix(rest, text)
         self._before = ""
         return len(rest) - same, text[same:]

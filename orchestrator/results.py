@@ -55,7 +55,7 @@ class ResultHub:
             ) from None
 
     async def close(self) -> None:
-        """Stop listening; who still waits is cancelled."""
+        """Stop listening; who still waits gets BrokerUnavailable."""
         pending = set(self._tasks)
         while pending:
             # Again and again: a client library may swallow one cancellation.
@@ -63,7 +63,8 @@ class ResultHub:
                 task.cancel()
             _, pending = await asyncio.wait(pending, timeout=0.1)
         for future in self._waiting.values():
-            future.cancel()
+            if not future.done():
+                future.set_exception(BrokerUnavailable("the client was closed while this call was awaited: it may or may not have acted"))
         self._waiting.clear()
 
     def task_id(self, call_id: str) -> str:

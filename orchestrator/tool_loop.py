@@ -2,18 +2,20 @@
 
 import inspect
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from contract.calls import ToolCall, ToolResult
+from contract.registry import ToolRegistry
 from contract.specs import ToolSpec
 from orchestrator.agent import Agent
 from orchestrator.dialects.decisions import TOOL_DECISION_SCHEMA, ToolDecisionOutput, parse_tool_decision
 from orchestrator.dialects.json_decision import JsonDecisionDialect, build_tool_system_prompt
 from orchestrator.events import OnEvent
+from orchestrator.functions.call_context import LocalHandler
 from orchestrator.functions.function_tools import LocalTool
-from orchestrator.functions.local_tools import LocalTools
+from orchestrator.functions.local_tools import FITTING_ID, BoundTools, LocalTools
 from orchestrator.limits import ReActOptions, StopReason
 from orchestrator.models.base import Chunk, Message, Model, ModelRequest
 from orchestrator.transcript import Transcript
@@ -34,8 +36,9 @@ __all__ = [
     "run_tool_loop",
 ]
 
-Chat = Callable[[list[Message]], str | Awaitable[str]]
-"""A gateway: messages in, the raw content of the reply out."""
+
+Chat = Callable[[list[Message]], Any]
+"""A gateway, plain or async: messages in, the raw content of the reply out, as a string or as a message that has it as `content`."""
 
 
 class OutputController(Protocol):
@@ -83,10 +86,10 @@ class ToolLoopRegistry(LocalTools):
 
 @dataclass
 class ToolLoopDeps:
-    """What the loop is made of. `chat`: a function of the messages, or a Model."""
+    """What the loop is made of. `chat`: a function of the messages, or a Model. A ToolRegistry becomes LocalTools over it."""
 
     chat: Chat | Model
-    tool_registry: LocalTools
+    tool_registry: LocalTools | ToolRegistry[LocalHandler]
     context_engine: ContextEngine = field(default_factory=ContextEngine)
     output_controller: OutputController = field(default_factory=_DecisionController)
 
@@ -124,17 +127,19 @@ async def run_tool_loop(
     *,
     on_event: OnEvent = lambda _: None,
 ) -> ToolLoopResult:
-    """Answer `message` in that session: decide, execute, inject the result as `[Tool result for NAME]`, until the model replies.
+    """Answer `message` in that session: decide, execute, inject the result as `[Tool result for NAME]`, until the model replies. Tools see
+    the session's own state.
 
     `deps` may be a mapping with the same names. Raises ValueError for a round limit below 1, ModelUnavailable, and what `chat` raises.
     """
     parts = deps if isinstance(deps, ToolLoopDeps) else ToolLoopDeps(**deps)
-    context, registry = parts.context_engine, parts.tool_registry
+    context, tools = parts.context_engine, parts.tool_registry
+    registry = tools if isinstance(tools, LocalTools) else LocalTools(tools)
     agent = Agent(
         _as_model(parts.chat),
         JsonDecisionDialect(parse=parts.output_controller.parse),
         registry.specs(),
-        registry.run_call,
+        _for_session(registry, session_id).run_call,
         instruction=context.instruction,
         options=ReActOptions(max_iterations=max_tool_rounds),
         on_event=on_event,
@@ -143,8 +148,14 @@ async def run_tool_loop(
     result = await agent.run(message, history=history)
     told = result.transcript.messages()[1 + len(history) :]
     context.append(session_id, told)
+    is_answer = result.answer or result.stop_reason is StopReason.EMPTY_REPLY
     last = next((message["content"] for message in reversed(told) if message["role"] == "assistant"), "")
-    return ToolLoopResult(result.answer or str(last), result.steps, result.stop_reason, result.transcript)
+    return ToolLoopResult(result.answer if is_answer else last or "", result.steps, result.stop_reason, result.transcript)
+
+
+def _for_session(registry: LocalTools, session_id: str) -> BoundTools:
+    """Any text is a session here; only some is a name that travels with a call."""
+    return registry.for_run(session=session_id if FITTING_ID.fullmatch(session_id) else None, state=registry.state_of(session_id))
 
 
 def _as_model(chat: Chat | Model) -> Model:
@@ -161,10 +172,15 @@ class _ChatModel:
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         content = self._chat(request.messages)
-        text = await content if inspect.isawaitable(content) else content
-        if not isinstance(text, str):
-            raise TypeError(f"chat must give the reply's content as a string, not {type(text).__name__}")
-        yield {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": "stop"}]}
+        told = await content if inspect.isawaitable(content) else content
+        yield {"choices": [{"index": 0, "delta": {"content": _content_of(told)}, "finish_reason": "stop"}]}
 
     async def aclose(self) -> None:
         """Nothing to close."""
+
+
+def _content_of(reply: Any) -> str:
+    content = reply.get("content") if isinstance(reply, Mapping) else getattr(reply, "content", reply)
+    if not isinstance(content, str):
+        raise TypeError(f"chat must give the reply's content as a string, or a message with it, not {type(reply).__name__}")
+    return content

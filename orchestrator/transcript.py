@@ -14,11 +14,13 @@ class Transcript:
         self._older: list[int] = []
         self._newest: list[int] = []
         for message in messages:
+            if message.get("role") == "tool":
+                self._older.append(len(self._messages))
             self.append(message)
 
     @property
     def older(self) -> list[int]:
-        """Places of the observations of all steps but the last."""
+        """Places of the observations of all steps but the last, tool messages of the history among them."""
         return list(self._older)
 
     @property

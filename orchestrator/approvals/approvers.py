@@ -71,13 +71,14 @@ class AutoApprover:
 
 
 class RefusingApprover:
-    """Says no to everything that must be asked about: nobody is there to ask."""
+    """Says no to everything that must be asked about, for `reason` and why it must: nobody is there to ask."""
 
     def __init__(self, reason: str = "it needs approval and nobody can be asked") -> None:
         self._reason = reason
 
     async def decide(self, request: ApprovalRequest) -> Decision:
-        return Decision(False, self._reason)
+        why = request.warning or request.reason
+        return Decision(False, f"{self._reason} ({why})" if why else self._reason)
 
 
 class CallbackApprover:
@@ -127,7 +128,10 @@ def choose_approver(mode: Literal["auto", "ask", "never"], *, is_interactive: bo
         return RefusingApprover("approvals are switched off (TOOLCREW_APPROVALS=never)")
     if is_interactive:
         return ConsoleApprover()
-    return RefusingApprover("it needs approval and there is no terminal to ask at; TOOLCREW_APPROVALS=auto allows it unasked")
+    return RefusingApprover(
+        "it needs approval and there is no terminal to ask at: set TOOLCREW_APPROVALS=auto to allow all such calls unasked, or allow this "
+        "one by a rule in the file that TOOLCREW_APPROVAL_POLICY names"
+    )
 
 
 def build_question(request: ApprovalRequest) -> str:

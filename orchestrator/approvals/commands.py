@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from orchestrator.approvals.shell_reader import Draft, Word, read_script
-from orchestrator.approvals.wrappers import Nested, find_nested
+from orchestrator.approvals.wrappers import FEEDING, Nested, find_nested
 
 MAX_COMMAND_CHARS = 256 * 1024
 """Longer texts are not read at all: they are opaque."""
@@ -29,6 +29,7 @@ class Command:
 
     `stdin`: its here-document or here-string. `fed_by`: programs before it in its pipeline, the nearest first; `reads_pipe` tells
     whether there is any. `function`: the function in whose body it stands. `is_concurrent`: it runs beside its neighbour (`|`, `&`).
+    `is_fed`: it gets more words, or other ones, when it runs (`xargs`, `find -exec`).
     """
 
     words: tuple[Word, ...]
@@ -39,6 +40,7 @@ class Command:
     reads_pipe: bool = False
     function: str = ""
     is_concurrent: bool = False
+    is_fed: bool = False
     is_wrapper: bool = False
     """It only starts another command of the script and adds no power of its own: timeout, nohup."""
 
@@ -70,15 +72,15 @@ def parse_commands(text: str) -> Script:
     """The commands of any text whatever. Never raises; time grows with the length of the text."""
     found: list[Command] = []
     opaque = ""
-    waiting = [(text, 0)]
+    waiting = [(text, 0, False)]
     pieces, characters = 0, 0
     while waiting and pieces < MAX_PIECES:
-        piece, depth = waiting.pop()
+        piece, depth, is_fed = waiting.pop()
         pieces, characters = pieces + 1, characters + len(piece)
         if depth > MAX_DEPTH or len(piece) > MAX_COMMAND_CHARS or characters > 2 * MAX_COMMAND_CHARS:
             opaque = opaque or ("it is nested too deep" if depth else "it is too long to be read")
             continue
-        commands, scripts, reason = _parse_piece(piece, depth)
+        commands, scripts, reason = _parse_piece(piece, depth, is_fed)
         found.extend(commands)
         # Pushed in reverse, so that they are read in the order in which they are written.
         waiting.extend(reversed(scripts))
@@ -86,16 +88,17 @@ def parse_commands(text: str) -> Script:
     return Script(text, tuple(found), opaque or ("it is too long to be read" if waiting else ""))
 
 
-def _parse_piece(text: str, depth: int) -> tuple[list[Command], list[tuple[str, int]], str]:
-    """The commands of one text, the texts that they would read as scripts, and why there may be more."""
+def _parse_piece(text: str, depth: int, is_fed: bool) -> tuple[list[Command], list[tuple[str, int, bool]], str]:
+    """The commands of one text, the texts that they would read as scripts (`is_fed`: parts of them known later), and why there may be more."""
     reading = read_script(text)
     commands: list[Command] = []
-    scripts = [(piece, depth + 1) for piece in reading.texts]
+    scripts = [(piece, depth + 1, is_fed) for piece in reading.texts]
     opaque = reading.opaque
     for draft in reading.drafts:
-        for command, nested, level in _unwrap(_finish(draft), depth):
+        for command, nested, level in _unwrap(_finish(draft, is_fed), depth):
             commands.append(command)
-            scripts.extend((script, level + 1) for script in nested.scripts)
+            is_fed_inside = command.is_fed or command.program in FEEDING
+            scripts.extend((script, level + 1, is_fed_inside) for script in nested.scripts)
             opaque = opaque or nested.opaque or _doubt(command)
     return commands, scripts, opaque
 
@@ -110,7 +113,8 @@ def _unwrap(command: Command, depth: int) -> Iterator[tuple[Command, Nested, int
             continue
         nested = find_nested(outer.words, outer.stdin)
         yield dataclasses.replace(outer, is_wrapper=True) if nested.is_transparent else outer, nested, level
-        waiting.extend((dataclasses.replace(outer, words=words, outputs=(), assignments=()), level + 1) for words in nested.commands)
+        inner = dataclasses.replace(outer, outputs=(), assignments=(), is_fed=outer.is_fed or outer.program in FEEDING)
+        waiting.extend((dataclasses.replace(inner, words=words), level + 1) for words in nested.commands)
 
 
 def _doubt(command: Command) -> str:
@@ -120,7 +124,7 @@ def _doubt(command: Command) -> str:
     return "which program it runs is known only when it runs" if first.is_expanded or first.is_pattern else ""
 
 
-def _finish(draft: Draft) -> Command:
+def _finish(draft: Draft, is_fed: bool) -> Command:
     words = draft.words
     start = 0
     while start < len(words) and _ASSIGNMENT.match(words[start].text):
@@ -134,6 +138,7 @@ def _finish(draft: Draft) -> Command:
         reads_pipe=draft.source is not None,
         function=draft.function,
         is_concurrent=draft.source is not None or draft.operator in ("|", "|&", "&"),
+        is_fed=is_fed,
     )
 
 

@@ -21,6 +21,9 @@ WHOLE_TREES = frozenset(
 )
 """Removing one of these, or all that is in it, is never meant."""
 
+OWN_FOLDERS = ("/workspace", "/tmp")
+"""Folders of a sandbox that are the agent's own: it may remove what it names below them."""
+
 SYSTEM_FOLDERS = (
     *("/etc/", "/boot/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/usr/", "/sys/", "/proc/", "/root/", "/var/lib/", "/var/run/", "/run/"),
     *("$HOME/.ssh/", "$HOME/.bashrc", "$HOME/.profile", "$HOME/.bash_profile", "$HOME/.zshrc"),

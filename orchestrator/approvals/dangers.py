@@ -20,6 +20,7 @@ from orchestrator.approvals.danger_tables import (
     HOST_CONTROLS,
     HOSTILE_FLAGS,
     INTERPRETERS,
+    OWN_FOLDERS,
     SYSTEM_FOLDERS,
     WHOLE_TREES,
     WRITERS,
@@ -48,8 +49,11 @@ MAX_MEMBERS = 64
 MAX_PATH_CHARS = 4096
 _ONE_BRACE_LIST = re.compile(r"([^{}]*)\{([^{}]*)\}([^{}]*)")
 _GLOB_ONLY = re.compile(r"[*?.\[\]{},!^]+")
-_BAD_MODE = re.compile(r"[0-7]?[0-7][0-7][2367]|[augo]*[ao][augo]*[+=][rwxXst]*w[rwxXst]*|[+=][rwxXst]*w[rwxXst]*")
-_SET_ID_MODE = re.compile(r"[2467][0-7]{3}|[augo]*[+=][rwxXt]*s[rwxXt]*")
+# What must occur is looked for ahead: two repetitions side by side would try every split of a long mode.
+_BAD_MODE = re.compile(r"[0-7]?[0-7][0-7][2367]|(?:(?=[ug]*[ao])[augo]+)?[+=](?=[rxXst]*w)[rwxXst]*")
+_SET_ID_MODE = re.compile(r"[2467][0-7]{3}|[augo]*[+=](?=[rwxXt]*s)[rwxXst]*")
+_BRACKETS = re.compile(r"\[[^\]]*\]?")
+_NAMED = re.compile(r"\w")
 _FILTERS = (
     "-name",
     "-iname",
@@ -70,8 +74,10 @@ _FILTERS = (
 def classify(script: Script, folder: str = "") -> Danger:
     """The worst of all commands, what cannot be told included: it counts as dangerous. `folder`: where the script starts, "" if unknown."""
     worst = Danger(Level.DANGEROUS, f"cannot be read whole: {script.opaque}") if script.is_opaque else NO_DANGER
+    # Of the whole script: loops and functions may run a later `cd` first, and one that fails leads nowhere.
+    is_at_home = _is_own(folder) and not any(_may_leave(command) for command in script.commands)
     for command in script.commands:
-        found = classify_command(command, folder)
+        found = classify_command(command, folder, is_at_home=is_at_home)
         # The first of equals is told; a named danger says more than "cannot be read".
         if found.level > worst.level or (found.level == worst.level and found.reason and worst.reason.startswith("cannot be read")):
             worst = found
@@ -81,9 +87,9 @@ def classify(script: Script, folder: str = "") -> Danger:
     return worst
 
 
-def classify_command(command: Command, folder: str = "") -> Danger:
-    """One command. `folder`: where earlier `cd`s have led, "" when nowhere known."""
-    worst = NO_DANGER
+def classify_command(command: Command, folder: str = "", *, is_at_home: bool = False) -> Danger:
+    """One command. `folder`: where earlier `cd`s have led, "" when nowhere known; `is_at_home`: it runs below OWN_FOLDERS for certain."""
+    worst = _removal(command, folder, is_at_home)
     for check in _CHECKS:
         found = check(command, folder)
         if found.level > worst.level:
@@ -105,7 +111,7 @@ def _fork_bomb(command: Command, folder: str) -> Danger:
     return NO_DANGER
 
 
-def _removal(command: Command, folder: str) -> Danger:
+def _removal(command: Command, folder: str, is_at_home: bool) -> Danger:
     if command.program != "rm":
         return NO_DANGER
     flags, operands = split_flags(command)
@@ -116,8 +122,15 @@ def _removal(command: Command, folder: str) -> Danger:
         for word in operands:
             if is_whole_tree(word, folder):
                 return _worst(f"removes everything under {word.text}")
+    is_named = bool(operands) and not command.is_fed and all(_is_own_name(word, is_at_home) for word in operands)
+    if is_named:
+        return NO_DANGER
+    if is_recursive:
         return _bad("removes folders with all that is in them")
-    return _bad("removes files without asking") if _has_short(flags, "f") or _has_long(flags, "--force", 3) else NO_DANGER
+    if _has_short(flags, "f") or _has_long(flags, "--force", 3):
+        return _bad("removes files without asking")
+    system = next((path for word in operands if (path := _resolve(folder, word.text)).startswith(SYSTEM_FOLDERS)), "")
+    return _bad(f"removes {system}") if system else NO_DANGER
 
 
 def _finding(command: Command, folder: str) -> Danger:
@@ -224,7 +237,6 @@ def _fed(command: Command, folder: str) -> Danger:
 
 _CHECKS: tuple[Callable[[Command, str], Danger], ...] = (
     _fork_bomb,
-    _removal,
     _finding,
     _moving,
     _device,
@@ -239,22 +251,79 @@ _CHECKS: tuple[Callable[[Command, str], Danger], ...] = (
 
 def is_whole_tree(word: Word, folder: str = "") -> bool:
     """Whether the word names the root, a home or a system folder, or all that is in one; of a brace list any member may."""
+    return any(_is_whole_tree(path, word.is_pattern, folder) for path in _members(word)[:MAX_MEMBERS])
+
+
+def _members(word: Word) -> list[str]:
+    """The words that a brace list stands for, one more than MAX_MEMBERS at most; any other word as it is."""
     braces = _ONE_BRACE_LIST.fullmatch(word.text) if word.is_pattern else None
     if braces is None:
-        return _is_whole_tree(word.text, word.is_pattern, folder)
+        return [word.text]
     before, members, after = braces.groups()
-    return any(_is_whole_tree(before + member + after, True, folder) for member in members.split(",", MAX_MEMBERS)[:MAX_MEMBERS])
+    return [before + member + after for member in members.split(",", MAX_MEMBERS)]
 
 
 def _is_whole_tree(path: str, is_pattern: bool, folder: str) -> bool:
-    head, _, last = path.rpartition("/")
-    while last and _GLOB_ONLY.fullmatch(last) and last not in (".", "..") and is_pattern:
-        path = head or ("/" if path.startswith("/") else ".")
-        head, _, last = path.rpartition("/")
-        if path in ("/", "."):
-            break
+    if is_pattern:
+        path = _without_globs(path)
     path = _resolve(folder, path)
     return "/" + path.lstrip("/") in WHOLE_TREES if path.startswith("/") else path in WHOLE_TREES
+
+
+def _without_globs(path: str) -> str:
+    """The folder that is left when the path's last parts name whatever is there (`/etc/*`)."""
+    parts = path.split("/")
+    while parts and (not parts[-1] or (_GLOB_ONLY.fullmatch(parts[-1]) and parts[-1] not in (".", ".."))):
+        parts.pop()
+    return "/".join(parts) or ("/" if path.startswith("/") else ".")
+
+
+def _is_own_name(word: Word, is_at_home: bool) -> bool:
+    """Whether the word names something below OWN_FOLDERS for certain. One of them as a whole, or whatever is in it, is no name."""
+    members = _members(word)
+    if word.is_expanded or len(members) > MAX_MEMBERS:
+        return False
+    return all(_is_own_path(path, word.is_pattern, is_at_home) for path in members)
+
+
+def _is_own_path(path: str, is_pattern: bool, is_at_home: bool) -> bool:
+    parts = path.split("/")
+    if ".." in parts or posixpath.normpath(path) == "." or path.startswith(("$HOME", "~")):
+        return False
+    if path.startswith("/"):
+        root = next((own for own in OWN_FOLDERS if path.startswith(own + "/")), "")
+        parts = [part for part in path.removeprefix(root).split("/") if part not in ("", ".")]
+        if not root or not parts:
+            return False
+    elif not is_at_home:
+        return False
+    return not is_pattern or _names_something(parts)
+
+
+def _names_something(parts: list[str]) -> bool:
+    """Whether a pattern holds a name (`*.o`, `build/*`, no `*`) and no part of it may become `..`."""
+    named = [_NAMED.search(_BRACKETS.sub("", part)) is not None for part in parts]
+    if any("{" in part or (part.startswith(".") and part != "." and not is_named) for part, is_named in zip(parts, named, strict=True)):
+        return False
+    return any(named)
+
+
+def _is_own(folder: str) -> bool:
+    return any(folder == own or folder.startswith(own + "/") for own in OWN_FOLDERS)
+
+
+def _may_leave(command: Command) -> bool:
+    """Whether it may lead out of OWN_FOLDERS: `cd` anywhere but to a name below them, another machine, another folder for one command."""
+    if any(text.startswith("CDPATH=") for text in (*command.assignments, *command.argv)):
+        return True
+    if command.program in ("cd", "pushd"):
+        operands = split_flags(command)[1]
+        if len(operands) != 1 or operands[0].text == "-":
+            return True
+        return operands[0].text not in OWN_FOLDERS and not _is_own_name(operands[0], is_at_home=True)
+    if command.program == "env":
+        return any(text.startswith("--chdir") or (text[:1] == "-" and text[1:2] != "-" and "C" in text) for text in command.argv[1:])
+    return command.program in ("popd", "ssh")
 
 
 def is_device(path: str) -> bool:

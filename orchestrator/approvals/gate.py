@@ -29,6 +29,8 @@ log = get_logger(__name__)
 
 APPROVAL_TTL_S = 300.0
 """Seconds from the question until a yes does not count any more."""
+MAX_INLINE_CHARS = 4 * 1024
+"""Arguments with a command are judged beside the loop when they are longer: hostile ones take up to a second."""
 DEFAULT_POLICY = ApprovalPolicy()
 """No rules: dangerous commands and tools that require permission are asked about, catastrophic commands are refused."""
 
@@ -81,7 +83,7 @@ async def review(
     try:
         given = _seal(call, tenant, session)
         asked = _prepare(call, spec, call.arguments, checks)
-        verdict = policy.decide(tenant, spec, asked.arguments)
+        verdict = await _judge(policy, tenant, spec, asked)
         if verdict.action == "deny":
             raise _denied(verdict)
         if verdict.action == "allow":
@@ -95,7 +97,9 @@ async def review(
         # Neither what was shown nor what the caller holds may have changed meanwhile.
         is_same = _seal(call, tenant, session) == given and decision.digest in ("", approval.digest)
         approval.redeem(_seal(shown, tenant, session) if is_same else "", clock())
-        return asked if decision.arguments is None else _change(_prepare(asked, spec, decision.arguments, checks), spec, policy, tenant)
+        if decision.arguments is None:
+            return asked
+        return await _change(_prepare(asked, spec, decision.arguments, checks), spec, policy, tenant)
     except ToolFailure as failure:
         return _failed(call, failure)
 
@@ -110,9 +114,15 @@ def _prepare(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, Any], check
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments are no plain JSON: {told}") from error
 
 
-def _change(changed: ToolCall, spec: ToolSpec, policy: ApprovalPolicy, tenant: str) -> ToolCall:
+async def _judge(policy: ApprovalPolicy, tenant: str, spec: ToolSpec, call: ToolCall) -> Verdict:
+    if spec.command_parameter is None or len(_canonical(call.arguments)) <= MAX_INLINE_CHARS:
+        return policy.decide(tenant, spec, call.arguments)
+    return await asyncio.to_thread(policy.decide, tenant, spec, call.arguments)
+
+
+async def _change(changed: ToolCall, spec: ToolSpec, policy: ApprovalPolicy, tenant: str) -> ToolCall:
     """The call as the approver changed it, judged once more. Raises ToolFailure."""
-    verdict = policy.decide(tenant, spec, changed.arguments)
+    verdict = await _judge(policy, tenant, spec, changed)
     if verdict.action == "deny":
         raise _denied(verdict)
     return changed
@@ -121,12 +131,12 @@ def _change(changed: ToolCall, spec: ToolSpec, policy: ApprovalPolicy, tenant: s
 async def _ask(approver: Approver, request: ApprovalRequest, ttl_s: float) -> Decision:
     """The approver's decision; whatever is not a whole one is no."""
     try:
-        async with asyncio.timeout(ttl_s):
+        async with asyncio.timeout(ttl_s) as limit:
             decision = await approver.decide(request)
-    except TimeoutError:
-        log.warning("approval_unanswered", tool=request.call.name, call=request.call.id, after_s=ttl_s)
-        return Decision(False, f"nobody answered within {ttl_s:g} s")
-    except Exception:  # the edge: an approver is a user's code, and whatever it raises means no
+    except Exception as error:  # the edge: an approver is a user's code, and whatever it raises means no
+        if isinstance(error, TimeoutError) and limit.expired():
+            log.warning("approval_unanswered", tool=request.call.name, call=request.call.id, after_s=ttl_s)
+            return Decision(False, f"nobody answered within {ttl_s:g} s")
         log.exception("approver_failed", tool=request.call.name, call=request.call.id)
         return Decision(False, "it needs approval and asking for it failed")
     if not _is_whole(decision):

@@ -82,7 +82,7 @@ class ApprovalPolicy:
     def decide(self, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> Verdict:
         """The verdict on one call, by arguments as `prepare_arguments` gives them: aliases are folded, so none hides the command."""
         script = read_command(spec, arguments)
-        danger = classify(script, _folder(arguments)) if script is not None else None
+        danger = classify(script, _folder(spec, arguments)) if script is not None else None
         if danger is not None and danger.level is Level.CATASTROPHIC:
             return Verdict("deny", f"it {danger.reason}", True, danger.reason, ErrorCode.SECURITY_REFUSED)
         warning = _warning(spec, danger.reason if danger is not None else "")
@@ -198,10 +198,11 @@ def _stands_in(word: str, text: str) -> bool:
     return re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text) is not None
 
 
-def _folder(arguments: Mapping[str, Any]) -> str:
-    """Where a command starts: its `cwd` argument, else the workspace."""
+def _folder(spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
+    """Where a command starts: its `cwd` argument, else the workspace. Without a sandbox that is anybody's folder, and unknown."""
     given = arguments.get("cwd")
-    return posixpath.join(WORKSPACE, given) if isinstance(given, str) else WORKSPACE
+    start = WORKSPACE if spec.needs_sandbox else ""
+    return posixpath.normpath(posixpath.join(start, given)) if isinstance(given, str) else start
 
 
 def _may_begin(words: Sequence[Word], prefix: tuple[str, ...]) -> bool:

@@ -1,5 +1,6 @@
 """Which programs start another command, and where in their words it stands."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ SHELLS = frozenset({"sh", "bash", "dash", "ash", "rbash", "zsh", "ksh", "mksh", 
 _SHELL_VALUED = frozenset({"--rcfile", "--init-file", "-o", "+o", "-O", "+O"})
 _STANDARD_INPUT = frozenset({"-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"})
 _NAMED_SCRIPTS = frozenset({"su", "runuser", "script", "flock", "sg"})
+FEEDING = frozenset({"find", "xargs", "parallel"})
+"""These put words of their own into the command that they start."""
 _FIND_ACTIONS = frozenset({"-exec", "-execdir", "-ok", "-okdir"})
 _REMEMBERING = {
     "alias": "it defines an alias",
@@ -95,7 +98,7 @@ def find_nested(words: Words, stdin: str | None) -> Nested:
         return Nested(scripts=(" ".join(word.text for word in words[1:]),), opaque="it evaluates text as commands")
     if name in _REMEMBERING and len(words) > 1:
         return Nested(opaque=_REMEMBERING[name])
-    if name in ("trap", "watch", "ssh"):
+    if name in ("trap", "watch", "ssh", "parallel"):
         return _rest_as_script(name, words)
     if name == "find":
         return Nested(commands=tuple(_find_actions(words)))
@@ -131,6 +134,9 @@ def _in_shell(words: Words, stdin: str | None) -> Nested:
 def _rest_as_script(name: str, words: Words) -> Nested:
     if name == "trap":
         rest = words[1:2]
+    elif name == "parallel":
+        # It joins its words and hands them to a shell.
+        rest = tuple(itertools.takewhile(lambda word: not word.text.startswith(":::"), words[_skip_options(words, WRAPPERS[name]) :]))
     elif name == "watch":
         rest = words[_skip_options(words, Wrapper("nq", frozenset({"interval", "equexit"}))) :]
     else:

@@ -70,8 +70,10 @@ def parse_tool_decision(text: str) -> ToolDecisionOutput:
 
 
 def find_tool_decision(text: str) -> tuple[str, ToolDecisionOutput | None, str]:
-    """The first decision in `text`, with the words before and behind it; all of `text` and None when there is none that is legal."""
-    for opening in itertools.islice(_OPENING.finditer(text), MAX_OPENINGS):
+    """The first decision in `text`, with the words before and behind it; all of `text` and None when there is none that is legal. What the
+    model only thinks of is none."""
+    answer_at = len(text) - len(strip_thinking(text))
+    for opening in itertools.islice(_OPENING.finditer(text, answer_at), MAX_OPENINGS):
         start = opening.start()
         try:
             _, end = json.JSONDecoder().raw_decode(text, start)

@@ -145,9 +145,13 @@ def _message_entry(native: NativeCall | MalformedNativeCall, model_id: str) -> d
 
     Servers refuse names and arguments that no well-behaved model writes, and templates parse the arguments: both are made fit.
     """
-    name = _UNFIT_FOR_NAME.sub("_", native.name)[:64] or "unknown"
     arguments = native.raw if isinstance(native, NativeCall) and native.raw.strip().startswith("{") else "{}"
-    return {"id": model_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": model_id, "type": "function", "function": {"name": build_wire_name(native.name), "arguments": arguments}}
+
+
+def build_wire_name(name: str) -> str:
+    """The name of a call as servers take it in a message."""
+    return _UNFIT_FOR_NAME.sub("_", name)[:64] or "unknown"
 
 
 def read_usage(chunk: Chunk) -> Usage | None:

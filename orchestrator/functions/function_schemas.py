@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import typing
 import warnings
 from collections.abc import Callable, Mapping
@@ -191,6 +192,9 @@ def _field(parameter: inspect.Parameter, docstring: Docstring) -> tuple[Any, Any
     facts: dict[str, Any] = {"alias": parameter.name}
     if isinstance(parameter.default, FieldInfo):
         annotation = Annotated[annotation, parameter.default]
+    elif isinstance(parameter.default, float) and not math.isfinite(parameter.default):
+        # A factory's value is not told: JSON has no such number.
+        facts["default_factory"] = lambda: parameter.default
     elif parameter.default is not parameter.empty:
         facts["default"] = parameter.default
     told = docstring.parameters.get(parameter.name)

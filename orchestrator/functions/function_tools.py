@@ -1,9 +1,12 @@
 """Tools of a program's own: the decorator `tool`, and `as_tool` for whatever else can be run by name."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+from pydantic import ValidationError
 
 from contract.registry import Tool, Validator
 from contract.specs import ToolSpec
@@ -29,6 +32,7 @@ R = TypeVar("R")
 
 LocalTool = Tool[LocalHandler]
 
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _FLAGS = ("requires_permission", "dangerous", "read_only", "idempotent")
 
 
@@ -89,8 +93,8 @@ def tool(
             raise TypeError(f"@tool decorates a function, not {target!r}; its options go by name: @tool(name='search')")
         _refuse_generators(target)
         shape = read_function(target, name=name)
-        spec = ToolSpec(
-            name=shape.name,
+        spec = _checked_spec(
+            shape.name,
             description=description or shape.docstring.description or f"The function {shape.name}.",
             parameters=tool_parameters(shape),
             timeout_s=timeout_s,
@@ -98,7 +102,6 @@ def tool(
             dangerous=dangerous,
             read_only=read_only,
             idempotent=idempotent,
-            needs_sandbox=False,
         )
         return FunctionTool(spec, build_function_handler(target, shape.name), tuple(validators), function=target)
 
@@ -109,10 +112,19 @@ def as_tool(value: Any) -> LocalTool:
     """Make a tool of `value`: a Tool (given back as it is), a function, an object or dict with name, description, parameters and
     execute(args[, context]), an object with `_run` or `run`, or anything in LangChain's shape.
 
-    Raises TypeError that says what is missing.
+    Raises TypeError that says what is missing or does not fit.
     """
     if isinstance(value, Tool):
         return value
+    try:
+        return _made_of(value)
+    except TypeError:
+        raise
+    except Exception as error:  # the edge: a foreign object's attributes and schemas are computed by code of its own
+        raise TypeError(f"cannot make a tool of a {type(value).__name__}: {type(error).__name__}: {error}") from error
+
+
+def _made_of(value: Any) -> LocalTool:
     if isinstance(value, type):
         raise TypeError(f"{value.__name__} is a class: give an instance of it, or a function")
     if inspect.isroutine(value):
@@ -150,14 +162,27 @@ def _spec_of(value: Any, schema: dict[str, Any]) -> ToolSpec:
 
 def _build_spec(name: str, part: Callable[[str], Any], schema: dict[str, Any]) -> ToolSpec:
     timeout_s = part("timeout_s")
-    return ToolSpec(
-        name=name,
+    return _checked_spec(
+        name,
         description=part("description") or f"The tool {name}.",
         parameters=schema,
         timeout_s=timeout_s if isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool) else None,
-        needs_sandbox=False,
         **{flag: _answer(part(flag)) for flag in _FLAGS},
     )
+
+
+def _checked_spec(name: str, **fields: Any) -> ToolSpec:
+    """The spec of a tool in this process. Raises TypeError for a name that model servers refuse, and for what no spec takes."""
+    if not _NAME.fullmatch(name):
+        sentence = (
+            "model servers take names of 1 to 64 letters (a-z, A-Z), digits, '_' and '-' only; give it such a name, as @tool(name=...) does"
+        )
+        raise TypeError(f"tool {name!r}: {sentence}")
+    try:
+        return ToolSpec(name=name, needs_sandbox=False, **fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        raise TypeError(f"tool '{name}': {first['loc'][0]}: {first['msg']}") from error
 
 
 def _answer(flag: Any) -> bool:

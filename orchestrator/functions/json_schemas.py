@@ -5,6 +5,9 @@ from typing import Any
 
 JsonSchema = dict[str, Any]
 
+MAX_INLINED = 200
+"""References that are replaced in one schema. Further ones stay: definitions that refer twice to the next one double at every level."""
+
 _MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 """Keywords whose value is schemas by name: what stands there as `title` may be a property."""
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -14,7 +17,7 @@ _FOR_ANY_TYPE = frozenset({"enum", "const", "anyOf", "oneOf", "allOf", "not", "i
 
 
 def plain_schema(schema: Mapping[str, Any], *, tell_null_as_type: bool = False) -> JsonSchema:
-    """`schema` without references and titles. A reference into itself stays, with its definition in `$defs`.
+    """`schema` without references and titles. A reference into itself stays, as those beyond MAX_INLINED do, with its definition in `$defs`.
 
     `tell_null_as_type`: `integer or null` becomes `"type": ["integer", "null"]`, which a text dialect's strings can be read by.
     """
@@ -22,7 +25,7 @@ def plain_schema(schema: Mapping[str, Any], *, tell_null_as_type: bool = False) 
     body = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
     inliner = _Inliner(definitions)
     plain = drop_titles(inliner.inline(body, ()))
-    kept = {name: drop_titles(inliner.recursive[name]) for name in sorted(inliner.recursive)}
+    kept = {name: drop_titles(inliner.kept[name]) for name in sorted(inliner.kept)}
     if tell_null_as_type:
         plain = _merge_unions(plain)
         kept = {name: _merge_unions(definition) for name, definition in kept.items()}
@@ -45,29 +48,31 @@ def close_schema(schema: Mapping[str, Any]) -> JsonSchema:
 
 
 class _Inliner:
-    """Puts definitions where they are referred to. `recursive`: those that had to stay, because they contain themselves."""
+    """Puts definitions where they are referred to. `kept`: those that had to stay: they contain themselves, or there were too many."""
 
     def __init__(self, definitions: Mapping[str, JsonSchema]) -> None:
         self._definitions = definitions
-        self.recursive: dict[str, JsonSchema] = {}
+        self.kept: dict[str, JsonSchema] = {}
+        self._inlined = 0
 
     def inline(self, schema: JsonSchema, inside: tuple[str, ...]) -> JsonSchema:
         name = _definition_name(schema.get("$ref"))
         if name is None or name not in self._definitions:
             return _map(schema, lambda part: self.inline(part, inside))
         beside = {key: value for key, value in schema.items() if key != "$ref"}
-        if name in inside or name in self.recursive:
+        if name in inside or name in self.kept or self._inlined >= MAX_INLINED:
             self._keep(name)
             return {"$ref": f"#/$defs/{name}", **beside}
+        self._inlined += 1
         inlined = self.inline(self._definitions[name], (*inside, name))
-        if name in self.recursive:
+        if name in self.kept:
             inlined = {"$ref": f"#/$defs/{name}"}
         return {**inlined, **_map(beside, lambda part: self.inline(part, inside))}
 
     def _keep(self, name: str) -> None:
-        if name not in self.recursive:
-            self.recursive[name] = {}
-            self.recursive[name] = self.inline(self._definitions[name], (name,))
+        if name not in self.kept:
+            self.kept[name] = {}
+            self.kept[name] = self.inline(self._definitions[name], (name,))
 
 
 def _definition_name(reference: Any) -> str | None:

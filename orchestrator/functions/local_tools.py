@@ -1,6 +1,7 @@
 """Tools that run in this process, ready for the loop: a registry, a door with checks and limits, approvals. No pool, no sandbox."""
 
 import asyncio
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.errors import ErrorCode
 from contract.registry import ToolRegistry
 from contract.specs import ToolSpec
 from orchestrator.agent import Agent, RunResult
@@ -28,6 +30,8 @@ from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.settings import load_settings
 from orchestrator.transport import InProcessTransport
 
+FITTING_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""As `contract.calls.Identifier` has it."""
 QUEUE_WAIT_S = 60.0
 """How long a plain function waits for a free thread."""
 
@@ -43,6 +47,7 @@ class Surroundings:
     config: Mapping[str, Any]
     model: ModelLike | Model | None
     state: SessionState
+    timeout_s: float
     session: str | None = None
     run: str | None = None
 
@@ -60,14 +65,14 @@ class RegistryCatalog:
 class LocalTools:
     """A program's own tools. One may serve many runs at once; `for_run` gives a run or session its own model and state.
 
-    `tools`: whatever `as_tool` takes. `timeout_s`: the limit of tools without one of their own. Tools marked requires_permission or dangerous
+    `tools`: whatever `as_tool` takes, or a registry, which stays live. `timeout_s`: the limit of tools without one of their own. Tools marked requires_permission or dangerous
     are asked about; without an `approver` they are refused. `model`: what tools may ask; a plain Model is handed to each call as a ModelAdapter
     of its own, so that no call can spend more than that allows. Functions run with the program's own rights: give a model only what it may do.
     """
 
     def __init__(
         self,
-        tools: Iterable[Any] = (),
+        tools: Iterable[Any] | ToolRegistry[LocalHandler] = (),
         *,
         model: ModelLike | Model | None = None,
         config: Mapping[str, Any] | None = None,
@@ -78,10 +83,11 @@ class LocalTools:
         tenant: str = "default",
         timeout_s: float = 30,
     ) -> None:
-        self.registry: ToolRegistry[LocalHandler] = ToolRegistry(as_tool(tool) for tool in tools)
+        self.registry: ToolRegistry[LocalHandler] = (
+            tools if isinstance(tools, ToolRegistry) else ToolRegistry(as_tool(tool) for tool in tools)
+        )
         self._approver = approver or RefusingApprover(_NOBODY)
         self._policy = policy
-        self._timeout_s = timeout_s
         self._key = secrets.token_bytes(32)
         self._threads = BlockingCalls()
         self._surroundings = Surroundings(
@@ -90,12 +96,16 @@ class LocalTools:
             config=MappingProxyType({} if config is None else config),
             model=model,
             state=state if state is not None else MemoryState(),
+            timeout_s=timeout_s,
         )
         self._states: dict[str, SessionState] = {}
         self._door = self._open_door(self._surroundings)
 
     def register(self, tool: Any) -> LocalTool:
-        """Add a tool, or replace the one of its name, from the next call on. Takes and raises what `as_tool` does."""
+        """Add a tool, or replace the one of its name, from the next call on. Takes what `as_tool` does, and raises it.
+
+        Raises jsonschema.SchemaError for parameters that no call could meet.
+        """
         made = as_tool(tool)
         self.registry.register(made)
         return made
@@ -116,20 +126,26 @@ class LocalTools:
     ) -> RunResult:
         """Work one instruction with these tools to an answer or a limit; no pool, no sandbox. `session`: whose state the tools see.
 
-        `model` None: as the environment says, else the embedded small one. Raises ModelUnavailable, ConfigError.
+        `model` None: as the environment says, else the embedded small one. `options` None: the defaults, with the `timeout_s` of these tools.
+        Raises ModelUnavailable, ConfigError.
         """
         settings = load_settings()
+        options = options or ReActOptions(tool_timeout_s=self._surroundings.timeout_s)
+        run = secrets.token_hex(8)
         async with choose_model(settings, model) as chosen:
             wanted = dialect or settings.dialect
             known = await know_model(chosen, wanted, CapabilityCache(settings.capability_folder))
-            bound = self.for_run(session=session, model=ModelAdapter(chosen.model))
+            bound = self.for_run(run=run, session=session, model=chosen.model, timeout_s=options.tool_timeout_s)
             agent = Agent(
                 chosen.model,
                 choose_dialect(wanted, known, is_small=chosen.is_small),
                 self.specs(),
                 bound.run_call,
-                options=with_window(options or ReActOptions(tool_timeout_s=self._timeout_s), settings, known),
+                # What a model's recipe says of tools that are not here would only mislead it.
+                instruction=chosen.instruction if "all" in chosen.tools else "",
+                options=with_window(options, settings, known),
                 on_event=on_event or (lambda _: None),
+                run_id=run,
             )
             return await agent.run(instruction)
 
@@ -144,16 +160,25 @@ class LocalTools:
         session: str | None = None,
         model: ModelLike | Model | None = None,
         state: SessionState | None = None,
+        timeout_s: float | None = None,
     ) -> "BoundTools":
         """The same tools for one run: its calls see this model and this state.
 
-        `state` None: the session's, which is kept until `forget_session`; for a run without a session, a new one.
+        `state` None: the session's, which is kept until `forget_session`; for a run without a session, a new one. Raises ValueError for ids
+        that no call can carry. `timeout_s` None: theirs.
         """
         ours = self._surroundings
+        for identifier in (run, session):
+            if identifier is not None and not FITTING_ID.fullmatch(identifier):
+                raise ValueError(f"'{identifier[:80]}' is no id of a run or session: write 1 to 64 letters, digits, '_' or '-'")
         if state is None:
-            state = MemoryState() if session is None else self._states.setdefault(session, MemoryState())
-        told = replace(ours, run=run, session=session, model=model or ours.model, state=state)
+            state = MemoryState() if session is None else self.state_of(session)
+        told = replace(ours, run=run, session=session, model=model or ours.model, state=state, timeout_s=timeout_s or ours.timeout_s)
         return BoundTools(self, self._open_door(told), told)
+
+    def state_of(self, session: str) -> SessionState:
+        """What is kept for a session, of any name."""
+        return self._states.setdefault(session, MemoryState())
 
     def forget_session(self, session: str) -> None:
         """Drop what was kept for a session that has ended."""
@@ -161,7 +186,7 @@ class LocalTools:
 
     async def _run_call(self, door: Dispatcher, told: Surroundings, call: ToolCall) -> ToolResult:
         tool = self.registry.get(call.name)
-        timeout_s = self._timeout_s
+        timeout_s = told.timeout_s
         if tool is not None:
             reviewed = await review(
                 call,
@@ -174,6 +199,9 @@ class LocalTools:
             )
             if isinstance(reviewed, ToolResult):
                 return reviewed
+            if self.registry.get(call.name) is not tool:
+                sentence = f"{call.name} was not run: it was replaced while the call was reviewed; call it again"
+                return ToolResult.failed(call, ErrorCode.PERMISSION_DENIED, sentence)
             call = reviewed
             timeout_s = tool.spec.timeout_s or timeout_s
         # Said outright: an argument that happens to be called `timeout` is the function's own business.

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from contract.errors import ContextWindowExceeded, ModelInterrupted, ModelRefused, ModelUnavailable
@@ -45,7 +45,7 @@ class Endpoint:
 
     address: str
     model: str
-    secret: str = ""
+    secret: str = field(default="", repr=False)
 
 
 _REASONS: dict[Kind, str] = {
@@ -219,10 +219,13 @@ def _said(body: Any) -> str:
     """The server's words: its message, or all that it sent."""
     if body is None:
         return "it gave no reason"
-    if not isinstance(body, dict):
-        return body if isinstance(body, str) else json.dumps(body, ensure_ascii=False, default=str)
-    message = body.get("message") or body.get("detail") or body
-    return message if isinstance(message, str) else json.dumps(message, ensure_ascii=False, default=str)
+    message = (body.get("message") or body.get("detail") or body) if isinstance(body, dict) else body
+    if isinstance(message, str):
+        return message
+    try:
+        return json.dumps(message, ensure_ascii=False, default=str)
+    except RecursionError:
+        return "its reason nests too deep to be read"
 
 
 def _detail(failure: Failure, endpoint: Endpoint) -> str:

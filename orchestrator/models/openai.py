@@ -83,7 +83,8 @@ class OpenAIModel:
                         is_begun = True
                         yield chunk
                 return
-            except (_AttemptFailed, openai.OpenAIError, *_BROKEN) as error:
+            except (_AttemptFailed, openai.OpenAIError, ValueError, *_BROKEN) as error:
+                # ValueError: numbers of more digits than Python reads, and a request that JSON cannot carry.
                 failure = _failure(error)
             # Out here, so that no cause is on display: the SDK's errors carry the request, and servers echo keys in their texts.
             if is_begun:
@@ -94,7 +95,7 @@ class OpenAIModel:
         """Tokens that fit, when the endpoint's list of models says so (vLLM, llama.cpp, Groq, OpenRouter). None when it does not or fails."""
         try:
             listing = await self._client.get("/models", cast_to=object)
-        except (openai.OpenAIError, *_BROKEN):
+        except (openai.OpenAIError, ValueError, *_BROKEN):
             return None
         models = listing.get("data") if isinstance(listing, dict) else None
         entries = [entry for entry in models if isinstance(entry, dict)] if isinstance(models, list) else []

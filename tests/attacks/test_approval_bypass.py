@@ -56,6 +56,7 @@ async def outcome(command: str, approver: Any, *rules: Rule, **terms: Any) -> Er
         "sudo -u root nohup timeout 9 nice rm -rf /",
         "find . -exec rm -rf / ';'",
         "trap 'rm -rf /' EXIT",
+        "parallel 'rm -rf /' ::: x",
         "f() { rm -rf /; }; f",
         "a=(rm -rf /); ${a[@]}",
         ">f case x in; (rm -rf /)",

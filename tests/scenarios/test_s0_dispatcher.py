@@ -98,10 +98,12 @@ async def test_s0_11_a_name_that_is_registered_beside_the_built_in_ones_goes_to_
 
 
 async def test_s0_12_a_tool_that_does_not_exist_is_an_error_result_that_the_model_reads() -> None:
-    door = Door(InProcessTransport({}, KEY), build_spec("echo"))
+    dispatcher = Dispatcher(InProcessTransport({}, KEY), StaticCatalog(build_spec("echo")), KEY, queue_wait_s=1)
+    told = await dispatcher.dispatch(build_call("vector-search"), Route("acme", "s1", "q"))
+    assert (told.success, told.error) == (False, "Tool not found: vector-search")
+
     model = ScriptedModel(['<tool_action name="vector-search"><query value="x" /></tool_action>', "There is no such tool."])
-    result = await door.work(model)
-    assert (door.results[0].success, door.results[0].error) == (False, "Tool not found: vector-search")
+    result = await Door(InProcessTransport({}, KEY), build_spec("echo")).work(model)
     assert "Tool not found: vector-search" in model.requests[1].messages[-1]["content"]
     assert result.answer == "There is no such tool."
 

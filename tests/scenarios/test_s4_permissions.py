@@ -85,14 +85,14 @@ async def test_s4_24_a_dangerous_command_needs_an_explicit_yes() -> None:
     ran_after: dict[str, list[str]] = {}
     for answer in ("n\n", "y\n"):
         console = ConsoleApprover(io.StringIO(answer), io.StringIO())
-        ran_after[answer], _ = await run_agent(BASH, "command", "rm -rf build", console, ApprovalPolicy())
-    assert ran_after == {"n\n": [], "y\n": ["rm -rf build"]}
+        ran_after[answer], _ = await run_agent(BASH, "command", "rm -rf /srv/build", console, ApprovalPolicy())
+    assert ran_after == {"n\n": [], "y\n": ["rm -rf /srv/build"]}
 
 
 async def test_s4_24_a_command_on_the_allowed_list_is_not_asked_about() -> None:
-    policy = ApprovalPolicy((Rule("allow", tool="bash_tool", argv_prefix=("rm", "-rf", "build")),))
-    ran, _ = await run_agent(BASH, "command", "rm -rf build", RefusingApprover(), policy)
-    assert ran == ["rm -rf build"]
+    policy = ApprovalPolicy((Rule("allow", tool="bash_tool", argv_prefix=("rm", "-rf", "/srv/build")),))
+    ran, _ = await run_agent(BASH, "command", "rm -rf /srv/build", RefusingApprover(), policy)
+    assert ran == ["rm -rf /srv/build"]
 
 
 async def test_s4_24_a_command_on_the_forbidden_list_is_a_security_error_whoever_approves() -> None:

@@ -28,7 +28,7 @@ def run(made: Tool[Any], **arguments: Any) -> Any:
 
 
 def test_a_tool_of_ours_comes_back_as_it_is() -> None:
-    made = tool(lambda: None)
+    made = tool(name="noop")(lambda: None)
     assert as_tool(made) is made
     assert isinstance(made, FunctionTool)
 
@@ -108,5 +108,48 @@ def test_what_is_no_tool_is_refused_with_what_is_missing(value: Any) -> None:
 
 
 def test_every_tool_made_fits_the_registry() -> None:
-    registry = ToolRegistry([tool(lambda city: city), as_tool(lambda **anything: anything)])
-    assert len(registry) == 1
+    registry = ToolRegistry([tool(name="echo")(lambda city: city), tool(name="open")(lambda **anything: anything)])
+    assert len(registry) == 2
+
+
+@pytest.mark.parametrize("name", ["my tool", "a" * 65, "wetter\u00fc", "a.b", "<lambda>", "a\n"])
+def test_a_name_that_model_servers_refuse_is_refused_at_once(name: str) -> None:
+    for make in (lambda: tool(name=name)(lambda city: city), lambda: as_tool({"name": name, "execute": print})):
+        with pytest.raises(TypeError, match="names of 1 to 64 letters"):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        ({"description": "x" * 9000}, "tool 't': description: String should have at most 8192"),
+        ({"description": 5}, "tool 't': description"),
+        ({"timeout_s": -1}, "tool 't': timeout_s"),
+    ],
+)
+def test_what_no_spec_takes_is_named_in_a_sentence(part: dict[str, Any], told: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        as_tool({"name": "t", "execute": print, **part})
+    assert str(refused.value).startswith(told)
+
+
+def test_a_docstring_longer_than_a_description_is_refused_by_name() -> None:
+    def long() -> None: ...
+
+    long.__doc__ = "x" * 9000
+    with pytest.raises(TypeError, match="tool 'long': description"):
+        tool(long)
+
+
+def test_an_object_whose_attributes_fail_is_no_tool_and_says_why() -> None:
+    class Broken:
+        name = "broken"
+        description = "Breaks."
+        invoke = print
+
+        @property
+        def args_schema(self) -> Any:
+            raise RuntimeError("no schema today")
+
+    with pytest.raises(TypeError, match="Broken: RuntimeError: no schema today"):
+        as_tool(Broken())

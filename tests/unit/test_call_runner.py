@@ -72,14 +72,24 @@ async def test_read_only_calls_that_the_model_asked_for_at_once_run_side_by_side
         [asked("write", 0), asked("write", 1)],
         [asked("read", 0), asked("write", 1), asked("read", 2)],
         [asked("read", 0, is_parallel=False), asked("read", 1, is_parallel=False)],
-        [asked("unknown", 0), asked("unknown", 1)],
     ],
-    ids=["writing", "mixed", "not asked for", "unknown"],
+    ids=["writing", "mixed", "not asked for"],
 )
 async def test_all_other_calls_run_one_after_another_in_order(requests: list[CallRequested]) -> None:
     gate = Gate(free=True)
     await runner(gate.run).run(requests)
     assert (gate.most, gate.began) == (1, [request.call.id for request in requests])
+
+
+async def test_a_tool_that_the_model_was_not_told_of_is_not_found_whatever_runs_the_calls_knows() -> None:
+    gate = Gate(free=True)
+    [(_, result)] = await runner(gate.run).run([asked("raed", 0)])
+    assert (result.error, result.error_code, result.metadata["nearest"]) == (
+        "Tool not found: raed",
+        ErrorCode.TOOL_NOT_FOUND,
+        ["read", "write"],
+    )
+    assert gate.began == []
 
 
 async def test_no_more_calls_run_at_once_than_allowed() -> None:

@@ -35,7 +35,8 @@ def test_the_oldest_results_are_shortened_first_and_only_as_many_as_need_be() ->
 
 def test_the_newest_results_are_shortened_only_when_all_older_ones_do_not_suffice() -> None:
     fitted, shortened = ContextWindow(4000).fit(messages(LONG, LONG, LONG), [0, 1], [2])
-    assert (shortened, all(len(message["content"]) < 1000 for message in fitted)) == (3, True)
+    assert (shortened, [len(message["content"]) < 1000 for message in fitted]) == (3, [True, True, False])
+    assert sum(len(message["content"]) for message in fitted) < 3000 * 3.5
 
 
 def test_messages_that_are_no_results_are_never_touched() -> None:
@@ -67,15 +68,39 @@ def test_refusals_without_a_limit_shorten_more_and_more() -> None:
     assert counts[0] > 0
 
 
+def test_tools_take_their_own_room_and_not_that_of_every_byte() -> None:
+    tools = [{"type": "function", "function": {"name": f"t{n}", "description": "d" * 3000}} for n in range(20)]
+    asked = messages("short")
+    window = ContextWindow(32_000, tools)
+    window.learn(asked, Usage(prompt_tokens=window.estimate(asked, {}).prompt_tokens))
+    given_ones = messages("short", "x" * 20_000)
+    assert window.fit(given_ones, [], [1]) == (given_ones, 0)
+    assert ContextWindow(20_000, tools).fit(messages("short", "x" * 20_000), [], [1])[1] == 1
+
+
+def test_the_newest_result_keeps_as_much_as_fits() -> None:
+    fitted, shortened = ContextWindow(10_000).fit(messages("x" * 30_000), [], [0])
+    assert shortened == 1
+    assert 7500 * 3.5 - 400 < len(fitted[0]["content"]) < 7500 * 3.5
+
+
+def test_the_newest_result_keeps_as_much_as_fits_whatever_its_characters() -> None:
+    fitted, _ = ContextWindow(10_000).fit(messages("天" * 10_000), [], [0])
+    assert 7500 * 3.5 - 1200 < len(fitted[0]["content"].encode()) < 7500 * 3.5
+
+
 @given(
     contents=st.lists(st.text(max_size=3000), min_size=1, max_size=8),
     limit=st.integers(1, 4000),
     older=st.sets(st.integers(0, 7), max_size=8),
+    newest=st.sets(st.integers(0, 7), max_size=8),
 )
-def test_shortening_never_adds_and_never_touches_what_it_may_not(contents: list[str], limit: int, older: set[int]) -> None:
+def test_shortening_never_adds_and_never_touches_what_it_may_not(
+    contents: list[str], limit: int, older: set[int], newest: set[int]
+) -> None:
     given_ones = messages(*contents)
-    places = {place for place in older if place < len(contents)}
-    fitted, shortened = ContextWindow(limit).fit(given_ones, places, [])
+    places = {place for place in older | newest if place < len(contents)}
+    fitted, shortened = ContextWindow(limit).fit(given_ones, places - newest, places & newest)
     changed = {place for place, (one, other) in enumerate(zip(given_ones, fitted, strict=True)) if one != other}
     assert changed <= places
     assert shortened == len(changed)

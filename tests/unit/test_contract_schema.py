@@ -1,6 +1,7 @@
 """Arguments against a schema: aliases, coercion of text, defaults, checks; and the sentence a model reads."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -339,3 +340,25 @@ def test_a_good_schema_is_accepted() -> None:
 def test_a_schema_of_something_else_than_an_object_is_refused() -> None:
     with pytest.raises(SchemaError):
         check_schema({"type": "string"})
+
+
+@pytest.mark.parametrize(
+    "reference", ["http://127.0.0.1:1/x.json", "file:///etc/passwd", "other.json", "#/$defs/nothing", "#/$defs/a/b", ""]
+)
+def test_a_schema_that_refers_to_what_is_not_within_it_is_refused(reference: str) -> None:
+    parameters = {"type": "object", "properties": {"x": {"items": [{"$ref": reference}]}}, "$defs": {"a": {"type": "string"}}}
+    with pytest.raises(SchemaError, match="not within it"):
+        check_schema({**parameters, "properties": {"x": {"anyOf": [{"$ref": reference}]}}})
+
+
+def test_a_schema_may_refer_to_its_own_parts() -> None:
+    check_schema(
+        {"type": "object", "properties": {"x": {"$ref": "#/$defs/a~1b"}, "y": {"$ref": "#"}}, "$defs": {"a/b": {"type": "string"}}}
+    )
+
+
+def test_checking_arguments_never_fetches_what_a_schema_refers_to(tmp_path: Path) -> None:
+    (tmp_path / "any.json").write_text("{}")
+    spec = build_spec(properties={"x": {"$ref": (tmp_path / "any.json").as_uri()}})
+    with pytest.raises(ToolFailure, match="refers to"):
+        prepare_arguments(spec, {"x": 1})

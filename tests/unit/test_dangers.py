@@ -1,5 +1,7 @@
 """How dangerous a command is: the two lists, and what must not be on them."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +19,8 @@ def level(text: str, folder: str = "/workspace") -> Level:
     [
         "rm -rf /",
         "rm -fr /*",
+        "rm -rf /*/",
+        "rm -rf /etc/*//",
         "rm -r -f -- /",
         "rm / -rf",
         "rm --recursive --force /",
@@ -65,8 +69,9 @@ def test_a_catastrophic_command_is_known(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "rm -rf build",
-        "rm -f x",
+        "rm -rf /srv/build",
+        "rm -f /srv/x",
+        "rm /etc/passwd",
         'rm -rf "$DIR/"',
         "rm -rf '/*'",
         "find . -delete",
@@ -116,6 +121,13 @@ def test_a_dangerous_command_is_known_and_says_why(text: str) -> None:
         'git commit -m "rm -rf /"',
         "cat > notes.md <<'E'\nrm -rf /\nE",
         "rm x",
+        "rm -f x y.log *.pyc",
+        "rm -rf build",
+        "rm -rf ./build/ dist *.egg-info */__pycache__ build/*",
+        "rm -rf {build,dist} /workspace/build /tmp/x/*",
+        "cd src && rm -rf build; cd /workspace/x && rm -f a",
+        "nice rm -rf build && bash -c 'rm -rf dist'",
+        "find . -name '*.py' | xargs grep foo; rm -rf build",
         "git push origin main",
         "git push origin HEAD:refs/for/main",
         "git reset HEAD x",
@@ -145,8 +157,83 @@ def test_an_everyday_command_is_not_dangerous(text: str) -> None:
     assert level(text) is Level.NONE
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rm -rf .",
+        "rm -rf ./",
+        "rm -rf *",
+        "rm -rf ./* .[!.]* [a-z]*",
+        "rm -rf /workspace",
+        "rm -rf /workspace/",
+        "rm -rf /workspace/*",
+        "rm -rf /workspace/*/*",
+        "rm -rf /tmp",
+        "rm -rf /tmp/*",
+        "rm -rf build/../../srv/x",
+        "rm -rf /workspace/../srv/x",
+        "rm -rf /workspacex",
+        "rm -rf {build,/srv/x}",
+        "rm -rf {build,../x}",
+        "rm -rf build{,/..}{,/srv}",
+        "rm -rf .?/srv",
+        "rm -rf build $X",
+        "rm -rf build/$X",
+        "rm -rf ~/x",
+        "rm -rf",
+        "cd /srv && rm -rf x",
+        "cd /srv; cd /tmp/none; rm -rf x",
+        "for i in 1 2; do rm -rf x; cd /srv; done",
+        "cd .. && rm -rf x",
+        "cd; rm -rf x",
+        "cd -; rm -rf x",
+        "cd $X && rm -rf x",
+        "cd {a,..} && rm -rf x",
+        "pushd /srv; rm -f x",
+        "popd; rm -rf x",
+        "CDPATH=/srv cd a; rm -rf x",
+        "env -C /srv rm -rf x",
+        "env -iC /srv rm -rf x",
+        "env --chdir=/srv rm -rf x",
+        "ssh host rm -rf x",
+        "ls / | xargs rm -rf x",
+        "ls / | xargs -I% rm -f %",
+        "ls / | xargs -I{} sh -c 'rm -rf {}'",
+        "find . -exec sh -c 'nice rm -rf {}' ';'",
+        "parallel 'rm -rf {}' ::: /srv/x",
+        "parallel -j 2 rm -rf x ::: a b",
+        "sudo rm -rf build",
+        "rm() { ls; }; rm -rf build",
+    ],
+)
+def test_only_what_is_named_below_the_workspace_is_removed_unasked(text: str) -> None:
+    assert level(text) is Level.DANGEROUS
+
+
+@pytest.mark.parametrize("folder", ["", "/", "/srv", "/workspacex", "workspace"])
+def test_names_are_the_agents_own_only_in_folders_that_are(folder: str) -> None:
+    assert level("rm -rf build", folder) is Level.DANGEROUS
+    assert level("rm -rf /workspace/build", folder) is Level.NONE
+
+
+@pytest.mark.parametrize("mode", ["ag" * 60_000 + "z", "u+" + "w" * 100_000 + "q", "a" * 100_000 + "q", "+" + "s" * 60_000 + "q"])
+@pytest.mark.parametrize("flags", ["", "-R "])
+def test_a_mode_of_any_length_is_read_at_once(flags: str, mode: str) -> None:
+    script = parse_commands(f"chmod {flags}{mode} x")
+    before = time.process_time()
+    assert classify(script).level is Level.NONE
+    assert time.process_time() - before < 1
+
+
+def test_a_path_of_any_length_is_read_at_once() -> None:
+    script = parse_commands("rm -rf /" + "/*" * 100_000)
+    before = time.process_time()
+    assert classify(script).level is Level.CATASTROPHIC
+    assert time.process_time() - before < 0.3
+
+
 def test_a_compound_command_is_as_dangerous_as_its_most_dangerous_part() -> None:
-    assert level("ls && rm -rf build") is Level.DANGEROUS
+    assert level("ls && rm -rf /srv/build") is Level.DANGEROUS
     assert level("rm -rf build; ls | (cat; rm -rf /)") is Level.CATASTROPHIC
 
 
@@ -157,7 +244,7 @@ def test_where_a_command_starts_decides_what_its_paths_mean() -> None:
 
 
 def test_a_named_danger_is_told_rather_than_that_the_text_cannot_be_read() -> None:
-    assert "removes folders" in classify(parse_commands("f() { ls; }; rm -rf x")).reason
+    assert "removes folders" in classify(parse_commands("f() { ls; }; rm -rf /srv/x")).reason
 
 
 @given(st.text())

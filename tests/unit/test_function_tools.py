@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -116,8 +117,8 @@ def test_a_decorator_with_arguments_sets_limits_and_flags() -> None:
 
 
 def test_a_function_without_docstring_is_described_by_its_name() -> None:
-    assert as_tool(lambda: None).spec.description
-    assert tool(lambda city: city).spec.parameters["required"] == ["city"]
+    assert tool(name="noop")(lambda: None).spec.description
+    assert tool(name="echo")(lambda city: city).spec.parameters["required"] == ["city"]
 
 
 def test_an_async_function_stays_async() -> None:
@@ -258,7 +259,7 @@ def test_the_context_is_filled_in_and_not_shown() -> None:
 
 @pytest.mark.parametrize("name", ["context", "ctx"])
 def test_a_parameter_called_context_without_a_hint_gets_it_too(name: str) -> None:
-    made = as_tool(eval(f"lambda path, {name}: {name}.cwd + path"))
+    made = tool(name="join")(eval(f"lambda path, {name}: {name}.cwd + path"))
     assert list(properties(made)) == ["path"]
     assert run(made, path="/a") == "/here/a"
 
@@ -323,6 +324,15 @@ def test_a_signature_no_model_could_fill_in_names_function_and_parameter(functio
         tool(function)
     assert f"tool '{function.__name__}'" in str(refused.value)
     assert parameter in str(refused.value)
+
+
+def test_a_default_that_json_has_no_number_for_is_kept_and_not_told() -> None:
+    @tool
+    def search(limit: float = math.inf) -> bool:
+        return limit == math.inf
+
+    assert search.spec.parameters["properties"] == {"limit": {"type": "number"}}
+    assert run(search) is True
 
 
 def test_a_generator_is_no_tool() -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from orchestrator.functions.json_schemas import close_schema, drop_titles, plain_schema
 
@@ -28,6 +29,18 @@ def test_definitions_that_contain_each_other_stay_whole() -> None:
     plain = plain_schema({"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": refers("B"), "B": refers("A")}})
     assert plain["properties"]["a"] == {"$ref": "#/$defs/A"}
     assert plain["$defs"]["A"]["properties"]["next"]["properties"]["next"] == {"$ref": "#/$defs/A"}
+
+
+def test_definitions_that_double_at_every_level_stay_small() -> None:
+    twice = {f"D{i}": {"properties": {side: {"$ref": f"#/$defs/D{i + 1}"} for side in "ab"}} for i in range(30)}
+    plain = plain_schema({"properties": {"a": {"$ref": "#/$defs/D0"}}, "$defs": {**twice, "D30": {"type": "integer"}}})
+    assert len(str(plain)) < 100_000
+    validator = Draft202012Validator(plain)
+    assert validator.is_valid({"a": {"b": {"a": {"b": {}}}}})
+    value: Any = "no integer"
+    for side in "ba" * 15:
+        value = {side: value}
+    assert not validator.is_valid({"a": value})
 
 
 def test_a_property_called_title_and_a_default_with_one_stay() -> None:

@@ -269,7 +269,7 @@ def test_a_function_is_its_signature_and_docstring() -> None:
 def test_ours_are_described_by_their_spec() -> None:
     spec = ToolSpec(name="get_weather", description="Get it.", parameters=PLAIN)
     assert convert_to_openai_tool(spec) == convert_to_openai_tool(Tool(spec, None)) == described(PLAIN)
-    made = tool(lambda city: city)
+    made = tool(name="echo")(lambda city: city)
     assert convert_to_openai_tool(made)["function"]["parameters"] == made.spec.parameters
 
 

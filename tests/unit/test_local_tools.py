@@ -15,7 +15,11 @@ from orchestrator import Agent, LocalTools, tool
 from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.functions.call_context import CallContext
-from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.limits import ReActOptions
+from orchestrator.models.base import Message
+from orchestrator.models.choice import ChosenModel
+from orchestrator.models.scripted import Calls, Raw, ScriptedModel
+from orchestrator.tool_loop import ToolLoopDeps, run_tool_loop
 from tests.builders import build_call
 
 
@@ -191,3 +195,56 @@ async def test_the_example_of_the_readme_works() -> None:
     result = await Agent(model, NativeDialect(), tools.specs(), tools.run_call).run("Weather in Oslo?")
     assert result.answer == "It is 22 degrees."
     assert any('"temp": 22' in str(message) for message in result.transcript)
+
+
+async def test_the_options_limit_holds_for_tools_that_name_none() -> None:
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    model = ScriptedModel([Calls([("hang", {})]), "It hung."])
+    async with asyncio.timeout(10):
+        await LocalTools([hang]).run("go", model=model, dialect="native", options=ReActOptions(tool_timeout_s=0.05))
+    assert "did not end within its limit of 0.05 s" in model.requests[1].messages[-1]["content"]
+
+
+async def test_a_run_tells_its_calls_whose_they_are_and_its_model_how_to_behave() -> None:
+    seen: list[CallContext] = []
+    tools = LocalTools([{"name": "look", "description": "Looks.", "execute": lambda args, context: seen.append(context)}])
+    model = ScriptedModel([Calls([("look", {})]), "ok"])
+    result = await tools.run("go", model=ChosenModel(model, instruction="Be brief."), dialect="native")
+    assert (seen[0].run, model.requests[0].messages[0]["content"]) == (result.run, "Be brief.")
+
+
+@pytest.mark.parametrize("session", ["s1", "user:42", "名" * 100])
+async def test_the_tool_loop_keeps_the_state_of_each_session_apart(session: str) -> None:
+    def chat(messages: list[Message]) -> str:
+        last = str(messages[-1]["content"])
+        return json.dumps({"tool": None, "reply": last[-1]} if last.startswith("[Tool result") else {"tool": "count", "arguments": {}})
+
+    deps = ToolLoopDeps(chat, LocalTools([count]))
+    replies = [(await run_tool_loop(deps, name, "go")).reply for name in (session, "other", session)]
+    assert replies == ["1", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("content", "calls"),
+    [('{"tool": null, "reply": ""}', []), (None, [{"index": 0, "id": "c", "function": {"name": "count", "arguments": "{}"}}])],
+    ids=["empty reply", "native call"],
+)
+async def test_the_tool_loop_replies_with_nothing_where_there_is_nothing(content: str | None, calls: list[Any]) -> None:
+    delta = {"content": content, "tool_calls": calls}
+    model = ScriptedModel([Raw([{"choices": [{"index": 0, "delta": delta, "finish_reason": "stop"}]}])])
+    result = await run_tool_loop(ToolLoopDeps(model, LocalTools([count])), "s1", "go", max_tool_rounds=1)
+    assert result.reply == ""
+
+
+async def test_a_yes_to_a_tool_is_none_to_the_one_that_replaced_it_meanwhile() -> None:
+    ran: list[str] = []
+
+    @tool(name="wipe", dangerous=True)
+    def other(path: str = "all") -> None:
+        ran.append(path)
+
+    tools = LocalTools([wipe], approver=CallbackApprover(lambda _: tools.register(other) is not None))
+    result = await call(tools, "wipe")
+    assert (result.error_code, ran) == (ErrorCode.PERMISSION_DENIED, [])

@@ -103,3 +103,14 @@ def test_an_interruption_is_a_model_that_is_unavailable_with_the_same_code() -> 
 def test_bodies_of_any_shape_make_a_sentence(body: Any) -> None:
     assert "http://host/v1" in str(build_error(Failure("status", 400, body), ENDPOINT))
     assert is_transient(Failure("status", 503, body))
+
+
+def test_a_reason_that_nests_deeper_than_can_be_written_is_none() -> None:
+    body: dict[str, Any] = {}
+    for _ in range(5000):
+        body = {"message": body}
+    assert "nests too deep" in str(build_error(Failure("status", 400, body), ENDPOINT))
+
+
+def test_the_key_is_in_no_representation_of_its_endpoint() -> None:
+    assert "sk-secret" not in repr(ENDPOINT)

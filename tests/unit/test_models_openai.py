@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from contract.errors import ModelInterrupted
 from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.models.openai import OpenAIModel
 from tests.model_endpoint import END, HELLO, USAGE, Answer, answer, cut_stream, failure, read, serving, stream, text_of
@@ -128,6 +129,15 @@ async def test_each_failure_of_a_stream_is_a_sentence_and_hides_the_key(reply: b
         sentence = str(await failure(ask(server.url)))
     assert words in sentence
     assert KEY not in sentence
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_number_of_more_digits_than_can_be_read_is_a_failure_of_the_model(streaming: bool) -> None:
+    text = '{"choices": [], "created": ' + "9" * 5000 + "}"
+    reply = stream(HELLO, done=False) + f"data: {text}\n\n".encode() if streaming else answer(200, text)
+    async with serving([reply]) as server:
+        error = await failure(ask(server.url, streaming=streaming))
+    assert (isinstance(error, ModelInterrupted), "could not be asked: ValueError" in str(error)) == (streaming, True)
 
 
 async def test_a_dead_endpoint_is_named() -> None:

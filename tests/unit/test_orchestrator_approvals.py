@@ -5,6 +5,7 @@ import hashlib
 import io
 import os
 import pty
+import threading
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -26,7 +27,7 @@ from orchestrator.approvals import (
     digest_call,
     review,
 )
-from orchestrator.approvals.policies import ApprovalPolicy, Rule
+from orchestrator.approvals.policies import ApprovalPolicy, Rule, Verdict
 from tests.builders import build_call, build_spec
 
 BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
@@ -101,13 +102,13 @@ async def test_an_alias_does_not_hide_a_command() -> None:
 
 async def test_the_request_tells_whose_call_it_is_why_it_is_asked_and_until_when() -> None:
     approver = Recorder()
-    call = build_call("bash_tool", command="rm -rf build")
+    call = build_call("bash_tool", command="rm -rf /srv/build")
     await allow(call, BASH, approver, tenant="acme", session="s1", ttl_s=60, clock=lambda: 1000.0)
     (request,) = approver.requests
     assert (request.tenant, request.session, request.expires_at) == ("acme", "s1", 1060.0)
     assert (request.call, request.command, request.warning) == (
         call,
-        "rm -rf build",
+        "rm -rf /srv/build",
         "this command removes folders with all that is in them",
     )
     assert request.digest == digest_call(call, "acme", "s1")
@@ -164,9 +165,9 @@ async def test_changed_arguments_are_validated_again(changed: dict[str, Any]) ->
 
 
 async def test_changed_arguments_are_judged_again_and_not_asked_about_twice() -> None:
-    call = build_call("bash_tool", command="rm -rf a")
-    dangerous = Recorder({"command": "rm -rf b"})
-    assert (await allow(call, BASH, dangerous)).arguments == {"command": "rm -rf b"}
+    call = build_call("bash_tool", command="rm -rf /srv/a")
+    dangerous = Recorder({"command": "rm -rf /srv/b"})
+    assert (await allow(call, BASH, dangerous)).arguments == {"command": "rm -rf /srv/b"}
     assert len(dangerous.requests) == 1
     assert (await refuse(call, BASH, Recorder({"command": "rm -rf /"}))).error_code is ErrorCode.SECURITY_REFUSED
 
@@ -240,9 +241,9 @@ async def test_at_the_console_anything_but_yes_is_no(typed: str, allowed: bool) 
 async def test_the_console_shows_tool_tenant_arguments_command_and_warning() -> None:
     shown = io.StringIO()
     approver = ConsoleApprover(io.StringIO("y\n"), shown)
-    await allow(build_call("bash_tool", command="rm -rf build"), BASH, approver, tenant="acme", session="s1")
+    await allow(build_call("bash_tool", command="rm -rf /srv/build"), BASH, approver, tenant="acme", session="s1")
     assert shown.getvalue() == (
-        '\nbash_tool asks for approval (tenant acme, session s1)\n{\n  "command": "rm -rf build"\n}\ncommand:\n  | rm -rf build\n'
+        '\nbash_tool asks for approval (tenant acme, session s1)\n{\n  "command": "rm -rf /srv/build"\n}\ncommand:\n  | rm -rf /srv/build\n'
         "WARNING: this command removes folders with all that is in them\nrun it? [y/N] "
     )
 
@@ -253,6 +254,33 @@ async def test_the_console_shows_tool_tenant_arguments_command_and_warning() -> 
 )
 def test_the_setting_chooses_the_approver_and_fails_closed(mode: str, interactive: bool, kind: type[Approver]) -> None:
     assert isinstance(choose_approver(mode, is_interactive=interactive), kind)  # type: ignore[arg-type]
+
+
+async def test_a_time_limit_of_the_approvers_own_is_a_failure_of_it() -> None:
+    async def give_up(_: ApprovalRequest) -> bool:
+        raise TimeoutError
+
+    result = await refuse(build_call("bash_tool", command="sudo ls"), BASH, CallbackApprover(give_up))
+    assert "asking for it failed" in str(result.error)
+
+
+async def test_without_a_terminal_the_refusal_says_why_it_was_asked_and_what_to_set() -> None:
+    result = await refuse(build_call("bash_tool", command="git push --force"), BASH, choose_approver("ask", is_interactive=False))
+    told = str(result.error)
+    assert all(word in told for word in ("TOOLCREW_APPROVALS=auto", "TOOLCREW_APPROVAL_POLICY", "overwrites what others pushed"))
+
+
+async def test_a_command_that_takes_long_to_judge_does_not_hold_up_the_loop() -> None:
+    ran_in: list[threading.Thread] = []
+
+    class Watching(ApprovalPolicy):
+        def decide(self, *args: Any) -> Verdict:
+            ran_in.append(threading.current_thread())
+            return super().decide(*args)
+
+    for command in ("ls", "rm -rf /" + "/*" * 50_000):
+        await review(build_call("bash_tool", command=command), BASH, AutoApprover(), policy=Watching())
+    assert [thread is threading.current_thread() for thread in ran_in] == [True, False]
 
 
 class Watched(io.StringIO):

@@ -29,7 +29,9 @@ def test_without_rules_the_spec_decides(flags: dict[str, bool], action: str) -> 
     assert ApprovalPolicy().decide("acme", build_spec("t", **flags), {}).action == action
 
 
-@pytest.mark.parametrize(("command", "action"), [("ls", "allow"), ("rm -rf x", "ask"), ("eval x", "ask"), ("rm -rf /", "deny")])
+@pytest.mark.parametrize(
+    ("command", "action"), [("ls", "allow"), ("rm -rf x", "allow"), ("rm -rf *", "ask"), ("eval x", "ask"), ("rm -rf /", "deny")]
+)
 def test_without_rules_a_command_is_judged_by_its_danger(command: str, action: str) -> None:
     assert decide(command).action == action
 
@@ -97,7 +99,10 @@ def test_an_ask_rule_asks_about_a_harmless_command() -> None:
     assert (verdict.action, verdict.is_dangerous) == ("ask", False)
 
 
-@pytest.mark.parametrize("command", ["rm -rf build", "timeout 9 rm -rf build", "rm -rf build && rm -f x > /dev/null 2>&1", "ls | rm -f x"])
+@pytest.mark.parametrize(
+    "command",
+    ["rm -rf /srv/build", "timeout 9 rm -rf /srv/build", "rm -rf /srv/build && rm -f /srv/x > /dev/null 2>&1", "ls | rm -f /srv/x"],
+)
 def test_an_allowed_prefix_is_not_asked_about(command: str) -> None:
     assert decide(command, allow("rm"), allow("ls")).action == "allow"
 
@@ -105,20 +110,20 @@ def test_an_allowed_prefix_is_not_asked_about(command: str) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "rm -rf build; git push --force",
-        "rm -rf build > log",
-        "PATH=. rm -rf build",
-        "A=b; rm -rf build",
-        "env A=b rm -rf build",
-        "./rm -rf build",
-        "/tmp/rm -rf build",
-        "sudo rm -rf build",
-        "$X; rm -rf build",
-        "rm -rf build $(git push -f)",
-        "rm() { ls; }; rm -rf build",
-        "bash -c 'rm -rf build'",
+        "rm -rf /srv/build; git push --force",
+        "rm -rf /srv/build > log",
+        "PATH=. rm -rf /srv/build",
+        "A=b; rm -rf /srv/build",
+        "env A=b rm -rf /srv/build",
+        "./rm -rf /srv/build",
+        "/tmp/rm -rf /srv/build",
+        "sudo rm -rf /srv/build",
+        "$X; rm -rf /srv/build",
+        "rm -rf /srv/build $(git push -f)",
+        "rm() { ls; }; rm -rf /srv/build",
+        "bash -c 'rm -rf /srv/build'",
         "xargs rm -rf",
-        'rm -rf "build',
+        'rm -rf "/srv/build',
     ],
 )
 def test_an_allowed_prefix_does_not_let_other_things_ride_along(command: str) -> None:
@@ -128,7 +133,7 @@ def test_an_allowed_prefix_does_not_let_other_things_ride_along(command: str) ->
 def test_every_word_of_an_allowed_prefix_must_stand_as_written() -> None:
     assert decide("git push --force", allow("git", "push")).action == "allow"
     assert decide("git -C x push --force", allow("git", "push")).action == "ask"
-    assert decide("git $X --force; rm -f a", allow("git", "push"), allow("rm")).action == "ask"
+    assert decide("git $X --force; rm -f /srv/a", allow("git", "push"), allow("rm")).action == "ask"
     assert decide("set -- x; git pu$@sh --force", allow("git", "push"), allow("set")).action == "ask"
 
 
@@ -150,6 +155,13 @@ def test_a_command_parameter_that_a_tool_does_not_have_turns_nothing_off() -> No
 
 def test_the_folder_of_a_call_counts() -> None:
     assert ApprovalPolicy().decide("acme", BASH, {"command": "rm -rf *", "cwd": "/"}).action == "deny"
+    for folder, action in [("src", "allow"), ("/tmp/x", "allow"), ("/srv", "ask"), ("../srv", "ask"), ("/workspace/../srv", "ask")]:
+        assert ApprovalPolicy().decide("acme", BASH, {"command": "rm -rf build", "cwd": folder}).action == action
+
+
+def test_a_tool_without_a_sandbox_has_no_folder_of_its_own() -> None:
+    spec = BASH.model_copy(update={"needs_sandbox": False})
+    assert ApprovalPolicy().decide("acme", spec, {"command": "rm -rf build"}).action == "ask"
 
 
 TOML = '[[rules]]\naction = "deny"\ntool = "bash_tool"\nargv_prefix = ["git", "push"]\n[[rules]]\naction = "allow"\ntenant = "a*"\n'

@@ -1,9 +1,18 @@
-"""Text of a reply that broke off and came again: nothing is shown twice, and what does not hold is withdrawn."""
+"""A reply on its way: read ahead within bounds, and text that came again is not shown twice, but withdrawn where it does not hold."""
 
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.reply_stream import ShownText
+from contract.errors import ModelInterrupted
+from orchestrator.models.base import Chunk
+from orchestrator.reply_stream import MAX_CHUNKS, ReadAhead, ShownText
+
+SOON_S = 20.0
 
 
 class Display:
@@ -53,3 +62,69 @@ def test_a_reply_may_break_off_again_and_again() -> None:
 @given(st.lists(st.lists(st.text("ab", max_size=4), max_size=4), min_size=1, max_size=4))
 def test_in_the_end_the_last_reply_stands(replies: list[list[str]]) -> None:
     assert show(replies).text == "".join(replies[-1])
+
+
+def test_the_cost_of_the_same_text_again_grows_with_its_length_only() -> None:
+    pieces = ["abcd"] * 100_000
+    shown = ShownText()
+    for piece in pieces:
+        shown.show(piece)
+    shown.begin_again()
+    started = time.process_time()
+    for piece in pieces:
+        shown.show(piece)
+    assert time.process_time() - started < 1
+
+
+# Reading ahead
+
+
+class Endless:
+    """A stream that never ends and never waits; `closed` once it knows that nobody reads on."""
+
+    def __init__(self) -> None:
+        self.given = 0
+        self.closed = False
+
+    async def stream(self) -> AsyncIterator[Chunk]:
+        try:
+            while True:
+                self.given += 1
+                yield {"choices": []}
+        finally:
+            self.closed = True
+
+
+async def read(stream: AsyncIterator[Chunk], into: list[Chunk]) -> None:
+    async with asyncio.timeout(SOON_S), ReadAhead(stream) as chunks:
+        async for chunk in chunks:
+            into.append(chunk)
+
+
+async def test_a_stream_without_end_waits_for_its_reader_and_is_closed() -> None:
+    endless = Endless()
+    async with asyncio.timeout(SOON_S), ReadAhead(endless.stream()) as chunks:
+        assert await anext(chunks) == {"choices": []}
+        await asyncio.sleep(0)
+        assert endless.given <= MAX_CHUNKS + 2
+    assert endless.closed
+
+
+async def test_a_stream_that_is_cancelled_from_within_is_a_break() -> None:
+    async def stream() -> AsyncIterator[Chunk]:
+        yield {"choices": []}
+        raise asyncio.CancelledError
+
+    with pytest.raises(ModelInterrupted):
+        await read(stream(), [])
+
+
+async def test_what_the_stream_raises_comes_behind_what_it_gave() -> None:
+    async def stream() -> AsyncIterator[Chunk]:
+        yield {"choices": []}
+        raise KeyError("x")
+
+    got: list[Chunk] = []
+    with pytest.raises(KeyError):
+        await read(stream(), got)
+    assert len(got) == 1

@@ -1,0 +1,125 @@
+"""Agents in messages: a conversation stays one that servers take, whatever the model writes and whenever it is cut."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from contract.errors import ModelInterrupted
+from orchestrator.chat_messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage, build_tool_call, convert_to_wire
+from orchestrator.models.base import Chunk, Message, ModelRequest
+from orchestrator.models.scripted import Calls, Raw, ScriptedModel
+from orchestrator.tool_agent import CustomAgent, LLMClient, ToolAgent
+from tests.fakes import StreamModel
+
+CALL_TEXT = '{"tool": "echo", "arguments": {"text": "a"}}'
+
+
+class Echo:
+    """A tool that keeps what it was given, and hangs where the text is `hang`."""
+
+    name = "echo"
+    description = "Repeat a text"
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.hangs = asyncio.Event()
+
+    async def _run(self, text: str = "") -> str:
+        self.texts.append(text)
+        if text == "hang":
+            self.hangs.set()
+            await asyncio.Event().wait()
+        return f"did {text}"
+
+
+def chunk(text: str = "", finish: str | None = None, **delta: Any) -> Chunk:
+    return {"choices": [{"index": 0, "delta": {"content": text, **delta}, "finish_reason": finish}]}
+
+
+async def test_a_conversation_that_was_cancelled_in_a_call_can_go_on() -> None:
+    tool, model = Echo(), ScriptedModel([Calls([("echo", {"text": "hang"})]), "Sorry."])
+    talk = CustomAgent(ToolAgent(model).bind_tools([tool]))
+    running = asyncio.create_task(talk.run("one"))
+    await tool.hangs.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (await talk.run("two")).content == "Sorry."
+    messages = model.requests[1].messages
+    asked = [entry["id"] for message in messages for entry in message.get("tool_calls", ())]
+    assert asked == [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+
+
+@pytest.mark.parametrize("arguments", ["", '{"text": "b"}'])
+async def test_the_last_call_of_a_cut_reply_is_not_run(arguments: str) -> None:
+    entries = [
+        {"index": n, "id": f"c{n}", "function": {"name": "echo", "arguments": text}} for n, text in enumerate(['{"text": "a"}', arguments])
+    ]
+    tool, model = Echo(), ScriptedModel([Raw([chunk(tool_calls=entries), chunk("", "length")]), "ok"])
+    await CustomAgent(ToolAgent(model).bind_tools([tool])).run("go")
+    assert tool.texts == ["a"]
+    assert "cut at the token limit" in model.requests[1].messages[-1]["content"]
+
+
+@pytest.mark.parametrize("name", ["bad name!", "x" * 200, "名"])
+async def test_a_name_that_servers_refuse_does_not_poison_the_conversation(name: str) -> None:
+    model = ScriptedModel([Calls([(name, {})]), "ok"])
+    assert (await CustomAgent(ToolAgent(model).bind_tools([Echo()])).run("go")).content == "ok"
+    [entry] = model.requests[1].messages[-2]["tool_calls"]
+    assert (entry["function"]["name"].isascii(), len(entry["function"]["name"]) <= 64) == (True, True)
+    assert " " not in entry["function"]["name"]
+
+
+async def test_a_reply_that_breaks_off_unseen_is_asked_for_again() -> None:
+    replies = iter([[chunk("ha"), ModelInterrupted("broke off")], [chunk("whole", "stop")]])
+
+    async def stream(_: ModelRequest) -> AsyncIterator[Chunk]:
+        for item in next(replies):
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    assert (await ToolAgent(StreamModel(stream)).invoke([HumanMessage("go")])).content == "whole"
+
+
+@pytest.mark.parametrize("kind", ["ai", "AIMessageChunk"])
+def test_a_foreign_message_without_calls_is_a_plain_one(kind: str) -> None:
+    foreign = SimpleNamespace(type=kind, content="Hi.", tool_calls=[])
+    assert convert_to_wire(foreign) == {"role": "assistant", "content": "Hi."}
+
+
+# The fallback
+
+
+def fallback(model: ScriptedModel) -> ToolAgent:
+    return ToolAgent(LLMClient(model, function_calling=False)).bind_tools([Echo()])
+
+
+async def test_the_fallback_tells_the_model_what_it_called_and_whose_result_it_reads() -> None:
+    model = ScriptedModel([f"Let me see. {CALL_TEXT}", "ok"])
+    await CustomAgent(fallback(model)).run("go")
+    reply, result = model.requests[1].messages[-2:]
+    assert reply == {"role": "assistant", "content": f"Let me see. {CALL_TEXT}"}
+    assert result == {"role": "user", "content": "Tool result for echo:\ndid a"}
+
+
+async def test_the_fallback_runs_nothing_that_the_model_only_thought_of() -> None:
+    text = f"<think>I could write {CALL_TEXT}</think>No need."
+    reply = await fallback(ScriptedModel([text])).invoke([HumanMessage("go")])
+    assert (reply.content, reply.tool_calls) == (text, [])
+
+
+async def test_the_fallback_takes_messages_of_any_content() -> None:
+    model = ScriptedModel(["ok"])
+    asked: list[ChatMessage | Message] = [
+        SystemMessage(""),
+        {"role": "user", "content": ""},
+        AIMessage("", [build_tool_call("c", "echo", {})]),
+        ToolMessage("did", "c"),
+    ]
+    await fallback(model).invoke(asked)
+    contents = [message["content"] for message in model.requests[0].messages[1:]]
+    assert contents == ["", '{"tool": "echo", "arguments": {}}', "Tool result for echo:\ndid"]

@@ -1,0 +1,55 @@
+"""run_tool_loop and its parts: what a gateway may give, what a session keeps."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrator.limits import StopReason
+from orchestrator.models.base import Message
+from orchestrator.models.scripted import ScriptedModel
+from orchestrator.tool_loop import ContextEngine, ToolLoopDeps, create_tool_registry, run_tool_loop
+
+REPLY = json.dumps({"tool": None, "reply": "hi"})
+
+
+@pytest.mark.parametrize(
+    "given", [REPLY, {"role": "assistant", "content": REPLY}, SimpleNamespace(content=REPLY)], ids=["text", "mapping", "message"]
+)
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_gateway_gives_the_content_or_a_message_with_it(given: Any, is_async: bool) -> None:
+    async def later(_: list[Message]) -> Any:
+        return given
+
+    result = await run_tool_loop({"chat": later if is_async else lambda _: given, "tool_registry": create_tool_registry()}, "s", "hello")
+    assert (result.reply, result.rounds, result.stop_reason) == ("hi", 1, StopReason.ANSWERED)
+
+
+async def test_a_gateway_that_gives_no_content_is_told_to_its_writer() -> None:
+    with pytest.raises(TypeError, match="content as a string"):
+        await run_tool_loop({"chat": lambda _: 5, "tool_registry": create_tool_registry()}, "s", "hello")
+
+
+async def test_a_session_remembers_and_another_one_does_not() -> None:
+    deps = ToolLoopDeps(ScriptedModel([REPLY] * 3), create_tool_registry(), ContextEngine("Be brief."))
+    for session in ("a", "a", "b"):
+        await run_tool_loop(deps, session, "hello")
+    asked = deps.chat.requests  # type: ignore[union-attr]
+    assert [[message["role"] for message in request.messages] for request in asked] == [
+        ["system", "user"],
+        ["system", "user", "assistant", "user"],
+        ["system", "user"],
+    ]
+    assert asked[0].messages[0]["content"].startswith("Be brief.")
+
+
+async def test_a_registry_lists_gets_and_executes() -> None:
+    registry = create_tool_registry()
+    registry.register(
+        {"name": "double", "description": "Doubles.", "parameters": {"type": "object"}, "execute": lambda args: args["n"] * 2}
+    )
+    found = registry.get("double")
+    assert found is not None
+    assert ([spec.name for spec in registry.list()], registry.get("nothing")) == (["double"], None)
+    assert (await registry.execute("nothing", {})).error == "Tool not found: nothing"
