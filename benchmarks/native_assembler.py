@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.report import Report
-from benchmarks.tag_parser import best_of
+from benchmarks.tag_parser import best_of, growth_of
 from benchmarks.tag_streams import cut
 from orchestrator.dialects.native_assembler import NativeCallAssembler
 
@@ -60,16 +60,16 @@ def run(size: int = SIZE, rounds: int = ROUNDS) -> Report:
     cases = {
         "ours": functools.partial(run_ours, deltas),
         "floor": functools.partial(run_floor, cut(small, DELTA_CHARS)),
-        "large": functools.partial(run_ours, build_deltas(large)),
-        "calls": functools.partial(run_ours, build_small_calls(CALLS)),
-        "many_calls": functools.partial(run_ours, build_small_calls(GROWTH * CALLS)),
     }
     least = best_of(cases, rounds)
     what = f"deltas of {DELTA_CHARS} characters, parse at the end included"
     report.add("deltas_per_s", len(deltas) / least["ours"], what, at_least=FEWEST_PER_S)
     report.add("floor_ratio", least["ours"] / least["floor"], "ours / append, join, parse")
-    report.add("arguments_growth_ratio", least["large"] / least["ours"], f"{GROWTH} times the arguments", at_most=10.0)
-    report.add("calls_growth_ratio", least["many_calls"] / least["calls"], f"{GROWTH} times the calls ({CALLS})", at_most=10.0)
+    by_size = growth_of(cases["ours"], functools.partial(run_ours, build_deltas(large)))
+    report.add("arguments_growth_ratio", by_size, f"{GROWTH} times the arguments", at_most=10.0)
+    few, many = build_small_calls(CALLS), build_small_calls(GROWTH * CALLS)
+    by_calls = growth_of(functools.partial(run_ours, few), functools.partial(run_ours, many))
+    report.add("calls_growth_ratio", by_calls, f"{GROWTH} times the calls ({CALLS})", at_most=10.0)
     return report
 
 
