@@ -3,13 +3,14 @@
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from contract.specs import ToolSpec
 from orchestrator.dialects.json_objects import parse_json_object
 from orchestrator.dialects.thinking import strip_thinking
+from orchestrator.functions.json_schemas import plain_schema
 
 TOOL_DECISION_SCHEMA: dict[str, Any] = {
     "anyOf": [
@@ -55,13 +56,19 @@ def build_decision_schema(specs: Sequence[ToolSpec]) -> dict[str, Any]:
     calls = [
         {
             "type": "object",
-            "properties": {"tool": {"const": spec.name}, "arguments": spec.parameters},
+            "properties": {"tool": {"const": spec.name}, "arguments": _standing_alone(spec.parameters)},
             "required": ["tool", "arguments"],
             "additionalProperties": False,
         }
         for spec in specs
     ]
     return {"anyOf": [*calls, TOOL_DECISION_SCHEMA["anyOf"][1]]}
+
+
+def _standing_alone(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters as a part of another schema, where references to their own root would lead elsewhere; loosely, when they need those."""
+    plain = plain_schema(parameters)
+    return {"type": "object"} if '"$ref"' in json.dumps(plain) else plain
 
 
 def parse_tool_decision(text: str) -> ToolDecisionOutput:

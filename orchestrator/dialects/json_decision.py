@@ -37,8 +37,9 @@ again."""
 
 class JsonDecisionDialect:
     """One decision per reply. `has_schema`: the server takes `response_format` json_schema and holds the reply to it; else only the prompt
-    asks for it. `parse`: reads a whole reply. `closing_hint`: ends the last result,
-    `worked_example`: the prompt; both for small models. A reply that is no decision is answered with how to write one, once; the next such reply ends the run as it stands.
+    asks for it. A reply that is no decision is answered with how to write one, once; the next such reply ends the run as it stands.
+
+    `parse`: reads a whole reply. `closing_hint` ends the last result, `worked_example` the prompt; both are for small models.
     """
 
     name = "json"

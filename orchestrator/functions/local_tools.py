@@ -65,8 +65,8 @@ class RegistryCatalog:
 class LocalTools:
     """A program's own tools. One may serve many runs at once; `for_run` gives a run or session its own model and state.
 
-    `tools`: whatever `as_tool` takes, or a registry, which stays live. `timeout_s`: the limit of tools without one of their own. Tools marked requires_permission or dangerous
-    are asked about; without an `approver` they are refused. `model`: what tools may ask; a plain Model is handed to each call as a ModelAdapter
+    `tools`: whatever `as_tool` takes, or a registry, which stays live. `timeout_s`: the limit of tools without one of
+    their own. Tools marked requires_permission or dangerous are asked about; without an `approver` they are refused. `model`: what tools may ask; a plain Model is handed to each call as a ModelAdapter
     of its own, so that no call can spend more than that allows. Functions run with the program's own rights: give a model only what it may do.
     """
 

@@ -108,6 +108,18 @@ def test_the_schema_of_tools_holds_a_call_to_their_parameters() -> None:
     assert not schema.is_valid({"tool": "other", "arguments": {}})
 
 
+def test_parameters_that_refer_to_their_own_parts_are_held_to_them_as_far_as_they_can_be() -> None:
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False}
+    plain = build_spec("plain", properties={"at": {"$ref": "#/$defs/point"}})
+    plain = plain.model_copy(update={"parameters": {**plain.parameters, "$defs": {"point": {"type": "integer"}}}})
+    endless = build_spec("endless", properties={"first": {"$ref": "#/$defs/node"}})
+    endless = endless.model_copy(update={"parameters": {**endless.parameters, "$defs": {"node": node}}})
+    schema = Draft202012Validator(build_decision_schema([plain, endless]))
+    assert schema.is_valid({"tool": "plain", "arguments": {"at": 1}})
+    assert not schema.is_valid({"tool": "plain", "arguments": {"at": "x"}})
+    assert schema.is_valid({"tool": "endless", "arguments": {"first": {"next": {}}}})
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
 )
