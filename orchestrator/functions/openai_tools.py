@@ -87,7 +87,10 @@ def _from_mapping(tool: Mapping[str, Any]) -> dict[str, Any]:
         return _function(tool["name"], tool.get("description"), tool["input_schema"])
     if "toolSpec" in tool:
         inner = tool["toolSpec"]
-        return _function(inner["name"], inner.get("description"), inner["inputSchema"]["json"])
+        try:
+            return _function(inner["name"], inner.get("description"), inner["inputSchema"]["json"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError("a tool in Bedrock's form is {'toolSpec': {'name': ..., 'inputSchema': {'json': {...}}}}") from error
     if "name" in tool:
         function = _function(tool["name"], tool.get("description"), tool.get("parameters"))
         return {**function, "strict": tool["strict"]} if "strict" in tool else function

@@ -300,3 +300,9 @@ def test_a_strictness_that_contradicts_is_an_error(form: dict[str, Any]) -> None
     with pytest.raises(ValueError, match=r"get_weather.*strict"):
         convert_to_openai_tool(form, strict=True)
     assert convert_to_openai_tool(form)["function"]["strict"] is False
+
+
+@pytest.mark.parametrize("inner", [{}, {"name": "t"}, {"name": "t", "inputSchema": {}}, None, "t"])
+def test_a_bedrock_tool_that_lacks_a_part_is_told_how_one_looks(inner: Any) -> None:
+    with pytest.raises(ValueError, match="Bedrock's form"):
+        convert_to_openai_tool({"toolSpec": inner})
