@@ -21,6 +21,11 @@ from tests.stack import Footprint, Stack, open_footprint, open_stack, require_en
 
 START_S = 20.0
 
+# A test run in a shell's background ignores Ctrl-C, and so would every program that it starts and interrupts.
+for number in (signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
 # The checks that decide on a landing try the same examples every time, however busy the machine; by hand new ones are looked for.
 hypothesis.settings.register_profile("required", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 if os.environ.get("TOOLCREW_TEST_REQUIRE"):
