@@ -1,0 +1,87 @@
+"""A real connection that ends after any byte of a reply: the run comes to the same answer, no call runs twice, no text is shown twice."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolCall, ToolResult
+from orchestrator.agent import Agent
+from orchestrator.dialects.base import Dialect
+from orchestrator.dialects.json_decision import JsonDecisionDialect
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.tags import TagsDialect, build_tag_call
+from orchestrator.events import RunEvent, TextArrived, TextWithdrawn
+from orchestrator.limits import ReActOptions
+from orchestrator.models.base import Chunk
+from orchestrator.models.openai import OpenAIModel
+from tests.builders import build_spec
+from tests.model_endpoint import Waits, serving, stream
+
+SOON_S = 60.0
+STEP = 29
+"""Between two cuts; no divisor of anything in the replies."""
+
+
+def text(content: str) -> Chunk:
+    return {"choices": [{"index": 0, "delta": {"content": content}, "finish_reason": None}]}
+
+
+def native(arguments: str, **fields: Any) -> Chunk:
+    entry = {"index": 0, "function": {"arguments": arguments, **fields}} | ({"id": "c1"} if fields else {})
+    return {"choices": [{"index": 0, "delta": {"tool_calls": [entry]}, "finish_reason": None}]}
+
+
+END: Chunk = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+TAG = build_tag_call("echo", {"text": "ä"})
+DECISION = json.dumps({"tool": "echo", "arguments": {"text": "ä"}})
+CALLS: dict[str, tuple[Dialect, list[Chunk]]] = {
+    "native": (NativeDialect(), [text("I look."), native("", name="echo"), native('{"text": '), native('"ä"}'), END]),
+    "tags": (TagsDialect(), [text("I look."), text(TAG[:20]), text(TAG[20:]), END]),
+    "json": (JsonDecisionDialect(), [text(DECISION[:9]), text(DECISION[9:]), END]),
+}
+ANSWERS = {"json": [text('{"tool": null, "reply": "It is ä."}'), END]}
+
+
+def promised(reply: bytes) -> bytes:
+    """The reply with its length in its head, so that a connection that ends before is one that broke."""
+    head, _, body = reply.partition(b"\r\n\r\n")
+    return head.replace(b"connection: close", b"connection: close\r\ncontent-length: %d" % len(body)) + b"\r\n\r\n" + body
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_a_connection_that_ends_after_any_byte_changes_nothing_of_the_run(name: str) -> None:
+    dialect, chunks = CALLS[name]
+    whole, answer = promised(stream(*chunks)), promised(stream(*ANSWERS.get(name, [text("It is "), text("ä."), END])))
+    for cut in range(0, len(whole), STEP):
+        calls: list[ToolCall] = []
+        events: list[RunEvent] = []
+
+        async def run_call(call: ToolCall, calls: list[ToolCall] = calls) -> ToolResult:
+            calls.append(call)
+            return ToolResult(call_id=call.id, name=call.name, success=True, output="done")
+
+        def reply(number: int, body: dict[str, Any], cut: int = cut) -> bytes:
+            if number == 1:
+                return whole[:cut]
+            return answer if "done" in str(body["messages"][-1]["content"]) else whole
+
+        async with serving(reply) as server, asyncio.timeout(SOON_S):
+            model = OpenAIModel("m", server.url, "key", 5.0, retries=2, sleep=Waits())
+            agent = Agent(model, dialect, [build_spec("echo")], run_call, options=ReActOptions(), on_event=events.append)
+            result = await agent.run("go")
+            await model.aclose()
+        assert (cut, result.answer, [call.arguments for call in calls]) == (cut, "It is ä.", [{"text": "ä"}])
+        assert (cut, shown(events)) == (cut, "It is ä." if name == "json" else "I look.It is ä.")
+
+
+def shown(events: list[RunEvent]) -> str:
+    """What a user sees who follows the events."""
+    seen = ""
+    for event in events:
+        if isinstance(event, TextArrived):
+            seen += event.text
+        elif isinstance(event, TextWithdrawn):
+            seen = seen[: len(seen) - event.characters]
+    return seen
