@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from contract.calls import MAX_ERROR_CHARS, MAX_OUTPUT_CHARS, ToolCall, ToolResult
+from contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS, ToolCall, ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.schema import coerce_text
 from contract.specs import ToolSpec
@@ -16,7 +16,6 @@ from orchestrator.logs import get_logger
 
 log = get_logger(__name__)
 
-MAX_NAME_CHARS = 128
 REPEATS = 3
 """So many identical failures are answered with more than the failure."""
 

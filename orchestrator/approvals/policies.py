@@ -65,9 +65,12 @@ class Verdict:
 
     action: Action
     reason: str = ""
-    is_dangerous: bool = False
     warning: str = ""
     code: ErrorCode | None = None
+
+    @property
+    def is_dangerous(self) -> bool:
+        return bool(self.warning)
 
 
 @dataclass(frozen=True)
@@ -84,18 +87,18 @@ class ApprovalPolicy:
         script = read_command(spec, arguments)
         danger = classify(script, _folder(spec, arguments)) if script is not None else None
         if danger is not None and danger.level is Level.CATASTROPHIC:
-            return Verdict("deny", f"it {danger.reason}", True, danger.reason, ErrorCode.SECURITY_REFUSED)
+            return Verdict("deny", f"it {danger.reason}", danger.reason, ErrorCode.SECURITY_REFUSED)
         warning = _warning(spec, danger.reason if danger is not None else "")
         rules = [rule for rule in self.rules if rule.is_about(tenant, spec.name)]
         denying = next((rule for rule in rules if rule.action == "deny" and _touches(rule, script)), None)
         if denying is not None:
             return _denied(denying, warning)
         if any(rule.action == "ask" and _touches(rule, script) for rule in rules):
-            return Verdict("ask", "a rule of the policy wants it approved", bool(warning), warning)
+            return Verdict("ask", "a rule of the policy wants it approved", warning)
         if _is_allowed([rule for rule in rules if rule.action == "allow"], script):
-            return Verdict("allow", "a rule of the policy allows it", bool(warning), warning)
+            return Verdict("allow", "a rule of the policy allows it", warning)
         if warning:
-            return Verdict("ask", "it is dangerous", True, warning)
+            return Verdict("ask", "it is dangerous", warning)
         if spec.requires_permission:
             return Verdict("ask", "its tool requires permission")
         return Verdict("allow")
@@ -179,8 +182,8 @@ def _warning(spec: ToolSpec, reason: str) -> str:
 def _denied(rule: Rule, warning: str) -> Verdict:
     if rule.argv_prefix:
         reason = f"commands with '{' '.join(rule.argv_prefix)}' are forbidden by the policy"
-        return Verdict("deny", reason, bool(warning), warning, ErrorCode.SECURITY_REFUSED)
-    return Verdict("deny", "this tool is forbidden by the policy", bool(warning), warning, ErrorCode.PERMISSION_DENIED)
+        return Verdict("deny", reason, warning, ErrorCode.SECURITY_REFUSED)
+    return Verdict("deny", "this tool is forbidden by the policy", warning, ErrorCode.PERMISSION_DENIED)
 
 
 def _touches(rule: Rule, script: Script | None) -> bool:
