@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from contract.errors import ConfigError, ErrorCode
+from contract.shell.commands import Command, Script, parse_commands
+from contract.shell.danger_tables import HARMLESS_DEVICES
+from contract.shell.dangers import Level, classify
+from contract.shell.shell_words import Word
 from contract.specs import ToolSpec
-from orchestrator.approvals.commands import Command, Script, parse_commands
-from orchestrator.approvals.danger_tables import HARMLESS_DEVICES
-from orchestrator.approvals.dangers import Level, classify
-from orchestrator.approvals.shell_words import Word
 
 Action = Literal["deny", "ask", "allow"]
 MAX_POLICY_BYTES = 1024 * 1024

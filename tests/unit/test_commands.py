@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.approvals.commands import MAX_COMMAND_CHARS, MAX_DEPTH, Script, parse_commands
-from orchestrator.approvals.shell_reader import MAX_TOKENS
+from contract.shell.commands import MAX_COMMAND_CHARS, MAX_DEPTH, Script, parse_commands
+from contract.shell.shell_reader import MAX_TOKENS
 
 SHELL_PIECES = [
     "'",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.approvals.commands import parse_commands
+from contract.shell.commands import parse_commands
 
 BASH = shutil.which("bash")
 TIMEOUT_S = 5

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.approvals.commands import parse_commands
-from orchestrator.approvals.dangers import Level, classify
+from contract.shell.commands import parse_commands
+from contract.shell.dangers import Level, classify
 
 
 def level(text: str, folder: str = "/workspace") -> Level:

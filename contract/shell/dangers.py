@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from orchestrator.approvals.commands import Command, Script
-from orchestrator.approvals.danger_tables import (
+from contract.shell.commands import Command, Script
+from contract.shell.danger_tables import (
     COPIERS,
     DANGEROUS_PROGRAMS,
     DANGEROUS_SUBCOMMANDS,
@@ -25,7 +25,7 @@ from orchestrator.approvals.danger_tables import (
     WHOLE_TREES,
     WRITERS,
 )
-from orchestrator.approvals.shell_words import Word
+from contract.shell.shell_words import Word
 
 
 class Level(enum.IntEnum):

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from orchestrator.approvals.shell_words import Unreadable, Word, WordReader
+from contract.shell.shell_words import Unreadable, Word, WordReader
 
 __all__ = ["Draft", "Reading", "Word", "read_script"]
 

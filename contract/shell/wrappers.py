@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.approvals.shell_words import Word
+from contract.shell.shell_words import Word
 
 Words = tuple[Word, ...]
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from orchestrator.approvals.shell_reader import Draft, Word, read_script
-from orchestrator.approvals.wrappers import FEEDING, Nested, find_nested
+from contract.shell.shell_reader import Draft, Word, read_script
+from contract.shell.wrappers import FEEDING, Nested, find_nested
 
 MAX_COMMAND_CHARS = 256 * 1024
 """Longer texts are not read at all: they are opaque."""
