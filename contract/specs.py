@@ -20,7 +20,8 @@ class ToolSpec(Record):
     dangerous: bool = False
     read_only: bool = False
     idempotent: bool = False
-    needs_sandbox: bool = True
+    pool: Literal["sandbox", "web", "tools", "local"] = "sandbox"
+    """Where it runs: beside the session's sandbox; in the pool with network; in the pool of operators' tools; in the program itself."""
     audience: Literal["model", "session"] = "model"
     aliases: dict[str, str] = Field(default_factory=dict)
     """Other names a model may use for a parameter -> its canonical name."""

@@ -26,7 +26,8 @@ _PYTHON = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]);"
     "from guest.loop import main; from guest.places import Places;"
-    "main(Places(tuple(path.encode() for path in sys.argv[2:])))"
+    "paths = [path.encode() for path in sys.argv[2:]];"
+    "main(Places(tuple(paths[:-1]), paths[-1]))"
 )
 # A user of its own for each guest: limits of processes count by user, over the whole host.
 _FIRST_UID = 200_000
@@ -71,16 +72,17 @@ class Done:
 
 
 class Guest:
-    """A running guest. It runs as an unprivileged user, with `workspace` and `tmp` as its roots."""
+    """A running guest. It runs as an unprivileged user, with `workspace` and `tmp` as its roots and `output` for what is too long."""
 
     def __init__(self, base: Path, shell_prefix: str = "") -> None:
         uid = _FIRST_UID + secrets.randbelow(1 << 20)
         self.workspace = base / "workspace"
         self.tmp = base / "tmp"
-        for root in (self.workspace, self.tmp):
+        self.output = base / "output"
+        for root in (self.workspace, self.tmp, self.output):
             root.mkdir()
             os.chown(root, uid, uid)
-        guest = [_PYTHON, "-I", "-S", "-u", "-c", _BOOT, str(GUEST_PARENT), str(self.workspace), str(self.tmp)]
+        guest = [_PYTHON, "-I", "-S", "-u", "-c", _BOOT, str(GUEST_PARENT), str(self.workspace), str(self.tmp), str(self.output)]
         user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs", "--inh-caps=-all"]
         # Not sh: dash knows no `ulimit -u`. A limit that cannot be set must end the start, not be missing.
         shell = ["/bin/bash", "--norc", "-c", f'set -e; {shell_prefix} exec "$@"', "bash"]

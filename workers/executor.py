@@ -12,7 +12,7 @@ from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, Operat
 from contract.schema import prepare_arguments
 from workers.guest_answers import GuestNonsense, Told, parse_error, parse_told
 from workers.sandbox_client import GuestResponse, SandboxClient, sandbox_id
-from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
+from workers.tools.base import OnData, Outcome, WorkerRegistry, WorkerTool
 
 log = structlog.get_logger(__name__)
 
@@ -52,8 +52,8 @@ class Bench:
             raise ToolFailure(ErrorCode.SESSION_NOT_FOUND, f"{self.call.name} needs a session: open one first")
         self._name = sandbox_id(self.context.tenant, self.context.session)
 
-    def run(self, request: Mapping[str, Any], body: bytes = b"") -> GuestResponse:
-        response = self.client.call(self._name, request, body, call_id=self.call.id)
+    def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
+        response = self.client.call(self._name, request, body, call_id=self.call.id, on_data=on_data)
         try:
             told = parse_told(request, response.done)
         except GuestNonsense as nonsense:
@@ -94,6 +94,13 @@ class Bench:
 
     def host_facts(self) -> Mapping[str, str]:
         return self.facts
+
+    @property
+    def is_watched(self) -> bool:
+        return False
+
+    def show(self, stream: str, text: str) -> None:
+        """Nobody watches yet."""
 
 
 class Executor:
@@ -169,6 +176,7 @@ class Executor:
             metadata=outcome.metadata,
             truncated=outcome.truncated,
             blob=blob,
+            spill=outcome.spill,
         )
 
     def _leave(self, data: bytes, bench: Bench) -> str:

@@ -204,7 +204,7 @@ def _stands_in(word: str, text: str) -> bool:
 def _folder(spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
     """Where a command starts: its `cwd` argument, else the workspace. Without a sandbox that is anybody's folder, and unknown."""
     given = arguments.get("cwd")
-    start = WORKSPACE if spec.needs_sandbox else ""
+    start = WORKSPACE if spec.pool == "sandbox" else ""
     return posixpath.normpath(posixpath.join(start, given)) if isinstance(given, str) else start
 
 

@@ -179,7 +179,7 @@ def _checked_spec(name: str, **fields: Any) -> ToolSpec:
         )
         raise TypeError(f"tool {name!r}: {sentence}")
     try:
-        return ToolSpec(name=name, needs_sandbox=False, **fields)
+        return ToolSpec(name=name, pool="local", **fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         raise TypeError(f"tool '{name}': {first['loc'][0]}: {first['msg']}") from error

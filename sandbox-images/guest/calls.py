@@ -7,10 +7,11 @@ import os
 import time
 
 from guest import oom
+from guest.exec_requests import ExecRequest
 from guest.failures import CANCELLED, INTERNAL, INVALID_ARGUMENTS, NO_SPACE, TIMEOUT, Failure
 from guest.frames import join_frame
 from guest.reports import DONE, DONE_AND_FREE, STREAMS
-from guest.requests import ExecRequest, parse_body_bytes, parse_call
+from guest.requests import parse_body_bytes, parse_call
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import stat
 
 from guest.failures import NOT_A_REGULAR_FILE, PATH_NOT_ALLOWED, Failure, describe_os_error, printable
 from guest.kernel import open_beneath
+from guest.session_folder import read_folder
 from guest.spawn import encode_text
 
 TYPE_CHECKING = False
@@ -38,11 +39,14 @@ class Place:
         os.close(self.directory)
 
 
-def find_place(path: str, places: Places, make_parents: bool = False) -> Place:
-    """Resolve a path to where its file is or would be; links are followed while they stay inside. Raises Failure."""
+def find_place(path: str, places: Places, make_parents: bool = False, to_read: bool = False) -> Place:
+    """Resolve a path to where its file is or would be; links are followed while they stay inside. Raises Failure.
+
+    `to_read`: the folder of long outputs is inside, too.
+    """
     raw = encode_text(path, "'path'")
     shown = printable(raw)
-    resolver = _Resolver(places, shown, make_parents)
+    resolver = _Resolver(places, shown, make_parents, places.readable if to_read else places.roots)
     try:
         return resolver.resolve(raw)
     except OSError as error:
@@ -79,10 +83,11 @@ def open_pinned(pinned: int, flags: int) -> int:
 class _Resolver:
     """One resolution. Directories are opened one after the other and never left upwards beyond their root."""
 
-    def __init__(self, places: Places, shown: str, make_parents: bool) -> None:
+    def __init__(self, places: Places, shown: str, make_parents: bool, roots: tuple[bytes, ...]) -> None:
         self._places = places
         self._shown = shown
         self._make_parents = make_parents
+        self._roots = roots
         self._links = 0
         self._final_link = False
         self._trail: list[int] = []
@@ -91,7 +96,7 @@ class _Resolver:
         self._on_foot = not places.use_openat2
 
     def resolve(self, path: bytes) -> Place:
-        parts = self._enter_root(os.path.join(self._places.workspace, path))
+        parts = self._enter_root(os.path.join(read_folder(self._places), path))
         while True:
             if len(parts) > 1:
                 parts = self._skip_parents(parts)
@@ -176,7 +181,7 @@ class _Resolver:
 
     def _enter_root(self, path: bytes) -> list[bytes]:
         """Start over at the root that an absolute path begins with; returns what is left to go."""
-        for root in self._places.roots:
+        for root in self._roots:
             if path == root or path.startswith(root + b"/"):
                 self.close()
                 self._skipped = []
@@ -185,7 +190,7 @@ class _Resolver:
         raise self._outside()
 
     def _outside(self) -> Failure:
-        roots = " and ".join(printable(root) for root in self._places.roots)
+        roots = " and ".join(printable(root) for root in self._roots)
         return Failure(PATH_NOT_ALLOWED, f"{self._shown}: outside of {roots}")
 
 

@@ -13,9 +13,9 @@ from guest.spawn import build_argv, build_environment, enter_directory, spawn
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from guest.exec_requests import ExecRequest
     from guest.pipes import CallPipes
     from guest.places import Places
-    from guest.requests import ExecRequest
 
 LEFTOVER_GRACE_S = 0.02
 """What a program that ended left behind may take to end by itself: helpers that follow their parent do."""

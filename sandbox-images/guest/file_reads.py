@@ -11,35 +11,35 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from guest.bench import Bench
+    from guest.file_requests import ReadFileRequest, ReadLinesRequest
     from guest.pipes import Watch
     from guest.places import Places
-    from guest.reports import ReportWriter
-    from guest.requests import ReadFileRequest, ReadLinesRequest
 
 _BLOCK = 262_144
 
 
-def read_file(request: ReadFileRequest, places: Places, writer: ReportWriter, watch: Watch) -> dict[str, object]:
+def read_file(request: ReadFileRequest, bench: Bench) -> dict[str, object]:
     """Send a whole file. Raises Failure; FILE_TOO_LARGE before anything is sent, unless the file grows meanwhile."""
-    fd, shown = _open_file(request.path, places)
+    fd, shown = _open_file(request.path, bench.places)
     declared = os.fstat(fd).st_size
     if declared > request.max_bytes:
         raise _too_large(shown, declared, request.max_bytes)
     size = 0
-    for block in _blocks(fd, shown, watch):
+    for block in _blocks(fd, shown, bench.watch):
         size += len(block)
         if size > request.max_bytes:
             raise _too_large(shown, size, request.max_bytes)
-        writer.send("file", block)
+        bench.writer.send("file", block)
     return {"size": size}
 
 
-def read_lines(request: ReadLinesRequest, places: Places, writer: ReportWriter, watch: Watch) -> dict[str, object]:
+def read_lines(request: ReadLinesRequest, bench: Bench) -> dict[str, object]:
     """Send a range of lines and count all of them. A line that `max_bytes` cuts short is sent as far as it goes."""
-    fd, shown = _open_file(request.path, places)
+    fd, shown = _open_file(request.path, bench.places)
     window = LineWindow(request.offset, request.limit, request.max_bytes)
-    for block in _blocks(fd, shown, watch):
-        writer.send("file", window.take(block))
+    for block in _blocks(fd, shown, bench.watch):
+        bench.writer.send("file", window.take(block))
     if window.lines < request.offset and not (request.offset == 1 and window.lines == 0):
         raise Failure(OFFSET_OUT_OF_RANGE, f"{shown}: has {window.lines} lines, none at {request.offset}", lines=window.lines)
     return {
@@ -107,7 +107,7 @@ class LineWindow:
 
 
 def _open_file(path: str, places: Places) -> tuple[int, str]:
-    place = find_place(path, places)
+    place = find_place(path, places, to_read=True)
     try:
         return open_pinned(pin_file(place), os.O_RDONLY), place.shown
     except OSError as error:

@@ -12,20 +12,20 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from guest.bench import Bench
     from guest.confinement import Place
+    from guest.file_requests import WriteFileRequest
     from guest.pipes import Watch
-    from guest.places import Places
-    from guest.requests import WriteFileRequest
 
 _BLOCK = 262_144
 _NEW_MODE = 0o644
 
 
-def write_file(request: WriteFileRequest, places: Places, body: int | None, watch: Watch) -> dict[str, object]:
+def write_file(request: WriteFileRequest, bench: Bench) -> dict[str, object]:
     """Write the body to a file. Raises Failure; then the old content is intact and no temporary file is left."""
-    place = find_place(request.path, places, make_parents=True)
+    place = find_place(request.path, bench.places, make_parents=True)
     try:
-        return _Write(place, body, watch).write(str(request.mode))
+        return _Write(place, bench.body, bench.watch).write(str(request.mode))
     except OSError as error:
         raise describe_os_error(error, place.shown) from None
     finally:

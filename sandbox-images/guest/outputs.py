@@ -9,8 +9,8 @@ from guest.capture import Capture
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from guest.exec_requests import ExecRequest
     from guest.reports import ReportWriter
-    from guest.requests import ExecRequest
 
 READ_BYTES = 65_536
 DRAIN_WINDOW_S = 0.25

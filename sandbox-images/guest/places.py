@@ -8,17 +8,29 @@ if TYPE_CHECKING:
 
 
 class Places:
-    """The directories file requests are confined to. The first is where relative paths start."""
+    """Where file requests may go: the `roots` to read and write, `output` to read only. Relative paths start at the session's folder.
 
-    __slots__ = ("roots", "use_openat2")
+    `output` keeps what is too long for a result. Below it, in `state`, lies what the guest remembers of the session; no walk shows it.
+    """
 
-    def __init__(self, roots: tuple[bytes, ...] = (b"/workspace", b"/tmp"), use_openat2: bool = True) -> None:
+    __slots__ = ("output", "roots", "use_openat2")
+
+    def __init__(self, roots: tuple[bytes, ...] = (b"/workspace", b"/tmp"), output: bytes = b"/output", use_openat2: bool = True) -> None:
         self.roots = roots
+        self.output = output
         self.use_openat2 = use_openat2
 
     @property
     def workspace(self) -> bytes:
         return self.roots[0]
+
+    @property
+    def state(self) -> bytes:
+        return self.output + b"/.state"
+
+    @property
+    def readable(self) -> tuple[bytes, ...]:
+        return (*self.roots, self.output)
 
 
 ENVIRONMENT: Mapping[str, str] = {

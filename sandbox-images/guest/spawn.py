@@ -10,7 +10,7 @@ from guest.places import ENVIRONMENT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.requests import ExecRequest
+    from guest.exec_requests import ExecRequest
 
 MAX_ARGUMENT_BYTES = 131_071
 """What the kernel takes as one argument, without its NUL."""

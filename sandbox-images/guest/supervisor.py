@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 
-from guest import file_reads, file_writes
+from guest.bench import Bench
+from guest.exec_requests import ExecRequest
 from guest.execution import Execution
 from guest.failures import CANCELLED, INTERNAL, TIMEOUT, Failure, describe_os_error
 from guest.handover import take
 from guest.kernel import PR_SET_CHILD_SUBREAPER, set_process_flag
 from guest.pipes import CallPipes, Watch
 from guest.process_tree import KillReport, kill_below, reap
-from guest.requests import ExecRequest, ReadFileRequest, ReadLinesRequest
+from guest.requests import load_server
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -78,12 +79,7 @@ class Supervisor:
         request = assignment.request
         if isinstance(request, ExecRequest):
             return Execution(request, pipes, self._places, assignment.oom_kills).run()
-        watch = Watch(pipes, request.timeout_s)
-        if isinstance(request, ReadLinesRequest):
-            return file_reads.read_lines(request, self._places, pipes.writer, watch)
-        if isinstance(request, ReadFileRequest):
-            return file_reads.read_file(request, self._places, pipes.writer, watch)
-        return file_writes.write_file(request, self._places, pipes.body, watch)
+        return load_server(request)(request, Bench(self._places, pipes, Watch(pipes, request.timeout_s)))
 
 
 def _end_failed(failure: Failure, pipes: CallPipes) -> dict[str, object]:

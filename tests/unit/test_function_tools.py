@@ -94,7 +94,7 @@ def test_a_bare_decorator_makes_a_tool_of_name_docstring_and_hints() -> None:
         "required": ["city"],
         "additionalProperties": False,
     }
-    assert get_weather.spec.needs_sandbox is False
+    assert get_weather.spec.pool == "local"
 
 
 def test_what_is_decorated_stays_callable_as_the_function() -> None:

@@ -88,12 +88,13 @@ GOLDEN: dict[str, Any] = {
         "Tmpfs": {
             "/workspace": "rw,nosuid,nodev,exec,size=268435456,nr_inodes=65536,uid=1000,gid=1000,mode=0755",
             "/tmp": "rw,nosuid,nodev,noexec,size=67108864,nr_inodes=16384,mode=1777",
+            "/output": "rw,nosuid,nodev,noexec,size=83886080,nr_inodes=8192,uid=1000,gid=1000,mode=0700",
             "/dev/shm": "rw,nosuid,nodev,noexec,size=16777216,nr_inodes=1024,mode=1777",
         },
         "ShmSize": 16777216,
         "Sysctls": {"kernel.shm_rmid_forced": "1", "kernel.msgmni": "64", "kernel.sem": "250 2048 32 64"},
-        "Memory": 620756992,
-        "MemorySwap": 620756992,
+        "Memory": 704643072,
+        "MemorySwap": 704643072,
         "MemorySwappiness": 0,
         "OomKillDisable": False,
         "NanoCpus": 1000000000,
@@ -146,16 +147,20 @@ def test_two_configurations_share_nothing() -> None:
     reserve=st.integers(1, 2**40),
     workspace=st.integers(1, 2**40),
     tmp=st.integers(1, 2**40),
+    output=st.integers(1, 2**40),
     shm=st.integers(1, 2**40),
     cpus=st.floats(0.01, 256),
     pids=st.integers(1, 2**22),
     nofile=st.integers(1, 2**20),
 )
-def test_every_limit_reaches_its_row(reserve: int, workspace: int, tmp: int, shm: int, cpus: float, pids: int, nofile: int) -> None:
+def test_every_limit_reaches_its_row(
+    reserve: int, workspace: int, tmp: int, output: int, shm: int, cpus: float, pids: int, nofile: int
+) -> None:
     limits = SandboxLimits(
         memory_reserve_bytes=reserve,
         workspace_bytes=workspace,
         tmp_bytes=tmp,
+        output_bytes=output,
         shm_bytes=shm,
         cpus=cpus,
         pids=pids,
@@ -163,23 +168,23 @@ def test_every_limit_reaches_its_row(reserve: int, workspace: int, tmp: int, shm
     )
     host = build(limits=limits)["HostConfig"]
 
-    assert limits.memory_bytes == reserve + workspace + tmp + shm
+    assert limits.memory_bytes == reserve + workspace + tmp + output + shm
     assert host["Memory"] == host["MemorySwap"] == limits.memory_bytes
     assert (host["PidsLimit"], host["ShmSize"]) == (pids, shm)
     assert abs(host["NanoCpus"] - cpus * 1e9) <= 1
     assert {item["Name"]: item["Hard"] for item in host["Ulimits"]} == {"nofile": nofile, "core": 0, "fsize": workspace}
-    assert [f"size={size}," in host["Tmpfs"][place] for place, size in mounts(workspace, tmp, shm)] == [True] * 3
+    assert [f"size={size}," in host["Tmpfs"][place] for place, size in mounts(workspace, tmp, output, shm)] == [True] * 4
     assert find_drift(build(limits=limits), inspected_of(build(limits=limits))) == []
 
 
-def mounts(workspace: int, tmp: int, shm: int) -> list[tuple[str, int]]:
-    return [("/workspace", workspace), ("/tmp", tmp), ("/dev/shm", shm)]
+def mounts(workspace: int, tmp: int, output: int, shm: int) -> list[tuple[str, int]]:
+    return [("/workspace", workspace), ("/tmp", tmp), ("/output", output), ("/dev/shm", shm)]
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "memory_reserve_bytes", "pids", "workspace_bytes", "workspace_inodes", "tmp_bytes", "tmp_inodes", "shm_bytes", "shm_inodes", "nofile",
+        "memory_reserve_bytes", "pids", "workspace_bytes", "workspace_inodes", "tmp_bytes", "tmp_inodes", "output_bytes", "output_inodes", "shm_bytes", "shm_inodes", "nofile",
         "cpus",
     ],
 )  # fmt: skip
@@ -247,7 +252,7 @@ def test_a_row_the_engine_changed_is_told(place: str, other: object) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        ("HostConfig.MemorySwap", -1, "HostConfig.MemorySwap is -1, not 620756992."),
+        ("HostConfig.MemorySwap", -1, "HostConfig.MemorySwap is -1, not 704643072."),
         ("HostConfig.PidsLimit", None, "HostConfig.PidsLimit is null, not 128."),
         ("HostConfig.Init", None, "HostConfig.Init is null, not false."),
         ("HostConfig.Init", 0, "HostConfig.Init is 0, not false."),

@@ -160,7 +160,7 @@ def test_the_folder_of_a_call_counts() -> None:
 
 
 def test_a_tool_without_a_sandbox_has_no_folder_of_its_own() -> None:
-    spec = BASH.model_copy(update={"needs_sandbox": False})
+    spec = BASH.model_copy(update={"pool": "local"})
     assert ApprovalPolicy().decide("acme", spec, {"command": "rm -rf build"}).action == "ask"
 
 

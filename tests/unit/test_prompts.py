@@ -142,7 +142,7 @@ def test_a_schema_that_contains_itself_is_told_to_its_first_turn() -> None:
         ({"timeout_s": 120}, "(sandbox without network; time limit 120 s, at most 600 s)"),
         ({"timeout_s": 60, "max_timeout_s": 60}, "(sandbox without network; time limit 60 s)"),
         ({"max_timeout_s": 10}, "(sandbox without network; time limit 10 s)"),
-        ({"needs_sandbox": False, "max_timeout_s": 5}, "(no sandbox; time limit 5 s)"),
+        ({"pool": "local", "max_timeout_s": 5}, "(no sandbox; time limit 5 s)"),
     ],
 )
 def test_the_prompt_tells_each_tools_network_and_time_limit(fields: dict[str, Any], limits: str) -> None:

@@ -38,6 +38,8 @@ class SandboxLimits:
     workspace_inodes: int = 65_536
     tmp_bytes: int = 64 * MIB
     tmp_inodes: int = 16_384
+    output_bytes: int = 80 * MIB  # long outputs and what the guest remembers of the session
+    output_inodes: int = 8_192
     shm_bytes: int = 16 * MIB
     shm_inodes: int = 1_024
     nofile: int = 1_024
@@ -52,7 +54,7 @@ class SandboxLimits:
     @property
     def memory_bytes(self) -> int:
         """The container's limit: full mounts are charged to it and must leave the reserve to the processes."""
-        return self.memory_reserve_bytes + self.workspace_bytes + self.tmp_bytes + self.shm_bytes
+        return self.memory_reserve_bytes + self.workspace_bytes + self.tmp_bytes + self.output_bytes + self.shm_bytes
 
 
 @dataclass(frozen=True)
@@ -149,11 +151,13 @@ def _workspace_mount(limits: SandboxLimits) -> dict[str, str]:
 
 def _tmpfs_mounts(limits: SandboxLimits) -> dict[str, str]:
     tmp = f"size={limits.tmp_bytes},nr_inodes={limits.tmp_inodes}"
+    output = f"size={limits.output_bytes},nr_inodes={limits.output_inodes}"
     # The engine's own mount has no nr_inodes: empty files in /dev/shm, which no kill ends, would use up the memory limit.
     shm = f"size={limits.shm_bytes},nr_inodes={limits.shm_inodes}"
     return {
         **_workspace_mount(limits),
         "/tmp": f"rw,nosuid,nodev,noexec,{tmp},mode=1777",
+        "/output": f"rw,nosuid,nodev,noexec,{output},uid={UID},gid={UID},mode=0700",
         "/dev/shm": f"rw,nosuid,nodev,noexec,{shm},mode=1777",
     }
 

@@ -6,10 +6,12 @@ from typing import Any, Protocol
 
 from pydantic import JsonValue
 
-from contract.calls import ToolContext
+from contract.calls import Spill, ToolContext
 from contract.errors import ErrorCode
 from contract.registry import Tool, ToolRegistry
 from workers.sandbox_client import GuestResponse
+
+OnData = Callable[[str, bytes], None]
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Outcome:
     error: str | None = None
     error_code: ErrorCode | None = None
     blob: bytes | None = None
+    spill: Spill | None = None
 
 
 class Workbench(Protocol):
@@ -31,8 +34,20 @@ class Workbench(Protocol):
     content: bytes
     """Bytes that came beside the arguments; empty when none did."""
 
-    def run(self, request: Mapping[str, Any], body: bytes = b"") -> GuestResponse:
-        """One request to the guest of the call's session. Raises ToolFailure and SandboxUnavailable."""
+    def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
+        """One request to the guest of the call's session. `on_data` gets (stream, bytes) as they come, else they are gathered.
+
+        While `on_data` does not return nothing more is read, and the guest waits. Raises ToolFailure and SandboxUnavailable.
+        """
+        ...
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody wants to see output before the call ends."""
+        ...
+
+    def show(self, stream: str, text: str) -> None:
+        """A piece of output for whoever watches, now; nothing when nobody does. May wait for a slow one, for a bounded time."""
         ...
 
     def open_sandbox(self, image: str | None, ttl_s: float) -> Mapping[str, Any]: ...

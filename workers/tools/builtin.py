@@ -2,9 +2,10 @@
 
 from contract.registry import ToolRegistry
 from workers.tools.base import WorkerRegistry
-from workers.tools.files import READ_TOOL, WRITE_TOOL
+from workers.tools.read import READ_TOOL
 from workers.tools.session import SESSION_VERBS
 from workers.tools.shell import BASH_TOOL
+from workers.tools.write import WRITE_TOOL
 
 
 def build_registry() -> WorkerRegistry:

@@ -1,4 +1,4 @@
-"""read_tool and write_tool: files of the session's sandbox."""
+"""read_tool: a text file of the session's sandbox, in numbered lines."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from workers.tools.text import MAX_OUTPUT_BYTES
 
 DEFAULT_LINES = 2000
 MAX_LINE_CHARS = 2000
-_PATH_ALIASES = {"filePath": "file_path", "path": "file_path", "filename": "file_path"}
+PATH_ALIASES = {"filePath": "file_path", "path": "file_path", "filename": "file_path"}
 
 _READ = ToolSpec(
     name="read_tool",
@@ -29,32 +29,7 @@ _READ = ToolSpec(
     },
     read_only=True,
     idempotent=True,
-    aliases=_PATH_ALIASES,
-)
-
-_WRITE = ToolSpec(
-    name="write_tool",
-    description=(
-        "Write a text file in the sandbox, whole and at once: it is replaced or it stays as it was. Missing folders are made. "
-        "Relative paths start at /workspace."
-    ),
-    parameters={
-        "type": "object",
-        "properties": {
-            "file_path": {"type": "string", "minLength": 1, "description": "the file"},
-            "content": {"type": "string", "maxLength": 400_000, "description": "the text"},
-            "mode": {
-                "type": "string",
-                "enum": ["overwrite", "append", "create"],
-                "default": "overwrite",
-                "description": "create fails when the file exists",
-            },
-        },
-        "required": ["file_path", "content"],
-        "additionalProperties": False,
-    },
-    requires_permission=True,
-    aliases=_PATH_ALIASES,
+    aliases=PATH_ALIASES,
 )
 
 
@@ -112,20 +87,4 @@ def _footer(offset: int, last: int, done: Any, cut: list[int]) -> str:
     return f"[{'; '.join(notes)}]"
 
 
-def _write(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    path, mode = arguments["file_path"], arguments["mode"]
-    try:
-        content = arguments["content"].encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"content holds half of a surrogate pair at character {error.start}; send whole characters"
-        ) from error
-    request = {"op": "write_file", "path": path, "mode": mode, "timeout_s": bench.context.timeout_s}
-    done = bench.run(request, content).done
-    verb = "created" if done["created"] else {"append": "appended to"}.get(mode, "overwrote")
-    lines = content.count(b"\n") + (1 if content and not content.endswith(b"\n") else 0)
-    return Outcome(f"{verb} {path} ({len(content)} bytes, {lines} lines)", {"size_bytes": done["size"], "created": done["created"]})
-
-
 READ_TOOL = WorkerTool(_READ, _read)
-WRITE_TOOL = WorkerTool(_WRITE, _write)
