@@ -21,8 +21,9 @@ from orchestrator.prompts import (
     generate_tool_prompt,
 )
 from tests.builders import build_spec
-from workers.tools.files import READ_TOOL, WRITE_TOOL
+from workers.tools.read import READ_TOOL
 from workers.tools.shell import BASH_TOOL
+from workers.tools.write import WRITE_TOOL
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 BUILTIN = [BASH_TOOL.spec, READ_TOOL.spec, WRITE_TOOL.spec]
