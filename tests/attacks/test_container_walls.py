@@ -103,7 +103,7 @@ def test_write_to_the_image(engine: APIClient, box: Box, place: str) -> None:
 
 def changed_files(engine: APIClient, box: Box) -> set[str]:
     """What differs from the image, but for the mount points the engine itself makes."""
-    engine_made = {"/dev", "/etc", "/proc", "/sys", "/run", "/tmp", "/workspace"}
+    engine_made = {"/dev", "/etc", "/proc", "/sys", "/run", "/tmp", "/workspace", "/output"}
     return {change["Path"] for change in engine.diff(box.id) or []} - engine_made
 
 

@@ -166,7 +166,7 @@ def test_every_writable_place_is_a_mount_with_a_limit(box: Box) -> None:
     """Whatever the sandbox can write to, it can fill."""
     found = box.run("find / -xdev -writable ! -type l 2>/dev/null; find /dev -type d -writable 2>/dev/null")
 
-    assert set(found.output.split()) == {"/workspace", "/tmp", "/dev/shm", "/dev/mqueue"}
+    assert set(found.output.split()) == {"/workspace", "/tmp", "/output", "/dev/shm", "/dev/mqueue"}
 
 
 def test_the_probe_and_the_golden_table_name_the_same_calls(answers: dict[str, str]) -> None:
