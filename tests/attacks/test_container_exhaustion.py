@@ -28,6 +28,7 @@ def usage(path: Path) -> tuple[int, int, int, int]:
 MOUNTS = [
     ("/workspace", LIMITS.workspace_bytes, LIMITS.workspace_inodes),
     ("/tmp", LIMITS.tmp_bytes, LIMITS.tmp_inodes),
+    ("/output", LIMITS.output_bytes, LIMITS.output_inodes),
     ("/dev/shm", LIMITS.shm_bytes, LIMITS.shm_inodes),
 ]
 FILL = "for i in 1 2 3; do dd if=/dev/zero of={place}/fill$i bs=1M 2>&1 | grep -v records; done"

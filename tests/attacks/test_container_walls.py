@@ -73,7 +73,7 @@ def test_change_what_is_mounted(box: Box, attempt: str) -> None:
     assert box.mounts() == before
 
 
-@pytest.mark.parametrize("place", ["/workspace", "/tmp", "/dev/shm"])
+@pytest.mark.parametrize("place", ["/workspace", "/tmp", "/output", "/dev/shm"])
 def test_make_a_device_node_of_the_hosts_disk(box: Box, place: str) -> None:
     answer = box.run(f"mknod {place}/sda b 8 0; mknod {place}/mem c 1 1; mkfifo {place}/fifo")
     made = [path for path in (box.root / place.lstrip("/")).iterdir() if not path.is_dir()]
@@ -276,7 +276,7 @@ def test_end_pid_1_from_inside(box: Box) -> None:
 def test_find_what_a_neighbour_left(engine: APIClient, box: Box) -> None:
     """What one sandbox writes no other sees."""
     with open_box(engine) as neighbour:
-        box.run("echo mine >/workspace/f; echo mine >/tmp/f; echo mine >/dev/shm/f")
-        found = neighbour.run("ls -A /workspace /tmp /dev/shm; tail -n +2 /proc/sysvipc/shm")
+        box.run("echo mine >/workspace/f; echo mine >/tmp/f; echo mine >/output/f; echo mine >/dev/shm/f")
+        found = neighbour.run("ls -A /workspace /tmp /output /dev/shm; tail -n +2 /proc/sysvipc/shm")
 
-    assert found.output.split() == ["/dev/shm:", "/tmp:", "/workspace:"]
+    assert found.output.split() == ["/dev/shm:", "/output:", "/tmp:", "/workspace:"]
