@@ -1,1 +1,1 @@
-"""Functions of a program as tools: schemas from signatures, foreign tool objects, and running them in this process."""
+"""Functions of a program as tools: foreign tool objects, and running them in this process."""

@@ -1,19 +1,15 @@
-"""Tools of a program's own: the decorator `tool`, and `as_tool` for whatever else can be run by name."""
+"""Tools of a program's own: `as_tool` for whatever can be run by name; the decorator `tool` is the contract's."""
 
 import inspect
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from pydantic import ValidationError
-
-from contract.registry import Tool, Validator
+from contract.functions.call_context import CallHandler
+from contract.functions.call_handlers import build_execute_handler
+from contract.functions.function_tools import FunctionTool, checked_spec, tool
+from contract.functions.json_schemas import plain_schema
+from contract.registry import Tool
 from contract.specs import ToolSpec
-from orchestrator.functions.call_context import LocalHandler
-from orchestrator.functions.call_handlers import build_execute_handler, build_function_handler
-from orchestrator.functions.function_schemas import function_name, read_function, tool_parameters
-from orchestrator.functions.json_schemas import plain_schema
 from orchestrator.functions.langchain_shape import (
     base_tool_schema,
     build_base_tool_handler,
@@ -27,85 +23,9 @@ from orchestrator.functions.openai_tools import convert_to_openai_tool
 
 __all__ = ["FunctionTool", "LocalTool", "as_tool", "convert_to_openai_tool", "tool"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
+LocalTool = Tool[CallHandler]
 
-LocalTool = Tool[LocalHandler]
-
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _FLAGS = ("requires_permission", "dangerous", "read_only", "idempotent")
-
-
-@dataclass(frozen=True)
-class FunctionTool(Tool[LocalHandler], Generic[P, R]):
-    """A tool made of a function. Called, it is the function itself: no schema, no limit, no context of its own."""
-
-    function: Callable[P, R] = field(kw_only=True)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "__wrapped__", self.function)
-        object.__setattr__(self, "__name__", function_name(self.function))
-        object.__setattr__(self, "__doc__", inspect.getdoc(self.function))
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.function(*args, **kwargs)
-
-
-@overload
-def tool(function: Callable[P, R], /) -> FunctionTool[P, R]: ...
-
-
-@overload
-def tool(
-    *,
-    name: str | None = ...,
-    description: str | None = ...,
-    timeout_s: float | None = ...,
-    requires_permission: bool = ...,
-    dangerous: bool = ...,
-    read_only: bool = ...,
-    idempotent: bool = ...,
-    validators: Iterable[Validator] = ...,
-) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
-
-
-def tool(
-    function: Callable[..., Any] | None = None,
-    /,
-    *,
-    name: str | None = None,
-    description: str | None = None,
-    timeout_s: float | None = None,
-    requires_permission: bool = False,
-    dangerous: bool = False,
-    read_only: bool = False,
-    idempotent: bool = False,
-    validators: Iterable[Validator] = (),
-) -> Any:
-    """Make a tool of a function, sync or async: `@tool`, or `@tool(name=..., timeout_s=...)`.
-
-    Its type hints become the parameters' JSON Schema, its Google-style docstring their descriptions; a parameter annotated CallContext is
-    filled in and not shown. Raises TypeError, naming function and parameter, for a signature that no model could fill in.
-    """
-
-    def decorate(target: Callable[..., Any]) -> FunctionTool[..., Any]:
-        if not callable(target):
-            raise TypeError(f"@tool decorates a function, not {target!r}; its options go by name: @tool(name='search')")
-        _refuse_generators(target)
-        shape = read_function(target, name=name)
-        spec = _checked_spec(
-            shape.name,
-            description=description or shape.docstring.description or f"The function {shape.name}.",
-            parameters=tool_parameters(shape),
-            timeout_s=timeout_s,
-            requires_permission=requires_permission,
-            dangerous=dangerous,
-            read_only=read_only,
-            idempotent=idempotent,
-        )
-        return FunctionTool(spec, build_function_handler(target, shape.name), tuple(validators), function=target)
-
-    return decorate if function is None else decorate(function)
 
 
 def as_tool(value: Any) -> LocalTool:
@@ -162,7 +82,7 @@ def _spec_of(value: Any, schema: dict[str, Any]) -> ToolSpec:
 
 def _build_spec(name: str, part: Callable[[str], Any], schema: dict[str, Any]) -> ToolSpec:
     timeout_s = part("timeout_s")
-    return _checked_spec(
+    return checked_spec(
         name,
         description=part("description") or f"The tool {name}.",
         parameters=schema,
@@ -171,25 +91,6 @@ def _build_spec(name: str, part: Callable[[str], Any], schema: dict[str, Any]) -
     )
 
 
-def _checked_spec(name: str, **fields: Any) -> ToolSpec:
-    """The spec of a tool in this process. Raises TypeError for a name that model servers refuse, and for what no spec takes."""
-    if not _NAME.fullmatch(name):
-        sentence = (
-            "model servers take names of 1 to 64 letters (a-z, A-Z), digits, '_' and '-' only; give it such a name, as @tool(name=...) does"
-        )
-        raise TypeError(f"tool {name!r}: {sentence}")
-    try:
-        return ToolSpec(name=name, pool="local", **fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise TypeError(f"tool '{name}': {first['loc'][0]}: {first['msg']}") from error
-
-
 def _answer(flag: Any) -> bool:
     """A flag may be a value or a method that gives one."""
     return bool(flag() if callable(flag) else flag)
-
-
-def _refuse_generators(function: Callable[..., Any]) -> None:
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(f"tool '{function_name(function)}': it is a generator: return the whole result instead of yielding parts")

@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from orchestrator.functions.call_context import LocalHandler
-from orchestrator.functions.call_handlers import build_execute_handler, build_function_handler, calling
-from orchestrator.functions.function_schemas import is_async, read_function, tool_parameters
-from orchestrator.functions.json_schemas import JsonSchema, plain_schema
+from contract.functions.call_context import CallHandler, KnownHandler
+from contract.functions.call_handlers import build_execute_handler, build_function_handler
+from contract.functions.function_schemas import is_async, read_function, tool_parameters
+from contract.functions.json_schemas import JsonSchema, plain_schema
 
 SINGLE_ARGUMENT = "__arg1"
 """What a tool without a schema calls its one string."""
@@ -71,7 +71,7 @@ def schema_of(found: Any) -> JsonSchema:
     return {"type": "object", "properties": {}, **schema}
 
 
-def build_langchain_handler(value: Any, schema: JsonSchema) -> LocalHandler:
+def build_langchain_handler(value: Any, schema: JsonSchema) -> CallHandler:
     """`ainvoke(args)`, else `invoke(args)`, else `_run(**args)`; those that are not async in a thread, as every plain function.
 
     `schema`: what langchain_schema says of `value`.
@@ -82,17 +82,17 @@ def build_langchain_handler(value: Any, schema: JsonSchema) -> LocalHandler:
     run = _runner(value)
     if SINGLE_ARGUMENT in schema.get("properties", {}):
         # By its place: that name is nobody's.
-        return calling(lambda arguments, _: run(*arguments.values()), is_async(run))
+        return KnownHandler(lambda arguments, _: run(*arguments.values()), is_async(run))
     if any(getattr(value, name, None) is not None for name in _SCHEMAS):
-        return calling(lambda arguments, _: run(**arguments), is_async(run))
+        return KnownHandler(lambda arguments, _: run(**arguments), is_async(run))
     return build_function_handler(run, value.name)
 
 
-def build_base_tool_handler(value: Any) -> LocalHandler:
+def build_base_tool_handler(value: Any) -> CallHandler:
     """`_run(**args)`, else `run(**args)`; a parameter annotated CallContext gets the context."""
     run = _runner(value)
     if getattr(value, "parameters", None) is not None:
-        return calling(lambda arguments, _: run(**arguments), is_async(run))
+        return KnownHandler(lambda arguments, _: run(**arguments), is_async(run))
     return build_function_handler(run, value.name)
 
 

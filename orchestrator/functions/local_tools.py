@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode
+from contract.functions.call_context import CallContext, CallHandler, ModelLike
+from contract.functions.session_state import SessionState
 from contract.registry import ToolRegistry
 from contract.specs import ToolSpec
 from orchestrator.agent import Agent, RunResult
@@ -20,14 +22,16 @@ from orchestrator.dialects.choice import choose_dialect, know_model, with_window
 from orchestrator.dispatcher import Dispatcher, Route, Terms
 from orchestrator.events import OnEvent
 from orchestrator.functions.blocking_calls import BlockingCalls
-from orchestrator.functions.call_context import CallContext, LocalHandler, MemoryState, ModelLike, SessionState
 from orchestrator.functions.function_tools import LocalTool, as_tool
+from orchestrator.functions.loop_waits import LoopRunner
+from orchestrator.functions.session_state import MemoryState
 from orchestrator.limits import ReActOptions
 from orchestrator.models.adapter import ModelAdapter
 from orchestrator.models.base import Model
 from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.settings import load_settings
+from orchestrator.switches import RegistrySwitches
 from orchestrator.transport import InProcessTransport
 
 FITTING_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -55,11 +59,14 @@ class Surroundings:
 class RegistryCatalog:
     """A registry as the dispatcher's catalog, read anew for every call: what is registered now is callable now."""
 
-    def __init__(self, registry: ToolRegistry[LocalHandler]) -> None:
+    def __init__(self, registry: ToolRegistry[CallHandler]) -> None:
         self._registry = registry
 
     async def specs(self) -> tuple[ToolSpec, ...]:
-        return tuple(self._registry.specs())
+        return tuple(state.spec for state in self._registry.describe())
+
+    def explain_missing(self, name: str) -> str | None:
+        return None
 
 
 class LocalTools:
@@ -72,7 +79,7 @@ class LocalTools:
 
     def __init__(
         self,
-        tools: Iterable[Any] | ToolRegistry[LocalHandler] = (),
+        tools: Iterable[Any] | ToolRegistry[CallHandler] = (),
         *,
         model: ModelLike | Model | None = None,
         config: Mapping[str, Any] | None = None,
@@ -83,7 +90,7 @@ class LocalTools:
         tenant: str = "default",
         timeout_s: float = 30,
     ) -> None:
-        self.registry: ToolRegistry[LocalHandler] = (
+        self.registry: ToolRegistry[CallHandler] = (
             tools if isinstance(tools, ToolRegistry) else ToolRegistry(as_tool(tool) for tool in tools)
         )
         self._approver = approver or RefusingApprover(_NOBODY)
@@ -146,6 +153,7 @@ class LocalTools:
                 options=with_window(options, settings, known),
                 on_event=on_event or (lambda _: None),
                 run_id=run,
+                switched_off={state.name: state.switch for state in self.registry.describe() if state.switch is not None},
             )
             return await agent.run(instruction)
 
@@ -187,7 +195,7 @@ class LocalTools:
     async def _run_call(self, door: Dispatcher, told: Surroundings, call: ToolCall) -> ToolResult:
         tool = self.registry.get(call.name)
         timeout_s = told.timeout_s
-        if tool is not None:
+        if tool is not None and self.registry.switch(call.name) is None:
             reviewed = await review(
                 call,
                 tool.spec,
@@ -219,11 +227,12 @@ class LocalTools:
                 config=told.config,
                 model=_for_tools(told.model),
                 state=told.state,
-                loop=asyncio.get_running_loop(),
+                runner=LoopRunner(asyncio.get_running_loop()),
             )
 
         transport = InProcessTransport(self.registry, self._key, contexts=context_for, threads=self._threads)
-        return Dispatcher(transport, RegistryCatalog(self.registry), self._key, queue_wait_s=QUEUE_WAIT_S)
+        switches = RegistrySwitches(self.registry)
+        return Dispatcher(transport, RegistryCatalog(self.registry), self._key, queue_wait_s=QUEUE_WAIT_S, switches=switches)
 
 
 class BoundTools:

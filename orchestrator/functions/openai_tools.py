@@ -5,11 +5,11 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
+from contract.functions.docstrings import parse_docstring
+from contract.functions.function_schemas import read_function
+from contract.functions.json_schemas import close_schema, plain_schema
 from contract.registry import Tool
 from contract.specs import ToolSpec
-from orchestrator.functions.docstrings import parse_docstring
-from orchestrator.functions.function_schemas import read_function
-from orchestrator.functions.json_schemas import close_schema, plain_schema
 from orchestrator.functions.langchain_shape import base_tool_schema, is_base_tool, is_langchain_shaped, langchain_schema, schema_of
 
 EMPTY_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}

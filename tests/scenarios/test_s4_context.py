@@ -1,15 +1,31 @@
 """Rows S4-02 and S4-12 to S4-15 of the scenarios: what a tool is, and what it is told beside its arguments."""
 
+import asyncio
 import json
+from functools import partial
 from typing import Any
 
-from contract.calls import ToolResult
+from contract.call_events import MODEL
+from contract.calls import ToolContext, ToolResult
+from contract.functions.call_context import ModelLike
+from contract.functions.function_tools import FunctionTool
 from contract.registry import Tool
+from contract.settings import BrokerSettings
 from orchestrator import CallContext, LocalTools, as_tool, tool
-from orchestrator.functions.call_context import ModelLike
+from orchestrator.call_events import CallEvents
+from orchestrator.model_requests import ModelRequests
 from orchestrator.models.adapter import MAX_CALLS, ModelAdapter
 from orchestrator.models.scripted import ScriptedModel
-from tests.builders import build_call
+from orchestrator.redis_connection import open_redis
+from tests.builders import build_call, build_context
+from tests.conftest import RedisProcess
+from tests.fakes import MemoryBlobs, MemoryLedger
+from workers.call_events import open_events
+from workers.custom.calls import CustomCalls
+from workers.custom.state import StateStore
+from workers.executor import Executor
+from workers.redis_connection import connect
+from workers.tools.base import WorkerRegistry, WorkerTool
 
 
 class FixedModel:
@@ -136,3 +152,81 @@ async def test_s4_15_a_tool_reads_and_updates_the_state_of_its_session() -> None
     assert await call(one, "add", item="b") == ["a", "b"]
     assert await call(tools.for_run(session="one"), "read") == ["a", "b"]
     assert await call(other, "read") == []
+
+
+# --- the same for operators' tools, in workers ---
+
+
+def serve(*made: FunctionTool[..., Any], states: StateStore | None = None, events: Any = None, **config: Any) -> Executor:
+    """A worker's executor with these tools."""
+    calls = CustomCalls(config, states)
+    registry = WorkerRegistry(WorkerTool(one.spec, calls.build_handler(one), one.validators) for one in made)
+    return Executor(registry, None, MemoryLedger(), MemoryBlobs(), {"host": "h1"}, open_events=events)
+
+
+def execute(worker: Executor, name: str, call_id: str = "call-1", context: ToolContext | None = None, **arguments: Any) -> Any:
+    result = worker.execute(build_call(name, call_id=call_id, **arguments), context or build_context())
+    assert result.success, result.error
+    return json.loads(result.output or "")
+
+
+def test_s4_12_every_execution_in_a_worker_gets_a_context_of_its_own() -> None:
+    @tool
+    def which(context: CallContext) -> list[Any]:
+        return [context.call_id, context.tenant, context.session, context.run]
+
+    worker = serve(which)
+    assert execute(worker, "which", "a") == ["a", "acme", "s1", None]
+    assert execute(worker, "which", "b", build_context(tenant="other", session=None, run="r2")) == ["b", "other", None, "r2"]
+
+
+def test_s4_13_in_a_worker_the_context_contains_the_configuration_and_the_working_directory() -> None:
+    @tool
+    async def look(context: CallContext) -> list[Any]:
+        return [context.config["region"], context.config["shop"], context.cwd]
+
+    worker = serve(look, shop="ours")
+    context = build_context(config={"region": "north", "shop": "theirs"}, cwd="/workspace/orders")
+    assert execute(worker, "look", context=context) == ["north", "ours", "/workspace/orders"]
+
+
+async def test_s4_14_in_a_worker_a_tool_asks_the_model_of_its_callers_run(redis_server: RedisProcess) -> None:
+    @tool
+    async def ask(context: CallContext) -> list[Any]:
+        assert isinstance(context.model, ModelLike)
+        return [context.model.name, (await context.model.complete("What now?")).text]
+
+    @tool
+    def ask_plainly(context: CallContext) -> list[Any]:
+        model = context.require_model()
+        return [model.name, context.wait(model.complete("What now?")).text]
+
+    broker = BrokerSettings.model_validate({"redis_url": redis_server.url})
+    worker = serve(ask, ask_plainly, events=partial(open_events, connect(broker), "default"))
+    client = open_redis(broker)
+    listener = CallEvents(client, "default")
+    questions = ModelRequests(ScriptedModel(lambda messages: f"Re: {messages[-1]['content']}"))
+    for name in ("ask", "ask_plainly"):
+        async with listener.listen("acme", name, {MODEL: questions.open_call()}, 60):
+            context = build_context(model="scripted", events=listener.listener)
+            answer = await asyncio.to_thread(execute, worker, name, name, context)
+        assert answer == ["scripted", "Re: What now?"]
+    await listener.close()
+    await client.aclose()
+
+
+def test_s4_15_in_workers_a_tool_reads_and_updates_the_state_of_its_session(redis_server: RedisProcess) -> None:
+    @tool
+    async def add(item: str, context: CallContext) -> Any:
+        return await context.state.update("items", lambda items: [*(items or []), item])
+
+    @tool
+    def read(context: CallContext) -> Any:
+        return context.wait(context.state.get("items", []))
+
+    with redis_server.client() as client:
+        one, other = (serve(add, read, states=StateStore(client, "default")) for _ in range(2))
+        execute(one, "add", "a", item="a")
+        assert execute(other, "add", "b", item="b") == ["a", "b"]
+        assert execute(one, "read", "c") == ["a", "b"]
+        assert execute(one, "read", "d", build_context(session="s2")) == []

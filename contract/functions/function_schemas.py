@@ -15,9 +15,9 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import PydanticJsonSchemaWarning
 
 from contract.errors import ErrorCode, ToolFailure
-from orchestrator.functions.call_context import CallContext
-from orchestrator.functions.docstrings import Docstring, parse_docstring
-from orchestrator.functions.json_schemas import JsonSchema, plain_schema
+from contract.functions.call_context import CallContext, KnownHandler
+from contract.functions.docstrings import Docstring, parse_docstring
+from contract.functions.json_schemas import JsonSchema, plain_schema
 
 CONTEXT_NAMES = frozenset({"context", "ctx"})
 """A parameter of this name without annotation gets the context, as one annotated CallContext does whatever its name."""
@@ -106,6 +106,8 @@ def function_name(function: Callable[..., Any]) -> str:
 def is_async(function: Callable[..., Any]) -> bool:
     """True when calling it gives a coroutine: `async def`, also as a method, in a partial, or as an object's `__call__`."""
     inner = _target(function)
+    if isinstance(inner, KnownHandler):
+        return inner.gives_coroutine
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 

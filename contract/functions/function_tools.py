@@ -1,0 +1,111 @@
+"""A function as a tool: the decorator `tool`, for programs that run their tools themselves and for workers alike."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+from pydantic import ValidationError
+
+from contract.functions.call_context import CallHandler
+from contract.functions.call_handlers import build_function_handler
+from contract.functions.function_schemas import function_name, read_function, tool_parameters
+from contract.registry import Tool, Validator
+from contract.specs import ToolSpec
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True)
+class FunctionTool(Tool[CallHandler], Generic[P, R]):
+    """A tool made of a function. Called, it is the function itself: no schema, no limit, no context of its own."""
+
+    function: Callable[P, R] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__wrapped__", self.function)
+        object.__setattr__(self, "__name__", function_name(self.function))
+        object.__setattr__(self, "__doc__", inspect.getdoc(self.function))
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.function(*args, **kwargs)
+
+
+@overload
+def tool(function: Callable[P, R], /) -> FunctionTool[P, R]: ...
+
+
+@overload
+def tool(
+    *,
+    name: str | None = ...,
+    description: str | None = ...,
+    timeout_s: float | None = ...,
+    requires_permission: bool = ...,
+    dangerous: bool = ...,
+    read_only: bool = ...,
+    idempotent: bool = ...,
+    validators: Iterable[Validator] = ...,
+) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
+
+
+def tool(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    timeout_s: float | None = None,
+    requires_permission: bool = False,
+    dangerous: bool = False,
+    read_only: bool = False,
+    idempotent: bool = False,
+    validators: Iterable[Validator] = (),
+) -> Any:
+    """Make a tool of a function, sync or async: `@tool`, or `@tool(name=..., timeout_s=...)`.
+
+    Its type hints become the parameters' JSON Schema, its Google-style docstring their descriptions; a parameter annotated CallContext is
+    filled in and not shown. Raises TypeError, naming function and parameter, for a signature that no model could fill in.
+    """
+
+    def decorate(target: Callable[..., Any]) -> FunctionTool[..., Any]:
+        if not callable(target):
+            raise TypeError(f"@tool decorates a function, not {target!r}; its options go by name: @tool(name='search')")
+        _refuse_generators(target)
+        shape = read_function(target, name=name)
+        spec = checked_spec(
+            shape.name,
+            description=description or shape.docstring.description or f"The function {shape.name}.",
+            parameters=tool_parameters(shape),
+            timeout_s=timeout_s,
+            requires_permission=requires_permission,
+            dangerous=dangerous,
+            read_only=read_only,
+            idempotent=idempotent,
+        )
+        return FunctionTool(spec, build_function_handler(target, shape.name), tuple(validators), function=target)
+
+    return decorate if function is None else decorate(function)
+
+
+def checked_spec(name: str, **fields: Any) -> ToolSpec:
+    """The spec of a tool of a program or an operator. Raises TypeError for a name that model servers refuse, and for what no spec takes."""
+    if not _NAME.fullmatch(name):
+        sentence = (
+            "model servers take names of 1 to 64 letters (a-z, A-Z), digits, '_' and '-' only; give it such a name, as @tool(name=...) does"
+        )
+        raise TypeError(f"tool {name!r}: {sentence}")
+    try:
+        return ToolSpec(name=name, pool="local", **fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        raise TypeError(f"tool '{name}': {first['loc'][0]}: {first['msg']}") from error
+
+
+def _refuse_generators(function: Callable[..., Any]) -> None:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"tool '{function_name(function)}': it is a generator: return the whole result instead of yielding parts")

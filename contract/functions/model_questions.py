@@ -1,0 +1,78 @@
+"""What a tool in a worker asks the model of its caller, and what comes back, as they travel beside the call."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, JsonValue, ValidationError
+
+from contract.calls import MAX_TIMEOUT_S, Record
+from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
+from contract.functions.completions import Completion, Usage
+
+MAX_MESSAGES = 1000
+MAX_QUESTIONS = 20
+"""How often one call may ask; as many as a tool in the caller's own process."""
+
+
+class ModelQuestion(Record):
+    """One request. `number` counts the questions of a call from 1; `messages` in the OpenAI wire shape; `max_tokens` bounds the reply."""
+
+    number: int = Field(ge=1, le=MAX_QUESTIONS)
+    messages: tuple[dict[str, JsonValue], ...] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int | None = Field(default=None, ge=1)
+    timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
+
+
+class ModelAnswer(Record):
+    """The one answer to a question: a completion, or why there is none."""
+
+    number: int
+    text: str = ""
+    prompt_tokens: int = Field(default=0, ge=0)
+    completion_tokens: int = Field(default=0, ge=0)
+    finish_reason: str | None = None
+    error: str | None = None
+    error_code: ErrorCode | None = None
+
+    @classmethod
+    def of(cls, number: int, completion: Completion) -> "ModelAnswer":
+        usage = completion.usage
+        return cls(
+            number=number,
+            # Half a surrogate pair is no text that could travel.
+            text=completion.text.encode("utf-8", "replace").decode(),
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            finish_reason=completion.finish_reason,
+        )
+
+    @classmethod
+    def refused(cls, number: int, code: ErrorCode, error: str) -> "ModelAnswer":
+        return cls(number=number, error=error[:4096].encode("utf-8", "replace").decode(), error_code=code)
+
+    def completion(self) -> Completion:
+        """What was answered. Raises ToolFailure when that is an error."""
+        if self.error_code is not None:
+            raise ToolFailure(self.error_code, self.error or "the model did not answer")
+        return Completion(self.text, Usage(self.prompt_tokens, self.completion_tokens), self.finish_reason)
+
+
+def parse_question(payload: Mapping[str, Any]) -> ModelQuestion:
+    """Raises EnvelopeRefused for what is no question."""
+    try:
+        return ModelQuestion.model_validate(payload)
+    except ValidationError as error:
+        raise EnvelopeRefused(f"not a question for a model: {_first_complaint(error)}") from error
+
+
+def parse_answer(payload: Mapping[str, Any]) -> ModelAnswer:
+    """Raises EnvelopeRefused for what is no answer."""
+    try:
+        return ModelAnswer.model_validate(payload)
+    except ValidationError as error:
+        raise EnvelopeRefused(f"not a model's answer: {_first_complaint(error)}") from error
+
+
+def _first_complaint(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"

@@ -1,0 +1,127 @@
+"""What every session state keeps to, in memory or in Redis."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.functions.session_state import MAX_VALUE_BYTES, SessionState
+from orchestrator.functions.session_state import MemoryState
+from tests.conftest import RedisProcess
+from workers.custom.state import StateStore
+
+Open = Callable[..., SessionState]
+
+
+@pytest.fixture(params=["memory", "redis"])
+def open_state(request: pytest.FixtureRequest) -> Iterator[Open]:
+    """Opens states; those in Redis are all of one session."""
+    if request.param == "memory":
+        yield MemoryState
+        return
+    server: RedisProcess = request.getfixturevalue("redis_server")
+    with server.client() as client:
+        yield lambda **limits: StateStore(client, "test", **limits).open("acme", "s1")
+
+
+async def refusal(state: SessionState, key: Any, value: Any) -> ToolFailure:
+    with pytest.raises(ToolFailure) as refused:
+        await state.set(key, value)
+    return refused.value
+
+
+async def test_what_was_set_is_got_and_an_absent_key_gives_the_default(open_state: Open) -> None:
+    state = open_state()
+    await state.set("a", {"n": [1, None, "读"]})
+    assert await state.get("a") == {"n": [1, None, "读"]}
+    assert (await state.get("b"), await state.get("b", 5)) == (None, 5)
+    assert await state.items() == {"a": {"n": [1, None, "读"]}}
+
+
+async def test_a_new_state_is_empty_and_keys_may_be_any_text(open_state: Open) -> None:
+    state = open_state()
+    assert await state.items() == {}
+    for key in ("size", "=", "a b", "读", "\n", "x" * 256):
+        await state.set(key, key)
+    assert await state.items() == {key: key for key in ("size", "=", "a b", "读", "\n", "x" * 256)}
+
+
+async def test_changing_what_was_got_changes_nothing(open_state: Open) -> None:
+    state = open_state()
+    await state.set("a", [1])
+    (await state.get("a")).append(2)
+    default: list[int] = []
+    (await state.get("absent", default)).append(1)
+    assert (await state.get("a"), default) == ([1], [])
+
+
+async def test_an_update_gives_the_new_value_and_none_stands_for_an_absent_one(open_state: Open) -> None:
+    assert await open_state().update("a", lambda old: [old, 1]) == [None, 1]
+
+
+async def test_updates_by_many_tasks_lose_nothing(open_state: Open) -> None:
+    state = open_state()
+
+    async def add(value: Any) -> int:
+        await asyncio.sleep(0)
+        return (value or 0) + 1
+
+    await asyncio.gather(*(state.update("n", add) for _ in range(20)))
+    assert await state.get("n") == 20
+
+
+async def test_an_update_that_fails_changes_nothing(open_state: Open) -> None:
+    state = open_state()
+    await state.set("n", 1)
+    with pytest.raises(ZeroDivisionError):
+        await state.update("n", lambda n: n // 0)
+    assert await state.get("n") == 1
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, float("nan"), b"x", "\ud800"], ids=ascii)
+async def test_what_is_no_json_is_refused_and_the_old_value_stays(open_state: Open, value: Any) -> None:
+    state = open_state()
+    await state.set("a", 1)
+    failure = await refusal(state, "a", value)
+    assert (failure.code, "'a'" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
+    assert await state.get("a") == 1
+
+
+@pytest.mark.parametrize("key", ["", "x" * 257, 5, "\ud800"], ids=ascii)
+async def test_a_key_is_a_short_text(open_state: Open, key: Any) -> None:
+    state = open_state()
+    await state.set("5", "text")
+    assert (await refusal(state, key, 1)).code is ErrorCode.INVALID_ARGUMENTS
+    assert await state.get(key, "nothing") == "nothing"
+
+
+async def test_a_value_beyond_the_limit_is_refused_with_both_sizes(open_state: Open) -> None:
+    state = open_state()
+    await state.set("fits", "x" * (MAX_VALUE_BYTES - 2))
+    failure = await refusal(state, "large", "x" * (MAX_VALUE_BYTES - 1))
+    assert failure.code is ErrorCode.NO_SPACE
+    assert str(MAX_VALUE_BYTES) in failure.message
+    assert str(MAX_VALUE_BYTES + 1) in failure.message
+
+
+async def test_the_whole_state_is_bounded_and_replacing_frees_room(open_state: Open) -> None:
+    state = open_state(max_state_bytes=1000)
+    await state.set("a", "读" * 200)
+    failure = await refusal(state, "b", "x" * 600)
+    assert (failure.code, "1206" in failure.message) == (ErrorCode.NO_SPACE, True)
+    with pytest.raises(ToolFailure):
+        await state.update("b", lambda _: "x" * 600)
+    await state.set("a", "x")
+    await state.set("b", "x" * 600)
+    await state.set("b", "x" * 993)
+    assert (await refusal(state, "c", 1)).code is ErrorCode.NO_SPACE
+
+
+async def test_the_last_byte_that_fits_is_taken(open_state: Open) -> None:
+    state = open_state(max_state_bytes=10)
+    await state.set("a", "x" * 7)
+    assert (await refusal(state, "b", 1)).code is ErrorCode.NO_SPACE
+    await state.set("a", "y" * 7)
+    assert await state.items() == {"a": "y" * 7}

@@ -1,0 +1,256 @@
+"""The example package of docs/custom-tools.md, installed and served by a real worker beside the stack: state, configuration, model, limits."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.errors import ErrorCode
+from contract.names import catalog_key
+from orchestrator.approvals import AutoApprover
+from orchestrator.client import ToolClient
+from orchestrator.dispatcher import Terms
+from orchestrator.models.scripted import Calls, Raw, ScriptedModel
+from orchestrator.sessions import Session
+from tests.stack import ROOT, Stack, children_of, end_process, eventually, wait_until
+
+pytestmark = pytest.mark.stack
+
+EXAMPLE = ROOT / "examples" / "order_tools"
+PROBES = '''
+"""What no example shows: tools that misbehave."""
+
+import asyncio, os, time
+
+from contract.functions import CallContext, tool
+
+
+@tool
+def where_am_i() -> int:
+    """The process."""
+    return os.getpid()
+
+
+@tool
+def count(context: CallContext, times: int) -> int:
+    """Counts in the session's state."""
+    for _ in range(times):
+        n = context.wait(context.state.update("n", lambda n: (n or 0) + 1))
+    return n
+
+
+@tool
+async def sleep_async(seconds: float) -> None:
+    """Sleeps on the loop."""
+    await asyncio.sleep(seconds)
+
+
+@tool
+def sleep(seconds: float) -> None:
+    """Sleeps, and takes no for an answer to exceptions only."""
+    try:
+        time.sleep(seconds)
+    except Exception:
+        time.sleep(seconds)
+
+
+@tool
+def leave() -> None:
+    """Ends the process, as far as Python lets it."""
+    raise SystemExit(1)
+
+
+@tool
+def flood() -> str:
+    """Writes much."""
+    return "line\\n" * 100_000
+
+
+@tool
+async def ask_often(context: CallContext, times: int) -> list[str]:
+    """Asks the model at once."""
+    return [completion.text for completion in await asyncio.gather(*(context.require_model().complete(f"q{n}") for n in range(times)))]
+'''
+
+
+@dataclass
+class Desk:
+    """A worker of operators' tools beside the shared stack."""
+
+    worker: "subprocess.Popen[bytes]"
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def desk(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    place = tmp_path_factory.mktemp("desk")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", str(place)]
+    subprocess.run([*install, str(EXAMPLE)], check=True, timeout=60, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    (place / "probe_tools.py").write_text(PROBES)
+    settings = {
+        "PYTHONPATH": str(place),
+        "TOOLCREW_REDIS_URL": stack.redis_url,
+        "TOOLCREW_WORKER_KIND": "web",
+        "TOOLCREW_WORKER_QUEUES": '["pool.tools"]',
+        "TOOLCREW_TOOL_MODULES": '["probe_tools"]',
+        "TOOLCREW_TOOL_CONFIG": '{"currency": "JPY"}',
+        "TOOLCREW_HOST": "desk",
+        "TOOLCREW_CONCURRENCY": "2",
+    }
+    log, key = place / "worker.log", catalog_key("default", "tools")
+    with log.open("wb") as out, stack.open_redis() as store:
+        worker = subprocess.Popen([sys.executable, "-m", "workers"], env=stack.footprint.environment(settings), stdout=out, stderr=out)
+        try:
+            wait_until(lambda: store.exists(key) or worker.poll() is not None, 60, "the worker is ready")
+            assert worker.poll() is None, log.read_text()
+            yield Desk(worker, log)
+        finally:
+            end_process(worker)
+            # Who comes next on this stack finds it as it was.
+            store.delete(key)
+
+
+@pytest.fixture
+async def fresh_client(stack: Stack, desk: Desk) -> Any:
+    """A client that has not read the catalog before the desk was open."""
+    async with ToolClient.connect(stack.redis_url, approver=AutoApprover()) as connected:
+        yield connected
+
+
+@pytest.fixture
+async def shop(fresh_client: ToolClient) -> Any:
+    async with await fresh_client.open_session() as opened:
+        yield opened
+
+
+async def call(session: Session, name: str, timeout_s: float | None = None, **arguments: Any) -> Any:
+    result = await session.call(name, arguments, timeout_s=timeout_s)
+    assert result.success, result.error
+    return json.loads(result.output or "null")
+
+
+async def test_an_installed_package_serves_its_tools_and_a_session_remembers(fresh_client: ToolClient, shop: Session) -> None:
+    specs = {spec.name: spec for spec in await fresh_client.tools()}
+    assert {"add_to_basket", "quote_basket", "place_order", "word_thanks", "where_am_i", "bash_tool"} <= specs.keys()
+    assert (specs["place_order"].requires_permission, specs["quote_basket"].timeout_s) == (True, 5)
+    await call(shop, "add_to_basket", article="lamp", pieces=2)
+    assert await call(shop, "add_to_basket", article="chair") == {"lamp": 2, "chair": 1}
+    assert await call(shop, "quote_basket") == {"total": 170.0, "currency": "JPY"}
+    async with await fresh_client.open_session() as other:
+        assert (await call(other, "quote_basket"))["total"] == 0
+
+
+async def test_arguments_are_checked_as_the_function_declares_them(shop: Session) -> None:
+    wrong = await shop.call("place_order", {"address": {"street": "Hauptstr. 1", "city": "Bonn", "country": "XX"}})
+    blank = await shop.call("place_order", {"address": {"street": " ", "city": "Bonn"}})
+    assert (wrong.error_code, "address.country" in str(wrong.error)) == (ErrorCode.INVALID_ARGUMENTS, True)
+    assert (blank.error_code, blank.error) == (ErrorCode.INVALID_ARGUMENTS, "place_order: give the street, with a number")
+
+
+async def test_the_callers_configuration_arrives_under_the_operators(shop: Session) -> None:
+    result = await shop.call("quote_basket", {}, terms=Terms(config={"currency": "USD"}))
+    assert '"currency": "JPY"' in str(result.output)
+
+
+async def test_what_a_tool_prints_is_in_the_workers_log(desk: Desk, shop: Session) -> None:
+    await call(shop, "quote_basket")
+    await eventually(lambda: "quoting 0 articles" in desk.log.read_text(), 5, "the print is logged")
+
+
+async def test_processes_of_the_pool_count_together_and_lose_nothing(shop: Session) -> None:
+    await asyncio.gather(*(call(shop, "count", times=10) for _ in range(4)))
+    assert await call(shop, "count", times=1) == 41
+
+
+async def test_a_tool_asks_the_model_of_the_run_and_the_run_pays(fresh_client: ToolClient) -> None:
+    counted = {"choices": [], "usage": {"prompt_tokens": 7000, "completion_tokens": 3000}}
+
+    def reply(messages: list[Any]) -> Any:
+        words = str(messages[-1]["content"])
+        if words.startswith("Thank"):
+            return Raw([{"choices": [{"delta": {"content": f"<{words}>"}}]}, counted])
+        return words if messages[-1]["role"] == "tool" else Calls([("word_thanks", {"customer": "Ada"})])
+
+    result = await fresh_client.run("Say thanks to Ada.", model=ScriptedModel(reply), dialect="native", tools=["word_thanks"])
+    assert result.answer == "<Thank Ada for an order, in one friendly sentence.>"
+    assert 7000 < result.usage.prompt_tokens < 8000
+    assert 3000 < result.usage.completion_tokens < 4000
+
+
+async def test_several_questions_of_one_call_are_answered_each(fresh_client: ToolClient) -> None:
+    def reply(messages: list[Any]) -> Any:
+        words = str(messages[-1]["content"])
+        if words.startswith("q"):
+            return f"a{words[1:]}"
+        return words if messages[-1]["role"] == "tool" else Calls([("ask_often", {"times": 5})])
+
+    result = await fresh_client.run("Ask.", model=ScriptedModel(reply), dialect="native", tools=["ask_often"])
+    assert json.loads(result.answer) == [f"a{n}" for n in range(5)]
+
+
+async def test_a_call_whose_caller_has_no_model_is_told_so(shop: Session) -> None:
+    none = await shop.call("word_thanks", {"customer": "Ada"})
+    assert (none.error_code, "its caller has none" in str(none.error)) == (ErrorCode.CONFIG_MISSING, True)
+    # One that names a model and hears no questions.
+    deaf = await shop.call("word_thanks", {"customer": "Ada"}, terms=Terms(model="named"))
+    assert (deaf.error_code, "nobody answers" in str(deaf.error)) == (ErrorCode.CONFIG_MISSING, True)
+
+
+@pytest.mark.parametrize("name", ["sleep", "sleep_async"])
+async def test_a_tool_is_stopped_at_its_limit_and_the_next_call_works(shop: Session, name: str) -> None:
+    result = await shop.call(name, {"seconds": 30}, timeout_s=1)
+    assert (result.error_code, "limit of 1 s" in str(result.error)) == (ErrorCode.TIMEOUT, True)
+    assert await call(shop, "where_am_i") > 0
+
+
+async def test_a_tool_that_leaves_costs_its_call_and_not_the_worker(desk: Desk, shop: Session) -> None:
+    before = set(children_of(desk.worker.pid))
+    result = await shop.call("leave", {})
+    assert (result.error_code, result.error) == (ErrorCode.INTERNAL, "SystemExit: 1")
+    assert set(children_of(desk.worker.pid)) == before
+
+
+async def test_long_output_comes_cut_with_what_is_missing_said(shop: Session) -> None:
+    result = await shop.call("flood", {})
+    assert result.truncated
+    assert str(result.output).endswith("to see the rest call flood for less at a time]")
+
+
+def test_a_broken_package_stops_the_start_with_its_name(stack: Stack, tmp_path: Path) -> None:
+    (tmp_path / "broken_tools.py").write_text("import surely_not_there\n")
+    settings = {
+        "PYTHONPATH": str(tmp_path),
+        "TOOLCREW_REDIS_URL": stack.redis_url,
+        "TOOLCREW_WORKER_KIND": "web",
+        "TOOLCREW_TOOL_MODULES": '["broken_tools"]',
+    }
+    ended = subprocess.run(
+        [sys.executable, "-m", "workers"],
+        env=stack.footprint.environment(settings),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "worker: the module 'broken_tools' of TOOLCREW_TOOL_MODULES cannot be loaded: ModuleNotFoundError" in ended.stderr
+
+
+def test_the_example_passes_its_own_tests() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLE)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLE / "tests")]
+    ended = subprocess.run(command, env=environment, cwd=EXAMPLE, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stdout
+
+
+def test_the_document_shows_the_example_as_it_is() -> None:
+    words = (ROOT / "docs" / "custom-tools.md").read_text()
+    assert (EXAMPLE / "order_tools.py").read_text().strip() in words
+    assert (EXAMPLE / "pyproject.toml").read_text().strip() in words

@@ -1,0 +1,112 @@
+"""Rows S4-34 to S4-37 of the scenarios: what the tool system leaves out on purpose, told as what happens instead."""
+
+import asyncio
+import dataclasses
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from contract.errors import ConfigError, ErrorCode
+from contract.functions import CallContext, tool
+from orchestrator import Agent, LocalTools, as_tool
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.models.scripted import Calls, ScriptedModel
+from tests.builders import build_call, build_context
+from tests.fakes import MemoryBlobs, MemoryLedger
+from workers.custom.calls import CustomCalls
+from workers.custom.loading import load_custom_tools
+from workers.executor import Executor
+from workers.tools.base import WorkerRegistry, WorkerTool
+
+
+class McpServer:
+    """What programs of the Model Context Protocol connect to: it lists tools when it is asked."""
+
+    name = "files"
+    asked = False
+
+    async def list_tools(self) -> list[dict[str, Any]]:
+        self.asked = True
+        return [{"name": "read", "description": "Reads.", "inputSchema": {"type": "object"}}]
+
+
+SERVER = McpServer()
+
+
+def test_s4_34_servers_of_tools_are_not_asked_neither_by_a_program_nor_by_a_worker() -> None:
+    for value in (SERVER, {"type": "mcp", "server_url": "https://tools.example"}):
+        with pytest.raises(TypeError):
+            as_tool(value)
+    point = EntryPoint("server", f"{__name__}:SERVER", "toolcrew.tools")
+    with pytest.raises(ConfigError, match="gives a McpServer: give a tool, a function"):
+        load_custom_tools(find_entry_points=lambda: [point])
+    assert not SERVER.asked
+
+
+async def test_s4_35_no_result_is_cached_the_same_call_runs_again() -> None:
+    runs: list[str] = []
+
+    @tool(read_only=True, idempotent=True)
+    def look(place: str) -> int:
+        runs.append(place)
+        return len(runs)
+
+    tools = LocalTools([look])
+    worker = Executor(
+        WorkerRegistry([WorkerTool(look.spec, CustomCalls({}, None).build_handler(look))]),
+        None,
+        MemoryLedger(),
+        MemoryBlobs(),
+        {"host": "h1"},
+    )
+    local = [await tools.run_call(build_call("look", call_id=call_id, place="here")) for call_id in ("a", "b")]
+    served = [worker.execute(build_call("look", call_id=call_id, place="here"), build_context()) for call_id in ("a", "b")]
+    assert [result.output for result in [*local, *served]] == ["1", "2", "3", "4"]
+    # Nor is a repetition of one call answered from memory: it is refused.
+    assert worker.execute(build_call("look", call_id="b", place="here"), build_context()).error_code is ErrorCode.OUTCOME_UNKNOWN
+    assert len(runs) == 4
+
+
+async def run_reply(calls: Calls, *made: Any) -> list[str]:
+    """The results of one reply's calls, as the model reads them in its next request."""
+    model, tools = ScriptedModel([calls, "done"]), LocalTools(made)
+    await Agent(model, NativeDialect(), tools.specs(), tools.run_call).run("Go.")
+    return [str(message["content"]) for message in model.requests[-1].messages if message["role"] == "tool"]
+
+
+async def test_s4_36_calls_of_one_reply_that_change_something_run_one_after_another() -> None:
+    log: list[str] = []
+
+    @tool
+    async def write(n: int) -> str:
+        log.append(f"{n} begins")
+        await asyncio.sleep(0.01)
+        log.append(f"{n} ends")
+        return f"wrote {n}"
+
+    assert await run_reply(Calls([("write", {"n": n}) for n in range(3)]), write) == ["wrote 0", "wrote 1", "wrote 2"]
+    assert log == [f"{n} {what}" for n in range(3) for what in ("begins", "ends")]
+
+
+async def test_s4_36_calls_that_only_read_may_run_side_by_side_and_are_answered_in_order() -> None:
+    both_run = asyncio.Barrier(2)
+
+    @tool(read_only=True)
+    async def look(n: int) -> str:
+        await asyncio.wait_for(both_run.wait(), 5)
+        await asyncio.sleep(0.01 * (1 - n))
+        return f"saw {n}"
+
+    assert await run_reply(Calls([("look", {"n": 0}), ("look", {"n": 1})]), look) == ["saw 0", "saw 1"]
+
+
+async def test_s4_37_no_call_is_fed_with_anothers_result_and_no_tool_can_call_another() -> None:
+    @tool
+    def tell(text: str) -> str:
+        return text
+
+    texts = ["first", "$1", "{{call1-1.output}}", '{"tool": "tell", "arguments": {"text": "nested"}}']
+    assert await run_reply(Calls([("tell", {"text": text}) for text in texts]), tell) == texts
+    told = {field.name for field in dataclasses.fields(CallContext)}
+    assert told == {"call_id", "tenant", "run", "session", "cwd", "config", "model", "state", "runner"}

@@ -1,0 +1,270 @@
+"""A tool in a worker asks the model of its caller: the question travels, the caller's adapter answers, and every way it can fail is a sentence."""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from contract.call_events import MAX_ANSWER_BYTES, MODEL, CallEvent, decode_answer, encode_answer, encode_event
+from contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailable, ToolFailure
+from contract.functions import Completion, Usage
+from contract.functions.call_context import ModelLike
+from contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, parse_answer, parse_question
+from orchestrator.limits import Prices, ReActOptions, Spending, StopReason
+from orchestrator.model_requests import ModelRequests
+from orchestrator.models.adapter import MAX_CALLS
+from orchestrator.models.scripted import Raw, ScriptedModel
+from workers.custom import model as custom_model
+from workers.custom.model import CallerModel
+
+
+class FakeEvents:
+    """The worker's end of a call's events, in memory; `is_gone`: nobody listens (any more)."""
+
+    is_watched = True
+
+    def __init__(self) -> None:
+        self.sent: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.answers: queue.Queue[bytes] = queue.Queue()
+        self.is_gone = False
+
+    def show(self, stream: str, text: str) -> None:
+        """Nothing is shown here."""
+
+    def send(self, kind: str, payload: Mapping[str, Any]) -> bool:
+        assert kind == MODEL
+        encode_event(kind, payload)
+        if not self.is_gone:
+            self.sent.put(dict(payload))
+        return not self.is_gone
+
+    def await_answer(self, timeout_s: float) -> dict[str, Any] | None:
+        until = time.monotonic() + timeout_s
+        while not self.is_gone and time.monotonic() < until:
+            try:
+                return decode_answer(self.answers.get(timeout=0.01))
+            except queue.Empty:
+                continue
+        return None
+
+    def close(self) -> int:
+        return 0
+
+    def answer(self, payload: Mapping[str, Any]) -> None:
+        self.answers.put(encode_answer(payload))
+
+
+class FakeHeardCall:
+    """The caller's end."""
+
+    call_id = "call-1"
+
+    def __init__(self, events: FakeEvents) -> None:
+        self._events = events
+
+    async def answer(self, payload: Mapping[str, Any]) -> None:
+        self._events.answer(payload)
+
+
+class Bridge:
+    """Both ends in one process: `serve` answers `count` questions by the run's model."""
+
+    def __init__(self, script: Any) -> None:
+        self.events = FakeEvents()
+        self.script = ScriptedModel(script)
+        self.requests = ModelRequests(self.script)
+        self.model = CallerModel("scripted", self.events)
+
+    async def serve(self, count: int = 1) -> None:
+        handle = self.requests.open_call()
+        for _ in range(count):
+            payload = await asyncio.to_thread(self.events.sent.get, True, 5)
+            given = handle(CallEvent(kind=MODEL, payload=payload), FakeHeardCall(self.events))  # type: ignore[arg-type]
+            assert given is not None
+            await given
+
+    async def ask(self, prompt: Any = "What now?", **options: Any) -> Completion:
+        serving = asyncio.create_task(self.serve())
+        try:
+            return await self.model.complete(prompt, **options)
+        finally:
+            await serving
+
+
+async def refusal(asking: Any) -> ToolFailure:
+    with pytest.raises(ToolFailure) as failed:
+        await asking
+    return failed.value
+
+
+async def test_a_prompt_is_answered_by_the_callers_model() -> None:
+    bridge = Bridge(lambda messages: f"You said: {messages[-1]['content']}")
+    assert isinstance(bridge.model, ModelLike)
+    completion = await bridge.ask("读 this")
+    assert (completion.text, bridge.model.name) == ("You said: 读 this", "scripted")
+
+
+async def test_messages_and_the_bound_of_the_reply_arrive_as_they_were_given() -> None:
+    bridge = Bridge(lambda _: "ok")
+
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    await bridge.ask(messages, max_tokens=7)
+    (request,) = bridge.script.requests
+    assert (request.messages, request.tools, request.extra) == (messages, [], {"max_tokens": 7})
+
+
+async def test_several_questions_may_be_open_and_each_gets_its_own_answer() -> None:
+    bridge = Bridge(lambda messages: str(messages[-1]["content"]))
+    serving = asyncio.create_task(bridge.serve(5))
+    completions = await asyncio.gather(*(bridge.model.complete(f"q{n}") for n in range(5)))
+    await serving
+    assert [completion.text for completion in completions] == [f"q{n}" for n in range(5)]
+
+
+async def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one() -> None:
+    events = FakeEvents()
+    model = CallerModel("slow", events)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await model.complete("first")
+    events.answer(ModelAnswer(number=1, text="late").model_dump(mode="json"))
+    events.answer(ModelAnswer(number=2, text="in time").model_dump(mode="json"))
+    assert (await model.complete("second")).text == "in time"
+
+
+async def test_a_model_that_takes_too_long_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(custom_model, "MARGIN_S", 0.0)
+    failure = await refusal(CallerModel("slow", FakeEvents()).complete("?", timeout_s=0.05))
+    assert (failure.code, "did not answer in 0.05 s" in failure.message) == (ErrorCode.TIMEOUT, True)
+
+
+async def test_where_nobody_listens_a_question_is_refused_at_once() -> None:
+    events = FakeEvents()
+    events.is_gone = True
+    failure = await refusal(CallerModel("none", events).complete("?"))
+    assert (failure.code, "nobody answers" in failure.message) == (ErrorCode.CONFIG_MISSING, True)
+
+
+async def test_a_caller_that_goes_away_meanwhile_does_not_keep_the_tool_waiting() -> None:
+    events = FakeEvents()
+    asking = asyncio.create_task(CallerModel("gone", events).complete("?"))
+    await asyncio.to_thread(events.sent.get, True, 5)
+    events.is_gone = True
+    assert "is gone" in (await refusal(asking)).message
+
+
+async def test_a_call_may_ask_so_often_and_no_more() -> None:
+    assert MAX_QUESTIONS == MAX_CALLS
+    bridge = Bridge(lambda _: "ok")
+    for _ in range(MAX_QUESTIONS):
+        await bridge.ask()
+    failure = await refusal(bridge.model.complete("?"))
+    assert (failure.code, "20 times" in failure.message) == (ErrorCode.PERMISSION_DENIED, True)
+    assert bridge.events.sent.empty()
+
+
+async def test_a_worker_that_does_not_count_is_counted_by_the_caller() -> None:
+    requests, events = ModelRequests(ScriptedModel(lambda _: "ok")), FakeEvents()
+    handle = requests.open_call()
+    question = {"number": 1, "messages": [{"role": "user", "content": "?"}], "timeout_s": 5}
+    for _ in range(MAX_CALLS + 1):
+        given = handle(CallEvent(kind=MODEL, payload=question), FakeHeardCall(events))  # type: ignore[arg-type]
+        assert given is not None
+        await given
+    answers = [parse_answer(decode_answer(events.answers.get())) for _ in range(MAX_CALLS + 1)]
+    assert [answer.error_code for answer in answers] == [None] * MAX_CALLS + [ErrorCode.PERMISSION_DENIED]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        ([], {}),
+        ([{"content": object()}], {}),
+        ("?", {"timeout_s": 0}),
+        ("?", {"max_tokens": 0}),
+        ("?", {"timeout_s": 10_000}),
+        ("x" * 300_000, {}),
+    ],
+    ids=["no message", "no json", "no time", "no tokens", "too much time", "too large"],
+)
+async def test_what_cannot_be_asked_is_refused_before_it_is_sent(prompt: Any, options: dict[str, Any]) -> None:
+    events = FakeEvents()
+    failure = await refusal(CallerModel("m", events).complete(prompt, **options))
+    assert (failure.code, "cannot be asked this" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
+    assert events.sent.empty()
+
+
+async def test_a_reply_too_large_to_send_is_told_instead() -> None:
+    failure = await refusal(Bridge(lambda _: "x" * (MAX_ANSWER_BYTES + 1)).ask())
+    assert (failure.code, "ask for less" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
+
+
+async def test_a_model_that_cannot_be_asked_is_an_error_of_the_tools_not_the_end_of_it() -> None:
+    def fail(_: Any) -> str:
+        raise ModelUnavailable("the endpoint refuses the key")
+
+    failure = await refusal(Bridge(fail).ask())
+    assert (failure.code, failure.message) == (ErrorCode.NETWORK_ERROR, "the endpoint refuses the key")
+
+
+async def test_a_bug_of_the_model_is_told_at_once_instead_of_keeping_the_tool_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    failure = await refusal(Bridge(lambda _: 1 / 0).ask())
+    assert (failure.code, failure.message) == (ErrorCode.INTERNAL, "the caller's model failed (ZeroDivisionError)")
+    assert "model_question_failed" in caplog.text
+
+
+async def test_nonsense_for_an_answer_is_logged_and_the_next_answer_read() -> None:
+    events = FakeEvents()
+    events.answers.put(b"[]")
+    events.answer({"number": "x"})
+    events.answer(ModelAnswer(number=7, text="nobody's").model_dump(mode="json"))
+    events.answer(ModelAnswer(number=1, text="mine").model_dump(mode="json"))
+    with capture_logs() as logs:
+        assert (await CallerModel("m", events).complete("?")).text == "mine"
+    assert [entry["event"] for entry in logs] == ["model_answer_refused"] * 2
+
+
+async def test_nonsense_for_a_question_is_logged_and_not_answered(caplog: pytest.LogCaptureFixture) -> None:
+    requests, events = ModelRequests(ScriptedModel(lambda _: "ok")), FakeEvents()
+    for payload in ({}, {"number": 1}, {"number": 10**6, "messages": [{}], "timeout_s": 1}, {"number": 1, "messages": "x", "timeout_s": 1}):
+        with pytest.raises(EnvelopeRefused):
+            parse_question(payload)
+        given = requests.open_call()(CallEvent(kind=MODEL, payload=payload), FakeHeardCall(events))  # type: ignore[arg-type]
+        assert given is not None
+        await given
+        assert "model_question_refused" in caplog.text
+        caplog.clear()
+    assert events.answers.empty()
+
+
+async def test_the_tokens_of_answers_are_summed_for_the_run() -> None:
+    bridge = Bridge(
+        [Raw([{"choices": [{"delta": {"content": "ok"}}]}, {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}])]
+    )
+    assert (await bridge.ask()).usage == Usage(5, 2)
+    assert bridge.requests.usage() == Usage(5, 2)
+
+
+async def test_the_thread_that_reads_answers_ends_when_nobody_waits() -> None:
+    before = set(threading.enumerate())
+    bridge = Bridge(lambda _: "ok")
+    asking = asyncio.create_task(bridge.model.complete("?"))
+    await asyncio.sleep(0)
+    (reader,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "model-answers"]
+    await bridge.serve()
+    await asking
+    await asyncio.to_thread(reader.join, 2)
+    assert not reader.is_alive()
+
+
+def test_what_tools_had_of_the_model_counts_for_the_runs_budgets() -> None:
+    options = ReActOptions(max_tokens=100, prices=Prices(1e6, 2e6))
+    spending = Spending(options, by_tools=lambda: Usage(60, 30))
+    assert (spending.exhausted(), spending.cost) == (None, 120)
+    spending.charge(Usage(5, 5), Usage())
+    assert (spending.exhausted(), spending.counted) == (StopReason.MAX_TOKENS, Usage(65, 35))

@@ -1,0 +1,252 @@
+"""What operators' functions give, raise and print becomes one bounded outcome, and a log for the operator."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+from structlog.testing import capture_logs
+
+from contract.calls import ToolResult
+from contract.errors import ErrorCode
+from contract.functions import ToolFailure, tool
+from contract.functions.function_tools import FunctionTool
+from tests.builders import build_call, build_context
+from workers.bench import Bench
+from workers.custom import outcomes
+from workers.custom.calls import CustomCalls
+from workers.custom.outcomes import MAX_METADATA_BYTES
+from workers.tools.base import Outcome
+
+Logs = list[Any]
+
+
+@pytest.fixture(autouse=True)
+def logs() -> Iterator[Logs]:
+    with capture_logs() as entries:
+        yield entries
+
+
+def run(made: FunctionTool[..., Any]) -> Outcome:
+    return CustomCalls({}, None).build_handler(made)({}, Bench(build_call(made.name), build_context(), {}))
+
+
+# --- what becomes of results ---
+
+
+class Parcel(BaseModel):
+    id: int
+    note: str | None = None
+
+
+@dataclass
+class Verdict:
+    success: bool
+    output: str | None = None
+    error: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("plain 读", "plain 读"),
+        (None, "null"),
+        ([1, {"a": None}], '[1, {"a": null}]'),
+        (Parcel(id=1), '{"id": 1, "note": null}'),
+        ([Parcel(id=1)], '[{"id": 1, "note": null}]'),
+        (b"bytes", "bytes"),
+        ("\ud800", "?"),
+    ],
+    ids=["text", "none", "json", "a model", "models", "bytes", "half a surrogate pair"],
+)
+def test_a_value_becomes_text(value: Any, text: str) -> None:
+    @tool
+    def give() -> Any:
+        return value
+
+    outcome = run(give)
+    assert (outcome.output, outcome.error, outcome.truncated) == (text, None, False)
+
+
+def test_a_result_of_ours_or_in_its_shape_keeps_what_it_says() -> None:
+    @tool
+    def ours() -> ToolResult:
+        return ToolResult(call_id="x", name="y", success=False, error="out of stock", error_code=ErrorCode.NO_MATCH, metadata={"n": 1})
+
+    @tool
+    def alike() -> Verdict:
+        return Verdict(False, "two of three parts", "out of stock")
+
+    outcome = run(ours)
+    assert (outcome.error_code, outcome.error, outcome.metadata) == (ErrorCode.NO_MATCH, "out of stock", {"n": 1})
+    outcome = run(alike)
+    assert (outcome.error_code, outcome.error, outcome.output) == (ErrorCode.INTERNAL, "out of stock", "two of three parts")
+
+
+def test_a_result_cannot_point_at_bytes_of_others() -> None:
+    @tool
+    def forge() -> ToolResult:
+        return ToolResult(call_id="x", name="y", success=True, output="ok", blob="toolcrew:default:other:blob:x")
+
+    assert run(forge).blob is None
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("line\n" * 2001, "[Cut: 2000 of 2001 lines, 10000 of 10005 bytes; to see the rest call give for less at a time]"),
+        ("x" * 40_000, "[Cut: 1 of 1 lines, 32768 of 40000 bytes; to see the rest call give for less at a time]"),
+        ("读" * 20_000, "[Cut: 1 of 1 lines, 32766 of 60000 bytes; to see the rest call give for less at a time]"),
+        ("x" * 300_000, "[Cut: 1 of at least 1 lines, 32768 of at least 262144 bytes; to see the rest call give for less at a time]"),
+        (("y" * 99 + "\n") * 400, "[Cut: 327 of 400 lines, 32700 of 40000 bytes; to see the rest call give for less at a time]"),
+    ],
+    ids=["lines", "one line", "whole characters", "beyond a result", "whole lines"],
+)
+def test_long_output_is_cut_and_what_is_missing_is_said(text: str, told: str) -> None:
+    @tool
+    def give() -> str:
+        return text
+
+    outcome = run(give)
+    assert outcome.truncated
+    head, _, footer = str(outcome.output).rpartition("\n")
+    assert footer == told
+    assert text.startswith(head)
+
+
+@pytest.mark.parametrize("text", ["line\n" * 2000, "x" * 32768, "读" * 10_922, ""], ids=["lines", "bytes", "characters", "nothing"])
+def test_output_at_the_limit_is_whole(text: str) -> None:
+    @tool
+    def give() -> str:
+        return text
+
+    outcome = run(give)
+    assert (outcome.output, outcome.truncated) == (text, False)
+
+
+def test_metadata_is_bounded_and_its_loss_is_said() -> None:
+    @tool
+    def give() -> ToolResult:
+        return ToolResult(call_id="x", name="y", success=True, output="ok", metadata={"k": "v" * MAX_METADATA_BYTES})
+
+    assert run(give).metadata == {"metadata_dropped_bytes": MAX_METADATA_BYTES + len('{"k": ""}')}
+
+
+@given(st.text(alphabet="a读\n", max_size=60), st.integers(0, 60), st.integers(1, 6))
+def test_what_is_shown_is_the_beginning_in_whole_lines_or_characters(text: str, times: int, lines: int) -> None:
+    whole = text * times
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outcomes, "MAX_LINES", lines)
+        patch.setattr(outcomes, "MAX_OUTPUT_BYTES", 100)
+        shown, is_cut = outcomes.cut_output("give", whole)
+    if not is_cut:
+        assert shown == whole
+        return
+    head, _, footer = shown.rpartition("\n")
+    assert footer.startswith("[Cut: ")
+    assert whole.startswith(head)
+    assert (len(head.encode()) <= 100, head.count("\n") < lines) == (True, True)
+    assert whole[len(head) :].startswith("\n") or "\n" not in head
+
+
+# --- what becomes of errors ---
+
+
+def test_an_exception_is_told_without_its_traceback_and_logged_with_it(logs: Logs) -> None:
+    @tool
+    def fail() -> None:
+        raise ValueError("no such order")
+
+    outcome = run(fail)
+    assert (outcome.error_code, outcome.error) == (ErrorCode.INTERNAL, "ValueError: no such order")
+    (entry,) = logs
+    assert (entry["event"], entry["tool"], entry["call"], entry["exc_info"]) == ("custom_tool_failed", "fail", "call-1", True)
+
+
+def test_a_tool_failure_keeps_its_code_and_sentence_and_is_nobodys_bug(logs: Logs) -> None:
+    @tool
+    async def fail() -> None:
+        raise ToolFailure(ErrorCode.FILE_NOT_FOUND, "there is no order 5: list them first", near=[4, 6])
+
+    outcome = run(fail)
+    assert (outcome.error_code, outcome.metadata, logs) == (ErrorCode.FILE_NOT_FOUND, {"near": [4, 6]}, [])
+    assert outcome.error == "there is no order 5: list them first"
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even this")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (SystemExit(3), "SystemExit: 3"),
+        (asyncio.CancelledError(), "CancelledError"),
+        (Silent(), "Silent"),
+        (RecursionError("deep"), "RecursionError: deep"),
+        (ValueError("x" * 100_000), "ValueError: xxx"),
+        (StopIteration(), "StopIteration"),
+    ],
+    ids=["exit", "cancelled", "silent", "recursion", "long", "stop"],
+)
+@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+def test_whatever_is_raised_costs_one_call(error: BaseException, told: str, is_async: bool) -> None:
+    @tool
+    def plain() -> None:
+        raise error
+
+    @tool
+    async def awaited() -> None:
+        raise error
+
+    outcome = run(awaited if is_async else plain)
+    assert outcome.error_code is ErrorCode.INTERNAL
+    # A coroutine cannot raise StopIteration: Python makes it another error.
+    assert str(outcome.error).startswith(told) or isinstance(error, StopIteration)
+    assert len(str(outcome.error)) < 20_000
+
+
+def test_a_value_that_cannot_be_written_down_is_an_error_of_the_tool() -> None:
+    class Bad:
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    @tool
+    def give() -> Any:
+        return Bad()
+
+    assert run(give).error == "RuntimeError: no text"
+
+
+# --- what it prints ---
+
+
+def test_prints_go_to_the_log_with_the_call_they_belong_to(logs: Logs) -> None:
+    @tool
+    def talk() -> str:
+        print("one\ntwo")  # noqa: T201  # prints are what is tested
+        print("half", end="")  # noqa: T201  # prints are what is tested
+        return "done"
+
+    before = sys.stdout
+    assert run(talk).output == "done"
+    assert [(entry["event"], entry["text"], entry["call"]) for entry in logs] == [
+        ("tool_printed", text, "call-1") for text in ("one", "two", "half")
+    ]
+    assert sys.stdout is before
+
+
+def test_a_flood_of_prints_is_counted_instead_of_logged(logs: Logs) -> None:
+    @tool
+    def talk() -> None:
+        print("x" * 100_000)  # noqa: T201  # prints are what is tested
+
+    run(talk)
+    assert sum(len(entry["text"]) for entry in logs if entry["event"] == "tool_printed") == 64 * 1024
+    assert (logs[-1]["event"], logs[-1]["dropped_chars"]) == ("tool_printed_too_much", 100_001 - 64 * 1024)

@@ -1,0 +1,92 @@
+"""A session's state in Redis: shared by workers, kept apart by tenant, forgotten when nobody uses it, and honest when Redis is away."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.names import session_state_key
+from contract.settings import BrokerSettings
+from tests.conftest import RedisProcess, free_port
+from workers.custom.state import STATE_TTL_S, RedisState, StateStore
+
+
+@pytest.fixture
+def store(redis_server: RedisProcess) -> Iterator[StateStore]:
+    with redis_server.client() as client:
+        yield StateStore(client, "test")
+
+
+@pytest.fixture
+def states(store: StateStore) -> list[RedisState]:
+    """Three views of one session's state, as three workers have them."""
+    return [store.open("acme", "s1") for _ in range(3)]
+
+
+async def test_updates_by_several_workers_lose_nothing(states: list[RedisState]) -> None:
+    async def add_ten(state: RedisState) -> None:
+        for _ in range(10):
+            await state.update("n", lambda n: (n or 0) + 1)
+
+    # Each in a loop of its own, as in a process of its own.
+    await asyncio.gather(*(asyncio.to_thread(asyncio.run, add_ten(state)) for state in states))
+    assert await states[0].get("n") == 30
+
+
+async def test_an_update_is_computed_anew_from_what_another_worker_wrote_meanwhile(states: list[RedisState]) -> None:
+    seen = []
+
+    async def slow(old: int | None) -> int:
+        seen.append(old)
+        if len(seen) == 1:
+            await states[1].set("n", 10)
+        return (old or 0) + 1
+
+    assert (await states[0].update("n", slow), seen) == (11, [None, 10])
+
+
+async def test_a_value_that_was_set_back_still_counts_as_changed(states: list[RedisState]) -> None:
+    await states[0].set("n", 1)
+    tries = []
+
+    async def slow(old: int) -> int:
+        tries.append(old)
+        if len(tries) == 1:
+            await states[1].set("n", 2)
+            await states[1].set("n", 1)
+        return old + 1
+
+    assert (await states[0].update("n", slow), tries) == (2, [1, 1])
+
+
+async def test_sessions_and_tenants_see_nothing_of_each_other(store: StateStore, states: list[RedisState]) -> None:
+    await states[0].set("secret", "mine")
+    for other in (store.open("acme", "s2"), store.open("other", "s1")):
+        assert await other.items() == {}
+
+
+async def test_every_use_puts_off_the_day_on_which_a_state_is_forgotten(redis_server: RedisProcess, states: list[RedisState]) -> None:
+    key = session_state_key("test", "acme", "s1")
+    await states[0].set("a", 1)
+    with redis_server.client() as client:
+        for use in (states[0].get("a"), states[0].items(), states[0].update("a", lambda a: a), states[0].set("a", 2)):
+            client.expire(key, 10)
+            await use
+            assert client.ttl(key) == pytest.approx(STATE_TTL_S, abs=5)
+        assert client.keys("*") == [key.encode()]
+
+
+async def test_reading_makes_nothing(redis_server: RedisProcess, states: list[RedisState]) -> None:
+    assert await states[0].get("a") is None
+    with redis_server.client() as client:
+        assert client.keys("*") == []
+
+
+async def test_without_redis_a_tool_is_told_so_and_that_its_deeds_stay() -> None:
+    nowhere = BrokerSettings.model_validate({"redis_url": f"redis://127.0.0.1:{free_port()}/0"})
+    state = StateStore.of(nowhere).open("acme", "s1")
+    for use in (state.get("a"), state.set("a", 1), state.items(), state.update("a", lambda a: a)):
+        with pytest.raises(ToolFailure, match=r"Redis does not answer.*stays done") as failed:
+            await use
+        assert failed.value.code is ErrorCode.OUTCOME_UNKNOWN

@@ -1,0 +1,130 @@
+"""Finds operators' tools, in installed packages and named modules, and makes them ready for a worker. What is broken stops the start."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import Any, cast
+
+from jsonschema.exceptions import SchemaError
+
+from contract.errors import ConfigError
+from contract.functions.call_context import CallHandler, KnownHandler
+from contract.functions.function_tools import tool
+from contract.registry import Tool, ToolRegistry
+from workers.custom.calls import CustomCalls
+from workers.custom.state import StateStore
+from workers.tools.base import WorkerTool
+from workers.tools.builtin import build_registry
+
+ENTRY_POINT_GROUP = "toolcrew.tools"
+WEB_TOOLS = frozenset({"webfetch_tool", "websearch_tool"})
+
+FindEntryPoints = Callable[[], Collection[EntryPoint]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tool and where it came from, in words for the operator."""
+
+    tool: Tool[CallHandler]
+    source: str
+
+
+def load_custom_tools(
+    modules: Sequence[str] = (),
+    *,
+    config: Mapping[str, Any] | None = None,
+    states: StateStore | None = None,
+    find_entry_points: FindEntryPoints | None = None,
+) -> tuple[WorkerTool, ...]:
+    """The tools of every installed package with entry points in `toolcrew.tools`, then those of `modules`, as this worker runs them.
+
+    `config`: what tools find in `CallContext.config`, beside what travels with the call. `states` None: tools have no session's state.
+    Raises ConfigError, with the package or module and what to do: it cannot be imported, holds no tool, or a name is taken.
+    """
+    found = [*_from_entry_points(find_entry_points or _installed), *(one for name in modules for one in _from_module(name))]
+    calls = CustomCalls(config or {}, states)
+    return tuple(_served(one, calls) for one in _distinct(found))
+
+
+def _installed() -> Collection[EntryPoint]:
+    return entry_points(group=ENTRY_POINT_GROUP)
+
+
+def _from_entry_points(find: FindEntryPoints) -> Iterator[Found]:
+    for point in sorted(find(), key=lambda point: (point.name, point.value)):
+        package = point.dist.name if point.dist is not None else "unknown"
+        source = f"the package '{package}' (entry point '{point.name} = {point.value}')"
+        advice = "mend the package, or uninstall it from the worker's environment"
+        yield from _tools_of(_imported(point.load, source, advice), source, advice)
+
+
+def _from_module(name: str) -> Iterator[Found]:
+    source = f"the module '{name}' of TOOLCREW_TOOL_MODULES"
+    advice = "mend it, see that it lies on the worker's Python path, or take it off the list"
+    yield from _tools_of(_imported(lambda: importlib.import_module(name), source, advice), source, advice)
+
+
+def _imported(load: Callable[[], Any], source: str, advice: str) -> Any:
+    try:
+        return load()
+    except (Exception, SystemExit) as error:  # the edge: a foreign module may raise anything, and the operator must read which one did
+        raise ConfigError(f"{source} cannot be loaded: {type(error).__name__}: {error}; {advice}") from error
+
+
+def _tools_of(value: Any, source: str, advice: str) -> list[Found]:
+    """What an entry point or module gives: a tool, a function, a list of them, or a module."""
+    if isinstance(value, ModuleType):
+        values = [part for part in vars(value).values() if _is_ready(part)]
+        if not values:
+            raise ConfigError(f"{source} holds no tool: decorate a function with @tool of contract.functions; {advice}")
+    else:
+        values = list(value) if isinstance(value, list | tuple) else [value]
+        if not values:
+            raise ConfigError(f"{source} is an empty list: name a tool in it; {advice}")
+    return [Found(_as_tool(one, source, advice), source) for one in values]
+
+
+def _is_ready(value: Any) -> bool:
+    """A tool by our decorator, or of a foreign object by `orchestrator.as_tool`; not one that is made for a worker's bench."""
+    return isinstance(value, Tool) and isinstance(value.handler, KnownHandler)
+
+
+def _as_tool(value: Any, source: str, advice: str) -> Tool[CallHandler]:
+    if _is_ready(value):
+        return cast("Tool[CallHandler]", value)
+    if not inspect.isroutine(value):
+        raise ConfigError(f"{source} gives a {type(value).__name__}: give a tool, a function, a list of them, or a module; {advice}")
+    try:
+        return tool(value)
+    except TypeError as error:
+        raise ConfigError(f"{source}: {error}; {advice}") from error
+
+
+def _distinct(found: Sequence[Found]) -> Iterator[Found]:
+    """Each tool once, however often it was named. Raises ConfigError for two tools of one name, and for the names of our own."""
+    ours = {spec.name for spec in build_registry().specs()} | WEB_TOOLS
+    taken: dict[str, Found] = {}
+    for one in found:
+        name = one.tool.name
+        if name in ours:
+            raise ConfigError(f"{one.source} has a tool '{name}', which is the name of a built-in one: rename it, as @tool(name=...) does")
+        before = taken.setdefault(name, one)
+        if before is one:
+            yield one
+        elif before.tool is not one.tool:
+            raise ConfigError(f"'{name}' is the name of two tools, in {before.source} and in {one.source}: rename one, or leave one out")
+
+
+def _served(found: Found, calls: CustomCalls) -> WorkerTool:
+    ours = found.tool
+    spec = ours.spec.model_copy(update={"pool": "tools"})
+    served = WorkerTool(spec, calls.build_handler(ours), ours.validators)
+    try:
+        ToolRegistry([served])
+    except SchemaError as error:
+        raise ConfigError(f"{found.source}: tool '{spec.name}': {error.message}") from error
+    return served

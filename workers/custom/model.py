@@ -1,0 +1,157 @@
+"""The model of a call's caller, as the tool in the worker asks it: the question goes to the caller, which holds the keys, and back comes a reply."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import structlog
+from pydantic import ValidationError
+
+from contract.call_events import MODEL
+from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
+from contract.functions.completions import Completion
+from contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, ModelQuestion, parse_answer
+from workers.call_events import CallEvents
+
+log = structlog.get_logger(__name__)
+
+READ_S = 2.0
+"""How long one look for answers lasts."""
+MARGIN_S = 5.0
+"""What an answer may take on its way, beyond the time that the model has."""
+
+_GONE = "nobody answers questions to a model: the caller of this tool has none, or is gone; call it within an agent's run"
+
+
+class CallerModel:
+    """At most MAX_QUESTIONS questions a call; several may be open at once."""
+
+    def __init__(self, name: str, events: CallEvents) -> None:
+        self._name = name
+        self._events = events
+        self._answers = _Answers(events)
+        self._asked = 0
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def complete(
+        self, prompt: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, timeout_s: float = 60.0
+    ) -> Completion:
+        """The reply to a prompt, or to messages in the OpenAI wire shape. `max_tokens` bounds the reply.
+
+        Raises ToolFailure: the budget is used up, the question is too large, nobody answers, or not within `timeout_s`; and as the
+        caller's model says.
+        """
+        if self._asked >= MAX_QUESTIONS:
+            sentence = f"this tool may ask the model {MAX_QUESTIONS} times and has done so: its budget is used up"
+            raise ToolFailure(ErrorCode.PERMISSION_DENIED, sentence)
+        self._asked += 1
+        question = _question(self._asked, prompt, max_tokens, timeout_s)
+        waiting = self._answers.expect(question.number)
+        try:
+            self._send(question)
+            async with asyncio.timeout(timeout_s + MARGIN_S) as limit:
+                answer = await waiting
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise ToolFailure(
+                ErrorCode.TIMEOUT, f"the model did not answer in {timeout_s:g} s: ask for less, or give it more time"
+            ) from None
+        finally:
+            self._answers.forget(question.number)
+        return answer.completion()
+
+    def _send(self, question: ModelQuestion) -> None:
+        try:
+            is_heard = self._events.send(MODEL, question.model_dump(mode="json"))
+        except ValueError as error:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the model cannot be asked this: {error}; send a shorter prompt") from error
+        if not is_heard:
+            raise ToolFailure(ErrorCode.CONFIG_MISSING, _GONE)
+
+
+class _Answers:
+    """Reads the answers of one call in a thread while somebody waits, and hands each to whoever asked."""
+
+    def __init__(self, events: CallEvents) -> None:
+        self._events = events
+        self._lock = threading.Lock()
+        self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[ModelAnswer]]] = {}
+        self._reader: threading.Thread | None = None
+
+    def expect(self, number: int) -> "asyncio.Future[ModelAnswer]":
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[ModelAnswer] = loop.create_future()
+        with self._lock:
+            self._waiting[number] = (loop, waiting)
+            if self._reader is None or not self._reader.is_alive():
+                # Of our own and a daemon: a call that ends does not wait for it.
+                self._reader = threading.Thread(target=self._read, name="model-answers", daemon=True)
+                self._reader.start()
+        return waiting
+
+    def forget(self, number: int) -> None:
+        with self._lock:
+            self._waiting.pop(number, None)
+
+    def _read(self) -> None:
+        while self._goes_on():
+            self._read_one()
+
+    def _read_one(self) -> None:
+        started = time.monotonic()
+        try:
+            payload = self._events.await_answer(READ_S)
+            if payload is not None:
+                self._hand_over(parse_answer(payload))
+            elif time.monotonic() - started < READ_S / 2:
+                # Sooner than asked for: it knows that nobody is there.
+                self._fail_all()
+        except EnvelopeRefused as error:
+            log.error("model_answer_refused", reason=str(error))
+
+    def _goes_on(self) -> bool:
+        with self._lock:
+            if not self._waiting:
+                self._reader = None
+            return bool(self._waiting)
+
+    def _hand_over(self, answer: ModelAnswer) -> None:
+        with self._lock:
+            found = self._waiting.pop(answer.number, None)
+        if found is not None:
+            _tell(*found, answer)
+
+    def _fail_all(self) -> None:
+        with self._lock:
+            lost, self._waiting = self._waiting, {}
+        for number, found in lost.items():
+            _tell(*found, ModelAnswer.refused(number, ErrorCode.CONFIG_MISSING, _GONE))
+
+
+def _question(number: int, prompt: str | Sequence[Mapping[str, Any]], max_tokens: int | None, timeout_s: float) -> ModelQuestion:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
+    try:
+        return ModelQuestion.model_validate({"number": number, "messages": messages, "max_tokens": max_tokens, "timeout_s": timeout_s})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the model cannot be asked this: {where}: {first['msg']}") from error
+
+
+def _tell(loop: asyncio.AbstractEventLoop, waiting: "asyncio.Future[ModelAnswer]", answer: ModelAnswer) -> None:
+    try:
+        loop.call_soon_threadsafe(_resolve, waiting, answer)
+    except RuntimeError:
+        # The call has ended, and its loop with it.
+        log.info("model_answer_late", number=answer.number)
+
+
+def _resolve(waiting: "asyncio.Future[ModelAnswer]", answer: ModelAnswer) -> None:
+    if not waiting.done():
+        waiting.set_result(answer)

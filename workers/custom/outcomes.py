@@ -1,0 +1,67 @@
+"""What an operator's tool gives or raises, as the Outcome of its call: bounded, every cut said."""
+
+import json
+from typing import Any
+
+from pydantic import JsonValue
+
+from contract.calls import MAX_OUTPUT_CHARS, ToolCall, ToolResult
+from contract.errors import ErrorCode
+from contract.functions.call_outputs import build_failure, build_result
+from workers.tools.base import Outcome
+from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES
+
+MAX_METADATA_BYTES = 64 * 1024
+NEWLINE = "\n"
+
+
+def build_outcome(call: ToolCall, value: Any) -> Outcome:
+    """`value` as text, or as the result it says it is. Raises what `value`'s own methods raise."""
+    return _bounded(build_result(call, value))
+
+
+def build_error_outcome(call: ToolCall, error: BaseException) -> Outcome:
+    """What the model is told of an exception: its type and text, or the code and sentence of a ToolFailure."""
+    return _bounded(build_failure(call, error))
+
+
+def _bounded(result: ToolResult) -> Outcome:
+    output, is_cut = (None, False) if result.output is None else cut_output(result.name, result.output)
+    return Outcome(
+        output=output,
+        metadata=_bounded_metadata(result.metadata),
+        truncated=result.truncated or is_cut,
+        error=None if result.success else result.error or "the tool reported a failure",
+        error_code=None if result.success else result.error_code or ErrorCode.INTERNAL,
+    )
+
+
+def cut_output(name: str, text: str) -> tuple[str, bool]:
+    """The head of `text`, at most MAX_LINES lines and MAX_OUTPUT_BYTES bytes, with a line that says what is missing; and whether it was cut."""
+    size, lines = len(text.encode()), _count_lines(text)
+    if size <= MAX_OUTPUT_BYTES and lines <= MAX_LINES:
+        return text, False
+    head = _head(text)
+    # A text of that length has been cut before: how long it was nobody knows any more.
+    least = "at least " if len(text) >= MAX_OUTPUT_CHARS else ""
+    told = f"{_count_lines(head)} of {least}{lines} lines, {len(head.encode())} of {least}{size} bytes"
+    return f"{head.removesuffix(NEWLINE)}\n[Cut: {told}; to see the rest call {name} for less at a time]", True
+
+
+def _head(text: str) -> str:
+    """Whole lines; of a first line that is too long by itself, as many whole characters as fit."""
+    fitting = text.encode()[:MAX_OUTPUT_BYTES].decode("utf-8", "ignore")
+    lines = fitting.split(NEWLINE, MAX_LINES)
+    if len(lines) > MAX_LINES:
+        return NEWLINE.join(lines[:MAX_LINES]) + NEWLINE
+    whole, _, _ = fitting.rpartition(NEWLINE)
+    return whole + NEWLINE if whole else fitting
+
+
+def _count_lines(text: str) -> int:
+    return text.count(NEWLINE) + (not text.endswith(NEWLINE))
+
+
+def _bounded_metadata(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    size = len(json.dumps(metadata, ensure_ascii=False).encode("utf-8", "replace"))
+    return metadata if size <= MAX_METADATA_BYTES else {"metadata_dropped_bytes": size}
