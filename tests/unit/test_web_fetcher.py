@@ -1,0 +1,323 @@
+"""The way to a page over real loopback servers: what they may do wrong, what it costs, what is said."""
+
+import gzip
+import socket
+import threading
+import zlib
+from collections.abc import Iterator
+
+import pytest
+
+from contract.errors import ErrorCode, ToolFailure
+from tests.web_certificate import server_context, trusting_context
+from tests.web_servers import HASTY, QUICK, Reply, WebServer, answer, build_web, open_web_server, redirect
+from workers.web.deadlines import Deadline
+from workers.web.fetcher import Fetched
+from workers.web.limits import FetchLimits
+from workers.web.resolver import SystemResolver, parse_answers
+
+
+@pytest.fixture
+def server() -> Iterator[WebServer]:
+    with open_web_server() as opened:
+        yield opened
+
+
+def fetch(server: WebServer, path: str = "/", *, limits: FetchLimits = QUICK, total_s: float = 5.0, host: str = "site.example") -> Fetched:
+    return build_web(server, limits=limits).fetcher.fetch("acme", server.url(path, host), Deadline(total_s))
+
+
+def failure(server: WebServer, path: str = "/", **options: object) -> ToolFailure:
+    with pytest.raises(ToolFailure) as failed:
+        fetch(server, path, **options)  # type: ignore[arg-type]
+    return failed.value
+
+
+def wait_for_end(server: WebServer) -> None:
+    server.ending.wait(10)
+
+
+def drip(server: WebServer, first: bytes, piece: bytes, every_s: float = 0.02) -> Reply:
+    """A reply that sends a little again and again until its test is over."""
+
+    def reply(connection: socket.socket) -> None:
+        connection.sendall(first)
+        while not server.ending.wait(every_s):
+            connection.sendall(piece)
+
+    return reply
+
+
+def flood(server: WebServer, first: bytes, piece: bytes) -> Reply:
+    def reply(connection: socket.socket) -> None:
+        connection.sendall(first)
+        while not server.ending.is_set():
+            connection.sendall(piece)
+
+    return reply
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
+
+
+def test_a_page_comes_with_its_status_type_and_body(server: WebServer) -> None:
+    server.replies["/"] = answer("hello", content_type="text/plain; charset=utf-8")
+    fetched = fetch(server)
+    page = fetched.page
+    assert (page.status, page.phrase, page.content_type, page.body) == (200, "200 OK", "text/plain; charset=utf-8", b"hello")
+    assert (fetched.source, page.redirects, page.is_whole) == ("network", (), True)
+
+
+def test_a_request_says_what_it_must_and_nothing_of_this_machine(server: WebServer) -> None:
+    server.replies["/"] = answer("hello")
+    fetch(server)
+    names = {line.partition(":")[0].lower() for line in server.requests[0].split("\r\n")[1:]}
+    assert names == {"host", "user-agent", "accept", "accept-encoding", "connection"}
+    assert (server.header("host"), server.header("connection")) == (f"site.example:{server.port}", "close")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "packed"), [("gzip", gzip.compress(b"hello" * 100)), ("deflate", zlib.compress(b"hello" * 100)), ("", b"hello" * 100)]
+)
+def test_bodies_come_packed_chunked_or_until_the_end_of_the_connection(server: WebServer, encoding: str, packed: bytes) -> None:
+    head = HEAD + (f"content-encoding: {encoding}\r\n".encode() if encoding else b"")
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(packed[at : at + 7]), packed[at : at + 7]) for at in range(0, len(packed), 7))
+    server.replies["/chunked"] = [head, b"transfer-encoding: chunked\r\n\r\n", chunks, b"0\r\n\r\n"]
+    server.replies["/closed"] = head + b"\r\n" + packed
+    assert fetch(server, "/chunked").page.body == fetch(server, "/closed").page.body == b"hello" * 100
+
+
+def test_a_silent_server_is_given_up_after_the_first_byte_limit(server: WebServer) -> None:
+    server.replies["/"] = lambda _: wait_for_end(server)
+    failed = failure(server, limits=HASTY)
+    assert (failed.code, "sent nothing within 0.3 s" in failed.message) == (ErrorCode.TIMEOUT, True)
+
+
+@pytest.mark.parametrize(
+    ("first", "piece"),
+    [
+        (b"HTTP/1.1 200 OK\r\n", b"a: b\r\n"),
+        (HEAD + b"content-length: 9999\r\n\r\n", b"x"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n", b"1\r\nx\r\n"),
+    ],
+    ids=["headers", "body", "chunks"],
+)
+def test_a_server_that_drips_is_given_up_for_its_rate(server: WebServer, first: bytes, piece: bytes) -> None:
+    server.replies["/"] = drip(server, first, piece)
+    failed = failure(server, limits=HASTY)
+    assert (failed.code, "less than 1024 bytes/s" in failed.message) == (ErrorCode.TIMEOUT, True)
+
+
+def test_a_server_that_pauses_but_sends_enough_is_waited_for(server: WebServer) -> None:
+    big = b"x" * 100_000
+
+    def reply(connection: socket.socket) -> None:
+        connection.sendall(HEAD + b"content-length: 100001\r\n\r\n" + big)
+        server.ending.wait(HASTY.rate_window_s * 1.3)
+        connection.sendall(b"y")
+
+    server.replies["/"] = reply
+    assert fetch(server, limits=HASTY).page.body == big + b"y"
+
+
+def test_the_total_counts_even_while_bytes_come(server: WebServer) -> None:
+    server.replies["/"] = drip(server, HEAD + b"\r\n", b"x" * 4000)
+    failed = failure(server, total_s=0.5)
+    assert (failed.code, failed.metadata["limit_s"]) == (ErrorCode.TIMEOUT, 0.5)
+
+
+def test_the_total_counts_over_redirects(server: WebServer) -> None:
+    def slow_redirect(connection: socket.socket) -> None:
+        server.ending.wait(0.2)
+        connection.sendall(redirect("/"))
+
+    server.replies["/"] = slow_redirect
+    assert failure(server, total_s=0.5).code is ErrorCode.TIMEOUT
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"garbage\r\n\r\n",
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 abc OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nno colon here\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello!",
+        b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n",
+        b"HTTP/1.1 101 Switching\r\nupgrade: x\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_is_said_without_repeating_it(server: WebServer, reply: bytes) -> None:
+    server.replies["/"] = reply
+    failed = failure(server)
+    assert failed.code is ErrorCode.NETWORK_ERROR
+    assert failed.message.startswith("site.example ")
+    assert "OpenSSH" not in failed.message
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        HEAD,
+        HEAD + b"content-length: 100\r\n\r\nonly this",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n",
+        HEAD + b"content-encoding: gzip\r\n\r\n" + gzip.compress(b"hello" * 100)[:-4],
+    ],
+    ids=["nothing", "half a head", "wrong length", "no last chunk", "half a gzip"],
+)
+def test_an_answer_that_ends_too_early_is_an_error_and_not_half_a_page(server: WebServer, reply: bytes) -> None:
+    server.replies["/"] = reply
+    failed = failure(server)
+    assert (failed.code, failed.metadata["cause"]) == (ErrorCode.NETWORK_ERROR, "reset")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+        b"HTTP/1.1 200 OK\r\na: " + b"b" * 200_000 + b"\r\n\r\n",
+        b"HTTP/1.1 103 Early\r\nlink: x\r\n\r\n" * 5000,
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n0\r\n" + b"t: " + b"x" * 200_000,
+    ],
+    ids=["lines", "one line", "early hints", "trailers"],
+)
+def test_a_flood_of_headers_is_refused(server: WebServer, reply: bytes) -> None:
+    server.replies["/"] = reply
+    failed = failure(server)
+    assert (failed.code, "headers" in failed.message) == (ErrorCode.NETWORK_ERROR, True)
+
+
+@pytest.mark.parametrize(
+    ("first", "piece"),
+    [(HEAD + b"\r\n", b"x" * 65536), (HEAD + b"transfer-encoding: chunked\r\n\r\n", b"ffff\r\n" + b"x" * 0xFFFF + b"\r\n")],
+    ids=["without a length", "chunked"],
+)
+def test_an_endless_body_is_stopped_at_the_cap(server: WebServer, first: bytes, piece: bytes) -> None:
+    server.replies["/"] = flood(server, first, piece)
+    failed = failure(server, limits=FetchLimits(wire_bytes=500_000))
+    assert (failed.code, "500000 bytes came" in failed.message) == (ErrorCode.FILE_TOO_LARGE, True)
+
+
+def test_the_framing_of_tiny_chunks_counts_as_well(server: WebServer) -> None:
+    server.replies["/"] = flood(server, HEAD + b"transfer-encoding: chunked\r\n\r\n", b"1;" + b"e" * 500 + b"\r\nx\r\n")
+    assert failure(server, limits=FetchLimits(wire_bytes=200_000)).code is ErrorCode.FILE_TOO_LARGE
+
+
+def test_a_body_that_says_it_is_too_large_is_not_begun(server: WebServer) -> None:
+    server.replies["/"] = HEAD + b"content-length: 5000001\r\n\r\n"
+    assert "5000001 bytes" in failure(server).message
+
+
+def test_a_gzip_bomb_is_stopped_long_before_it_is_unpacked(server: WebServer) -> None:
+    server.replies["/"] = answer(gzip.compress(bytes(20_000_000), 9), content_encoding="gzip")
+    failed = failure(server, limits=FetchLimits())
+    assert (failed.code, "100 times" in failed.message) == (ErrorCode.FILE_TOO_LARGE, True)
+
+
+def test_of_binary_content_only_the_head_is_read(server: WebServer) -> None:
+    server.replies["/"] = flood(server, b"HTTP/1.1 200 OK\r\ncontent-type: image/png\r\ncontent-length: 99999999\r\n\r\n", b"x" * 1000)
+    page = fetch(server).page
+    assert (page.body, page.is_whole, page.told_bytes) == (b"", False, 99999999)
+
+
+def test_of_an_error_only_the_beginning_is_read(server: WebServer) -> None:
+    server.replies["/"] = flood(server, b"HTTP/1.1 500 X\r\ncontent-type: text/plain\r\n\r\n", b"x" * 1000)
+    page = fetch(server).page
+    assert (page.status, len(page.body), page.is_whole) == (500, QUICK.error_body_bytes, False)
+
+
+def test_a_closed_port_is_a_refused_connection() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        closed = WebServer(unused.getsockname()[1])
+        failed = failure(closed)
+    assert (failed.code, failed.metadata["cause"]) == (ErrorCode.NETWORK_ERROR, "refused")
+
+
+def test_a_reset_is_said(server: WebServer) -> None:
+    def reply(connection: socket.socket) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        connection.close()
+
+    server.replies["/"] = reply
+    failed = failure(server)
+    assert (failed.code, failed.metadata["cause"]) == (ErrorCode.NETWORK_ERROR, "reset")
+
+
+def test_a_name_without_an_address_is_a_dns_failure(server: WebServer) -> None:
+    with pytest.raises(ToolFailure) as failed:
+        build_web(server, hosts=["x.example"], names={}).fetcher.fetch("acme", "http://gone.example/", Deadline(1))
+    assert (failed.value.code, failed.value.metadata["cause"]) == (ErrorCode.NETWORK_ERROR, "dns")
+
+
+def test_the_next_address_is_tried_when_one_refuses(server: WebServer) -> None:
+    server.replies["/"] = answer("hello")
+    web = build_web(server, names={"site.example": [["127.0.0.2", "::1", "127.0.0.1"]]}, limits=QUICK)
+    assert web.fetcher.fetch("acme", server.url(), Deadline(5)).page.body == b"hello"
+
+
+# TLS
+
+
+def fetch_over_tls(server: WebServer, host: str = "site.example", trusted: bool = True, limits: FetchLimits = QUICK) -> bytes:
+    web = build_web(server, limits=limits, tls=trusting_context() if trusted else None)
+    return web.fetcher.fetch("acme", server.url("/", host, "https"), Deadline(5)).page.body
+
+
+def test_https_is_fetched_when_the_certificate_is_good_for_the_name() -> None:
+    with open_web_server({"/": answer("hello")}, tls=server_context()) as server:
+        assert fetch_over_tls(server) == b"hello"
+
+
+@pytest.mark.parametrize(("host", "trusted"), [("other.example", True), ("site.example", False)], ids=["another name", "unknown authority"])
+def test_a_certificate_for_another_name_or_of_nobody_is_refused(host: str, trusted: bool) -> None:
+    with open_web_server({"/": answer("hello")}, tls=server_context()) as server:
+        with pytest.raises(ToolFailure) as failed:
+            fetch_over_tls(server, host, trusted)
+        assert (failed.value.code, failed.value.metadata["cause"]) == (ErrorCode.NETWORK_ERROR, "tls")
+        assert not server.requests
+
+
+def test_a_server_that_does_not_answer_the_tls_greeting_is_given_up(server: WebServer) -> None:
+    with pytest.raises(ToolFailure) as failed:
+        fetch_over_tls(server, limits=HASTY)
+    assert (failed.value.code, "TLS greeting" in failed.value.message) == (ErrorCode.TIMEOUT, True)
+
+
+# The system's resolver
+
+
+def test_the_systems_resolver_gives_addresses_of_a_name_it_knows() -> None:
+    assert {str(address) for address in SystemResolver().resolve("localhost", Deadline(5), 3)} <= {"127.0.0.1", "::1"}
+
+
+def test_a_name_server_that_does_not_answer_costs_its_limit_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    def silent(*_: object, **__: object) -> list[object]:
+        released.wait(10)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    resolver = SystemResolver()
+    for _ in range(2):
+        with pytest.raises(ToolFailure) as failed:
+            resolver.resolve("a.example", Deadline(5), 0.05)
+        assert failed.value.code is ErrorCode.TIMEOUT
+    released.set()
+
+
+@pytest.mark.parametrize("answers", [[], [f"192.0.2.{n}" for n in range(17)], ["not an address"]])
+def test_no_too_many_or_broken_answers_are_a_dns_failure(answers: list[str]) -> None:
+    with pytest.raises(ToolFailure, match=r"^DNS: "):
+        parse_answers("a.example", answers)
+
+
+def test_an_answer_that_comes_twice_counts_once() -> None:
+    assert [str(address) for address in parse_answers("a.example", ["192.0.2.1", "2001:db8::1", "192.0.2.1"])] == [
+        "192.0.2.1",
+        "2001:db8::1",
+    ]

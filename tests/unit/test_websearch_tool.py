@@ -1,0 +1,355 @@
+"""websearch_tool and its providers over loopback servers that speak like them."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import parse_qs
+
+import pytest
+from pydantic import SecretStr
+from structlog.testing import capture_logs
+
+from contract.calls import ToolResult
+from contract.errors import ConfigError, ErrorCode
+from contract.schema import check_schema
+from tests.web_certificate import server_context
+from tests.web_servers import QUICK, SYSTEM_TLS, MemoryStore, StubResolver, WebServer, answer, open_web_server, run_tool
+from workers.settings import WebSettings, load_web_settings
+from workers.tools.websearch import NEEDS_CONFIGURATION, build_websearch
+from workers.web.providers.base import SearchProvider
+from workers.web.providers.brave import Brave
+from workers.web.providers.endpoint import Endpoint
+from workers.web.providers.exa import Exa
+from workers.web.providers.searxng import Searxng
+from workers.web.providers.tavily import Tavily
+from workers.web.tools import build_egress_rules, build_providers, build_web_tools
+
+KEY = "key-that-nobody-may-see"
+NOW = 1_790_000_000.0
+
+
+@pytest.fixture
+def server() -> Iterator[WebServer]:
+    with open_web_server() as opened:
+        yield opened
+
+
+class Service:
+    """One provider over the server, and the pauses it made."""
+
+    def __init__(self, server: WebServer, kind: str, key: str = KEY) -> None:
+        self.pauses: list[float] = []
+        endpoint = Endpoint(
+            kind,
+            server.url("", "search.example"),
+            f"TOOLCREW_{kind.upper()}_API_KEY",
+            StubResolver({"search.example": [["127.0.0.1"]]}),
+            limits=QUICK,
+            tls=SYSTEM_TLS,
+            pause=self.pauses.append,
+            clock=lambda: NOW,
+        )
+        secret = SecretStr(key)
+        build: dict[str, Callable[[], SearchProvider]] = {
+            "tavily": lambda: Tavily(endpoint, secret),
+            "brave": lambda: Brave(endpoint, secret),
+            "exa": lambda: Exa(endpoint, secret, clock=lambda: NOW),
+            "searxng": lambda: Searxng(endpoint),
+        }
+        self.provider = build[kind]()
+
+
+def entries(kind: str, *urls: str) -> dict[str, Any]:
+    """What a provider of this kind answers for these hits."""
+    snippet = {"tavily": "content", "brave": "description", "exa": "text", "searxng": "content"}[kind]
+    hits = [{"title": f"Title {n}", "url": url, snippet: f"Snippet {n}", "score": 0.5} for n, url in enumerate(urls, start=1)]
+    return {"web": {"results": hits}} if kind == "brave" else {"results": hits}
+
+
+def says(content: Any, status: int = 200, **headers: str) -> bytes:
+    return answer(content if isinstance(content, str) else json.dumps(content), status, "application/json", **headers)
+
+
+def search(*services: Service, timeout_s: float = 30, **arguments: Any) -> ToolResult:
+    return run_tool(build_websearch([service.provider for service in services]), timeout_s=timeout_s, **{"query": "needle", **arguments})
+
+
+KINDS = ["tavily", "brave", "exa", "searxng"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_numbered_with_title_url_and_snippet_within_a_fence(server: WebServer, kind: str) -> None:
+    server.replies["*"] = says(entries(kind, "https://a.example/1", "https://b.example/2"))
+    result = search(Service(server, kind))
+    lines = result.text().splitlines()
+    assert lines[0].startswith("[untrusted text of the web")
+    assert lines[2:9] == [
+        "1. Title 1",
+        "   https://a.example/1",
+        "   Snippet 1",
+        "",
+        "2. Title 2",
+        "   https://b.example/2",
+        "   Snippet 2",
+    ]
+    assert lines[-1] == f"[2 results from {kind}]"
+    assert result.metadata["results"][0] == {  # type: ignore[index]
+        "title": "Title 1",
+        "url": "https://a.example/1",
+        "snippet": "Snippet 1",
+        "published": None,
+        "score": 0.5,
+    }
+
+
+FILTERS = {"max_results": 3, "include_domains": ["A.example", "*.b.example"], "exclude_domains": ["c.example"], "time_range": "week"}
+
+
+def test_tavily_is_asked_in_its_own_words(server: WebServer) -> None:
+    server.replies["/search"] = says(entries("tavily", "https://a.example/"))
+    assert search(Service(server, "tavily"), **FILTERS).success
+    assert (server.requests[0].split()[0], server.header("authorization"), server.header("content-type")) == (
+        "POST",
+        f"Bearer {KEY}",
+        "application/json",
+    )
+    assert json.loads(server.bodies[0]) == {
+        "query": "needle",
+        "max_results": 3,
+        "search_depth": "basic",
+        "include_answer": False,
+        "include_domains": ["a.example", "b.example"],
+        "exclude_domains": ["c.example"],
+        "time_range": "week",
+    }
+
+
+def test_exa_is_asked_in_its_own_words(server: WebServer) -> None:
+    server.replies["/search"] = says(entries("exa", "https://a.example/"))
+    assert search(Service(server, "exa"), **FILTERS).success
+    assert (server.requests[0].split()[0], server.header("x-api-key")) == ("POST", KEY)
+    asked = json.loads(server.bodies[0])
+    assert (asked["numResults"], asked["includeDomains"], asked["excludeDomains"]) == (3, ["a.example", "b.example"], ["c.example"])
+    assert asked["startPublishedDate"] == "2026-09-14T14:13:20.000Z"
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "own"),
+    [
+        ("brave", "/res/v1/web/search", {"count": ["3"], "freshness": ["pw"]}),
+        ("searxng", "/search", {"format": ["json"], "time_range": ["week"]}),
+    ],
+)
+def test_a_service_without_fields_for_domains_gets_them_within_the_query(
+    server: WebServer, kind: str, path: str, own: dict[str, list[str]]
+) -> None:
+    server.replies[path] = says(entries(kind, "https://a.example/"))
+    assert search(Service(server, kind), **FILTERS).success
+    asked = parse_qs(server.paths[0].partition("?")[2])
+    assert asked == {"q": ["needle (site:a.example OR site:b.example) -site:c.example"], **own}
+    assert server.header("x-subscription-token") == (KEY if kind == "brave" else None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_of_other_domains_are_left_out_and_that_is_said(server: WebServer, kind: str) -> None:
+    urls = [
+        "https://x.a.example/1",
+        "https://evila.example/2",
+        "https://a.example.evil.example/3",
+        "https://bad.a.example/4",
+        "https://a.example@evil.example/5",
+    ]
+    server.replies["*"] = says(entries(kind, *urls))
+    result = search(Service(server, kind), include_domains=["a.example"], exclude_domains=["bad.a.example"])
+    assert [hit["url"] for hit in result.metadata["results"]] == ["https://x.a.example/1"]  # type: ignore[union-attr,index,call-overload]
+    assert "4 more were of other domains than asked for, and left out" in result.text()
+
+
+def test_no_more_results_than_asked_for_and_none_twice(server: WebServer) -> None:
+    server.replies["*"] = says(
+        entries("searxng", "https://a.example/1", "https://a.example/1", "https://a.example/2", "https://a.example/3")
+    )
+    result = search(Service(server, "searxng"), max_results=2)
+    assert [hit["url"] for hit in result.metadata["results"]] == ["https://a.example/1", "https://a.example/2"]  # type: ignore[union-attr,index,call-overload]
+
+
+def test_nothing_found_is_a_result(server: WebServer) -> None:
+    server.replies["*"] = says({"results": []})
+    result = search(Service(server, "searxng"), time_range="day")
+    assert (result.success, result.text()) == (True, "(no results: use other words or fewer filters)\n[0 results from searxng]")
+
+
+def test_markup_in_descriptions_is_taken_out(server: WebServer) -> None:
+    server.replies["*"] = says(
+        {
+            "web": {
+                "results": [
+                    {"title": "A &amp; B", "url": "https://a.example/", "description": "the <strong>needle</strong>", "age": "2 days ago"}
+                ]
+            }
+        }
+    )
+    assert "1. A & B (2 days ago)\n   https://a.example/\n   the needle\n" in search(Service(server, "brave")).text()
+
+
+# Failing services
+
+
+def test_without_a_configured_service_the_tool_says_what_to_set() -> None:
+    result = run_tool(build_websearch([]), query="needle")
+    assert (result.success, result.error_code, result.error) == (False, ErrorCode.CONFIG_MISSING, NEEDS_CONFIGURATION)
+
+
+@pytest.mark.parametrize(
+    ("headers", "pause"),
+    [
+        ({"retry_after": "2"}, 2.0),
+        ({}, 1.0),
+        ({"x_ratelimit_reset": "3, 1419704"}, 3.0),
+        ({"retry_after": "Mon, 21 Sep 2026 14:13:24 GMT"}, 4.0),
+        ({"retry_after": "soon"}, 1.0),
+        ({"retry_after": "-5"}, 1.0),
+        ({"retry_after": "nan"}, 1.0),
+        ({"retry_after": "0"}, 0.0),
+        ({"retry_after": "Mon, 21 Sep 2026 00:00:00 GMT"}, 0.0),
+    ],
+)
+def test_a_busy_service_is_asked_again_after_the_pause_it_wants(server: WebServer, headers: dict[str, str], pause: float) -> None:
+    server.replies["*"] = says({}, 429, **headers)
+    service = Service(server, "tavily")
+    assert search(service).error_code is ErrorCode.HTTP_ERROR
+    assert (service.pauses, len(server.requests)) == ([pause], 2)
+
+
+@pytest.mark.parametrize("wait", ["60", "5.5", "999999999999", "Mon, 21 Sep 2026 15:00:00 GMT", "Fri, 31 Dec 9999 23:59:59 GMT"])
+def test_a_service_that_wants_too_long_a_pause_is_passed_over(server: WebServer, wait: str) -> None:
+    server.replies |= {"/search": says({}, 429, retry_after=wait), "/res/v1/web/search": says(entries("brave", "https://a.example/"))}
+    first, second = Service(server, "tavily"), Service(server, "brave")
+    result = search(first, second)
+    assert (result.success, result.metadata["provider"], first.pauses) == (True, "brave", [])
+    assert "tavily: tavily answered 429 Too Many Requests; the next service was asked" in result.text()
+
+
+@pytest.mark.parametrize("reply", [says({}, 500), says({}, 401), says("<html>", 200), says("[" * 100_000), b"garbage\r\n\r\n", b""])
+def test_when_a_service_fails_the_next_is_asked(server: WebServer, reply: bytes) -> None:
+    server.replies |= {"/search": reply, "/res/v1/web/search": says(entries("brave", "https://a.example/"))}
+    assert search(Service(server, "tavily"), Service(server, "brave")).metadata["provider"] == "brave"
+
+
+@pytest.mark.parametrize(
+    "content", [[], None, "x", {"results": None}, {"results": [None, 5, {}, {"url": 7}, {"url": "javascript:x"}, {"url": "https://a b"}]}]
+)
+def test_an_answer_without_results_in_it_is_none_found(server: WebServer, content: Any) -> None:
+    server.replies["*"] = says(content) if content != "x" else says('"x"')
+    assert search(Service(server, "tavily")).metadata["results"] == []
+
+
+def test_when_all_fail_each_is_told_with_its_reason(server: WebServer) -> None:
+    server.replies |= {"/search": says({}, 403), "/res/v1/web/search": says({}, 503)}
+    result = search(Service(server, "tavily"), Service(server, "brave"))
+    assert result.error_code is ErrorCode.HTTP_ERROR
+    assert "tavily: tavily refuses the request (403): check TOOLCREW_TAVILY_API_KEY" in str(result.error)
+    assert "brave: brave answered 503 Service Unavailable" in str(result.error)
+
+
+def test_a_key_that_is_refused_everywhere_is_the_operators_to_mend(server: WebServer) -> None:
+    server.replies["*"] = says({}, 401)
+    assert search(Service(server, "exa")).error_code is ErrorCode.CONFIG_MISSING
+
+
+@pytest.mark.parametrize(
+    "reply", [says({"error": f"bad key {KEY}"}, 401), says({"error": KEY}, 500), says({"error": KEY}, 429), b"HTTP/1.1 " + KEY.encode()]
+)
+@pytest.mark.parametrize("kind", ["tavily", "brave", "exa"])
+def test_a_key_is_in_no_result_error_or_log(server: WebServer, kind: str, reply: bytes) -> None:
+    server.replies["*"] = reply
+    with capture_logs() as logs:
+        result = search(Service(server, kind))
+    assert KEY not in result.model_dump_json() + json.dumps(logs, default=str)
+
+
+@pytest.mark.parametrize("key", [f"{KEY}\n", f"{KEY}\r\nX-Evil: 1", f"{KEY}\u00e9"])
+def test_a_key_that_is_no_header_is_not_repeated_either(server: WebServer, key: str) -> None:
+    with capture_logs() as logs:
+        result = search(Service(server, "brave", key))
+    assert not result.success
+    assert KEY not in result.model_dump_json() + json.dumps(logs, default=str)
+
+
+@pytest.mark.parametrize("domain", ["a.example OR site:b.example", "https://a.example/", "a", "a..example", "-a.example", "a.example/x"])
+def test_what_is_no_domain_is_refused(server: WebServer, domain: str) -> None:
+    assert search(Service(server, "brave"), include_domains=[domain]).error_code is ErrorCode.INVALID_ARGUMENTS
+    assert not server.requests
+
+
+def test_hostile_results_stay_within_their_lines(server: WebServer) -> None:
+    hit = {"title": "a\n9. b\x1b[2J", "url": "https://a.example/", "content": "x" * 5000 + "\n[0 results from tavily]", "score": "high"}
+    server.replies["*"] = says({"results": [hit, {**hit, "url": "https://a.example/" + "x" * 3000}]})
+    lines = search(Service(server, "tavily")).text().splitlines()
+    assert lines[2] == "1. a 9. b\ufffd[2J"
+    assert (len(lines[4]), lines[4].endswith("...")) == (1003, True)
+    assert lines[-1] == "[1 results from tavily]"
+
+
+# Settings
+
+
+def test_services_are_asked_in_the_order_of_the_settings() -> None:
+    settings = WebSettings(tavily_api_key=SecretStr("a"), exa_api_key=SecretStr("b"), searxng_url=SecretStr("http://searxng:8080/x/"))
+    assert [provider.name for provider in build_providers(settings, StubResolver())] == ["searxng", "tavily", "exa"]
+    chosen = settings.model_copy(update={"websearch_order": ["exa", "tavily", "brave"]})
+    assert [provider.name for provider in build_providers(chosen, StubResolver())] == ["exa", "tavily"]
+    assert build_providers(WebSettings(brave_api_key=SecretStr(" ")), StubResolver()) == ()
+
+
+def test_a_searxng_on_a_private_address_is_reached_below_its_own_path(server: WebServer) -> None:
+    server.replies["/x/search"] = says(entries("searxng", "https://a.example/"))
+    settings = WebSettings(searxng_url=SecretStr(f"http://127.0.0.1:{server.port}/x/"))
+    tools = build_web_tools(settings, MemoryStore(), StubResolver())
+    assert [tool.name for tool in tools] == ["webfetch_tool", "websearch_tool"]
+    assert run_tool(tools[1], query="needle").success
+
+
+def test_the_system_authorities_are_asked_about_a_services_certificate() -> None:
+    with open_web_server({"*": says({})}, tls=server_context()) as server:
+        settings = WebSettings(tavily_api_key=SecretStr(KEY), tavily_url=server.url("", "search.example", "https"))
+        tools = build_web_tools(settings, MemoryStore(), StubResolver({"search.example": [["127.0.0.1"]]}))
+        assert "certificate" in str(run_tool(tools[1], query="needle").error)
+        assert not server.requests
+
+
+def test_settings_come_from_the_environment_and_hide_their_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TAVILY_API_KEY": KEY, "SEARXNG_URL": f"http://{KEY}/", "WEBFETCH_ALLOW_HOSTS": '["Wiki.internal:8080"]'}.items():
+        monkeypatch.setenv(f"TOOLCREW_{name}", value)
+    settings = load_web_settings()
+    assert KEY not in repr(settings) + str(settings) + settings.model_dump_json()
+    assert build_egress_rules(settings).allowed_hosts == {"wiki.internal:8080"}
+    assert build_egress_rules(settings).ports == {80, 443}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WEBFETCH_ALLOW_HOSTS", "wiki.internal"),
+        ("WEBFETCH_PORTS", "[0]"),
+        ("WEBFETCH_NAT64_PREFIX", "64:ff9b::/64"),
+        ("WEBFETCH_REFUSE_RANGES", '["x"]'),
+        ("WEBSEARCH_ORDER", '["google"]'),
+    ],
+)
+def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(f"TOOLCREW_{name}", value)
+    with pytest.raises(ConfigError, match=f"(?i){name}"):
+        load_web_settings()
+
+
+def test_an_address_of_a_service_that_is_none_is_said_without_repeating_it() -> None:
+    with pytest.raises(ConfigError, match="TOOLCREW_SEARXNG_URL") as failed:
+        build_providers(WebSettings(searxng_url=SecretStr(f"http://user:{KEY}@searxng/")), StubResolver())
+    assert KEY not in str(failed.value)
+
+
+def test_the_spec_says_what_the_tool_is() -> None:
+    spec = build_websearch([]).spec
+    check_schema(spec.parameters)
+    assert (spec.pool, spec.read_only, spec.idempotent, spec.requires_permission) == ("web", True, True, False)

@@ -1,0 +1,195 @@
+"""Loopback web servers that answer byte by byte as a test says, and a resolver of names that do not exist."""
+
+import ipaddress
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from socket import create_server, socket
+from typing import Any
+
+from contract.calls import ToolResult
+from contract.errors import ErrorCode, ToolFailure
+from tests.builders import build_call, build_context
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
+from workers.executor import Executor
+from workers.tools.base import WorkerRegistry, WorkerTool
+from workers.web.addresses import AddressRules
+from workers.web.cache import Page
+from workers.web.connections import build_tls
+from workers.web.deadlines import Deadline
+from workers.web.egress import EgressRules
+from workers.web.fetcher import Fetcher
+from workers.web.limits import FetchLimits
+from workers.web.urls import Address
+
+Reply = bytes | Sequence[bytes] | Callable[[socket], None]
+"""What a server sends: at once, in pieces, or by a function of the connection; then it closes."""
+
+QUICK = FetchLimits(connect_s=2)
+HASTY = FetchLimits(tls_s=0.3, first_byte_s=0.3, rate_window_s=0.3)
+"""For servers that are too slow; a good one may be too on a busy machine."""
+
+
+SYSTEM_TLS = build_tls()
+"""Read once: the system's authorities are many."""
+
+
+def answer(body: bytes | str = b"", status: int = 200, content_type: str = "text/html; charset=utf-8", **headers: str) -> bytes:
+    data = body.encode() if isinstance(body, str) else body
+    head = {"content-type": content_type, "content-length": str(len(data))}
+    head |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in head.items() if value)
+    return f"HTTP/1.1 {status} X\r\n{lines}\r\n".encode() + data
+
+
+def redirect(location: str, status: int = 302) -> bytes:
+    return f"HTTP/1.1 {status} X\r\nlocation: {location}\r\ncontent-length: 0\r\n\r\n".encode()
+
+
+@dataclass
+class WebServer:
+    """Answers path by path; `*` stands for every other. Keeps the head of every request."""
+
+    port: int = 0
+    replies: dict[str, Reply] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
+    ending: threading.Event = field(default_factory=threading.Event)
+
+    def url(self, path: str = "/", host: str = "site.example", scheme: str = "http") -> str:
+        return f"{scheme}://{host}:{self.port}{path}"
+
+    @property
+    def paths(self) -> list[str]:
+        return [request.split(" ")[1] for request in self.requests]
+
+    def header(self, name: str, at: int = -1) -> str | None:
+        lines = self.requests[at].split("\r\n")[1:]
+        return next((line.partition(": ")[2] for line in lines if line.lower().startswith(f"{name.lower()}: ")), None)
+
+    def serve(self, connection: socket) -> None:
+        head = b""
+        while b"\r\n\r\n" not in head:
+            data = connection.recv(65536)
+            if not data:
+                return
+            head += data
+        text, _, body = head.partition(b"\r\n\r\n")
+        self.requests.append(text.decode("latin-1"))
+        length = int(self.header("content-length") or 0)
+        while len(body) < length:
+            body += connection.recv(65536)
+        self.bodies.append(body)
+        path = self.paths[-1].partition("?")[0]
+        self._send(connection, self.replies.get(path, self.replies.get("*", answer("nothing here", 404))))
+
+    def _send(self, connection: socket, reply: Reply) -> None:
+        if callable(reply):
+            reply(connection)
+            return
+        for piece in [reply] if isinstance(reply, bytes) else reply:
+            connection.sendall(piece)
+
+
+@contextmanager
+def open_web_server(
+    replies: Mapping[str, Reply] | None = None, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
+) -> Iterator[WebServer]:
+    """A server in a thread, a thread for each connection."""
+    with create_server((host, 0)) as listening:
+        server = WebServer(listening.getsockname()[1], dict(replies or {}))
+        thread = threading.Thread(target=_accept, args=(server, listening, tls))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.ending.set()
+            # Wakes the accept, which a close from here would not.
+            with socket() as waker:
+                waker.connect((host, server.port))
+            thread.join(5)
+
+
+def _accept(server: WebServer, listening: socket, tls: ssl.SSLContext | None) -> None:
+    while True:
+        connection, _ = listening.accept()
+        if server.ending.is_set():
+            connection.close()
+            return
+        threading.Thread(target=_serve, args=(server, connection, tls), daemon=True).start()
+
+
+def _serve(server: WebServer, connection: socket, tls: ssl.SSLContext | None) -> None:
+    with connection:
+        try:
+            if tls is None:
+                server.serve(connection)
+            else:
+                with tls.wrap_socket(connection, server_side=True) as wrapped:
+                    server.serve(wrapped)
+        except OSError:
+            return  # the client went away, which is what many of the tests are about
+
+
+@dataclass
+class StubResolver:
+    """Knows the names it is given; a list of lists is given out one lookup after the other, the last for ever."""
+
+    names: dict[str, list[list[str]]] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+
+    def resolve(self, host: str, deadline: Deadline, limit_s: float) -> tuple[Address, ...]:
+        self.asked.append(host)
+        if host not in self.names:
+            raise ToolFailure(ErrorCode.NETWORK_ERROR, f"DNS: {host} has no address", cause="dns")
+        answers = self.names[host]
+        return tuple(ipaddress.ip_address(text) for text in (answers.pop(0) if len(answers) > 1 else answers[0]))
+
+
+class MemoryStore:
+    """PageStore in a dictionary."""
+
+    def __init__(self) -> None:
+        self.pages: dict[tuple[str, str], Page] = {}
+
+    def take(self, tenant: str, url: str) -> Page | None:
+        return self.pages.get((tenant, url))
+
+    def keep(self, tenant: str, page: Page) -> bool:
+        self.pages[tenant, page.url] = page
+        return True
+
+
+@dataclass
+class Web:
+    """A fetcher over loopback servers: the names of `resolver` lead to 127.0.0.1 and are allowed there, unless a test says otherwise."""
+
+    resolver: StubResolver
+    fetcher: Fetcher
+    store: MemoryStore
+
+
+def build_web(
+    *servers: WebServer,
+    hosts: Sequence[str] = ("site.example", "other.example"),
+    names: dict[str, list[list[str]]] | None = None,
+    limits: FetchLimits | None = None,
+    tls: ssl.SSLContext | None = None,
+    clock: Callable[[], float] | None = None,
+    **rules: Any,
+) -> Web:
+    ports = frozenset(server.port for server in servers)
+    rules.setdefault("allowed_hosts", frozenset(f"{host}:{port}" for host in hosts for port in ports))
+    rules.setdefault("addresses", AddressRules())
+    resolver = StubResolver({host: [["127.0.0.1"]] for host in hosts} | (names or {}))
+    store = MemoryStore()
+    chosen = {"clock": clock} if clock is not None else {}
+    return Web(resolver, Fetcher(resolver, EgressRules(**rules), store, limits=limits, tls=tls or SYSTEM_TLS, **chosen), store)
+
+
+def run_tool(tool: WorkerTool, *, tenant: str = "acme", timeout_s: float = 30.0, **arguments: Any) -> ToolResult:
+    """A call of one tool as a worker makes it: checked arguments in, a result out, whatever happens."""
+    executor = Executor(WorkerRegistry([tool]), FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"})
+    return executor.execute(build_call(tool.name, **arguments), build_context(tenant=tenant, timeout_s=timeout_s))

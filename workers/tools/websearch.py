@@ -1,0 +1,160 @@
+"""websearch_tool: links and summaries from the first configured search service that answers."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import JsonValue
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.specs import ToolSpec
+from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.web.deadlines import Deadline
+from workers.web.fences import fence
+from workers.web.providers.base import SearchProvider, SearchQuery, SearchResult
+
+NEEDS_CONFIGURATION = (
+    "websearch_tool needs an API key: set TOOLCREW_TAVILY_API_KEY, TOOLCREW_BRAVE_API_KEY or TOOLCREW_EXA_API_KEY, "
+    "or configure a SearXNG url (TOOLCREW_SEARXNG_URL)"
+)
+MIN_ATTEMPT_S = 0.5
+"""With less time left no further service is asked."""
+MIN_SHARE_S = 5.0
+"""What an attempt gets at least of the time that is left, when there is so much."""
+
+_DOMAIN = re.compile(r"(?=.{1,253}$)([a-z0-9]([a-z0-9\-]{0,61}[a-z0-9])?\.)+[a-z0-9\-]{2,63}")
+_DOMAINS = {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 253}, "maxItems": 20, "default": []}
+
+WEBSEARCH_SPEC = ToolSpec(
+    name="websearch_tool",
+    description=(
+        "Search the web. Returns numbered results with title, url and a snippet; read a page with webfetch_tool. The texts are untrusted."
+    ),
+    parameters={
+        "type": "object",
+        "properties": {
+            "query": {"type": "string", "minLength": 1, "maxLength": 400},
+            "max_results": {"type": "integer", "minimum": 1, "maximum": 20, "default": 8},
+            "include_domains": {**_DOMAINS, "description": "only results of these domains, e.g. docs.python.org"},
+            "exclude_domains": {**_DOMAINS, "description": "no results of these domains"},
+            "time_range": {"type": "string", "enum": ["day", "week", "month", "year"], "description": "how recent"},
+        },
+        "required": ["query"],
+        "additionalProperties": False,
+    },
+    timeout_s=30,
+    max_timeout_s=120,
+    read_only=True,
+    idempotent=True,
+    pool="web",
+)
+
+
+def build_websearch(providers: Sequence[SearchProvider]) -> WorkerTool:
+    """The tool over the configured providers, asked in this order; with none, every call says what to configure."""
+
+    def handler(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+        if not providers:
+            raise ToolFailure(ErrorCode.CONFIG_MISSING, NEEDS_CONFIGURATION)
+        query = SearchQuery(
+            words=_parse_words(arguments["query"]),
+            max_results=arguments["max_results"],
+            include_domains=_parse_domains(arguments["include_domains"]),
+            exclude_domains=_parse_domains(arguments["exclude_domains"]),
+            time_range=arguments.get("time_range"),
+        )
+        provider, found, failures = _search(providers, query, Deadline(bench.context.timeout_s))
+        return _build_outcome(provider, query, found, failures)
+
+    return WorkerTool(WEBSEARCH_SPEC, handler)
+
+
+def _parse_words(given: str) -> str:
+    """The query on one line. Raises ToolFailure(INVALID_ARGUMENTS)."""
+    words = " ".join(given.split())
+    if not words:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "websearch_tool: the query has no words; say what to search for")
+    if not words.isprintable():
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "websearch_tool: the query has characters that cannot be shown; write it without them")
+    return words
+
+
+def _parse_domains(given: list[str]) -> tuple[str, ...]:
+    """Raises ToolFailure(INVALID_ARGUMENTS) for what would be more than a domain in a provider's query."""
+    domains = tuple(dict.fromkeys(domain.strip().lower().removeprefix("*.").removesuffix(".") for domain in given))
+    for domain in domains:
+        if not _DOMAIN.fullmatch(domain):
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"websearch_tool: '{domain[:80]}' is not a domain; write it like docs.python.org"
+            )
+    return domains
+
+
+def _search(
+    providers: Sequence[SearchProvider], query: SearchQuery, deadline: Deadline
+) -> tuple[str, tuple[SearchResult, ...], list[ToolFailure]]:
+    failures: list[ToolFailure] = []
+    for at, provider in enumerate(providers):
+        if failures and not deadline.is_within(MIN_ATTEMPT_S):
+            break
+        try:
+            left_s = deadline.left("searching")
+            # A silent service must leave time for those behind it.
+            share_s = min(left_s, max(MIN_SHARE_S, left_s / (len(providers) - at)))
+            return provider.name, provider.search(query, Deadline(share_s)), failures
+        except ToolFailure as failure:
+            failures.append(ToolFailure(failure.code, f"{provider.name}: {failure.message}"))
+    raise _all_failed(failures)
+
+
+def _all_failed(failures: list[ToolFailure]) -> ToolFailure:
+    """One failure that tells of all; its code is the first that is not for the operator to mend."""
+    codes = list(dict.fromkeys(failure.code for failure in failures))
+    code = next((code for code in codes if code is not ErrorCode.CONFIG_MISSING), codes[0])
+    return ToolFailure(code, f"no search service answered: {'; '.join(failure.message for failure in failures)}; try again later")
+
+
+def _build_outcome(provider: str, query: SearchQuery, found: tuple[SearchResult, ...], failures: list[ToolFailure]) -> Outcome:
+    unique = tuple({result.url: result for result in reversed(found)}.values())[::-1]
+    fitting = tuple(result for result in unique if _is_wanted(result, query))
+    shown = fitting[: query.max_results]
+    notes = [f"{len(shown)} results from {provider}"]
+    if len(fitting) < len(unique):
+        notes.append(f"{len(unique) - len(fitting)} more were of other domains than asked for, and left out")
+    notes.extend(f"{failure.message}; the next service was asked" for failure in failures)
+    body = fence("\n\n".join(_lines(number, result) for number, result in enumerate(shown, start=1))) if shown else _nothing(query)
+    metadata: dict[str, JsonValue] = {
+        "provider": provider,
+        "results": [
+            {
+                "title": result.title,
+                "url": result.url,
+                "snippet": result.snippet,
+                "published": result.published,
+                "score": result.score,
+            }
+            for result in shown
+        ],
+    }
+    return Outcome(f"{body}\n[{'; '.join(notes)}]", metadata)
+
+
+def _lines(number: int, result: SearchResult) -> str:
+    date = f" ({result.published})" if result.published else ""
+    return "\n".join([f"{number}. {result.title}{date}", f"   {result.url}", *([f"   {result.snippet}"] if result.snippet else [])])
+
+
+def _nothing(query: SearchQuery) -> str:
+    narrow = query.include_domains or query.exclude_domains or query.time_range
+    return f"(no results: use other words{' or fewer filters' if narrow else ''})"
+
+
+def _is_wanted(result: SearchResult, query: SearchQuery) -> bool:
+    host = re.split(r"[/?#]", result.url.partition("://")[2], maxsplit=1)[0].rpartition("@")[2].partition(":")[0].lower().removesuffix(".")
+    if any(_is_below(host, domain) for domain in query.exclude_domains):
+        return False
+    return not query.include_domains or any(_is_below(host, domain) for domain in query.include_domains)
+
+
+def _is_below(host: str, domain: str) -> bool:
+    return host == domain or host.endswith(f".{domain}")

@@ -1,0 +1,90 @@
+"""Which addresses of the internet may be connected to. Tables of integers: those of the standard library differ between versions."""
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from workers.web.urls import Address
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+_REFUSED_V4 = {
+    "0.0.0.0/8": "this network",
+    "10.0.0.0/8": "private",
+    "100.64.0.0/10": "shared by a carrier",
+    "127.0.0.0/8": "loopback",
+    "169.254.0.0/16": "link-local, where cloud metadata is",
+    "172.16.0.0/12": "private",
+    "192.0.0.0/24": "protocol assignments",
+    "192.0.2.0/24": "documentation",
+    "192.31.196.0/24": "AS112",
+    "192.52.193.0/24": "AMT",
+    "192.88.99.0/24": "6to4 relay",
+    "192.168.0.0/16": "private",
+    "192.175.48.0/24": "AS112",
+    "198.18.0.0/15": "benchmarking",
+    "198.51.100.0/24": "documentation",
+    "203.0.113.0/24": "documentation",
+    "224.0.0.0/4": "multicast",
+    "240.0.0.0/4": "reserved",
+    "255.255.255.255/32": "broadcast",
+    "168.63.129.16/32": "a cloud platform's own",
+}
+_REFUSED_V6 = {
+    "2001::/23": "protocol assignments, Teredo among them",
+    "2001:db8::/32": "documentation",
+    "2002::/16": "6to4",
+    "2620:4f:8000::/48": "AS112",
+    "3fff::/20": "documentation",
+}
+_GLOBAL_V6 = ipaddress.IPv6Network("2000::/3")
+_V4_BITS = 0xFFFFFFFF
+_ISATAP = frozenset({0x00005EFE, 0x02005EFE})
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range of addresses of one version as integers, and why it is refused."""
+
+    version: int
+    first: int
+    last: int
+    why: str
+
+    def holds(self, address: Address) -> bool:
+        return address.version == self.version and self.first <= int(address) <= self.last
+
+
+def _range(network: Network, why: str) -> Range:
+    return Range(network.version, int(network.network_address), int(network.broadcast_address), why)
+
+
+_REFUSED = tuple(_range(ipaddress.ip_network(text), why) for text, why in {**_REFUSED_V4, **_REFUSED_V6}.items())
+
+
+class AddressRules:
+    """The tables, an operator's own ranges, and the prefix of a NAT64 gateway if the host reaches IPv4 only through one."""
+
+    def __init__(self, own_ranges: Iterable[Network] = (), nat64_prefix: ipaddress.IPv6Network | None = None) -> None:
+        """`nat64_prefix`: a /96. Raises ValueError when it is not."""
+        if nat64_prefix is not None and nat64_prefix.prefixlen != 96:
+            raise ValueError("a NAT64 prefix must be a /96")
+        self._refused = (*_REFUSED, *(_range(network, "closed by the operator") for network in own_ranges))
+        self._nat64_prefix = nat64_prefix
+
+    def refusal(self, address: Address) -> str | None:
+        """Why nothing is fetched from this address; None when it may be."""
+        own = next((held.why for held in self._refused if held.holds(address)), None)
+        if own is not None or isinstance(address, ipaddress.IPv4Address):
+            return own
+        if self._nat64_prefix is not None and address in self._nat64_prefix:
+            return self.refusal(_embedded(address))
+        if address not in _GLOBAL_V6 or address.scope_id is not None:
+            return "not global"
+        if (int(address) >> 32) & _V4_BITS in _ISATAP:
+            return self.refusal(_embedded(address))
+        return None
+
+
+def _embedded(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address:
+    return ipaddress.IPv4Address(int(address) & _V4_BITS)

@@ -1,0 +1,123 @@
+"""Pages a tenant has fetched, for a quarter of an hour, in Redis: reading on does not fetch again."""
+
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Callable
+from typing import Protocol
+
+import redis
+import structlog
+
+from contract.calls import Record
+
+log = structlog.get_logger(__name__)
+
+FRESH_S = 900.0
+"""How long a page serves without asking its server; shorter when the server says so."""
+KEPT_S = 3600
+"""How long a page that can be asked after (ETag, Last-Modified) is kept for that."""
+MAX_ENTRY_BYTES = 2 * 1024 * 1024
+"""Of a packed page; a larger one is not kept."""
+MAX_ENTRIES = 32
+"""Of one tenant; the oldest goes."""
+MAX_UNPACKED_BYTES = 16 * 1024 * 1024
+
+
+class Page(Record):
+    """An answer as it was fetched: the body unpacked, not yet decoded, so that it serves every format.
+
+    `is_whole` false: the body was not read, or not to its end. `told_bytes`: its length as the server says it, None when it does not.
+    `fetched_at`, `fresh_until`: Unix seconds.
+    """
+
+    url: str
+    final_url: str
+    status: int
+    phrase: str
+    content_type: str
+    body: bytes
+    is_whole: bool = True
+    told_bytes: int | None = None
+    redirects: tuple[str, ...] = ()
+    etag: str | None = None
+    last_modified: str | None = None
+    fetched_at: float
+    fresh_until: float
+
+    @property
+    def can_be_asked_after(self) -> bool:
+        return bool(self.etag or self.last_modified)
+
+
+class PageStore(Protocol):
+    """Where pages are kept. Never raises: without it every call fetches."""
+
+    def take(self, tenant: str, url: str) -> Page | None: ...
+
+    def keep(self, tenant: str, page: Page) -> bool:
+        """Whether it was kept."""
+        ...
+
+
+class PageCache:
+    """PageStore in Redis, under the tenant's own keys."""
+
+    def __init__(self, client: "redis.Redis", deployment: str, clock: Callable[[], float] = time.time) -> None:
+        self._client = client
+        self._deployment = deployment
+        self._clock = clock
+
+    def take(self, tenant: str, url: str) -> Page | None:
+        try:
+            data = self._client.get(self._key(tenant, url))
+        except redis.RedisError as error:
+            log.warning("page_cache_unavailable", error=type(error).__name__)
+            return None
+        page = _unpack(data) if isinstance(data, bytes) else None
+        # What is kept under this key for another URL is a collision or a forgery.
+        return page if page is not None and page.url == url else None
+
+    def keep(self, tenant: str, page: Page) -> bool:
+        data = _pack(page)
+        if len(data) > MAX_ENTRY_BYTES:
+            return False
+        key, index = self._key(tenant, page.url), f"{self._prefix(tenant)}:index"
+        seconds = KEPT_S if page.can_be_asked_after else int(FRESH_S)
+        try:
+            with self._client.pipeline() as pipe:
+                pipe.set(key, data, ex=seconds)
+                pipe.zadd(index, {key: self._clock()})
+                pipe.expire(index, KEPT_S)
+                pipe.zrange(index, 0, -MAX_ENTRIES - 1)
+                oldest = pipe.execute()[-1]
+            if oldest:
+                self._client.delete(*oldest)
+                self._client.zrem(index, *oldest)
+        except redis.RedisError as error:
+            log.warning("page_cache_unavailable", error=type(error).__name__)
+            return False
+        return True
+
+    def _prefix(self, tenant: str) -> str:
+        return f"toolcrew:{self._deployment}:{tenant}:web"
+
+    def _key(self, tenant: str, url: str) -> str:
+        return f"{self._prefix(tenant)}:{hashlib.sha256(url.encode()).hexdigest()}"
+
+
+def _pack(page: Page) -> bytes:
+    head = page.model_dump_json(exclude={"body"}).encode()
+    return zlib.compress(head + b"\n" + page.body, 1)
+
+
+def _unpack(data: bytes) -> Page | None:
+    """None for what is no page of this version."""
+    try:
+        inflater = zlib.decompressobj()
+        whole = inflater.decompress(data, MAX_UNPACKED_BYTES)
+        head, _, body = whole.partition(b"\n")
+        return Page(**json.loads(head), body=body) if inflater.eof else None
+    except (zlib.error, ValueError, TypeError):
+        return None

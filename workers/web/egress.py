@@ -1,0 +1,63 @@
+"""Where the web tools may go: names, ports and addresses, judged before each connection."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from workers.web.addresses import AddressRules
+from workers.web.urls import Address, Target, refused
+
+_CLOSED_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".onion")
+_METADATA_NAMES = frozenset(
+    {"metadata.tencentyun.com", "metadata.packet.net", "metadata.platformequinix.com", "metadata.azure.com", "metadata.oraclecloud.com"}
+)
+
+
+@dataclass(frozen=True)
+class EgressRules:
+    """The operator's rules. Every host is lower case ASCII, as Target has it.
+
+    `allowed_hosts`: `host` or `host:port`; name and address rules let it pass, and so does the port rule with the port.
+    `only_hosts`: when there are any, all others are refused; `*.example.org` stands for the names below example.org.
+    """
+
+    addresses: AddressRules = field(default_factory=AddressRules)
+    ports: frozenset[int] = frozenset({80, 443})
+    allowed_hosts: frozenset[str] = frozenset()
+    only_hosts: frozenset[str] = frozenset()
+
+    def check_target(self, target: Target) -> None:
+        """Judge all that is known before a name lookup. Raises ToolFailure(SECURITY_REFUSED)."""
+        if self.only_hosts and not any(_matches(pattern, target.host) for pattern in self.only_hosts):
+            raise refused(f"{target.host} is not among the hosts that the operator lets be fetched")
+        if target.port not in self.ports and not self._is_allowed_at_port(target):
+            raise refused(f"port {target.port} is not fetched from, only {', '.join(map(str, sorted(self.ports)))}")
+        if target.literal is not None:
+            self.check_addresses(target, [target.literal])
+        elif not self._is_allowed(target):
+            _check_name(target.host)
+
+    def check_addresses(self, target: Target, addresses: Sequence[Address]) -> None:
+        """Judge every answer for the host: one bad one refuses the URL. Raises ToolFailure(SECURITY_REFUSED)."""
+        if self._is_allowed(target):
+            return
+        for address in addresses:
+            why = self.addresses.refusal(address)
+            if why is not None:
+                raise refused(f"{target.host} leads to an address that is not public ({why})")
+
+    def _is_allowed(self, target: Target) -> bool:
+        # A host allowed at one port is not thereby allowed at 80 and 443.
+        return target.host in self.allowed_hosts or self._is_allowed_at_port(target)
+
+    def _is_allowed_at_port(self, target: Target) -> bool:
+        host = f"[{target.host}]" if ":" in target.host else target.host
+        return f"{host}:{target.port}" in self.allowed_hosts
+
+
+def _check_name(host: str) -> None:
+    if host == "localhost" or host.endswith(_CLOSED_SUFFIXES) or host in _METADATA_NAMES or "." not in host:
+        raise refused(f"{host} is a name of a private network, not of the internet")
+
+
+def _matches(pattern: str, host: str) -> bool:
+    return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern

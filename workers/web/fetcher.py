@@ -1,0 +1,183 @@
+"""A URL to a page: parse, judge, look up, judge, connect, ask; again for each redirect. From the cache where it has it."""
+
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from contract.errors import ErrorCode, ToolFailure
+from workers.web.cache import FRESH_S, Page, PageStore
+from workers.web.connections import build_tls, open_connection
+from workers.web.deadlines import Deadline
+from workers.web.egress import EgressRules
+from workers.web.exchange import Answer, Head, Request, exchange
+from workers.web.freshness import fresh_for_s, may_be_kept, validator
+from workers.web.limits import FetchLimits
+from workers.web.media_types import media_type, reads_as_text
+from workers.web.resolver import Resolver
+from workers.web.urls import Target, parse_location, parse_url, refused
+
+ACCEPT = "text/html,application/xhtml+xml,text/markdown,text/plain,application/json;q=0.9,*/*;q=0.5"
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A page, and whether it was `kept` before (`cache`), confirmed by its server (`revalidated`), or fetched (`network`)."""
+
+    page: Page
+    source: str
+
+
+@dataclass(frozen=True)
+class _Hop:
+    target: Target
+    answer: Answer
+    redirects: tuple[str, ...]
+
+
+class Fetcher:
+    """Fetches for every tenant alike; nothing but the cache outlives a call: no connection, no cookie."""
+
+    def __init__(
+        self,
+        resolver: Resolver,
+        rules: EgressRules,
+        store: PageStore,
+        *,
+        limits: FetchLimits | None = None,
+        tls: ssl.SSLContext | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._resolver = resolver
+        self._rules = rules
+        self._store = store
+        self._limits = limits or FetchLimits()
+        self._tls = tls or build_tls()
+        self._clock = clock
+
+    def fetch(self, tenant: str, url: str, deadline: Deadline, *, reads_on: bool = False) -> Fetched:
+        """The page at `url`, whatever its status. `reads_on`: the call continues an earlier one and wants the same page.
+
+        Raises ToolFailure: INVALID_ARGUMENTS, SECURITY_REFUSED, NETWORK_ERROR, TIMEOUT, FILE_TOO_LARGE.
+        """
+        target = parse_url(url)
+        # Before the cache is looked at: what the operator has closed since is not served from there either.
+        self._rules.check_target(target)
+        kept = self._store.take(tenant, target.url)
+        if kept is not None and not self._still_allowed(kept):
+            kept = None
+        if kept is not None and self._serves(kept, reads_on):
+            return Fetched(kept, "cache")
+        last = self._follow(target, deadline, kept)
+        if kept is not None and last.answer.head.status == HTTPStatus.NOT_MODIFIED and _conditions(last.target, kept):
+            confirmed = self._confirm(kept, last.answer.head)
+            self._store.keep(tenant, confirmed)
+            return Fetched(confirmed, "revalidated")
+        page = self._page(target, last)
+        if page.status == HTTPStatus.OK and page.is_whole and may_be_kept(last.answer.head.headers):
+            self._store.keep(tenant, page)
+        return Fetched(page, "network")
+
+    def _still_allowed(self, kept: Page) -> bool:
+        """The operator may have closed a host since."""
+        try:
+            self._rules.check_target(parse_url(kept.final_url))
+        except ToolFailure:
+            return False
+        return True
+
+    def _serves(self, kept: Page, reads_on: bool) -> bool:
+        return self._clock() < (kept.fetched_at + FRESH_S if reads_on else kept.fresh_until)
+
+    def _follow(self, target: Target, deadline: Deadline, kept: Page | None) -> _Hop:
+        redirects: tuple[str, ...] = ()
+        base = target
+        while True:
+            try:
+                self._rules.check_target(target)
+                answer = self._ask(target, deadline, kept)
+            except ToolFailure as failure:
+                raise (_of_redirect(base, failure) if redirects else failure) from None
+            location = answer.head.headers.get("location")
+            if answer.head.status not in _REDIRECTS or location is None:
+                return _Hop(target, answer, redirects)
+            if len(redirects) >= self._limits.redirects:
+                raise ToolFailure(
+                    ErrorCode.NETWORK_ERROR,
+                    f"more than {self._limits.redirects} redirects, the last from {target.url}: fetch where you want to go directly",
+                    cause="redirects",
+                )
+            base, target = target, self._redirected(target, location)
+            redirects = (*redirects, target.url)
+
+    def _redirected(self, base: Target, location: str) -> Target:
+        """Where a redirect leads; it is judged as if it had been asked for. Raises ToolFailure(SECURITY_REFUSED)."""
+        try:
+            target = parse_location(base, _as_utf8(location))
+            if base.scheme == "https" and target.scheme == "http":
+                raise refused("it leads from https to http")
+        except ToolFailure as failure:
+            raise _of_redirect(base, failure) from None
+        return target
+
+    def _ask(self, target: Target, deadline: Deadline, kept: Page | None) -> Answer:
+        addresses = [target.literal] if target.literal is not None else []
+        addresses = addresses or list(self._resolver.resolve(target.host, deadline, self._limits.resolve_s))
+        self._rules.check_addresses(target, addresses)
+        # Made anew for each hop: nothing that was said to one origin is said to the next.
+        request = Request(target, headers={"Accept": ACCEPT, **_conditions(target, kept)})
+        with open_connection(target, addresses, self._limits, deadline, self._tls) as connection:
+            return exchange(connection, request, self._limits, deadline, self._body_bytes)
+
+    def _body_bytes(self, head: Head) -> int | None:
+        if head.status in _REDIRECTS or head.status == HTTPStatus.NOT_MODIFIED:
+            return 0
+        if not reads_as_text(media_type(head.headers.get("content-type", ""))):
+            return 0
+        return None if 200 <= head.status < 300 else self._limits.error_body_bytes
+
+    def _page(self, asked: Target, hop: _Hop) -> Page:
+        head, now = hop.answer.head, self._clock()
+        length = head.headers.get("content-length", "")
+        return Page(
+            url=asked.url,
+            final_url=hop.target.url,
+            status=head.status,
+            phrase=head.phrase,
+            content_type=head.headers.get("content-type", "")[:256],
+            body=hop.answer.body,
+            is_whole=hop.answer.is_whole,
+            told_bytes=int(length) if length.isdecimal() and len(length) < 16 else None,
+            redirects=hop.redirects,
+            etag=validator(head.headers, "etag"),
+            last_modified=validator(head.headers, "last-modified"),
+            fetched_at=now,
+            fresh_until=now + fresh_for_s(head.headers),
+        )
+
+    def _confirm(self, kept: Page, head: Head) -> Page:
+        now = self._clock()
+        return kept.model_copy(update={"fetched_at": now, "fresh_until": now + fresh_for_s(head.headers)})
+
+
+def _of_redirect(base: Target, failure: ToolFailure) -> ToolFailure:
+    """The failure of where `base` redirected to. A URL that is none is not the caller's to mend there."""
+    code = ErrorCode.SECURITY_REFUSED if failure.code is ErrorCode.INVALID_ARGUMENTS else failure.code
+    return ToolFailure(code, f"{base.host} redirects, and {failure.message}", **{**failure.metadata, "redirected_by": base.url})
+
+
+def _conditions(target: Target, kept: Page | None) -> dict[str, str]:
+    """Only the URL that gave a page is asked whether it has changed."""
+    if kept is None or target.url != kept.final_url:
+        return {}
+    conditions = {"If-None-Match": kept.etag, "If-Modified-Since": kept.last_modified}
+    return {name: value for name, value in conditions.items() if value}
+
+
+def _as_utf8(header: str) -> str:
+    try:
+        return header.encode("latin-1").decode("utf-8")
+    except UnicodeDecodeError:
+        return header

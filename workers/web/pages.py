@@ -1,0 +1,125 @@
+"""HTML to readable text, in a process that may die of it: no environment, bounded memory, time and output."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from contract.errors import ErrorCode, ToolFailure
+from workers.web.deadlines import Deadline
+
+PARSE_S = 6.0
+"""For one run of the program; its CPU time is bounded alike."""
+MAX_TEXT_BYTES = 24 * 1024 * 1024
+_PROGRAM = Path(__file__).with_name("extraction_program.py")
+
+TextFormat = Literal["markdown", "text"]
+
+
+class _Told(BaseModel):
+    """What the program says. It has read a hostile page: only these fields, of these types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    title: str
+    text: str
+    is_main: bool
+    is_too_deep: bool
+    whole_chars: int
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """`is_main`: the main part only; else the whole page. `note`: what a reader must know of that."""
+
+    title: str
+    text: str
+    is_main: bool
+    note: str = ""
+
+
+class Extractor:
+    """Runs the program: for the main part, and where that fails for the whole page in a plain way."""
+
+    def __init__(self, parse_s: float = PARSE_S) -> None:
+        self._parse_s = parse_s
+
+    def extract(self, html: str, url: str, kind: TextFormat, deadline: Deadline) -> Extracted:
+        """The main part if there is one. Raises ToolFailure as extract_plain does."""
+        told = self._run(html, url, kind, "main", deadline)
+        if told is None:
+            return self.extract_plain(
+                html, url, kind, deadline, "the text of the whole page: its main part could not be found within the limits"
+            )
+        return Extracted(told.title, told.text, told.is_main, _note(told))
+
+    def extract_plain(self, html: str, url: str, kind: TextFormat, deadline: Deadline, note: str = "") -> Extracted:
+        """All text. Raises ToolFailure: TIMEOUT past the deadline, FILE_TOO_LARGE when the page cannot be read within the limits."""
+        told = self._run(html, url, kind, "plain", deadline)
+        if told is None:
+            raise ToolFailure(
+                ErrorCode.FILE_TOO_LARGE,
+                "the page's HTML could not be read within the limits of time and memory: fetch it with format=html and read parts of it",
+            )
+        return Extracted(told.title, told.text, False, note)
+
+    def _run(self, html: str, url: str, kind: TextFormat, method: str, deadline: Deadline) -> _Told | None:
+        """None when the program died, or said what it may not say."""
+        limit_s = deadline.left("reading the page", self._parse_s)
+        order = {"format": kind, "url": url, "method": method, "cpu_s": max(1, round(self._parse_s))}
+        # Files in memory, not pipes: neither side can make the other wait, and what may be written is bounded.
+        with _open_memory("page") as given, _open_memory("text") as taken:
+            given.write(json.dumps(order).encode() + b"\n" + html.encode("utf-8", "replace"))
+            given.seek(0)
+            if not _finishes([sys.executable, "-I", str(_PROGRAM)], given.fileno(), taken.fileno(), limit_s):
+                deadline.left("reading the page")
+                return None
+            taken.seek(0)
+            return _parse_told(taken.read(MAX_TEXT_BYTES + 1))
+
+
+def _note(told: _Told) -> str:
+    if told.is_too_deep:
+        return "the text of the whole page: it nests too deep to find its main part"
+    if not told.is_main:
+        return "the text of the whole page: no main part was found"
+    left_out = told.whole_chars > len(told.text)
+    return f"the main part of a page with {told.whole_chars} characters of text; format=html gives all of it" if left_out else ""
+
+
+def _open_memory(name: str) -> BinaryIO:
+    return open(os.memfd_create(name), "w+b")
+
+
+def _finishes(argv: list[str], stdin: int, stdout: int, limit_s: float) -> bool:
+    """Whether the program ended well in time. It and what it started are gone afterwards."""
+    process = subprocess.Popen(
+        argv, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, env={}, cwd="/", start_new_session=True, close_fds=True
+    )
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        waiting = select.poll()
+        waiting.register(pidfd, select.POLLIN)
+        waiting.poll(limit_s * 1000)
+    finally:
+        os.close(pidfd)
+        # Its group, while its number is still held: nothing it left behind goes on.
+        os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    return code == 0
+
+
+def _parse_told(data: bytes) -> _Told | None:
+    if len(data) > MAX_TEXT_BYTES:
+        return None
+    try:
+        return _Told.model_validate_json(data)
+    except ValidationError:
+        return None

@@ -1,0 +1,1 @@
+"""Search providers, a file each behind one method."""

@@ -1,0 +1,92 @@
+"""One request to a search service: bounded like every other, a busy one asked once more, its key never told."""
+
+import email.utils
+import json
+import re
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlencode
+
+from pydantic import SecretStr
+
+from contract.errors import ErrorCode, ToolFailure
+from workers.web.connections import build_tls, open_connection
+from workers.web.deadlines import Deadline
+from workers.web.exchange import Answer, Request, exchange
+from workers.web.limits import FetchLimits
+from workers.web.resolver import Resolver
+from workers.web.urls import parse_url
+
+MAX_WAIT_S = 5.0
+"""A service that wants a longer pause is passed over."""
+DEFAULT_WAIT_S = 1.0
+_SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a service is and how it is reached. The operator wrote the address, so no address rule holds for it.
+
+    `setting`: what the operator would have to mend. `pause` waits so many seconds.
+    """
+
+    name: str
+    base_url: str = field(repr=False)
+    setting: str
+    resolver: Resolver
+    limits: FetchLimits = field(default_factory=FetchLimits)
+    tls: ssl.SSLContext = field(default_factory=build_tls)
+    pause: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.time
+
+    def get(self, path: str, parameters: Mapping[str, str], deadline: Deadline, key: Mapping[str, SecretStr] | None = None) -> Any:
+        """The JSON of a GET. Raises ToolFailure as SearchProvider says."""
+        return self._ask("GET", f"{path}?{urlencode(parameters)}", {}, b"", key or {}, deadline)
+
+    def post(self, path: str, content: Mapping[str, Any], deadline: Deadline, key: Mapping[str, SecretStr]) -> Any:
+        """The JSON of a POST of JSON. Raises ToolFailure as SearchProvider says."""
+        return self._ask("POST", path, {"Content-Type": "application/json"}, json.dumps(content).encode(), key, deadline)
+
+    def _ask(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes, key: Mapping[str, SecretStr], deadline: Deadline
+    ) -> Any:
+        headers = {"Accept": "application/json", **headers, **{name: secret.get_secret_value() for name, secret in key.items()}}
+        answer = self._send(method, path, headers, body, deadline)
+        if answer.head.status == 429:
+            wait_s = self._wait_s(answer.head.headers)
+            if wait_s <= MAX_WAIT_S and deadline.is_within(wait_s):
+                self.pause(wait_s)
+                answer = self._send(method, path, headers, body, deadline)
+        return self._parse(answer)
+
+    def _send(self, method: str, path: str, headers: Mapping[str, str], body: bytes, deadline: Deadline) -> Answer:
+        target = parse_url(self.base_url.rstrip("/") + path)
+        addresses = (target.literal,) if target.literal is not None else self.resolver.resolve(target.host, deadline, self.limits.resolve_s)
+        request = Request(target, method, headers, body)
+        with open_connection(target, addresses, self.limits, deadline, self.tls) as connection:
+            return exchange(
+                connection, request, self.limits, deadline, lambda head: None if head.status == 200 else self.limits.error_body_bytes
+            )
+
+    def _wait_s(self, headers: Mapping[str, str]) -> float:
+        """How long the service wants to be left alone: Retry-After, else the first window of X-RateLimit-Reset."""
+        told = headers.get("retry-after") or headers.get("x-ratelimit-reset", "").partition(",")[0]
+        if _SECONDS.fullmatch(told.strip()):
+            return float(told)
+        date = email.utils.parsedate_tz(told)
+        return max(0.0, email.utils.mktime_tz(date) - self.clock()) if date is not None else DEFAULT_WAIT_S
+
+    def _parse(self, answer: Answer) -> Any:
+        status = answer.head.status
+        if status in (401, 403):
+            raise ToolFailure(ErrorCode.CONFIG_MISSING, f"{self.name} refuses the request ({status}): check {self.setting}", status=status)
+        if status != 200:
+            # Not the body: a service may repeat the key in it.
+            raise ToolFailure(ErrorCode.HTTP_ERROR, f"{self.name} answered {answer.head.phrase}", status=status)
+        try:
+            return json.loads(answer.body)
+        except (ValueError, RecursionError):
+            raise ToolFailure(ErrorCode.HTTP_ERROR, f"{self.name} answered no JSON: check {self.setting}", status=status) from None

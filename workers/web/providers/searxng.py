@@ -1,0 +1,23 @@
+"""SearXNG: GET /search of an instance of the operator's own; no key, but its settings must list the json format."""
+
+from workers.web.deadlines import Deadline
+from workers.web.providers.base import SearchQuery, SearchResult, parse_results, with_sites
+from workers.web.providers.endpoint import Endpoint
+
+MAX_QUERY_CHARS = 1000
+
+
+class Searxng:
+    """SearchProvider over a SearXNG instance. Domains go as operators, which not every engine behind it heeds; it decides how many come."""
+
+    name = "searxng"
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    def search(self, query: SearchQuery, deadline: Deadline) -> tuple[SearchResult, ...]:
+        parameters = {"q": with_sites(query, MAX_QUERY_CHARS), "format": "json"}
+        if query.time_range:
+            parameters["time_range"] = query.time_range
+        told = self._endpoint.get("/search", parameters, deadline)
+        return parse_results(told.get("results") if isinstance(told, dict) else None, snippet="content", published="publishedDate")

@@ -1,0 +1,75 @@
+"""Names to addresses, once a request, within a limit."""
+
+import ipaddress
+import queue
+import socket
+import threading
+from typing import Protocol
+
+from contract.errors import ErrorCode, ToolFailure
+from workers.web.deadlines import Deadline
+from workers.web.urls import Address
+
+MAX_ANSWERS = 16
+MAX_LOOKUPS = 8
+
+
+class Resolver(Protocol):
+    """Who knows the addresses of a name."""
+
+    def resolve(self, host: str, deadline: Deadline, limit_s: float) -> tuple[Address, ...]:
+        """Every address of `host`, IPv4 and IPv6, at least one and at most MAX_ANSWERS.
+
+        Raises ToolFailure: NETWORK_ERROR when there is none or there are too many, TIMEOUT past `limit_s` or the deadline.
+        """
+        ...
+
+
+class SystemResolver:
+    """Asks the system's resolver, in a thread of its own: the call cannot be interrupted."""
+
+    def __init__(self) -> None:
+        self._lookups: list[threading.Thread] = []
+
+    def resolve(self, host: str, deadline: Deadline, limit_s: float) -> tuple[Address, ...]:
+        limit_s = deadline.left(f"looking up {host}", limit_s)
+        # A thread lives as long as the system's resolver waits: a slow name server must not pile them up.
+        self._lookups = [lookup for lookup in self._lookups if lookup.is_alive()]
+        if len(self._lookups) >= MAX_LOOKUPS:
+            raise _failed(ErrorCode.TIMEOUT, f"DNS: too many lookups are under way to look up {host}; try again later")
+        answer: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
+        lookup = threading.Thread(target=_look_up, args=(host, answer), name="dns", daemon=True)
+        self._lookups.append(lookup)
+        lookup.start()
+        try:
+            found = answer.get(timeout=limit_s)
+        except queue.Empty:
+            raise _failed(ErrorCode.TIMEOUT, f"DNS: no answer for {host} within {limit_s:g} s; try again or use another host") from None
+        if isinstance(found, OSError):
+            raise _failed(ErrorCode.NETWORK_ERROR, f"DNS: {host} has no address ({found.strerror}); check the name")
+        return parse_answers(host, found)
+
+
+def _look_up(host: str, answer: "queue.SimpleQueue[list[str] | OSError]") -> None:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        answer.put([str(entry[4][0]) for entry in found])
+    except OSError as error:
+        answer.put(error)
+    except UnicodeError:
+        answer.put(OSError(0, "the name cannot be asked for"))
+
+
+def parse_answers(host: str, answers: list[str]) -> tuple[Address, ...]:
+    """The addresses of a lookup, each once, in order. Raises ToolFailure as Resolver says."""
+    try:
+        addresses = tuple(dict.fromkeys(ipaddress.ip_address(answer) for answer in answers))
+    except ValueError:
+        raise _failed(ErrorCode.NETWORK_ERROR, f"DNS: the answer for {host} is not an address") from None
+    if not 0 < len(addresses) <= MAX_ANSWERS:
+        raise _failed(ErrorCode.NETWORK_ERROR, f"DNS: {len(addresses)} addresses for {host}; from 1 to {MAX_ANSWERS} are accepted")
+    return addresses
+
+
+def _failed(code: ErrorCode, why: str) -> ToolFailure:
+    return ToolFailure(code, why, cause="dns")

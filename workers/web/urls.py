@@ -1,0 +1,169 @@
+"""One strict parser of URLs: whatever two parsers could read differently is refused."""
+
+import ipaddress
+import re
+import unicodedata
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import quote, urljoin
+
+import idna
+
+from contract.errors import ErrorCode, ToolFailure
+
+MAX_URL_CHARS = 2048
+DEFAULT_PORTS = {"http": 80, "https": 443}
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
+_LABEL = re.compile(r"(?!-)[a-z0-9_\-]{1,63}(?<!-)")
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
+_DOTS = str.maketrans({"\u3002": ".", "\uff0e": ".", "\uff61": "."})
+# Separators, controls, invisible and unassigned characters, half surrogate pairs.
+_UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Cn", "Co", "Zs", "Zl", "Zp"})
+_KEPT = "!#$%&'()*+,-./:;=?@[]_~"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a request goes. `host`: ASCII, lower case, without a dot at the end; `literal`: the host when it is an address.
+
+    `path`: path and query, ASCII, begins with a slash.
+    """
+
+    scheme: Literal["http", "https"]
+    host: str
+    port: int
+    path: str
+    literal: Address | None = None
+
+    @property
+    def authority(self) -> str:
+        """What the Host header says."""
+        host = f"[{self.host}]" if isinstance(self.literal, ipaddress.IPv6Address) else self.host
+        return host if self.port == DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
+
+    @property
+    def origin(self) -> str:
+        return f"{self.scheme}://{self.authority}"
+
+    @property
+    def url(self) -> str:
+        return self.origin + self.path
+
+
+def parse_url(text: str) -> Target:
+    """The target of an absolute URL; a fragment is dropped.
+
+    Raises ToolFailure: INVALID_ARGUMENTS for what is no URL, SECURITY_REFUSED for what is one and is not fetched.
+    """
+    _check_characters(text)
+    match = _SCHEME.match(text)
+    if match is None:
+        raise _invalid("it must begin with http:// or https://")
+    scheme = match[1].lower()
+    if scheme not in DEFAULT_PORTS:
+        raise refused(f"only http and https are fetched, not {scheme[:20]}")
+    rest = text[match.end() :]
+    if not rest.startswith("//"):
+        raise _invalid("two slashes must follow the scheme")
+    authority, path = _split(rest[2:])
+    host, port, literal = _parse_authority(authority, scheme)
+    target = Target("https" if scheme == "https" else "http", host, port, path, literal)
+    if len(target.url) > MAX_URL_CHARS:
+        raise _invalid(f"more than {MAX_URL_CHARS} characters")
+    return target
+
+
+def parse_location(base: Target, location: str) -> Target:
+    """Where a redirect from `base` leads. Raises as parse_url does."""
+    # Before anything joins it: the standard library drops tabs and line ends without a word.
+    _check_characters(location)
+    return parse_url(location if _SCHEME.match(location) else urljoin(base.url, location))
+
+
+def _check_characters(text: str) -> None:
+    if len(text) > MAX_URL_CHARS:
+        raise _invalid(f"more than {MAX_URL_CHARS} characters")
+    for at, character in enumerate(text):
+        if character == "\\" or unicodedata.category(character) in _UNSAFE_CATEGORIES:
+            raise _invalid(f"character {at} (U+{ord(character):04X}) may not stand in a URL; write it percent-encoded")
+
+
+def _split(rest: str) -> tuple[str, str]:
+    end = re.search(r"[/?#]", rest)
+    authority = rest if end is None else rest[: end.start()]
+    path = rest[len(authority) :].partition("#")[0]
+    # What is not ASCII goes as UTF-8; what is already encoded stays.
+    return authority, quote(path if path.startswith("/") else "/" + path, safe=_KEPT)
+
+
+def _parse_authority(authority: str, scheme: str) -> tuple[str, int, Address | None]:
+    if "@" in authority:
+        raise refused("a user name or password in a URL is not sent")
+    if authority.startswith("["):
+        inner, bracket, rest = authority[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            raise _invalid("its host is not an address in brackets")
+        return inner, _parse_port(rest, scheme), _parse_ipv6(inner)
+    host, colon, port = authority.partition(":")
+    name = _parse_name(host)
+    return name, _parse_port(colon + port, scheme), _parse_ipv4(name, is_plain=name == host)
+
+
+def _parse_port(text: str, scheme: str) -> int:
+    if not text:
+        return DEFAULT_PORTS[scheme]
+    if not _PORT.fullmatch(text[1:]) or int(text[1:]) > 65535:
+        raise _invalid("its port is not a number from 1 to 65535")
+    return int(text[1:])
+
+
+def _parse_ipv6(text: str) -> Address:
+    """Only the one spelling of RFC 5952: what is converted here may be converted otherwise elsewhere."""
+    try:
+        address = ipaddress.IPv6Address(text)
+    except ValueError:
+        raise refused("its host is not an IPv6 address") from None
+    if str(address) != text or "%" in text:
+        raise refused("its IPv6 address is not in the usual spelling; a zone is not accepted")
+    return address
+
+
+def _parse_ipv4(host: str, *, is_plain: bool) -> Address | None:
+    if not _NUMBER.fullmatch(host.rpartition(".")[2]):
+        return None
+    try:
+        address = ipaddress.IPv4Address(host)
+    except ValueError:
+        raise refused("its host is a number but no plain IPv4 address of four decimal parts") from None
+    if str(address) != host or not is_plain:
+        raise refused("its IPv4 address is not in the usual spelling")
+    return address
+
+
+def _parse_name(host: str) -> str:
+    name = (host if host.isascii() else _to_ascii(host)).lower().removesuffix(".")
+    if not name:
+        raise _invalid("it names no host")
+    if len(name) > 253 or not all(_LABEL.fullmatch(label) for label in name.split(".")):
+        raise _invalid("its host is not a valid name")
+    return name
+
+
+def _to_ascii(host: str) -> str:
+    try:
+        return idna.encode(unicodedata.normalize("NFKC", host).translate(_DOTS), uts46=True, std3_rules=True).decode("ascii")
+    except (idna.IDNAError, UnicodeError):
+        raise _invalid("its host is not a valid international name") from None
+
+
+def _invalid(why: str) -> ToolFailure:
+    return ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the url is not accepted: {why}")
+
+
+def refused(why: str) -> ToolFailure:
+    """The refusal of a URL for what it leads to."""
+    return ToolFailure(ErrorCode.SECURITY_REFUSED, f"the url is refused: {why}")
