@@ -10,7 +10,7 @@ from guest import oom
 from guest.exec_requests import ExecRequest
 from guest.failures import CANCELLED, INTERNAL, INVALID_ARGUMENTS, NO_SPACE, TIMEOUT, Failure
 from guest.frames import join_frame
-from guest.reports import DONE, DONE_AND_FREE, STREAMS
+from guest.reports import DONE, DONE_AND_FREE, FACTS, STREAMS
 from guest.requests import parse_body_bytes, parse_call
 
 TYPE_CHECKING = False
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from guest.process_tree import KillReport
     from guest.supervisors import SupervisorHandle
 
-OVERDUE_S = 0.7
+OVERDUE_S = 1.0
 """How long after a limit, or a cancel, a supervisor may still be killing before PID 1 takes over."""
 # Each but the first is a fork for a call that has not begun; a program that kills them all is not to keep PID 1 busy.
 _MAX_ATTEMPTS = 3
+_LEAST_LIMIT_S = 0.01
 
 
 class Body:
@@ -68,18 +69,38 @@ class Call:
         self.answered = False
         # What the call's supervisor reported as its end.
         self.done: dict[str, object] | None = None
+        # The body has come, and the request was judged.
+        self.is_whole = False
+        self.lane: str | None = None
+        self.has_waited = False
         self._relayed = dict.fromkeys(STREAMS, 0)
         self._data_headers: dict[int, bytes] = {}
 
     def prepare(self) -> None:
         """Judge the request, now that its body is whole. Raises Failure when it is wrong."""
+        self.is_whole = True
         if self.body.failure is not None:
             raise self.body.failure
         self.request = parse_call(self.header)
+        self.lane = getattr(self.request, "lane", None)
         self._is_exec = isinstance(self.request, ExecRequest)
         self.oom_kills = oom.read_oom_kills() if self._is_exec else None
         self._started_at = time.monotonic()
-        self._overdue_at = self._started_at + self.request.timeout_s + OVERDUE_S
+        self.limit_at = self._started_at + self.request.timeout_s
+        self._overdue_at = self.limit_at + OVERDUE_S
+
+    def end_wait(self) -> None:
+        """It may run now: what it has waited for others of its lane was its own time."""
+        if not self.has_waited:
+            return
+        left_s = max(self.limit_at - time.monotonic(), _LEAST_LIMIT_S)
+        self.request.timeout_s = self.header["timeout_s"] = left_s
+
+    def overslept_end(self) -> dict[str, object]:
+        """The done fields of a call whose limit came before its turn."""
+        waited_s = time.monotonic() - self._started_at
+        message = f"not started: it waited {waited_s:.1f} s for its turn behind other calls of this session"
+        return {"error": {"code": TIMEOUT, "message": message}}
 
     def entrust(self, supervisor: SupervisorHandle, take_s: float | None) -> None:
         """The call is this supervisor's now, which is looked after once `take_s` is over, or else the limit."""
@@ -114,7 +135,7 @@ class Call:
         for kind, payload in records:
             if kind in (DONE, DONE_AND_FREE):
                 self.done = json.loads(payload)
-            elif payload:
+            elif payload and kind != FACTS:
                 self._relayed[STREAMS[kind]] += len(payload)
                 frames.append(join_frame(self._data_header(kind), payload))
         return frames
@@ -126,7 +147,7 @@ class Call:
         """The done fields of a call that was cancelled while its body was still coming."""
         if self.header["op"] != "exec":
             return {"error": {"code": CANCELLED, "message": "cancelled"}}
-        return self._exec_end(0.0, {}, None, False)
+        return self._exec_end(0.0, self._asked_streams(), None, False)
 
     def lost_end(self, report: KillReport) -> dict[str, object]:
         """The done fields of a call whose supervisor ended without a report: by a tool, or by PID 1."""
@@ -138,13 +159,16 @@ class Call:
         if not self._is_exec:
             code = CANCELLED if self.cancelled else TIMEOUT
             return {"error": {"code": code, "message": "ended by PID 1: the request did not end by itself"}}
-        streams = {
-            name: {"total": count, "head": count, "tail": 0}
-            for name, count in self._relayed.items()
-            if count or (isinstance(self.request, ExecRequest) and self.request.caps.get(name))
-        }
+        streams = self._asked_streams()
         oom_rose = oom.read_oom_kills() != self.oom_kills
         return self._exec_end(time.monotonic() - self._started_at, streams, report, oom_rose)
+
+    def _asked_streams(self) -> dict[str, dict[str, int]]:
+        """`streams` of an end that no supervisor told: what was sent of each that was asked for."""
+        capture = self.header.get("capture")
+        asked = capture if isinstance(capture, dict) else {}
+        names = ("stdout", "stderr") if "stream" in asked else [name for name in ("stdout", "stderr", "merged") if name in asked]
+        return {name: {"total": self._relayed[name], "head": self._relayed[name], "tail": 0} for name in names}
 
     def _exec_end(self, run_s: float, streams: dict[str, dict[str, int]], report: KillReport | None, oom_rose: bool) -> dict[str, object]:
         return {

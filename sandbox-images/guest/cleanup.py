@@ -35,7 +35,7 @@ class Cleanup:
     """
 
     def __init__(self) -> None:
-        self._held: list[tuple[Call, KillReport]] = []
+        self._held: list[tuple[Call | None, KillReport]] = []
         self._quiet = 0
         self._give_up_at = 0.0
 
@@ -43,7 +43,8 @@ class Cleanup:
     def is_active(self) -> bool:
         return bool(self._held)
 
-    def hold(self, call: Call) -> None:
+    def hold(self, call: Call | None) -> None:
+        """None: nobody waits for the end of it, as of what a background job has left."""
         self._held.append((call, KillReport()))
         self._give_up_at = time.monotonic() + KILL_WINDOW_S
         self._quiet = 0
@@ -66,7 +67,7 @@ class Cleanup:
             report.survivors = alive
             report.method = "all" if "all" in (method, report.method) else "tree"
 
-    def take_finished(self, no_child_left: bool) -> list[tuple[Call, KillReport]]:
+    def take_finished(self, no_child_left: bool) -> list[tuple[Call | None, KillReport]]:
         """The held calls, once nothing of theirs is left or the window is over."""
         if no_child_left:
             for _, report in self._held:

@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 
-from guest.failures import NOT_A_REGULAR_FILE, PATH_NOT_ALLOWED, Failure, describe_os_error, printable
+from guest.failures import INVALID_ARGUMENTS, NOT_A_REGULAR_FILE, PATH_NOT_ALLOWED, Failure, describe_os_error, printable
 from guest.kernel import open_beneath
 from guest.session_folder import read_folder
 from guest.spawn import encode_text
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from guest.places import Places
 
 _MAX_LINKS = 40
+# Each is open while the next is looked for, and a process may open so many files only.
+_MAX_DEPTH = 500
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_OPENAT2 = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
 
@@ -27,15 +29,19 @@ class Place:
     The name was no link when it was found, and may not exist.
     """
 
-    __slots__ = ("directory", "is_link_target", "name", "shown")
+    __slots__ = ("_made", "directory", "is_link_target", "name", "shown")
 
-    def __init__(self, directory: int, name: bytes, shown: str, is_link_target: bool) -> None:
+    def __init__(self, directory: int, name: bytes, shown: str, is_link_target: bool, made: list[bytes] | None = None) -> None:
+        """`made`: the last names of the directory's path, as far as they were made for this."""
         self.directory = directory
         self.name = name
         self.shown = shown
         self.is_link_target = is_link_target
+        self._made = made or []
 
     def close(self) -> None:
+        """Let go of the directory. What was made for it and is still empty goes away."""
+        _remove_empty(self.directory, self._made)
         os.close(self.directory)
 
 
@@ -50,7 +56,11 @@ def find_place(path: str, places: Places, make_parents: bool = False, to_read: b
     try:
         return resolver.resolve(raw)
     except OSError as error:
+        resolver.undo()
         raise describe_os_error(error, shown) from None
+    except Failure:
+        resolver.undo()
+        raise
     finally:
         resolver.close()
 
@@ -94,6 +104,8 @@ class _Resolver:
         # The parts the kernel resolved in one step: above the last directory of the trail lies then not its parent.
         self._skipped: list[bytes] = []
         self._on_foot = not places.use_openat2
+        # Names of the last directories of the trail, as far as they are new.
+        self._made: list[bytes] = []
 
     def resolve(self, path: bytes) -> Place:
         parts = self._enter_root(os.path.join(read_folder(self._places), path))
@@ -104,13 +116,18 @@ class _Resolver:
             if not parts and name not in (b".", b".."):
                 target = self._read_link(name)
                 if target is None:
-                    return Place(self._trail.pop(), name, self._shown, self._final_link)
+                    return Place(self._trail.pop(), name, self._shown, self._final_link, self._made)
                 self._final_link = True
                 parts = self._follow(target, parts)
             elif not parts and name == b".":
-                return Place(self._trail.pop(), name, self._shown, self._final_link)
+                return Place(self._trail.pop(), name, self._shown, self._final_link, self._made)
             else:
                 parts = self._step(name, parts)
+
+    def undo(self) -> None:
+        """Remove what was made for nothing."""
+        if self._trail:
+            _remove_empty(self._trail[-1], self._made)
 
     def close(self) -> None:
         for fd in self._trail:
@@ -124,8 +141,13 @@ class _Resolver:
         if name == b"..":
             if len(self._trail) == 1:
                 raise self._outside()
+            # What is left upwards was not needed.
+            _remove_empty(self._trail[-1], self._made[-1:])
+            self._made = self._made[:-1]
             os.close(self._trail.pop())
             return parts or [b"."]
+        if len(self._trail) > _MAX_DEPTH:
+            raise Failure(INVALID_ARGUMENTS, f"{self._shown}: more than {_MAX_DEPTH} directories deep")
         try:
             self._trail.append(os.open(name, _DIRECTORY, dir_fd=self._trail[-1]))
         except FileNotFoundError:
@@ -153,10 +175,14 @@ class _Resolver:
         return parts[-1:]
 
     def _make_directory(self, name: bytes) -> None:
-        # Another process may be faster, with a directory or with something that the next open refuses.
-        with contextlib.suppress(FileExistsError):
+        try:
             os.mkdir(name, 0o755, dir_fd=self._trail[-1])
+            made = [*self._made, name]
+        except FileExistsError:
+            # Another process was faster, with a directory or with something that the next open refuses.
+            made = []
         self._trail.append(os.open(name, _DIRECTORY, dir_fd=self._trail[-1]))
+        self._made = made
 
     def _read_link(self, name: bytes) -> bytes | None:
         try:
@@ -184,7 +210,7 @@ class _Resolver:
         for root in self._roots:
             if path == root or path.startswith(root + b"/"):
                 self.close()
-                self._skipped = []
+                self._skipped, self._made = [], []
                 self._trail = [os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)]
                 return _split(path[len(root) :])
         raise self._outside()
@@ -192,6 +218,20 @@ class _Resolver:
     def _outside(self) -> Failure:
         roots = " and ".join(printable(root) for root in self._roots)
         return Failure(PATH_NOT_ALLOWED, f"{self._shown}: outside of {roots}")
+
+
+def _remove_empty(directory: int, names: list[bytes]) -> None:
+    """Remove a directory whose path ends with these names, and those above it that have one, as far as they are empty and where they were."""
+    # What is in use stays, and what another process took away is gone.
+    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+        for name in reversed(names):
+            known = os.fstat(directory)
+            above = os.open(b"..", _DIRECTORY, dir_fd=directory)
+            opened.close()
+            opened.callback(os.close, above)
+            if os.path.samestat(known, os.stat(name, dir_fd=above, follow_symlinks=False)):
+                os.rmdir(name, dir_fd=above)
+            directory = above
 
 
 def _split(path: bytes) -> list[bytes]:

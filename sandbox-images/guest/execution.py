@@ -7,8 +7,10 @@ import select
 import time
 
 from guest import oom
+from guest.endings import TERM_GRACE_S, ask_to_end
 from guest.outputs import Outputs
 from guest.process_tree import KillReport, kill_below, reap
+from guest.shell_session import ShellSession
 from guest.spawn import build_argv, build_environment, enter_directory, spawn
 
 TYPE_CHECKING = False
@@ -39,6 +41,7 @@ class Execution:
         self._timed_out = False
         self._cancelled = False
         self._kill: KillReport | None = None
+        self._session: ShellSession | None = None
 
     def run(self) -> dict[str, object]:
         """Raises Failure or OSError when the program could not be started."""
@@ -49,8 +52,11 @@ class Execution:
         self._pipes.settle()
         self._outputs.drain()
         self._outputs.send()
+        exit_fields = self._exit_fields()
         return {
-            **self._exit_fields(),
+            **exit_fields,
+            **self._outputs.extras(),
+            **self._state_fields(exit_fields["exit_code"] is not None),
             "timed_out": self._timed_out,
             "cancelled": self._cancelled,
             "oom": oom.read_oom_kills() != self._oom_kills,
@@ -60,14 +66,19 @@ class Execution:
         }
 
     def _start(self) -> None:
-        argv = build_argv(self._request, self._pipes.read_body(self._request.script_bytes))
-        env = build_environment(self._request)
-        enter_directory(self._request.cwd, self._places.workspace)
-        self._outputs = Outputs(self._request, self._pipes.writer)
+        script = self._pipes.read_body(self._request.script_bytes)
+        further: list[int] = []
+        if self._request.has_state:
+            self._session = ShellSession(self._request, self._places)
+            argv, env, further = self._session.prepare(script)
+        else:
+            argv, env = build_argv(self._request, script), build_environment(self._request)
+            enter_directory(str(self._request.cwd), self._places.workspace)
+        self._outputs = Outputs(self._request, self._pipes.writer, self._places)
         stdin = self._pipes.open_stdin(self._request.script_bytes)
         self._started_at = time.monotonic()
         self._limit_at = self._started_at + self._request.timeout_s
-        self._pid = spawn(argv, env, stdin, self._outputs.stdout, self._outputs.stderr)
+        self._pid = spawn(argv, env, stdin, self._outputs.stdout, self._outputs.stderr, further)
         oom.offer_to_oom_killer(self._pid)
         self._outputs.close_write_ends()
 
@@ -81,7 +92,7 @@ class Execution:
             if now >= self._limit_at:
                 self._timed_out = True
                 return
-            ready = self._wait_for_events(pidfd, min(self._limit_at, reap_at) - now)
+            ready = self._wait_for_events(pidfd, min(self._limit_at, reap_at, self._outputs.due_at or reap_at) - now)
             if self._pipes.control in ready:
                 self._cancelled = True
                 return
@@ -91,6 +102,7 @@ class Execution:
 
     def _wait_for_events(self, pidfd: int | None, wait_s: float) -> set[int]:
         """Wait, and read what has come on the output pipes."""
+        self._outputs.pause()
         poller = select.poll()
         outputs = self._outputs.readable_fds()
         for fd in (self._pipes.control, *outputs):
@@ -104,6 +116,7 @@ class Execution:
             self._pipes.writer.flush()
         for fd in ready.intersection(outputs):
             self._outputs.read(fd)
+        self._outputs.flush_live()
         return ready
 
     def _open_pidfd(self) -> int | None:
@@ -118,19 +131,28 @@ class Execution:
             self._status = status
 
     def _end_tree(self) -> None:
-        if not (self._timed_out or self._cancelled) and self._leftovers_end():
+        is_over = not (self._timed_out or self._cancelled)
+        if is_over and self._leftovers_end(LEFTOVER_GRACE_S):
             return
         self._kill = KillReport()
+        if not is_over:
+            ask_to_end(self._pid, self._kill)
+            self._leftovers_end(TERM_GRACE_S)
         kill_below(self._kill, self._on_exit)
 
-    def _leftovers_end(self) -> bool:
-        """Whether nothing of an ended program lives, perhaps after the grace. Its output is read on meanwhile."""
-        give_up_at = time.monotonic() + LEFTOVER_GRACE_S
+    def _leftovers_end(self, grace_s: float) -> bool:
+        """Whether nothing of the program lives, perhaps after the grace. Its output is read on meanwhile."""
+        give_up_at = time.monotonic() + grace_s
         while not reap(self._on_exit):
             if time.monotonic() >= give_up_at:
                 return False
             self._wait_for_events(None, 0.001)
         return True
+
+    def _state_fields(self, ended_by_itself: bool) -> dict[str, object]:
+        if self._session is None:
+            return {}
+        return self._session.finish(ended_by_itself and not (self._timed_out or self._cancelled))
 
     def _exit_fields(self) -> dict[str, int | None]:
         if self._status is None:

@@ -13,7 +13,13 @@ NOT_A_DIRECTORY = "NOT_A_DIRECTORY"
 PATH_NOT_ALLOWED = "PATH_NOT_ALLOWED"
 NOT_A_REGULAR_FILE = "NOT_A_REGULAR_FILE"
 FILE_TOO_LARGE = "FILE_TOO_LARGE"
+INVALID_PATTERN = "INVALID_PATTERN"
+BINARY_FILE = "BINARY_FILE"
 OFFSET_OUT_OF_RANGE = "OFFSET_OUT_OF_RANGE"
+NO_MATCH = "NO_MATCH"
+AMBIGUOUS_MATCH = "AMBIGUOUS_MATCH"
+NO_CHANGE = "NO_CHANGE"
+STALE_FILE = "STALE_FILE"
 PERMISSION_DENIED = "PERMISSION_DENIED"
 NO_SPACE = "NO_SPACE"
 SPAWN_FAILED = "SPAWN_FAILED"
@@ -37,7 +43,7 @@ _CODE_OF_ERRNO = {
     errno.EDQUOT: NO_SPACE,
     errno.EFBIG: NO_SPACE,
 }
-_MESSAGE_CHARS = 2000
+MESSAGE_CHARS = 4000
 
 
 class Failure(Exception):
@@ -47,7 +53,7 @@ class Failure(Exception):
         super().__init__(message)
         self.code = code
         # Names in it come from the request and may be as long as a header, which it has to fit into.
-        self.message = message[:_MESSAGE_CHARS]
+        self.message = message[:MESSAGE_CHARS]
         self.details = details
 
     def as_error(self) -> dict[str, object]:

@@ -10,20 +10,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-class ReadLinesRequest:
-    """Lines `offset` to `offset + limit - 1` of a file, at most `max_bytes` of them."""
-
-    __slots__ = ("limit", "max_bytes", "offset", "path", "timeout_s")
-
-    def __init__(self, header: dict[str, Any]) -> None:
-        check_fields(header, "path", "offset", "limit", "max_bytes")
-        self.timeout_s = read_timeout(header)
-        self.path = read_text(header, "path")
-        self.offset = read_whole(header, "offset", 1, None)
-        self.limit = read_whole(header, "limit", 1, None)
-        self.max_bytes = read_whole(header, "max_bytes", 0, None)
-
-
 class ReadFileRequest:
     """A whole file of at most `max_bytes`."""
 
@@ -40,6 +26,7 @@ class WriteFileRequest:
     """The body becomes a file's content, or its end."""
 
     __slots__ = ("mode", "path", "timeout_s")
+    lane = "files"
 
     def __init__(self, header: dict[str, Any]) -> None:
         check_fields(header, "path", "mode")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _MAX_PACKET = 65_536
 _FD_BYTES = 4
+_CANCEL_PACKET = b"c"
+CANCEL = "cancel"
 
 
 class Assignment:
@@ -52,8 +54,16 @@ def give(channel: _socket.socket, header: Mapping[str, object], body: int | None
 
 def take(channel: _socket.socket) -> Assignment | None:
     """Wait for the next call; None when PID 1 has closed its end, or a body could not be taken for want of descriptors."""
+    heard = hear(channel)
+    return heard if isinstance(heard, Assignment) else None
+
+
+def hear(channel: _socket.socket) -> Assignment | str | None:
+    """As `take`, for who may also be told CANCEL."""
     # Close-on-exec: the body is the supervisor's, programs are given their stdin only.
     packet, rights, flags, _ = channel.recvmsg(_MAX_PACKET, _socket.CMSG_LEN(_FD_BYTES), _socket.MSG_CMSG_CLOEXEC)
+    if packet == _CANCEL_PACKET:
+        return CANCEL
     if not packet or flags & _socket.MSG_CTRUNC:
         return None
     header, oom_kills = json.loads(packet)
@@ -63,7 +73,7 @@ def take(channel: _socket.socket) -> Assignment | None:
 
 def say_cancel(channel: _socket.socket) -> None:
     try:
-        channel.send(b"c")
+        channel.send(_CANCEL_PACKET)
     except OSError:
         # The supervisor has ended, which PID 1's loop is about to learn.
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import select
 import signal
@@ -11,12 +12,16 @@ import time
 
 from guest.calls import Call
 from guest.cleanup import Cleanup, kill_everything, merge_kills
-from guest.failures import Failure, describe_os_error
+from guest.failures import INVALID_ARGUMENTS, Failure, describe_os_error
 from guest.frames import FrameDecoder, FrameError, encode_frame
+from guest.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
+from guest.jobs import Jobs
 from guest.kernel import PR_SET_DUMPABLE, set_process_flag
+from guest.lanes import Lanes
 from guest.outbox import HostGone, Outbox
 from guest.places import Places
 from guest.process_tree import reap
+from guest.reports import FACTS
 from guest.requests import CALL_OPS, is_request_id
 from guest.supervisors import Supervisors
 
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from guest.frames import Frame
+    from guest.jobs import Job
     from guest.process_tree import KillReport
     from guest.supervisors import SupervisorHandle
 
@@ -47,6 +53,10 @@ class Loop:
         self._calls: dict[str, Call] = {}
         self._supervisors = Supervisors(places)
         self._cleanup = Cleanup()
+        self._lanes = Lanes()
+        self._jobs = Jobs()
+        # Calls that another's end has let through.
+        self._let_through: list[Call] = []
         os.set_blocking(_STDIN, False)
 
     def run(self) -> NoReturn:
@@ -82,9 +92,12 @@ class Loop:
                 self._read_reports(self._supervisors.by_reports[fd])
 
     def _wait_ms(self) -> int | None:
+        if self._let_through:
+            return 0
         if self._supervisors.ending or self._cleanup.is_active:
             return _TICK_MS
         watched = [call.watch_at for call in self._supervisors.calls if not call.answered]
+        watched += [call.limit_at for call in self._lanes.waiting]
         if self._supervisors.idle_until is not None:
             watched.append(self._supervisors.idle_until)
         if not watched:
@@ -130,7 +143,7 @@ class Loop:
 
     def _add_body(self, call: Call | None, data: bytes) -> None:
         # A call that has ended, by a cancel, may still get parts of its body.
-        if call is None or call.supervisor is not None:
+        if call is None or call.is_whole:
             return
         call.body.add(data)
         if call.body.missing == 0:
@@ -139,9 +152,41 @@ class Loop:
     def _start(self, call: Call) -> None:
         try:
             call.prepare()
-            self._supervisors.entrust(call)
+        except Failure as error:
+            self._answer(call, {"error": error.as_error()})
+            return
+        if self._lanes.enter(call):
+            self._let_through.append(call)
+        else:
+            call.has_waited = True
+
+    def _run(self, call: Call) -> None:
+        request = call.request
+        try:
+            if isinstance(request, JobStartRequest):
+                self._start_job(call, request)
+            elif isinstance(request, JobListRequest):
+                self._answer(call, self._jobs.as_fields())
+            elif isinstance(request, (JobPollRequest, JobInputRequest)):
+                self._ask_keeper(call, request)
+            else:
+                self._supervisors.entrust(call)
         except (Failure, OSError) as error:
             self._answer(call, {"error": _as_failure(error).as_error()})
+
+    def _start_job(self, call: Call, request: JobStartRequest) -> None:
+        job = self._jobs.open(request)
+        try:
+            self._supervisors.entrust_to_new(call)
+        except OSError:
+            self._jobs.forget(job)
+            raise
+        job.keeper = call.supervisor
+
+    def _ask_keeper(self, call: Call, request: JobPollRequest | JobInputRequest) -> None:
+        job = self._jobs.find(request.job)
+        if job.keeper is None or not self._supervisors.entrust_to_keeper(call, job.keeper):
+            self._answer(call, _end_of_job(job, request))
 
     def _start_again(self, call: Call) -> None:
         try:
@@ -160,20 +205,39 @@ class Loop:
     def _read_reports(self, supervisor: SupervisorHandle) -> bool:
         """Relay one read's worth; False when there is nothing more now."""
         records, more = supervisor.read_reports()
+        for kind, payload in records:
+            if kind == FACTS:
+                self._jobs.note(supervisor, json.loads(payload))
         call = supervisor.call
         if call is not None:
             for frame in call.relay(records):
                 self._outbox.put(frame)
             if call.done is not None and not call.answered and not _left_survivors(call.done):
+                self._note_job(supervisor, call)
                 self._answer(call, call.done)
                 self._supervisors.release(supervisor)
         if not more:
             self._supervisors.end_reports(supervisor)
         return more
 
+    def _note_job(self, supervisor: SupervisorHandle, call: Call) -> None:
+        """What the end of a call tells of a job."""
+        done = call.done or {}
+        if "job" in done:
+            self._jobs.note(supervisor, done["job"])
+        elif isinstance(call.request, JobStartRequest):
+            self._jobs.drop(supervisor)
+
     def _look_after_processes(self) -> None:
         supervisors = self._supervisors
         now = time.monotonic()
+        for call in [call for call in self._lanes.waiting if now >= call.limit_at]:
+            self._answer(call, call.overslept_end())
+        while self._let_through:
+            call = self._let_through.pop(0)
+            if not call.answered:
+                call.end_wait()
+                self._run(call)
         for call in [call for call in supervisors.calls if now >= call.watch_at and not call.answered]:
             self._end_delayed(call)
         if supervisors.idle_until is not None and now >= supervisors.idle_until:
@@ -183,10 +247,11 @@ class Loop:
         no_child_left = reap(self._on_exit)
         if self._cleanup.is_active:
             if not no_child_left:
-                self._cleanup.step(supervisors.pids, others_run=bool(supervisors.calls))
+                self._cleanup.step(supervisors.pids, others_run=bool(supervisors.calls) or self._jobs.are_kept)
                 no_child_left = reap(self._on_exit)
-            for call, report in self._cleanup.take_finished(no_child_left):
-                self._answer(call, _held_end(call, report))
+            for held, report in self._cleanup.take_finished(no_child_left):
+                if held is not None:
+                    self._answer(held, _held_end(held, report))
 
     def _end_delayed(self, call: Call) -> None:
         supervisor = call.supervisor
@@ -200,14 +265,16 @@ class Loop:
         # Its pipe has an end now, and at most one pipe's worth before it.
         while supervisor.reports in self._supervisors.by_reports and self._read_reports(supervisor):
             pass
-        call = supervisor.call
+        call = supervisor.call if supervisor.call is not None and not supervisor.call.answered else None
         may_try_again = call is not None and call.may_try_again(supervisor)
+        left_behind, job = self._jobs.end_keeper(supervisor)
         self._supervisors.forget(supervisor)
-        if call is None or call.answered:
-            return
-        if may_try_again:
+        if call is not None and job is not None and not left_behind:
+            # It left as its job had ended, and has not seen this request any more.
+            self._answer(call, _end_of_job(job, call.request))
+        elif call is not None and job is None and may_try_again:
             self._start_again(call)
-        else:
+        elif call is not None or left_behind:
             self._cleanup.hold(call)
             # It would hide that no child is left, and where all is to be killed it is no one to spare.
             self._supervisors.retire_idle()
@@ -216,6 +283,9 @@ class Loop:
         call.answered = True
         self._calls.pop(call.id, None)
         call.close()
+        following = self._lanes.leave(call)
+        if following is not None:
+            self._let_through.append(following)
         self._send({"id": call.id, "ev": "done", **fields})
 
     def _send(self, header: dict[str, object]) -> None:
@@ -227,6 +297,15 @@ class Loop:
             self._outbox.flush_last()
         except HostGone:
             return
+
+
+def _end_of_job(job: Job, request: object) -> dict[str, object]:
+    """The answer about a job whose keeper has left, from what was last heard of it."""
+    if isinstance(request, JobInputRequest):
+        return {"error": Failure(INVALID_ARGUMENTS, f"{job.id} has ended: it reads nothing any more").as_error()}
+    nothing = {"total": 0, "head": 0, "tail": 0}
+    done: dict[str, object] = {"job": job.as_field(), "streams": {"merged": nothing}}
+    return {**done, "kill": None} if isinstance(request, JobKillRequest) else done
 
 
 def _held_end(call: Call, report: KillReport) -> dict[str, object]:

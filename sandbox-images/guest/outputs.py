@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
 from guest.capture import Capture
+from guest.live import LiveFeed
+from guest.spills import Spill
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from guest.exec_requests import ExecRequest
+    from guest.places import Places
     from guest.reports import ReportWriter
 
 READ_BYTES = 65_536
+MANY_BYTES = 1_048_576
+"""The most the kernel gives an unprivileged pipe, and what is read of it at once."""
+_F_SETPIPE_SZ = 1031
+_BUSY_PAUSE_S = 0.002
 DRAIN_WINDOW_S = 0.25
 
 
@@ -22,8 +30,14 @@ class Outputs:
     Otherwise there are two, and `merged` has their pieces in the order of arrival.
     """
 
-    def __init__(self, request: ExecRequest, writer: ReportWriter) -> None:
+    def __init__(self, request: ExecRequest, writer: ReportWriter, places: Places) -> None:
         self._writer = writer
+        self._live = LiveFeed(writer, request.live_bytes) if request.live_bytes else None
+        self._spill = Spill(places, *request.spill) if request.spill is not None else None
+        # Bytes read of each pipe until it was enlarged.
+        self._counts: dict[int, int] = {}
+        self._large: set[int] = set()
+        self._is_busy = False
         self._stream_left = request.stream_bytes
         self._streamed = 0
         self._stream_total = 0
@@ -54,15 +68,49 @@ class Outputs:
     def read(self, fd: int) -> bool:
         """Take one piece from a pipe; False when there was none. A pipe that has ended is closed."""
         try:
-            data = os.read(fd, READ_BYTES)
+            data = os.read(fd, MANY_BYTES if fd in self._large else READ_BYTES)
         except BlockingIOError:
             return False
         if not data:
             os.close(fd)
             del self.open_fds[fd]
             return False
+        self._note(fd, len(data))
         self._keep(self.open_fds[fd], data)
         return True
+
+    def pause(self) -> None:
+        """Let a program that prints much fill its pipe: many small pieces cost more than the program itself."""
+        if self._is_busy:
+            self._is_busy = False
+            time.sleep(_BUSY_PAUSE_S)
+
+    def _note(self, fd: int, count: int) -> None:
+        if fd in self._large:
+            self._is_busy = True
+        elif self._stream_left is None:
+            self._counts[fd] = self._counts.get(fd, 0) + count
+            if self._counts[fd] > MANY_BYTES:
+                self._enlarge(fd)
+
+    def _enlarge(self, fd: int) -> None:
+        """A program that prints much gets a pipe for much: it and this process then wait less for each other."""
+        self._large.add(fd)
+        # Only here: most programs never fill a pipe.
+        import fcntl
+
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, _F_SETPIPE_SZ, MANY_BYTES)
+
+    @property
+    def due_at(self) -> float | None:
+        """When `flush_live` wants to be called, whatever comes."""
+        return self._live.due_at if self._live is not None else None
+
+    def flush_live(self) -> None:
+        """Send what is due to who watches, if anybody does."""
+        if self._live is not None:
+            self._live.flush(time.monotonic())
 
     def drain(self) -> None:
         """Take what is in the pipes. Who still holds them is not waited for, nor heard for more than the window."""
@@ -74,6 +122,8 @@ class Outputs:
 
     def send(self) -> None:
         """Send the heads and tails that were kept."""
+        if self._live is not None:
+            self._live.flush(time.monotonic(), is_last=True)
         for name, capture in self._captures.items():
             self._writer.send(name, capture.head())
             self._writer.send(name, capture.tail())
@@ -88,7 +138,21 @@ class Outputs:
             sizes["stdout"] = {"total": self._stream_total, "head": self._streamed, "tail": 0}
         return sizes
 
+    def extras(self) -> dict[str, object]:
+        """`spill` and `live` of the done event, as far as they were asked for."""
+        fields: dict[str, object] = {}
+        if self._spill is not None:
+            fields["spill"] = self._spill.as_field()
+            fields["spill_failed"] = self._spill.is_missing
+        if self._live is not None:
+            fields["live"] = self._live.sizes()
+        return fields
+
     def _keep(self, name: str, data: bytes) -> None:
+        if self._live is not None:
+            self._live.add(name, data, time.monotonic())
+        if self._spill is not None:
+            self._spill.add(data)
         if name == "stdout" and self._stream_left is not None:
             self._stream(data)
             return

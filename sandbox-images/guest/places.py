@@ -13,12 +13,19 @@ class Places:
     `output` keeps what is too long for a result. Below it, in `state`, lies what the guest remembers of the session; no walk shows it.
     """
 
-    __slots__ = ("output", "roots", "use_openat2")
+    __slots__ = ("output", "roots", "use_openat2", "use_ripgrep")
 
-    def __init__(self, roots: tuple[bytes, ...] = (b"/workspace", b"/tmp"), output: bytes = b"/output", use_openat2: bool = True) -> None:
+    def __init__(
+        self,
+        roots: tuple[bytes, ...] = (b"/workspace", b"/tmp"),
+        output: bytes = b"/output",
+        use_openat2: bool = True,
+        use_ripgrep: bool = True,
+    ) -> None:
         self.roots = roots
         self.output = output
         self.use_openat2 = use_openat2
+        self.use_ripgrep = use_ripgrep
 
     @property
     def workspace(self) -> bytes:

@@ -7,10 +7,12 @@ import os
 import select
 import struct
 
-STREAMS = ("stdout", "stderr", "merged", "file")
+STREAMS = ("stdout", "stderr", "merged", "file", "live", "live_stderr", "lines")
 DONE = 255
 DONE_AND_FREE = 254
 """As DONE, from a supervisor that waits for its next call."""
+FACTS = 253
+"""What the keeper of a job tells of it, unasked."""
 CHUNK_BYTES = 65_536
 _RECORD = struct.Struct(">BI")
 
@@ -49,6 +51,9 @@ class ReportWriter:
 
     def send_done(self, fields: dict[str, object], is_free: bool) -> None:
         self._send_record(DONE_AND_FREE if is_free else DONE, json.dumps(fields).encode())
+
+    def send_facts(self, facts: dict[str, object]) -> None:
+        self._send_record(FACTS, json.dumps(facts).encode())
 
     def _send_record(self, kind: int, data: bytes | memoryview) -> None:
         self._write_all(self._pending)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from guest.edit_requests import EditTextRequest, WriteTextRequest
 from guest.exec_requests import ExecRequest
 from guest.fields import MAX_BODY, read_whole
-from guest.file_requests import ReadFileRequest, ReadLinesRequest, WriteFileRequest
+from guest.file_requests import ReadFileRequest, WriteFileRequest
+from guest.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
+from guest.search_requests import GlobRequest, GrepRequest
+from guest.text_requests import ReadTextRequest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -13,22 +17,37 @@ if TYPE_CHECKING:
 
     from guest.bench import Bench
 
-    FileRequest = ReadLinesRequest | ReadFileRequest | WriteFileRequest
-    CallRequest = ExecRequest | FileRequest
+    FileRequest = ReadTextRequest | ReadFileRequest | WriteFileRequest | WriteTextRequest | EditTextRequest
+    JobRequest = JobStartRequest | JobPollRequest | JobInputRequest | JobListRequest
+    SearchRequest = GlobRequest | GrepRequest
+    CallRequest = JobRequest | ExecRequest | FileRequest | SearchRequest
 
 _REQUESTS: dict[str, type[CallRequest]] = {
     "exec": ExecRequest,
-    "read_lines": ReadLinesRequest,
+    "job_start": JobStartRequest,
+    "job_poll": JobPollRequest,
+    "job_input": JobInputRequest,
+    "job_kill": JobKillRequest,
+    "job_list": JobListRequest,
+    "read_text": ReadTextRequest,
     "read_file": ReadFileRequest,
     "write_file": WriteFileRequest,
+    "write_text": WriteTextRequest,
+    "edit_text": EditTextRequest,
+    "glob": GlobRequest,
+    "grep": GrepRequest,
 }
 CALL_OPS = frozenset(_REQUESTS)
 
 # By name, because PID 1 never serves one: a supervisor loads what it needs, and PID 1 stays small.
-_SERVERS: dict[type[FileRequest], tuple[str, str]] = {
-    ReadLinesRequest: ("guest.file_reads", "read_lines"),
+_SERVERS: dict[type[object], tuple[str, str]] = {
+    ReadTextRequest: ("guest.text_reads", "read_text"),
     ReadFileRequest: ("guest.file_reads", "read_file"),
     WriteFileRequest: ("guest.file_writes", "write_file"),
+    WriteTextRequest: ("guest.text_writes", "write_text"),
+    EditTextRequest: ("guest.edits", "edit_text"),
+    GlobRequest: ("guest.glob_search", "glob"),
+    GrepRequest: ("guest.grep_search", "grep"),
 }
 _HEX = frozenset("0123456789abcdef")
 
@@ -38,7 +57,7 @@ def parse_call(header: dict[str, Any]) -> CallRequest:
     return _REQUESTS[header["op"]](header)
 
 
-def load_server(request: FileRequest) -> Callable[[Any, Bench], dict[str, object]]:
+def load_server(request: object) -> Callable[[Any, Bench], dict[str, object]]:
     """The function that serves a request: (request, bench) -> the fields of its done event. It raises Failure and OSError."""
     module, function = _SERVERS[type(request)]
     server: Callable[[Any, Bench], dict[str, object]] = getattr(__import__(module, fromlist=(function,)), function)

@@ -7,14 +7,23 @@ import os
 
 from guest.failures import INVALID_ARGUMENTS, SPAWN_FAILED, Failure, describe_os_error, printable
 from guest.places import ENVIRONMENT
+from guest.shell_state import PREAMBLE_FD, build_preamble, open_in_memory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from guest.exec_requests import ExecRequest
+    from guest.places import Places
+    from guest.shell_state import ShellState
 
 MAX_ARGUMENT_BYTES = 131_071
 """What the kernel takes as one argument, without its NUL."""
 _BASH = (b"/bin/bash", b"--noprofile", b"--norc", b"-c")
+# Above all that a supervisor has open.
+_SPARE_FD = 200
+_RUN_LONG = b'eval "$BASH_EXECUTION_STRING"'
+
 # SIGKILL and SIGSTOP cannot be set; 32 and 33 are the C library's own.
 _SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
 
@@ -34,9 +43,7 @@ def build_argv(request: ExecRequest, script: bytes) -> list[bytes]:
                 INVALID_ARGUMENTS,
                 f"the script has {len(script)} bytes, more than {MAX_ARGUMENT_BYTES}: write it to a file and run the file",
             )
-        if b"\0" in script:
-            raise Failure(INVALID_ARGUMENTS, "the script has a NUL byte")
-        return [*_BASH, script]
+        return build_bash_argv(script)
     argv = [encode_text(part, "an argument") for part in request.argv]
     longest = max(len(part) for part in argv)
     if longest > MAX_ARGUMENT_BYTES:
@@ -44,9 +51,29 @@ def build_argv(request: ExecRequest, script: bytes) -> list[bytes]:
     return argv
 
 
+def build_bash_argv(script: bytes) -> list[bytes]:
+    """Raises Failure for a script that no bash could run."""
+    if b"\0" in script:
+        raise Failure(INVALID_ARGUMENTS, "the script has a NUL byte")
+    # The last is the script's own name, $0, in front of what bash complains about.
+    return [*_BASH, script, b"bash"]
+
+
 def build_environment(request: ExecRequest) -> dict[bytes, bytes]:
     merged = {**ENVIRONMENT, **request.env}
     return {encode_text(name, "env"): encode_text(value, "env") for name, value in merged.items()}
+
+
+def build_shell(script: bytes, state: ShellState, places: Places, token: bytes | None) -> tuple[list[bytes], dict[bytes, bytes], list[int]]:
+    """A shell of the session: its arguments, its environment, and what its descriptors from 3 on are to be. Raises Failure, OSError."""
+    argv = build_bash_argv(script)
+    is_long = len(script) > MAX_ARGUMENT_BYTES
+    further = [open_in_memory(build_preamble(state, places, token, is_long))]
+    if is_long:
+        argv[len(_BASH)] = _RUN_LONG
+        further.append(open_in_memory(script))
+        os.lseek(further[1], 0, os.SEEK_SET)
+    return argv, {**state.environment, b"BASH_ENV": f"/proc/self/fd/{PREAMBLE_FD}".encode()}, further
 
 
 def enter_directory(path: str, workspace: bytes) -> None:
@@ -58,13 +85,17 @@ def enter_directory(path: str, workspace: bytes) -> None:
         raise describe_os_error(error, f"cwd {printable(target)}") from None
 
 
-def spawn(argv: list[bytes], env: dict[bytes, bytes], stdin: int, stdout: int, stderr: int) -> int:
-    """Start a program in a session of its own, with these three descriptors and no other. Raises Failure."""
-    actions = [
+def spawn(argv: list[bytes], env: dict[bytes, bytes], stdin: int, stdout: int, stderr: int, further: Sequence[int] = ()) -> int:
+    """Start a program in a session of its own, with these descriptors and no other. Raises Failure."""
+    actions: list[tuple[int, ...]] = [
         (os.POSIX_SPAWN_DUP2, stdin, 0),
         (os.POSIX_SPAWN_DUP2, stdout, 1),
         (os.POSIX_SPAWN_DUP2, stderr, 2),
     ]
+    # First out of the way of each other, and last: until here a number may be one of the others'.
+    actions += [(os.POSIX_SPAWN_DUP2, fd, _SPARE_FD + at) for at, fd in enumerate(further)]
+    for at in range(len(further)):
+        actions += [(os.POSIX_SPAWN_DUP2, _SPARE_FD + at, 3 + at), (os.POSIX_SPAWN_CLOSE, _SPARE_FD + at)]
     program = _find_program(argv[0], env.get(b"PATH", b""))
     try:
         return os.posix_spawn(program, argv, env, file_actions=actions, setsid=True, setsigmask=(), setsigdef=_SIGNALS)

@@ -10,6 +10,7 @@ from guest.exec_requests import ExecRequest
 from guest.execution import Execution
 from guest.failures import CANCELLED, INTERNAL, TIMEOUT, Failure, describe_os_error
 from guest.handover import take
+from guest.job_requests import JobStartRequest
 from guest.kernel import PR_SET_CHILD_SUBREAPER, set_process_flag
 from guest.pipes import CallPipes, Watch
 from guest.process_tree import KillReport, kill_below, reap
@@ -58,11 +59,20 @@ class Supervisor:
     def _serve_call(self, assignment: Assignment) -> bool:
         """Serve one call and report its end; says whether this process is as it was before."""
         self._ends.progress.take()
+        if isinstance(assignment.request, JobStartRequest):
+            self._keep_job(assignment)
+            return False
         pipes = CallPipes(self._ends, assignment.body)
         fields = self._end_of(assignment, pipes)
         is_clean = _is_clean(fields)
         self._ends.writer.send_done(fields, is_clean)
         return is_clean
+
+    def _keep_job(self, assignment: Assignment) -> None:
+        """Only who keeps a job loads what that needs."""
+        from guest.job_keeper import keep
+
+        keep(assignment, self._ends, self._places)
 
     def _end_of(self, assignment: Assignment, pipes: CallPipes) -> dict[str, object]:
         try:

@@ -114,6 +114,13 @@ class Supervisors:
         self.by_reports[handle.reports] = handle
         call.entrust(handle, None)
 
+    def entrust_to_keeper(self, call: Call, keeper: SupervisorHandle) -> bool:
+        """Hand a request about a job to the one that keeps it; False when that has left."""
+        if keeper.pid not in self._by_pid or not keeper.give(call):
+            return False
+        call.entrust(keeper, None)
+        return True
+
     def release(self, handle: SupervisorHandle) -> None:
         """Its call is answered: it waits for the next, unless one does already or its call was to be ended."""
         call, handle.call = handle.call, None

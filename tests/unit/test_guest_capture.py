@@ -10,7 +10,6 @@ from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
 from guest.capture import Capture  # noqa: E402
-from guest.file_reads import LineWindow  # noqa: E402
 from guest.oom import read_oom_kills  # noqa: E402
 
 
@@ -37,26 +36,6 @@ def test_memory_is_bounded_by_the_cap_however_small_the_pieces() -> None:
         assert tracemalloc.get_traced_memory()[1] < 250_000
     finally:
         tracemalloc.stop()
-
-
-@given(
-    text=st.lists(st.sampled_from([b"a", b"bb", b"\n", b"\r\n"]), max_size=30).map(b"".join),
-    offset=st.integers(1, 8),
-    limit=st.integers(1, 8),
-    max_bytes=st.integers(0, 30),
-    block=st.integers(1, 12),
-)
-def test_a_line_window_is_the_same_for_every_block_size(text: bytes, offset: int, limit: int, max_bytes: int, block: int) -> None:
-    window = LineWindow(offset, limit, max_bytes)
-    sent = b"".join(window.take(text[at : at + block]) for at in range(0, len(text), block))
-    lines = text.split(b"\n")
-    whole = [line + b"\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
-    wanted = b"".join(whole[offset - 1 : offset - 1 + limit])
-    assert sent == wanted[:max_bytes]
-    assert window.cut == (len(wanted) > max_bytes)
-    assert (window.lines, window.size) == (len(whole), len(text))
-    assert window.count == len(sent.split(b"\n")) - (sent.endswith(b"\n") or not sent)
-    assert window.final_newline == (not text or text.endswith(b"\n"))
 
 
 def test_oom_kills_are_read_from_either_cgroup_version(tmp_path: Path) -> None:

@@ -31,10 +31,6 @@ def read(guest: Guest, path: str, max_bytes: int = 1 << 20) -> Done:
     return guest.request("read_file", path=path, max_bytes=max_bytes, timeout_s=10)
 
 
-def read_lines(guest: Guest, path: str, offset: int = 1, limit: int = 2000, max_bytes: int = 1 << 20) -> Done:
-    return guest.request("read_lines", path=path, offset=offset, limit=limit, max_bytes=max_bytes, timeout_s=10)
-
-
 def names(guest: Guest) -> list[str]:
     return sorted(path.name for path in guest.workspace.iterdir())
 
@@ -165,51 +161,16 @@ def test_a_fifo_is_refused_and_not_opened(guest: Guest) -> None:
     assert guest.finish(writer)["exit_code"] == 0
 
 
-def test_lines_are_picked_and_counted(guest: Guest) -> None:
-    guest.run("seq 1 500000 > n; printf 'no newline' >> n")
-    done = read_lines(guest, "n", 250_000, 3)
-    assert done.bytes_of("file") == b"250000\n250001\n250002\n"
-    assert (done["lines"], done["offset"], done["count"], done["cut"]) == (500_001, 250_000, 3, False)
-    assert done["final_newline"] is False
-    assert done["size"] == os.stat(guest.workspace / "n").st_size
-
-
-def test_lines_stop_at_max_bytes_and_say_so(guest: Guest) -> None:
-    write(guest, "f", b"aaaa\nbbbb\ncccc\n")
-    done = read_lines(guest, "f", 1, 3, max_bytes=7)
-    assert (done.bytes_of("file"), done["count"], done["cut"], done["lines"]) == (b"aaaa\nbb", 2, True, 3)
-
-
-def test_a_line_of_50_mb_is_read_up_to_the_cap(guest: Guest) -> None:
-    guest.run("head -c 50000000 /dev/zero > big")
-    done = read_lines(guest, "big", 1, 1, max_bytes=1000)
-    assert (done.bytes_of("file"), done["lines"], done["size"]) == (bytes(1000), 1, 50_000_000)
-
-
-def test_an_offset_past_the_end_tells_the_lines(guest: Guest) -> None:
-    write(guest, "f", b"one\ntwo\n")
-    done = read_lines(guest, "f", 3)
-    assert done.code == "OFFSET_OUT_OF_RANGE"
-    assert done["error"]["lines"] == 2
-
-
-def test_an_empty_file_has_no_lines_and_no_error(guest: Guest) -> None:
-    write(guest, "f", b"")
-    done = read_lines(guest, "f")
-    assert (done["lines"], done["count"], done["cut"], done["size"]) == (0, 0, False, 0)
-    assert read_lines(guest, "f", 2).code == "OFFSET_OUT_OF_RANGE"
-
-
 def test_a_read_that_takes_too_long_ends_with_timeout(guest: Guest) -> None:
     guest.run("truncate -s 1000G sparse")
-    done = guest.request("read_lines", path="sparse", offset=1, limit=1, max_bytes=0, timeout_s=0.2)
+    done = guest.request("read_file", path="sparse", max_bytes=1 << 62, timeout_s=0.2)
     assert done.code == "TIMEOUT"
     assert guest.wait_alone()
 
 
 def test_a_read_can_be_cancelled(guest: Guest) -> None:
     guest.run("truncate -s 1000G sparse")
-    call = guest.start("read_lines", path="sparse", offset=1, limit=1, max_bytes=0, timeout_s=60)
+    call = guest.start("read_file", path="sparse", max_bytes=1 << 62, timeout_s=60)
     guest.send({"id": call, "op": "cancel"})
     assert guest.finish(call).code == "CANCELLED"
     assert guest.wait_alone()

@@ -142,8 +142,21 @@ def test_a_cancelled_call_ends_at_once(guest: Guest) -> None:
     done = guest.finish(call)
     assert done["cancelled"] is True
     assert done["timed_out"] is False
-    assert done["signal"] == signal.SIGKILL
+    assert done["signal"] == signal.SIGTERM
     assert guest.wait_alone()
+
+
+def test_at_the_limit_a_program_is_asked_first_and_its_last_words_are_kept(guest: Guest) -> None:
+    done = guest.run("trap 'echo last words; exit 5' TERM; echo first; while :; do sleep 0.01; done", timeout_s=0.3)
+    assert (done["timed_out"], done["exit_code"], done["kill"]["survivors"]) == (True, 5, 0)
+    assert done.bytes_of("stdout") == b"first\nlast words\n"
+
+
+def test_who_ignores_the_question_is_killed_soon_after(guest: Guest) -> None:
+    started = time.monotonic()
+    done = guest.run("trap '' TERM; echo up; sleep 1000; sleep 1000", timeout_s=0.2)
+    assert time.monotonic() - started < 1.5
+    assert (done["timed_out"], done["signal"], done.bytes_of("stdout")) == (True, signal.SIGKILL, b"up\n")
 
 
 def test_a_call_with_a_stopped_supervisor_can_be_cancelled(guest: Guest) -> None:

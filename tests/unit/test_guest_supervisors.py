@@ -123,7 +123,7 @@ def test_a_supervisor_is_after_calls_of_all_kinds_as_it_was(guest: Guest) -> Non
         guest.request("write_file", b"new\n", path="deep/file", mode="append", timeout_s=5)
         guest.request("write_file", b"new\n", path="deep/file", mode="create", timeout_s=5)
         guest.request("read_file", path="deep/file", max_bytes=100, timeout_s=5)
-        guest.request("read_lines", path="deep/file", offset=1, limit=1, max_bytes=100, timeout_s=5)
+        guest.request("read_text", path="deep/file", offset=1, limit=1, max_bytes=8192, timeout_s=5)
         guest.request("read_file", path="absent", max_bytes=100, timeout_s=5)
         guest.request("read_file", path="/etc/passwd", max_bytes=100, timeout_s=5)
         guest.run("cat; umask 0; cd /; trap '' PIPE XFSZ", stdin=b"x" * 100_000, cwd="deep")

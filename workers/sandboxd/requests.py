@@ -12,7 +12,8 @@ MAX_TTL_S = 1e9
 STREAM_FRAMES = 262_144
 """How many frames a streamed output may come in, whatever its size: a program may write a byte at a time."""
 _STREAM_STDERR_BYTES = 65_536
-_OPS = ("exec", "read_lines", "read_file", "write_file", "ping")
+_JOB_OPS = ("job_start", "job_poll", "job_input", "job_kill", "job_list")
+_OPS = ("exec", "read_text", "read_file", "write_file", "write_text", "edit_text", "glob", "grep", "ping", *_JOB_OPS)
 
 
 def check_request(request: object) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from typing import Any, Protocol
 
 from pydantic import JsonValue
 
-from contract.calls import Spill, ToolContext
+from contract.calls import Spill, ToolCall, ToolContext
 from contract.errors import ErrorCode
 from contract.registry import Tool, ToolRegistry
+from workers.call_events import CallEvents
 from workers.sandbox_client import GuestResponse
 
 OnData = Callable[[str, bytes], None]
@@ -30,7 +31,10 @@ class Outcome:
 class Workbench(Protocol):
     """A call's bench: its sandbox, its context, its content."""
 
+    call: ToolCall
     context: ToolContext
+    events: CallEvents
+    """The way to the caller while the call runs."""
     content: bytes
     """Bytes that came beside the arguments; empty when none did."""
 

@@ -1,28 +1,47 @@
 """read_tool: a text file of the session's sandbox, in numbered lines."""
 
+from collections.abc import Mapping
 from typing import Any
+
+from pydantic import JsonValue
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
 from workers.tools.base import Outcome, Workbench, WorkerTool
-from workers.tools.text import MAX_OUTPUT_BYTES
+from workers.tools.text import MAX_OUTPUT_BYTES, decode
 
 DEFAULT_LINES = 2000
-MAX_LINE_CHARS = 2000
+MAX_LINES = 10_000
 PATH_ALIASES = {"filePath": "file_path", "path": "file_path", "filename": "file_path"}
+FOOTER_BYTES = 2048
+"""Of the output, so much is kept free for what is said below the lines."""
 
 _READ = ToolSpec(
     name="read_tool",
     description=(
-        "Read a text file of the sandbox. Gives numbered lines (number, tab, text) and a last line that says whether the file ended or where to go on. "
-        "Relative paths start at /workspace."
+        "Read a text file of the sandbox, of any encoding. Gives numbered lines (number, tab, text) and a last line in brackets that says whether "
+        "the file ended or how to go on. A line longer than 2000 characters is cut: read on in it with offset, limit=1 and column. "
+        "Pictures and PDF files are only described. Relative paths start at the session's working directory, at first /workspace."
     ),
     parameters={
         "type": "object",
         "properties": {
             "file_path": {"type": "string", "minLength": 1, "description": "the file"},
             "offset": {"type": "integer", "minimum": 1, "default": 1, "description": "first line, from 1"},
-            "limit": {"type": "integer", "minimum": 1, "maximum": 10000, "default": DEFAULT_LINES, "description": "how many lines"},
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LINES, "default": DEFAULT_LINES, "description": "how many lines"},
+            "column": {
+                "type": "integer",
+                "minimum": 1,
+                "default": 1,
+                "description": "first character of the first line, to go on in a long one",
+            },
+            "encoding": {
+                "type": "string",
+                "minLength": 1,
+                "maxLength": 40,
+                "default": "auto",
+                "description": "auto, or a codec such as gb18030",
+            },
         },
         "required": ["file_path"],
         "additionalProperties": False,
@@ -32,59 +51,118 @@ _READ = ToolSpec(
     aliases=PATH_ALIASES,
 )
 
+_NEXT_MOVE = {
+    ErrorCode.BINARY_FILE: "look at it with bash_tool (file, xxd | head), or read it all the same with encoding=latin-1",
+    ErrorCode.FILE_TOO_LARGE: "use bash_tool with tail, sed -n or cut -c to reach it",
+    ErrorCode.FILE_NOT_FOUND: "glob_tool finds files by pattern",
+    ErrorCode.OFFSET_OUT_OF_RANGE: "start no later than at the last line",
+}
+
 
 def _read(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    path, offset, limit = arguments["file_path"], arguments["offset"], arguments["limit"]
-    request = {"op": "read_lines", "path": path, "offset": offset, "limit": limit, "max_bytes": MAX_OUTPUT_BYTES}
-    response = bench.run({**request, "timeout_s": bench.context.timeout_s})
+    asked = {name: arguments[name] for name in ("offset", "limit", "column", "encoding")}
+    request = {"op": "read_text", "path": arguments["file_path"], **asked, "max_bytes": MAX_OUTPUT_BYTES - FOOTER_BYTES}
+    try:
+        response = bench.run({**request, "timeout_s": bench.context.timeout_s})
+    except ToolFailure as failure:
+        if failure.code not in _NEXT_MOVE:
+            raise
+        raise ToolFailure(failure.code, f"{failure.message}; {_NEXT_MOVE[failure.code]}", **failure.metadata) from None
     done, raw = response.done, response.streams.get("file", b"")
-    if b"\0" in raw:
-        raise ToolFailure(
-            ErrorCode.BINARY_FILE,
-            f"{path} is not text ({done['size']} bytes): look at it with bash_tool, e.g. file or xxd",
-            size=done["size"],
-        )
-    metadata = {"size_bytes": done["size"], "lines": done["lines"]}
-    if done["size"] == 0:
+    if done["kind"] == "directory":
+        return _directory(arguments["file_path"], done, raw)
+    if done["kind"] != "text":
+        return _picture(done)
+    return _page(arguments, done, raw)
+
+
+def _page(arguments: Mapping[str, Any], done: Mapping[str, Any], raw: bytes) -> Outcome:
+    lines = raw.decode("utf-8", "replace").split("\n")[:-1]
+    first, last = arguments["offset"], arguments["offset"] + len(lines) - 1
+    is_end = done["is_counted"] and last >= done["lines"]
+    metadata: dict[str, JsonValue] = {
+        "size_bytes": done["size"],
+        "lines": done["lines"],
+        "encoding": done["encoding"],
+        "newline": done["newline"],
+    }
+    if not done["is_counted"]:
+        metadata["lines_counted"] = False
+    if done["has_bom"]:
+        metadata["bom"] = True
+    if not lines:
         return Outcome("[empty file]", metadata)
-    lines = _whole_lines(raw, done)
-    numbered, cut = _number(lines, offset)
-    last = offset + len(lines) - 1
-    more = last < done["lines"]
-    return Outcome("\n".join([*numbered, _footer(offset, last, done, cut)]), metadata, truncated=bool(cut) or (more and done["cut"]))
+    numbered = [f"{number}\t{line}" for number, line in enumerate(lines, start=first)]
+    text = "\n".join(numbered).replace("\0", "\ufffd")
+    notes = _notes(done, is_end=is_end, has_nul=b"\0" in raw)
+    footer = [*([f"[note: {'; '.join(notes)}]"] if notes else []), *_footer(first, last, done, is_end=is_end)]
+    # What was cut because the caller asked for so many lines is no loss; the number it did not ask for is ours.
+    is_cut = bool(done["cuts"]) or done["is_out_of_room"] or (not is_end and arguments["limit"] == DEFAULT_LINES)
+    return Outcome("\n".join([text, *footer]), metadata, truncated=is_cut)
 
 
-def _whole_lines(raw: bytes, done: Any) -> list[str]:
-    """The lines to show. One that the byte limit cut short is left for the next call, unless it is all there is: then it is too long anyway."""
-    lines = raw.decode("utf-8", "replace").split("\n")
-    last = lines.pop()
-    is_part = done["cut"] and not raw.endswith(b"\n")
-    if last and not (is_part and lines):
-        lines.append(last)
-    return lines
+def _notes(done: Mapping[str, Any], *, is_end: bool, has_nul: bool) -> list[str]:
+    """What the lines do not show of the file."""
+    codec, notes = done["encoding"], []
+    if codec != "utf-8":
+        notes.append(f"not UTF-8 but {codec}" + (", which is a guess: pass encoding if it reads wrong" if done["is_guess"] else ""))
+    if done["is_damaged"]:
+        notes.append(f"bytes that are no {codec} are shown as U+FFFD")
+    elif codec == "utf-8" and done["is_guess"]:
+        notes.append("bytes elsewhere in the file are no UTF-8")
+    if has_nul:
+        notes.append("NUL characters are shown as U+FFFD")
+    if done["has_bom"]:
+        notes.append("byte order mark at the start")
+    if done["newline"] in _NEWLINES:
+        notes.append(_NEWLINES[done["newline"]])
+    if is_end and not done["final_newline"]:
+        notes.append("no newline at the end of the file")
+    return notes
 
 
-def _number(lines: list[str], offset: int) -> tuple[list[str], list[int]]:
-    """Numbered lines, and the numbers of those that were cut."""
-    numbered, cut = [], []
-    for number, line in enumerate(lines, start=offset):
-        text = line.removesuffix("\r")
-        if len(text) > MAX_LINE_CHARS:
-            cut.append(number)
-            text = text[:MAX_LINE_CHARS]
-        numbered.append(f"{number}\t{text}")
-    return numbered, cut
+_NEWLINES = {
+    "crlf": "CRLF line ends",
+    "mixed": "some line ends are CRLF, some LF",
+    "cr": "CR line ends only, so that all is one line",
+}
 
 
-def _footer(offset: int, last: int, done: Any, cut: list[int]) -> str:
-    total = done["lines"]
-    where = f"lines {offset}-{last} of {total}; continue with offset={last + 1}" if last < total else f"end of file: {total} lines"
-    notes = [where]
-    if cut:
-        notes.append(f"lines cut at {MAX_LINE_CHARS} characters: {', '.join(map(str, cut[:10]))}; see the rest with bash_tool and cut -c")
-    if last >= total and not done["final_newline"]:
-        notes.append("no newline at the end")
-    return f"[{'; '.join(notes)}]"
+def _footer(first: int, last: int, done: Mapping[str, Any], *, is_end: bool) -> list[str]:
+    """The lines that say how to go on; the last one is about the page, unless the page is one line that was cut."""
+    total, is_counted = done["lines"], done["is_counted"]
+    footer = []
+    for line, shown, length in done["cuts"]:
+        least = "" if is_counted or line < total else "at least "
+        footer.append(f"[line {line} cut at {shown} of {least}{length} characters; continue with offset={line} limit=1 column={shown + 1}]")
+    if footer and first == last:
+        return footer
+    if is_end:
+        return [*footer, f"[end of file: {total} lines]"]
+    return [*footer, f"[lines {first}-{last} of {'' if is_counted else 'at least '}{total}; continue with offset={last + 1}]"]
+
+
+def _picture(done: Mapping[str, Any]) -> Outcome:
+    size = f", {done['width']}x{done['height']} pixels" if done["width"] and done["height"] else ""
+    metadata: dict[str, JsonValue] = {"size_bytes": done["size"], "type": done["type"]}
+    if size:
+        metadata |= {"width": done["width"], "height": done["height"]}
+    return Outcome(f"[{done['type']}{size}, {done['size']} bytes: nothing of it can be shown as text]", metadata)
+
+
+def _directory(path: str, done: Mapping[str, Any], raw: bytes) -> Outcome:
+    """A failure that carries the names, so that the call was not for nothing."""
+    shown, entries = raw.count(b"\n"), done["entries"]
+    below = f"its {entries} entries are below" if shown == entries else f"the first {shown} of {entries} entries are below"
+    what = below if entries else "which is empty"
+    error = f"{path} is a directory, {what}; read one of its files, or list more with glob_tool"
+    return Outcome(
+        decode(raw) or None,
+        {"entries": entries},
+        truncated=shown < entries,
+        error=error.encode("utf-8", "replace").decode(),
+        error_code=ErrorCode.IS_DIRECTORY,
+    )
 
 
 READ_TOOL = WorkerTool(_READ, _read)

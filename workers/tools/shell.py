@@ -1,96 +1,107 @@
-"""bash_tool: one bash command in the session's sandbox."""
+"""bash_tool: bash commands in the session's sandbox, one at a time or beside it as jobs."""
 
 from typing import Any
 
-from pydantic import JsonValue
-
 from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
-from contract.errors import ErrorCode
+from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
 from workers.tools.base import Outcome, Workbench, WorkerTool
-from workers.tools.text import MAX_OUTPUT_BYTES, cut_lines, join_capture
+from workers.tools.command_safety import refuse_catastrophe, refuse_input
+from workers.tools.command_text import build_outcome
+from workers.tools.jobs import feed_job, kill_job, list_jobs, poll_job, start_job
+from workers.tools.shown_output import LIVE_BYTES, ShownOutput
+from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES, encode
 
 _SPEC = ToolSpec(
     name="bash_tool",
     description=(
-        "Run one bash command and return its output. It runs in an isolated Linux sandbox without network; files live in /workspace and last "
-        f"for the session. The command and everything it started is killed after `timeout` seconds (default {DEFAULT_TIMEOUT_S:g}); nothing keeps "
-        "running when it returns. Every call is a fresh shell."
+        "Run a bash command and return its output, stdout and stderr as they came. It runs in an isolated Linux sandbox without network; files "
+        "live in /workspace and last for the session. Folder (cd), exported variables and functions last from one command to the next; "
+        f"exit and set -e end only their own. A command is ended after `timeout` seconds (default {DEFAULT_TIMEOUT_S:g}) with everything it "
+        "started, and what it leaves running is ended with it: start what is to stay (servers, watchers, long builds) with background=true, "
+        "then poll, feed or kill it with `action` and `job_id`. Long outputs are shown in part; the rest is in a file that is named."
     ),
     parameters={
         "type": "object",
         "properties": {
-            "command": {"type": "string", "minLength": 1, "maxLength": 131072, "description": "the bash command"},
+            "command": {
+                "type": "string",
+                "maxLength": 131072,
+                "default": "",
+                "description": "the bash command; empty with other actions than run",
+            },
             "timeout": {"type": "number", "exclusiveMinimum": 0, "description": f"seconds; more than {MAX_TIMEOUT_S:g} is clamped"},
-            "cwd": {"type": "string", "minLength": 1, "description": "folder to run in; default /workspace"},
-            "stdin": {"type": "string", "default": "", "description": "text for the command's standard input"},
+            "cwd": {
+                "type": "string",
+                "minLength": 1,
+                "description": "folder for this command; default where the last cd led, at first /workspace",
+            },
+            "stdin": {"type": "string", "default": "", "description": "text for its standard input, or with action input for a job's"},
+            "background": {"type": "boolean", "default": False, "description": "start it as a job and return after a second"},
+            "action": {
+                "type": "string",
+                "enum": ["run", "poll", "input", "kill", "list"],
+                "default": "run",
+                "description": "run a command; of a job: its new output, text for its stdin, its end; or list the jobs",
+            },
+            "job_id": {"type": "string", "minLength": 1, "description": "which job, for poll, input and kill"},
+            "close_stdin": {"type": "boolean", "default": False, "description": "with action input: the job's standard input ends there"},
+            "reset_state": {"type": "boolean", "default": False, "description": "forget folder, variables and functions first"},
             "description": {"type": "string", "description": "what the command is for, for people who watch"},
         },
+        # A default beside it: about a job nothing need be said, but a model that is told "optional" leaves it out where it runs one.
         "required": ["command"],
         "additionalProperties": False,
+        "if": {"properties": {"action": {"const": "run"}}},
+        "then": {"properties": {"command": {"minLength": 1}}},
+        "else": {"if": {"properties": {"action": {"const": "list"}}}, "else": {"required": ["job_id"]}},
     },
-    aliases={"cmd": "command", "workdir": "cwd", "dir_path": "cwd"},
+    aliases={"cmd": "command", "workdir": "cwd", "dir_path": "cwd", "run_in_background": "background", "is_background": "background"},
     command_parameter="command",
 )
 
 
 def _run(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    script = arguments["command"].encode("utf-8", "surrogatepass")
-    stdin = arguments["stdin"].encode("utf-8", "surrogatepass")
-    request = {
+    action = arguments["action"]
+    if action == "run":
+        return _run_command(arguments, bench)
+    if arguments["command"] or arguments["background"]:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"action {action} runs no command: leave 'command' and 'background' out, or use action run"
+        )
+    if action == "list":
+        return list_jobs(bench)
+    if action == "input":
+        refuse_input(arguments["stdin"])
+        return feed_job(arguments["job_id"], arguments["stdin"], bench, close=arguments["close_stdin"])
+    return poll_job(arguments["job_id"], bench) if action == "poll" else kill_job(arguments["job_id"], bench)
+
+
+def _run_command(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    command, stdin = arguments["command"], arguments["stdin"]
+    if arguments.get("job_id") is not None:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "job_id goes with action poll, input or kill; a new command gets a job of its own")
+    refuse_catastrophe(command, arguments.get("cwd"), stdin)
+    if arguments["background"]:
+        return start_job(arguments, bench)
+    script, body = encode(command, "command"), encode(stdin, "stdin")
+    request: dict[str, Any] = {
         "op": "exec",
         "argv": None,
         "script_bytes": len(script),
-        "cwd": arguments.get("cwd") or bench.context.cwd,
+        "cwd": arguments.get("cwd"),
         "env": {},
+        "state": "fresh" if arguments["reset_state"] else "keep",
         "timeout_s": bench.context.timeout_s,
         "capture": {"stdout": MAX_OUTPUT_BYTES, "stderr": MAX_OUTPUT_BYTES, "merged": MAX_OUTPUT_BYTES},
+        "spill": {"bytes": MAX_OUTPUT_BYTES, "lines": MAX_LINES},
     }
-    response = bench.run(request, script + stdin)
-    return _outcome(arguments, response.done, response.streams, bench)
-
-
-def _outcome(arguments: dict[str, Any], done: Any, streams: Any, bench: Workbench) -> Outcome:
-    counts = done["streams"]
-    texts = {name: join_capture(streams.get(name, b""), counts.get(name, {})) for name in ("stdout", "stderr", "merged")}
-    merged, lines_cut = cut_lines(texts["merged"][0])
-    notes = _notes(arguments, done, bench)
-    metadata: dict[str, JsonValue] = {
-        "stdout": texts["stdout"][0],
-        "stderr": texts["stderr"][0],
-        "exit_code": done["exit_code"],
-        "cwd": arguments.get("cwd") or bench.context.cwd,
-    }
-    if done["signal"] is not None:
-        metadata["signal"] = done["signal"]
-    if done["oom"]:
-        metadata["oom"] = True
-    body = merged if merged else "(no output)"
-    output = "\n".join([body.rstrip("\n") if notes else body, *notes])
-    truncated = lines_cut or any(cut for _, cut in texts.values())
-    if done["timed_out"]:
-        error = f"the command was killed at its limit of {bench.context.timeout_s:g} s; give a longer timeout, or do less in one call"
-        return Outcome(output, metadata, truncated, error, ErrorCode.TIMEOUT)
-    if done["cancelled"]:
-        return Outcome(output, metadata, truncated, "the call was cancelled and its processes were killed", ErrorCode.CANCELLED)
-    return Outcome(output, metadata, truncated)
-
-
-def _notes(arguments: dict[str, Any], done: Any, bench: Workbench) -> list[str]:
-    notes = []
-    if done["exit_code"] not in (0, None):
-        notes.append(f"[exit code {done['exit_code']}]")
-    if done["signal"] is not None and not done["timed_out"]:
-        cause = ", out of memory" if done["oom"] else ""
-        notes.append(f"[killed by signal {done['signal']}{cause}]")
-    elif done["oom"]:
-        notes.append("[a process was killed: out of memory]")
-    kill = done.get("kill")
-    if kill and not done["timed_out"] and not done["cancelled"]:
-        notes.append(f"[processes that the command had left running were ended with it: {kill['signalled']}]")
-    if arguments.get("timeout", 0) > bench.context.timeout_s:
-        notes.append(f"[timeout was clamped to {bench.context.timeout_s:g} s]")
-    return notes
+    if not bench.is_watched:
+        response = bench.run(request, script + body)
+        return build_outcome(arguments, response.done, response.streams, bench.context)
+    shown = ShownOutput(bench)
+    response = bench.run({**request, "live": True, "max_bytes": LIVE_BYTES}, script + body, on_data=shown.take)
+    return build_outcome(arguments, response.done, {**response.streams, **shown.streams}, bench.context)
 
 
 BASH_TOOL = WorkerTool(_SPEC, _run)

@@ -1,11 +1,32 @@
-"""Bytes of a program as text for a model: decoded, cut at the head and tail, every cut said."""
+"""Bytes of a program as text for a model: decoded, folded as a terminal would, cut at the head and tail, every cut said."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
+
+from contract.errors import ErrorCode, ToolFailure
 
 MAX_OUTPUT_BYTES = 32 * 1024
 MAX_LINES = 2000
 HEAD_LINES = MAX_LINES // 4
+NARROWER = "narrow the command, or send its output to a file and read parts"
+"""What to do about an output whose rest is nowhere."""
+_ESCAPE = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor
+    r"|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # OSC: titles, links
+    r"|[PX^_][^\x1b\n]*(?:\x1b\\)?"  # DCS and its like
+    r"|[ -/]*[0-Z\\^-~])"  # all others
+)
+
+
+def encode(text: str, name: str) -> bytes:
+    """UTF-8 of an argument. Raises ToolFailure(INVALID_ARGUMENTS) for half a surrogate pair, which a model's JSON may hold."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"{name} holds half of a surrogate pair at character {error.start}; send whole characters"
+        ) from error
 
 
 def decode(data: bytes) -> str:
@@ -13,27 +34,84 @@ def decode(data: bytes) -> str:
     return data.decode("utf-8", "replace").replace("\0", "\ufffd")
 
 
-def join_capture(data: bytes, counts: Mapping[str, Any]) -> tuple[str, bool]:
-    """A captured stream as text, and whether something was dropped. `counts`: total, head and tail bytes, as the guest tells."""
+def fold(text: str) -> str:
+    """What a terminal would still show: no escape sequences, of a line written over with carriage returns the last version."""
+    if "\x1b" in text:
+        text = _ESCAPE.sub("", text)
+    if "\b" in text:
+        text = "\n".join(map(_fold_backspaces, text.split("\n")))
+    if "\r" in text:
+        text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+    return text
+
+
+def show_name(text: str) -> str:
+    """A guest's name or path for a line of ours: what could end or fake the line is replaced."""
+    return "".join(sign if sign.isprintable() else "\ufffd" for sign in text.encode("utf-8", "replace").decode())
+
+
+def show_output(data: bytes, counts: Mapping[str, Any], rest: str = NARROWER) -> tuple[str, bool]:
+    """A captured stream as text of at most MAX_LINES lines, and whether something was left out, which is said where it was.
+
+    `counts`: total, head and tail bytes, as the guest tells. `rest`: how to get at what is left out; `{offset}` in it is the number
+    of the first line that is not shown.
+    """
     total, head = int(counts.get("total", len(data))), int(counts.get("head", len(data)))
-    dropped = total - len(data)
-    if dropped <= 0:
-        return decode(data), False
-    first, last = _without_broken_end(data[:head]), _without_broken_start(data[head:])
-    dropped = total - len(first) - len(last)
-    note = f"[... {dropped} bytes omitted of {total}: narrow the command, or send its output to a file and read parts ...]"
-    return f"{decode(first)}\n{note}\n{decode(last)}", True
+    if total <= len(data):
+        first, last = data, b""
+        lines = data.count(b"\n") + (not data.endswith(b"\n"))
+        if lines <= MAX_LINES:
+            return fold(decode(data)), False
+        first, last = _first_lines(data, HEAD_LINES), _last_lines(data, MAX_LINES - HEAD_LINES)
+    else:
+        first = _first_lines(_to_edge(data[:head]), HEAD_LINES)
+        last = _last_lines(_from_edge(data[head:]), MAX_LINES - HEAD_LINES)
+    how = rest.replace("{offset}", str(first.count(b"\n") + 1))
+    note = f"[... {total - len(first) - len(last)} bytes omitted of {total}: {how} ...]"
+    above = fold(decode(first)).removesuffix("\n")
+    return "\n".join(part for part in (above, note, fold(decode(last))) if part), True
 
 
-def cut_lines(text: str) -> tuple[str, bool]:
-    """At most MAX_LINES lines: the first quarter and the last three quarters, and whether something was dropped."""
-    end = "\n" if text.endswith("\n") else ""
-    lines = text.removesuffix("\n").split("\n")
-    if len(lines) <= MAX_LINES:
-        return text, False
-    dropped = len(lines) - MAX_LINES
-    head, tail = lines[:HEAD_LINES], lines[-(MAX_LINES - HEAD_LINES) :]
-    return "\n".join([*head, f"[... {dropped} lines omitted of {len(lines)} ...]", *tail]) + end, True
+def _fold_backspaces(line: str) -> str:
+    """A character that was written over, as manual pages and progress signs do, is gone."""
+    if "\b" not in line:
+        return line
+    kept: list[str] = []
+    for sign in line:
+        if sign != "\b":
+            kept.append(sign)
+        elif kept:
+            kept.pop()
+    return "".join(kept)
+
+
+def _first_lines(data: bytes, most: int) -> bytes:
+    at = 0
+    for _ in range(most):
+        at = data.find(b"\n", at) + 1
+        if at == 0:
+            return data
+    return data[:at]
+
+
+def _last_lines(data: bytes, most: int) -> bytes:
+    at = len(data) - data.endswith(b"\n")
+    for _ in range(most):
+        at = data.rfind(b"\n", 0, at)
+        if at < 0:
+            return data
+    return data[at + 1 :]
+
+
+def _to_edge(data: bytes) -> bytes:
+    """Without the part of a line that the cut left there, unless that is most of it; without half a code point in any case."""
+    whole = data.rfind(b"\n") + 1
+    return data[:whole] if whole * 2 > len(data) else _without_broken_end(data)
+
+
+def _from_edge(data: bytes) -> bytes:
+    whole = data.find(b"\n") + 1
+    return data[whole:] if 0 < whole * 2 < len(data) else _without_broken_start(data)
 
 
 def _without_broken_end(data: bytes) -> bytes:

@@ -2,27 +2,42 @@
 
 from typing import Any
 
-from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
 from workers.tools.base import Outcome, Workbench, WorkerTool
 from workers.tools.read import PATH_ALIASES
+from workers.tools.text import MAX_OUTPUT_BYTES, decode, encode
+
+MAX_CONTENT_CHARS = 10 * 1024 * 1024
 
 _WRITE = ToolSpec(
     name="write_tool",
     description=(
-        "Write a text file in the sandbox, whole and at once: it is replaced or it stays as it was. Missing folders are made. "
-        "Relative paths start at /workspace."
+        "Write a text file in the sandbox, whole and at once: it is replaced or it stays as it was. Missing folders are made. An existing file "
+        "keeps its encoding, mode and links. Gives a diff of what was overwritten. A file that something else changed since you read or wrote it "
+        "is not overwritten at once: you get the change, and the same call again goes through. For a small change use edit_tool. Relative paths "
+        "start at the session's working directory, at first /workspace."
     ),
     parameters={
         "type": "object",
         "properties": {
             "file_path": {"type": "string", "minLength": 1, "description": "the file"},
-            "content": {"type": "string", "maxLength": 400_000, "description": "the text"},
+            "content": {
+                "type": "string",
+                "maxLength": MAX_CONTENT_CHARS,
+                "description": "the text, whole and as it is to stand in the file; more than about 500 KB in several calls with mode append",
+            },
             "mode": {
                 "type": "string",
                 "enum": ["overwrite", "append", "create"],
                 "default": "overwrite",
                 "description": "create fails when the file exists",
+            },
+            "encoding": {
+                "type": "string",
+                "minLength": 1,
+                "maxLength": 40,
+                "default": "auto",
+                "description": "auto: an existing file's own, utf-8 for a new one",
             },
         },
         "required": ["file_path", "content"],
@@ -35,17 +50,14 @@ _WRITE = ToolSpec(
 
 def _write(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     path, mode = arguments["file_path"], arguments["mode"]
-    try:
-        content = arguments["content"].encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"content holds half of a surrogate pair at character {error.start}; send whole characters"
-        ) from error
-    request = {"op": "write_file", "path": path, "mode": mode, "timeout_s": bench.context.timeout_s}
-    done = bench.run(request, content).done
+    body = encode(arguments["content"], "content")
+    request = {"op": "write_text", "path": path, "mode": mode, "encoding": arguments["encoding"], "max_bytes": MAX_OUTPUT_BYTES}
+    response = bench.run({**request, "timeout_s": bench.context.timeout_s}, body)
+    done, told = response.done, decode(response.streams.get("file", b""))
     verb = "created" if done["created"] else {"append": "appended to"}.get(mode, "overwrote")
-    lines = content.count(b"\n") + (1 if content and not content.endswith(b"\n") else 0)
-    return Outcome(f"{verb} {path} ({len(content)} bytes, {lines} lines)", {"size_bytes": done["size"], "created": done["created"]})
+    head = f"{verb} {path} ({done['written']} bytes, {done['lines']} lines)"
+    metadata = {"size_bytes": done["size"], "created": done["created"], "encoding": done["encoding"]}
+    return Outcome(f"{head}\n{told}" if told else head, metadata)
 
 
 WRITE_TOOL = WorkerTool(_WRITE, _write)

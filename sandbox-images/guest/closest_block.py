@@ -1,0 +1,88 @@
+"""The block of lines in a file that is most like some others: found by lines they share, else by groups of three letters."""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+import re
+import time
+from collections import Counter
+
+MIN_RATIO = 0.6
+_CANDIDATES = 8
+_STRIDE = 512
+# Beyond so many characters of a block words are compared, and only so many: the comparison takes time by the square of it.
+_MAX_SIGNS = 240
+_MAX_WORDS = 300
+_WORD = re.compile(r"\w+|[^\w\s]")
+# A line that stands everywhere tells nothing of where the block is.
+_MAX_TWINS = 200
+
+
+def find_closest(lines: list[str], wanted: list[str], until: float) -> tuple[int, int, float] | None:
+    """(first line from 0, line after the last, ratio) of the block most like `wanted`, or None below a ratio of 0.6.
+
+    It ends at `until`, on the monotonic clock, with the best that was found until then.
+    """
+    best: tuple[int, int, float] | None = None
+    parts = _parts("\n".join(line.strip() for line in wanted))
+    for start in _starts(lines, wanted, until):
+        end = min(len(lines), start + len(wanted))
+        start = max(0, start)
+        if start >= end or (best is not None and time.monotonic() >= until):
+            continue
+        other = _parts("\n".join(line.strip() for line in lines[start:end]), isinstance(parts, list))
+        ratio = difflib.SequenceMatcher(None, parts, other, autojunk=False).ratio()
+        if ratio >= MIN_RATIO and (best is None or ratio > best[2]):
+            best = (start, end, ratio)
+    return best
+
+
+def _starts(lines: list[str], wanted: list[str], until: float) -> list[int]:
+    """Where a block like `wanted` may begin, likeliest first."""
+    votes: Counter[int] = Counter()
+    places: dict[str, list[int]] = {}
+    for offset, line in enumerate(wanted):
+        if len(line.strip()) > 2:
+            places.setdefault(line.strip(), []).append(offset)
+    twins: Counter[str] = Counter()
+    for number, line in enumerate(lines):
+        key = line.strip()
+        if key in places and twins[key] < _MAX_TWINS:
+            twins[key] += 1
+            votes.update(number - offset for offset in places[key][:4])
+    found = [start for start, _ in votes.most_common(_CANDIDATES)]
+    longest = max((line.strip() for line in wanted), key=len)
+    # Where the line that tells most is there as it is, the votes have it.
+    return found if twins[longest] else [*_starts_like_longest(lines, wanted, until), *found]
+
+
+def _starts_like_longest(lines: list[str], wanted: list[str], until: float) -> list[int]:
+    """By the longest line: the file's lines that share most groups of three letters with it."""
+    offset = max(range(len(wanted)), key=lambda number: len(wanted[number].strip()))
+    longest = wanted[offset].strip()[:_MAX_SIGNS]
+    groups = _groups(longest)
+    likely: list[tuple[float, int]] = []
+    for number, line in enumerate(lines):
+        if number % _STRIDE == 0 and time.monotonic() >= until:
+            break
+        if len(line) * 3 < len(longest):
+            continue
+        text = line.strip()[:_MAX_SIGNS]
+        others = _groups(text)
+        share = 2 * len(groups & others) / (len(groups) + len(others) or 1)
+        if share > 0.2:
+            heapq.heappush(likely, (share, -number))
+            if len(likely) > _CANDIDATES:
+                heapq.heappop(likely)
+    return [-number - offset for _, number in sorted(likely, reverse=True)]
+
+
+def _groups(text: str) -> set[str]:
+    return {text[at : at + 3] for at in range(max(1, len(text) - 2))}
+
+
+def _parts(text: str, as_words: bool = False) -> str | list[str]:
+    if len(text) <= _MAX_SIGNS and not as_words:
+        return text
+    return _WORD.findall(text[: _MAX_WORDS * 40])[:_MAX_WORDS]

@@ -1,0 +1,135 @@
+"""The process that does the searching: started, read as it writes, ended when the time is up. It has no terminal, no input, no shell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+
+from guest import oom
+from guest.places import ENVIRONMENT
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_READ_BYTES = 65_536
+_POLL_MS = 50
+_KEPT_BYTES = 65_536
+_SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
+_OS_ERROR = re.compile(rb"^(?:rg: )?(?:\./)?(.*): [^:\n]*\(os error \d+\)$", re.MULTILINE)
+
+
+class Child:
+    """One process. Who has it leaves its `with` block: then it has ended, by itself or not."""
+
+    def __init__(self, start: Callable[[int, int], int]) -> None:
+        """`start` gets descriptors for stdout and stderr, and returns the process's number. Raises OSError."""
+        self._out, out = os.pipe()
+        self._errors, errors = os.pipe()
+        try:
+            self._pid: int | None = start(out, errors)
+        finally:
+            os.close(out)
+            os.close(errors)
+        oom.offer_to_oom_killer(self._pid)
+        self._complaints = bytearray()
+        self.status: int | None = None
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        os.close(self._out)
+        os.close(self._errors)
+
+    def read(self, is_late: Callable[[], bool]) -> Iterator[bytes]:
+        """What it writes, piece by piece, to its end or until it is late: it is asked between pieces, and raises Failure on cancel.
+
+        While the caller does not ask for the next piece the process waits, as soon as the pipe is full.
+        """
+        open_fds = {self._out, self._errors}
+        while open_fds:
+            if is_late():
+                self.end()
+                return
+            poller = select.poll()
+            for fd in open_fds:
+                poller.register(fd, select.POLLIN)
+            for fd, _ in poller.poll(_POLL_MS):
+                data = os.read(fd, _READ_BYTES)
+                if not data:
+                    open_fds.discard(fd)
+                elif fd == self._out:
+                    yield data
+                else:
+                    self._complaints += data[: _KEPT_BYTES - len(self._complaints)]
+        if self._pid is not None:
+            pid, self._pid = self._pid, None
+            self.status = os.waitpid(pid, 0)[1]
+
+    def read_records(self, separator: bytes, is_late: Callable[[], bool]) -> Iterator[bytes]:
+        """As `read`, cut at `separator`."""
+        rest = b""
+        for data in self.read(is_late):
+            *records, rest = (rest + data).split(separator)
+            yield from records
+        if rest:
+            yield rest
+
+    @property
+    def was_cut_off(self) -> bool:
+        """Whether it was ended before it ended itself: by the clock, or by whoever kills processes."""
+        return self.status is None or os.WIFSIGNALED(self.status)
+
+    @property
+    def complaint(self) -> str:
+        """What it wrote to its stderr, as far as it was kept, without the lines on files that could not be read."""
+        return _OS_ERROR.sub(b"", bytes(self._complaints)).decode("utf-8", "replace").strip()
+
+    def unreadable(self) -> list[bytes]:
+        """Names of what could not be read."""
+        return [found[1] for found in _OS_ERROR.finditer(bytes(self._complaints))]
+
+    def end(self) -> None:
+        """Kill it unless it has ended."""
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            pid, self._pid = self._pid, None
+            os.waitpid(pid, 0)
+
+
+def start_program(argv: list[bytes], inherited: tuple[int, ...] = ()) -> Callable[[int, int], int]:
+    """For Child: a program in the directory that this process is in, with these descriptors of ours under their own numbers."""
+
+    def start(out: int, errors: int) -> int:
+        null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        actions = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, out, 1), (os.POSIX_SPAWN_DUP2, errors, 2)]
+        try:
+            for fd in inherited:
+                os.set_inheritable(fd, True)
+            return os.posix_spawn(argv[0], argv, ENVIRONMENT, file_actions=actions, setsid=True, setsigmask=(), setsigdef=_SIGNALS)
+        finally:
+            os.close(null)
+
+    return start
+
+
+def start_function(work: Callable[[int, int], None]) -> Callable[[int, int], int]:
+    """For Child: a fork that does `work` (stdout, stderr) and nothing else; an exception ends it like a signal would."""
+
+    def start(out: int, errors: int) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            work(out, errors)
+            os._exit(0)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return start

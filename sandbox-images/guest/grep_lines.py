@@ -1,0 +1,160 @@
+"""Matching lines as text: `path:N: text`, lines around them as `path-N- text`, within what the caller takes."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MAX_LINE_CHARS = 500
+# No character has more bytes.
+_CHAR_BYTES = 4
+_GAP = "--\n"
+
+
+class Mark:
+    """A line that matches. `offset` is where it begins, `column` the byte of it that the match begins at, from 1."""
+
+    __slots__ = ("column", "line", "offset")
+
+    def __init__(self, line: int, column: int, offset: int) -> None:
+        self.line = line
+        self.column = column
+        self.offset = offset
+
+
+class Page:
+    """The lines to send, at most so many and of so many bytes. Once `is_full` nothing more is taken."""
+
+    def __init__(self, max_lines: int, max_bytes: int) -> None:
+        self._lines_left = max_lines
+        self._bytes_left = max_bytes
+        self._pending: list[bytes] = []
+        self.is_full = False
+        self.is_empty = True
+        self.cut_lines = 0
+
+    def add(self, line: str) -> bool:
+        """Whether a line, with its end, still fits."""
+        data = line.encode("utf-8", "replace")
+        if self.is_full or len(data) > self._bytes_left or not self._lines_left:
+            self.is_full = True
+            return False
+        self._bytes_left -= len(data)
+        self._lines_left -= 1
+        self._pending.append(data)
+        self.is_empty = False
+        return True
+
+    def take(self) -> bytes:
+        """What was added since the last time."""
+        data = b"".join(self._pending)
+        self._pending = []
+        return data
+
+
+class FilePrinter:
+    """Prints the marks of one file with the lines around them."""
+
+    def __init__(self, page: Page, shown: str, text: bytes, before: int, after: int) -> None:
+        self._page = page
+        self._shown = shown
+        self._text = text
+        self._before = before
+        self._after = after
+        # The line after the last that was printed, where it begins, and how many lines after a match are due.
+        self._next_line = 0
+        self._next_offset = 0
+        self._due = 0
+        self.matches = 0
+
+    def print_marks(self, marks: Iterable[Mark]) -> None:
+        """Marks in order of lines. `matches` says afterwards how many of them are shown."""
+        for mark in marks:
+            if not self._print_until(mark):
+                return
+            is_cut, text = cut_line(self._line_at(mark.offset), mark.column)
+            if not self._page.add(f"{self._shown}:{mark.line}: {text}\n"):
+                return
+            self._page.cut_lines += is_cut
+            self.matches += 1
+            self._go_on_after(mark.line, mark.offset)
+            self._due = self._after
+        while self._due and self._print_context():
+            self._due -= 1
+
+    def _print_until(self, mark: Mark) -> bool:
+        """What stands before a matching line: the rest of the context of the last one, a gap, its own."""
+        while self._due and self._next_line < mark.line and self._print_context():
+            self._due -= 1
+        start = max(mark.line - self._before, self._next_line, 1)
+        if (self._before or self._after) and start > self._next_line and not self._page.is_empty and not self._page.add(_GAP):
+            return False
+        if start > self._next_line:
+            self._next_offset = self._find_back(mark, mark.line - start)
+            self._next_line = start
+        while self._next_line < mark.line:
+            if not self._print_context():
+                return False
+        return not self._page.is_full
+
+    def _print_context(self) -> bool:
+        """Print the next line as one around a match; False at the end of the file, or when the page is full."""
+        if self._next_offset >= len(self._text):
+            return False
+        is_cut, text = cut_line(self._line_at(self._next_offset), 1)
+        if not self._page.add(f"{self._shown}-{self._next_line}- {text}\n"):
+            return False
+        self._page.cut_lines += is_cut
+        self._go_on_after(self._next_line, self._next_offset)
+        return True
+
+    def _go_on_after(self, line: int, offset: int) -> None:
+        end = self._text.find(b"\n", offset)
+        self._next_line = line + 1
+        self._next_offset = len(self._text) if end < 0 else end + 1
+
+    def _find_back(self, mark: Mark, lines: int) -> int:
+        """Where the line begins that is so many lines before a mark."""
+        offset = mark.offset
+        for _ in range(lines):
+            offset = self._text.rfind(b"\n", 0, offset - 1) + 1
+        return offset
+
+    def _line_at(self, offset: int) -> bytes:
+        end = self._text.find(b"\n", offset)
+        return self._text[offset : len(self._text) if end < 0 else end].removesuffix(b"\r")
+
+
+def cut_line(line: bytes, column: int) -> tuple[bool, str]:
+    """A line as text, and whether it was cut: to MAX_LINE_CHARS with the byte `column`, from 1, in the middle."""
+    if len(line) <= MAX_LINE_CHARS:
+        return False, line.decode("utf-8", "replace")
+    reach = _CHAR_BYTES * MAX_LINE_CHARS
+    at = min(max(column - 1, 0), len(line))
+    left = _without_torn_start(line[max(0, at - reach) : at]).decode("utf-8", "replace")
+    right = _without_torn_end(line[at : at + reach], at + reach < len(line)).decode("utf-8", "replace")
+    kept_right = min(len(right), max(MAX_LINE_CHARS // 2, MAX_LINE_CHARS - len(left)))
+    kept_left = min(len(left), MAX_LINE_CHARS - kept_right)
+    is_left_cut = kept_left < len(left) or at > reach
+    is_right_cut = kept_right < len(right) or at + reach < len(line)
+    text = left[len(left) - kept_left :] + right[:kept_right]
+    return is_left_cut or is_right_cut, f"{'…' * is_left_cut}{text}{'…' * is_right_cut}"
+
+
+def _without_torn_start(data: bytes) -> bytes:
+    for at in range(min(_CHAR_BYTES, len(data))):
+        if data[at] & 0xC0 != 0x80:
+            return data[at:]
+    return data
+
+
+def _without_torn_end(data: bytes, is_torn: bool) -> bytes:
+    """Without the last few bytes, when they may be the beginning of a character."""
+    if is_torn:
+        for back in range(1, min(_CHAR_BYTES, len(data)) + 1):
+            if data[-back] & 0xC0 == 0xC0:
+                return data[:-back]
+            if data[-back] < 0x80:
+                return data
+    return data

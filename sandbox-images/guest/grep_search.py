@@ -1,0 +1,289 @@
+"""Serves grep: first which files match and how often, then, in the order of their times, the lines of as many as are wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+
+from guest.failures import FILE_TOO_LARGE, TIMEOUT, Failure, describe_os_error
+from guest.grep_children import Child
+from guest.grep_files import MAX_FOUND_BYTES, MAX_NAMED_BYTES, has_binary_head, is_binary, open_file, read_text
+from guest.grep_lines import FilePrinter, Mark, Page
+from guest.grep_patterns import GrepPattern
+from guest.grep_python import PythonEngine
+from guest.grep_records import group_marks
+from guest.grep_ripgrep import Ripgrep, find_ripgrep
+from guest.search_clock import Clock
+from guest.search_filter import NameFilter
+from guest.search_names import build_names
+from guest.search_start import open_start
+from guest.search_walk import Walk
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from guest.bench import Bench
+    from guest.places import Places
+    from guest.search_requests import GrepRequest
+    from guest.search_start import Start
+
+_HEAD_BYTES = 8192
+_FIRST_BATCH = 4
+_LAST_BATCH = 64
+
+
+def grep(request: GrepRequest, bench: Bench) -> dict[str, object]:
+    """Send the lines. Raises Failure for a pattern that is none, a path that is not there or not allowed, and when nothing was found in time."""
+    clock = Clock(bench.watch, request.timeout_s)
+    pattern = GrepPattern(request.pattern, request.fixed_strings, request.ignore_case, request.multiline)
+    names = NameFilter(request.include, request.exclude, request.type)
+    start = open_start(request.path, bench.places)
+    # The engine works from here, and so do the names it tells.
+    os.fchdir(start.fd)
+    search = _Search(request, pattern, start, bench, clock)
+    if start.file is None:
+        search.find_files(names)
+    else:
+        search.find_in_file(start.file)
+    search.send()
+    return search.fields()
+
+
+class _Match:
+    """A file that matches. They sort newest first, then by path: `changed` is its negative time."""
+
+    __slots__ = ("changed", "count", "path")
+
+    def __init__(self, changed: int, path: bytes, count: int) -> None:
+        self.changed = changed
+        self.path = path
+        self.count = count
+
+
+class _Survey:
+    """What a walk tells of the files before any is searched."""
+
+    def __init__(self) -> None:
+        # Of each file to search its time, negative: so the newest sort first.
+        self.files: dict[bytes, int] = {}
+        self.ignored = 0
+        self.large: list[bytes] = []
+
+
+class _Search:
+    """One request."""
+
+    def __init__(self, request: GrepRequest, pattern: GrepPattern, start: Start, bench: Bench, clock: Clock) -> None:
+        self._request = request
+        self._pattern = pattern
+        self._start = start
+        self._bench = bench
+        self._places: Places = bench.places
+        self._clock = clock
+        self._survey = _Survey()
+        self._page = Page(request.max_lines, request.max_bytes)
+        self._matches: list[_Match] = []
+        self._binary: list[bytes] = []
+        self._unreadable: set[bytes] = set()
+        self._bad_rules: list[str] = []
+        self._is_partial = False
+        self._shown = self._shown_files = 0
+        program = find_ripgrep() if self._places.use_ripgrep and not pattern.needs_python else None
+        self._engine: Ripgrep | PythonEngine = Ripgrep(program, pattern) if program is not None else PythonEngine(pattern)
+
+    # --- which files ------------------------------------------------------------------------------------------------------
+
+    def find_files(self, names: NameFilter) -> None:
+        """Of all that is below the start. Raises Failure."""
+        walk = Walk(self._start, self._places, not self._request.include_ignored, names.excludes)
+        self._survey_tree(walk, names)
+        if walk.has_odd_rules and isinstance(self._engine, Ripgrep):
+            # It would open whatever has the name of a rule file, and wait for it.
+            self._engine = PythonEngine(self._pattern)
+            walk = Walk(self._start, self._places, True, names.excludes)
+            self._survey_tree(walk, names)
+        self._unreadable.update(os.fsencode(name).rstrip(b"/") for name in walk.unreadable)
+        self._bad_rules = walk.bad_rules
+        if self._survey.files:
+            self._collect(self._start_counting(walk, names))
+        self._matches.sort(key=lambda match: (match.changed, match.path))
+
+    def find_in_file(self, name: bytes) -> None:
+        """Of the one file that was named: no filter, no rule and a larger limit apply to it. Raises Failure."""
+        shown = self._start.show(name)
+        try:
+            fd = open_file(self._start.fd, name, self._places.use_openat2)
+        except OSError as error:
+            raise describe_os_error(error, shown) from None
+        status = os.fstat(fd)
+        self._survey.files[name] = -status.st_mtime_ns
+        if status.st_size > MAX_NAMED_BYTES:
+            raise Failure(
+                FILE_TOO_LARGE,
+                f"{shown}: has {status.st_size} bytes, more than {MAX_NAMED_BYTES}; search it with grep in bash_tool",
+                size=status.st_size,
+            )
+        for _, count in self._run_counting(self._engine.start_counting_one(fd, self._names_only)):
+            if is_binary(os.pread(fd, _HEAD_BYTES, 0)):
+                self._binary.append(name)
+            else:
+                self._matches.append(_Match(-status.st_mtime_ns, name, count))
+        os.close(fd)
+
+    @property
+    def _names_only(self) -> bool:
+        return self._request.mode == "files"
+
+    def _survey_tree(self, walk: Walk, names: NameFilter) -> None:
+        survey = self._survey = _Survey()
+        files, takes_all = survey.files, names.is_empty
+        for folder in walk.folders():
+            prefix = folder.prefix
+            for entry in folder.entries:
+                name = entry.name
+                if not entry.is_file(follow_symlinks=False) or not (takes_all or names.takes(prefix, name)):
+                    continue
+                if folder.hides(entry):
+                    survey.ignored += 1
+                    continue
+                try:
+                    status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
+                except OSError:
+                    continue
+                path = f"{prefix}{name}".encode("utf-8", "surrogateescape")
+                if status.st_size > MAX_FOUND_BYTES:
+                    survey.large.append(path)
+                else:
+                    files[path] = -status.st_mtime_ns
+            if self._clock.is_too_late_to_find:
+                self._is_partial = True
+                return
+
+    def _start_counting(self, walk: Walk, names: NameFilter) -> Callable[[int, int], int]:
+        if isinstance(self._engine, PythonEngine):
+            return self._engine.start_counting(self._names_only, self._start.fd, list(self._survey.files), self._places.use_openat2)
+        rules = not self._request.include_ignored
+        return self._engine.start_counting(
+            self._names_only, names, rules, not walk.is_start_ignored, walk.kept_out, bool(self._survey.large)
+        )
+
+    def _collect(self, start: Callable[[int, int], int]) -> None:
+        files = self._survey.files
+        for raw, count in self._run_counting(start):
+            path = raw[2:]
+            changed = files.get(path)
+            if changed is None:
+                # Ripgrep filters by less than the whole of include and exclude.
+                continue
+            if has_binary_head(path):
+                self._binary.append(path)
+            else:
+                self._matches.append(_Match(changed, path, count))
+
+    def _run_counting(self, start: Callable[[int, int], int]) -> list[tuple[bytes, int]]:
+        """Path and count of each file that matches. Raises Failure when the engine does not take the pattern, or found nothing in time."""
+        with Child(start) as child:
+            found = list(self._engine.read_counting(child, self._names_only, lambda: self._clock.is_too_late_to_find))
+            self._unreadable.update(child.unreadable())
+            if child.was_cut_off:
+                self._is_partial = True
+            elif not found and os.waitstatus_to_exitcode(child.status or 0) not in (0, 1) and child.complaint:
+                raise self._pattern.explain(child.complaint)
+        if self._is_partial and not found:
+            raise Failure(
+                TIMEOUT,
+                f"nothing found in {self._clock.seconds:g} s, and not all was searched: narrow path or include, or simplify the pattern",
+            )
+        return found
+
+    # --- which lines ------------------------------------------------------------------------------------------------------
+
+    def send(self) -> None:
+        """Send what was found, each part as soon as it is known."""
+        if self._request.mode == "content":
+            self._send_lines()
+            return
+        for match in self._matches[: self._request.limit]:
+            shown = self._start.show(match.path)
+            if not self._page.add(f"{shown}\n" if self._names_only else f"{shown}:{match.count}\n"):
+                break
+            self._shown += match.count
+            self._shown_files += 1
+        self._bench.writer.send("lines", self._page.take())
+
+    def _send_lines(self) -> None:
+        left, at, batch = self._request.limit, 0, _FIRST_BATCH
+        while left > 0 and at < len(self._matches) and not self._page.is_full:
+            wanted: list[_Match] = []
+            expected = 0
+            for match in self._matches[at : at + batch]:
+                if expected >= left:
+                    break
+                expected += match.count if self._request.max_per_file is None else min(match.count, self._request.max_per_file)
+                wanted.append(match)
+            left -= self._send_files(wanted, left)
+            at += len(wanted)
+            batch = min(4 * batch, _LAST_BATCH)
+            if self._clock.is_over:
+                self._is_partial = self._is_partial or (left > 0 and at < len(self._matches))
+                return
+
+    def _send_files(self, matches: list[_Match], limit: int) -> int:
+        """Send the lines of some files, at most `limit` matches; returns how many it were."""
+        shown = 0
+        with contextlib.ExitStack() as opened:
+            by_name: dict[bytes, tuple[_Match, int]] = {}
+            for match in matches:
+                try:
+                    fd = open_file(self._start.fd, match.path, self._places.use_openat2)
+                except OSError:
+                    self._unreadable.add(match.path)
+                    continue
+                opened.callback(os.close, fd)
+                by_name[b"/proc/self/fd/%d" % fd] = (match, fd)
+            if not by_name:
+                return 0
+            most = limit if self._request.max_per_file is None else min(limit, self._request.max_per_file)
+            child = opened.enter_context(Child(self._engine.start_marking([fd for _, fd in by_name.values()], most)))
+            for name, marks in group_marks(child.read_records(b"\n", lambda: self._clock.is_over)):
+                shown += self._send_file(*by_name[name], itertools.islice(marks, min(most, limit - shown)))
+                if shown >= limit or self._page.is_full:
+                    return shown
+            if child.was_cut_off:
+                self._is_partial = True
+        return shown
+
+    def _send_file(self, match: _Match, fd: int, marks: Iterable[Mark]) -> int:
+        printer = FilePrinter(self._page, self._start.show(match.path), read_text(fd), self._request.before, self._request.after)
+        printer.print_marks(marks)
+        self._bench.writer.send("lines", self._page.take())
+        self._shown += printer.matches
+        self._shown_files += printer.matches > 0
+        return printer.matches
+
+    def fields(self) -> dict[str, object]:
+        """The fields of the done event."""
+        return {
+            "engine": self._engine.name,
+            "matches": sum(match.count for match in self._matches),
+            "files": len(self._matches),
+            "shown": self._shown,
+            "shown_files": self._shown_files,
+            "cut": self._page.is_full,
+            "cut_lines": self._page.cut_lines,
+            "searched": len(self._survey.files),
+            "ignored": self._survey.ignored,
+            "large": len(self._survey.large),
+            "large_names": build_names(map(self._named, self._survey.large)),
+            "binary": len(self._binary),
+            "binary_names": build_names(map(self._named, sorted(self._binary))),
+            "unreadable": len(self._unreadable),
+            "unreadable_names": build_names(map(self._named, sorted(self._unreadable))),
+            "bad_rules": build_names(map(os.fsencode, self._bad_rules)),
+            "partial": self._is_partial,
+        }
+
+    def _named(self, path: bytes) -> bytes:
+        return self._start.shown + path

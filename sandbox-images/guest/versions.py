@@ -1,0 +1,242 @@
+"""A file's next version: written beside the old one and put in its place in one step, or into the old one where that has to stay."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+
+from guest.confinement import open_pinned, pin_file
+from guest.failures import FILE_EXISTS, NO_SPACE, STALE_FILE, Failure, describe_os_error
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Protocol
+
+    from guest.confinement import Place
+    from guest.pipes import Watch
+
+    class Content(Protocol):
+        """What is to be written. `blocks` gives it in pieces, from its beginning each time."""
+
+        size: int
+
+        def blocks(self) -> Iterator[memoryview]: ...
+
+
+_BLOCK = 262_144
+_NEW_MODE = 0o644
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Where a folder takes no new name, a file in it may still be written.
+_NO_NEW_NAMES = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+
+
+class BodyContent:
+    """The body of a request, which stays where it is."""
+
+    __slots__ = ("_fd", "size")
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        self.size = os.fstat(fd).st_size if fd is not None else 0
+
+    def blocks(self) -> Iterator[memoryview]:
+        at = 0
+        while self._fd is not None and (block := os.pread(self._fd, _BLOCK, at)):
+            at += len(block)
+            yield memoryview(block)
+
+
+class BytesContent:
+    """Bytes in memory, in one piece or in several."""
+
+    __slots__ = ("_pieces", "size")
+
+    def __init__(self, *pieces: bytes | memoryview) -> None:
+        self._pieces = pieces
+        self.size = sum(map(len, pieces))
+
+    def blocks(self) -> Iterator[memoryview]:
+        for piece in self._pieces:
+            view = memoryview(piece)
+            for at in range(0, len(piece), _BLOCK):
+                yield view[at : at + _BLOCK]
+
+
+class OldFile:
+    """The version that is there, open for reading and writing or for writing only."""
+
+    __slots__ = ("fd", "status")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.status = os.fstat(fd)
+
+    @property
+    def must_stay(self) -> bool:
+        """Whether a new file in its place would lose what this one has: other names, or an owner that we are not."""
+        return self.status.st_nlink > 1 or (self.status.st_uid, self.status.st_gid) != (os.geteuid(), os.getegid())
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def open_old(place: Place, flags: int) -> OldFile | None:
+    """The regular file at a place; None when there is none. Raises Failure and OSError.
+
+    Opened for writing also where it is replaced: a file that may not be written stays as it is.
+    """
+    try:
+        pinned = pin_file(place)
+    except FileNotFoundError:
+        return None
+    try:
+        return OldFile(open_pinned(pinned, flags))
+    finally:
+        os.close(pinned)
+
+
+class Version:
+    """A new content on its way to a place. Each method raises Failure, and then the old content is whole and nothing is left over."""
+
+    def __init__(self, place: Place, content: Content, watch: Watch) -> None:
+        self._place = place
+        self._content = content
+        self._watch = watch
+
+    def create(self) -> os.stat_result:
+        """Make the file. Raises Failure(FILE_EXISTS) when its name is taken, should it be a moment before."""
+        if self._place.is_link_target:
+            raise self._exists()
+        with self._described():
+            return self._write_beside(_NEW_MODE, self._take_free_name)
+
+    def replace(self, old: OldFile | None, is_known: bool = False) -> os.stat_result:
+        """Take the place of `old`, keeping its mode. `is_known`: what is written builds on what was there, which must still be the same."""
+        with self._described():
+            if old is None:
+                return self._write_beside(_NEW_MODE, self._take_free_name if is_known else self._take_name)
+            if not old.must_stay:
+                try:
+                    return self._write_beside(stat.S_IMODE(old.status.st_mode), lambda fd: self._take_name(fd, old if is_known else None))
+                except OSError as error:
+                    if error.errno not in _NO_NEW_NAMES:
+                        raise
+            return self._write_over(old, is_known)
+
+    def append(self, old: OldFile) -> os.stat_result:
+        """Add to `old`, which is open to append."""
+        with self._described():
+            try:
+                self._copy(old.fd)
+                os.fsync(old.fd)
+            except BaseException:
+                os.ftruncate(old.fd, old.status.st_size)
+                raise
+            return os.fstat(old.fd)
+
+    def _write_beside(self, mode: int, publish: Callable[[int], None]) -> os.stat_result:
+        fd, temporary = self._open_beside()
+        try:
+            self._copy(fd)
+            os.fchmod(fd, mode)
+            os.fsync(fd)
+            publish(fd)
+            return os.fstat(fd)
+        finally:
+            os.close(fd)
+            if temporary is not None:
+                self._drop(temporary)
+
+    def _open_beside(self) -> tuple[int, bytes | None]:
+        """A new file in the folder: without a name, so that a death on the way leaves nothing; where that cannot be, its name, too."""
+        directory = self._place.directory
+        try:
+            return os.open(b".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=directory), None
+        except OSError as error:
+            if error.errno not in _NO_NAMELESS_FILES:
+                raise
+        name = _build_name()
+        return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory), name
+
+    def _take_free_name(self, fd: int) -> None:
+        # Unlike rename, link refuses a name that was taken meanwhile.
+        try:
+            os.link(f"/proc/self/fd/{fd}".encode(), self._place.name, dst_dir_fd=self._place.directory)
+        except FileExistsError:
+            raise self._exists() from None
+
+    def _take_name(self, fd: int, known: OldFile | None = None) -> None:
+        directory = self._place.directory
+        name = _build_name()
+        os.link(f"/proc/self/fd/{fd}".encode(), name, dst_dir_fd=directory)
+        try:
+            if known is not None:
+                self._check_unchanged(known, os.stat(self._place.name, dir_fd=directory, follow_symlinks=False))
+            os.rename(name, self._place.name, src_dir_fd=directory, dst_dir_fd=directory)
+        except BaseException:
+            self._drop(name)
+            raise
+
+    def _write_over(self, old: OldFile, is_known: bool) -> os.stat_result:
+        if is_known:
+            self._check_unchanged(old, os.fstat(old.fd))
+        try:
+            if self._content.size:
+                # All space is taken, holes included, before the first old byte is touched; from there on nothing interrupts.
+                os.posix_fallocate(old.fd, 0, self._content.size)
+        except BaseException:
+            os.ftruncate(old.fd, old.status.st_size)
+            raise
+        os.lseek(old.fd, 0, os.SEEK_SET)
+        self._copy(old.fd, interruptible=False)
+        os.ftruncate(old.fd, self._content.size)
+        os.fsync(old.fd)
+        return os.fstat(old.fd)
+
+    def _copy(self, fd: int, interruptible: bool = True) -> None:
+        for block in self._content.blocks():
+            if interruptible:
+                self._watch.check()
+            rest = block
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+
+    def _check_unchanged(self, old: OldFile, now: os.stat_result) -> None:
+        before = old.status
+        if (before.st_ino, before.st_size, before.st_mtime_ns) != (now.st_ino, now.st_size, now.st_mtime_ns):
+            raise Failure(STALE_FILE, f"{self._place.shown}: changed while its new version was made, and was left as it is; read it again")
+
+    def _drop(self, name: bytes) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self._place.directory)
+
+    @contextlib.contextmanager
+    def _described(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _FULL:
+                raise self._no_space() from None
+            if error.errno == errno.EFBIG:
+                raise Failure(NO_SPACE, f"{self._place.shown}: {self._content.size} bytes are more than a file here may have") from None
+            raise describe_os_error(error, self._place.shown) from None
+
+    def _no_space(self) -> Failure:
+        room = os.fstatvfs(self._place.directory)
+        free = room.f_bavail * room.f_frsize
+        is_out_of_names = room.f_files and not room.f_favail
+        what = "no room for another file" if is_out_of_names else f"{self._content.size} bytes are to be written and {free} bytes are free"
+        return Failure(
+            NO_SPACE, f"{self._place.shown}: no space left: {what}; nothing was changed; remove what is not needed, then try again"
+        )
+
+    def _exists(self) -> Failure:
+        return Failure(FILE_EXISTS, f"{self._place.shown}: exists already")
+
+
+def _build_name() -> bytes:
+    return b".toolcrew-" + os.urandom(12).hex().encode()

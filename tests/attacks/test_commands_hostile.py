@@ -1,0 +1,103 @@
+"""Commands that attack their session: its state, its outputs, its limits. What they aim at is in their names."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.guest_harness import Done, Guest, needs_namespace, running_guest
+
+pytestmark = needs_namespace
+
+
+@pytest.fixture(scope="module")
+def guest() -> Iterator[Guest]:
+    with running_guest("ulimit -u 100;") as running:
+        yield running
+
+
+def command(guest: Guest, script: str, **fields: object) -> Done:
+    caps = {"stdout": 8192, "stderr": 8192, "merged": 8192}
+    return guest.run(
+        script, **{"cwd": None, "state": "keep", "timeout_s": 5, "capture": caps, "spill": {"bytes": 8192, "lines": 100}, **fields}
+    )
+
+
+def is_well(guest: Guest) -> bool:
+    done = command(guest, "echo well")
+    return (done.bytes_of("merged"), done["state"]["outcome"], done["kill"]) == (b"well\n", "kept", None)
+
+
+HOLDERS = {
+    "printing for ever": ("yes", True),
+    "printing nothing for ever": ("cat <(sleep 1000)", True),
+    "ignoring every signal": ("for n in $(seq 64); do trap '' $n; done 2>/dev/null; while :; do sleep 1; done", True),
+    "holding the pipe": ("(setsid sleep 1000 &) ; echo done", False),
+    "holding the pipe and printing": ("(setsid yes &) ; echo done", False),
+    "forking for ever": ("f() { f | f & }; f; sleep 1000", True),
+    "stopping itself": ("kill -STOP $$", True),
+    "stopping its group and its supervisor": ("kill -STOP $PPID 0", True),
+}
+
+
+@pytest.mark.parametrize(("script", "is_late"), HOLDERS.values(), ids=HOLDERS.keys())
+def test_a_call_is_not_held_beyond_its_limit_by(guest: Guest, script: str, is_late: bool) -> None:
+    started = time.monotonic()
+    done = command(guest, script, timeout_s=0.4)
+    assert time.monotonic() - started < 2.4
+    assert done["timed_out"] is is_late
+    assert done["kill"]["survivors"] == 0
+    assert is_well(guest)
+
+
+BREAKERS = {
+    "closing its streams": "exec 0<&- 1>&- 2>&-; cd /tmp",
+    "a huge environment": "export A=$(head -c 100000 /dev/zero | tr '\\0' x) B=$(head -c 100000 /dev/zero | tr '\\0' y)",
+    "unsetting PATH": "unset PATH",
+    "an empty PATH": "export PATH=",
+    "functions with the names of our builtins": "trap() { exit 9; }; exec() { exit 9; }; shopt() { exit 9; }; read() { exit 9; }; eval() { exit 9; }",
+    "an exported function with a shellshock": "export -f 2>/dev/null; x='() { :; }; exit 9'; export x",
+    "readonly variables of the shell": "export PATH HOME; readonly PATH HOME IFS OLDPWD; export OLDPWD",
+    "invalid bytes": "export X=$'\\377\\376'; f() { echo $'\\200'; }; cd \"$(mktemp -d /tmp/$'\\377'XXXX)\"; cd /",
+    "strict options": "set -euo pipefail; shopt -s extdebug failglob; set -f; set -o noclobber; set -k",
+    "a restricted shell": "set -r",
+    "no room for a file": "ulimit -f 0; ulimit -n 3; cd /tmp",
+    "aliases": "shopt -s expand_aliases; alias builtin='exit 9' printf='exit 9'",
+    "a debug trap that exits": "trap 'exit 9' DEBUG; true",
+    "a deleted folder": "d=$(mktemp -d /tmp/xxxx); cd $d; rmdir $d",
+    "a killed parent": "kill -9 $PPID",
+    "a tampered state": "echo 'exit 9' > $OLDPWD/../output/.state/shell; printf / > $OLDPWD/../output/.state/folder; true",
+    "names with new lines": "mkdir -p $'/tmp/a\\nb'; cd $'/tmp/a\\nb'; cd /",
+}
+
+
+@pytest.mark.parametrize("script", BREAKERS.values(), ids=BREAKERS.keys())
+def test_a_session_is_not_broken_by(guest: Guest, script: str) -> None:
+    command(guest, script)
+    assert is_well(guest), command(guest, "declare -p; declare -f; pwd").bytes_of("merged")
+    assert command(guest, "echo again; pwd", state="fresh")["exit_code"] == 0
+
+
+def test_a_session_is_not_ended_by_an_attacker_who_writes_its_state(guest: Guest) -> None:
+    state = guest.output / ".state" / "shell"
+    command(guest, "true")
+    for content in (b"exit 9\n\0\0end", b"kill -9 $$\n\0\0end"):
+        state.write_bytes(content)
+        command(guest, "echo works")
+        # It is the session's own file; a fresh start is the way out.
+        assert command(guest, "echo works", state="fresh").bytes_of("merged") == b"works\n"
+    assert is_well(guest)
+
+
+def test_memory_of_the_guest_does_not_grow_with_what_is_printed(guest: Guest) -> None:
+    command(guest, "true")
+    before = guest.resident_bytes()
+    done = command(guest, "head -c 30000000 /dev/zero | tr '\\0' '\\n'; head -c 30000000 /dev/zero | tr '\\0' 'x' >&2", timeout_s=20)
+    assert done["streams"]["merged"]["total"] == 60_000_000
+    assert guest.resident_bytes() - before < 2 << 20
+
+
+def test_a_daemonised_child_holds_nothing_of_the_session(guest: Guest) -> None:
+    files = "for fd in /proc/self/fd/*; do readlink $fd; done"
+    done = command(guest, f"(setsid sh -c '{files}') | grep -c -e memfd -e state")
+    assert done.bytes_of("merged") == b"0\n"

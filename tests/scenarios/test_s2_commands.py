@@ -1,0 +1,157 @@
+"""Rows S2-13 to 16 and S4-21 to 23 of the scenarios: the command execution tool, by the real registry and the real guest."""
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode
+from tests.builders import build_context
+from tests.fakes import MemoryBlobs, MemoryLedger
+from tests.guest_harness import Guest, needs_namespace, running_guest
+from workers.executor import Executor
+from workers.sandbox_client import GuestResponse, SandboxClient
+from workers.sandboxd.answers import build_done, has_stream
+from workers.tools.builtin import build_registry
+from workers.tools.text import MAX_OUTPUT_BYTES
+
+pytestmark = needs_namespace
+
+
+class GuestClient(SandboxClient):
+    """A guest on pipes in place of sandboxd: what its answer may hold is filtered as there."""
+
+    def __init__(self, guest: Guest) -> None:
+        super().__init__("/nonexistent")
+        self.guest = guest
+
+    def call(self, name: str, request: Mapping[str, Any], body: bytes = b"", *, call_id: str = "", on_data: Any = None) -> GuestResponse:
+        fields = dict(request)
+        op = str(fields.pop("op"))
+        done = self.guest.request(op, body, **fields)
+        streams = {
+            stream: data for stream in ("stdout", "stderr", "merged", "file") if has_stream(op, stream) and (data := done.bytes_of(stream))
+        }
+        told = {"sandbox": {"id": "c0ffee", "generation": 1, "rebuilt": False}, "sandbox_s": 1000.0}
+        return GuestResponse({**build_done(op, done.header), **told}, streams)
+
+
+class Agent:
+    """Whoever calls bash_tool."""
+
+    def __init__(self, guest: Guest) -> None:
+        self.guest = guest
+        self._executor = Executor(build_registry(), GuestClient(guest), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"})
+        self._count = 0
+
+    def bash(self, command: str = "", timeout_s: float = 30, **arguments: Any) -> ToolResult:
+        self._count += 1
+        call = ToolCall(id=f"call-{self._count}", name="bash_tool", arguments={"command": command, **arguments})
+        return self._executor.execute(call, build_context(timeout_s=timeout_s))
+
+
+@pytest.fixture(scope="module")
+def guest() -> Iterator[Guest]:
+    with running_guest() as running:
+        yield running
+
+
+@pytest.fixture
+def agent(guest: Guest) -> Agent:
+    return Agent(guest)
+
+
+def test_s2_13_an_agent_executes_commands_for_a_complex_task(agent: Agent) -> None:
+    """S2-13: several commands, each building on the folder, variables and functions of those before it."""
+    steps = (
+        "mkdir -p report && cd report && export TITLE='Sales 2026'",
+        "total() { awk '{ n += $2 } END { print n }' \"$1\"; }; printf 'a 3\\nb 4\\n' > data",
+        'echo "$TITLE: $(total data)" > out.txt; cat out.txt',
+    )
+    results = [agent.bash(step) for step in steps]
+    assert all(result.success for result in results)
+    assert results[-1].output == "Sales 2026: 7\n"
+
+
+def test_s2_14_a_simple_command_gives_standard_output_and_error(agent: Agent) -> None:
+    """S2-14: `ls -la` of what is there and of what is not."""
+    (agent.guest.workspace / "seen.txt").write_text("x")
+    result = agent.bash("ls -la seen.txt missing.txt", cwd=str(agent.guest.workspace))
+    assert result.success
+    assert "seen.txt" in str(result.metadata["stdout"])
+    assert "cannot access 'missing.txt'" in str(result.metadata["stderr"])
+    assert str(result.output).endswith("\n[exit code 2]")
+
+
+def test_s2_15_a_command_that_runs_too_long_is_ended_with_a_timeout_error(agent: Agent) -> None:
+    """S2-15: what it printed until then is there, and nothing of it runs on."""
+    started = time.monotonic()
+    result = agent.bash("echo before; setsid sleep 1000 & sleep 1000", timeout_s=0.3)
+    assert time.monotonic() - started < 3
+    assert (result.success, result.error_code, result.output) == (False, ErrorCode.TIMEOUT, "before\n")
+    assert result.kill is not None
+    assert result.kill.survivors == 0
+    assert agent.guest.wait_alone(), agent.guest.others()
+
+
+@pytest.mark.parametrize("command", ["rm -rf /", "sudo rm -rf --no-preserve-root /", "mkfs.ext4 /dev/sda", ":(){ :|:& };:"])
+def test_s2_16_a_dangerous_command_is_refused_with_a_security_error(agent: Agent, command: str) -> None:
+    """S2-16: and has not run."""
+    result = agent.bash(f"touch ran; {command}")
+    assert (result.success, result.error_code) == (False, ErrorCode.SECURITY_REFUSED)
+    assert result.text().startswith("Error [SECURITY_REFUSED]: ")
+    assert not (agent.guest.workspace / "ran").exists()
+
+
+def test_s4_21_the_registry_provides_a_tool_for_shell_commands() -> None:
+    """S4-21: with a schema and limits that a model reads."""
+    tool = build_registry().get("bash_tool")
+    assert tool is not None
+    assert {"command", "timeout", "cwd", "stdin", "background"} <= set(tool.spec.parameters["properties"])  # type: ignore[arg-type, operator]
+
+
+def test_s4_22_a_command_runs_in_a_shell_and_gives_both_streams_and_the_exit_code(agent: Agent) -> None:
+    """S4-22: a pipe, a substitution and a redirection are the shell's."""
+    result = agent.bash('printf "%s\\n" a b | wc -l; echo "$((6 * 7))" >&2; exit 3')
+    assert result.success
+    assert (result.metadata["stdout"], result.metadata["stderr"], result.metadata["exit_code"]) == ("2\n", "42\n", 3)
+
+
+def test_s4_23_the_limit_ends_the_command_and_the_next_one_works(agent: Agent) -> None:
+    """S4-23: even one that ignores being asked."""
+    result = agent.bash("trap '' TERM; sleep 1000; sleep 1000", timeout_s=0.2)
+    assert (result.error_code, "limit of 0.2 s" in str(result.error)) == (ErrorCode.TIMEOUT, True)
+    assert agent.bash("echo well").output == "well\n"
+
+
+def test_s2_13_a_job_runs_beside_other_commands(agent: Agent) -> None:
+    """S2-13: a server of its own, fed and asked while the agent goes on."""
+    started = agent.bash("echo up; while read word; do echo got $word; done", background=True)
+    job = started.metadata["job_id"]
+    assert "[log: " in str(started.output)
+    assert agent.bash("echo beside").output == "beside\n"
+    agent.bash(action="input", job_id=job, stdin="it\n", close_stdin=True)
+    heard = ""
+    while "has ended" not in heard:
+        heard += str(agent.bash(action="poll", job_id=job).output)
+    assert "got it\n" in heard
+    assert "[job-1 has ended, exit code" in heard
+
+
+def test_s2_14_a_long_output_is_shown_in_part_and_the_rest_is_in_a_file(agent: Agent) -> None:
+    """S2-14: head and tail, whole lines, and the call that shows what lies between."""
+    result = agent.bash("seq 1 50000")
+    text = str(result.output)
+    assert result.truncated
+    assert len(text) < MAX_OUTPUT_BYTES + 1000
+    assert text.startswith("1\n2\n")
+    assert text.endswith("49999\n50000\n")
+    assert result.spill is not None
+    assert Path(result.spill.path).read_text() == "".join(f"{n}\n" for n in range(1, 50001))
+    shown, _, rest = text.partition("[... ")
+    offset = int(rest.partition('"offset": ')[2].partition("}")[0])
+    assert shown.splitlines()[-1] == str(offset - 1)
+    assert '"file_path": "' + result.spill.path in rest

@@ -1,0 +1,200 @@
+"""Rows S2-24 to S2-27 of the scenarios (and T18, T19): one registry, everything in it enabled at the start, turned off and on while it is used, listed."""
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.registry import ToolRegistry
+from orchestrator.client import ToolClient
+from orchestrator.events import CallFinished, RunEvent
+from orchestrator.functions.function_tools import tool
+from orchestrator.functions.local_tools import LocalTools
+from orchestrator.models.scripted import Calls, ScriptedModel
+from tests.builders import build_spec
+from tests.conftest import RedisProcess
+from tests.switched_pool import SwitchedPool
+from tests.web_servers import MemoryStore
+from workers.settings import WebSettings
+from workers.tools.base import Outcome, WorkerTool
+from workers.tools.builtin import build_registry
+from workers.web.tools import build_web_tools
+
+ALPHA, BETA = build_spec("alpha_tool"), build_spec("beta_tool")
+
+
+@pytest.fixture(autouse=True)
+def quiet_logs() -> Iterator[None]:
+    with capture_logs():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of the switches is never old: how old it may be is another test's."""
+    monkeypatch.setattr("orchestrator.switches.SWITCHES_FRESH_S", 0.0)
+    monkeypatch.setattr("workers.switches.SWITCHES_FRESH_S", 0.0)
+
+
+def answering(text: str) -> Any:
+    return lambda *_: Outcome(text)
+
+
+@pytest.fixture
+async def pool(redis_server: RedisProcess) -> SwitchedPool:
+    verb = WorkerTool(build_spec("session.close", audience="session"), answering("closed"))
+    return SwitchedPool(redis_server, WorkerTool(ALPHA, answering("from alpha")), WorkerTool(BETA, answering("from beta")), verb)
+
+
+@pytest.fixture
+async def client(pool: SwitchedPool) -> AsyncIterator[ToolClient]:
+    async with pool.client() as opened:
+        yield opened
+
+
+async def work(client: ToolClient, *replies: Any) -> list[str]:
+    """A run of these replies; gives what each of its calls was told."""
+    seen: list[RunEvent] = []
+    await client.run("go", session=await client.open_session(), model=ScriptedModel([*replies, "ok"]), on_event=seen.append)
+    return [event.result.text() for event in seen if isinstance(event, CallFinished)]
+
+
+def call(name: str) -> Calls:
+    return Calls([(name, {})])
+
+
+def test_s2_24_every_tool_of_a_worker_is_registered_in_one_registry() -> None:
+    registry = build_registry()
+    assert isinstance(registry, ToolRegistry)
+    assert all(registry.get(state.name) is not None for state in registry.describe())
+
+
+def test_s2_25_the_built_in_tools_are_registered_by_themselves_and_enabled() -> None:
+    states = {state.name: state.state for state in build_registry().describe() if state.spec.audience == "model"}
+    assert {"bash_tool", "read_tool", "write_tool", "edit_tool", "glob_tool", "grep_tool"} <= set(states)
+    assert set(states.values()) == {"enabled"}
+
+
+def test_s2_25_the_web_tools_are_among_them_without_any_key_of_a_search_service() -> None:
+    """T22: one that lacks its key says so when it is called; it neither vanishes nor stops the start."""
+    tools = build_web_tools(WebSettings(), MemoryStore())
+    states = {state.name: state.state for state in ToolRegistry(tools).describe()}
+    assert states == {"webfetch_tool": "enabled", "websearch_tool": "enabled"}
+
+
+async def test_s2_26_a_tool_that_an_administrator_turns_off_cannot_be_called_and_others_can(pool: SwitchedPool, client: ToolClient) -> None:
+    async with pool.client() as administrator:
+        await administrator.disable("beta_tool", reason="it is being mended", by="ada")
+    session = await client.open_session()
+    refused = await session.call("beta_tool", {})
+    assert (refused.error_code, "beta_tool is turned off" in (refused.error or "")) == (ErrorCode.TOOL_DISABLED, True)
+    assert "it is being mended" in (refused.error or "")
+    assert (await session.call("alpha_tool", {})).output == "from alpha"
+
+
+async def test_s2_26_a_tool_turned_off_in_the_middle_of_a_run_gives_an_error_result_and_the_loop_goes_on(pool: SwitchedPool) -> None:
+    def turn_beta_off(*_: Any) -> Outcome:
+        pool.redis.hset("toolcrew:default:switches", "beta_tool", '{"by": "ada"}')
+        return Outcome("from alpha")
+
+    pool.registry.register(WorkerTool(ALPHA, turn_beta_off))
+    async with pool.client() as client:
+        told = await work(client, call("beta_tool"), call("alpha_tool"), call("beta_tool"), call("alpha_tool"))
+    assert [text.split(":")[0] for text in told] == ["from beta", "from alpha", "Error [TOOL_DISABLED]", "from alpha"]
+
+
+async def test_s2_26_an_agent_is_not_told_of_a_tool_that_is_off_and_one_that_calls_it_nevertheless_reads_why(client: ToolClient) -> None:
+    """T18: not the words for a tool that is not there."""
+    await client.disable("beta_tool", reason="no more")
+    model = ScriptedModel([call("beta_tool"), call("gamma_tool"), "ok"])
+    seen: list[RunEvent] = []
+    await client.run("go", session=await client.open_session(), model=model, on_event=seen.append)
+    told = [event.result.text() for event in seen if isinstance(event, CallFinished)]
+    assert "(no more)" in told[0]
+    assert told[0].startswith("Error [TOOL_DISABLED]")
+    assert told[1] == "Error [TOOL_NOT_FOUND]: Tool not found: gamma_tool"
+    assert [described["function"]["name"] for described in model.requests[0].tools or ()] == ["alpha_tool"]
+
+
+async def test_s2_26_a_worker_refuses_it_itself_whoever_sent_the_call(pool: SwitchedPool, client: ToolClient) -> None:
+    await client.disable("beta_tool")
+    client._dispatcher._switches = None
+    assert (await (await client.open_session()).call("beta_tool", {})).error_code is ErrorCode.TOOL_DISABLED
+
+
+async def test_s2_26_a_tool_that_is_turned_on_again_works_again(client: ToolClient) -> None:
+    await client.disable("beta_tool")
+    state = await client.enable("beta_tool")
+    assert state is not None
+    assert state.state == "enabled"
+    assert await work(client, call("beta_tool")) == ["from beta"]
+
+
+async def test_s2_26_what_is_not_there_and_what_sessions_need_cannot_be_turned_off(client: ToolClient) -> None:
+    for name, code in (("beta_tol", ErrorCode.TOOL_NOT_FOUND), ("session.close", ErrorCode.INVALID_ARGUMENTS)):
+        with pytest.raises(ToolFailure) as refused:
+            await client.disable(name)
+        assert refused.value.code is code
+    with pytest.raises(ToolFailure) as unknown:
+        await client.enable("beta_tol")
+    assert "beta_tool" in str(unknown.value.metadata["nearest"])
+
+
+async def test_s2_26_a_switch_of_a_tool_that_no_worker_serves_any_more_can_be_removed(pool: SwitchedPool, client: ToolClient) -> None:
+    pool.redis.hset("toolcrew:default:switches", "gone_tool", "{}")
+    assert await client.enable("gone_tool") is None
+    assert pool.redis.hgetall("toolcrew:default:switches") == {}
+
+
+async def test_s2_26_nobody_is_asked_about_a_call_that_will_not_be_run(redis_server: RedisProcess) -> None:
+    asked: list[str] = []
+
+    class Asking:
+        async def decide(self, request: Any) -> Any:
+            asked.append(request.call.name)
+            raise AssertionError
+
+    def turn_risky_off(*_: Any) -> Outcome:
+        pool.redis.hset("toolcrew:default:switches", "risky_tool", "{}")
+        return Outcome("from alpha")
+
+    risky = WorkerTool(build_spec("risky_tool", requires_permission=True), answering("ran"))
+    pool = SwitchedPool(redis_server, WorkerTool(ALPHA, turn_risky_off), risky)
+    async with pool.client() as client:
+        client._approver = Asking()
+        told = await work(client, call("alpha_tool"), call("risky_tool"))
+    assert (asked, told[1].split(":")[0]) == ([], "Error [TOOL_DISABLED]")
+
+
+async def test_s2_26_tools_of_a_program_itself_are_turned_off_and_on_in_its_registry() -> None:
+    @tool
+    def shout(text: str) -> str:
+        """Say it loudly."""
+        return text.upper()
+
+    tools = LocalTools([shout])
+    tools.registry.disable("shout")
+    seen: list[RunEvent] = []
+    for _ in range(2):
+        model = ScriptedModel([Calls([("shout", {"text": "hi"})]), "ok"])
+        await tools.run("go", model=model, on_event=seen.append)
+        tools.registry.enable("shout")
+    told = [event.result for event in seen if isinstance(event, CallFinished)]
+    assert [(result.success, result.error_code) for result in told] == [(False, ErrorCode.TOOL_DISABLED), (True, None)]
+
+
+async def test_s2_27_the_list_has_every_registered_tool_with_name_description_and_status(client: ToolClient) -> None:
+    """T19: the administrator's view; an agent sees only what is enabled."""
+    await client.disable("beta_tool", reason="no more", by="ada")
+    states = await client.tool_states()
+    assert [(state.name, state.description, state.state) for state in states] == [
+        ("alpha_tool", "The tool alpha_tool.", "enabled"),
+        ("beta_tool", "The tool beta_tool.", "disabled"),
+    ]
+    switch = states[1].switch
+    assert switch is not None
+    assert (switch.by, switch.reason, switch.at > 1_700_000_000) == ("ada", "no more", True)
+    assert [spec.name for spec in await client.tools()] == ["alpha_tool"]
+    assert await client.tools(["beta_tool"]) == []

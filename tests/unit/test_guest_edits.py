@@ -1,0 +1,280 @@
+"""edit_text of a running guest: what matches, what is replaced, what is shown, and what is refused."""
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+
+import pytest
+
+from tests.guest_harness import Done, Guest, needs_namespace, running_guest
+
+pytestmark = needs_namespace
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Guest]:
+    with running_guest() as guest:
+        yield guest
+
+
+@pytest.fixture
+def guest(running: Guest) -> Guest:
+    running.run(f"rm -rf ./* ./.[!.]*; rm -rf {running.output}/.state")
+    return running
+
+
+def put(guest: Guest, data: bytes, path: str = "f") -> None:
+    (guest.workspace / path).write_bytes(data)
+    owner = guest.workspace.stat()
+    os.chown(guest.workspace / path, owner.st_uid, owner.st_gid)
+
+
+def content(guest: Guest, path: str = "f") -> bytes:
+    return (guest.workspace / path).read_bytes()
+
+
+def edit(guest: Guest, *edits: tuple[str, str] | tuple[str, str, bool], path: str = "f", **fields: object) -> Done:
+    names = ("old_string", "new_string", "replace_all")
+    body = json.dumps([dict(zip(names, parts, strict=False)) for parts in edits]).encode()
+    return guest.request("edit_text", body, **{"path": path, "max_bytes": 32768, "timeout_s": 10, **fields})
+
+
+def told(done: Done) -> str:
+    return done.bytes_of("file").decode()
+
+
+def why(done: Done) -> str:
+    return str(done["error"]["message"])
+
+
+def test_the_one_occurrence_is_replaced_and_shown_with_three_lines_around(guest: Guest) -> None:
+    put(guest, b"".join(b"line %d\n" % number for number in range(1, 11)))
+    (guest.workspace / "f").chmod(0o751)
+    done = edit(guest, ("line 6\n", "six\nand a half\n"))
+    assert told(done) == "3\tline 3\n4\tline 4\n5\tline 5\n6\tsix\n7\tand a half\n8\tline 7\n9\tline 8\n10\tline 9"
+    assert (done["replaced"], done["created"], stat.S_IMODE((guest.workspace / "f").stat().st_mode)) == (1, False, 0o751)
+    assert [path.name for path in guest.workspace.iterdir()] == ["f"]
+
+
+def test_what_is_shown_is_the_place_and_not_where_the_new_text_first_occurs(guest: Guest) -> None:
+    put(guest, b"b\n" + b"-\n" * 20 + b"a\n")
+    assert told(edit(guest, ("a", "b"))).splitlines() == ["19\t-", "20\t-", "21\t-", "22\tb"]
+
+
+def test_more_than_one_occurrence_is_refused_with_its_lines(guest: Guest) -> None:
+    put(guest, b"x = 1\n" * 12)
+    done = edit(guest, ("x = 1", "y"))
+    assert done.code == "AMBIGUOUS_MATCH"
+    assert "occurs 12 times, at lines 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and more;" in why(done)
+    assert "replace_all=true" in why(done)
+    assert content(guest) == b"x = 1\n" * 12
+
+
+def test_an_occurrence_that_overlaps_itself_is_ambiguous(guest: Guest) -> None:
+    put(guest, b"aaa")
+    assert edit(guest, ("aa", "b")).code == "AMBIGUOUS_MATCH"
+    assert edit(guest, ("aa", "b", True))["replaced"] == 1
+
+
+def test_all_occurrences_are_replaced_on_demand(guest: Guest) -> None:
+    put(guest, b"x $& y\n" * 30)
+    done = edit(guest, ("x", "\\1 $&", True))
+    assert (done["replaced"], content(guest)) == (30, b"\\1 $& $& y\n" * 30)
+    assert told(done).splitlines()[-1] == "[10 more replacements; see them with grep_tool]"
+
+
+@pytest.mark.parametrize(("expected", "code"), [(3, None), (1, "AMBIGUOUS_MATCH"), (4, "AMBIGUOUS_MATCH")])
+def test_the_expected_count_must_be_the_count(guest: Guest, expected: int, code: str | None) -> None:
+    put(guest, b"a a a")
+    assert edit(guest, ("a", "b"), expected_count=expected).code == code
+    assert content(guest) == (b"b b b" if code is None else b"a a a")
+
+
+def test_edits_are_made_in_order_on_what_the_one_before_left(guest: Guest) -> None:
+    put(guest, b"one\ntwo\nthree\n")
+    done = edit(guest, ("one", "uno"), ("uno\ntwo", "1\n2"), ("three", "3"))
+    assert (done["replaced"], content(guest)) == (3, b"1\n2\n3\n")
+    assert told(done) == "1\t1\n2\t2\n3\t3"
+
+
+def test_one_edit_that_fails_leaves_all_undone_and_is_named(guest: Guest) -> None:
+    put(guest, b"one\ntwo\n")
+    done = edit(guest, ("one", "1"), ("absent text", "x"))
+    assert (done.code, "edit 2 of 2: " in why(done)) == ("NO_MATCH", True)
+    assert content(guest) == b"one\ntwo\n"
+    assert "before an earlier edit of this call changed it" in why(edit(guest, ("one", "1"), ("one", "x")))
+
+
+@pytest.mark.parametrize("edits", [[("a", "a")], [("a", "b"), ("b", "a")]])
+def test_edits_that_change_nothing_are_refused(guest: Guest, edits: list[tuple[str, str]]) -> None:
+    put(guest, b"a c")
+    inode = (guest.workspace / "f").stat().st_ino
+    assert edit(guest, *edits).code == "NO_CHANGE"
+    assert (guest.workspace / "f").stat().st_ino == inode
+
+
+@pytest.mark.parametrize(
+    ("before", "edits", "after"),
+    [
+        (b"a\r\nb\r\nc\r\n", [("a\nb", "1\n2\n3")], b"1\r\n2\r\n3\r\nc\r\n"),
+        (b"a\r\nb\r\na\r\nb\r\n", [("a\nb\n", "x\ny\n", True)], b"x\r\ny\r\nx\r\ny\r\n"),
+        (b"a\r\nb\r\n", [("a\nb", "1\n2"), ("2\n", "3\n4\n")], b"1\r\n3\r\n4\r\n"),
+        (b"a\r\nb\n", [("a\nb\n", "1\n2\n")], b"1\r\n2\n"),
+        (b"a\r\nb\na\nb\r\n", [("a\nb", "1\n2", True)], b"1\r\n2\n1\n2\r\n"),
+        (b"x\r\na\r\nb\n", [("a", "1\n2")], b"x\r\n1\r\n2\r\nb\n"),
+        (b"x\r\na\nb\n", [("a", "1\n2")], b"x\r\n1\n2\nb\n"),
+        (b"x\r\na", [("a", "1\n2")], b"x\r\n1\r\n2"),
+        (b"a\r\nb", [("a\r\nb", "1\r\n2")], b"1\r\n2"),
+        (b"a\nb\r\n", [("b\r\n", "c\n")], b"a\nc\r\n"),
+        (b"a\n\r\nb\r\n", [("\n\n", "\n")], b"a\nb\r\n"),
+    ],
+)
+def test_lf_matches_crlf_and_the_replacement_takes_the_line_ends_of_the_place(
+    guest: Guest, before: bytes, edits: list[tuple[str, str]], after: bytes
+) -> None:
+    put(guest, before)
+    assert edit(guest, *edits).code is None
+    assert content(guest) == after
+
+
+def test_in_a_file_with_both_line_ends_each_is_a_match(guest: Guest) -> None:
+    put(guest, b"a\r\nb\na\nb\n")
+    assert edit(guest, ("a\nb", "x")).code == "AMBIGUOUS_MATCH"
+    put(guest, b"a\nb\r\n")
+    assert edit(guest, ("a\r\nb", "x")).code == "NO_MATCH", "CRLF in the arguments is meant"
+
+
+@pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be", "utf-32-le"])
+def test_wide_encodings_are_edited_by_their_characters(guest: Guest, codec: str) -> None:
+    bom = "\ufeff".encode(codec)
+    put(guest, bom + "a\r\n日本😀 text\r\n".encode(codec))
+    assert edit(guest, ("日本😀 text\n", "中\nb\n"))["encoding"] == codec
+    assert content(guest) == bom + "a\r\n中\r\nb\r\n".encode(codec)
+
+
+def test_a_match_within_a_character_of_two_bytes_is_none(guest: Guest) -> None:
+    # 0x5C, a backslash, is the second byte of both.
+    text = "ソースコード表示\\機能、これは日本語です。\n"
+    put(guest, text.encode("cp932"))
+    assert edit(guest, ("\\", "/"))["encoding"] == "cp932"
+    assert content(guest) == text.replace("\\", "/").encode("cp932")
+
+
+def test_bytes_that_are_no_text_stay_as_they_are(guest: Guest) -> None:
+    put(guest, b"\xef\xbb\xbfcaf\xc3\xa9 \xff\xfe broken  \t\nname = old   \nno newline")
+    edit(guest, ("name = old", "name = né"))
+    assert content(guest) == "\ufeffcafé ".encode() + b"\xff\xfe broken  \t\nname = n\xc3\xa9   \nno newline"
+
+
+def test_a_sign_that_the_file_cannot_hold_is_refused(guest: Guest) -> None:
+    put(guest, b"caf\xe9 cr\xe8me name\n")
+    done = edit(guest, ("name", "日"))
+    assert (done.code, "encoding=utf-8" in why(done)) == ("INVALID_ARGUMENTS", True)
+    assert "[written as latin-1, which is a guess" in told(edit(guest, ("café", "thé")))
+    assert content(guest) == b"th\xe9 cr\xe8me name\n"
+
+
+def test_an_empty_old_string_only_creates(guest: Guest) -> None:
+    done = edit(guest, ("", "one\n"), ("one", "1"), path="d/new")
+    assert (done["created"], content(guest, "d/new")) == (True, b"1\n")
+    assert (edit(guest, ("", "x"), path="d/new").code, content(guest, "d/new")) == ("INVALID_ARGUMENTS", b"1\n")
+    put(guest, b"")
+    assert (edit(guest, ("", "filled")).code, content(guest)) == (None, b"filled")
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("absent", "FILE_NOT_FOUND"),
+        ("no/such/folder", "FILE_NOT_FOUND"),
+        ("d", "IS_DIRECTORY"),
+        ("f/x", "NOT_A_DIRECTORY"),
+        ("/etc/passwd", "PATH_NOT_ALLOWED"),
+        ("zeros", "BINARY_FILE"),
+        ("sparse", "FILE_TOO_LARGE"),
+        ("readonly", "PERMISSION_DENIED"),
+    ],
+)
+def test_what_cannot_be_edited_has_its_code(guest: Guest, path: str, code: str) -> None:
+    guest.run("mkdir d; echo f > f; head -c 99 /dev/zero > zeros; truncate -s 1T sparse; echo r > readonly; chmod 444 readonly")
+    assert edit(guest, ("f", "g"), path=path).code == code
+    assert not (guest.workspace / "no").exists()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{}", b"[]", b"[1]", b"[" * 100_000, b"\xff"),
+        b'[{"old_string": "a"}]',
+        b'[{"old_string": "a", "new_string": 1}]',
+        b'[{"old_string": "a", "new_string": "b", "count": 1}]',
+        b'[{"old_string": "\\ud800", "new_string": "b"}]',
+    ],
+)
+def test_a_body_that_is_no_list_of_edits_is_refused(guest: Guest, body: bytes) -> None:
+    put(guest, b"a")
+    assert guest.request("edit_text", body, path="f", max_bytes=8192, timeout_s=10).code == "INVALID_ARGUMENTS"
+    assert content(guest) == b"a"
+
+
+def test_links_stay_and_every_name_of_a_file_sees_the_edit(guest: Guest) -> None:
+    guest.run("echo old > a; ln a b; ln -s a link")
+    assert edit(guest, ("old", "new"), path="link").code is None
+    assert (content(guest, "b"), (guest.workspace / "link").is_symlink()) == (b"new\n", True)
+
+
+def test_a_file_that_something_else_changed_is_edited_where_it_matches_and_that_is_said(guest: Guest) -> None:
+    edit(guest, ("", "one\ntwo\n"))
+    guest.run("echo three >> f")
+    assert "[the file had been changed by something else" in told(edit(guest, ("one", "1")))
+    assert "changed by something else" not in told(edit(guest, ("two", "2")))
+
+
+def test_broken_syntax_is_told_and_stays(guest: Guest) -> None:
+    put(guest, b"x = (1)\n", "a.py")
+    note = told(edit(guest, ("(1)", "(1"), path="a.py")).splitlines()[-1]
+    assert note == "[note: the file is no valid Python any more: line 1: '(' was never closed]"
+    put(guest, b'{"a": 1}', "a.json")
+    assert "no valid JSON any more" in told(edit(guest, ("1", "1,"), path="a.json"))
+    put(guest, b"a = \n", "a.toml")
+    assert "no valid TOML, as before" in told(edit(guest, ("a", "b"), path="a.toml"))
+    assert content(guest, "a.toml") == b"b = \n"
+
+
+def test_a_looser_match_must_be_configured_and_the_only_one(guest: Guest) -> None:
+    put(guest, b"def f():\r\n\treturn 1  \r\n\r\ndef g():\r\n    pass\r\n")
+    assert edit(guest, ("  return 1", "    return 2")).code == "NO_MATCH"
+    done = edit(guest, ("def f():\n  return 1\n", "def f():\n    return 2\n"), tolerance="whitespace")
+    assert "matched only without the blanks around its lines" in told(done)
+    assert content(guest) == b"def f():\r\n    return 2\r\n\r\ndef g():\r\n    pass\r\n"
+    put(guest, b" a\n  a\n")
+    assert edit(guest, ("   a", "b"), tolerance="whitespace").code == "NO_MATCH"
+
+
+@pytest.mark.parametrize("line", [1, 2, 20_000, 39_999, 40_000])
+def test_the_place_in_a_large_file_is_shown_at_its_lines(guest: Guest, line: int) -> None:
+    put(guest, b"".join(b"line %d\n" % number for number in range(1, 40_001)))
+    shown = told(edit(guest, (f"line {line}\n", "new\nnewer\n"))).splitlines()
+    before = [f"{number}\tline {number}" for number in range(max(1, line - 3), line)]
+    after = [f"{number + 1}\tline {number}" for number in range(line + 1, min(40_000, line + 3) + 1)]
+    assert shown == [*before, f"{line}\tnew", f"{line + 1}\tnewer", *after]
+
+
+def test_a_place_between_long_lines_is_shown(guest: Guest) -> None:
+    put(guest, b"x" * 200_000 + b"\nhere\n" + b"y" * 200_000)
+    assert [text[:7] for text in told(edit(guest, ("here", "there"))).splitlines()] == ["1\txxxxx", "2\tthere", "3\tyyyyy"]
+
+
+def test_a_long_new_text_is_shown_by_its_ends_and_says_where_the_rest_is(guest: Guest) -> None:
+    put(guest, b"here\n" + b"tail\n")
+    shown = told(edit(guest, ("here", "\n".join(f"n{number}" for number in range(500))))).splitlines()
+    assert (shown[0], shown[-1], len(shown)) == ("1\tn0", "501\ttail", 47)
+    assert shown[23] == "[lines 24-478 not shown; see them with read_tool offset=24 limit=455]"
+
+
+def test_answers_stay_within_max_bytes_whatever_the_lines_are(guest: Guest) -> None:
+    put(guest, ("😀" * 5000 + "x\n").encode() * 200)
+    done = edit(guest, ("x", "y", True), max_bytes=8192)
+    assert len(done.bytes_of("file")) <= 8192
+    assert "see it with read_tool" in told(done)

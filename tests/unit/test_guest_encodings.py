@@ -1,0 +1,227 @@
+"""Which encoding a file is taken for: marks, UTF-8 at any edge, wide encodings, guesses, and what is no text."""
+
+import codecs
+import random
+import zlib
+from encodings.aliases import aliases
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.guest_harness import GUEST_PARENT
+
+assert GUEST_PARENT
+from guest.encodings import BINARY_SAMPLE, GUESS_BYTES, TextForm, check_codec, find_form, find_sure_form, find_wrong_utf8  # noqa: E402
+from guest.failures import Failure  # noqa: E402
+from guest.file_types import find_type  # noqa: E402
+
+CHINESE = "中文测试文件,包含一些常见的汉字。\n# 计算总和\n"
+TRADITIONAL = "你好世界,這是一個測試檔案。\n# 計算總和並且回傳\n"
+JAPANESE = "これは日本語のテストです。\n# 合計を計算する\n"
+KOREAN = "안녕하세요 이것은 한국어 시험 파일입니다.\n"
+PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (640).to_bytes(4, "big") + (480).to_bytes(4, "big") + bytes(20)
+
+
+def form_or_code(data: bytes) -> TextForm | str:
+    """The form of a content, or the code that it is refused with."""
+    try:
+        return find_form(data)
+    except Failure as failure:
+        return failure.code
+
+
+@pytest.mark.parametrize(
+    ("mark", "codec"),
+    [
+        (codecs.BOM_UTF8, "utf-8"),
+        (codecs.BOM_UTF16_LE, "utf-16-le"),
+        (codecs.BOM_UTF16_BE, "utf-16-be"),
+        (codecs.BOM_UTF32_LE, "utf-32-le"),
+        (codecs.BOM_UTF32_BE, "utf-32-be"),
+        (b"\x84\x31\x95\x33", "gb18030"),
+    ],
+)
+@given(text=st.text(max_size=20))
+def test_a_mark_decides_and_is_kept_apart_from_the_text(mark: bytes, codec: str, text: str) -> None:
+    assume("\0" not in text)
+    assume(not text.startswith("\ufeff"))
+    form = find_form(mark + text.encode(codec))
+    assert (form.codec, form.bom, form.is_guess) == (codec, mark, False)
+    assert form.decode(mark + text.encode(codec)) == text
+    assert form.bom + form.encode(text) == mark + text.encode(codec)
+
+
+@given(text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+def test_what_is_utf_8_is_taken_for_it(text: str) -> None:
+    data = text.encode()
+    assume(not data.startswith((codecs.BOM_UTF8, b"GIF8", b"%PDF")))
+    form = find_form(data)
+    assert (form.codec, form.is_guess, form.decode(data)) == ("utf-8", False, text)
+
+
+@pytest.mark.parametrize("sign", ["é", "中", "😀"])
+def test_a_character_that_the_end_of_a_sample_cuts_is_not_wrong(sign: str) -> None:
+    data = ("x" * 10 + sign).encode()
+    for end in range(10, len(data) + 1):
+        assert find_form(data[:end], is_whole=False).codec == "utf-8"
+        assert find_wrong_utf8(data[:end], is_whole=True) == (10 if 10 < end < len(data) else None)
+
+
+@pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("text", ["hello\nworld\n", CHINESE, "привет\n", "a\n" * 10_000], ids=["ascii", "han", "cyrillic", "long"])
+def test_wide_encodings_are_known_without_a_mark(codec: str, text: str) -> None:
+    form = find_form(text.encode(codec))
+    assert (form.codec, form.bom, form.is_guess) == (codec, b"", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "codec", "guess"),
+    [
+        (CHINESE, "gb18030", "gb18030"),
+        ("你好\n", "gbk", "gb18030"),
+        ("int main() { return 0; } // 返回\n", "gb2312", "gb18030"),
+        ("x" * 100_000 + "\n" + CHINESE, "gb18030", "gb18030"),
+        (TRADITIONAL, "big5", "cp950"),
+        (JAPANESE, "shift_jis", "cp932"),
+        (JAPANESE, "euc_jp", "euc_jp"),
+        (KOREAN, "euc_kr", "cp949"),
+        ("cafés préféré, Ärger, größer, Übergröße, España, año, não é açúcar\n", "latin-1", "latin-1"),
+        ("café\n", "latin-1", "latin-1"),
+        ("Ärger\n", "latin-1", "latin-1"),
+        ("“quoted” – it’s 5 €\n", "cp1252", "cp1252"),
+    ],
+)
+def test_other_encodings_are_guessed_by_what_reads_best(text: str, codec: str, guess: str) -> None:
+    form = find_form(text.encode(codec))
+    assert (form.codec, form.is_guess) == (guess, True)
+    assert form.decode(text.encode(codec)) == text
+
+
+def test_a_guess_looks_at_what_is_no_utf_8_however_far_in_it_is() -> None:
+    for before in (GUESS_BYTES - 1, GUESS_BYTES, 3 * GUESS_BYTES + 1):
+        assert find_form(b"x" * before + CHINESE.encode("gb18030")).codec == "gb18030"
+
+
+def test_a_few_wrong_bytes_make_utf_8_no_other_encoding() -> None:
+    data = CHINESE.encode() + b"\xff\xfe\n" + CHINESE.encode()
+    form = find_form(data)
+    assert (form.codec, form.is_guess) == ("utf-8", True)
+    assert form.decode(data) == CHINESE + "\ufffd\ufffd\n" + CHINESE
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x7fELF\x02\x01\x01" + bytes(50),
+        b"\0\x01\x02\x03",
+        bytes(10),
+        b"a\0b",
+        b"text" * 2000 + b"\0",
+        PNG,
+        b"\x1f\x8b\x08" + zlib.compress(b"x" * 100)[2:],
+        random.Random(1).randbytes(10_000),
+        random.Random(2).randbytes(200).replace(b"\0", b"\x01"),
+        b"\xff\xfe" + b"a\0\0\0b\0",
+    ],
+    ids=["elf", "counting", "zeros", "odd", "late-nul", "png", "gzip", "random", "random-without-nul", "marked-with-nul"],
+)
+def test_what_is_no_text_is_refused_with_its_size(data: bytes) -> None:
+    with pytest.raises(Failure) as caught:
+        find_form(data)
+    assert (caught.value.code, caught.value.details) == ("BINARY_FILE", {"size": len(data)})
+
+
+def test_nul_behind_the_sample_is_left_to_whoever_shows_it() -> None:
+    assert find_form(b"x" * BINARY_SAMPLE + b"\0").codec == "utf-8"
+
+
+def test_a_codec_that_is_asked_for_is_taken_whatever_the_content_is() -> None:
+    assert find_form(b"\0\xff", "latin-1").decode(b"\0\xff") == "\0ÿ"
+    assert find_form("é".encode(), "cp1252").decode("é".encode()) == "Ã©"
+    assert find_form(b"\xe9", "utf-8").decode(b"\xe9") == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("data", "asked", "codec", "bom"),
+    [
+        (b"", "utf-8-sig", "utf-8", codecs.BOM_UTF8),
+        (b"old", "utf-8-sig", "utf-8", b""),
+        (codecs.BOM_UTF8 + b"old", "utf-8", "utf-8", codecs.BOM_UTF8),
+        (b"", "UTF-16", "utf-16-le", codecs.BOM_UTF16_LE),
+        (codecs.BOM_UTF16_BE + b"\0a", "utf-16", "utf-16-be", codecs.BOM_UTF16_BE),
+        (b"\0a\0b", "utf16", "utf-16-be", b""),
+        (b"a\0b\0", "utf_16", "utf-16-le", b""),
+        (b"", "utf-16-le", "utf-16-le", b""),
+    ],
+)
+def test_a_codec_that_writes_its_own_mark_is_taken_apart(data: bytes, asked: str, codec: str, bom: bytes) -> None:
+    form = find_form(data, asked)
+    assert (form.codec, form.bom) == (codec, bom)
+    assert form.encode("é") == "é".encode(codec)
+
+
+@pytest.mark.parametrize(
+    "name", ["rot13", "hex", "base64", "zlib", "idna", "punycode", "unicode_escape", "nope", "", "../os", "a" * 41, "é", "a b"]
+)
+def test_what_is_no_codec_of_text_files_is_refused(name: str) -> None:
+    with pytest.raises(Failure, match="no encoding of text files") as caught:
+        check_codec(name)
+    assert caught.value.code == "INVALID_ARGUMENTS"
+
+
+def test_every_codec_that_is_let_in_reads_and_writes_text() -> None:
+    taken = []
+    for name in sorted(set(aliases.values())):
+        try:
+            form = find_form(b"", name)
+        except Failure:
+            continue
+        taken.append(name)
+        assert form.decode(form.bom + form.encode("a\n1")) == "a\n1"
+        assert isinstance(find_form(b"\xff\x1b$B\n", name).decode(b"\xff\x1b$B\n"), str)
+    assert len(taken) > 80
+
+
+def test_an_encoding_is_sure_by_its_mark_or_not_at_all() -> None:
+    assert find_sure_form(b"plain") is None
+    assert find_sure_form(CHINESE.encode("gb18030")) is None
+    marked = find_sure_form(codecs.BOM_UTF8)
+    assert marked is not None
+    assert marked.bom == codecs.BOM_UTF8
+
+
+@given(data=st.binary(max_size=300))
+def test_anything_at_all_is_text_in_a_form_that_reads_it_or_is_refused(data: bytes) -> None:
+    form = form_or_code(data)
+    if isinstance(form, str):
+        assert form == "BINARY_FILE"
+    else:
+        assert form.encode("a\n")
+        assert isinstance(form.decode(data), str)
+
+
+GIF = b"GIF89a" + (320).to_bytes(2, "little") + (200).to_bytes(2, "little")
+JPEG = b"\xff\xd8\xff\xe0\0\x04ab\xff\xff\xc2\0\x11\x08" + (480).to_bytes(2, "big") + (640).to_bytes(2, "big")
+WEBP_LOSSY = b"RIFF\0\0\0\0WEBPVP8 \0\0\0\0\0\0\0\x9d\x01\x2a" + (16).to_bytes(2, "little") + (9).to_bytes(2, "little")
+WEBP_LOSSLESS = b"RIFF\0\0\0\0WEBPVP8L\0\0\0\0\x2f" + (15 | 8 << 14).to_bytes(4, "little")
+WEBP_EXTENDED = b"RIFF\0\0\0\0WEBPVP8X\0\0\0\0\0\0\0\0" + (15).to_bytes(3, "little") + (8).to_bytes(3, "little")
+
+
+@pytest.mark.parametrize(
+    ("head", "size"),
+    [(PNG, (640, 480)), (GIF, (320, 200)), (JPEG, (640, 480)), (WEBP_LOSSY, (16, 9)), (WEBP_LOSSLESS, (16, 9)), (WEBP_EXTENDED, (16, 9))],
+    ids=["png", "gif", "jpeg", "webp-lossy", "webp-lossless", "webp-extended"],
+)
+def test_a_picture_tells_its_size_as_far_as_its_beginning_goes(head: bytes, size: tuple[int, int]) -> None:
+    found = find_type(head)
+    assert found is not None
+    assert (found.medium, found.width, found.height) == ("image", *size)
+    for end in range(12, len(head)):
+        cut = find_type(head[:end])
+        assert cut is None or cut.medium in ("image", "data")
+
+
+@pytest.mark.parametrize("head", [b"", b"RIFF", b"RIFF\0\0\0\0WAVE", b"MZ text", b"BMW", b"PK zip", b"!<arch>", b"%PD", b"ustar"])
+def test_text_and_half_a_magic_number_are_no_type(head: bytes) -> None:
+    assert find_type(head) is None

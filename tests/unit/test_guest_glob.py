@@ -1,0 +1,277 @@
+"""glob of the guest: what a pattern matches, in which order, and what is said of the rest."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace, running_guest
+from tests.search_ground import Ground
+
+assert GUEST_PARENT
+from guest.glob_patterns import BadGlob, Glob, expand_braces, split_list  # noqa: E402
+from guest.search_names import MAX_NAME_CHARS, MAX_NAMES, build_names  # noqa: E402
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Ground:
+    return Ground(tmp_path)
+
+
+def test_the_newest_come_first_over_all_matches_and_equals_by_path(ground: Ground) -> None:
+    for name in ("c.py", "d/e.py", "a.py", "b.py"):
+        ground.make(name)
+    os.utime(ground.workspace / "a.py", (5, 5))
+    os.utime(ground.workspace / "b.py", (5, 5))
+    found = ground.glob("*.py", limit=3)
+    assert found.lines == ["d/e.py", "c.py", "a.py"]
+    assert (found["total"], found["shown"], found["cut"]) == (4, 3, False)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("*.py", {"a.py", "src/b.py", "src/deep/c.py", ".cfg/d.py"}),
+        ("**/*.py", {"a.py", "src/b.py", "src/deep/c.py", ".cfg/d.py"}),
+        ("src/*.py", {"src/b.py"}),
+        ("./src/*.py", {"src/b.py"}),
+        ("src/**/*.py", {"src/b.py", "src/deep/c.py"}),
+        ("src/**", {"src/b.py", "src/deep/c.py", "src/deep/x.tar.gz"}),
+        ("**/deep/*", {"src/deep/c.py", "src/deep/x.tar.gz"}),
+        ("[ab].py", {"a.py", "src/b.py"}),
+        ("[!ab].py", {"src/deep/c.py", ".cfg/d.py"}),
+        ("[^ab].py", {"src/deep/c.py", ".cfg/d.py"}),
+        ("?.py", {"a.py", "src/b.py", "src/deep/c.py", ".cfg/d.py"}),
+        ("*.{py,tar.gz}", {"a.py", "src/b.py", "src/deep/c.py", ".cfg/d.py", "src/deep/x.tar.gz"}),
+        ("{src/deep,.cfg}/*.py", {"src/deep/c.py", ".cfg/d.py"}),
+        ("{a,src/{b,deep/c}}.py", {"a.py", "src/b.py", "src/deep/c.py"}),
+        ("a.py", {"a.py"}),
+        ("\\a.py", {"a.py"}),
+        ("src**", set()),
+        ("nothing/*", set()),
+        ("a.py/*", set()),
+    ],
+)
+def test_what_a_pattern_matches(ground: Ground, pattern: str, expected: set[str]) -> None:
+    for name in ("a.py", "src/b.py", "src/deep/c.py", ".cfg/d.py", "src/deep/x.tar.gz", ".git/config", "src/.hg/e.py"):
+        ground.make(name)
+    assert set(ground.glob(pattern).lines) == expected
+
+
+def test_a_question_mark_is_one_character_in_any_script(ground: Ground) -> None:
+    ground.make("文.txt")
+    assert ground.glob("?.txt").lines == ["文.txt"]
+
+
+@pytest.mark.parametrize("name", ["app/[slug]/page.tsx", "a{b}.txt", "what?.md", "*.star", "[", "{open"])
+def test_a_path_that_is_there_matches_itself_whatever_its_characters_stand_for(ground: Ground, name: str) -> None:
+    ground.make(name)
+    assert ground.glob(name).lines == [name]
+
+
+def test_a_name_found_by_its_letters_is_not_listed_twice(ground: Ground) -> None:
+    ground.make("a.py")
+    ground.make("b/a.py")
+    assert ground.glob("a.py").lines == ["b/a.py", "a.py"]
+
+
+def test_what_ignore_rules_hide_is_counted_and_shown_on_request(ground: Ground) -> None:
+    ground.make(".gitignore", "*.log\nbuild/\n!keep.log\n")
+    for name in ("a.log", "keep.log", "build/b.log", "build/c/d.log"):
+        ground.make(name)
+    found = ground.glob("*.log")
+    assert (found.lines, found["ignored"]) == (["keep.log"], 3)
+    assert ground.glob("*.log", include_ignored=True)["total"] == 4
+
+
+def test_naming_a_folder_that_is_ignored_lifts_the_rule_for_it(ground: Ground) -> None:
+    ground.make(".gitignore", "node_modules/\n*.map\n")
+    ground.make("node_modules/left/index.js")
+    ground.make("node_modules/left/index.map")
+    assert ground.glob("node_modules/**/*.js").lines == ["node_modules/left/index.js"]
+    assert ground.glob("*", path="node_modules/left").lines == ["node_modules/left/index.map", "node_modules/left/index.js"]
+
+
+def test_a_rule_above_the_folder_that_is_searched_holds(ground: Ground) -> None:
+    ground.make(".gitignore", "/src/gen/*.py\n")
+    ground.make("src/gen/a.py")
+    ground.make("src/b.py")
+    found = ground.glob("*.py", path="src")
+    assert (found.lines, found["ignored"]) == (["src/b.py"], 1)
+
+
+def test_rules_that_cannot_be_read_to_their_end_are_told_and_the_others_hold(ground: Ground) -> None:
+    ground.make(".gitignore", b"*.log\n\xff\n*.txt\n")
+    ground.make("a.log")
+    ground.make("a.txt")
+    found = ground.glob("a.*")
+    assert found.lines == ["a.txt"]
+    assert found["bad_rules"] == [".gitignore: line 2 is not UTF-8, the rules from it on are not applied"]
+
+
+def test_a_pipe_named_as_a_rule_file_is_not_opened(ground: Ground) -> None:
+    ground.make("a.py")
+    os.mkfifo(ground.workspace / ".gitignore")
+    found = ground.glob("*.py")
+    assert (found.lines, found["bad_rules"]) == (["a.py"], [".gitignore: not a regular file, its rules are not applied"])
+
+
+def test_links_are_listed_and_not_followed(ground: Ground) -> None:
+    ground.make("real/a.py")
+    (ground.workspace / "link").symlink_to("real")
+    (ground.workspace / "out").symlink_to("/etc")
+    (ground.workspace / "loop").symlink_to(".")
+    assert set(ground.glob("**").lines) == {"link", "out", "loop", "real/a.py"}
+    assert ground.glob("**", kind="dir").lines == ["real"]
+
+
+def test_kinds_are_files_folders_or_all(ground: Ground) -> None:
+    ground.make("d/a")
+    os.mkfifo(ground.workspace / "pipe")
+    assert set(ground.glob("*", kind="file").lines) == {"d/a"}
+    assert set(ground.glob("*", kind="dir").lines) == {"d"}
+    assert set(ground.glob("*", kind="any").lines) == {"d", "d/a", "pipe"}
+    assert ground.glob("d/").lines == ["d"]
+
+
+def test_an_absolute_pattern_inside_is_split_and_one_outside_refused(ground: Ground) -> None:
+    ground.make("src/a.py")
+    assert ground.glob(f"{ground.workspace}/src/*.py").lines == ["src/a.py"]
+    assert ground.glob(f"{ground.workspace}/src/a.py").lines == ["src/a.py"]
+    for pattern in ("/etc/*.conf", "/*", "../*", "src/../../*", "/etc/passwd"):
+        assert ground.glob(pattern).code == "PATH_NOT_ALLOWED", pattern
+
+
+def test_paths_outside_of_the_sessions_folder_are_shown_whole(ground: Ground) -> None:
+    (ground.tmp / "t.py").write_text("x")
+    assert ground.glob("*.py", path=str(ground.tmp)).lines == [f"{ground.tmp}/t.py"]
+
+
+def test_long_outputs_can_be_searched_but_not_what_the_guest_remembers(ground: Ground) -> None:
+    (ground.output / "long.txt").write_text("x")
+    (ground.output / ".state" / "folder").write_text("secret")
+    assert ground.glob("**", path=str(ground.output)).lines == [f"{ground.output}/long.txt"]
+    for how in ({"path": f"{ground.output}/.state"}, {"path": str(ground.output), "pattern": ".state/*"}):
+        assert ground.glob(**{"pattern": "*", **how}).code == "PATH_NOT_ALLOWED"
+
+
+def test_a_missing_folder_is_an_error_that_suggests_one(ground: Ground) -> None:
+    ground.make("source/a.py")
+    found = ground.glob("*.py", path="sorce")
+    assert found.code == "FILE_NOT_FOUND"
+    assert "source" in str(found.failure)
+    assert ground.glob("*.py", path="source/a.py").code == "NOT_A_DIRECTORY"
+
+
+@pytest.mark.parametrize("pattern", ["", "  ", "a\0b", "x" * 5000, "[a", "{a,b", "a\\", "[z-a]", "{a,b}" * 12])
+def test_a_pattern_that_is_none_is_refused(ground: Ground, pattern: str) -> None:
+    ground.make("a")
+    assert ground.glob(pattern).code == "INVALID_PATTERN"
+
+
+def test_the_place_of_the_fault_is_told(ground: Ground) -> None:
+    assert "not closed with ] at character 5;" in str(ground.glob("src/[a").failure)
+    assert "not closed with } at character 3;" in str(ground.glob("a/{b,c").failure)
+
+
+def test_names_that_would_break_the_format_are_shown_as_escapes(ground: Ground) -> None:
+    for name in (b"two\nlines", b"latin-\xe9", b"esc\x1b[31m"):
+        ground.make(name)
+    assert set(ground.glob("*").lines) == {"two\\nlines", "latin-\\xe9", "esc\\x1b[31m"}
+
+
+def test_text_beyond_the_budget_is_cut_at_whole_lines(ground: Ground) -> None:
+    for number in range(10):
+        ground.make(f"file{number}")
+    found = ground.glob("*", max_bytes=20)
+    assert (found.lines, found["shown"], found["total"], found["cut"]) == (["file9", "file8", "file7"], 3, 10, True)
+
+
+def test_a_walk_that_takes_too_long_gives_a_part_and_says_so(ground: Ground) -> None:
+    for number in range(30):
+        ground.make(f"d{number}/f")
+    found = ground.glob("**", timeout_s=1e-6)
+    assert (found["partial"], found.code) == (True, None)
+
+
+def test_folders_that_lie_too_deep_are_counted(ground: Ground) -> None:
+    here = os.getcwd()
+    os.chdir(ground.workspace)
+    for _ in range(450):
+        os.mkdir("d")
+        os.chdir("d")
+    os.chdir(here)
+    ground.make("a")
+    found = ground.glob("**")
+    assert (found.lines, found["unreadable"]) == (["a"], 1)
+
+
+def test_hostile_patterns_are_matched_in_no_time(ground: Ground) -> None:
+    ground.make("a" * 250)
+    ground.make("/".join("a" * 100))
+    for pattern in ("*a" * 100 + "b", "**/a/" * 100 + "b", "?" * 4000, "[a-z]*" * 80 + "!"):
+        assert ground.glob(pattern)["total"] == 0
+
+
+# patterns
+
+
+@given(st.text(st.characters(exclude_characters="\0/"), min_size=1, max_size=20))
+def test_a_name_escaped_matches_itself_alone(name: str) -> None:
+    pattern = "".join(f"\\{char}" for char in name)
+    if name not in (".", ".."):
+        (text,) = expand_braces(pattern)
+        regex = re.compile(Glob(text, any_depth=True).regex, re.DOTALL)
+        assert regex.fullmatch(name)
+        assert not regex.fullmatch(name + "x")
+
+
+@given(st.text(st.sampled_from("ab*?[]{},!\\/-"), max_size=15))
+def test_any_text_is_a_pattern_or_says_where_it_is_none(text: str) -> None:
+    fault = 1
+    try:
+        for part in expand_braces(text):
+            re.compile(Glob(part, any_depth=True).regex)
+    except BadGlob as error:
+        fault = error.position
+    assert 1 <= fault <= max(1, len(text))
+
+
+def test_braces_are_expanded_in_order_and_lists_cut_at_their_own_commas() -> None:
+    assert expand_braces("a{b,c{d,e}}f{,g}") == ["abf", "abfg", "acdf", "acdfg", "acef", "acefg"]
+    assert expand_braces("\\{a,b}[{,}]") == ["\\{a,b}[{,}]"]
+    assert split_list("*.py, *.{js,ts},a\\,b,,") == ["*.py", "*.{js,ts}", "a\\,b"]
+
+
+@given(st.lists(st.binary(max_size=600), max_size=30))
+def test_names_told_of_are_few_short_and_on_one_line(names: list[bytes]) -> None:
+    told = build_names(names)
+    assert len(told) == min(len(names), MAX_NAMES)
+    assert all(len(name) <= MAX_NAME_CHARS and "\n" not in name for name in told)
+
+
+@pytest.fixture(scope="module")
+def guest() -> Iterator[Guest]:
+    with running_guest() as running:
+        yield running
+
+
+@needs_namespace
+def test_a_folder_that_cannot_be_read_is_counted(guest: Guest) -> None:
+    guest.run("mkdir -p t/open t/shut; touch t/open/a t/shut/b; chmod 0 t/shut")
+    done = guest.request("glob", pattern="**", path="t", kind="file", limit=100, max_bytes=30_000, timeout_s=10)
+    guest.run("chmod 700 t/shut; rm -r t")
+    assert (done.bytes_of("lines"), done["unreadable"]) == (b"t/open/a\n", 1)
+
+
+@needs_namespace
+def test_a_running_guest_serves_it_from_the_folder_the_last_command_went_to(guest: Guest) -> None:
+    guest.run("mkdir -p a/b; touch a/b/f.py top.py")
+    done = guest.request("glob", pattern="*.py", path=".", kind="file", limit=100, max_bytes=1000, timeout_s=10)
+    assert set(done.bytes_of("lines").split()) == {b"a/b/f.py", b"top.py"}
+    assert guest.request("glob", pattern="*", path=".", timeout_s=10).code == "INVALID_ARGUMENTS"
+    assert guest.wait_alone()

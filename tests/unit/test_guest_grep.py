@@ -1,0 +1,350 @@
+"""grep of the guest: which lines it gives, in which order, and what is said of the rest."""
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace, running_guest
+from tests.search_ground import Ground
+
+assert GUEST_PARENT
+from guest.grep_lines import MAX_LINE_CHARS, cut_line  # noqa: E402
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Ground:
+    return Ground(tmp_path)
+
+
+BOTH = pytest.mark.parametrize("use_ripgrep", [True, False], ids=["ripgrep", "python"])
+
+
+@BOTH
+def test_files_come_newest_first_and_lines_in_order(ground: Ground, use_ripgrep: bool) -> None:
+    ground.make("old.py", "foo 1\nbar\nfoo 2\n")
+    ground.make("src/new.py", "x\nfoo 3\n")
+    found = ground.grep("foo", use_ripgrep=use_ripgrep)
+    assert found.lines == ["src/new.py:2: foo 3", "old.py:1: foo 1", "old.py:3: foo 2"]
+    assert (found["matches"], found["files"], found["shown"]) == (3, 2, 3)
+
+
+@BOTH
+def test_totals_are_exact_whatever_the_limit(ground: Ground, use_ripgrep: bool) -> None:
+    for number in range(8):
+        ground.make(f"f{number}", "hit\n" * (number + 1))
+    found = ground.grep("hit", use_ripgrep=use_ripgrep, limit=10)
+    assert (found["matches"], found["files"], found["shown"], found["shown_files"]) == (36, 8, 10, 2)
+    assert found.lines[8:] == ["f6:1: hit", "f6:2: hit"]
+    few = ground.grep("hit", use_ripgrep=use_ripgrep, max_per_file=1)
+    assert (few["matches"], few["shown"], few.lines[0]) == (36, 8, "f7:1: hit")
+
+
+@BOTH
+def test_lines_around_a_match_are_marked_otherwise_and_groups_parted(ground: Ground, use_ripgrep: bool) -> None:
+    ground.make("b", "one\nhit\n")
+    ground.make("a", "".join(f"{number}\n" if number % 5 else "hit\n" for number in range(1, 12)))
+    found = ground.grep("hit", use_ripgrep=use_ripgrep, before=1, after=2)
+    assert found.lines == [
+        *("a-4- 4", "a:5: hit", "a-6- 6", "a-7- 7", "--", "a-9- 9", "a:10: hit", "a-11- 11"),
+        *("--", "b-1- one", "b:2: hit"),
+    ]
+    joined = ground.grep("hit", use_ripgrep=use_ripgrep, before=2, after=2, path="a")
+    assert joined.lines == [
+        f"a{'-:'[text == 'hit']}{n}{'-:'[text == 'hit']} {text}"
+        for n, text in zip(range(3, 12), ["3", "4", "hit", "6", "7", "8", "9", "hit", "11"], strict=True)
+    ]
+
+
+@BOTH
+def test_files_and_counts_instead_of_lines(ground: Ground, use_ripgrep: bool) -> None:
+    ground.make("a", "x\nx\n")
+    ground.make("b", "x\n")
+    assert ground.grep("x", use_ripgrep=use_ripgrep, mode="files").lines == ["b", "a"]
+    assert ground.grep("x", use_ripgrep=use_ripgrep, mode="count").lines == ["b:1", "a:2"]
+    cut = ground.grep("x", use_ripgrep=use_ripgrep, mode="files", limit=1)
+    assert (cut.lines, cut["files"], cut["shown_files"]) == (["b"], 2, 1)
+
+
+@BOTH
+def test_nothing_is_left_out_without_a_word(ground: Ground, use_ripgrep: bool) -> None:
+    ground.make(".gitignore", "*.log\nout/\n")
+    for name in ("a.log", "out/b", "out/c/d"):
+        ground.make(name, "hit\n")
+    ground.make("binary", b"\0\1hit\n")
+    ground.make("wide.txt", "hit wide\n".encode("utf-16"))
+    ground.make("large", b"hit\n" + b"x" * (10 << 20))
+    found = ground.grep("hit", use_ripgrep=use_ripgrep)
+    assert found.lines == ["wide.txt:1: hit wide"]
+    assert (found["ignored"], found["binary"], found["large"]) == (3, 1, 1)
+    assert (found["binary_names"], found["large_names"]) == (["binary"], ["large"])
+    assert ground.grep("hit", use_ripgrep=use_ripgrep, include_ignored=True, mode="files")["files"] == 4
+
+
+@BOTH
+def test_a_file_that_is_named_is_searched_whatever_it_is(ground: Ground, use_ripgrep: bool) -> None:
+    ground.make(".gitignore", "*\n")
+    ground.make("large.log", (b"x" * 1023 + b"\n") * (11 << 10) + b"hit\n")
+    found = ground.grep("hit", use_ripgrep=use_ripgrep, path="large.log", include="*.py")
+    assert found.lines == [f"large.log:{(11 << 10) + 1}: hit"]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ({"include": "*.py"}, {"a.py", "src/b.py", "src/deep/c.py", "test/d.py"}),
+        ({"include": "*.{py,js}"}, {"a.py", "src/b.py", "src/deep/c.py", "src/e.js", "test/d.py"}),
+        ({"include": "*.js, *.md"}, {"src/e.js", "README.md"}),
+        ({"include": "src/*.py"}, {"src/b.py"}),
+        ({"include": "src/**/*.py"}, {"src/b.py", "src/deep/c.py"}),
+        ({"include": "/a.py"}, {"a.py"}),
+        ({"include": "src/"}, {"src/b.py", "src/deep/c.py", "src/e.js"}),
+        ({"include": "*.py,!test"}, {"a.py", "src/b.py", "src/deep/c.py"}),
+        ({"include": "*.py", "exclude": "deep,test/*"}, {"a.py", "src/b.py"}),
+        ({"exclude": "*.py"}, {"src/e.js", "README.md"}),
+        ({"type": "py", "exclude": "src"}, {"a.py", "test/d.py"}),
+        ({"type": "markdown", "include": "*.py"}, set()),
+        ({"type": "python"}, {"a.py", "src/b.py", "src/deep/c.py", "test/d.py"}),
+    ],
+)
+def test_which_files_are_searched(ground: Ground, use_ripgrep: bool, how: dict[str, Any], expected: set[str]) -> None:
+    for name in ("a.py", "src/b.py", "src/deep/c.py", "src/e.js", "test/d.py", "README.md"):
+        ground.make(name)
+    assert set(ground.grep("x", use_ripgrep=use_ripgrep, mode="files", **how).lines) == expected
+
+
+def test_what_is_filtered_out_by_name_does_not_count_as_ignored(ground: Ground) -> None:
+    ground.make(".gitignore", "*.log\n")
+    ground.make("a.log")
+    ground.make("a.py")
+    found = ground.grep("x", include="*.py")
+    assert (found["ignored"], found["searched"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("foo(", "at character 4: unclosed group; the pattern was 'foo('; if it is meant literally, retry with fixed_strings=true"),
+        ("a{2,1}", "at character 2: invalid repetition count range"),
+        ("foo(?=", "at character 4: missing ), unterminated subpattern"),
+        ("[a", "at character 1: unclosed character class"),
+        ("a\nb", "a line end at character 2, and no single line matches it: set multiline=true"),
+        ("a\\nb", "a line end at character 2"),
+        ("", "the pattern is empty"),
+        ("a\0", "NUL"),
+        ("x" * 200_000, "200000 bytes"),
+        ("\\p{Nonsense}", "Unicode property not found"),
+        ("(?<=a+)b", "look-behind requires fixed-width pattern"),
+    ],
+)
+def test_a_pattern_that_is_none_says_why_and_where(ground: Ground, pattern: str, words: str) -> None:
+    ground.make("a")
+    found = ground.grep(pattern)
+    assert found.code == "INVALID_PATTERN"
+    assert words in str(found.failure)
+
+
+def test_only_what_looks_literal_is_told_to_be_retried_so(ground: Ground) -> None:
+    ground.make("a")
+    assert "fixed_strings" in str(ground.grep("handle(request").failure)
+    assert "fixed_strings" not in str(ground.grep("^\\w+(").failure)
+
+
+@BOTH
+@pytest.mark.parametrize("pattern", ["-e", "--help", "-", "--files", "@file", "$(touch x)", "`id`", "a;b", "x" * 100_000])
+def test_a_pattern_is_never_an_option_nor_a_command(ground: Ground, use_ripgrep: bool, pattern: str) -> None:
+    ground.make("a", f"1 {pattern}\n2\n")
+    found = ground.grep(pattern, use_ripgrep=use_ripgrep, fixed_strings=True)
+    assert (found["matches"], found["shown"]) == (1, 1)
+    assert list(ground.workspace.iterdir()) == [ground.workspace / "a"]
+
+
+@pytest.mark.parametrize("pattern", ["(?<=a)b", "a(?!c)", "(a)\\1?b", "(?P<x>a)(?P=x)?b", "(?>a)b"])
+def test_what_only_python_understands_goes_to_python(ground: Ground, pattern: str) -> None:
+    ground.make("f", "ab\nzz\n")
+    found = ground.grep(pattern)
+    assert (found.lines, found["engine"]) == (["f:1: ab"], "python")
+    assert ground.grep("[(?=]|\\\\1|a")["engine"] == "ripgrep"
+
+
+def test_a_catastrophic_pattern_is_ended_in_time(ground: Ground) -> None:
+    ground.make("f", "a" * 40 + "!\n")
+    started = time.monotonic()
+    found = ground.grep("(?=a)(a+)+$", timeout_s=0.8)
+    assert (found.code, time.monotonic() - started < 2) == ("TIMEOUT", True)
+
+
+def test_what_was_found_in_time_is_given_and_said_to_be_a_part(ground: Ground) -> None:
+    ground.make("slow", "a" * 40 + "!\n")
+    ground.make("a-quick", "hit a\n")
+    # The walk lists names as the directory has them: one of the two orders finds something.
+    found = ground.grep("(?=h)hit|(?=a)(a+)+$", timeout_s=1)
+    assert found.code == "TIMEOUT" or (found["partial"], found.lines) == (True, ["a-quick:1: hit a"])
+
+
+def test_a_pipe_named_as_a_rule_file_does_not_stop_the_search(ground: Ground) -> None:
+    ground.make("sub/a", "hit\n")
+    os.mkfifo(ground.workspace / "sub" / ".ignore")
+    os.mkfifo(ground.workspace / "pipe")
+    found = ground.grep("hit", timeout_s=3)
+    assert (found.lines, found["engine"]) == (["sub/a:1: hit"], "python")
+    assert found["bad_rules"] == ["sub/.ignore: not a regular file, its rules are not applied"]
+    assert ground.grep("hit", path="pipe").code == "NOT_A_REGULAR_FILE"
+
+
+@BOTH
+@pytest.mark.parametrize("use_openat2", [True, False])
+def test_links_are_not_followed(ground: Ground, use_ripgrep: bool, use_openat2: bool) -> None:
+    ground.make("d/e/a", "root:x\n")
+    (ground.workspace / "passwd").symlink_to("/etc/passwd")
+    (ground.workspace / "etc").symlink_to("/etc")
+    found = ground.grep("root:", use_ripgrep=use_ripgrep, use_openat2=use_openat2)
+    assert found.lines == ["d/e/a:1: root:x"]
+    assert ground.grep("root:", path="passwd").code == "PATH_NOT_ALLOWED"
+
+
+@BOTH
+def test_names_that_would_break_the_format_are_shown_as_escapes(ground: Ground, use_ripgrep: bool) -> None:
+    for name in (b"two\nlines", b"latin-\xe9", b"a:1: b"):
+        ground.make(name, "hit\nhit two\n")
+    for multiline in (False, True):
+        found = ground.grep("hit", use_ripgrep=use_ripgrep, multiline=multiline)
+        assert set(found.lines) == {
+            f"{name}:{line}" for name in ("two\\nlines", "latin-\\xe9", "a:1: b") for line in ("1: hit", "2: hit two")
+        }
+        assert found["matches"] == 6
+
+
+@BOTH
+def test_a_match_over_several_lines_shows_each(ground: Ground, use_ripgrep: bool) -> None:
+    ground.make("a", "def f(\n    x,\n\n):\n    pass\n")
+    found = ground.grep("f\\(.*?\\):", use_ripgrep=use_ripgrep, multiline=True, after=1)
+    assert found.lines == ["a:1: def f(", "a:2:     x,", "a:3: ", "a:4: ):", "a-5-     pass"]
+    assert found["matches"] == 4
+
+
+@BOTH
+def test_long_lines_are_cut_around_the_match(ground: Ground, use_ripgrep: bool) -> None:
+    ground.make("min.js", "文" * 5000 + "needle" + "x" * 5000 + "\n" + "needle\n")
+    found = ground.grep("needle", use_ripgrep=use_ripgrep, before=0)
+    text = found.lines[0].removeprefix("min.js:1: ")
+    assert (len(text), text.index("needle"), text[0], text[-1]) == (MAX_LINE_CHARS + 2, 251, "…", "…")
+    assert (found["cut_lines"], found.lines[1]) == (1, "min.js:2: needle")
+
+
+def test_output_ends_at_a_whole_line_when_its_budget_is_used_up(ground: Ground) -> None:
+    ground.make("a", "hit\n" * 100)
+    found = ground.grep("hit", max_bytes=35)
+    assert (found.lines, found["shown"], found["matches"], found["cut"]) == (["a:1: hit", "a:2: hit", "a:3: hit"], 3, 100, True)
+    assert ground.grep("hit", max_lines=2)["shown"] == 2
+
+
+def test_settings_of_ripgrep_in_the_workspace_change_nothing(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ground.make("rc", "--max-count=1\n--hidden\n--glob=!a\n")
+    monkeypatch.setenv("RIPGREP_CONFIG_PATH", str(config))
+    ground.make("a", "hit\nhit\n")
+    assert ground.grep("hit", include="a")["matches"] == 2
+
+
+def test_the_guests_own_memory_is_not_searched(ground: Ground) -> None:
+    (ground.output / "long.txt").write_text("hit\n")
+    (ground.output / ".state" / "folder").write_text("hit\n")
+    for use_ripgrep in (True, False):
+        found = ground.grep("hit", path=str(ground.output), use_ripgrep=use_ripgrep)
+        assert found.lines == [f"{ground.output}/long.txt:1: hit"]
+    assert ground.grep("hit", path=f"{ground.output}/.state/folder").code == "PATH_NOT_ALLOWED"
+
+
+@given(st.text(max_size=1200), st.integers(1, 1300))
+def test_a_line_cut_keeps_whole_characters_and_the_place_of_the_match(line: str, at: int) -> None:
+    line = line.replace("\n", "")
+    prefix = line[:at]
+    is_cut, text = cut_line(line.encode("utf-8", "replace"), len(prefix.encode("utf-8", "replace")) + 1)
+    line = line.encode("utf-8", "replace").decode()
+    inner = text[text.startswith("…") and is_cut : len(text) - (text.endswith("…") and is_cut)]
+    assert len(text) <= MAX_LINE_CHARS + 2
+    assert re.sub("…", "", inner) in re.sub("…", "", line)
+    assert is_cut == (len(line) > MAX_LINE_CHARS) or not is_cut
+
+
+# through a running guest
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Guest]:
+    with running_guest() as guest:
+        yield guest
+
+
+FIELDS = {"path": ".", "mode": "content", "limit": 100, "max_bytes": 30_000, "max_lines": 2000, "timeout_s": 10}
+
+
+def ask(guest: Guest, pattern: str, **fields: Any) -> Done:
+    return guest.request("grep", pattern=pattern, **{**FIELDS, **fields})
+
+
+@needs_namespace
+def test_a_running_guest_leaves_nothing_running_after_a_search_a_limit_and_a_cancel(running: Guest) -> None:
+    running.run("printf 'hit\\n' >a; printf '%040d!\\n' 0 | tr 0 a >b; mkdir shut; echo hit >shut/x; echo hit >unread; chmod 0 shut unread")
+    done = ask(running, "hit", exclude="b")
+    assert done.bytes_of("lines") == b"a:1: hit\n"
+    assert (done["unreadable"], sorted(done["unreadable_names"])) == (2, ["shut", "unread"])
+    assert ask(running, "(?=a)(a+)+$", timeout_s=0.5, include="b").code == "TIMEOUT"
+    started = running.start("grep", pattern="(?=a)(a+)+$", **{**FIELDS, "include": "b"})
+    while len(running.others()) < 2:
+        time.sleep(0.005)
+    running.send({"id": started, "op": "cancel"})
+    assert running.finish(started).code == "CANCELLED"
+    assert running.wait_alone()
+
+
+@needs_namespace
+def test_a_search_whose_reader_does_not_read_waits_and_stays_small(running: Guest) -> None:
+    line = "hit " + "x" * 480
+    running.run(f"for f in 1 2 3; do for n in {{1..4000}}; do echo '{line}'; done >big$f; done")
+    before = running.resident_bytes()
+    running.start(
+        "grep",
+        pattern="hit",
+        **{
+            **FIELDS,
+            "include": "big*",
+            "limit": 1000,
+            "before": 20,
+            "after": 20,
+            "max_bytes": 64 << 20,
+            "max_lines": 1 << 30,
+            "timeout_s": 20,
+        },
+    )
+    seen = ""
+    give_up_at = time.monotonic() + 10
+    while seen.count("S") < 1 or "R" in seen:
+        seen = "".join(running.others().values())
+        assert time.monotonic() < give_up_at
+    assert running.resident_bytes() - before < 4 << 20
+    frame = running.next_frame()
+    assert frame.header["stream"] == "lines"
+    assert re.match(rb"big\d:1: hit x", frame.body)
+    while running.next_frame().header["ev"] != "done":
+        pass
+    assert running.wait_alone()
+
+
+@needs_namespace
+def test_lines_of_the_first_file_come_before_the_others_are_read(running: Guest) -> None:
+    running.run("mkdir many; for n in {1..40}; do echo hit >many/$n; done")
+    started = running.start("grep", pattern="hit", **{**FIELDS, "path": "many"})
+    frames = []
+    while not frames or frames[-1].header["ev"] != "done":
+        frames.append(running.next_frame())
+    assert len(frames) > 3
+    assert {frame.header["id"] for frame in frames} == {started}
+    assert b"".join(frame.body for frame in frames).count(b"\n") == 40

@@ -1,0 +1,237 @@
+"""Background jobs of the guest, on a real pid namespace: started, heard, fed, ended, and proved to be gone from outside."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.guest_harness import DEADLINE_S, GUEST_PARENT, Done, Guest, needs_namespace, running_guest
+
+assert GUEST_PARENT
+from guest.job_log import JobLog  # noqa: E402
+from guest.jobs import MAX_JOBS  # noqa: E402
+from guest.places import Places  # noqa: E402
+
+
+@pytest.fixture
+def guest() -> Iterator[Guest]:
+    with running_guest() as running:
+        yield running
+
+
+def start(guest: Guest, script: str, **fields: object) -> Done:
+    raw = script.encode()
+    wanted = {"script_bytes": len(raw), "label": "a job", "wait_ms": 0, "max_bytes": 10_000, "timeout_s": 10}
+    return guest.request("job_start", raw, **{**wanted, **fields})
+
+
+def ask(guest: Guest, verb: str, job: str = "job-1", body: bytes = b"", **fields: object) -> Done:
+    most = {} if verb == "input" else {"max_bytes": 10_000}
+    return guest.request(f"job_{verb}", body, **{"job": job, "timeout_s": 10, **most, **fields})
+
+
+def hear(guest: Guest, wanted: bytes, job: str = "job-1") -> bytes:
+    """Poll until something was printed."""
+    heard, give_up_at = b"", time.monotonic() + DEADLINE_S
+    while wanted not in heard:
+        assert time.monotonic() < give_up_at, heard
+        heard += ask(guest, "poll", job).bytes_of("merged")
+    return heard
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < give_up_at, "it never came true"
+        os.sched_yield()
+
+
+def programs(guest: Guest, name: str) -> list[int]:
+    """Living processes of that name, by the outside's pid."""
+    return [pid for pid, state in guest.others().items() if state != "Z" and name in Path(f"/proc/{pid}/comm").read_text()]
+
+
+pytestmark = needs_namespace
+
+
+def test_a_job_goes_on_when_its_call_has_ended_and_other_calls_run(guest: Guest) -> None:
+    done = start(guest, "echo up; read line; echo got $line; sleep 1000", wait_ms=300)
+    assert (done["job"]["state"], done.bytes_of("merged")) == ("running", b"up\n")
+    assert guest.run("echo beside", cwd=None, state="keep").bytes_of("stdout") == b"beside\n"
+    assert ask(guest, "input", body=b"words\n")["pending"] == 0
+    assert hear(guest, b"got words\n") == b"got words\n"
+    assert (guest.output / "jobs" / "job-1.log").read_bytes() == b"up\ngot words\n"
+
+
+def test_a_job_starts_from_the_session_and_leaves_it_alone(guest: Guest) -> None:
+    guest.run("mkdir sub; cd sub; export A=1; f() { echo f$A; }", cwd=None, state="keep")
+    done = start(guest, "f; pwd; cd /tmp; export A=2; f() { echo g; }", wait_ms=5000)
+    assert done.bytes_of("merged").decode() == f"f1\n{guest.workspace}/sub\n"
+    assert (done["job"]["state"], done["job"]["exit_code"]) == ("exited", 0)
+    assert guest.run("f; pwd", cwd=None, state="keep").bytes_of("stdout").decode() == f"f1\n{guest.workspace}/sub\n"
+
+
+def test_a_killed_job_is_gone_with_all_that_it_has_started(guest: Guest) -> None:
+    script = "trap '' TERM; sleep 1001 & (setsid sh -c 'sleep 1002 & exec sleep 1003' &); echo up; wait; sleep 1004"
+    start(guest, script)
+    hear(guest, b"up")
+    wait_until(lambda: len(programs(guest, "sleep")) == 3)
+    done = ask(guest, "kill")
+    assert (done["job"]["state"], done["kill"]["survivors"]) == ("killed", 0)
+    assert programs(guest, "sleep") == []
+    assert guest.wait_alone(), guest.others()
+
+
+def test_a_killed_job_may_say_its_last_words(guest: Guest) -> None:
+    start(guest, "trap 'echo bye; exit 5' TERM; echo up; while :; do sleep 0.01; done")
+    hear(guest, b"up")
+    done = ask(guest, "kill")
+    assert (b"bye\n" in done.bytes_of("merged"), done["job"]["exit_code"]) == (True, 5)
+
+
+def test_a_job_survives_the_limits_and_kills_of_other_calls(guest: Guest) -> None:
+    start(guest, "echo up; read line; echo alive")
+    hear(guest, b"up")
+    assert guest.run("sleep 1000 & setsid sleep 1000", timeout_s=0.2)["kill"]["survivors"] == 0
+    assert guest.run("setsid sleep 1000 & kill -9 $PPID; sleep 1000").code == "INTERNAL"
+    assert guest.run("setsid sleep 1000 & kill -STOP $PPID; sleep 1000", timeout_s=0.2)["kill"]["survivors"] == 0
+    ask(guest, "input", body=b"\n")
+    hear(guest, b"alive\n")
+
+
+def test_an_attacker_who_kills_a_jobs_keeper_leaves_nothing_of_it(guest: Guest) -> None:
+    start(guest, "setsid sleep 1000 & sleep 1001 & echo up; kill -9 $PPID; sleep 1002")
+    wait_until(lambda: guest.request("job_list", timeout_s=5)["jobs"][0]["state"] == "lost")
+    wait_until(lambda: programs(guest, "sleep") == [])
+    assert ask(guest, "poll")["job"]["state"] == "lost"
+    assert ask(guest, "kill")["kill"] is None
+    assert guest.wait_alone(), guest.others()
+
+
+def test_a_stopped_keeper_is_woken_by_the_next_request(guest: Guest) -> None:
+    start(guest, "kill -STOP $PPID; echo up; sleep 1000")
+    hear(guest, b"up")
+    assert ask(guest, "kill")["kill"]["survivors"] == 0
+
+
+def test_the_end_of_a_job_waits_to_be_told_with_what_it_printed(guest: Guest) -> None:
+    start(guest, "read line; echo last; exit 7")
+    ask(guest, "input", body=b"go\n")
+    wait_until(lambda: guest.request("job_list", timeout_s=5)["jobs"][0]["state"] == "exited")
+    done = ask(guest, "poll")
+    assert (done["job"]["exit_code"], done.bytes_of("merged")) == (7, b"last\n")
+    again = ask(guest, "poll")
+    assert (again["job"]["exit_code"], again.bytes_of("merged")) == (7, b"")
+    assert guest.wait_alone(), guest.others()
+    assert ask(guest, "input", body=b"x").code == "INVALID_ARGUMENTS"
+
+
+def test_polls_that_follow_the_end_at_once_are_all_answered(guest: Guest) -> None:
+    start(guest, "true")
+    calls = [guest.start("job_poll", job="job-1", max_bytes=10, timeout_s=10) for _ in range(30)]
+    assert {guest.finish(call)["job"]["state"] for call in calls} <= {"running", "exited"}
+    wait_until(lambda: ask(guest, "poll")["job"]["state"] == "exited")
+
+
+def test_a_job_lives_as_long_as_anything_of_it(guest: Guest) -> None:
+    start(guest, "sleep 1000 & exit 3")
+    wait_until(lambda: ask(guest, "poll")["job"]["exit_code"] == 3)
+    assert ask(guest, "poll")["job"]["state"] == "running"
+    assert ask(guest, "kill")["kill"]["signalled"] >= 1
+    assert guest.wait_alone(), guest.others()
+
+
+def test_input_ends_where_it_is_closed(guest: Guest) -> None:
+    start(guest, "cat; echo end")
+    ask(guest, "input", body=b"one\n")
+    ask(guest, "input", body=b"two\n", close=True)
+    assert hear(guest, b"end\n") == b"one\ntwo\nend\n"
+
+
+def test_input_that_is_not_read_is_kept_up_to_a_bound_and_then_refused(guest: Guest) -> None:
+    start(guest, "sleep 1000")
+    assert ask(guest, "input", body=bytes(600_000))["pending"] > 0
+    refused = ask(guest, "input", body=bytes(600_000))
+    assert refused.code == "INVALID_ARGUMENTS"
+    assert "has not read" in refused["error"]["message"]
+    assert ask(guest, "kill")["kill"]["survivors"] == 0
+
+
+def test_input_for_a_job_that_has_closed_its_own_is_refused(guest: Guest) -> None:
+    start(guest, "exec <&-; echo up; sleep 1000")
+    hear(guest, b"up")
+    assert "closed its standard input" in ask(guest, "input", body=b"x")["error"]["message"]
+    assert ask(guest, "poll")["job"]["state"] == "running"
+
+
+def test_more_than_a_poll_has_room_for_is_given_by_its_head_and_tail(guest: Guest) -> None:
+    start(guest, "read line; seq 1 100000; echo end; sleep 1000")
+    ask(guest, "input", body=b"\n")
+    log = guest.output / "jobs" / "job-1.log"
+    wait_until(lambda: log.read_bytes().endswith(b"end\n"))
+    done = ask(guest, "poll", max_bytes=400)
+    assert done["streams"]["merged"]["total"] == len(log.read_bytes())
+    assert done.bytes_of("merged") == log.read_bytes()[:100] + log.read_bytes()[-300:]
+
+
+def test_there_are_at_most_so_many_and_the_ended_make_room(guest: Guest) -> None:
+    for number in range(MAX_JOBS):
+        assert start(guest, "sleep 1000", label=f"job {number}")["job"]["state"] == "running"
+    refused = start(guest, "true")
+    assert refused.code == "INVALID_ARGUMENTS"
+    assert "kill one of job-1" in refused["error"]["message"]
+    ask(guest, "kill", "job-3")
+    assert start(guest, "sleep 1000", wait_ms=10)["job"]["job"] == f"job-{MAX_JOBS + 1}"
+    listed = guest.request("job_list", timeout_s=5)["jobs"]
+    assert [job["job"] for job in listed][:3] == ["job-1", "job-2", "job-4"]
+    assert listed[0]["label"] == "job 0"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [({"cwd": "nowhere"}, "FILE_NOT_FOUND"), ({"cwd": "/etc"}, "PATH_NOT_ALLOWED"), ({"script_bytes": 99}, "INVALID_ARGUMENTS")],
+)
+def test_a_job_that_cannot_start_is_none(guest: Guest, fields: dict[str, object], code: str) -> None:
+    assert start(guest, "true", **fields).code == code
+    assert guest.request("job_list", timeout_s=5)["jobs"] == []
+    assert guest.wait_alone(), guest.others()
+
+
+def test_a_job_nobody_knows_is_refused_by_name(guest: Guest) -> None:
+    assert "none has been started" in ask(guest, "poll", "job-9")["error"]["message"]
+    assert ask(guest, "kill", "../x").code == "INVALID_ARGUMENTS"
+
+
+def test_a_call_cancelled_while_its_job_starts_ends_the_job(guest: Guest) -> None:
+    script = b"echo > up; sleep 1000"
+    call = guest.start("job_start", script, script_bytes=len(script), label="x", wait_ms=9000, max_bytes=10, timeout_s=20)
+    guest.wait_for_file("up")
+    guest.send({"id": call, "op": "cancel"})
+    assert guest.finish(call)["job"]["state"] == "killed"
+    assert guest.wait_alone(), guest.others()
+
+
+def test_a_job_gives_its_programs_no_descriptor_of_ours(guest: Guest) -> None:
+    assert start(guest, "ls /proc/self/fd | wc -l", wait_ms=5000).bytes_of("merged") == b"4\n"
+
+
+@given(pieces=st.lists(st.binary(min_size=1, max_size=30), max_size=30), most=st.integers(4, 60))
+def test_a_log_keeps_its_end_and_counts_what_it_dropped(tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], most: int) -> None:
+    output = tmp_path_factory.mktemp("output")
+    log = JobLog(Places((b"/nowhere",), str(output).encode()), "job-1", 100)
+    whole = b"".join(pieces)
+    for piece in pieces:
+        log.add(piece)
+    head, tail = log.read(0, most)
+    kept = (output / "jobs" / "job-1.log").read_bytes()
+    assert log.written == len(whole)
+    assert len(kept) < 100 + 80
+    assert kept.endswith(whole[log.dropped :])
+    assert whole.endswith(tail)
+    assert whole.startswith(head) or not head
+    if len(whole) <= most and not log.dropped:
+        assert head + tail == whole

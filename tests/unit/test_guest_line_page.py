@@ -1,0 +1,96 @@
+"""Pages of lines, against the plain definition: whatever pieces the text comes in."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.guest_harness import GUEST_PARENT
+
+assert GUEST_PARENT
+from guest.line_page import LinePage  # noqa: E402
+from guest.text_requests import LINE_CHARS  # noqa: E402
+
+PLENTY = 10**9
+
+
+def page_of(text: str, piece: int, offset: int = 1, limit: int = PLENTY, column: int = 1, max_bytes: int = PLENTY) -> LinePage:
+    page = LinePage(offset, limit, column, max_bytes)
+    for at in range(0, len(text), piece):
+        page.take(text[at : at + piece])
+    page.finish()
+    return page
+
+
+def lines_of(text: str) -> list[str]:
+    """Without their ends: CR is one only before LF."""
+    lines = text.split("\n")
+    ended = [line.removesuffix("\r") for line in lines[:-1]]
+    return ended + ([lines[-1]] if lines[-1] else [])
+
+
+texts = st.lists(st.sampled_from(["a", "é", "中中", "😀", "\n", "\r\n", "\r", "\0"]), max_size=40).map("".join)
+
+
+@given(text=texts, piece=st.integers(1, 9), offset=st.integers(1, 12), limit=st.integers(1, 9), column=st.integers(1, 4))
+def test_a_page_is_the_same_for_every_size_of_piece(text: str, piece: int, offset: int, limit: int, column: int) -> None:
+    page = page_of(text, piece, offset, limit, column)
+    lines = lines_of(text)
+    wanted = lines[offset - 1 : offset - 1 + limit]
+    assert page.shown == ([wanted[0][column - 1 :], *wanted[1:]] if wanted else [])
+    assert page.lines == len(lines)
+    assert page.first_length == (len(wanted[0]) if wanted else 0)
+    assert page.has_final_newline == (not text or text.endswith("\n"))
+    assert (page.newlines, page.crlf, page.has_cr) == (text.count("\n"), text.count("\r\n"), "\r" in text)
+    assert not page.is_out_of_room
+
+
+@given(sizes=st.lists(st.integers(0, 3 * LINE_CHARS), max_size=8), piece=st.integers(100, 4500), ends=st.sampled_from(["\n", "\r\n"]))
+def test_every_character_of_a_long_line_is_reached_by_its_columns(sizes: list[int], piece: int, ends: str) -> None:
+    lines = ["".join(chr(0x4E00 + at % 5000) for at in range(size)) for size in sizes]
+    text = "".join(line + ends for line in lines)
+    for number, line in enumerate(lines, start=1):
+        seen, column = "", 1
+        while True:
+            page = page_of(text, piece, number, 1, column)
+            seen += page.shown[0]
+            if not page.cuts:
+                break
+            ((cut_line, shown_to, length),) = page.cuts
+            assert (cut_line, shown_to, length) == (number, len(seen), len(line))
+            column = shown_to + 1
+        assert seen == line
+
+
+@given(sizes=st.lists(st.integers(0, 200), min_size=1, max_size=30), max_bytes=st.integers(300, 1000), piece=st.integers(1, 300))
+def test_going_on_behind_the_last_line_shows_every_line_once_and_never_more_than_allowed(
+    sizes: list[int], max_bytes: int, piece: int
+) -> None:
+    lines = ["é" * (size // 2) + "x" for size in sizes]
+    text = "".join(line + "\n" for line in lines)
+    seen: list[str] = []
+    while len(seen) < len(lines):
+        page = page_of(text, piece, len(seen) + 1, max_bytes=max_bytes)
+        shown = "".join(f"{number}\t{line}\n" for number, line in enumerate(page.shown, start=len(seen) + 1))
+        assert page.shown
+        assert len(shown.encode()) <= max_bytes
+        assert page.is_out_of_room == (len(seen) + len(page.shown) < len(lines))
+        seen += page.shown
+    assert seen == lines
+
+
+def test_a_line_as_long_as_may_be_shown_is_not_cut_by_its_carriage_return() -> None:
+    page = page_of("x" * LINE_CHARS + "\r\n", 1000)
+    assert (page.shown, page.cuts) == (["x" * LINE_CHARS], [])
+
+
+def test_a_page_ends_behind_a_hundred_cut_lines() -> None:
+    page = page_of(("x" * (LINE_CHARS + 1) + "\n") * 150, 50_000)
+    assert (len(page.cuts), len(page.shown), page.is_out_of_room, page.lines) == (100, 100, True, 150)
+
+
+def test_nothing_of_a_line_is_kept_beyond_what_is_shown() -> None:
+    page = LinePage(1, 10, 1, PLENTY)
+    for _ in range(100):
+        page.take("x" * 100_000)
+    assert page.lines == 1
+    page.finish()
+    assert (page.shown, page.cuts) == (["x" * LINE_CHARS], [(1, LINE_CHARS, 10_000_000)])

@@ -1,0 +1,248 @@
+"""What lasts from one command of a session to the next, and what no command can do to it."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.guest_harness import Done, Guest, needs_namespace, running_guest
+
+pytestmark = needs_namespace
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Guest]:
+    with running_guest() as guest:
+        yield guest
+
+
+@pytest.fixture
+def guest(running: Guest) -> Guest:
+    """A guest whose session is a new one."""
+    command(running, "true", state="fresh")
+    return running
+
+
+def command(guest: Guest, script: str | bytes, **fields: object) -> Done:
+    return guest.run(script, **{"cwd": None, "state": "keep", **fields})
+
+
+def said(guest: Guest, script: str | bytes, **fields: object) -> str:
+    return command(guest, script, **fields).bytes_of("stdout").decode()
+
+
+def test_folder_variables_and_functions_last(guest: Guest) -> None:
+    command(guest, "mkdir -p deep/er; cd deep/er; export A='x  y'; greet() { echo \"hello $1\"; }")
+    assert said(guest, 'pwd; echo "$A"; greet you') == f"{guest.workspace}/deep/er\nx  y\nhello you\n"
+
+
+def test_what_is_not_exported_and_options_do_not_last(guest: Guest) -> None:
+    command(guest, "B=1; set -euf; shopt -s extdebug nullglob; umask 077; exec 2>/dev/null")
+    assert said(guest, 'echo "${B-none} $-"; umask; shopt nullglob extdebug; ls nowhere 2>&1 >/dev/null | wc -l') == (
+        "none hBc\n0022\nnullglob       \toff\nextdebug       \toff\n1\n"
+    )
+
+
+def test_file_requests_start_where_the_session_is(guest: Guest) -> None:
+    command(guest, "mkdir -p sub; echo there > sub/f; cd sub")
+    assert guest.request("read_file", path="f", max_bytes=100, timeout_s=5).bytes_of("file") == b"there\n"
+
+
+def test_a_command_may_go_back_to_where_the_last_one_came_from(guest: Guest) -> None:
+    command(guest, "mkdir -p a b; cd a")
+    command(guest, "cd ../b")
+    assert said(guest, "cd -") == f"{guest.workspace}/a\n"
+
+
+ENDS = {
+    "exit": ("exit 3", 3),
+    "errexit": ("set -e; false; echo never", 1),
+    "nounset": ("set -u; echo $nothing", 127),
+    "a syntax error": ("echo '", 2),
+    "a return": ("return 4", 2),
+}
+
+
+@pytest.mark.parametrize(("script", "code"), ENDS.values(), ids=ENDS.keys())
+def test_however_a_shell_ends_by_itself_its_state_is_kept(guest: Guest, script: str, code: int) -> None:
+    command(guest, "mkdir -p x; cd x; export KEPT=1")
+    done = command(guest, script)
+    assert done["exit_code"] == code
+    assert done["state"]["outcome"] == "kept"
+    assert said(guest, "pwd; echo $KEPT") == f"{guest.workspace}/x\n1\n"
+
+
+BREAKS = {
+    "a kill": ("cd /tmp; export BAD=1; kill -9 $$", "none"),
+    "a term": ("cd /tmp; export BAD=1; kill $$; sleep 5", "none"),
+    "a crash": ("cd /tmp; export BAD=1; kill -SEGV $$", "none"),
+    "exec": ("cd /tmp; export BAD=1; exec true", "replaced"),
+    "a trap of its own": ("export BAD=1; trap 'echo bye' EXIT", "replaced"),
+    "a function called builtin": ("export BAD=1; builtin() { :; }", "replaced"),
+    "too much": ("export BAD=1; export LOT=$(head -c 300000 /dev/zero | tr '\\0' x)", "too_large"),
+    "a skipping debug trap": ("export BAD=1; shopt -s extdebug; trap false DEBUG", "replaced"),
+    "no file may grow": ("export BAD=1; ulimit -f 0", "replaced"),
+    "removed": ("export BAD=1; rm -rf $(dirname $PWD)/output/.state", "replaced"),
+}
+
+
+@pytest.mark.parametrize(("script", "outcome"), BREAKS.values(), ids=BREAKS.keys())
+def test_what_is_not_kept_leaves_the_session_as_it_was_and_is_told(guest: Guest, script: str, outcome: str) -> None:
+    command(guest, "export KEPT=1")
+    state = command(guest, script)["state"]
+    assert state["outcome"] in (outcome, "no_room" if outcome == "replaced" else outcome)
+    after = command(guest, "echo ${KEPT-none} ${BAD-none}; pwd")
+    assert after["state"]["outcome"] == "kept"
+    kept = "none" if "rm -rf" in script else "1"
+    assert after.bytes_of("stdout").decode() == f"{kept} none\n{guest.workspace}\n"
+
+
+def test_a_limit_and_a_cancel_keep_nothing(guest: Guest) -> None:
+    assert command(guest, "export BAD=1; cd /tmp; sleep 100", timeout_s=0.2)["state"]["outcome"] == "none"
+    call = guest.start_script("export BAD=1; echo > gone; sleep 100", cwd=None, state="keep", timeout_s=20)
+    guest.wait_for_file("gone")
+    guest.send({"id": call, "op": "cancel"})
+    assert guest.finish(call)["state"]["outcome"] == "none"
+    assert said(guest, "echo ${BAD-none}") == "none\n"
+
+
+def test_a_trap_of_the_commands_own_works(guest: Guest) -> None:
+    assert said(guest, "trap 'echo bye' EXIT; echo hi") == "hi\nbye\n"
+    assert said(guest, "(trap 'echo inner' EXIT); cd /") == "inner\n"
+
+
+def test_a_folder_outside_of_the_roots_is_not_kept_and_told(guest: Guest) -> None:
+    state = command(guest, "cd /usr")["state"]
+    assert (state["stray"], state["moved"], state["folder"]) == ("/usr", False, str(guest.workspace))
+    assert said(guest, "pwd") == f"{guest.workspace}\n"
+
+
+def test_a_link_out_of_the_roots_is_no_way_to_leave_them(guest: Guest) -> None:
+    assert command(guest, "ln -sfn /usr out; cd out")["state"]["stray"] == "/usr"
+    assert command(guest, "true", cwd="out").code == "PATH_NOT_ALLOWED"
+
+
+def test_a_folder_that_is_gone_is_told_and_the_workspace_takes_its_place(guest: Guest) -> None:
+    assert command(guest, "mkdir -p away; cd away")["state"]["moved"] is True
+    assert command(guest, "rmdir ../away")["state"]["stray"] == ""
+    after = command(guest, "pwd")
+    assert after.bytes_of("stdout").decode() == f"{guest.workspace}\n"
+    assert after["state"]["lost"] == f"{guest.workspace}/away"
+    assert command(guest, "true")["state"]["lost"] is None
+
+
+def test_a_folder_given_with_a_command_is_that_commands_only(guest: Guest) -> None:
+    command(guest, "mkdir -p a b/c")
+    assert said(guest, "pwd", cwd="b") == f"{guest.workspace}/b\n"
+    assert said(guest, "pwd") == f"{guest.workspace}\n"
+    assert command(guest, "cd c", cwd="b")["state"]["moved"] is True
+    assert said(guest, "pwd") == f"{guest.workspace}/b/c\n"
+
+
+@pytest.mark.parametrize(("cwd", "code"), [("nowhere", "FILE_NOT_FOUND"), ("/etc", "PATH_NOT_ALLOWED"), ("/etc/passwd", "NOT_A_DIRECTORY")])
+def test_a_folder_that_cannot_be_is_refused_by_name(guest: Guest, cwd: str, code: str) -> None:
+    done = command(guest, "true", cwd=cwd)
+    assert done.code == code
+    assert cwd in done["error"]["message"]
+
+
+def test_a_fresh_start_forgets_everything(guest: Guest) -> None:
+    command(guest, "mkdir -p sub; cd sub; export A=1; f() { :; }; unset PATH PAGER")
+    assert said(guest, "pwd; echo ${A-none} $PAGER; type f 2>&1", state="fresh").startswith(
+        f"{guest.workspace}\nnone cat\nbash: line 1: type: f"
+    )
+
+
+def test_what_was_unset_stays_unset(guest: Guest) -> None:
+    command(guest, "unset PATH HOME NO_COLOR")
+    assert said(guest, 'echo "${PATH-none} ${HOME-none} ${NO_COLOR-none}"; /usr/bin/env | /usr/bin/grep -c ^PATH=') == "none none none\n0\n"
+
+
+def test_variables_that_are_a_shells_own_break_nothing(guest: Guest) -> None:
+    command(
+        guest, "export IFS=: UID SHELLOPTS BASHOPTS BASH_ENV=/nowhere ENV=/x PS4=p POSIXLY_CORRECT=1; readonly R=1; export R; export -f"
+    )
+    done = command(guest, 'echo "$IFS|$BASH_ENV|$R|$SHLVL"')
+    assert (done.bytes_of("stdout"), done.bytes_of("stderr")) == (b":|/nowhere|1|1\n", b"")
+    assert done["state"]["outcome"] == "kept"
+
+
+def test_functions_of_any_name_last(guest: Guest) -> None:
+    script = (
+        "shopt -s extglob\nfunction if { echo if; }\na-b.c() { echo abc; }\n[x() { echo x; }\n"
+        "ext() { [[ $1 == @(a|b) ]] && echo ext; }\nhere() { cat <<EOF\n$1 '\"\nEOF\n}\nexport -f a-b.c"
+    )
+    command(guest, script)
+    assert said(guest, "\\if; a-b.c; [x; ext a; here it; bash -c a-b.c") == "if\nabc\nx\next\nit '\"\nabc\n"
+
+
+def test_tracing_and_traps_show_nothing_of_ours(guest: Guest) -> None:
+    done = command(
+        guest, "trap 'echo dbg' DEBUG; trap 'echo err' ERR; set -xE; true", capture={"stdout": 9999, "stderr": 9999, "merged": 0}
+    )
+    assert done.bytes_of("stdout") == b"dbg\ndbg\ndbg\n"
+    assert b"toolcrew" not in done.bytes_of("stderr")
+    assert done["state"]["outcome"] == "kept"
+
+
+def test_nothing_of_ours_reaches_a_program(guest: Guest) -> None:
+    assert (
+        said(
+            guest,
+            "ls /proc/self/fd | wc -l; env | grep -v PWD | grep -c -i -e bash_env -e toolcrew; compgen -v | grep -i toolcrew; declare -F",
+        )
+        == "4\n0\n"
+    )
+
+
+def test_complaints_have_natural_names_and_lines(guest: Guest) -> None:
+    assert command(guest, "\n\nnosuch").bytes_of("stderr") == b"bash: line 3: nosuch: command not found\n"
+    assert said(guest, "echo $0 $LINENO !!") == "bash 1 !!\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "statuses"),
+    [("true", [0]), ("false | true", [1, 0]), ("true | (exit 3) | false; ", [0, 3, 1]), ("set -eo pipefail; false | true", [1, 0])],
+)
+def test_the_statuses_of_the_last_pipeline_are_told(guest: Guest, script: str, statuses: list[int]) -> None:
+    assert command(guest, script)["pipe_status"] == statuses
+
+
+@pytest.mark.parametrize("size", [131_071, 131_072, 700_000])
+def test_a_command_of_any_length_runs_and_leaves_its_state(guest: Guest, size: int) -> None:
+    script = b"export LONG=1; false | true\n#" + b"'" * size
+    done = command(guest, script)
+    assert (done["exit_code"], done["state"]["outcome"]) == (0, "kept")
+    assert said(guest, "echo $LONG; ls /proc/self/fd | wc -l") == "1\n4\n"
+
+
+@settings(max_examples=20, deadline=None)
+@given(value=st.binary(min_size=0, max_size=40).filter(lambda raw: b"\0" not in raw))
+@example(b"\n'\"$`\\x\xff\xc3")
+def test_any_value_of_a_variable_lasts(running: Guest, value: bytes) -> None:
+    escaped = "".join(f"\\x{byte:02x}" for byte in value)
+    command(running, f"export VALUE=$'{escaped}'" if value else "export VALUE=")
+    assert command(running, 'printf %s "$VALUE"').bytes_of("stdout") == value
+
+
+@pytest.mark.parametrize("content", [b"", b"\0", b"x" * 300_000, b"fi (\0fi (\0end", b"\0\0end", b"declare -x PATH=\0\0end"])
+def test_a_state_that_a_program_has_written_breaks_no_command(guest: Guest, content: bytes) -> None:
+    command(guest, "true")
+    (guest.output / ".state" / "shell").write_bytes(content)
+    done = command(guest, "echo works")
+    assert (done.bytes_of("stdout"), done.bytes_of("stderr"), done["state"]["outcome"]) == (b"works\n", b"", "kept")
+
+
+@pytest.mark.parametrize("name", ["shell", "folder"])
+def test_a_pipe_in_place_of_the_state_holds_no_command(guest: Guest, name: str) -> None:
+    script = f"cd $(dirname $PWD)/output/.state; rm -f {name}; mkfifo {name}; cd - >/dev/null"
+    command(guest, script, state="use")
+    assert command(guest, "echo works", timeout_s=2).bytes_of("stdout") == b"works\n"
+    command(guest, f"rm -f $(dirname {guest.workspace})/output/.state/{name}", state="none", cwd="/")
+
+
+def test_a_state_is_a_scripts_and_brings_its_environment(guest: Guest) -> None:
+    assert command(guest, "true", env={"A": "1"}).code == "INVALID_ARGUMENTS"
+    assert command(guest, "true", argv=["true"], script_bytes=0).code == "INVALID_ARGUMENTS"
+    assert command(guest, "true", state="some").code == "INVALID_ARGUMENTS"

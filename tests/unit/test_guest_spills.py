@@ -1,0 +1,153 @@
+"""Outputs too long for a result in files of the session, within a quota; and output that is sent while it comes."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace, running_guest
+
+assert GUEST_PARENT
+from guest import spills  # noqa: E402
+from guest.places import Places  # noqa: E402
+from guest.spills import Spill  # noqa: E402
+
+LIMITS = {"bytes": 1000, "lines": 20}
+
+
+@pytest.fixture(scope="module")
+def guest() -> Iterator[Guest]:
+    with running_guest() as running:
+        yield running
+
+
+def run(guest: Guest, script: str, **fields: object) -> Done:
+    return guest.run(script, **{"spill": LIMITS, "capture": {"stdout": 1000, "stderr": 1000, "merged": 1000}, **fields})
+
+
+def build_spill(output: Path, limit: int = 10) -> Spill:
+    return Spill(Places((b"/nowhere",), str(output).encode()), limit, 1000)
+
+
+@needs_namespace
+@pytest.mark.parametrize("script", ["true", "seq 20", "head -c 1000 /dev/zero"])
+def test_an_output_that_fits_has_no_file(guest: Guest, script: str) -> None:
+    done = run(guest, script)
+    assert (done["spill"], done["spill_failed"]) == (None, False)
+
+
+@needs_namespace
+@pytest.mark.parametrize("script", ["seq 21", "head -c 1001 /dev/zero", "seq 100000; seq 1000 >&2", "yes | head -c 3000000"])
+def test_an_output_that_does_not_lies_whole_in_a_file(guest: Guest, script: str) -> None:
+    done = run(guest, script)
+    content = Path(done["spill"]["path"]).read_bytes()
+    totals = done["streams"]
+    assert len(content) == totals["merged"]["total"] == totals["stdout"]["total"] + totals["stderr"]["total"]
+    assert done["spill"]["bytes"] == len(content)
+    assert done["spill"]["lines"] == content.count(b"\n")
+    assert done["spill"]["whole"] is True
+
+
+@needs_namespace
+def test_what_a_command_printed_until_its_limit_is_in_the_file(guest: Guest) -> None:
+    done = run(guest, "seq 1000; sleep 1000", timeout_s=0.3)
+    assert done["timed_out"] is True
+    assert Path(done["spill"]["path"]).read_bytes().endswith(b"\n1000\n")
+
+
+@needs_namespace
+def test_a_place_for_outputs_that_takes_none_fails_no_command(guest: Guest) -> None:
+    guest.run(f"chmod 500 {guest.output}", cwd="/")
+    try:
+        done = run(guest, "seq 1000; exit 3", cwd=None, state="keep")
+        assert (done["exit_code"], done["spill"], done["spill_failed"], done["state"]["outcome"]) == (3, None, True, "replaced")
+    finally:
+        guest.run(f"chmod 700 {guest.output}", cwd="/")
+
+
+def test_the_oldest_files_make_room_and_no_file_is_larger_than_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spills, "QUOTA_BYTES", 1000)
+    names = []
+    for number in range(3):
+        spill = build_spill(tmp_path)
+        spill.add(bytes([65 + number]) * 400)
+        assert spill.name is not None
+        names.append(spill.name.decode())
+        os.utime(tmp_path / names[-1], (number, number))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(names[1:])
+    large = build_spill(tmp_path)
+    for _ in range(7):
+        large.add(b"line\n" * 40)
+    assert large.name is not None
+    assert [entry.name for entry in tmp_path.iterdir()] == [large.name.decode()]
+    assert (large.written, large.lines, large.is_whole) == (1000, 200, False)
+
+
+def test_only_files_of_its_own_kind_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spills, "QUOTA_BYTES", 100)
+    (tmp_path / "mine.txt").write_bytes(bytes(500))
+    (tmp_path / "command-link.txt").symlink_to("mine.txt")
+    (tmp_path / "command-folder.txt").mkdir()
+    spill = build_spill(tmp_path)
+    spill.add(bytes(300))
+    assert sorted(entry.name for entry in tmp_path.iterdir() if entry.name != (spill.name or b"").decode()) == [
+        "command-folder.txt",
+        "command-link.txt",
+        "mine.txt",
+    ]
+    assert (spill.written, spill.is_whole) == (100, False)
+
+
+@pytest.mark.skipif(not os.access("/dev/full", os.W_OK), reason="needs /dev/full")
+def test_a_full_place_keeps_what_there_was_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_open = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags, mode=0o777: real_open("/dev/full", os.O_WRONLY))
+    spill = build_spill(tmp_path)
+    spill.add(bytes(100))
+    spill.add(bytes(100))
+    assert (spill.written, spill.is_whole) == (0, False)
+
+
+# Live
+
+
+def live_bytes(guest: Guest, script: str, most: int, **fields: object) -> Done:
+    return guest.run(script, live=True, max_bytes=most, **fields)
+
+
+@needs_namespace
+def test_live_output_comes_while_the_program_runs(guest: Guest) -> None:
+    call = guest.start_script("rm -f gate; mkfifo gate; echo first; read line < gate; echo second >&2", live=True, max_bytes=10_000)
+    frame = guest.next_frame()
+    assert (frame.header["stream"], frame.body) == ("live", b"first\n")
+    guest.run("echo go > gate")
+    done = guest.finish(call)
+    assert (done.bytes_of("live_stderr"), done["live"]) == (b"second\n", {"sent": 13, "dropped": 0})
+    assert (done.bytes_of("stdout"), done.bytes_of("stderr")) == (b"first\n", b"second\n")
+
+
+@needs_namespace
+def test_live_output_stays_within_its_bound_frames_included(guest: Guest) -> None:
+    done = live_bytes(guest, "for i in $(seq 200); do echo line $i; done; sleep 0.2; echo more", 500)
+    sent = len(done.bytes_of("live"))
+    assert sent == done["live"]["sent"] <= 500
+    assert done["live"]["sent"] + done["live"]["dropped"] == done["streams"]["stdout"]["total"]
+
+
+@needs_namespace
+def test_many_small_pieces_are_few_frames(guest: Guest) -> None:
+    call = guest.start_script("for i in $(seq 300); do echo $i; sleep 0.001; done", live=True, max_bytes=1 << 20)
+    frames = 0
+    while (frame := guest.next_frame()).header["ev"] == "data":
+        frames += frame.header["stream"] == "live"
+    assert frame.header["id"] == call
+    assert frame.header["live"]["dropped"] == 0
+    assert 1 < frames < 60
+
+
+@needs_namespace
+def test_a_program_is_not_held_by_who_does_not_watch(guest: Guest) -> None:
+    done = live_bytes(guest, "yes | head -c 20000000", 100 << 20)
+    assert done["exit_code"] == 0
+    assert done["live"]["sent"] + done["live"]["dropped"] == 20_000_000

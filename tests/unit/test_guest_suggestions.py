@@ -1,0 +1,158 @@
+"""What a path that leads nowhere may have meant: ranked, bounded, and only from inside."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.guest_harness import GUEST_PARENT
+
+assert GUEST_PARENT
+from guest import suggestions  # noqa: E402
+from guest.places import Places  # noqa: E402
+from guest.suggestions import Likeness, escaped, missing_file  # noqa: E402
+
+
+class Tree:
+    """A workspace, a /tmp and an output folder of their own."""
+
+    def __init__(self, base: Path) -> None:
+        self.workspace, self.tmp, self.output = base / "ws", base / "tmp", base / "output"
+        for folder in (self.workspace, self.tmp, self.output / ".state"):
+            folder.mkdir(parents=True)
+        self.places = Places((bytes(self.workspace), bytes(self.tmp)), bytes(self.output))
+
+    def make(self, *names: str) -> None:
+        for name in names:
+            path = self.workspace / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("")
+
+    def suggest(self, path: str) -> list[str]:
+        """The paths that are suggested, in order."""
+        failure = missing_file(path, self.places)
+        assert failure.code == "FILE_NOT_FOUND"
+        words = failure.message.partition("; did you mean ")[2].partition("?")[0]
+        return words.replace(" or ", ", ").split(", ") if words else []
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+def test_the_same_name_elsewhere_comes_before_other_case_a_slip_and_another_suffix(tree: Tree) -> None:
+    tree.make("z/main.py", "Main.py", "mian.py", "main.ts", "other.py")
+    assert tree.suggest("main.py") == ["z/main.py", "Main.py", "mian.py", "main.ts"]
+
+
+def test_at_most_five_are_suggested_the_nearest_first(tree: Tree) -> None:
+    tree.make(*(f"{letter}/deep/x.py" for letter in "abcdefgh"), "src/deep/x.py")
+    assert tree.suggest("src/dep/x.py")[0] == "src/deep/x.py"
+    assert len(tree.suggest("src/dep/x.py")) == 5
+
+
+def test_a_mistyped_directory_is_found_by_the_name_of_the_file(tree: Tree) -> None:
+    tree.make("src/toolkit/parser.py", "docs/parser.md")
+    assert tree.suggest("src/tolkit/parser.py")[0] == "src/toolkit/parser.py"
+
+
+def test_the_path_tried_and_the_working_directory_are_named(tree: Tree) -> None:
+    (tree.workspace / "sub").mkdir()
+    (tree.output / ".state" / "folder").write_bytes(bytes(tree.workspace / "sub"))
+    words = missing_file("../a/./gone.txt", tree.places).message
+    assert words.startswith(f"{tree.workspace}/a/gone.txt: no such file or directory; the working directory is {tree.workspace}/sub;")
+    assert "no name like it was found" in words
+
+
+def test_a_suggestion_can_be_used_as_it_stands(tree: Tree) -> None:
+    tree.make("sub/notes.txt", "notes.txt")
+    (tree.tmp / "notes.txt").write_text("")
+    (tree.output / ".state" / "folder").write_bytes(bytes(tree.workspace / "sub"))
+    assert set(tree.suggest("x/notes.txt")) == {"notes.txt", f"{tree.workspace}/notes.txt", f"{tree.tmp}/notes.txt"}
+
+
+def test_nothing_outside_is_named_whatever_leads_there(tree: Tree) -> None:
+    secret = tree.workspace.parent / "outside"
+    secret.mkdir()
+    (secret / "secret.txt").write_text("")
+    (tree.workspace / "way").symlink_to(secret)
+    assert tree.suggest("secret.txt") == []
+    assert tree.suggest("way/secrets.txt") == []
+    assert tree.suggest(str(secret / "secrets.txt")) == []
+
+
+def test_the_state_of_the_session_is_not_shown(tree: Tree) -> None:
+    (tree.output / ".state" / "folder.txt").write_text("")
+    (tree.output / "long.txt").write_text("")
+    assert tree.suggest("folder.txt") == []
+    assert tree.suggest("long.txt") == [f"{tree.output}/long.txt"]
+
+
+def test_names_that_no_line_could_show_are_escaped(tree: Tree) -> None:
+    tree.make("dir/a\nb.txt")
+    os.mkdir(bytes(tree.workspace) + b"/\xff")
+    Path(os.fsdecode(bytes(tree.workspace) + b"/\xff/c\x1b.txt")).write_text("")
+    assert tree.suggest("a\nb.txt") == ["dir/a\\nb.txt"]
+    assert tree.suggest("c\x1b.txt") == ["\\xff/c\\x1b.txt"]
+    assert "\n" not in missing_file("x\ny", tree.places).message
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "d/" * 3000 + "x", "\udcff\udcfe", "-rf", " ", "/", "."])
+def test_no_path_is_too_odd_to_answer(tree: Tree, path: str) -> None:
+    tree.make("a.txt")
+    assert len(missing_file(path, tree.places).message) < 2000
+
+
+def test_the_look_ends_after_so_many_entries_and_says_so(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suggestions, "MAX_ENTRIES", 50)
+    tree.make(*(f"d/{number}.bin" for number in range(100)))
+    assert "no name like it was found (among the first 50 entries)" in missing_file("gone.txt", tree.places).message
+
+
+def test_the_look_ends_after_its_time(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suggestions, "MAX_S", -1.0)
+    tree.make("d/main.py")
+    assert tree.suggest("main.py") == []
+
+
+def test_the_directory_of_the_path_is_looked_at_first(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suggestions, "MAX_ENTRIES", 50)
+    tree.make(*(f"a/{number}.bin" for number in range(100)), "deep/er/target.txt")
+    assert tree.suggest("deep/er/targt.txt") == ["deep/er/target.txt"]
+
+
+def distance(first: str, second: str) -> int:
+    """The plain definition: add, drop, change, or swap two neighbours."""
+    rows = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+    for i in range(len(first) + 1):
+        for j in range(len(second) + 1):
+            if i == 0 or j == 0:
+                rows[i][j] = i + j
+                continue
+            same = first[i - 1] == second[j - 1]
+            rows[i][j] = min(rows[i - 1][j] + 1, rows[i][j - 1] + 1, rows[i - 1][j - 1] + (not same))
+            if i > 1 and j > 1 and first[i - 1] == second[j - 2] and first[i - 2] == second[j - 1]:
+                rows[i][j] = min(rows[i][j], rows[i - 2][j - 2] + 1)
+    return rows[-1][-1]
+
+
+names = st.text("ab_c", min_size=4, max_size=10)
+
+
+@given(wanted=names, name=names)
+def test_slips_are_counted_as_defined_and_others_are_strangers(wanted: str, name: str) -> None:
+    judged = Likeness(wanted).judge(name)
+    slips = distance(wanted, name)
+    most = 1 if len(wanted) <= 4 else 2 if len(wanted) <= 8 else 3
+    if name == wanted:
+        assert judged == (0, 0)
+    else:
+        assert judged == ((2, slips) if slips <= most else None)
+
+
+@given(name=st.binary(min_size=1, max_size=20))
+def test_an_escaped_name_is_one_printable_line(name: bytes) -> None:
+    assert escaped(name).isprintable()

@@ -1,0 +1,381 @@
+"""read_text of a running guest: pages of any file, in any encoding, of any size."""
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace, running_guest
+
+assert GUEST_PARENT
+from guest import text_reads  # noqa: E402
+from guest.failures import Failure  # noqa: E402
+from guest.places import Places  # noqa: E402
+from guest.sha256 import new_digest  # noqa: E402
+from guest.snapshots import Snapshot, recall  # noqa: E402
+from guest.text_requests import ReadTextRequest  # noqa: E402
+
+pytestmark = needs_namespace
+
+CHINESE = "中文测试文件,包含一些常见的汉字。\n第二行\n"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Guest]:
+    with running_guest() as guest:
+        yield guest
+
+
+@pytest.fixture
+def guest(running: Guest) -> Guest:
+    running.run(f"rm -rf ./* ./.[!.]* {running.output}/* {running.output}/.state/files")
+    return running
+
+
+def read(guest: Guest, path: str, **fields: Any) -> Done:
+    plain = {"offset": 1, "limit": 2000, "max_bytes": 30_000, "timeout_s": 10}
+    return guest.request("read_text", path=path, **{**plain, **fields})
+
+
+def make(guest: Guest, name: str, content: bytes) -> Path:
+    path = guest.workspace / name
+    path.write_bytes(content)
+    path.chmod(0o666)
+    return path
+
+
+def recalled(guest: Guest, path: Path) -> Snapshot | None:
+    return recall(Places((bytes(guest.workspace), bytes(guest.tmp)), bytes(guest.output)), bytes(path))
+
+
+class LocalBench:
+    """A guest's bench in this process, over folders of its own; nothing is sent, there is no limit."""
+
+    def __init__(self, base: Path) -> None:
+        for name in ("ws", "tmp", "output"):
+            (base / name).mkdir()
+        self.places = Places((bytes(base / "ws"), bytes(base / "tmp")), bytes(base / "output"))
+
+    @property
+    def watch(self) -> "LocalBench":
+        return self
+
+    @property
+    def writer(self) -> "LocalBench":
+        return self
+
+    def check(self) -> None:
+        """No limit."""
+
+    def send(self, stream: str, data: bytes) -> None:
+        assert stream == "file"
+
+
+def test_lines_are_sent_and_counted(guest: Guest) -> None:
+    path = make(guest, "n", b"".join(b"%d\n" % number for number in range(1, 500_001)) + b"no newline")
+    done = read(guest, "n", offset=250_000, limit=3)
+    assert done.bytes_of("file") == b"250000\n250001\n250002\n"
+    assert (done["lines"], done["is_counted"], done["count"], done["is_out_of_room"]) == (500_001, True, 3, False)
+    assert (done["final_newline"], done["newline"], done["encoding"]) == (False, "lf", "utf-8")
+    assert (done["size"], done["kind"]) == (path.stat().st_size, "text")
+
+
+def test_an_empty_file_has_no_lines_and_no_error(guest: Guest) -> None:
+    make(guest, "f", b"")
+    done = read(guest, "f")
+    assert (done["lines"], done["count"], done["size"], done.bytes_of("file")) == (0, 0, 0, b"")
+    assert read(guest, "f", offset=2).code == "OFFSET_OUT_OF_RANGE"
+
+
+def test_an_offset_past_the_end_tells_the_lines_and_a_column_the_characters(guest: Guest) -> None:
+    make(guest, "f", "one\nzwölf\n".encode())
+    done = read(guest, "f", offset=3)
+    assert (done.code, done["error"]["lines"]) == ("OFFSET_OUT_OF_RANGE", 2)
+    assert "has 2 lines, none at 3" in done["error"]["message"]
+    assert read(guest, "f", offset=2, column=5).bytes_of("file") == b"f\n"
+    assert "line 2 has 5 characters, none at 6" in read(guest, "f", offset=2, column=6)["error"]["message"]
+
+
+def test_a_line_of_50_mb_is_paged_by_its_columns(guest: Guest) -> None:
+    make(guest, "big", b"x" * 50_000_000 + b"end\nnext\n")
+    done = read(guest, "big")
+    assert (done.bytes_of("file"), done["cuts"]) == (b"x" * 2000 + b"\nnext\n", [[1, 2000, 50_000_003]])
+    last = read(guest, "big", limit=1, column=49_999_999)
+    assert (last.bytes_of("file"), last["cuts"]) == (b"xxend\n", [])
+
+
+@pytest.mark.parametrize(
+    ("codec", "mark", "named"),
+    [
+        ("utf-8", b"\xef\xbb\xbf", "utf-8"),
+        ("utf-16-le", b"\xff\xfe", "utf-16-le"),
+        ("utf-16-be", b"", "utf-16-be"),
+        ("utf-32-be", b"", "utf-32-be"),
+        ("gb18030", b"", "gb18030"),
+    ],
+)
+def test_a_file_of_any_encoding_comes_as_utf_8(guest: Guest, codec: str, mark: bytes, named: str) -> None:
+    make(guest, "f", mark + CHINESE.encode(codec))
+    done = read(guest, "f")
+    assert done.bytes_of("file").decode() == CHINESE
+    assert (done["encoding"], done["has_bom"], done["is_guess"], done["is_damaged"]) == (named, bool(mark), not mark, False)
+
+
+def test_an_encoding_that_is_asked_for_is_used(guest: Guest) -> None:
+    make(guest, "f", "é\n".encode())
+    done = read(guest, "f", encoding="latin-1")
+    assert (done.bytes_of("file").decode(), done["encoding"]) == ("Ã©\n", "iso8859-1")
+    make(guest, "b", b"\0\xff\n")
+    assert read(guest, "b", encoding="latin-1").bytes_of("file").decode() == "\0ÿ\n"
+    for name in ("rot13", "hex", "no-such", "", "../x", "é"):
+        assert read(guest, "f", encoding=name).code == "INVALID_ARGUMENTS"
+
+
+@pytest.mark.parametrize("before", [65_536, 262_143, 262_144, 700_000])
+def test_the_guess_is_made_from_where_utf_8_ends(guest: Guest, before: int) -> None:
+    content = b"x" * (before - 1) + b"\n" + CHINESE.encode("gb18030")
+    make(guest, "f", content)
+    done = read(guest, "f", offset=2)
+    assert (done.bytes_of("file").decode(), done["encoding"], done["lines"]) == (CHINESE, "gb18030", 3)
+
+
+def test_a_character_at_the_edge_of_a_block_is_whole(guest: Guest) -> None:
+    for shift in range(4):
+        make(guest, "f", b"x" * (262_144 - 2 - shift) + b"\n" + "😀😀\n".encode())
+        done = read(guest, "f", offset=2)
+        assert (done.bytes_of("file").decode(), done["is_guess"]) == ("😀😀\n", False)
+
+
+def test_utf_8_that_breaks_off_or_is_damaged_is_shown_and_said(guest: Guest) -> None:
+    make(guest, "f", CHINESE.encode() + b"\xff\n" + "中".encode()[:2])
+    done = read(guest, "f")
+    assert (done.bytes_of("file").decode(), done["encoding"], done["is_damaged"]) == (CHINESE + "\ufffd\n\ufffd\n", "utf-8", True)
+    assert read(guest, "f", limit=2)["is_damaged"] is False
+
+
+def test_a_binary_file_is_refused_with_its_type_and_size_and_without_its_bytes(guest: Guest) -> None:
+    make(guest, "prog", b"\x7fELF\x02\x01\x01\0" + b"x" * 100_000)
+    done = read(guest, "prog")
+    assert (done.code, done["error"]["size"], done.bytes_of("file")) == ("BINARY_FILE", 100_008, b"")
+    assert done["error"]["message"] == "prog: not text but an ELF program or library, 100008 bytes"
+
+
+def test_a_picture_and_a_document_are_described(guest: Guest) -> None:
+    make(guest, "p.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (640).to_bytes(4, "big") + (480).to_bytes(4, "big") + bytes(20))
+    make(guest, "d.pdf", b"%PDF-1.7\n")
+    done = read(guest, "p.png")
+    assert (done["kind"], done["type"], done["width"], done["height"], done["size"]) == ("image", "a PNG image", 640, 480, 44)
+    assert (read(guest, "d.pdf")["kind"], done.bytes_of("file")) == ("document", b"")
+
+
+def test_a_sparse_file_of_1_tb_is_answered_quickly(guest: Guest) -> None:
+    make(guest, "text", b"".join(b"%d\n" % number for number in range(5000)))
+    guest.run("truncate -s 1T hole text")
+    assert read(guest, "hole").code == "BINARY_FILE"
+    started = time.monotonic()
+    done = read(guest, "text", limit=3)
+    assert (done.bytes_of("file"), done["is_counted"], done["lines"]) == (b"0\n1\n2\n", False, 5001)
+    assert time.monotonic() - started < 3
+
+
+def test_a_line_that_does_not_end_is_shown_as_far_as_it_was_looked_at(guest: Guest) -> None:
+    make(guest, "text", b"a\n" * 5000)
+    guest.run("truncate -s 1T text")
+    done = read(guest, "text", offset=5000)
+    ((line, shown, length),) = done["cuts"]
+    assert (line, shown, done["is_counted"], done["count"]) == (5001, 2000, False, 2)
+    assert length > 50_000_000
+
+
+def test_a_read_has_a_limit_and_can_be_cancelled(guest: Guest) -> None:
+    make(guest, "text", b"a\n" * 5000)
+    guest.run("truncate -s 1T text")
+    assert read(guest, "text", offset=10**9, timeout_s=0.05).code == "TIMEOUT"
+    call = guest.start("read_text", path="text", offset=10**9, limit=1, max_bytes=8192, timeout_s=60)
+    guest.send({"id": call, "op": "cancel"})
+    assert guest.finish(call).code == "CANCELLED"
+    assert guest.wait_alone()
+
+
+def test_the_supervisor_of_a_large_read_stays_small(guest: Guest) -> None:
+    make(guest, "big", b"x" * 60_000_000)
+    assert read(guest, "big")["lines"] == 1
+    # The supervisor waits for its next call.
+    (pid,) = guest.others()
+    peak = int(Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+    assert peak < 40_000_000
+
+
+def test_what_is_no_file_is_refused_and_never_opened(guest: Guest) -> None:
+    guest.run("mkfifo fifo; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"sock\")'; ln -s /dev/zero dev; ln -s loop loop")
+    for name, code in (
+        ("fifo", "NOT_A_REGULAR_FILE"),
+        ("sock", "NOT_A_REGULAR_FILE"),
+        ("dev", "PATH_NOT_ALLOWED"),
+        ("loop", "PATH_NOT_ALLOWED"),
+    ):
+        assert read(guest, name).code == code
+    assert read(guest, "/etc/passwd").code == "PATH_NOT_ALLOWED"
+
+
+def test_a_directory_gives_its_first_hundred_names(guest: Guest) -> None:
+    guest.run("mkdir d d/sub; for n in $(seq -w 1 150); do : > d/f$n; done; : > $'d/a\\nb'")
+    done = read(guest, "d")
+    names = done.bytes_of("file").decode().splitlines()
+    assert (done["kind"], done["count"], done["entries"], len(names)) == ("directory", 100, 152, 100)
+    assert names[:3] == ["a\\nb", "f001", "f002"]
+    assert "d/" in read(guest, ".").bytes_of("file").decode().splitlines()
+    assert read(guest, "d/sub")["entries"] == 0
+    long = "n" * 250
+    guest.run(f"mkdir long; for n in $(seq 1 100); do : > long/{long}$n; done")
+    assert len(read(guest, "long", max_bytes=8192).bytes_of("file")) <= 8192
+
+
+def test_the_output_folder_is_read_and_its_state_is_not_listed(guest: Guest) -> None:
+    (guest.output / "long.txt").write_text("spilled\n")
+    (guest.output / "long.txt").chmod(0o644)
+    make(guest, "f", b"so that something is remembered\n")
+    read(guest, "f")
+    assert read(guest, str(guest.output / "long.txt")).bytes_of("file") == b"spilled\n"
+    assert read(guest, str(guest.output)).bytes_of("file") == b"long.txt\n"
+
+
+def test_a_missing_file_is_answered_with_what_it_may_have_meant(guest: Guest) -> None:
+    guest.run("mkdir src; : > src/main.py")
+    for path in ("src/mian.py", "scr/main.py"):
+        done = read(guest, path)
+        assert (done.code, "did you mean src/main.py?" in done["error"]["message"]) == ("FILE_NOT_FOUND", True)
+    assert read(guest, "src/main.py/x").code == "NOT_A_DIRECTORY"
+
+
+@pytest.mark.parametrize("name", [b"-rf", b"a\nb", b"\xff\xfe", b" ", "中文".encode(), b"'\"$(id)"])
+def test_a_file_of_any_name_is_read(guest: Guest, name: bytes) -> None:
+    with open(os.path.join(bytes(guest.workspace), name), "wb") as file:
+        file.write(b"here\n")
+    assert read(guest, name.decode("utf-8", "surrogateescape")).bytes_of("file") == b"here\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [("", "INVALID_ARGUMENTS"), ("n" * 5000, "INVALID_ARGUMENTS"), ("a\0b", "INVALID_ARGUMENTS"), ("\ud800", "INVALID_ARGUMENTS")],
+)
+def test_a_path_that_cannot_be_has_its_code(guest: Guest, path: str, code: str) -> None:
+    assert read(guest, path).code == code
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"offset": 0},
+        {"limit": 0},
+        {"column": 0},
+        {"max_bytes": 8191},
+        {"max_bytes": 1 << 21},
+        {"offset": True},
+        {"limit": "5"},
+        {"limit": 10**30},
+        {"encoding": 5},
+        {"mode": "r"},
+    ],
+)
+def test_a_wrong_field_is_refused(guest: Guest, fields: dict[str, Any]) -> None:
+    make(guest, "f", b"x\n")
+    assert read(guest, "f", **fields).code == "INVALID_ARGUMENTS"
+
+
+def test_what_was_read_is_remembered_whole_under_its_own_path(guest: Guest) -> None:
+    content = b"a\nb\nc\n"
+    path = make(guest, "f", content)
+    guest.run("mkdir d; ln -s ../f d/link")
+    read(guest, "d/../d/link", limit=1)
+    snapshot = recalled(guest, path)
+    assert snapshot is not None
+    assert (snapshot.digest, snapshot.data) == (hashlib.sha256(content).digest(), content)
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, (1 << 20) - 1, 1 << 20])
+def test_a_digest_is_sha256_whichever_library_makes_it(size: int) -> None:
+    data = os.urandom(size)
+    digest = new_digest(size)
+    digest.update(data)
+    assert digest.digest() == hashlib.sha256(data).digest()
+
+
+def test_a_file_in_another_encoding_is_remembered_as_its_bytes(guest: Guest) -> None:
+    content = b"\xff\xfe" + CHINESE.encode("utf-16-le")
+    path = make(guest, "f", content)
+    read(guest, "f")
+    snapshot = recalled(guest, path)
+    assert snapshot is not None
+    assert snapshot.data == content
+
+
+def test_a_large_file_is_remembered_by_its_digest_and_a_huge_one_not(guest: Guest) -> None:
+    content = os.urandom(1 << 20).hex().encode()
+    path = make(guest, "f", content)
+    read(guest, "f")
+    snapshot = recalled(guest, path)
+    assert snapshot is not None
+    assert (snapshot.digest, snapshot.data) == (hashlib.sha256(content).digest(), None)
+    huge = make(guest, "huge", b"x" * (33 << 20))
+    read(guest, "huge")
+    assert recalled(guest, huge) is None
+
+
+def test_a_file_that_has_become_too_large_to_remember_is_not_held_to_what_it_was(guest: Guest) -> None:
+    path = make(guest, "f", b"x\n")
+    read(guest, "f")
+    assert recalled(guest, path) is not None
+    path.write_bytes(b"x" * (33 << 20))
+    read(guest, "f")
+    assert recalled(guest, path) is None
+
+
+def test_what_a_command_printed_is_text_whatever_is_in_it(guest: Guest) -> None:
+    spilled = guest.output / "spilled"
+    for content, shown in ((b"\0\x89PNG\n", "\0\ufffdPNG\n"), (CHINESE.encode("gb18030"), None), (b"%PDF-\n", "%PDF-\n")):
+        spilled.write_bytes(content)
+        spilled.chmod(0o644)
+        done = read(guest, str(spilled))
+        assert done.bytes_of("file").decode() == (content.decode("utf-8", "replace") if shown is None else shown)
+        assert done["encoding"] == "utf-8"
+
+
+def test_a_codec_that_gives_up_on_a_file_is_told(guest: Guest) -> None:
+    make(guest, "f", bytes(range(128, 256)) * 100)
+    codes = {read(guest, "f", encoding=name).code for name in ("iso2022_jp", "iso2022_kr", "utf-7", "hz", "cp037", "utf-32")}
+    assert codes <= {None, "INVALID_ARGUMENTS"}
+
+
+def test_a_line_too_far_in_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_reads, "SEEK_BYTES", 1 << 20)
+    bench = LocalBench(tmp_path)
+    (tmp_path / "ws" / "f").write_bytes(b"line\n" * 500_000)
+    header = {"path": "f", "limit": 1, "max_bytes": 8192, "timeout_s": 5}
+    assert text_reads.read_text(ReadTextRequest({**header, "offset": 200_000}), bench)["count"] == 1  # type: ignore[arg-type]
+    with pytest.raises(Failure, match="line 400000 does not begin within its first") as caught:
+        text_reads.read_text(ReadTextRequest({**header, "offset": 400_000}), bench)  # type: ignore[arg-type]
+    assert caught.value.code == "FILE_TOO_LARGE"
+
+
+def test_what_was_refused_or_lies_in_the_output_folder_is_not_remembered(guest: Guest) -> None:
+    binary = make(guest, "b", b"\0\0")
+    spilled = guest.output / "spilled"
+    spilled.write_text("x\n")
+    spilled.chmod(0o644)
+    assert read(guest, "b").code == "BINARY_FILE"
+    assert read(guest, str(spilled))["lines"] == 1
+    assert recalled(guest, binary) is None
+    assert recalled(guest, spilled) is None
+
+
+def test_a_read_does_not_depend_on_the_folder_that_remembers(guest: Guest) -> None:
+    make(guest, "f", b"x\n")
+    read(guest, "f")
+    guest.run(f"rm -rf {guest.output}/.state; : > {guest.output}/.state")
+    assert read(guest, "f").bytes_of("file") == b"x\n"
+    guest.run(f"rm -rf {guest.output}/.state")

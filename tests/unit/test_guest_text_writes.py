@@ -1,0 +1,217 @@
+"""write_text of a running guest: encodings, modes, what changed since it was read, and what stays when a write fails."""
+
+import os
+import stat
+from collections.abc import Iterator
+
+import pytest
+
+from tests.guest_harness import Done, Guest, needs_namespace, running_guest
+
+pytestmark = needs_namespace
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Guest]:
+    with running_guest() as guest:
+        yield guest
+
+
+@pytest.fixture
+def guest(running: Guest) -> Guest:
+    running.run(f"chmod -R u+rwx .; rm -rf ./* ./.[!.]*; rm -rf {running.output}/.state")
+    return running
+
+
+def write(guest: Guest, path: str, text: str, mode: str = "overwrite", **fields: object) -> Done:
+    return guest.request("write_text", text.encode(), **{"path": path, "mode": mode, "max_bytes": 32768, "timeout_s": 10, **fields})
+
+
+def told(done: Done) -> str:
+    return done.bytes_of("file").decode()
+
+
+def content(guest: Guest, path: str) -> bytes:
+    return (guest.workspace / path).read_bytes()
+
+
+def test_a_new_file_is_utf8_with_its_folders_and_plain_mode(guest: Guest) -> None:
+    done = write(guest, "new/er/file.txt", "é\nb")
+    assert (done["created"], done["size"], done["written"], done["lines"], done["encoding"]) == (True, 4, 4, 2, "utf-8")
+    assert (content(guest, "new/er/file.txt"), done["mode_bits"], told(done)) == ("é\nb".encode(), 0o644, "")
+
+
+def test_an_overwrite_tells_what_changed_and_keeps_the_mode(guest: Guest) -> None:
+    write(guest, "f", "one\ntwo\nthree\n")
+    (guest.workspace / "f").chmod(0o751)
+    done = write(guest, "f", "one\n2\nthree\n")
+    assert told(done) == "@@ -1,3 +1,3 @@\n one\n-two\n+2\n three"
+    assert (done["created"], stat.S_IMODE((guest.workspace / "f").stat().st_mode)) == (False, 0o751)
+    assert [path.name for path in guest.workspace.iterdir()] == ["f"]
+
+
+def test_a_long_diff_ends_after_60_lines_and_says_so(guest: Guest) -> None:
+    write(guest, "f", "".join(f"old {number}\n" for number in range(500)))
+    lines = told(write(guest, "f", "".join(f"new {number}\n" for number in range(500)))).splitlines()
+    assert (len(lines), lines[-1]) == (61, "[diff cut: more lines changed than are shown; see the file with read_tool]")
+
+
+def test_the_same_content_again_is_said(guest: Guest) -> None:
+    write(guest, "f", "same\n")
+    assert told(write(guest, "f", "same\n")) == "[the file had this content already]"
+
+
+@pytest.mark.parametrize(
+    ("old", "codec", "bom"),
+    [
+        ("名前\r\n日本語のテキスト、これは長い文章です。\r\n", "cp932", b""),
+        ("中文内容，这是一个测试文件。\n", "gb18030", b""),
+        ("caf\u00e9 cr\u00e8me br\u00fbl\u00e9e\n", "latin-1", b""),
+        ("wide\n", "utf-16-le", b"\xff\xfe"),
+        ("wide\n", "utf-16-be", b"\xfe\xff"),
+        ("marked\n", "utf-8", b"\xef\xbb\xbf"),
+    ],
+)
+def test_an_existing_file_keeps_its_encoding_and_mark(guest: Guest, old: str, codec: str, bom: bytes) -> None:
+    (guest.workspace / "f").write_bytes(bom + old.encode(codec))
+    os.chmod(guest.workspace / "f", 0o666)
+    new = old + old[:3]
+    done = write(guest, "f", new)
+    assert content(guest, "f") == bom + new.encode(codec)
+    assert (done["encoding"], "own encoding" in told(done)) == (codec, True)
+
+
+def test_text_that_the_old_encoding_cannot_hold_is_written_as_utf8_and_said(guest: Guest) -> None:
+    guest.run(rb"printf 'caf\351 cr\350me\n' > f")
+    done = write(guest, "f", "日本\n")
+    assert (content(guest, "f"), done["encoding"]) == ("日本\n".encode(), "utf-8")
+    assert "written as utf-8: the file was latin-1" in told(done)
+
+
+def test_an_encoding_that_is_asked_for_is_taken_or_refused(guest: Guest) -> None:
+    assert write(guest, "f", "é\n", encoding="latin-1")["encoding"] == "iso8859-1"
+    assert content(guest, "f") == b"\xe9\n"
+    assert write(guest, "g", "日", encoding="latin-1").code == "INVALID_ARGUMENTS"
+    assert write(guest, "g", "x", encoding="base64").code == "INVALID_ARGUMENTS"
+    assert not (guest.workspace / "g").exists()
+
+
+def test_append_writes_in_the_files_own_encoding_and_tells_a_joined_line(guest: Guest) -> None:
+    (guest.workspace / "f").write_bytes(b"\xff\xfe" + "one".encode("utf-16-le"))
+    os.chmod(guest.workspace / "f", 0o666)
+    done = write(guest, "f", "+two\n", "append")
+    assert content(guest, "f") == b"\xff\xfe" + "one+two\n".encode("utf-16-le")
+    assert told(done) == "[the file did not end with a line end: the text went on in its last line]"
+    assert (write(guest, "f", "x", "append")["written"], told(write(guest, "new", "x", "append"))) == (2, "")
+
+
+def test_append_never_mixes_encodings(guest: Guest) -> None:
+    guest.run(rb"printf 'caf\351 cr\350me\n' > f")
+    before = content(guest, "f")
+    assert write(guest, "f", "日", "append").code == "INVALID_ARGUMENTS"
+    assert write(guest, "f", "é", "append", encoding="utf-8").code == "INVALID_ARGUMENTS"
+    assert content(guest, "f") == before
+
+
+def test_create_refuses_what_exists(guest: Guest) -> None:
+    assert write(guest, "f", "1", "create")["created"] is True
+    assert write(guest, "f", "2", "create").code == "FILE_EXISTS"
+    assert content(guest, "f") == b"1"
+
+
+def test_other_line_ends_than_the_old_files_are_said_and_are_no_diff(guest: Guest) -> None:
+    guest.run(r"printf 'a\r\nb\r\n' > f")
+    assert told(write(guest, "f", "a\nb\n")) == "[line ends: the file had CRLF, the content has LF]"
+
+
+def test_a_placeholder_is_written_and_warned_of(guest: Guest) -> None:
+    text = "def f():\n    pass\n# ... rest of the code stays the same ...\n"
+    assert "[warning: line 3 of the content looks like a placeholder" in told(write(guest, "f.py", text))
+    assert content(guest, "f.py") == text.encode()
+    assert "warning" not in told(write(guest, "f.py", text + "x = 1\n")), "it was in the file before"
+
+
+def test_what_another_program_changed_is_not_written_over_at_once(guest: Guest) -> None:
+    write(guest, "f", "one\ntwo\n")
+    guest.run("echo three >> f")
+    done = write(guest, "f", "mine\n")
+    assert done.code == "STALE_FILE"
+    assert "@@ -1,2 +1,3 @@\n one\n two\n+three" in done["error"]["message"]
+    assert content(guest, "f") == b"one\ntwo\nthree\n"
+    assert write(guest, "f", "mine\n").code is None, "one retry goes through"
+    assert content(guest, "f") == b"mine\n"
+
+
+def test_touch_and_our_own_writes_are_no_change(guest: Guest) -> None:
+    write(guest, "f", "one\n")
+    guest.run("touch -d 2001-01-01 f; chmod 600 f; cat f > g; mv g f")
+    assert write(guest, "./f", "two\n").code is None
+    write(guest, "f", "three\n", "append")
+    guest.request("write_file", b"raw\n", path="f", mode="overwrite", timeout_s=10)
+    assert write(guest, "f", "four\n").code is None
+
+
+def test_every_spelling_of_a_path_knows_of_the_same_write(guest: Guest) -> None:
+    guest.run("mkdir -p d/e; ln -s d/f link")
+    write(guest, "d/e/../f", "one\n")
+    guest.run("echo two > d/f")
+    assert write(guest, "link", "x").code == "STALE_FILE"
+    assert write(guest, str(guest.workspace / "d" / "f"), "x").code is None
+
+
+def test_what_was_seen_before_an_append_still_counts(guest: Guest) -> None:
+    write(guest, "f", "one\n")
+    guest.run("echo theirs >> f")
+    assert write(guest, "f", "ours\n", "append").code is None
+    assert write(guest, "f", "x\n").code == "STALE_FILE"
+    assert content(guest, "f") == b"one\ntheirs\nours\n"
+
+
+def test_a_file_that_is_no_text_is_overwritten_without_a_diff(guest: Guest) -> None:
+    guest.run("head -c 100 /dev/zero > f")
+    assert told(write(guest, "f", "text\n")) == "[the old content, 100 bytes, was not text: no diff]"
+    guest.run("head -c 100 /dev/zero > g")
+    assert write(guest, "g", "text\n", "append").code == "BINARY_FILE"
+
+
+def test_a_huge_old_file_is_overwritten_in_little_time_and_memory(guest: Guest) -> None:
+    guest.run("truncate -s 1000G f")
+    done = write(guest, "f", "small\n")
+    assert (content(guest, "f"), "too large to compare" in told(done)) == (b"small\n", True)
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("d", "IS_DIRECTORY"),
+        ("f/x", "NOT_A_DIRECTORY"),
+        ("fifo", "NOT_A_REGULAR_FILE"),
+        ("/etc/passwd", "PATH_NOT_ALLOWED"),
+        ("out", "PATH_NOT_ALLOWED"),
+        ("d/../../x", "PATH_NOT_ALLOWED"),
+        ("locked/x", "PERMISSION_DENIED"),
+        ("readonly", "PERMISSION_DENIED"),
+    ],
+)
+def test_what_cannot_be_written_has_its_code_and_changes_nothing(guest: Guest, path: str, code: str) -> None:
+    guest.run("mkdir d locked; echo f > f; mkfifo fifo; chmod 555 locked; echo r > readonly; chmod 444 readonly; ln -s /etc/hostname out")
+    for mode in ("overwrite", "append"):
+        assert write(guest, path, "content", mode).code == code
+    assert sorted(path.name for path in guest.workspace.rglob("*")) == ["d", "f", "fifo", "locked", "out", "readonly"]
+
+
+def test_a_file_in_a_folder_that_takes_no_new_names_is_written_in_place(guest: Guest) -> None:
+    guest.run("mkdir d; echo long old content > d/f; chmod 555 d")
+    assert write(guest, "d/f", "new\n").code is None
+    assert content(guest, "d/f") == b"new\n"
+
+
+def test_every_name_of_a_hard_linked_file_sees_the_write(guest: Guest) -> None:
+    guest.run("echo long old content > a; ln a b")
+    write(guest, "a", "new\n")
+    assert content(guest, "b") == b"new\n"
+
+
+@pytest.mark.parametrize("body", [b"\xff", b"\xed\xa0\x80"])
+def test_a_body_that_is_no_utf8_is_refused(guest: Guest, body: bytes) -> None:
+    assert guest.request("write_text", body, path="f", mode="overwrite", max_bytes=8192, timeout_s=10).code == "INVALID_ARGUMENTS"

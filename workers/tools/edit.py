@@ -1,0 +1,100 @@
+"""edit_tool: exact replacements in a text file of the session's sandbox, all of a call or none."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from contract.calls import ToolContext
+from contract.errors import ErrorCode, ToolFailure
+from contract.specs import ToolSpec
+from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.read import PATH_ALIASES
+from workers.tools.text import MAX_OUTPUT_BYTES, decode, encode
+
+MAX_EDITS = 100
+TOLERANCE = "edit.tolerance"
+"""Key of a context's config: `none` (default), or `whitespace` to accept lines that differ only in the blanks around them."""
+_STRING_ALIASES = {
+    "oldString": "old_string",
+    "old_str": "old_string",
+    "newString": "new_string",
+    "new_str": "new_string",
+    "replaceAll": "replace_all",
+    "allow_multiple": "replace_all",
+}
+_OLD = {"type": "string", "description": "the text to replace, exactly as in the file; empty only to create a file"}
+_NEW = {"type": "string", "description": "what stands there afterwards, taken literally"}
+_ALL = {"type": "boolean", "default": False, "description": "replace every occurrence; otherwise there must be only one"}
+
+_EDIT = ToolSpec(
+    name="edit_tool",
+    description=(
+        "Replace text in a file of the sandbox. old_string must be in the file exactly, blanks and indentation included, without the line "
+        "numbers that read_tool shows; give enough of the lines around that it occurs only once, or set replace_all. A line end in it matches LF "
+        "and CRLF, and nothing else in the file changes. Several edits of one file: `edits`, made in order, all or none. Shows the new text."
+    ),
+    parameters={
+        "type": "object",
+        "properties": {
+            "file_path": {"type": "string", "minLength": 1, "description": "the file"},
+            "old_string": _OLD,
+            "new_string": _NEW,
+            "replace_all": _ALL,
+            "expected_count": {
+                "type": "integer",
+                "minimum": 1,
+                "description": "replace exactly so many occurrences; with any other number nothing is replaced",
+            },
+            "edits": {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": MAX_EDITS,
+                "description": "instead of old_string and new_string",
+                "items": {
+                    "type": "object",
+                    "properties": {"old_string": _OLD, "new_string": _NEW, "replace_all": _ALL},
+                    "required": ["old_string", "new_string"],
+                    "additionalProperties": False,
+                },
+            },
+        },
+        "required": ["file_path"],
+        "additionalProperties": False,
+    },
+    requires_permission=True,
+    aliases={**PATH_ALIASES, **_STRING_ALIASES},
+)
+
+
+def check_form(arguments: Mapping[str, Any]) -> str | None:
+    """One edit, or a list of them."""
+    single = [name for name in ("old_string", "new_string", "expected_count") if name in arguments]
+    if "edits" in arguments:
+        is_mixed = single or arguments.get("replace_all")
+        return "give either edits, or old_string and new_string with replace_all and expected_count, not both" if is_mixed else None
+    missing = [name for name in ("old_string", "new_string") if name not in arguments]
+    return f"{' and '.join(missing)} missing: give old_string and new_string, or edits" if missing else None
+
+
+def _edit(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    path = arguments["file_path"]
+    edits = arguments.get("edits") or [{name: arguments[name] for name in ("old_string", "new_string", "replace_all")}]
+    body = encode(json.dumps(edits, ensure_ascii=False), "an edit")
+    request = {"op": "edit_text", "path": path, "tolerance": _tolerance(bench.context), "max_bytes": MAX_OUTPUT_BYTES}
+    if "expected_count" in arguments:
+        request["expected_count"] = arguments["expected_count"]
+    response = bench.run({**request, "timeout_s": bench.context.timeout_s}, body)
+    done, shown = response.done, decode(response.streams.get("file", b""))
+    verb = "created" if done["created"] else f"replaced {done['replaced']} in"
+    metadata = {"size_bytes": done["size"], "created": done["created"], "replaced": done["replaced"], "encoding": done["encoding"]}
+    return Outcome(f"{verb} {path}\n{shown}".rstrip("\n"), metadata)
+
+
+def _tolerance(context: ToolContext) -> Any:
+    tolerance = context.config.get(TOLERANCE, "none")
+    if tolerance not in ("none", "whitespace"):
+        raise ToolFailure(ErrorCode.CONFIG_MISSING, f"the setting {TOLERANCE} must be none or whitespace")
+    return tolerance
+
+
+EDIT_TOOL = WorkerTool(_EDIT, _edit, (check_form,))

@@ -1,0 +1,78 @@
+"""glob_tool: names of files in the session's sandbox by a pattern, the newest first."""
+
+from typing import Any
+
+from contract.specs import ToolSpec
+from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.search_notes import FoundLines, build_common_notes, count
+from workers.tools.text import MAX_OUTPUT_BYTES, encode
+
+DEFAULT_LIMIT = 100
+MAX_LIMIT = 2000
+
+_SPEC = ToolSpec(
+    name="glob_tool",
+    description=(
+        "Find files of the sandbox by name. Gives one path a line, the most recently changed first, and a last line that says how many there are. "
+        "A pattern without a slash (*.py) matches at any depth; one with a slash counts from `path` (src/*.py, src/**/*.py, **/test_*.py). "
+        "* and ? stay within a name, ** crosses folders, [ab], [!ab] and {a,b} work. Hidden files are found; .git, .hg and .svn never. What "
+        "ignore files (.gitignore) hide is left out and counted. Links are listed, not followed. For contents use grep_tool."
+    ),
+    parameters={
+        "type": "object",
+        "properties": {
+            "pattern": {"type": "string", "description": "the glob, as **/*.py"},
+            "path": {"type": "string", "minLength": 1, "default": ".", "description": "the folder to search; default the session's folder"},
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT, "description": "how many paths"},
+            "include_ignored": {"type": "boolean", "default": False, "description": "also what ignore files hide"},
+            "type": {"type": "string", "enum": ["file", "dir", "any"], "default": "file", "description": "what to list"},
+        },
+        "required": ["pattern"],
+        "additionalProperties": False,
+    },
+    read_only=True,
+    idempotent=True,
+    aliases={"dir_path": "path", "directory": "path", "glob": "pattern", "max_results": "limit", "head_limit": "limit"},
+)
+
+
+def _glob(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    encode(arguments["pattern"], "pattern")
+    request = {
+        "op": "glob",
+        "pattern": arguments["pattern"],
+        "path": arguments["path"],
+        "kind": arguments["type"],
+        "limit": arguments["limit"],
+        "include_ignored": arguments["include_ignored"],
+        "max_bytes": MAX_OUTPUT_BYTES,
+        "timeout_s": bench.context.timeout_s,
+    }
+    lines = FoundLines(bench)
+    done = bench.run(request, on_data=lines.take).done
+    metadata = {name: done[name] for name in ("total", "shown", "ignored", "partial")}
+    return Outcome(lines.text() + "\n".join(_notes(arguments, done)), metadata, truncated=done["cut"])
+
+
+def _notes(arguments: dict[str, Any], done: Any) -> list[str]:
+    shown, total = done["shown"], done["total"]
+    head = f"{shown} of {total}; newest first"
+    if done["cut"]:
+        head += f"; the output is full at {MAX_OUTPUT_BYTES // 1024} KiB: narrow pattern or path"
+    elif shown < total:
+        head += f"; {_next_step(arguments['limit'])}"
+    notes = [f"[{head}]"]
+    if done["ignored"]:
+        notes.append(f"[{done['ignored']} more hidden by ignore rules; include_ignored=true shows them]")
+    if done["unreadable"]:
+        notes.append(f"[{count(done['unreadable'], 'folder')} could not be read, or lie too deep]")
+    if arguments["pattern"].startswith("/") and arguments["path"] != ".":
+        notes.append("[path was not used: the pattern is absolute]")
+    return notes + build_common_notes(done, "pattern or path")
+
+
+def _next_step(limit: int) -> str:
+    return f"raise limit (at most {MAX_LIMIT}) or narrow the pattern" if limit < MAX_LIMIT else "narrow the pattern"
+
+
+GLOB_TOOL = WorkerTool(_SPEC, _glob)

@@ -1,0 +1,156 @@
+"""grep_tool: contents of files in the session's sandbox by a regular expression, the most recently changed file first."""
+
+from typing import Any
+
+from pydantic import JsonValue
+
+from contract.specs import ToolSpec
+from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.search_notes import FoundLines, build_common_notes, count, name_some
+from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES, encode
+
+DEFAULT_LIMIT = 100
+MAX_LIMIT = 1000
+MAX_CONTEXT = 20
+_CONTEXT = {"type": "integer", "minimum": 0, "maximum": MAX_CONTEXT, "default": 0}
+_GLOBS = {"type": "string", "minLength": 1}
+_TOLD = ("matches", "files", "shown", "searched", "ignored", "large", "binary", "unreadable", "partial", "engine")
+
+_SPEC = ToolSpec(
+    name="grep_tool",
+    description=(
+        "Search the contents of files of the sandbox with a regular expression. Gives `path:N: text` for each matching line (and `path-N- text` "
+        "for lines around it, when asked), files most recently changed first, and last lines that say how many matches there are and what was "
+        "left out: files hidden by ignore files, binary ones, ones over 10 MiB. "
+        "Syntax: characters, . [a-z] [^a] \\d \\w \\s \\b ( ) | ^ $ * + ? {n,m}; look-around and \\1 work, but slowly. A match lies in one line "
+        "unless multiline is set. To look for text with ( [ { as it stands set fixed_strings. For names of files use glob_tool."
+    ),
+    parameters={
+        "type": "object",
+        "properties": {
+            "pattern": {"type": "string", "maxLength": 131_000, "description": "the regular expression"},
+            "path": {
+                "type": "string",
+                "minLength": 1,
+                "default": ".",
+                "description": "folder or file to search; default the session's folder",
+            },
+            "include": {**_GLOBS, "description": "globs of files to search, as *.py or src/**/*.{ts,tsx}; several with commas"},
+            "exclude": {**_GLOBS, "description": "globs of files and folders to leave out"},
+            "type": {**_GLOBS, "description": "type of files: py, js, go, md ..."},
+            "ignore_case": {"type": "boolean", "default": False},
+            "fixed_strings": {"type": "boolean", "default": False, "description": "the pattern is plain text"},
+            "multiline": {"type": "boolean", "default": False, "description": "a match may span lines, . matches line ends"},
+            "before": {**_CONTEXT, "description": "lines to show before each match"},
+            "after": {**_CONTEXT, "description": "lines to show after each match"},
+            "context": {**_CONTEXT, "description": "lines to show before and after each match"},
+            "output_mode": {
+                "type": "string",
+                "enum": ["content", "files", "count"],
+                "default": "content",
+                "description": "lines; or only names of files; or matches in each file",
+            },
+            "limit": {
+                "type": "integer",
+                "minimum": 1,
+                "maximum": MAX_LIMIT,
+                "default": DEFAULT_LIMIT,
+                "description": "how many matches, or files",
+            },
+            "max_per_file": {"type": "integer", "minimum": 1, "description": "how many matches of one file"},
+            "include_ignored": {"type": "boolean", "default": False, "description": "also files that ignore files hide"},
+        },
+        "required": ["pattern"],
+        "additionalProperties": False,
+    },
+    read_only=True,
+    idempotent=True,
+    aliases={
+        "glob": "include",
+        "include_pattern": "include",
+        "exclude_pattern": "exclude",
+        "dir_path": "path",
+        "directory": "path",
+        "-A": "after",
+        "-B": "before",
+        "-C": "context",
+        "-i": "ignore_case",
+        "head_limit": "limit",
+        "max_results": "limit",
+    },
+)
+
+
+def _grep(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    encode(arguments["pattern"], "pattern")
+    lines = FoundLines(bench)
+    done = bench.run(_build_request(arguments, bench.context.timeout_s), on_data=lines.take).done
+    metadata: dict[str, JsonValue] = {name: done[name] for name in _TOLD}
+    return Outcome(lines.text() + "\n".join(_notes(arguments, done)), metadata, truncated=done["cut"] or done["cut_lines"] > 0)
+
+
+def _build_request(arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    same = ("pattern", "path", "ignore_case", "fixed_strings", "multiline", "limit", "include_ignored")
+    optional = ("include", "exclude", "type", "max_per_file")
+    return {
+        "op": "grep",
+        **{name: arguments[name] for name in same},
+        **{name: arguments[name] for name in optional if name in arguments},
+        "before": max(arguments["before"], arguments["context"]),
+        "after": max(arguments["after"], arguments["context"]),
+        "mode": arguments["output_mode"],
+        "max_bytes": MAX_OUTPUT_BYTES,
+        "max_lines": MAX_LINES,
+        "timeout_s": timeout_s,
+    }
+
+
+def _notes(arguments: dict[str, Any], done: Any) -> list[str]:
+    notes = [f"[{_head(arguments, done)}]"]
+    if done["cut_lines"]:
+        notes.append(
+            f"[{count(done['cut_lines'], 'line')} cut to 500 characters around the match, at …; read_tool with offset and column shows more]"
+        )
+    if done["binary"]:
+        names = name_some(done["binary"], done["binary_names"])
+        notes.append(f"[binary, not shown: {count(done['binary'], 'file')} that would match: {names}]")
+    notes += _skipped(done)
+    if done["unreadable"]:
+        notes.append(f"[could not be read: {name_some(done['unreadable'], done['unreadable_names'])}]")
+    return notes + build_common_notes(done, "path or include, or simplify the pattern")
+
+
+def _head(arguments: dict[str, Any], done: Any) -> str:
+    matches, files, mode = done["matches"], done["files"], arguments["output_mode"]
+    if not files:
+        return f"no matches in {count(done['searched'], 'file')} searched"
+    total = f"{count(files, 'file')} with matches" if mode == "files" else f"{count(matches, 'match')} in {count(files, 'file')}"
+    shown, of = (done["shown"], matches) if mode == "content" else (done["shown_files"], files)
+    if shown >= of:
+        return total
+    noun = "" if mode == "content" else " " + ("file" if shown == 1 else "files")
+    return f"{total}; showing first {shown}{noun}; {_next_step(arguments, done, shown)}"
+
+
+def _next_step(arguments: dict[str, Any], done: Any, shown: int) -> str:
+    narrow = "narrow pattern, path or include"
+    if done["cut"]:
+        return f"the output is full at {MAX_LINES} lines or {MAX_OUTPUT_BYTES // 1024} KiB: {narrow}"
+    if shown >= arguments["limit"]:
+        return f"raise limit (at most {MAX_LIMIT}) or {narrow}" if arguments["limit"] < MAX_LIMIT else narrow
+    if arguments.get("max_per_file") is not None:
+        return f"at most {arguments['max_per_file']} of a file (max_per_file)"
+    return "files changed or went away meanwhile: search again"
+
+
+def _skipped(done: Any) -> list[str]:
+    notes = []
+    if done["ignored"]:
+        notes.append(f"[not searched: {count(done['ignored'], 'file')} hidden by ignore rules; include_ignored=true searches them]")
+    if done["large"]:
+        names = name_some(done["large"], done["large_names"])
+        notes.append(f"[not searched: {count(done['large'], 'file')} over 10 MiB: {names}; give one as path to search it]")
+    return notes
+
+
+GREP_TOOL = WorkerTool(_SPEC, _grep)

@@ -1,0 +1,124 @@
+"""bash_tool's background jobs: commands that go on when their call has ended."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import JsonValue
+
+from contract.errors import ErrorCode, ToolFailure
+from workers.sandbox_client import GuestResponse
+from workers.tools.base import Outcome, Workbench
+from workers.tools.command_text import build_read_call, name_signal
+from workers.tools.text import MAX_OUTPUT_BYTES, encode, show_name, show_output
+
+FIRST_OUTPUT_MS = 1000
+"""For so long a new job is listened to before its call returns."""
+LOG_MIB = 4
+_LABEL_CHARS = 120
+
+
+def start_job(arguments: Mapping[str, Any], bench: Workbench) -> Outcome:
+    """Start a command as a job: its id, its log, the first second of its output."""
+    script = encode(arguments["command"], "command")
+    label = arguments.get("description") or arguments["command"].strip()
+    if arguments["reset_state"]:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, "a job leaves the session's state alone: give reset_state with a command in the foreground"
+        )
+    request = {
+        "op": "job_start",
+        "script_bytes": len(script),
+        "cwd": arguments.get("cwd"),
+        "label": show_name(label.partition("\n")[0])[:_LABEL_CHARS] or "job",
+        "wait_ms": min(FIRST_OUTPUT_MS, int(bench.context.timeout_s * 500)),
+        "max_bytes": MAX_OUTPUT_BYTES,
+        "timeout_s": bench.context.timeout_s,
+    }
+    response = bench.run(request, script)
+    job = response.done["job"]
+    if arguments["stdin"] and job["state"] == "running":
+        bench.run(_about(job["job"], "job_input", bench, close=arguments["close_stdin"]), encode(arguments["stdin"], "stdin"))
+    return _show(response, "(no output yet)", [_state_note(job), _way_note(job)])
+
+
+def poll_job(job_id: str, bench: Workbench) -> Outcome:
+    """What a job has printed since it was last asked, and how it stands."""
+    response = bench.run(_about(job_id, "job_poll", bench, max_bytes=MAX_OUTPUT_BYTES))
+    job = response.done["job"]
+    return _show(response, "(no new output)", [_state_note(job), *_log_notes(job)])
+
+
+def kill_job(job_id: str, bench: Workbench) -> Outcome:
+    """End a job with all that it has started."""
+    response = bench.run(_about(job_id, "job_kill", bench, max_bytes=MAX_OUTPUT_BYTES))
+    job, kill = response.done["job"], response.done.get("kill")
+    done = f"[{job['job']} was killed: {kill['signalled']} processes]" if kill else f"[nothing was killed: {_state_note(job)[1:]}"
+    return _show(response, "(no new output)", [done, *_log_notes(job)])
+
+
+def feed_job(job_id: str, text: str, bench: Workbench, *, close: bool) -> Outcome:
+    """Text for a job's standard input, which ends there when `close`."""
+    if not text and not close:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "action input needs text in 'stdin', or close_stdin=true")
+    data = encode(text, "stdin")
+    done = bench.run(_about(job_id, "job_input", bench, close=close), data).done
+    notes = [f"{len(data)} bytes sent to {done['job']['job']}{', its standard input is closed' if close else ''}"]
+    if done["pending"]:
+        notes.append(f"[it has yet to read {done['pending']} of them and what came before]")
+    return Outcome("\n".join(notes), _metadata(done["job"]))
+
+
+def list_jobs(bench: Workbench) -> Outcome:
+    """Every job of the session, the oldest first."""
+    jobs = bench.run({"op": "job_list", "timeout_s": bench.context.timeout_s}).done["jobs"]
+    lines = [
+        f"{job['job']}\t{_state(job)}\t{job['age_s']:.0f} s ago\t{show_name(job['label'])}\t{show_name(job.get('log', ''))}" for job in jobs
+    ]
+    return Outcome("\n".join(lines) or "(no jobs)", {"jobs": [_metadata(job) for job in jobs]})
+
+
+def _about(job_id: str, op: str, bench: Workbench, **fields: Any) -> dict[str, Any]:
+    return {"op": op, "job": job_id, "timeout_s": bench.context.timeout_s, **fields}
+
+
+def _show(response: GuestResponse, silence: str, notes: list[str]) -> Outcome:
+    job = response.done["job"]
+    rest = f"all that the log still has is in {show_name(job.get('log', ''))}; see {build_read_call(job.get('log', ''))}"
+    body, is_cut = show_output(response.streams.get("merged", b""), response.done["streams"].get("merged", {}), rest)
+    return Outcome("\n".join([body.rstrip("\n") or silence, *notes]), _metadata(job), is_cut)
+
+
+def _state(job: Mapping[str, Any]) -> str:
+    if job["state"] == "running":
+        return "running" if job["exit_code"] is None and job["signal"] is None else "running: its shell has ended, what it started has not"
+    if job["state"] == "lost":
+        return "lost: a program killed the process that kept it, and all of it was ended"
+    how = f"exit code {job['exit_code']}" if job["exit_code"] is not None else f"by {name_signal(job['signal'] or 9)}"
+    cause = ", likely out of memory" if job.get("oom") else ""
+    return f"{'was killed' if job['state'] == 'killed' else 'has ended'}, {how}{cause}"
+
+
+def _state_note(job: Mapping[str, Any]) -> str:
+    state = _state(job)
+    return f"[{job['job']} {'is ' if state.startswith('running') else ''}{state}]"
+
+
+def _way_note(job: Mapping[str, Any]) -> str:
+    return (
+        f'[log: {show_name(job.get("log", ""))}; new output: bash_tool {{"action": "poll", "job_id": "{job["job"]}"}}; '
+        "text for it: action input with stdin; its end: action kill]"
+    )
+
+
+def _log_notes(job: Mapping[str, Any]) -> list[str]:
+    notes = []
+    if job["unread"]:
+        notes.append(f"[{job['unread']} bytes that no poll has shown are in its log: {build_read_call(job.get('log', ''))}]")
+    if job.get("dropped"):
+        notes.append(f"[{job['dropped']} bytes of its earlier output were dropped: the log keeps the last {LOG_MIB} MiB at most]")
+    return notes
+
+
+def _metadata(job: Mapping[str, Any]) -> dict[str, JsonValue]:
+    names = ("state", "exit_code", "signal", "age_s", "unread")
+    return {"job_id": job["job"], "log": show_name(job.get("log", "")), **{name: job[name] for name in names}}

@@ -1,0 +1,31 @@
+"""A command's output while it runs, for whoever watches."""
+
+import codecs
+
+from workers.tools.base import Workbench
+from workers.tools.text import fold
+
+LIVE_BYTES = 1024 * 1024
+"""Of one call, as much is shown before it ends; its result has the rest."""
+_SHOWN_AS = {"live": "stdout", "live_stderr": "stderr"}
+
+
+class ShownOutput:
+    """Takes the streams of a request: shows those that are live, gathers the others."""
+
+    def __init__(self, bench: Workbench) -> None:
+        self._bench = bench
+        self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in _SHOWN_AS}
+        self._gathered: dict[str, bytearray] = {}
+
+    def take(self, stream: str, data: bytes) -> None:
+        if stream not in _SHOWN_AS:
+            self._gathered.setdefault(stream, bytearray()).extend(data)
+            return
+        text = self._decoders[stream].decode(data).replace("\0", "\ufffd")
+        if text:
+            self._bench.show(_SHOWN_AS[stream], fold(text) if "\r" not in text else text)
+
+    @property
+    def streams(self) -> dict[str, bytes]:
+        return {name: bytes(data) for name, data in self._gathered.items()}
