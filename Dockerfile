@@ -1,4 +1,4 @@
-# The images of all services, one target each: redis, worker, sandboxd, orchestrator, flower. `scripts/build-services` builds them: it
+# The images of all services, one target each: redis, worker, web-worker, sandboxd, orchestrator, flower. `scripts/build-services` builds them: it
 # fetches the locked wheels first, because this build needs no package index and asks none.
 #
 # BASE may be any Debian 12 root; where it brings no Python 3.11, Debian's own is installed.
@@ -7,7 +7,7 @@ ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS base
 # One uid a service, so that none can read another's files or signal its processes; sandboxd is 0, as said at its target.
 # Nothing may gain rights by running a file: no setuid, no setgid.
-RUN for user in worker:10001 orchestrator:10002 flower:10003 redis:10004; do \
+RUN for user in worker:10001 orchestrator:10002 flower:10003 redis:10004 web:10005; do \
         groupadd --gid "${user#*:}" "${user%:*}" \
         && useradd --uid "${user#*:}" --gid "${user#*:}" --no-create-home --home-dir /tmp --shell /usr/sbin/nologin "${user%:*}" \
         || exit 1; \
@@ -69,6 +69,11 @@ COPY --from=own /opt/own/ /opt/toolcrew/
 FROM runtime AS worker
 USER 10001:10001
 CMD ["python", "-m", "workers"]
+
+# The worker's program under a uid of its own, which the directory of sandboxd's socket does not let in.
+FROM worker AS web-worker
+USER 10005:10005
+ENV TOOLCREW_WORKER_KIND=web
 
 FROM runtime AS sandboxd
 # Uid 0, with every capability dropped: it owns the engine's socket (root:docker 0660) on every host, where a group id would have to be

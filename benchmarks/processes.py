@@ -88,8 +88,9 @@ def guest_on_pipes() -> Iterator["subprocess.Popen[bytes]"]:
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as name:
         boot = (
             "import sys; sys.path.insert(0, sys.argv[1]); from guest.loop import main; from guest.places import Places;"
-            "main(Places((sys.argv[2].encode(),)))"
+            "main(Places((sys.argv[2].encode(),), sys.argv[2].encode() + b'/output'))"
         )
+        (Path(name) / "output").mkdir()
         python = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
         guest = [python, "-I", "-S", "-u", "-c", boot, str(ROOT / "sandbox-images"), name]
         argv = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *guest]

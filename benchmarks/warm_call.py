@@ -10,7 +10,7 @@ from benchmarks.processes import guest_on_pipes, running_sandboxd
 from benchmarks.report import Case, Report, median, timed
 from benchmarks.report import interleave as run_interleaved
 from workers.sandbox_client import SandboxClient
-from workers.tools.text import MAX_OUTPUT_BYTES
+from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES
 
 ROUNDS = 300
 WARM_UP = 20
@@ -21,10 +21,12 @@ REQUEST = {
     "op": "exec",
     "argv": None,
     "script_bytes": len(SCRIPT),
-    "cwd": "/workspace",
+    "cwd": None,
     "env": {},
+    "state": "keep",
     "timeout_s": 30.0,
     "capture": {"stdout": MAX_OUTPUT_BYTES, "stderr": MAX_OUTPUT_BYTES, "merged": MAX_OUTPUT_BYTES},
+    "spill": {"bytes": MAX_OUTPUT_BYTES, "lines": MAX_LINES},
 }
 """What workers/tools/shell.py sends for bash_tool."""
 _BASH = ["/bin/bash", "--noprofile", "--norc", "-c", "true"]
@@ -48,8 +50,8 @@ def sandbox_call(client: SandboxClient, name: str) -> None:
         raise RuntimeError(f"the call did not succeed: {done}")
 
 
-def _run_guest(guest: DirectGuest, cwd: str) -> None:
-    done = guest.call({**REQUEST, "cwd": cwd}, SCRIPT)
+def _run_guest(guest: DirectGuest) -> None:
+    done = guest.call(REQUEST, SCRIPT)
     if done.get("exit_code") != 0:
         raise RuntimeError(f"the call did not succeed: {done}")
 
@@ -70,7 +72,7 @@ def run(rounds: int = ROUNDS) -> Report:
             "host_subprocess": timed(host_subprocess),
             "ours": timed(lambda: sandbox_call(client, name)),
             "ping": timed(lambda: client.call(name, {"op": "ping"})),
-            "attached_guest": timed(lambda: _run_guest(attached, "/workspace")),
+            "attached_guest": timed(lambda: _run_guest(attached)),
         }
         if os.geteuid() == 0:
             process = stack.enter_context(guest_on_pipes())
@@ -78,7 +80,7 @@ def run(rounds: int = ROUNDS) -> Report:
             assert process.stdout is not None
             out, into = process.stdout.fileno(), process.stdin.fileno()
             piped = DirectGuest(lambda size: os.read(out, size), lambda data: os.write(into, data), multiplexed=False)
-            cases["piped_guest"] = timed(lambda: _run_guest(piped, "/"))
+            cases["piped_guest"] = timed(lambda: _run_guest(piped))
         cases["docker_exec"] = timed(exec_peer(api, container), settle_s=EXEC_SETTLE_S)
         seconds = asyncio.run(run_interleaved(cases, rounds, WARM_UP))
     return _report(seconds, rounds)

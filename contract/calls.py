@@ -20,6 +20,8 @@ DEFAULT_TIMEOUT_S = 30.0
 MAX_TIMEOUT_S = 600.0
 GRACE_S = 5.0
 """What the dispatcher waits beyond a call's own limit, so that the limit inside the sandbox wins."""
+POOL_GRACE_S = 3.0
+"""How long a call without a sandbox may take to clean up, at its limit or when it is cancelled, before its process is killed."""
 
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ToolName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -59,6 +61,8 @@ class ToolContext(Record):
     config: dict[str, JsonValue] = Field(default_factory=dict)
     text_arguments: bool = False
     """True when the arguments came from a text dialect: strings may then be coerced by the schema."""
+    events: Identifier | None = None
+    """The listener of the process that wants to hear of the call while it runs (contract/call_events.py); None: nobody does."""
 
 
 class Clocks(Record):

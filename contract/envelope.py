@@ -124,7 +124,8 @@ def _bounded(text: str) -> str:
         raise ValueError("the call holds half of a surrogate pair, which is no text: send whole characters") from error
     if size > MAX_ENVELOPE_BYTES:
         raise ValueError(
-            f"the call is {size} bytes; at most {MAX_ENVELOPE_BYTES} fit an envelope: write large content with Session.write_file"
+            f"the call is {size} bytes; at most {MAX_ENVELOPE_BYTES} fit an envelope: write large content in parts (write_tool with "
+            "mode=append), or with Session.write_file"
         )
     return text
 

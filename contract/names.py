@@ -2,6 +2,12 @@
 
 POOL_SANDBOX = "pool.sandbox"
 """Any sandbox host: where sessions are opened."""
+POOL_WEB = "pool.web"
+POOL_TOOLS = "pool.tools"
+POOL_QUEUES = {"web": POOL_WEB, "tools": POOL_TOOLS}
+"""Pool of a ToolSpec -> queue, for the pools whose calls any of their workers may run. All others run where their session lives."""
+CATALOG_POOLS = ("sandbox", "web", "tools")
+"""The pools that publish a catalog; of two tools of one name that of the first is taken."""
 
 
 def host_queue(host: str, boot: str) -> str:
@@ -14,8 +20,19 @@ def task_name(tool: str) -> str:
     return tool if tool.startswith("session.") else f"tool.{tool}"
 
 
-def catalog_key(deployment: str) -> str:
-    return f"toolcrew:{deployment}:catalog"
+def catalog_key(deployment: str, pool: str) -> str:
+    """What a pool serves; it vanishes with the pool's last worker."""
+    return f"toolcrew:{deployment}:catalog:{pool}"
+
+
+def catalog_names_key(deployment: str, pool: str) -> str:
+    """The names of what a pool served last; they outlive its workers, so that a call can be told whom it misses."""
+    return f"toolcrew:{deployment}:catalog:{pool}:names"
+
+
+def pool_worker(host: str, boot: str) -> str:
+    """One incarnation of a worker without sandboxes: the queue of its control list, and the beginning of its run markers."""
+    return f"pool.{host}.{boot}"
 
 
 def run_marker_key(deployment: str, tenant: str, call_id: str) -> str:
@@ -45,3 +62,38 @@ def result_key(task_id: str) -> str:
 def control_queue(queue: str) -> str:
     """The list a host's worker reads at once, however busy its pool is: cancels and closes."""
     return f"{queue}.control"
+
+
+def call_events_key(deployment: str, tenant: str, call_id: str) -> str:
+    """The stream of what a call tells while it runs: made and deleted by its caller, only added to by its worker."""
+    return f"toolcrew:{deployment}:{tenant}:call:{call_id}:events"
+
+
+def call_room_key(deployment: str, tenant: str, call_id: str) -> str:
+    """A list that gets an item when the caller has taken events: what a worker waits on when too many lie unread."""
+    return f"toolcrew:{deployment}:{tenant}:call:{call_id}:room"
+
+
+def call_answers_key(deployment: str, tenant: str, call_id: str) -> str:
+    """The list of the caller's answers to what a running call has asked."""
+    return f"toolcrew:{deployment}:{tenant}:call:{call_id}:answers"
+
+
+def listener_key(deployment: str, listener: str) -> str:
+    """The sorted set in which one process finds which of its calls have new events, by the time of the oldest."""
+    return f"toolcrew:{deployment}:listener:{listener}"
+
+
+def call_wake_name(tenant: str, call_id: str) -> str:
+    """How a call is called in a listener's set."""
+    return f"{tenant}:{call_id}"
+
+
+def switches_key(deployment: str) -> str:
+    """The hash of the tools that are turned off, name to Switch; one that is not in it is on."""
+    return f"toolcrew:{deployment}:switches"
+
+
+def session_state_key(deployment: str, tenant: str, session: str) -> str:
+    """The hash of what a session's tools remember between calls; it expires when none of them has used it for a day."""
+    return f"toolcrew:{deployment}:{tenant}:session:{session}:state"

@@ -1,16 +1,54 @@
-"""Tools by name: registering, looking up, filtering. Safe under concurrent access."""
+"""Tools by name: registering, looking up, filtering, turning off and on. Safe under concurrent access."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+from pydantic import Field, ValidationError
+
+from contract.calls import Record
 from contract.schema import check_schema
 from contract.specs import ToolSpec
 
 Handler = TypeVar("Handler")
 Validator = Callable[[Mapping[str, Any]], str | None]
 """A custom check of valid arguments: None, or a sentence that says what is wrong and what to do."""
+SWITCHES_FRESH_S = 1.0
+"""How old may be what a process knows of the switches: half of the time within which one takes effect everywhere."""
+
+
+class Switch(Record):
+    """That a tool is off: by whom, since when (Unix seconds), why. A tool without one is on."""
+
+    by: str = Field(default="", max_length=128)
+    at: float = Field(default=0.0, ge=0)
+    reason: str | None = Field(default=None, max_length=1024)
+
+    def refusal(self, name: str) -> str:
+        """What a model is told that calls the tool nevertheless."""
+        why = f" ({self.reason})" if self.reason else ""
+        return f"the tool {name} is turned off by an administrator{why}: do not call it again; use another tool, or say what cannot be done"
+
+
+@dataclass(frozen=True)
+class ToolState:
+    """A registered tool as an administrator sees it. `switch`: present exactly when it is off."""
+
+    spec: ToolSpec
+    switch: Switch | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def description(self) -> str:
+        return self.spec.description
+
+    @property
+    def state(self) -> Literal["enabled", "disabled"]:
+        return "enabled" if self.switch is None else "disabled"
 
 
 @dataclass(frozen=True)
@@ -31,11 +69,16 @@ class Tool(Generic[Handler]):
 
 
 class ToolRegistry(Generic[Handler]):
-    """Tools by name. Registering a name again replaces the tool; an unknown name gives None, never an exception."""
+    """Tools by name. Registering a name again replaces the tool, and does not turn it on; an unknown name gives None, never an exception.
+
+    Two views: `describe` lists all that is registered, `specs` what a model may be told of. `get` finds what is off, too: who runs tools asks
+    `switch` first.
+    """
 
     def __init__(self, tools: Iterable[Tool[Handler]] = ()) -> None:
         self._lock = threading.Lock()
         self._tools: dict[str, Tool[Handler]] = {}
+        self._switches: dict[str, Switch] = {}
         for tool in tools:
             self.register(tool)
 
@@ -46,19 +89,58 @@ class ToolRegistry(Generic[Handler]):
             self._tools[tool.spec.name] = tool
 
     def get(self, name: str) -> Tool[Handler] | None:
-        """The tool of that name, or None."""
+        """The tool of that name, on or off, or None."""
         with self._lock:
             return self._tools.get(name)
 
-    def specs(self, names: Iterable[str] | Literal["all"] = "all") -> list[ToolSpec]:
-        """Specs of the registered tools, by name order; `names` keeps only those, "all" (alone or in the list) keeps every one."""
+    def disable(self, name: str, switch: Switch | None = None) -> bool:
+        """Turn the tool off until `enable`; False when there is none of that name. Raises ValueError for a verb of sessions: none works without."""
         with self._lock:
-            tools = sorted(self._tools.values(), key=lambda tool: tool.spec.name)
-        return filter_specs([tool.spec for tool in tools], names)
+            tool = self._tools.get(name)
+            if tool is None:
+                return False
+            if tool.spec.audience == "session":
+                raise ValueError(f"{name} is a verb of sessions, which cannot be turned off")
+            self._switches[name] = switch or Switch()
+            return True
+
+    def enable(self, name: str) -> bool:
+        """Turn the tool on; False when there is none of that name."""
+        with self._lock:
+            self._switches.pop(name, None)
+            return name in self._tools
+
+    def switch(self, name: str) -> Switch | None:
+        """Why the tool of that name is off; None when it is on, or not there."""
+        with self._lock:
+            return self._switches.get(name)
+
+    def describe(self) -> list[ToolState]:
+        """Every registered tool with its state, by name order."""
+        with self._lock:
+            return [ToolState(self._tools[name].spec, self._switches.get(name)) for name in sorted(self._tools)]
+
+    def specs(self, names: Iterable[str] | Literal["all"] = "all") -> list[ToolSpec]:
+        """Specs of the tools that are on, by name order; `names` keeps only those, "all" (alone or in the list) keeps every one."""
+        with self._lock:
+            found = [self._tools[name].spec for name in sorted(self._tools) if name not in self._switches]
+        return filter_specs(found, names)
 
     def __len__(self) -> int:
         with self._lock:
             return len(self._tools)
+
+
+def parse_switches(told: Mapping[Any, Any]) -> dict[str, Switch]:
+    """The switches of a Redis hash. One that cannot be read still turns its tool off: somebody meant it."""
+    found = {}
+    for name, data in told.items():
+        try:
+            switch = Switch.model_validate_json(data)
+        except ValidationError:
+            switch = Switch()
+        found[name.decode(errors="replace") if isinstance(name, bytes) else str(name)] = switch
+    return found
 
 
 def filter_specs(specs: Iterable[ToolSpec], names: Iterable[str] | Literal["all"]) -> list[ToolSpec]:

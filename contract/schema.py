@@ -29,12 +29,10 @@ def prepare_arguments(
 ) -> tuple[dict[str, Any], list[str]]:
     """Arguments as the tool's handler gets them, and the aliases that were used (`given -> canonical`).
 
-    Order: aliases, coercion of strings (only when `text`: the arguments came from a text dialect), defaults, schema, custom `checks`.
+    Order: coercion of strings (only when `text`: the arguments came from a text dialect), aliases, defaults, schema, custom `checks`.
     Raises ToolFailure(INVALID_ARGUMENTS), the model's fault.
     """
-    prepared, aliases = _fold_aliases(spec, arguments)
-    if text:
-        prepared = coerce_text(spec, prepared)
+    prepared, aliases = _fold_aliases(spec, coerce_text(spec, arguments) if text else arguments)
     prepared = _fill_object(spec.parameters, prepared)
     _check_unknown(spec, prepared)
     errors = _errors(spec, prepared)
@@ -89,16 +87,28 @@ def _is_within(schema: Mapping[str, Any], reference: str) -> bool:
 
 
 def _fold_aliases(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Also in the objects of a list, for the parameters that these have themselves."""
+    used: dict[str, None] = {}
+    folded = _fold(spec.name, spec.aliases, arguments, used)
+    for name, schema in _properties(spec.parameters).items():
+        items = schema.get("items")
+        if isinstance(items, Mapping) and isinstance(folded.get(name), list):
+            fields = _properties(items)
+            aliases = {alias: canonical for alias, canonical in spec.aliases.items() if canonical in fields and alias not in fields}
+            folded[name] = [_fold(spec.name, aliases, item, used) if isinstance(item, Mapping) else item for item in folded[name]]
+    return folded, list(used)
+
+
+def _fold(tool: str, aliases: Mapping[str, str], arguments: Mapping[str, Any], used: dict[str, None]) -> dict[str, Any]:
     folded: dict[str, Any] = {}
-    used: list[str] = []
     for name, value in arguments.items():
-        canonical = spec.aliases.get(name, name)
+        canonical = aliases.get(name, name)
         if canonical in folded or (canonical != name and canonical in arguments):
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: '{name}' and '{canonical}' mean the same parameter; give it once")
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{tool}: '{name}' and '{canonical}' mean the same parameter; give it once")
         if canonical != name:
-            used.append(f"{name} -> {canonical}")
+            used[f"{name} -> {canonical}"] = None
         folded[canonical] = value
-    return folded, used
+    return folded
 
 
 def _check_unknown(spec: ToolSpec, arguments: Mapping[str, Any]) -> None:

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from contract.calls import ExecResult, ToolResult
+    from contract.functions import CallContext, tool
     from contract.registry import ToolRegistry
     from orchestrator.agent import Agent, ReActStrategy, RunResult
     from orchestrator.chat_messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
     from orchestrator.client import ToolClient
-    from orchestrator.functions.call_context import CallContext
-    from orchestrator.functions.function_tools import as_tool, tool
+    from orchestrator.functions.function_tools import as_tool
     from orchestrator.functions.local_tools import LocalTools
     from orchestrator.functions.openai_tools import convert_to_openai_tool
     from orchestrator.limits import ReActOptions
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AIMessage": "orchestrator.chat_messages",
     "Agent": "orchestrator.agent",
-    "CallContext": "orchestrator.functions.call_context",
+    "CallContext": "contract.functions.call_context",
     "ContextEngine": "orchestrator.tool_loop",
     "CustomAgent": "orchestrator.tool_agent",
     "ExecResult": "contract.calls",
@@ -46,7 +46,7 @@ _HOMES = {
     "create_tool_registry": "orchestrator.tool_loop",
     "generate_tool_prompt": "orchestrator.prompts",
     "run_tool_loop": "orchestrator.tool_loop",
-    "tool": "orchestrator.functions.function_tools",
+    "tool": "contract.functions.function_tools",
 }
 
 __all__ = [

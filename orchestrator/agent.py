@@ -3,11 +3,12 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from contract.calls import Clocks, ToolResult
 from contract.errors import ContextWindowExceeded, ModelInterrupted
+from contract.registry import Switch
 from contract.specs import ToolSpec
 from orchestrator.call_runner import CallRunner, Observed, Requested, RunCall, build_interrupted_results
 from orchestrator.context_window import ContextWindow
@@ -59,6 +60,9 @@ class RunResult:
 @dataclass
 class Agent:
     """One model in one dialect with tools. Runs any number of instructions, also at once. `run_id`: of its only run; "": each gets one.
+    `spent_by_tools`: what the calls of its only run had of the model, which counts for its budgets.
+
+    `switched_off`: tools that are there and that nobody may call now; a model that calls one is told so.
 
     Ids of calls are made of the run's: under one that has been used, pools take a second run's calls for repetitions of the first's.
     """
@@ -71,6 +75,8 @@ class Agent:
     options: ReActOptions = field(default_factory=ReActOptions)
     on_event: OnEvent = lambda _: None
     run_id: str = ""
+    spent_by_tools: Callable[[], Usage] = Usage
+    switched_off: Mapping[str, Switch] = field(default_factory=dict)
     _has_run: bool = field(default=False, init=False, repr=False, compare=False)
 
     async def run(self, request: str, *, history: Sequence[Message] = ()) -> RunResult:
@@ -118,10 +124,12 @@ class _Run:
         self._id = agent.run_id or secrets.token_hex(8)
         self._agent = agent
         self._request = request
-        self._spending = Spending(agent.options)
+        self._spending = Spending(agent.options, by_tools=agent.spent_by_tools)
         self._clocks = Clocks()
         self._window = ContextWindow(agent.options.context_tokens, agent.dialect.build_request((), agent.specs).tools)
-        self._calls = CallRunner(self._id, agent.specs, agent.run_call, self._note_call, agent.options.max_parallel_calls)
+        self._calls = CallRunner(
+            self._id, agent.specs, agent.run_call, self._note_call, agent.options.max_parallel_calls, agent.switched_off
+        )
         system = agent.dialect.build_system(agent.instruction, agent.specs)
         self._transcript = Transcript({"role": "system", "content": system}, *history, {"role": "user", "content": request})
         self._answer = ""
@@ -141,10 +149,10 @@ class _Run:
         spent = self._spending
         self._tell(
             RunFinished(
-                run=self._id, answer=self._answer, stop_reason=reason.value, clocks=self._clocks, usage=spent.usage, cost=spent.cost
+                run=self._id, answer=self._answer, stop_reason=reason.value, clocks=self._clocks, usage=spent.counted, cost=spent.cost
             )
         )
-        return RunResult(self._answer, reason, spent.steps, self._transcript, spent.usage, self._clocks, self._id, spent.cost)
+        return RunResult(self._answer, reason, spent.steps, self._transcript, spent.counted, self._clocks, self._id, spent.cost)
 
     async def _until_done(self) -> StopReason:
         wall_s = self._agent.options.max_wall_s

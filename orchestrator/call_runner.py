@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS, ToolCall, ToolResult
 from contract.errors import ErrorCode, ToolFailure
+from contract.registry import Switch
 from contract.schema import coerce_text
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import CallRequested, MalformedCall
@@ -28,9 +29,18 @@ Observed = tuple[str, ToolResult]
 class CallRunner:
     """Runs the calls of one run. `tell` gets their events as they happen."""
 
-    def __init__(self, run: str, specs: Sequence[ToolSpec], run_call: RunCall, tell: Callable[[RunEvent], None], max_parallel: int) -> None:
+    def __init__(
+        self,
+        run: str,
+        specs: Sequence[ToolSpec],
+        run_call: RunCall,
+        tell: Callable[[RunEvent], None],
+        max_parallel: int,
+        switched_off: Mapping[str, Switch] | None = None,
+    ) -> None:
         self._run = run
         self._specs = {spec.name: spec for spec in specs}
+        self._switched_off = switched_off or {}
         self._run_call = run_call
         self._tell = tell
         self._slots = asyncio.Semaphore(max_parallel)
@@ -88,6 +98,9 @@ class CallRunner:
         """The result of a call to a tool that the model was not told of: whoever runs calls may know more tools than this run may use."""
         if call.name in self._specs:
             return None
+        switch = self._switched_off.get(call.name)
+        if switch is not None:
+            return ToolResult.failed(call, ErrorCode.TOOL_DISABLED, switch.refusal(call.name))
         nearest = find_nearest(call.name, self._specs)
         return ToolResult.failed(call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}", metadata={"nearest": nearest})
 

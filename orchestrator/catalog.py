@@ -1,5 +1,6 @@
 """What the workers publish, as the orchestrator knows it."""
 
+import json
 import time
 from typing import Protocol
 
@@ -8,10 +9,19 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ConfigError
-from contract.names import catalog_key
+from contract.names import CATALOG_POOLS, catalog_key, catalog_names_key
 from contract.specs import Catalog, ToolSpec
+from orchestrator.logs import get_logger
 
-FRESH_S = 2.0
+log = get_logger(__name__)
+
+FRESH_S = 1.0
+STARTED_BY = {
+    "sandbox": "`toolcrew worker start` beside a sandboxd",
+    "web": "`toolcrew worker start --kind web`",
+    "tools": "`toolcrew worker start --kind web` with TOOLCREW_TOOL_MODULES or the tools' package",
+}
+"""Pool -> how its worker is started."""
 
 
 class CatalogSource(Protocol):
@@ -19,14 +29,20 @@ class CatalogSource(Protocol):
 
     async def specs(self) -> tuple[ToolSpec, ...]: ...
 
+    def explain_missing(self, name: str) -> str | None:
+        """Why a tool that there is cannot be called now, and what to do; None: there is no such tool. As of the last `specs`."""
+        ...
+
 
 class RedisCatalog:
-    """The catalog in Redis, read again at most every FRESH_S seconds."""
+    """The catalogs of all pools in Redis as one, read again at most every FRESH_S seconds, in one round trip."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client = client
-        self._key = catalog_key(deployment)
+        self._keys = [key(deployment, pool) for key in (catalog_key, catalog_names_key) for pool in CATALOG_POOLS]
         self._specs: tuple[ToolSpec, ...] = ()
+        self._lost: dict[str, str] = {}
+        self._clashes: set[str] = set()
         self._read_at = float("-inf")
 
     async def specs(self) -> tuple[ToolSpec, ...]:
@@ -36,14 +52,58 @@ class RedisCatalog:
             self._read_at = time.monotonic()
         return self._specs
 
+    def explain_missing(self, name: str) -> str | None:
+        pool = self._lost.get(name)
+        return None if pool is None else f"no worker serves {name} now: start one with {STARTED_BY[pool]}"
+
+    async def pools(self) -> dict[str, tuple[ToolSpec, ...]]:
+        """Pool -> what its workers publish now; a pool without a worker is not in it. Raises as `specs`, but not for want of workers."""
+        texts, _ = await self._fetch()
+        return {pool: _parse_specs(text) for pool, text in texts.items() if text is not None}
+
     async def _read(self) -> tuple[ToolSpec, ...]:
+        texts, names = await self._fetch()
+        if not any(texts.values()):
+            raise ConfigError("no worker has published its tools: start one with `toolcrew worker start`, or everything with `toolcrew up`")
+        found: dict[str, ToolSpec] = {}
+        lost: dict[str, str] = {"session.open": "sandbox"}
+        for pool, text in texts.items():
+            if text is None:
+                lost.update((name, pool) for name in _parse_names(names[pool]) if name not in lost)
+                continue
+            for spec in _parse_specs(text):
+                self._note_clash(found.setdefault(spec.name, spec), spec)
+        self._lost = {name: pool for name, pool in lost.items() if name not in found}
+        return tuple(sorted(found.values(), key=lambda spec: spec.name))
+
+    async def _fetch(self) -> tuple[dict[str, str | bytes | None], dict[str, str | bytes | None]]:
+        """Pool -> text of its catalog, pool -> text of the names it served last."""
         try:
-            text = await self._client.get(self._key)
+            values = await self._client.mget(self._keys)
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"Redis did not give the tool catalog ({error})") from error
-        if text is None:
-            raise ConfigError("no worker has published its tools: start one with `toolcrew worker start`, or everything with `toolcrew up`")
-        try:
-            return Catalog.model_validate_json(text).tools
-        except ValidationError as error:
-            raise ConfigError("the workers publish a catalog of another version: run the same release on both sides") from error
+        count = len(CATALOG_POOLS)
+        return dict(zip(CATALOG_POOLS, values[:count], strict=True)), dict(zip(CATALOG_POOLS, values[count:], strict=True))
+
+    def _note_clash(self, taken: ToolSpec, other: ToolSpec) -> None:
+        """Say once that a tool cannot be reached behind another of its name."""
+        if taken is other or taken.name in self._clashes:
+            return
+        self._clashes.add(taken.name)
+        log.error("tool_published_twice", tool=taken.name, served_by=taken.pool, hidden=other.pool)
+
+
+def _parse_specs(text: str | bytes) -> tuple[ToolSpec, ...]:
+    try:
+        return Catalog.model_validate_json(text).tools
+    except ValidationError as error:
+        raise ConfigError("the workers publish a catalog of another version: run the same release on both sides") from error
+
+
+def _parse_names(text: str | bytes | None) -> list[str]:
+    """Nothing of what is no list of names: it only serves to explain."""
+    try:
+        names = json.loads(text or "[]")
+    except (ValueError, RecursionError):
+        return []
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []

@@ -10,6 +10,7 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
+from contract.calls import POOL_GRACE_S
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.names import control_queue
 from contract.settings import BrokerSettings
@@ -42,7 +43,7 @@ class CeleryTransport:
             with self._hub.expect(task_id) as stored:
                 async with asyncio.timeout(delivery.wait_s):
                     await asyncio.get_running_loop().run_in_executor(self._threads, self._publish, delivery, task_id)
-                    return _unpack(await self._await_stored(stored, delivery))
+                    return _unpack(await self._await_stored(stored, delivery), delivery)
         except ValueError as error:
             raise DeliveryFailed(ErrorCode.INVALID_ARGUMENTS, f"the call id '{delivery.call_id}' is in use by a call in flight") from error
 
@@ -86,12 +87,20 @@ class CeleryTransport:
                 # A queue by name goes through the default exchange: one LPUSH, never dropped for want of a binding.
                 queue=delivery.queue,
                 expires=datetime.fromtimestamp(delivery.start_by, UTC),
+                **_limits(delivery),
                 # What people see of a call in Flower and in logs: its id, never its arguments.
                 argsrepr="()",
                 kwargsrepr=f"call {delivery.call_id}",
             )
         except (OperationalError, OSError) as error:
             raise BrokerUnavailable(f"the call was not sent: Redis does not answer ({error})") from error
+
+
+def _limits(delivery: Delivery) -> dict[str, Any]:
+    """Celery's own limits of a call that no sandbox limits; else those that its task has in the worker."""
+    if delivery.limit_s is None:
+        return {}
+    return {"soft_time_limit": delivery.limit_s, "time_limit": delivery.limit_s + POOL_GRACE_S}
 
 
 def _build_publisher(broker: BrokerSettings) -> Celery:
@@ -115,7 +124,7 @@ def _build_publisher(broker: BrokerSettings) -> Celery:
     return app
 
 
-def _unpack(stored: dict[str, Any]) -> Any:
+def _unpack(stored: dict[str, Any], delivery: Delivery) -> Any:
     status, result = stored["status"], stored.get("result")
     if status == "SUCCESS":
         return result
@@ -125,6 +134,15 @@ def _unpack(stored: dict[str, Any]) -> Any:
     words = _words(result.get("exc_message", "")) if isinstance(result, dict) else str(result)
     if kind == "EnvelopeRefused":
         raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, f"the worker refused the call: {words}")
+    name = delivery.task.removeprefix("tool.")
+    if kind == "NotRegistered":
+        raise DeliveryFailed(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}")
+    if kind == "TimeLimitExceeded" and delivery.limit_s is not None:
+        raise DeliveryFailed(
+            ErrorCode.TIMEOUT,
+            f"{name} did not end within its limit of {delivery.limit_s:g} s, nor in the {POOL_GRACE_S:g} s it had to clean up, and its process was "
+            "killed; it may have acted",
+        )
     if kind in ("WorkerLostError", "TimeLimitExceeded", "Terminated"):
         raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"the worker was lost while it ran the call ({kind}); it may have acted")
     raise DeliveryFailed(ErrorCode.INTERNAL, f"the worker failed outside the call ({kind}): {words[:500]}")

@@ -1,42 +1,35 @@
 """`toolcrew`: thin, one library call a command. Errors are one sentence on stderr; with --json an object on stdout."""
 
-import asyncio
 import json
 import logging
 import os
-import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from contract.calls import ToolResult
-from contract.errors import ErrorCode, OperatorError, ToolFailure
+from contract.errors import ErrorCode, ToolFailure
 from orchestrator.agent import RunResult
-from orchestrator.client import ToolClient
+from orchestrator.cli_runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, open_client, run_work
+from orchestrator.cli_tools import tools_app
 from orchestrator.dispatcher import Terms
 from orchestrator.doctor import Report, examine
 from orchestrator.events import CallFinished, RunEvent
 from orchestrator.limits import ReActOptions, StopReason
 from orchestrator.local_stack import StackInfo, keep, print_json
-from orchestrator.settings import load_settings, python
-from orchestrator.terminal import RunView, escape_controls, format_clocks, table_rows
-
-EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 3, 130
-
-T = TypeVar("T")
+from orchestrator.settings import child_environment, load_settings, python
+from orchestrator.terminal import RunView, escape_controls, format_clocks
+from orchestrator.terminal_live import LiveOutput
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Runs the tools of LLM agents at scale.", pretty_exceptions_enable=False)
-tools_app = typer.Typer(no_args_is_help=True, help="What the workers can run.")
 worker_app = typer.Typer(no_args_is_help=True, help="The worker of this host.")
 app.add_typer(tools_app, name="tools")
 app.add_typer(worker_app, name="worker")
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Workspace = Annotated[Path | None, typer.Option("--workspace", help="A folder that is copied into the sandbox.")]
 
 
@@ -77,7 +70,7 @@ def run(
                 await session.export(save_workspace)
             return result
 
-    result = _run(work(), as_json)
+    result = run_work(work(), as_json)
     typer.echo(json.dumps(_run_json(result)) if as_json else escape_controls(result.answer))
     raise typer.Exit(_exit_code(result.stop_reason, is_refused=bool(refused)))
 
@@ -88,16 +81,25 @@ def call(
     arguments: Annotated[list[str] | None, typer.Argument(help="k=v pairs, or @file.json, or - for JSON on stdin.")] = None,
     workspace: Workspace = None,
     timeout: Annotated[float | None, typer.Option("--timeout", help="Seconds the call may run.")] = None,
+    live: Annotated[
+        bool | None,
+        typer.Option("--live/--no-live", help="Output on stderr while the tool runs. Else: when stderr is a terminal, without --json."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run one tool once, through the whole path. Exit code 0 when it succeeded, 1 otherwise."""
+    """Run one tool once, through the whole path: the result on stdout. Exit code 0 when it succeeded, 1 otherwise."""
+    console = Console(stderr=True)
+    is_live = live if live is not None else console.is_terminal and not as_json
 
     async def work() -> ToolResult:
         values, is_text = parse_arguments(arguments or [])
+        terms = Terms(timeout_s=timeout, text_arguments=is_text)
         async with open_client() as client, await client.open_session(workspace) as session:
-            return await session.call(name, values, terms=Terms(timeout_s=timeout, text_arguments=is_text))
+            with ExitStack() as stack:
+                on_output = stack.enter_context(LiveOutput(console)).show if is_live else None
+                return await session.call(name, values, terms=terms, on_output=on_output)
 
-    result = _run(work(), as_json)
+    result = run_work(work(), as_json)
     if as_json:
         typer.echo(result.model_dump_json())
     else:
@@ -113,7 +115,7 @@ def up(as_json: Json = False) -> None:
     async def work() -> int:
         return await keep(load_settings(), print_json if as_json else _print_stack, until_eof=False)
 
-    raise typer.Exit(_run(work(), as_json))
+    raise typer.Exit(run_work(work(), as_json))
 
 
 @app.command()
@@ -123,7 +125,7 @@ def doctor(as_json: Json = False) -> None:
     async def work() -> Report:
         return await examine(load_settings())
 
-    report = _run(work(), as_json)
+    report = run_work(work(), as_json)
     if as_json:
         typer.echo(json.dumps(report.to_json()))
     else:
@@ -132,43 +134,16 @@ def doctor(as_json: Json = False) -> None:
     raise typer.Exit(0 if report.is_healthy else EXIT_ERROR)
 
 
-@tools_app.command("ls")
-def tools_ls(as_json: Json = False) -> None:
-    """The tools a model may call."""
-
-    async def work() -> list[dict[str, Any]]:
-        async with open_client() as client:
-            specs = await client.tools()
-            return [
-                {"name": spec.name, "description": spec.description, "state": "enabled", "parameters": spec.parameters} for spec in specs
-            ]
-
-    rows = _run(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps(rows))
-        return
-    short = [{**row, "description": str(row["description"]).split(". ")[0]} for row in rows]
-    for line in table_rows(short, ("name", "state", "description")):
-        typer.echo(line)
-
-
 @worker_app.command("start")
-def worker_start() -> None:
-    """A Celery worker beside this host's sandboxd, in the foreground. Settings: TOOLCREW_REDIS_URL, TOOLCREW_SANDBOXD_SOCKET."""
-    os.execv(python(), [python(), "-m", "workers"])
+def worker_start(
+    kind: Annotated[Literal["sandbox", "web"] | None, typer.Option("--kind", help="sandbox, or web. Else TOOLCREW_WORKER_KIND.")] = None,
+) -> None:
+    """A Celery worker in the foreground. Settings: TOOLCREW_REDIS_URL, TOOLCREW_SECRET.
 
-
-@asynccontextmanager
-async def open_client() -> AsyncIterator[ToolClient]:
-    """The pool that TOOLCREW_REDIS_URL names, else an embedded stack for this command."""
-    settings = load_settings()
-    if settings.redis_url is not None:
-        async with ToolClient.connect(settings=settings) as client:
-            yield client
-    else:
-        typer.echo("TOOLCREW_REDIS_URL is not set: starting an embedded stack for this command (`toolcrew up` keeps one running)", err=True)
-        async with ToolClient.embedded(settings=settings) as client:
-            yield client
+    Of the kind sandbox, beside this host's sandboxd (TOOLCREW_SANDBOXD_SOCKET); or web, with the network and without sandboxes.
+    """
+    environment = {"TOOLCREW_WORKER_KIND": kind} if kind is not None else {}
+    os.execve(python(), [python(), "-m", "workers"], child_environment(environment))
 
 
 def parse_arguments(texts: list[str]) -> tuple[dict[str, Any], bool]:
@@ -197,55 +172,6 @@ def _read_json(source: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "the arguments must be one JSON object")
     return value
-
-
-def _run(work: Coroutine[Any, Any, T], as_json: bool) -> T:
-    """The command's result; our own errors end it with a sentence and an exit code, Ctrl-C after everything was taken down."""
-    try:
-        return asyncio.run(_until_told(work))
-    except _ToldToStop as told:
-        _fail("told to stop; what was running has been stopped", "CANCELLED", 128 + told.number, as_json)
-    except KeyboardInterrupt:
-        _fail("interrupted; what was running has been stopped", "CANCELLED", EXIT_INTERRUPTED, as_json)
-    except OperatorError as error:
-        _fail(str(error), error.code.value, EXIT_ERROR, as_json)
-    except ToolFailure as failure:
-        code = EXIT_REFUSED if failure.code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED) else EXIT_ERROR
-        _fail(failure.message, failure.code.value, code, as_json)
-
-
-class _ToldToStop(Exception):
-    """SIGTERM or SIGHUP came."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-async def _until_told(work: Coroutine[Any, Any, T]) -> T:
-    """The work's result. SIGTERM and SIGHUP cancel it as Ctrl-C does, so that it takes its sandbox down."""
-    task, told = asyncio.ensure_future(work), list[int]()
-
-    def stop(number: int) -> None:
-        told.append(number)
-        task.cancel()
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if told:
-            raise _ToldToStop(told[0]) from None
-        raise
-
-
-def _fail(message: str, code: str, exit_code: int, as_json: bool) -> NoReturn:
-    if as_json:
-        typer.echo(json.dumps({"error": {"code": code, "message": message}}))
-    else:
-        typer.echo(f"toolcrew: {escape_controls(message)}", err=True)
-    raise typer.Exit(exit_code)
 
 
 def _exit_code(reason: StopReason, *, is_refused: bool) -> int:

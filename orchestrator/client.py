@@ -3,27 +3,32 @@
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import SecretStr
 
+from contract.call_events import MODEL
 from contract.calls import ToolCall, ToolResult
-from contract.errors import ConfigError
-from contract.registry import filter_specs
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.registry import ToolState, filter_specs
 from contract.settings import BrokerSettings
 from contract.specs import ToolSpec
 from orchestrator.agent import Agent, RunResult
 from orchestrator.approvals import DEFAULT_POLICY, Approver, choose_approver, review
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
 from orchestrator.blobs import Blobs
+from orchestrator.call_events import CallEvents
 from orchestrator.catalog import RedisCatalog
 from orchestrator.celery_transport import CeleryTransport
 from orchestrator.dialects.choice import choose_dialect, know_model, with_window
-from orchestrator.dispatcher import Dispatcher, Terms, note_aliases
-from orchestrator.events import OnEvent
+from orchestrator.dispatcher import Dispatcher, Terms, find_nearest, note_aliases
+from orchestrator.events import OnEvent, OutputArrived
+from orchestrator.heard_calls import OnOutput
 from orchestrator.limits import ReActOptions
 from orchestrator.local_stack import StackInfo, embedded_stack
+from orchestrator.model_requests import ModelRequests
 from orchestrator.models.base import Model
 from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_model
@@ -31,6 +36,7 @@ from orchestrator.redis_connection import check_redis, open_redis
 from orchestrator.results import ResultHub
 from orchestrator.sessions import Session
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings
+from orchestrator.switches import RedisSwitches, build_switch
 
 
 class ToolClient:
@@ -46,11 +52,14 @@ class ToolClient:
         approver: Approver | None,
         stack: StackInfo | None,
         policy: ApprovalPolicy | None = None,
+        *,
+        switches: RedisSwitches,
     ) -> None:
         self._settings = settings
         self._dispatcher = dispatcher
         self._catalog = catalog
         self._blobs = blobs
+        self._switches = switches
         self._approver = approver or choose_approver(settings.approvals, is_interactive=is_interactive())
         self._policy = policy or (load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY)
         self._capabilities = CapabilityCache(settings.capability_folder)
@@ -117,8 +126,50 @@ class ToolClient:
         return await Session.open(self._dispatcher, self._blobs, tenant=tenant or self.tenant, image=image, ttl_s=ttl_s, workspace=folder)
 
     async def tools(self, names: Iterable[str] | Literal["all"] = "all") -> list[ToolSpec]:
-        """The tools a model may call, as the workers publish them."""
-        return [spec for spec in filter_specs(await self._catalog.specs(), names) if spec.audience == "model"]
+        """The tools a model may call: as the workers publish them, without those that are turned off."""
+        return filter_specs([state.spec for state in await self.tool_states() if state.switch is None], names)
+
+    async def tool_states(self) -> list[ToolState]:
+        """Every tool that the workers publish, by name order, on or off."""
+        switches = await self._switches.switches()
+        specs = sorted(await self._catalog.specs(), key=lambda spec: spec.name)
+        return [ToolState(spec, switches.get(spec.name)) for spec in specs if spec.audience == "model"]
+
+    async def tool_state(self, name: str) -> ToolState:
+        """One tool with its state. Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names."""
+        spec = await self._find_tool(name)
+        return ToolState(spec, (await self._switches.switches()).get(name))
+
+    async def disable(self, name: str, *, reason: str | None = None, by: str | None = None) -> ToolState:
+        """Turn a tool off for the whole deployment, on every worker and orchestrator within 2 s: calls of it fail with TOOL_DISABLED and `reason`,
+        models that start then are not told of it. It stays off until `enable`. `by`: who says so, else the client's tenant.
+
+        Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ToolFailure(INVALID_ARGUMENTS), BrokerUnavailable.
+        """
+        spec = await self._find_tool(name)
+        switch = build_switch(by or self.tenant, reason)
+        await self._switches.turn_off(name, switch)
+        return ToolState(spec, switch)
+
+    async def enable(self, name: str) -> ToolState | None:
+        """Turn a tool on again. None when it was off and no worker publishes it now. Raises as `disable`."""
+        was_off = await self._switches.turn_on(name)
+        try:
+            return ToolState(await self._find_tool(name))
+        except ToolFailure:
+            if not was_off:
+                raise
+            return None
+
+    async def _find_tool(self, name: str) -> ToolSpec:
+        specs = {spec.name: spec for spec in await self._catalog.specs()}
+        spec = specs.get(name)
+        if spec is not None and spec.audience == "session":
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{name} is a verb of sessions, which cannot be turned off; turn off tools")
+        if spec is None:
+            nearest = find_nearest(name, [spec.name for spec in specs.values() if spec.audience == "model"])
+            raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}", nearest=nearest)
+        return spec
 
     async def run(
         self,
@@ -147,32 +198,58 @@ class ToolClient:
             known = await know_model(chosen, wanted, self._capabilities)
             speaks = choose_dialect(wanted, known, is_small=chosen.is_small)
             options = with_window(options, self._settings, known)
-            specs = await self.tools(chosen.tools if tools is None else tools)
+            states = await self.tool_states()
+            specs = filter_specs([state.spec for state in states if state.switch is None], chosen.tools if tools is None else tools)
+            questions = ModelRequests(chosen.model)
             agent = Agent(
                 chosen.model,
                 speaks,
                 specs,
-                self._run_call(session, specs, Terms(default_timeout_s=options.tool_timeout_s, run=run, model=chosen.model.name)),
+                self._run_call(
+                    session,
+                    specs,
+                    Terms(default_timeout_s=options.tool_timeout_s, run=run, model=chosen.model.name),
+                    run,
+                    on_event,
+                    questions,
+                ),
                 instruction=chosen.instruction,
                 options=options,
                 on_event=on_event or (lambda _: None),
                 run_id=run,
+                spent_by_tools=questions.usage,
+                switched_off={state.name: state.switch for state in states if state.switch is not None},
             )
             return await agent.run(instruction)
 
-    def _run_call(self, session: Session, specs: list[ToolSpec], terms: Terms) -> Callable[[ToolCall], Awaitable[ToolResult]]:
-        """How a model's call is run: reviewed, then dispatched."""
+    def _run_call(
+        self, session: Session, specs: list[ToolSpec], terms: Terms, run: str, on_event: OnEvent | None, questions: ModelRequests
+    ) -> Callable[[ToolCall], Awaitable[ToolResult]]:
+        """How a model's call is run: reviewed, then dispatched, its output told to who listens."""
         by_name = {spec.name: spec for spec in specs}
 
         async def run_call(call: ToolCall) -> ToolResult:
             spec = by_name[call.name]
+            # Nobody is asked about a call that will not be run.
+            switch = (await self._switches.switches()).get(call.name)
+            if switch is not None:
+                return ToolResult.failed(call, ErrorCode.TOOL_DISABLED, switch.refusal(call.name))
             reviewed = await review(call, spec, self._approver, policy=self._policy, tenant=session.tenant, session=session.id)
             if isinstance(reviewed, ToolResult):
                 return reviewed
-            result = await session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, terms=terms)
+            on_output = _output_teller(on_event, run, call.id) if on_event is not None else None
+            heard = replace(terms, handlers={MODEL: questions.open_call()}) if spec.pool == "tools" else terms
+            result = await session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=heard)
             return note_aliases(result, [f"{name} -> {spec.aliases[name]}" for name in call.arguments if name in spec.aliases])
 
         return run_call
+
+
+def _output_teller(on_event: OnEvent, run: str, call_id: str) -> OnOutput:
+    def tell(stream: str, text: str) -> None:
+        on_event(OutputArrived(run=run, call_id=call_id, stream=stream, text=text))
+
+    return tell
 
 
 def _with_secret(settings: OrchestratorSettings) -> OrchestratorSettings:
@@ -201,11 +278,22 @@ async def _open(
         hub = ResultHub(redis)
         await hub.start()
         transport = CeleryTransport(broker, hub)
+        events, switches = CallEvents(redis, broker.deployment), RedisSwitches(redis, broker.deployment)
         try:
-            dispatcher = Dispatcher(transport, catalog, key, queue_wait_s=settings.queue_wait_s, deployment=broker.deployment)
-            yield ToolClient(settings, dispatcher, catalog, Blobs(redis, broker.deployment), tenant, approver, stack, policy)
+            dispatcher = Dispatcher(
+                transport,
+                catalog,
+                key,
+                queue_wait_s=settings.queue_wait_s,
+                deployment=broker.deployment,
+                events=events,
+                switches=switches,
+            )
+            blobs = Blobs(redis, broker.deployment)
+            yield ToolClient(settings, dispatcher, catalog, blobs, tenant, approver, stack, policy, switches=switches)
         finally:
             await transport.aclose()
             await hub.close()
+            await events.close()
     finally:
         await redis.aclose()

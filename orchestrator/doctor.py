@@ -1,4 +1,4 @@
-"""What this host can promise, and how to mend what is missing: engine, image, profile, kernel, Redis, model."""
+"""What this host can promise, and how to mend what is missing: engine, image, profile, kernel, Redis, workers, model."""
 
 import asyncio
 import importlib.util
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import ConfigError, OperatorError
+from orchestrator.catalog import STARTED_BY, RedisCatalog
 from orchestrator.models.weights import load_weights
 from orchestrator.redis_connection import check_redis, open_redis
 from orchestrator.redis_server import find_redis_server
@@ -111,11 +112,25 @@ async def _examine_redis(settings: OrchestratorSettings, report: Report) -> None
         try:
             await check_redis(client, broker)
             broker.signing_key()
+            report.add("redis", True, broker.redis_address())
+            await examine_workers(RedisCatalog(client, broker.deployment), report)
         finally:
             await client.aclose()
-        report.add("redis", True, broker.redis_address())
     except OperatorError as error:
         report.add("redis", False, str(error))
+
+
+async def examine_workers(catalog: RedisCatalog, report: Report) -> None:
+    """Who serves calls now. Nobody need: workers may be started after this look."""
+    try:
+        pools = await catalog.pools()
+    except ConfigError as error:
+        report.add("workers", False, str(error))
+        return
+    for pool, start in STARTED_BY.items():
+        served = [spec.name for spec in pools.get(pool, ()) if spec.audience == "model"]
+        text = f"{pool}: {', '.join(served) or 'no tools'}" if pool in pools else f"{pool}: no worker; start one with {start}"
+        report.add("workers", pool in pools, text, needed=False)
 
 
 async def _examine_model(settings: OrchestratorSettings, report: Report) -> None:

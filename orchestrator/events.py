@@ -55,6 +55,15 @@ class CallStarted(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OutputArrived(RunEvent):
+    """A piece of a running call's output, as it comes. The result that follows has the whole of it."""
+
+    call_id: str
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class CallFinished(RunEvent):
     result: ToolResult
 

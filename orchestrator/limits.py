@@ -1,6 +1,7 @@
 """What a run may spend: steps, seconds, tokens, money, malformed replies; and why it stopped."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -76,21 +77,27 @@ class ReActOptions:
 
 @dataclass
 class Spending:
-    """What a run has used so far. `usage`: what the server counted; `uncounted`: the estimate for replies that it did not count. Budgets go
-    by both."""
+    """What a run has used so far. `usage`: what the server counted; `uncounted`: the estimate for replies that it did not count; `by_tools`
+    gives what tools in workers had of the run's model. Budgets go by all three."""
 
     options: ReActOptions
     steps: int = 0
     usage: Usage = field(default_factory=Usage)
     uncounted: Usage = field(default_factory=Usage)
+    by_tools: Callable[[], Usage] = Usage
     malformed_replies: int = 0
     """In a row, up to now."""
     started_at: float = field(default_factory=time.monotonic)
 
     @property
+    def counted(self) -> Usage:
+        """What the server counted, the tools' share included."""
+        return self.usage + self.by_tools()
+
+    @property
     def cost(self) -> float | None:
         """In the currency of the prices; None without prices."""
-        return self.options.prices.cost(self.usage + self.uncounted) if self.options.prices is not None else None
+        return self.options.prices.cost(self.counted + self.uncounted) if self.options.prices is not None else None
 
     def charge(self, usage: Usage, estimate: Usage) -> bool:
         """Add the tokens of one reply: `estimate` counts when the server has not. True when a budget goes by an estimate from now on."""
@@ -108,7 +115,7 @@ class Spending:
             return StopReason.MAX_ITERATIONS
         if options.max_wall_s is not None and time.monotonic() - self.started_at >= options.max_wall_s:
             return StopReason.MAX_WALL
-        spent = self.usage + self.uncounted
+        spent = self.counted + self.uncounted
         if options.max_tokens is not None and spent.prompt_tokens + spent.completion_tokens >= options.max_tokens:
             return StopReason.MAX_TOKENS
         if options.max_cost is not None and self.cost is not None and self.cost >= options.max_cost:

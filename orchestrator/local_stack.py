@@ -1,4 +1,4 @@
-"""The embedded stack: redis-server, sandboxd, worker and Flower as child processes of one keeper, taken down with it.
+"""The embedded stack: redis-server, sandboxd, a worker of each kind and Flower as child processes of one keeper, taken down with it.
 
 `python -m orchestrator.local_stack` is the keeper: its first line on stdout is StackInfo as JSON; it takes everything down on
 SIGTERM, SIGINT, or when its stdin ends, so that a stack never outlives whoever started it.
@@ -30,6 +30,10 @@ from orchestrator.settings import OrchestratorSettings, child_environment, load_
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
+WEB_STOP_TIMEOUT_S = 5.0
+"""Nobody awaits its calls any more, and they have nothing to hand back."""
+WEB_CONCURRENCY = 2
+"""Every process of a pool costs memory; web tools mostly wait."""
 FLOWER_OPTIONS = {
     "FLOWER_READ_ONLY": "True",
     "FLOWER_MAX_TASKS": "20000",
@@ -38,7 +42,13 @@ FLOWER_OPTIONS = {
 }
 """Read-only, bounded memory, buckets that fit tool calls. docker-compose.yml says the same."""
 _PR_SET_PDEATHSIG = 1
-_DEATH_SIGNALS = {"redis": signal.SIGKILL, "flower": signal.SIGKILL, "sandboxd": signal.SIGTERM, "worker": signal.SIGTERM}
+_DEATH_SIGNALS = {
+    "redis": signal.SIGKILL,
+    "flower": signal.SIGKILL,
+    "sandboxd": signal.SIGTERM,
+    "worker": signal.SIGTERM,
+    "web": signal.SIGTERM,
+}
 """What a child gets when the keeper is killed outright. The foreign two have nothing to save. Ours bound their end (workers/lifeline.py)."""
 
 
@@ -80,10 +90,11 @@ class LocalStack:
             [python(), "-m", "workers.sandboxd"],
             {**place, **nothing, "TOOLCREW_SANDBOXD_NAME": f"local-{secrets.token_hex(4)}"},
         )
-        await self._spawn(
-            "worker", [python(), "-m", "workers"], {**place, **self._settings.for_children(), "TOOLCREW_REDIS_URL": redis_url}
-        )
-        await self._until_worker_ready(broker)
+        shared = {**self._settings.for_children(), "TOOLCREW_REDIS_URL": redis_url}
+        await self._spawn("worker", [python(), "-m", "workers"], {**place, **shared, "TOOLCREW_WORKER_KIND": "sandbox"})
+        web = {"TOOLCREW_WORKER_KIND": "web", "TOOLCREW_WORKER_QUEUES": "", "TOOLCREW_CONCURRENCY": str(WEB_CONCURRENCY)}
+        await self._spawn("web", [python(), "-m", "workers"], {**shared, **web})
+        await self._until_workers_ready(broker)
         flower_url = await self._start_flower(redis_url) if self._flower else None
         pids = {role: [child.pid] for role, child in self._children.items()} | {"orchestrator": [os.getpid()]}
         return StackInfo(
@@ -107,11 +118,14 @@ class LocalStack:
 
     async def stop(self) -> None:
         """Take all down: sandboxes first, so that no task of the worker waits for one; Redis last."""
-        for role in ("sandboxd", "worker", "flower", "redis"):
-            child = self._children.get(role)
-            if child is not None:
-                await _end(child)
+        for roles in (("sandboxd",), ("worker", "web", "flower"), ("redis",)):
+            await asyncio.gather(*(self._end_child(role) for role in roles))
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _end_child(self, role: str) -> None:
+        child = self._children.get(role)
+        if child is not None:
+            await _end(child, WEB_STOP_TIMEOUT_S if role == "web" else STOP_TIMEOUT_S)
 
     async def _start_redis(self) -> str:
         if self._settings.redis_url is not None:
@@ -147,11 +161,12 @@ class LocalStack:
         finally:
             await client.aclose()
 
-    async def _until_worker_ready(self, broker: BrokerSettings) -> None:
+    async def _until_workers_ready(self, broker: BrokerSettings) -> None:
+        keys = [catalog_key(broker.deployment, pool) for pool in ("sandbox", "web")]
         client = open_redis(broker)
         try:
-            async for _ in self._attempts("sandboxd", "worker"):
-                if await client.exists(catalog_key(broker.deployment)):
+            async for _ in self._attempts("sandboxd", "worker", "web"):
+                if await client.exists(*keys) == len(keys):
                     return
         finally:
             await client.aclose()
@@ -187,15 +202,15 @@ class LocalStack:
         return told[-1] if told else f"{role} ended by itself: {' | '.join(lines) or 'it said nothing'}"
 
 
-async def _end(child: asyncio.subprocess.Process) -> None:
+async def _end(child: asyncio.subprocess.Process, within_s: float) -> None:
     if child.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             child.terminate()
         try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
+            async with asyncio.timeout(within_s):
                 await child.wait()
         except TimeoutError:
-            sys.stderr.write(f"process {child.pid} did not stop in {STOP_TIMEOUT_S:g} s and is killed\n")
+            sys.stderr.write(f"process {child.pid} did not stop in {within_s:g} s and is killed\n")
     # Its own session: what a killed parent left of its pool goes, too.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)

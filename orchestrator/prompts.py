@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from contract.calls import DEFAULT_TIMEOUT_S
+from contract.functions.json_schemas import plain_schema
 from contract.registry import Tool
 from contract.specs import ToolSpec
 from orchestrator.dialects.tag_gbnf import is_spellable
 from orchestrator.dialects.tag_values import build_tag_call
-from orchestrator.functions.json_schemas import plain_schema
 from orchestrator.functions.openai_tools import convert_to_openai_tool
 
 AnyTool = ToolSpec | Tool[Any] | Mapping[str, Any]

@@ -4,18 +4,20 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from contract.call_events import OUTPUT
 from contract.calls import ExecResult, SandboxInfo, ToolCall, ToolResult
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from contract.names import POOL_SANDBOX
 from orchestrator.blobs import Blobs
 from orchestrator.dispatcher import Dispatcher, Route, Terms
 from orchestrator.folders import pack_folder, unpack_archive
+from orchestrator.heard_calls import OnOutput, output_handler
 
 OPEN_TIMEOUT_S = 60.0
 COPY_TIMEOUT_S = 120.0
@@ -81,14 +83,22 @@ class Session:
         *,
         timeout_s: float | None = None,
         call_id: str | None = None,
+        on_output: OnOutput | None = None,
         terms: Terms | None = None,
     ) -> ToolResult:
-        """Run a tool once. The result says what happened, whatever it was. The same `call_id` never runs twice."""
+        """Run a tool once. The result says what happened, whatever it was. The same `call_id` never runs twice.
+
+        `on_output` gets pieces of output (stream, text) while the tool runs, as far as it shows some; the last one comes before the result, which
+        has the whole of it. A slow one holds the call up, for 10 s at most; what it is not shown is counted in the result's metadata.
+        """
         try:
             call = ToolCall(id=call_id or _call_id(), name=name, arguments=dict(arguments))
         except ValidationError as error:
             return _impossible(name, error)
-        return await self._dispatch(call, terms or Terms(timeout_s=timeout_s))
+        terms = terms or Terms(timeout_s=timeout_s)
+        if on_output is not None:
+            terms = replace(terms, handlers={**terms.handlers, OUTPUT: output_handler(on_output)})
+        return await self._dispatch(call, terms)
 
     async def exec(
         self,

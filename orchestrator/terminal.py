@@ -10,6 +10,7 @@ from contract.calls import Clocks, ToolResult
 from orchestrator.events import (
     CallFinished,
     CallStarted,
+    OutputArrived,
     RunAborted,
     RunEvent,
     RunFinished,
@@ -20,10 +21,15 @@ from orchestrator.events import (
     TextWithdrawn,
     Warned,
 )
+from orchestrator.terminal_live import LiveLines
+from orchestrator.terminal_text import escape_controls
+
+__all__ = ["RunView", "escape_controls", "format_clocks", "table_rows"]
 
 MAX_SHOWN_LINES = 20
-_ALLOWED_CONTROLS = {"\n", "\t"}
-_DIRECTION_MARKS = frozenset({0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)})
+MAX_LIVE_LINES = 5
+"""Of one piece of a running call's output."""
+MAX_LIVE_LINES_OF_CALL = 40
 
 
 class RunView:
@@ -32,6 +38,8 @@ class RunView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._mid_line = False
+        self._live: dict[str, LiveLines] = {}
+        self._live_shown: dict[str, int] = {}
 
     def on_event(self, event: RunEvent) -> None:
         """Show one event."""
@@ -46,7 +54,11 @@ class RunView:
                 self._line(f"   the last {event.characters} characters are void: the reply broke off and came again", "magenta")
             case CallStarted():
                 self._line(f"-> {event.call.name} {_shorten(json.dumps(event.call.arguments, ensure_ascii=False))}", "yellow")
+            case OutputArrived():
+                self._output(event)
             case CallFinished():
+                self._live.pop(event.result.call_id, None)
+                self._live_shown.pop(event.result.call_id, None)
                 self._result(event.result)
             case StepFinished():
                 self._line(f"   model {event.model_s:.2f} s, {event.usage.prompt_tokens} + {event.usage.completion_tokens} tokens", "dim")
@@ -56,6 +68,24 @@ class RunView:
                 self._line(f"aborted: {event.reason}", "red")
             case RunFinished():
                 self._line(f"stopped: {event.stop_reason}   tools: {format_clocks(event.clocks)}", "dim")
+
+    def _output(self, event: OutputArrived) -> None:
+        """The end of a piece, while the call has not been shown too much: its result is shown as well."""
+        lines = self._live.setdefault(event.call_id, LiveLines()).feed(event.stream, event.text)
+        shown = self._live_shown.get(event.call_id, 0)
+        if not lines or shown > MAX_LIVE_LINES_OF_CALL:
+            return
+        if shown == MAX_LIVE_LINES_OF_CALL:
+            lines, skipped = ["... (no more of this is shown until it ends)"], 0
+        else:
+            room = min(MAX_LIVE_LINES, MAX_LIVE_LINES_OF_CALL - shown)
+            skipped = max(0, len(lines) - room)
+            lines = lines[skipped:]
+        if skipped:
+            self._line(f"   | ... {skipped} lines", "dim")
+        for line in lines:
+            self._line(f"   | {line}", "dim")
+        self._live_shown[event.call_id] = shown + len(lines)
 
     def _result(self, result: ToolResult) -> None:
         lines = result.text().rstrip("\n").split("\n")
@@ -80,20 +110,6 @@ def format_clocks(clocks: Clocks) -> str:
     """The four clocks in milliseconds."""
     parts = ("queued", clocks.queued_s), ("sandbox", clocks.sandbox_s), ("run", clocks.run_s), ("transfer", clocks.transfer_s)
     return "  ".join(f"{name} {seconds * 1000:.1f} ms" for name, seconds in parts)
-
-
-def escape_controls(text: str) -> str:
-    """Control and bidirectional characters as visible escapes: output of a sandbox must not drive a terminal."""
-    return "".join(_escape(character) for character in text)
-
-
-def _escape(character: str) -> str:
-    code = ord(character)
-    if character in _ALLOWED_CONTROLS:
-        return character
-    if code < 32 or 127 <= code < 160 or code in _DIRECTION_MARKS or 0xD800 <= code <= 0xDFFF:
-        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
-    return character
 
 
 def _shorten(text: str, limit: int = 400) -> str:

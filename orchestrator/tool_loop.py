@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from contract.calls import ToolCall, ToolResult
+from contract.functions.call_context import CallHandler
 from contract.registry import ToolRegistry
 from contract.specs import ToolSpec
 from orchestrator.agent import Agent
 from orchestrator.dialects.decisions import TOOL_DECISION_SCHEMA, ToolDecisionOutput, parse_tool_decision
 from orchestrator.dialects.json_decision import JsonDecisionDialect, build_tool_system_prompt
 from orchestrator.events import OnEvent
-from orchestrator.functions.call_context import LocalHandler
 from orchestrator.functions.function_tools import LocalTool
 from orchestrator.functions.local_tools import FITTING_ID, BoundTools, LocalTools
 from orchestrator.limits import ReActOptions, StopReason
@@ -89,7 +89,7 @@ class ToolLoopDeps:
     """What the loop is made of. `chat`: a function of the messages, or a Model. A ToolRegistry becomes LocalTools over it."""
 
     chat: Chat | Model
-    tool_registry: LocalTools | ToolRegistry[LocalHandler]
+    tool_registry: LocalTools | ToolRegistry[CallHandler]
     context_engine: ContextEngine = field(default_factory=ContextEngine)
     output_controller: OutputController = field(default_factory=_DecisionController)
 

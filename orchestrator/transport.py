@@ -11,11 +11,13 @@ from typing import Any, Protocol
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
 from contract.errors import ErrorCode
+from contract.functions.call_context import CallContext
+from contract.functions.call_outputs import build_failure, build_result
+from contract.functions.function_schemas import is_async
 from contract.registry import Tool
 from orchestrator.functions.blocking_calls import BlockingCall, BlockingCalls, Ended
-from orchestrator.functions.call_context import CallContext
-from orchestrator.functions.call_outputs import build_failure, build_result
-from orchestrator.functions.function_schemas import is_async
+from orchestrator.functions.loop_waits import LoopRunner
+from orchestrator.functions.session_state import MemoryState
 
 CANCEL_GRACE_S = 1.0
 """How long a cancelled function may take to clean up."""
@@ -25,7 +27,8 @@ CANCEL_GRACE_S = 1.0
 class Delivery:
     """One envelope on its way. `start_by`: Unix seconds after which it must not start; `wait_s`: when the sender gives up.
 
-    `marker`: the key that exists once the call has started.
+    `marker`: the key that exists once the call has started. `limit_s`: the call's limit where the queue's workers enforce it themselves; None:
+    where a sandbox does.
     """
 
     task: str
@@ -35,6 +38,7 @@ class Delivery:
     start_by: float
     wait_s: float
     marker: str
+    limit_s: float | None = None
 
 
 class DeliveryFailed(Exception):
@@ -200,5 +204,6 @@ def _bare_context(call: ToolCall, context: ToolContext) -> CallContext:
         session=context.session,
         cwd=context.cwd,
         config=context.config,
-        loop=asyncio.get_running_loop(),
+        state=MemoryState(),
+        runner=LoopRunner(asyncio.get_running_loop()),
     )

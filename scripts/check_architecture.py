@@ -47,8 +47,26 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 # Module -> the only files of ours that may import it.
 _CELERY = ("orchestrator/celery_transport.py", "workers/app.py", "workers/tasks.py")
 _REDIS = (
-    *(f"orchestrator/{name}.py" for name in ("blobs", "catalog", "celery_transport", "redis_connection", "results")),
-    *(f"workers/{name}.py" for name in ("blobs", "catalog", "control", "ledger", "redis_connection", "tasks")),
+    *(
+        f"orchestrator/{name}.py"
+        for name in (
+            "blobs",
+            "call_events",
+            "catalog",
+            "celery_transport",
+            "heard_calls",
+            "redis_connection",
+            "redis_errands",
+            "results",
+            "switches",
+        )
+    ),
+    *(
+        f"workers/{name}.py"
+        for name in ("blobs", "call_events", "catalog", "control", "ledger", "pool_control", "redis_connection", "switches", "tasks")
+    ),
+    "workers/custom/state.py",
+    "workers/web/cache.py",
 )
 _TERMINAL = ("orchestrator/cli*.py", "orchestrator/terminal*.py")
 WALLS: dict[str, tuple[str, ...]] = {

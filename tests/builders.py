@@ -61,16 +61,27 @@ def build_exec_response(stdout: bytes = b"", stderr: bytes = b"", *, merged: byt
     return GuestResponse(build_exec_done(**{"streams": counts, **fields}), streams)
 
 
-def build_read_response(raw: bytes, *, offset: int = 1, lines: int | None = None, size: int | None = None, **fields: Any) -> GuestResponse:
-    """The answer of read_lines for a file of which `raw` was sent."""
-    whole = len(raw.splitlines()) if lines is None else lines
+def build_read_response(raw: bytes, *, lines: int | None = None, size: int | None = None, **fields: Any) -> GuestResponse:
+    """The answer of read_text for a plain UTF-8 file of which the lines in `raw`, each with its newline, were sent."""
+    count = raw.count(b"\n")
     done = {
         "ev": "done",
+        "kind": "text",
         "size": len(raw) if size is None else size,
-        "lines": whole,
-        "offset": offset,
-        "count": len(raw.splitlines()),
-        "cut": False,
-        "final_newline": raw.endswith(b"\n") or not raw,
+        "lines": count if lines is None else lines,
+        "is_counted": True,
+        "count": count,
+        "is_out_of_room": False,
+        "cuts": [],
+        "encoding": "utf-8",
+        "has_bom": False,
+        "is_guess": False,
+        "is_damaged": False,
+        "newline": "lf" if count else "none",
+        "final_newline": True,
+        "type": "",
+        "width": 0,
+        "height": 0,
+        "entries": 0,
     }
     return GuestResponse({**done, **fields}, {"file": raw})

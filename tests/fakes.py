@@ -38,6 +38,9 @@ class StaticCatalog:
     async def specs(self) -> tuple[ToolSpec, ...]:
         return self._specs
 
+    def explain_missing(self, name: str) -> str | None:
+        return None
+
 
 class AnsweringTransport:
     """A transport whose worker is a function: (call, context) -> result. What it raises is raised by `deliver`."""

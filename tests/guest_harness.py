@@ -61,6 +61,11 @@ class Done:
     def __contains__(self, name: str) -> bool:
         return name in self.header
 
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The streams that any bytes came of."""
+        return tuple(self._streams)
+
     def bytes_of(self, stream: str) -> bytes:
         return self._streams.get(stream, b"")
 

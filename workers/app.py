@@ -1,5 +1,7 @@
 """The Celery app of a worker: the settings that a measured outage table asks for, and one task name per tool."""
 
+import socket
+import sys
 from collections.abc import Callable, Sequence
 
 from celery import Celery
@@ -9,7 +11,7 @@ from contract.settings import BrokerSettings
 from workers.broker_transport import register_transport
 
 CELERY_MARGIN_S = 30.0
-"""Celery's own limit comes this much after a call's: a backstop, the guest and sandboxd are first."""
+"""Beside sandboxes Celery's own limit comes this much after a call's: a backstop, the guest and sandboxd are first."""
 
 
 def build_app(broker: BrokerSettings) -> Celery:
@@ -69,7 +71,7 @@ def build_app(broker: BrokerSettings) -> Celery:
 
 def run_worker(
     app: Celery,
-    host: str,
+    node: str,
     queues: Sequence[str],
     concurrency: int,
     log_level: str,
@@ -77,21 +79,22 @@ def run_worker(
     on_ready: Callable[[], None],
     on_stop: Callable[[], None],
 ) -> None:
-    """Run a prefork worker on these queues until it is told to stop. `on_ready` once it consumes, `on_stop` at its end."""
+    """Run a prefork worker on these queues until it is told to stop, as the Celery node `node`@<host name>. `on_ready` once it consumes,
+    `on_stop` at its end. Ends the process when Celery asks for an exit code other than 0."""
     worker_ready.connect(lambda **_: on_ready(), weak=False)
     worker_shutdown.connect(lambda **_: on_stop(), weak=False)
-    app.worker_main(
-        [
-            "worker",
-            f"--queues={','.join(queues)}",
-            f"--hostname={host}@%h",
-            "--pool=prefork",
-            f"--concurrency={concurrency}",
-            "-O",
-            "fair",
-            "--without-gossip",
-            "--without-mingle",
-            "--events",
-            f"--loglevel={log_level}",
-        ]
+    # What `celery worker` does; that command loads Celery's whole command line and Flower's with it, which costs time and memory.
+    worker = app.Worker(
+        hostname=f"{node}@{socket.gethostname()}",
+        queues=",".join(queues),
+        pool_cls="prefork",
+        concurrency=concurrency,
+        optimization="fair",
+        without_gossip=True,
+        without_mingle=True,
+        task_events=True,
+        loglevel=log_level,
     )
+    worker.start()
+    if worker.exitcode:
+        sys.exit(worker.exitcode)

@@ -1,8 +1,9 @@
 """What must not wait behind the calls of a busy pool: cancels and closes, read from a list of the host's own and obeyed at once."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import redis
 import structlog
@@ -17,33 +18,26 @@ from workers.sandbox_client import SandboxClient, sandbox_id
 log = structlog.get_logger(__name__)
 
 WAIT_S = 1
-"""How long one BRPOP waits, and so about how long `stop` takes."""
+"""How long one BRPOP waits, and so about how long `stop` takes when Redis is away."""
 STOP_S = 5.0
 RETRY_S = 1.0
 MAX_AT_ONCE = 32
 """Closing takes the engine seconds: one does not hold up the next."""
+_WAKE = b"stop"
 
 
-class ControlListener:
-    """A thread of the worker's parent process that reads the control list of its host queue.
+class ControlReader:
+    """A thread of the worker's parent process that reads control lists and has every order in them obeyed at once, side by side.
 
-    A cancelled call that still waits in the queue is claimed, so that it never starts. An item is a signed envelope of `session.cancel` (argument `call_id`) or `session.close`. No result is stored. Anything else is logged and dropped.
+    An item is a signed envelope of one of `verbs`. No result is stored. Anything else is logged and dropped.
     """
 
-    def __init__(
-        self,
-        client: "redis.Redis",
-        open_sandboxd: Callable[[], SandboxClient],
-        ledger: CallLedger,
-        queue: str,
-        key: bytes,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    verbs: frozenset[str] = frozenset()
+    needs_session = True
+
+    def __init__(self, client: "redis.Redis", queues: Sequence[str], key: bytes, clock: Callable[[], float] = time.time) -> None:
         self._client = client
-        self._open_sandboxd = open_sandboxd
-        self._ledger = ledger
-        self._queue = queue
-        self._list = control_queue(queue)
+        self._lists = [control_queue(queue) for queue in queues]
         self._key = key
         self._clock = clock
         self._stop = threading.Event()
@@ -56,57 +50,95 @@ class ControlListener:
     def stop(self) -> None:
         """Stop reading; what is being obeyed goes on."""
         self._stop.set()
+        # Wakes the thread. The first list is this worker's own: nobody else takes it.
+        with contextlib.suppress(redis.RedisError), self._client.pipeline(transaction=True) as pipe:
+            pipe.lpush(self._lists[0], _WAKE)
+            pipe.expire(self._lists[0], 1 + WAIT_S)
+            pipe.execute()
         self._thread.join(timeout=STOP_S)
+
+    def obey(self, call: ToolCall, context: ToolContext, data: bytes) -> bool:
+        """Carry out one order, which came as `data`; whether there was something to do. Raises ToolcrewError."""
+        raise NotImplementedError
 
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                item = self._client.brpop([self._list], timeout=WAIT_S)
+                item = self._client.brpop(self._lists, timeout=WAIT_S)
             except redis.RedisError as error:
                 log.warning("control_not_read", error=str(error))
                 self._stop.wait(RETRY_S)
                 continue
-            if item is not None:
-                self._take(item[1])
+            if item is None:
+                continue
+            data = item[1] if isinstance(item[1], bytes) else item[1].encode()
+            if data != _WAKE:
+                self._take(data)
 
-    def _take(self, data: bytes | str) -> None:
+    def _take(self, data: bytes) -> None:
         try:
             call, context = self._opened(data)
         except EnvelopeRefused as error:
             log.error("control_refused", reason=str(error))
             return
         self._slots.acquire()
-        threading.Thread(target=self._obey, args=(call, context), name="control-call", daemon=True).start()
+        threading.Thread(target=self._obey, args=(call, context, data), name="control-call", daemon=True).start()
 
-    def _opened(self, data: bytes | str) -> tuple[ToolCall, ToolContext]:
-        """Raises EnvelopeRefused unless it is a signed cancel or close that is not too late."""
+    def _opened(self, data: bytes) -> tuple[ToolCall, ToolContext]:
+        """Raises EnvelopeRefused unless it is a signed order of ours that is not too late."""
         try:
-            call, context = decode_call(data.decode() if isinstance(data, bytes) else data, self._key)
+            call, context = decode_call(data.decode(), self._key)
         except UnicodeDecodeError as error:
             raise EnvelopeRefused("envelope is not text") from error
-        if call.name not in ("session.cancel", "session.close"):
-            raise EnvelopeRefused("only session.cancel and session.close are served here")
-        if context.session is None or (call.name == "session.cancel" and not isinstance(call.arguments.get("call_id"), str)):
+        if call.name not in self.verbs:
+            raise EnvelopeRefused(f"only {' and '.join(sorted(self.verbs))} are served here")
+        if (context.session is None and self.needs_session) or (
+            call.name == "session.cancel" and not isinstance(call.arguments.get("call_id"), str)
+        ):
             raise EnvelopeRefused(f"{call.name} does not say which session or call it means")
         if self._clock() > context.deadline_at:
             raise EnvelopeRefused(f"{call.name} came past its deadline")
         return call, context
 
-    def _obey(self, call: ToolCall, context: ToolContext) -> None:
-        assert context.session is not None
-        name = sandbox_id(context.tenant, context.session)
+    def _obey(self, call: ToolCall, context: ToolContext, data: bytes) -> None:
         try:
-            with self._open_sandboxd() as client:
-                is_done = (
-                    client.close(name)
-                    if call.name == "session.close"
-                    else self._cancel(client, name, context, str(call.arguments["call_id"]))
-                )
+            is_done = self.obey(call, context, data)
             log.info("control_obeyed", verb=call.name, call=call.id, done=is_done)
         except ToolcrewError as error:
             log.error("control_failed", verb=call.name, call=call.id, error=str(error))
         finally:
             self._slots.release()
+
+
+class ControlListener(ControlReader):
+    """Reads the control list of a host queue: `session.cancel` (argument `call_id`) and `session.close`.
+
+    A cancelled call that still waits in the queue is claimed, so that it never starts.
+    """
+
+    verbs = frozenset({"session.cancel", "session.close"})
+
+    def __init__(
+        self,
+        client: "redis.Redis",
+        open_sandboxd: Callable[[], SandboxClient],
+        ledger: CallLedger,
+        queue: str,
+        key: bytes,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(client, (queue,), key, clock)
+        self._open_sandboxd = open_sandboxd
+        self._ledger = ledger
+        self._queue = queue
+
+    def obey(self, call: ToolCall, context: ToolContext, data: bytes) -> bool:
+        assert context.session is not None
+        name = sandbox_id(context.tenant, context.session)
+        with self._open_sandboxd() as client:
+            if call.name == "session.close":
+                return client.close(name)
+            return self._cancel(client, name, context, str(call.arguments["call_id"]))
 
     def _cancel(self, client: SandboxClient, name: str, context: ToolContext, call_id: str) -> bool:
         """True when the call was running and is being killed, or had not started and never will."""

@@ -2,17 +2,20 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import structlog
 
-from contract.calls import Clocks, KillReport, SandboxInfo, ToolCall, ToolContext, ToolResult
-from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
+from contract.call_events import HIDDEN
+from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
+from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from contract.registry import Switch
 from contract.schema import prepare_arguments
-from workers.guest_answers import GuestNonsense, Told, parse_error, parse_told
-from workers.sandbox_client import GuestResponse, SandboxClient, sandbox_id
-from workers.tools.base import OnData, Outcome, WorkerRegistry, WorkerTool
+from workers.bench import Bench, SandboxBench
+from workers.call_events import CallEvents, Unwatched
+from workers.interrupts import CallInterrupted
+from workers.sandbox_client import SandboxClient
+from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 
 log = structlog.get_logger(__name__)
 
@@ -31,89 +34,37 @@ class BlobStore(Protocol):
     def leave(self, tenant: str, data: bytes) -> str: ...
 
 
-@dataclass
-class Bench:
-    """The Workbench of one call: binds its session's sandbox, and remembers what the sandbox told."""
+class SwitchBoard(Protocol):
+    """Which tools an administrator has turned off."""
 
-    client: SandboxClient
-    call: ToolCall
-    context: ToolContext
-    facts: Mapping[str, str]
-    content: bytes = b""
-    kill: KillReport | None = None
-    sandbox: SandboxInfo | None = None
-    sandbox_s: float = 0.0
-    run_s: float = 0.0
-    sandbox_lost: str | None = None
-    _name: str = field(init=False, default="")
+    def find(self, name: str) -> Switch | None: ...
 
-    def __post_init__(self) -> None:
-        if self.context.session is None:
-            raise ToolFailure(ErrorCode.SESSION_NOT_FOUND, f"{self.call.name} needs a session: open one first")
-        self._name = sandbox_id(self.context.tenant, self.context.session)
 
-    def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
-        response = self.client.call(self._name, request, body, call_id=self.call.id, on_data=on_data)
-        try:
-            told = parse_told(request, response.done)
-        except GuestNonsense as nonsense:
-            self._give_up_sandbox()
-            raise SandboxUnavailable(f"the sandbox gave an answer that is none ({nonsense}), and was removed: open a new session") from None
-        self._note(told)
-        if told.error is not None:
-            code, words = parse_error(told)
-            raise ToolFailure(code, words + self.loss_note())
-        return response
+class CallGuard(Protocol):
+    """Stops a call from outside, while its handler runs: at its limit, or because it was cancelled."""
 
-    def _note(self, told: Told) -> None:
-        """Remember what the end of a request tells. The guest's clock is believed as far as sandboxd's own reaches."""
-        self.kill, self.sandbox, self.sandbox_lost = told.kill, told.sandbox, told.sandbox_lost
-        self.run_s += min(max(0.0, told.run_s), told.sandbox_s)
-        self.sandbox_s += told.sandbox_s
-
-    def _give_up_sandbox(self) -> None:
-        """Who has taken the guest's place is not asked again."""
-        try:
-            self.client.close(self._name)
-        except (ToolFailure, OperatorError) as error:
-            log.error("sandbox_not_closed", call=self.call.id, error=str(error))
-
-    def loss_note(self) -> str:
-        """What to tell when the call cost the session its sandbox."""
-        if self.sandbox_lost is None:
-            return ""
-        return f" ({self.sandbox_lost}: the sandbox and its files are lost; the next call gets a fresh, empty one)"
-
-    def open_sandbox(self, image: str | None, ttl_s: float) -> Mapping[str, Any]:
-        answer = self.client.describe_open(self._name, image, ttl_s)
-        self.sandbox = SandboxInfo.model_validate(answer["sandbox"])
-        return {"image": answer["image"], "start_s": answer["start_s"]}
-
-    def close_sandbox(self) -> bool:
-        return self.client.close(self._name)
-
-    def host_facts(self) -> Mapping[str, str]:
-        return self.facts
-
-    @property
-    def is_watched(self) -> bool:
-        return False
-
-    def show(self, stream: str, text: str) -> None:
-        """Nobody watches yet."""
+    def run(self, call: ToolCall, context: ToolContext, work: Callable[[], Outcome]) -> Outcome:
+        """What `work` gives. Raises CallInterrupted, from whatever it is doing."""
+        ...
 
 
 class Executor:
-    """Runs calls on this host. Never raises for a call's failure."""
+    """Runs calls on this host. Never raises for a call's failure.
+
+    `client` None: a worker without sandboxes; its calls need no session. `guard` ends the calls that no sandbox would end.
+    """
 
     def __init__(
         self,
         registry: WorkerRegistry,
-        client: SandboxClient,
+        client: SandboxClient | None,
         ledger: CallLedger,
         blobs: BlobStore,
         facts: Mapping[str, str],
         clock: Callable[[], float] = time.time,
+        guard: CallGuard | None = None,
+        switches: SwitchBoard | None = None,
+        open_events: Callable[[ToolCall, ToolContext], CallEvents] | None = None,
     ) -> None:
         self._registry = registry
         self._client = client
@@ -121,6 +72,9 @@ class Executor:
         self._blobs = blobs
         self._facts = facts
         self._clock = clock
+        self._guard = guard
+        self._switches = switches
+        self._open_events = open_events
 
     def execute(self, call: ToolCall, context: ToolContext) -> ToolResult:
         """The one result of the call, whatever happens."""
@@ -143,25 +97,56 @@ class Executor:
         tool = self._registry.get(call.name)
         if tool is None:
             raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}")
+        self._check_switch(tool)
         if taken_at > context.deadline_at:
             raise ToolFailure(ErrorCode.TIMEOUT, "the call waited in the queue past its deadline and was not run")
         arguments, aliases = prepare_arguments(tool.spec, call.arguments, text=context.text_arguments, checks=tool.validators)
         if not self._ledger.claim(context.tenant, call.id, self._facts["host"]):
             raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, "this call has been started before and was not run again")
         content = self._blobs.take(context.tenant, context.blob) if context.blob else b""
-        bench = Bench(self._client, call, context, self._facts, content)
-        return self._run(tool, arguments, aliases, bench)
+        # Only now: the caller of a repetition hears the first one's events.
+        events = self._open_events(call, context) if self._open_events is not None else Unwatched()
+        try:
+            result = self._run(tool, arguments, aliases, self._open_bench(call, context, content, events))
+        finally:
+            hidden = events.close()
+        return result.model_copy(update={"metadata": {**result.metadata, HIDDEN: hidden}}) if hidden else result
+
+    def _check_switch(self, tool: WorkerTool) -> None:
+        """Raises ToolFailure for a tool that is turned off, here or for the whole deployment, whoever asks for it."""
+        if tool.spec.audience == "session":
+            return
+        switch = self._registry.switch(tool.name) or (self._switches.find(tool.name) if self._switches is not None else None)
+        if switch is not None:
+            raise ToolFailure(ErrorCode.TOOL_DISABLED, switch.refusal(tool.name))
+
+    def _open_bench(self, call: ToolCall, context: ToolContext, content: bytes, events: CallEvents) -> Bench:
+        if self._client is None:
+            return Bench(call, context, self._facts, content, events=events)
+        return SandboxBench(call, context, self._facts, content, events=events, client=self._client)
 
     def _run(self, tool: WorkerTool, arguments: dict[str, Any], aliases: list[str], bench: Bench) -> ToolResult:
         call = bench.call
         try:
-            result = self._result(call, tool.handler(arguments, bench), bench)
+            result = self._result(call, self._handled(tool, arguments, bench), bench)
         except (ToolFailure, OperatorError) as error:
             result = _failed(call, error)
         if aliases:
             result = result.model_copy(update={"metadata": {**result.metadata, "aliases_used": aliases}})
         clocks = Clocks(sandbox_s=max(0.0, bench.sandbox_s - bench.run_s), run_s=bench.run_s)
         return result.model_copy(update={"clocks": clocks, "kill": bench.kill, "sandbox": bench.sandbox})
+
+    def _handled(self, tool: WorkerTool, arguments: dict[str, Any], bench: Bench) -> Outcome:
+        """What the handler made of the call. Interrupted: a ToolFailure that says so."""
+        if self._guard is None:
+            return tool.handler(arguments, bench)
+        started = time.monotonic()
+        try:
+            return self._guard.run(bench.call, bench.context, lambda: tool.handler(arguments, bench))
+        except CallInterrupted as interrupted:
+            raise ToolFailure(interrupted.code, str(interrupted)) from None
+        finally:
+            bench.run_s = time.monotonic() - started
 
     def _result(self, call: ToolCall, outcome: Outcome, bench: Bench) -> ToolResult:
         blob = self._leave(outcome.blob, bench) if outcome.blob is not None else None

@@ -9,6 +9,8 @@ from contract.calls import KillReport, SandboxInfo
 from contract.errors import ErrorCode
 
 Count = Annotated[int, Field(ge=0, le=2**63)]
+Code = Annotated[int, Field(ge=0, le=255)]
+Path = Annotated[str, Field(max_length=8192)]
 MAX_WORDS_CHARS = 4000
 
 _CODES = {
@@ -22,8 +24,14 @@ _CODES = {
             ErrorCode.NOT_A_DIRECTORY,
             ErrorCode.PATH_NOT_ALLOWED,
             ErrorCode.FILE_TOO_LARGE,
+            ErrorCode.INVALID_PATTERN,
+            ErrorCode.BINARY_FILE,
             ErrorCode.OFFSET_OUT_OF_RANGE,
             ErrorCode.PERMISSION_DENIED,
+            ErrorCode.NO_MATCH,
+            ErrorCode.AMBIGUOUS_MATCH,
+            ErrorCode.NO_CHANGE,
+            ErrorCode.STALE_FILE,
             ErrorCode.NO_SPACE,
             ErrorCode.TIMEOUT,
             ErrorCode.CANCELLED,
@@ -32,6 +40,10 @@ _CODES = {
     "NOT_A_REGULAR_FILE": ErrorCode.PATH_NOT_ALLOWED,
     "SPAWN_FAILED": ErrorCode.FILE_NOT_FOUND,
 }
+
+
+_FIGURES = {"size": "size_bytes", "lines": "lines"}
+"""What an error may count, by the names that a success has for it."""
 
 
 class GuestNonsense(Exception):
@@ -61,20 +73,85 @@ class _Counts(_Shape):
     tail: Count
 
 
+class _State(_Shape):
+    outcome: Literal["none", "kept", "replaced", "too_large", "no_room"]
+    folder: Path
+    moved: bool
+    stray: Path | None
+    lost: Path | None
+
+
+class _Spill(_Shape):
+    path: Path
+    bytes: Count
+    lines: Count | None
+    whole: bool
+
+
+class _Live(_Shape):
+    sent: Count
+    dropped: Count
+
+
+class _Job(_Shape):
+    job: Annotated[str, Field(pattern=r"\Ajob-[0-9]{1,9}\z")]
+    label: Annotated[str, Field(max_length=400)]
+    state: Literal["running", "exited", "killed", "lost"]
+    exit_code: Code | None
+    signal: Code | None
+    age_s: Annotated[float, Field(ge=0)]
+    unread: Count
+    oom: bool = False
+    log: Path = ""
+    dropped: Count = 0
+
+
+class _JobOutput(_Shape):
+    job: _Job
+    streams: dict[Literal["merged"], _Counts]
+
+
+class _JobInput(_Shape):
+    job: _Job
+    pending: Count
+
+
+class _JobList(_Shape):
+    jobs: Annotated[list[_Job], Field(max_length=64)]
+
+
 class _Exec(_Shape):
-    exit_code: Annotated[int, Field(ge=0, le=255)] | None
-    signal: Annotated[int, Field(ge=0, le=255)] | None
+    exit_code: Code | None
+    signal: Code | None
+    pipe_status: Annotated[list[Code], Field(max_length=64)] | None = None
+    state: _State | None = None
+    spill: _Spill | None = None
+    spill_failed: bool = False
+    live: _Live | None = None
     timed_out: bool
     cancelled: bool
     oom: bool
     streams: dict[Literal["stdout", "stderr", "merged"], _Counts]
 
 
-class _ReadLines(_Shape):
+class _ReadText(_Shape):
+    kind: Literal["text", "image", "document", "directory"]
     size: Count
     lines: Count
-    cut: bool
+    is_counted: bool
+    count: Count
+    is_out_of_room: bool
+    cuts: Annotated[list[Annotated[list[Count], Field(min_length=3, max_length=3)]], Field(max_length=100)]
+    encoding: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]{1,40}\z")]
+    has_bom: bool
+    is_guess: bool
+    is_damaged: bool
+    newline: Literal["none", "lf", "crlf", "cr", "mixed"]
     final_newline: bool
+    type: Annotated[str, Field(pattern=r"\A[A-Za-z0-9 -]{0,60}\z")]
+    width: Count
+    height: Count
+    entries: Count
 
 
 class _ReadFile(_Shape):
@@ -86,7 +163,65 @@ class _WriteFile(_Shape):
     size: Count
 
 
-_SHAPES: dict[str, type[_Shape]] = {"exec": _Exec, "read_lines": _ReadLines, "read_file": _ReadFile, "write_file": _WriteFile}
+class _WriteText(_WriteFile):
+    written: Count
+    lines: Count
+    encoding: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]{1,40}\z")]
+
+
+class _EditText(_WriteFile):
+    replaced: Count
+    encoding: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]{1,40}\z")]
+
+
+Names = Annotated[list[Annotated[str, Field(max_length=400)]], Field(max_length=10)]
+
+
+class _Glob(_Shape):
+    total: Count
+    shown: Count
+    cut: bool
+    ignored: Count
+    unreadable: Count
+    partial: bool
+    bad_rules: Names
+
+
+class _Grep(_Shape):
+    engine: Literal["ripgrep", "python"]
+    matches: Count
+    files: Count
+    shown: Count
+    shown_files: Count
+    cut: bool
+    cut_lines: Count
+    searched: Count
+    ignored: Count
+    large: Count
+    large_names: Names
+    binary: Count
+    binary_names: Names
+    unreadable: Count
+    unreadable_names: Names
+    bad_rules: Names
+    partial: bool
+
+
+_SHAPES: dict[str, type[_Shape]] = {
+    "exec": _Exec,
+    "job_start": _JobOutput,
+    "job_poll": _JobOutput,
+    "job_kill": _JobOutput,
+    "job_input": _JobInput,
+    "job_list": _JobList,
+    "read_text": _ReadText,
+    "read_file": _ReadFile,
+    "write_file": _WriteFile,
+    "write_text": _WriteText,
+    "edit_text": _EditText,
+    "glob": _Glob,
+    "grep": _Grep,
+}
 
 
 def parse_told(request: Mapping[str, Any], done: Mapping[str, Any]) -> Told:
@@ -102,14 +237,19 @@ def parse_told(request: Mapping[str, Any], done: Mapping[str, Any]) -> Told:
     return told
 
 
-def parse_error(told: Told) -> tuple[ErrorCode, str]:
-    """Code and sentence of a request that failed. A guest may blame its caller or itself, never the operator: any other code is INTERNAL."""
+def parse_error(told: Told) -> tuple[ErrorCode, str, dict[str, int]]:
+    """Code, sentence and figures of a request that failed. A guest may blame its caller or itself, never the operator: any other code is INTERNAL."""
     assert told.error is not None
     code, words = str(told.error.get("code")), str(told.error.get("message"))[:MAX_WORDS_CHARS]
     if code == ErrorCode.SANDBOX_UNAVAILABLE.value and told.sandbox_lost is not None:
         # Only sandboxd says that a sandbox was lost.
-        return ErrorCode.SANDBOX_UNAVAILABLE, _clean(words)
-    return _CODES.get(code, ErrorCode.INTERNAL), _clean(words)
+        return ErrorCode.SANDBOX_UNAVAILABLE, _clean(words), {}
+    figures = {ours: told.error[name] for name, ours in _FIGURES.items() if _is_count(told.error.get(name))}
+    return _CODES.get(code, ErrorCode.INTERNAL), _clean(words), figures
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**63
 
 
 def _check_streams(request: Mapping[str, Any], done: Mapping[str, Any]) -> None:

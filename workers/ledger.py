@@ -22,3 +22,11 @@ class Ledger:
             return bool(self._client.set(key, host, nx=True, ex=MARKER_TTL_S))
         except redis.RedisError as error:
             raise BrokerUnavailable(f"the call was not run: Redis did not take its run marker ({error}); see that Redis is up") from error
+
+    def holder(self, tenant: str, call_id: str) -> str | None:
+        """Who has claimed the call, as it called itself; None when nobody has. Raises BrokerUnavailable."""
+        try:
+            value = self._client.get(run_marker_key(self._deployment, tenant, call_id))
+        except redis.RedisError as error:
+            raise BrokerUnavailable(f"Redis did not give the call's run marker ({error})") from error
+        return value.decode(errors="replace") if isinstance(value, bytes) else None

@@ -4,11 +4,12 @@ import os
 import re
 import socket
 import tempfile
+from ipaddress import IPv6Network
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, IPvAnyNetwork, JsonValue, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from contract.errors import ConfigError
 from contract.settings import BrokerSettings
@@ -34,9 +35,9 @@ def _parse_mode(value: object) -> object:
 
 
 class WorkerSettings(BaseSettings):
-    """A Celery worker's settings; every field is `TOOLCREW_<NAME>`."""
+    """A Celery worker's settings; every field is `TOOLCREW_<NAME>`, lists and objects in JSON. One that is empty is not set."""
 
-    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True)
 
     redis_url: SecretStr
     deployment: str = "default"
@@ -44,6 +45,14 @@ class WorkerSettings(BaseSettings):
     sandboxd_socket: Path = Field(default_factory=default_socket)
     host: str = Field(default_factory=lambda: "".join(c if c.isalnum() else "-" for c in socket.gethostname())[:40] or "host")
     concurrency: int = Field(default=4, ge=1, le=512)
+    worker_kind: Literal["sandbox", "web"] = "sandbox"
+    """sandbox: beside a sandboxd. web: with the network and without sandboxes, for web tools and operators' tools."""
+    worker_queues: list[Literal["pool.web", "pool.tools"]] | None = Field(default=None, min_length=1)
+    """What a web worker serves; None: pool.web, and pool.tools where there are operators' tools."""
+    tool_modules: list[str] = []
+    """Modules with operators' tools, beside the installed packages that name theirs (docs/custom-tools.md)."""
+    tool_config: dict[str, JsonValue] = {}
+    """What operators' tools find in `CallContext.config`. No place for secrets."""
     log_level: str = "INFO"
 
     def broker(self) -> BrokerSettings:
@@ -81,12 +90,46 @@ class SandboxdSettings(BaseSettings):
         return frozenset({self.sandbox_image, *self.sandbox_images_allowed})
 
 
+class WebSettings(BaseSettings):
+    """Settings of the web tools; every field is `TOOLCREW_<NAME>`, lists in JSON. Hosts in ASCII, international names as `xn--`."""
+
+    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", hide_input_in_errors=True, env_ignore_empty=True)
+
+    webfetch_allow_hosts: list[str] = []
+    """`host` or `host:port`: hosts that the name and address rules let pass, and with a port the port rule too."""
+    webfetch_only_hosts: list[str] = []
+    """When there are any, no other host is fetched from; `*.example.org` stands for the names below example.org."""
+    webfetch_ports: list[Annotated[int, Field(ge=1, le=65535)]] = [80, 443]
+    webfetch_refuse_ranges: list[IPvAnyNetwork] = []
+    """Networks of the operator's own, as `192.0.2.0/24`, that are refused beside the private ones."""
+    webfetch_nat64_prefix: IPv6Network | None = None
+    """The /96 behind which a host without IPv4 finds IPv4: what is embedded in it is judged."""
+    websearch_order: list[Literal["searxng", "tavily", "brave", "exa"]] = ["searxng", "tavily", "brave", "exa"]
+    """Of the configured services, the next is asked when one fails; one that is not listed is not asked."""
+    searxng_url: SecretStr | None = None
+    tavily_api_key: SecretStr | None = None
+    brave_api_key: SecretStr | None = None
+    exa_api_key: SecretStr | None = None
+    tavily_url: str = "https://api.tavily.com"
+    brave_url: str = "https://api.search.brave.com"
+    exa_url: str = "https://api.exa.ai"
+
+    @field_validator("webfetch_nat64_prefix")
+    @classmethod
+    def _is_96(cls, prefix: IPv6Network | None) -> IPv6Network | None:
+        if prefix is not None and prefix.prefixlen != 96:
+            raise ValueError("must be a /96, such as 64:ff9b::/96")
+        return prefix
+
+
 def load_worker_settings() -> WorkerSettings:
     """Settings of this worker. Raises ConfigError with the name of the variable that is missing or wrong."""
     try:
         return WorkerSettings()
     except ValidationError as error:
         raise ConfigError(_complaint(error)) from error
+    except SettingsError as error:
+        raise ConfigError(f"a TOOLCREW_ variable is not the JSON it must be: {error}") from None
 
 
 def load_sandboxd_settings() -> SandboxdSettings:
@@ -95,6 +138,16 @@ def load_sandboxd_settings() -> SandboxdSettings:
         return SandboxdSettings()
     except ValidationError as error:
         raise ConfigError(_complaint(error)) from error
+
+
+def load_web_settings() -> WebSettings:
+    """Settings of the web tools. Raises ConfigError with the name of the variable that is wrong."""
+    try:
+        return WebSettings()
+    except ValidationError as error:
+        raise ConfigError(_complaint(error)) from None
+    except SettingsError as error:
+        raise ConfigError(f"a TOOLCREW_ variable is not the JSON it must be: {error}") from None
 
 
 def _complaint(error: ValidationError) -> str:

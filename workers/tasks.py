@@ -7,10 +7,11 @@ from typing import Any
 import structlog
 from celery import Celery
 
-from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.calls import POOL_GRACE_S, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
 from contract.errors import EnvelopeRefused
-from contract.names import task_name
+from contract.names import POOL_QUEUES, task_name
+from contract.specs import ToolSpec
 from workers.app import CELERY_MARGIN_S
 from workers.executor import Executor
 from workers.tools.base import WorkerRegistry
@@ -18,6 +19,7 @@ from workers.tools.base import WorkerRegistry
 log = structlog.get_logger(__name__)
 
 ExecutorFactory = Callable[[], Executor]
+Body = Callable[..., Mapping[str, Any]]
 
 
 def register_tasks(app: Celery, registry: WorkerRegistry, key: bytes, build_executor: ExecutorFactory) -> None:
@@ -25,9 +27,16 @@ def register_tasks(app: Celery, registry: WorkerRegistry, key: bytes, build_exec
     executors = _PerThread(build_executor)
     for spec in registry.specs():
         name = task_name(spec.name)
-        limit = int(spec.max_timeout_s + CELERY_MARGIN_S)
         # Shared would mean every Celery app of the process, the publisher's too.
-        app.task(name=name, shared=False, time_limit=limit, resultrepr_maxsize=160)(_body(name, key, executors))
+        register: Callable[[Body], Any] = app.task(name=name, shared=False, resultrepr_maxsize=160, **_limits(spec))
+        register(_body(name, key, executors))
+
+
+def _limits(spec: ToolSpec) -> dict[str, Any]:
+    """What no call of the tool may exceed. Where no sandbox limits a call its message carries its own limits, and these are for one without."""
+    if spec.pool in POOL_QUEUES:
+        return {"soft_time_limit": spec.max_timeout_s, "time_limit": spec.max_timeout_s + POOL_GRACE_S}
+    return {"time_limit": int(spec.max_timeout_s + CELERY_MARGIN_S)}
 
 
 class _PerThread:
@@ -44,7 +53,7 @@ class _PerThread:
         return executor.execute(call, context)
 
 
-def _body(name: str, key: bytes, executors: _PerThread) -> Callable[..., Mapping[str, Any]]:
+def _body(name: str, key: bytes, executors: _PerThread) -> Body:
     def run(envelope: str) -> Mapping[str, Any]:
         call, context = _opened(name, envelope, key)
         return encode_result(executors.execute(call, context))

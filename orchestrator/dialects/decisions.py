@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from contract.functions.json_schemas import plain_schema
 from contract.specs import ToolSpec
 from orchestrator.dialects.json_objects import parse_json_object
 from orchestrator.dialects.thinking import strip_thinking
-from orchestrator.functions.json_schemas import plain_schema
 
 TOOL_DECISION_SCHEMA: dict[str, Any] = {
     "anyOf": [

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import ErrorCode, ModelInterrupted, ToolFailure
+from contract.functions.completions import Completion
 from orchestrator.dialects.native_assembler import NativeCallAssembler
 from orchestrator.dialects.reader import read_usage
 from orchestrator.models.base import Message, Model, ModelRequest, Usage
@@ -15,15 +16,6 @@ MAX_TOKENS = 200_000
 INTERRUPTIONS = 2
 """How often a reply that broke off is asked for again: nobody has seen a part of it."""
 CHARS_PER_TOKEN = 4
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A whole reply. `finish_reason` as the server sent it: with "length" the text is cut."""
-
-    text: str
-    usage: Usage
-    finish_reason: str | None
 
 
 @dataclass

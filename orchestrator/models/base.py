@@ -4,21 +4,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from contract.functions.completions import Usage
+
+__all__ = ["Chunk", "Message", "Model", "ModelRequest", "Usage"]
+
 Message = dict[str, Any]
 """A chat message in the OpenAI wire shape."""
 Chunk = dict[str, Any]
 """A `chat.completion.chunk` in the OpenAI wire shape, as a plain dict. Only nominally OpenAI's: see dialects/native.py."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens as the server counted them; 0 when it does not tell."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    def __add__(self, other: "Usage") -> "Usage":
-        return Usage(self.prompt_tokens + other.prompt_tokens, self.completion_tokens + other.completion_tokens)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from pydantic import BaseModel
 from contract.calls import MAX_OUTPUT_CHARS, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_result, encode_call
 from contract.errors import ErrorCode, ToolFailure
+from contract.functions.call_context import CallContext
 from contract.registry import Tool, ToolRegistry
 from orchestrator.functions.blocking_calls import BlockingCalls
-from orchestrator.functions.call_context import CallContext
 from orchestrator.transport import Delivery, InProcessTransport
 from tests.builders import KEY, build_call, build_context, build_spec
 

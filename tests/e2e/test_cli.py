@@ -224,7 +224,7 @@ def test_doctor_tells_what_is_missing_and_how_to_mend_it(footprint: Footprint) -
 def test_up_tells_where_it_is_on_one_line_and_takes_all_down_at_a_signal(engine: APIClient, number: int) -> None:
     with open_stack(engine) as stack:
         assert isinstance(stack.info, StackInfo)
-        assert set(stack.info.pids) == {"redis", "sandboxd", "worker", "flower", "orchestrator"}
+        assert set(stack.info.pids) == {"redis", "sandboxd", "worker", "web", "flower", "orchestrator"}
         running = stack.footprint.processes()
         assert {pid for pids in stack.info.pids.values() for pid in pids} <= set(running)
 

@@ -19,7 +19,7 @@ import pytest
 from tests.stack import free_port, missing, require_engine
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = {"redis", "sandboxd", "worker", "orchestrator", "flower"}
+SERVICES = {"redis", "sandboxd", "worker", "web-worker", "orchestrator", "flower"}
 BUILD_S, UP_S, HEALTHY_S, DOWN_S, ANSWER_S = 900.0, 240.0, 120.0, 120.0, 60.0
 
 KNOCK = """
@@ -158,6 +158,12 @@ def test_a_call_goes_through_the_whole_path(composed: ComposeStack) -> None:
     assert (result["success"], result["output"].strip()) == (True, "42")
 
 
+def test_a_call_of_the_web_pool_goes_through_and_is_kept_from_the_inner_network(composed: ComposeStack) -> None:
+    ran = composed.compose("exec", "-T", "orchestrator", "toolcrew", "call", "webfetch_tool", "url=http://redis:6379/", "--json")
+    result = json.loads(ran.out)
+    assert result["error_code"] == "SECURITY_REFUSED", f"{ran.out}{ran.err}\n{composed.tell()}"
+
+
 @pytest.mark.parametrize("service", sorted(SERVICES - {"sandboxd"}))
 def test_a_service_that_is_taken_over_finds_no_engine_socket(composed: ComposeStack, service: str) -> None:
     ran = composed.execute(service, "sh", "-c", "find / -xdev -name 'docker*.sock' 2>/dev/null; ls /var/run/docker.sock /run/docker.sock")
@@ -181,8 +187,8 @@ def test_a_worker_that_is_taken_over_cannot_open_a_connection_to_the_outside(com
     with socket.create_server(("0.0.0.0", 0), backlog=16) as listener:
         port = listener.getsockname()[1]
         # Proves that there is somebody who answers, so that the worker's failure is the network's doing.
-        outward = composed.execute("orchestrator", "python", "-c", KNOCK, str(port), addresses[0])
-        if outward.out.split() != ["open"]:
+        outward = [composed.execute(name, "python", "-c", KNOCK, str(port), addresses[0]) for name in ("orchestrator", "web-worker")]
+        if [ran.out.split() for ran in outward] != [["open"], ["open"]]:
             missing(f"this host refuses connections from its own containers, so there is nothing to compare with: {outward}")
         ran = composed.execute("worker", "python", "-c", KNOCK, str(port), *addresses)
     assert ran.out.split() == ["closed", "closed"], ran
@@ -221,4 +227,4 @@ def test_flower_asks_for_its_password(composed: ComposeStack) -> None:
     assert refused.value.code == 401
     request.add_header("Authorization", "Basic " + base64.b64encode(f"toolcrew:{composed.flower_password}".encode()).decode())
     with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-        assert set(json.load(answer)) == {"worker@worker"}
+        assert set(json.load(answer)) == {"worker@worker", "web-worker@web-worker"}

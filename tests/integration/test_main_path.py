@@ -62,7 +62,7 @@ async def test_a_file_written_by_a_tool_is_read_by_a_tool_with_line_numbers(sess
     wrote = await session.call("write_tool", {"file_path": "notes/a.txt", "content": "one\ntwo\n"})
     read = await session.call("read_tool", {"path": "notes/a.txt"})
 
-    assert wrote.metadata == {"size_bytes": 8, "created": True}
+    assert wrote.metadata == {"size_bytes": 8, "created": True, "encoding": "utf-8"}
     assert read.output == "1\tone\n2\ttwo\n[end of file: 2 lines]"
     assert read.metadata["aliases_used"] == ["path -> file_path"]
 
@@ -90,13 +90,14 @@ async def test_a_session_verb_is_no_tool_of_a_model(session: Session) -> None:
 
 
 async def test_session_verbs_are_not_listed_among_the_tools(client: ToolClient) -> None:
-    assert sorted(spec.name for spec in await client.tools()) == ["bash_tool", "read_tool", "write_tool"]
+    names = [f"{name}_tool" for name in ("bash", "edit", "glob", "grep", "read", "webfetch", "websearch", "write")]
+    assert sorted(spec.name for spec in await client.tools()) == names
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({}, "'command' is required"),
+        ({}, "'command': '' should be non-empty"),
         ({"command": 5}, "must be string, not integer 5"),
         ({"command": "true", "timeuot": 3}, "did you mean 'timeout'?"),
         ({"command": "true", "timeout": 0}, "timeout"),
@@ -137,12 +138,19 @@ async def test_a_call_that_makes_no_sense_is_a_result_too_never_an_exception(ses
     assert raised == []
 
 
-async def test_calls_of_one_session_run_side_by_side(session: Session) -> None:
+async def test_programs_of_one_session_run_side_by_side(session: Session) -> None:
     started = time.monotonic()
-    results = await all_of((session.call("bash_tool", {"command": f"sleep 1; echo {n}"}) for n in range(3)), 30)
+    results = await all_of((session.exec(["sh", "-c", f"sleep 1; echo {n}"]) for n in range(3)), 30)
 
-    assert [result.metadata["stdout"] for result in results] == ["0\n", "1\n", "2\n"]
+    assert [result.stdout for result in results] == [b"0\n", b"1\n", b"2\n"]
     assert time.monotonic() - started < sum(result.clocks.run_s for result in results)
+
+
+async def test_commands_of_one_session_run_one_after_the_other_because_they_share_its_state(session: Session) -> None:
+    await session.call("bash_tool", {"command": "export n=0"})
+    await all_of((session.call("bash_tool", {"command": "m=$n; sleep 0.1; export n=$((m + 1))"}) for _ in range(3)), 30)
+
+    assert (await session.call("bash_tool", {"command": "echo $n"})).output == "3\n"
 
 
 async def test_sessions_share_no_files_and_no_container(client: ToolClient) -> None:

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import BaseModel
 
+from contract.functions.call_context import CallContext
 from contract.registry import Tool, ToolRegistry
 from contract.schema import prepare_arguments
-from orchestrator.functions.call_context import CallContext
 from orchestrator.functions.function_tools import FunctionTool, as_tool, tool
 
 CONTEXT = CallContext("c1", cwd="/here")

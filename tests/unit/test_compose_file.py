@@ -9,10 +9,11 @@ import yaml
 
 from orchestrator.local_stack import FLOWER_OPTIONS
 from orchestrator.settings import OrchestratorSettings
-from workers.settings import SandboxdSettings, WorkerSettings
+from workers.settings import SandboxdSettings, WebSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = ("redis", "sandboxd", "worker", "orchestrator", "flower")
+SERVICES = ("redis", "sandboxd", "worker", "web-worker", "orchestrator", "flower")
+WORKERS = ("worker", "web-worker")
 SECRETS = ("TOOLCREW_REDIS_PASSWORD", "TOOLCREW_SECRET", "TOOLCREW_FLOWER_PASSWORD")
 UNITS = {"k": 1024, "m": 1024**2, "mb": 1024**2, "g": 1024**3}
 VARIABLE = re.compile(r"(?<!\$)\$\{(?P<name>\w+)(?:(?P<how>:[-?])(?P<rest>[^}]*))?\}")
@@ -74,7 +75,7 @@ def find_services_naming(word: str) -> set[str]:
     return {name for name in SERVICES if word in yaml.safe_dump(load_service(name))}
 
 
-def test_the_file_holds_the_five_services() -> None:
+def test_the_file_holds_these_services() -> None:
     assert set(COMPOSE["services"]) == set(SERVICES)
 
 
@@ -106,6 +107,23 @@ def test_the_network_without_a_way_out_does_not_lead_to_the_host_either() -> Non
 
 def test_a_worker_cannot_ask_names_of_the_world() -> None:
     assert load_service("worker")["dns"] == "127.0.0.1"
+
+
+def test_the_web_worker_reaches_the_web_and_no_sandbox() -> None:
+    web = load_service("web-worker")
+    assert web["networks"] == ["backend", "egress"]
+    assert find_mounts("web-worker") == {}
+    assert "sandboxd" not in yaml.safe_dump(web)
+    assert load_environment("web-worker")["TOOLCREW_WORKER_KIND"] == "web"
+    assert "TOOLCREW_WORKER_KIND" not in load_environment("worker")
+
+
+def test_the_web_worker_is_given_every_setting_of_web_tools_that_an_operator_has() -> None:
+    handed_on = {key for key, value in load_service("web-worker")["environment"].items() if value is None}
+    own = {f"TOOLCREW_{name.upper()}" for name in (*WebSettings.model_fields, "tool_modules", "tool_config")}
+    # The services' own addresses are for tests, the prefix for networks without IPv4.
+    fixed = {"TOOLCREW_TAVILY_URL", "TOOLCREW_BRAVE_URL", "TOOLCREW_EXA_URL", "TOOLCREW_WEBFETCH_NAT64_PREFIX"}
+    assert handed_on == own - fixed
 
 
 def test_only_flower_publishes_a_port_and_on_loopback_unless_told() -> None:
@@ -181,8 +199,12 @@ def test_no_secret_is_written_in_the_file() -> None:
 
 
 def test_a_secret_goes_only_to_who_needs_it() -> None:
-    assert find_services_naming("TOOLCREW_SECRET") == {"worker", "orchestrator"}
-    assert find_services_naming("TOOLCREW_REDIS_PASSWORD") == {"redis", "worker", "orchestrator", "flower"}
+    assert find_services_naming("TOOLCREW_SECRET") == {*WORKERS, "orchestrator"}
+    assert find_services_naming("TOOLCREW_REDIS_PASSWORD") == {"redis", *WORKERS, "orchestrator", "flower"}
+    assert find_services_naming("TOOLCREW_TAVILY_API_KEY") == {"web-worker"}
+    assert find_services_naming("TOOLCREW_BRAVE_API_KEY") == {"web-worker"}
+    assert find_services_naming("TOOLCREW_EXA_API_KEY") == {"web-worker"}
+    assert find_services_naming("TOOLCREW_SEARXNG_URL") == {"web-worker"}
     assert find_services_naming("TOOLCREW_FLOWER_PASSWORD") == {"flower"}
     assert find_services_naming("OPENAI_API_KEY") == {"orchestrator"}
 
@@ -211,6 +233,9 @@ def test_the_socket_of_sandboxd_is_for_the_worker_alone(monkeypatch: pytest.Monk
     assert settings.sandboxd_socket_mode == 0o660
     assert find_user("sandboxd")[1] == worker_gid
     assert f"install -d -o 0 -g {worker_gid} -m 0750 {settings.sandboxd_socket.parent}" in find_stages()["runtime"]
+    web_uid, web_gid = find_user("web-worker")
+    assert web_uid != worker_uid
+    assert web_gid != worker_gid
     mounting = {name for name in SERVICES if "sandboxd-socket" in find_mounts(name).values()}
     assert mounting == {"sandboxd", "worker"}
     assert f"sandboxd-socket:{settings.sandboxd_socket.parent}:ro" in load_service("worker")["volumes"]
@@ -220,9 +245,10 @@ def test_two_stacks_on_one_engine_do_not_sweep_each_others_sandboxes() -> None:
     assert load_environment("sandboxd", COMPOSE_PROJECT_NAME="other")["TOOLCREW_SANDBOXD_NAME"] == "other"
 
 
-def test_both_sides_of_the_queue_accept_their_environment_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", WORKERS)
+def test_both_sides_of_the_queue_accept_their_environment_and_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = {"TOOLCREW_REDIS_PASSWORD": "a1b2", "TOOLCREW_SECRET": "c3d4"}
-    for key, value in load_environment("worker", **secrets).items():
+    for key, value in load_environment(name, **secrets).items():
         monkeypatch.setenv(key, value)
     worker = WorkerSettings()
     for key, value in load_environment("orchestrator", **secrets).items():
@@ -233,11 +259,20 @@ def test_both_sides_of_the_queue_accept_their_environment_and_agree(monkeypatch:
 
 def test_a_worker_keeps_its_name_over_restarts() -> None:
     assert load_service("worker")["hostname"] == load_environment("worker")["TOOLCREW_HOST"] == "worker"
+    # Of the kind web a node's name begins with "web-".
+    assert load_service("web-worker")["hostname"] == f"web-{load_environment('web-worker')['TOOLCREW_HOST']}"
 
 
-def test_the_worker_has_memory_for_its_calls() -> None:
-    concurrency = int(load_environment("worker")["TOOLCREW_CONCURRENCY"])
-    assert parse_size(load_service("worker")["mem_limit"]) >= (concurrency * 256 + 512) * 1024**2
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_has_memory_for_its_calls(name: str) -> None:
+    concurrency = int(load_environment(name)["TOOLCREW_CONCURRENCY"])
+    assert parse_size(load_service(name)["mem_limit"]) >= (concurrency * 256 + 512) * 1024**2
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_is_well_when_its_own_node_answers(name: str) -> None:
+    prefix = "web-" if load_environment(name).get("TOOLCREW_WORKER_KIND") == "web" else ""
+    assert f'--destination "{prefix}$$TOOLCREW_HOST@$$(hostname)"' in load_service(name)["healthcheck"]["test"][1]
 
 
 def test_flower_is_read_only_behind_a_password_and_as_in_the_embedded_stack() -> None:

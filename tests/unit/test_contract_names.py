@@ -33,7 +33,8 @@ def test_no_other_key_passes_for_a_blob(key: str) -> None:
 def test_keys_of_two_tenants_or_two_calls_never_meet() -> None:
     keys = [names.run_marker_key("d", tenant, call) for tenant in ("a", "b") for call in ("1", "2")]
     keys += [names.blob_key("d", tenant, call) for tenant in ("a", "b") for call in ("1", "2")]
-    keys += [names.catalog_key("d"), names.catalog_key("e")]
+    keys += [names.catalog_key(deployment, pool) for deployment in ("d", "e") for pool in names.CATALOG_POOLS]
+    keys += [names.catalog_names_key(deployment, pool) for deployment in ("d", "e") for pool in names.CATALOG_POOLS]
     assert len(set(keys)) == len(keys)
 
 

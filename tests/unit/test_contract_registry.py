@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from jsonschema import SchemaError
 
-from contract.registry import Tool, ToolRegistry, filter_specs
+from contract.registry import Switch, Tool, ToolRegistry, filter_specs
 from tests.builders import build_spec
 
 
@@ -99,3 +99,57 @@ def test_many_threads_register_find_and_list_at_once() -> None:
         handlers = {handler for seen in pool.map(work, range(threads)) for handler in seen}
     assert len(registry) == threads * each + 1
     assert handlers <= {f"by-{number}" for number in range(threads)}
+
+
+def test_a_tool_that_is_off_is_listed_and_found_but_not_told_to_a_model() -> None:
+    tool = build_tool("a")
+    registry = ToolRegistry([tool, build_tool("b")])
+    assert registry.disable("a", Switch(by="ada"))
+    assert registry.get("a") is tool
+    assert names(registry) == ["b"]
+    assert names(registry, "a", "all") == ["b"]
+    assert [(state.name, state.description, state.state) for state in registry.describe()] == [
+        ("a", "The tool a.", "disabled"),
+        ("b", "The tool b.", "enabled"),
+    ]
+    assert (registry.switch("a"), registry.switch("b")) == (Switch(by="ada"), None)
+
+
+def test_a_tool_is_on_again_when_it_is_turned_on() -> None:
+    registry = ToolRegistry([build_tool("a")])
+    registry.disable("a")
+    assert registry.enable("a")
+    assert (names(registry), registry.switch("a")) == (["a"], None)
+
+
+def test_an_unknown_tool_can_be_turned_neither_off_nor_on() -> None:
+    registry: ToolRegistry[str] = ToolRegistry()
+    assert (registry.disable("a"), registry.enable("a"), registry.describe()) == (False, False, [])
+
+
+def test_a_tool_that_replaces_one_that_is_off_is_off() -> None:
+    registry = ToolRegistry([build_tool("a", "old")])
+    registry.disable("a")
+    registry.register(build_tool("a", "new"))
+    assert names(registry) == []
+
+
+def test_a_verb_of_sessions_cannot_be_turned_off() -> None:
+    registry = ToolRegistry([Tool(build_spec("session.open", audience="session"), "handler")])
+    with pytest.raises(ValueError, match="cannot be turned off"):
+        registry.disable("session.open")
+
+
+def test_many_threads_turn_tools_off_and_on_and_list_them_at_once() -> None:
+    registry = ToolRegistry([build_tool(f"tool-{number}") for number in range(20)])
+
+    def work(number: int) -> None:
+        for _ in range(50):
+            registry.disable(f"tool-{number}")
+            assert len(registry.describe()) == 20
+            assert f"tool-{number}" not in names(registry)
+            registry.enable(f"tool-{number}")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(20)))
+    assert len(names(registry)) == 20

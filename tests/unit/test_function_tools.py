@@ -14,11 +14,11 @@ from pydantic import AfterValidator, BaseModel, Field
 from typing_extensions import TypedDict
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.functions.call_context import CallContext
+from contract.functions.docstrings import parse_docstring
+from contract.functions.function_schemas import is_async
 from contract.registry import Tool
 from contract.schema import prepare_arguments
-from orchestrator.functions.call_context import CallContext
-from orchestrator.functions.docstrings import parse_docstring
-from orchestrator.functions.function_schemas import is_async
 from orchestrator.functions.function_tools import as_tool, tool
 
 CONTEXT = CallContext("c1", cwd="/here")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from orchestrator.functions.json_schemas import close_schema, drop_titles, plain_schema
+from contract.functions.json_schemas import close_schema, drop_titles, plain_schema
 
 POINT = {"title": "Point", "type": "object", "properties": {"x": {"type": "integer", "title": "X"}}}
 

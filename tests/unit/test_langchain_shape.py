@@ -12,12 +12,12 @@ import pytest
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
+from contract.functions.call_context import CallContext
+from contract.functions.function_schemas import is_async
+from contract.functions.json_schemas import plain_schema
 from contract.registry import Tool
 from contract.specs import ToolSpec
-from orchestrator.functions.call_context import CallContext
-from orchestrator.functions.function_schemas import is_async
 from orchestrator.functions.function_tools import as_tool, tool
-from orchestrator.functions.json_schemas import plain_schema
 from orchestrator.functions.langchain_shape import is_langchain_shaped
 from orchestrator.functions.openai_tools import convert_to_openai_tool
 

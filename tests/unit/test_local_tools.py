@@ -11,10 +11,10 @@ from jsonschema.exceptions import SchemaError
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
+from contract.functions.call_context import CallContext
 from orchestrator import Agent, LocalTools, tool
 from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
 from orchestrator.dialects.native import NativeDialect
-from orchestrator.functions.call_context import CallContext
 from orchestrator.limits import ReActOptions
 from orchestrator.models.base import Message
 from orchestrator.models.choice import ChosenModel

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from contract.errors import ErrorCode, ModelInterrupted, ModelUnavailable, ToolFailure
-from orchestrator.functions.call_context import ModelLike
+from contract.functions.call_context import ModelLike
 from orchestrator.models.adapter import Completion, ModelAdapter
 from orchestrator.models.base import Chunk, ModelRequest, Usage
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel

@@ -231,6 +231,9 @@ async def test_no_worker_is_a_result() -> None:
         async def specs(self) -> tuple[ToolSpec, ...]:
             raise ConfigError("no worker has published its tools")
 
+        def explain_missing(self, name: str) -> str | None:
+            return None
+
     result = await Dispatcher(AnsweringTransport(fine), Nothing(), KEY, queue_wait_s=1).dispatch(build_call(), ROUTE)
     assert result.error_code is ErrorCode.CONFIG_MISSING
 

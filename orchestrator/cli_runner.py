@@ -1,0 +1,85 @@
+"""How a command of `toolcrew` does its work: the client it uses, what interrupts it, its errors as one sentence and an exit code."""
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+
+from contract.errors import ErrorCode, OperatorError, ToolFailure
+from orchestrator.client import ToolClient
+from orchestrator.settings import load_settings
+from orchestrator.terminal import escape_controls
+
+EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def open_client() -> AsyncIterator[ToolClient]:
+    """The pool that TOOLCREW_REDIS_URL names, else an embedded stack for this command."""
+    settings = load_settings()
+    if settings.redis_url is not None:
+        async with ToolClient.connect(settings=settings) as client:
+            yield client
+    else:
+        typer.echo("TOOLCREW_REDIS_URL is not set: starting an embedded stack for this command (`toolcrew up` keeps one running)", err=True)
+        async with ToolClient.embedded(settings=settings) as client:
+            yield client
+
+
+def run_work(work: Coroutine[Any, Any, T], as_json: bool) -> T:
+    """The command's result; our own errors end it with a sentence and an exit code, Ctrl-C after everything was taken down."""
+    try:
+        return asyncio.run(_until_told(work))
+    except _ToldToStop as told:
+        fail("told to stop; what was running has been stopped", "CANCELLED", 128 + told.number, as_json)
+    except KeyboardInterrupt:
+        fail("interrupted; what was running has been stopped", "CANCELLED", EXIT_INTERRUPTED, as_json)
+    except OperatorError as error:
+        fail(str(error), error.code.value, EXIT_ERROR, as_json)
+    except ToolFailure as failure:
+        code = EXIT_REFUSED if failure.code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED) else EXIT_ERROR
+        nearest = failure.metadata.get("nearest")
+        hint = f"; there are {', '.join(str(name) for name in nearest)}" if isinstance(nearest, list) and nearest else ""
+        fail(failure.message + hint, failure.code.value, code, as_json)
+
+
+class _ToldToStop(Exception):
+    """SIGTERM or SIGHUP came."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+async def _until_told(work: Coroutine[Any, Any, T]) -> T:
+    """The work's result. SIGTERM and SIGHUP cancel it as Ctrl-C does, so that it takes its sandbox down."""
+    task, told = asyncio.ensure_future(work), list[int]()
+
+    def stop(number: int) -> None:
+        told.append(number)
+        task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if told:
+            raise _ToldToStop(told[0]) from None
+        raise
+
+
+def fail(message: str, code: str, exit_code: int, as_json: bool) -> NoReturn:
+    if as_json:
+        typer.echo(json.dumps({"error": {"code": code, "message": message}}))
+    else:
+        typer.echo(f"toolcrew: {escape_controls(message)}", err=True)
+    raise typer.Exit(exit_code)

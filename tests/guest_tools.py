@@ -1,0 +1,52 @@
+"""The worker's tools over a real guest, without Docker: what sandboxd checks of a request and lets pass of an answer is between them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from contract.calls import ToolCall, ToolResult
+from tests.builders import build_context
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
+from tests.guest_harness import Guest
+from workers.executor import Executor
+from workers.sandbox_client import GuestResponse
+from workers.sandboxd.answers import build_done, has_stream
+from workers.sandboxd.requests import check_request, count_budget
+from workers.tools.builtin import build_registry
+
+
+class GuestClient(FakeSandboxClient):
+    """Answers every request by asking the guest."""
+
+    def __init__(self, guest: Guest) -> None:
+        super().__init__()
+        self._guest = guest
+
+    def call(
+        self, name: str, request: Mapping[str, Any], body: bytes = b"", *, on_data: Callable[[str, bytes], None] | None = None, **_: Any
+    ) -> GuestResponse:
+        checked = check_request({**request, "body_bytes": len(body)})
+        fields = {key: value for key, value in checked.items() if key not in ("op", "body_bytes")}
+        done = self._guest.request(checked["op"], body, **fields)
+        streams = {stream: data for stream in done.streams if (data := done.bytes_of(stream))}
+        assert all(has_stream(checked["op"], stream) for stream in streams)
+        assert sum(map(len, streams.values())) <= count_budget(checked)
+        if on_data is not None:
+            for stream, data in streams.items():
+                on_data(stream, data)
+            streams = {}
+        answer = build_done(checked["op"], done.header)
+        return GuestResponse({**answer, "sandbox": {"id": "c0ffee", "generation": 1, "rebuilt": False}, "sandbox_s": 0.1}, streams)
+
+
+class GuestTools:
+    """One session of the built-in tools."""
+
+    def __init__(self, guest: Guest) -> None:
+        facts = {"host": "h1", "queue": "host.h1.b00t"}
+        self._executor = Executor(build_registry(), GuestClient(guest), MemoryLedger(), MemoryBlobs(), facts)
+        self._calls = 0
+
+    def run(self, tool: str, /, **arguments: Any) -> ToolResult:
+        self._calls += 1
+        call = ToolCall(id=f"call-{self._calls}", name=tool, arguments=arguments)
+        return self._executor.execute(call, build_context())

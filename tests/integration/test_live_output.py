@@ -1,0 +1,73 @@
+"""Output of a real command while it runs: from the sandbox through the worker and Redis to the program, and to a terminal."""
+
+import asyncio
+
+import pytest
+from typer.testing import CliRunner
+
+from contract.call_events import MAX_WAITING_BYTES
+from orchestrator.cli import app
+from orchestrator.client import ToolClient
+from orchestrator.events import CallFinished, OutputArrived, RunEvent
+from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.sessions import Session
+from tests.stack import Stack, eventually
+
+pytestmark = pytest.mark.stack
+
+
+async def test_a_line_arrives_long_before_its_command_ends(session: Session) -> None:
+    arrived, pieces = asyncio.Event(), list[str]()
+
+    def on_output(_: str, text: str) -> None:
+        pieces.append(text)
+        arrived.set()
+
+    # Ends only when the line was seen.
+    waits = "echo begun; while [ ! -e seen ]; do sleep 0.02; done; echo ended"
+    call = asyncio.create_task(session.call("bash_tool", {"command": waits}, on_output=on_output))
+    async with asyncio.timeout(20):
+        await arrived.wait()
+        assert not call.done()
+        await session.write_file("/workspace/seen", b"")
+        result = await call
+    assert (result.output, "".join(pieces)) == ("begun\nended\n", "begun\nended\n")
+
+
+async def test_nothing_of_a_watched_call_is_left_in_redis(stack: Stack, client: ToolClient, session: Session) -> None:
+    await session.call("bash_tool", {"command": "echo hi"}, call_id="watched-1", on_output=lambda *_: None)
+    with stack.open_redis() as redis:
+        left = ":call:watched-1:"
+        await eventually(lambda: redis.keys(f"*{left}*") == [f"toolcrew:default:default{left}run".encode()], 5, "its keys are deleted")
+
+
+async def test_more_output_than_a_program_takes_costs_bounded_memory_and_time(stack: Stack, session: Session) -> None:
+    async def slow(_: str, text: str) -> None:
+        await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(20):
+        result = await session.call("bash_tool", {"command": "head -c 20000000 /dev/zero | tr '\\0' x"}, on_output=slow)
+    assert result.success
+    with stack.open_redis() as redis:
+        assert int(str(redis.info("memory")["used_memory"])) < 64 * 1024 * 1024 + MAX_WAITING_BYTES
+
+
+async def test_a_run_tells_the_output_of_its_calls(client: ToolClient, session: Session) -> None:
+    seen: list[RunEvent] = []
+    model = ScriptedModel([Calls([("bash_tool", {"command": "echo one; echo two"})]), "ok"])
+    await client.run("go", session=session, model=model, on_event=seen.append)
+    pieces = [event for event in seen if isinstance(event, OutputArrived)]
+    assert "".join(piece.text for piece in pieces) == "one\ntwo\n"
+    assert max(seen.index(piece) for piece in pieces) < next(at for at, event in enumerate(seen) if isinstance(event, CallFinished))
+
+
+def test_the_command_shows_output_on_stderr_and_the_result_once_on_stdout(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", stack.redis_url)
+    command = r"command=echo one; printf '\007two\n'"
+    live = CliRunner().invoke(app, ["call", "bash_tool", command, "--live"])
+    quiet = CliRunner().invoke(app, ["call", "bash_tool", command])
+    assert live.exit_code == 0
+    assert live.stderr.splitlines()[:2] == ["one", "\\x07two"]
+    assert live.stdout == quiet.stdout
+    assert live.stdout.splitlines()[:2] == ["one", "\\x07two"]
+    assert "two" not in quiet.stderr

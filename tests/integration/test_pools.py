@@ -1,0 +1,248 @@
+"""The worker without sandboxes, for real: its calls run, are limited by Celery, and can be cancelled; nothing of one reaches the next."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from contract.calls import POOL_GRACE_S, ToolCall, ToolResult
+from contract.envelope import derive_key
+from contract.errors import ErrorCode
+from contract.names import POOL_WEB, catalog_key, control_queue
+from contract.settings import BrokerSettings
+from orchestrator.celery_transport import CeleryTransport
+from orchestrator.dispatcher import Dispatcher, Route, Terms
+from orchestrator.local_stack import WEB_CONCURRENCY
+from orchestrator.redis_connection import open_redis
+from orchestrator.results import ResultHub
+from orchestrator.sessions import Session
+from orchestrator.transport import Delivery, DeliveryFailed
+from tests.queue_by_hand import make_envelope, open_dispatcher, publish, stored_state
+from tests.stack import (
+    ROOT,
+    Footprint,
+    Stack,
+    children_of,
+    end_process,
+    eventually,
+    is_alive,
+    open_footprint,
+    open_redis_server,
+    wait_until,
+)
+
+pytestmark = pytest.mark.stack
+
+ROUTE = Route("acme", None, "a queue that nobody reads")
+
+
+@dataclass
+class Pool:
+    """A Redis and one worker without sandboxes, two calls at a time."""
+
+    broker: BrokerSettings
+    worker: "subprocess.Popen[bytes]"
+    footprint: Footprint
+
+    def open_redis(self) -> "redis.Redis":
+        return redis.Redis.from_url(self.broker.redis_url.get_secret_value(), socket_timeout=10)
+
+    def mark(self, name: str) -> Path:
+        return self.footprint.folder / name
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with open_redis_server() as server, open_footprint() as footprint, open(footprint.folder / "worker.log", "wb") as log:
+        settings = {"TOOLCREW_REDIS_URL": server.url, "TOOLCREW_CONCURRENCY": "2", "TOOLCREW_WORKER_KIND": "web"}
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "tests.pool_worker"], cwd=ROOT, env=footprint.environment(settings), stdout=log, stderr=log
+        )
+        try:
+            opened = Pool(BrokerSettings.model_validate({"redis_url": server.url}), worker, footprint)
+            with opened.open_redis() as store:
+                words = footprint.folder / "worker.log"
+                wait_until(lambda: store.exists(catalog_key("default", "web")), 60, lambda: words.read_text(errors="replace"))
+            yield opened
+        finally:
+            end_process(worker)
+        assert worker.returncode == 0
+
+
+@pytest.fixture
+async def door(pool: Pool) -> Any:
+    async with open_dispatcher(pool.broker) as opened:
+        yield opened
+
+
+def call(name: str, **arguments: Any) -> ToolCall:
+    return ToolCall(id=os.urandom(8).hex(), name=name, arguments=arguments)
+
+
+async def where(door: Dispatcher) -> ToolResult:
+    return await door.dispatch(call("where_tool"), ROUTE)
+
+
+async def has(path: Path) -> None:
+    await eventually(path.exists, 10, f"{path.name} is there")
+
+
+async def cancelled(running: "asyncio.Task[ToolResult]") -> None:
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+@pytest.mark.parametrize("tool", ["where_tool", "operators_tool"])
+async def test_a_call_runs_in_its_tools_pool_with_tenant_session_and_limit(door: Dispatcher, tool: str) -> None:
+    result = await door.dispatch(call(tool), Route("acme", "s1", "a queue that nobody reads"), Terms(timeout_s=7))
+
+    told = {name: result.metadata[name] for name in ("tenant", "session", "limit_s")}
+    assert (result.success, told) == (True, {"tenant": "acme", "session": "s1", "limit_s": 7.0})
+    assert result.sandbox is None
+
+
+async def test_a_session_need_not_exist(door: Dispatcher) -> None:
+    assert (await where(door)).metadata["session"] is None
+
+
+async def test_a_tool_that_asks_for_a_sandbox_is_told_that_there_is_none(door: Dispatcher) -> None:
+    result = await door.dispatch(call("grasping_tool"), ROUTE)
+
+    assert (result.error_code, "pool without sandboxes" in (result.error or "")) == (ErrorCode.SANDBOX_UNAVAILABLE, True)
+
+
+async def test_a_call_at_its_limit_may_clean_up_and_its_process_goes_on(pool: Pool, door: Dispatcher) -> None:
+    mark, started = pool.mark("limited"), time.monotonic()
+    result = await door.dispatch(call("wait_tool", path=str(mark)), ROUTE, Terms(timeout_s=0.5))
+
+    assert (result.error_code, result.error) == (ErrorCode.TIMEOUT, "wait_tool did not end within its limit of 0.5 s and was stopped")
+    assert 0.4 < time.monotonic() - started < POOL_GRACE_S
+    assert result.clocks.run_s > 0.4
+    assert mark.with_suffix(".cleaned").exists()
+    assert is_alive(int(mark.with_suffix(".began").read_text()))
+
+
+async def test_what_will_not_end_is_killed_at_its_limit_or_when_cancelled_and_fresh_processes_go_on(pool: Pool, door: Dispatcher) -> None:
+    limited, dropped = pool.mark("stubborn-limited"), pool.mark("stubborn-dropped")
+    first = asyncio.create_task(door.dispatch(call("stubborn_tool", path=str(limited)), ROUTE, Terms(timeout_s=0.3)))
+    second = asyncio.create_task(door.dispatch(call("stubborn_tool", path=str(dropped)), ROUTE))
+    await has(limited.with_suffix(".began"))
+    await has(dropped.with_suffix(".began"))
+    pids = {int(mark.with_suffix(".began").read_text()) for mark in (limited, dropped)}
+
+    await cancelled(second)
+    result = await first
+    await eventually(lambda: not any(map(is_alive, pids)), POOL_GRACE_S + 5, "both are gone")
+
+    assert result.error_code is ErrorCode.TIMEOUT
+    assert "its process was killed; it may have acted" in (result.error or "")
+    served = {(await where(door)).metadata["pid"] for _ in range(3)}
+    assert served
+    assert served & pids == set()
+
+
+async def test_a_cancelled_call_is_ended_at_once_and_may_clean_up(pool: Pool, door: Dispatcher) -> None:
+    mark = pool.mark("cancelled")
+    running = asyncio.create_task(door.dispatch(call("wait_tool", path=str(mark)), ROUTE))
+    await has(mark.with_suffix(".began"))
+
+    await cancelled(running)
+
+    await has(mark.with_suffix(".cleaned"))
+    assert is_alive(int(mark.with_suffix(".began").read_text()))
+    assert (await where(door)).success
+
+
+async def test_a_call_that_is_cancelled_in_the_queue_never_starts(pool: Pool, door: Dispatcher) -> None:
+    busy = [pool.mark(f"busy-{number}") for number in range(2)]
+    running = [asyncio.create_task(door.dispatch(call("wait_tool", path=str(mark)), ROUTE)) for mark in busy]
+    for mark in busy:
+        await has(mark.with_suffix(".began"))
+    queued = asyncio.create_task(door.dispatch(call("wait_tool", path=str(pool.mark("queued"))), ROUTE))
+    with pool.open_redis() as store:
+        await eventually(lambda: store.llen(POOL_WEB) == 1, 10, "it is queued")
+
+    await cancelled(queued)
+    with pool.open_redis() as store:
+        await eventually(lambda: store.llen(control_queue(POOL_WEB)) == 0, 10, "the cancel was read")
+    for task in running:
+        await cancelled(task)
+
+    assert (await where(door)).success
+    assert (await where(door)).success
+    assert not pool.mark("queued").with_suffix(".began").exists()
+
+
+async def test_the_cancel_of_another_tenant_or_of_a_forger_ends_nothing(pool: Pool, door: Dispatcher) -> None:
+    """The attacker's aim: end other people's calls."""
+    mark, victim = pool.mark("victim"), "victims-call"
+    running = asyncio.create_task(door.dispatch(ToolCall(id=victim, name="wait_tool", arguments={"path": str(mark)}), ROUTE))
+    await has(mark.with_suffix(".began"))
+    order = call("session.cancel", call_id=victim)
+
+    await door.command(order, Route("rival", None, POOL_WEB))
+    forged = make_envelope(pool.broker, order, tenant="acme", session="s1", key=derive_key("a guess"))
+    with pool.open_redis() as store:
+        store.lpush(control_queue(POOL_WEB), forged)
+        await eventually(lambda: store.llen(control_queue(POOL_WEB)) == 0, 10, "the orders were read")
+    assert (await where(door)).success
+
+    assert not mark.with_suffix(".cleaned").exists()
+    await cancelled(running)
+    await has(mark.with_suffix(".cleaned"))
+
+
+async def test_a_process_that_dies_under_its_call_leaves_a_result_that_says_so(pool: Pool, door: Dispatcher) -> None:
+    mark = pool.mark("killed")
+    running = asyncio.create_task(door.dispatch(call("wait_tool", path=str(mark)), ROUTE))
+    await has(mark.with_suffix(".began"))
+
+    pid = int(mark.with_suffix(".began").read_text())
+    assert pid in children_of(pool.worker.pid)
+    os.kill(pid, signal.SIGKILL)
+
+    assert (await running).error_code is ErrorCode.OUTCOME_UNKNOWN
+    assert (await where(door)).success
+
+
+async def test_a_tool_of_another_pool_is_not_found_here(pool: Pool) -> None:
+    envelope = make_envelope(pool.broker, call("bash_tool", command="true"), tenant="acme", session="s1")
+    client = open_redis(pool.broker)
+    hub = ResultHub(client)
+    await hub.start()
+    transport = CeleryTransport(pool.broker, hub)
+    try:
+        with pytest.raises(DeliveryFailed) as failed:
+            await transport.deliver(Delivery("tool.bash_tool", POOL_WEB, "misled", envelope, time.time() + 20, 20, "marker"))
+    finally:
+        await transport.aclose()
+        await hub.close()
+        await client.aclose()
+    assert (failed.value.code, failed.value.message) == (ErrorCode.TOOL_NOT_FOUND, "Tool not found: bash_tool")
+
+
+async def test_a_session_of_an_embedded_stack_reaches_the_pool_with_the_network(stack: Stack, session: Session) -> None:
+    web = await session.call("webfetch_tool", {"url": "http://127.0.0.1:9/"})
+    beside = await session.call("bash_tool", {"command": "echo on"})
+
+    assert (web.error_code, web.sandbox) == (ErrorCode.SECURITY_REFUSED, None)
+    assert (beside.success, beside.sandbox is not None) == (True, True)
+    assert len(children_of(stack.pid("web"))) == WEB_CONCURRENCY
+
+
+async def test_an_envelope_that_is_not_signed_by_us_does_not_run_here_either(pool: Pool) -> None:
+    forged = make_envelope(pool.broker, call("where_tool"), tenant="acme", session="s1", key=derive_key("a guess"))
+    task = publish(pool.broker, "tool.where_tool", POOL_WEB, forged)
+    with pool.open_redis() as store:
+        state = await eventually(lambda: stored_state(store, task), 10, "the task has ended")
+    assert (state["status"], state["result"]["exc_type"]) == ("FAILURE", "EnvelopeRefused")

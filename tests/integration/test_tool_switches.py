@@ -1,0 +1,75 @@
+"""Turning tools off on a real pool: everywhere within two seconds, without a restart, and for nothing else."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from typer.testing import CliRunner
+
+from contract.calls import ToolCall
+from contract.errors import ErrorCode
+from contract.registry import SWITCHES_FRESH_S
+from orchestrator.cli import app
+from orchestrator.client import ToolClient
+from orchestrator.dispatcher import Dispatcher, Route
+from orchestrator.sessions import Session
+from tests.queue_by_hand import open_dispatcher
+from tests.stack import Stack
+
+pytestmark = pytest.mark.stack
+
+SOON_S = 2.0
+
+
+@contextlib.asynccontextmanager
+async def turned_off(client: ToolClient, name: str) -> AsyncIterator[None]:
+    await client.disable(name, reason="it is being mended")
+    try:
+        yield
+    finally:
+        await client.enable(name)
+
+
+async def seconds_until(session: Session, door: Dispatcher | None, code: ErrorCode | None) -> float:
+    """How long it takes until a call of bash_tool ends with this code; sent by the session, or past all its checks by `door`."""
+    info, started = await session.info(), time.monotonic()
+    while True:
+        if door is None:
+            result = await session.call("bash_tool", {"command": "true"})
+        else:
+            call = ToolCall(id=f"switch-{time.monotonic_ns()}", name="bash_tool", arguments={"command": "true"})
+            result = await door.dispatch(call, Route(session.tenant, session.id, info.queue))
+        took = time.monotonic() - started
+        if result.error_code == code or took > 2 * SOON_S:
+            return took
+
+
+async def test_every_worker_and_every_client_knows_within_two_seconds(stack: Stack, client: ToolClient, session: Session) -> None:
+    async with ToolClient.connect(stack.redis_url) as administrator, open_dispatcher(stack.broker) as door:
+        # All know that it is on, as late as can be.
+        assert await seconds_until(session, None, None) < SOON_S
+        assert await seconds_until(session, door, None) < SOON_S
+        async with turned_off(administrator, "bash_tool"):
+            assert await seconds_until(session, door, ErrorCode.TOOL_DISABLED) < SOON_S
+            assert await seconds_until(session, None, ErrorCode.TOOL_DISABLED) < SOON_S
+            # The worker may have said it before this client knew.
+            await asyncio.sleep(SWITCHES_FRESH_S)
+            assert "bash_tool" not in [spec.name for spec in await client.tools()]
+            assert (await session.call("write_tool", {"file_path": "a.txt", "content": "a"})).success
+            assert (await session.exec(["true"])).returncode == 0
+        assert await seconds_until(session, door, None) < SOON_S
+        assert await seconds_until(session, None, None) < SOON_S
+
+
+def test_the_command_turns_a_tool_off_and_on(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", stack.redis_url)
+    toolcrew = CliRunner()
+    off = toolcrew.invoke(app, ["tools", "disable", "bash_tool", "--reason", "not today"])
+    try:
+        refused = toolcrew.invoke(app, ["call", "bash_tool", "command=true"])
+    finally:
+        on = toolcrew.invoke(app, ["tools", "enable", "bash_tool"])
+    assert (off.exit_code, off.stdout, on.stdout) == (0, "bash_tool is disabled\n", "bash_tool is enabled\n")
+    assert (refused.exit_code, "TOOL_DISABLED" in refused.stderr, "not today" in refused.stderr) == (1, True, True)

@@ -1,0 +1,45 @@
+"""A bench whose guest answers searches from a script, and the ends of such answers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.builders import build_context
+from workers.guest_answers import parse_told
+from workers.sandbox_client import GuestResponse
+from workers.tools.base import OnData
+
+
+def build_glob_done(**fields: Any) -> dict[str, Any]:
+    plain = {"total": 0, "shown": 0, "cut": False, "ignored": 0, "unreadable": 0, "partial": False, "bad_rules": []}
+    return {**plain, **fields}
+
+
+def build_grep_done(**fields: Any) -> dict[str, Any]:
+    counts = ("matches", "files", "shown", "shown_files", "cut_lines", "searched", "ignored", "large", "binary", "unreadable")
+    names = ("large_names", "binary_names", "unreadable_names", "bad_rules")
+    plain = {**dict.fromkeys(counts, 0), **{name: [] for name in names}, "engine": "ripgrep", "cut": False, "partial": False}
+    return {**plain, **fields}
+
+
+class ScriptedBench:
+    """A Workbench of one request. `pieces` come as they stand; `shown` is what a watcher saw."""
+
+    def __init__(self, pieces: bytes | list[bytes], done: Mapping[str, Any], *, is_watched: bool = False) -> None:
+        self.context = build_context()
+        self.is_watched = is_watched
+        self.shown: list[str] = []
+        self.request: Mapping[str, Any] = {}
+        self._pieces = [pieces] if isinstance(pieces, bytes) else pieces
+        self._done = done
+
+    def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
+        assert on_data is not None
+        assert parse_told(request, self._done).error is None
+        self.request = request
+        for piece in self._pieces:
+            on_data("lines", piece)
+        return GuestResponse(self._done)
+
+    def show(self, stream: str, text: str) -> None:
+        assert stream == "stdout"
+        self.shown.append(text)

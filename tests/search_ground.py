@@ -1,0 +1,112 @@
+"""Places to search, and the guest's searches in this process: what they send, and what their done event tells."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.guest_harness import GUEST_PARENT
+
+assert GUEST_PARENT
+from guest.failures import Failure  # noqa: E402
+from guest.glob_search import glob  # noqa: E402
+from guest.grep_search import grep  # noqa: E402
+from guest.places import Places  # noqa: E402
+from guest.search_requests import GlobRequest, GrepRequest  # noqa: E402
+
+
+class Found:
+    """What a search gave: lines, fields, or the failure."""
+
+    def __init__(self, text: str, fields: dict[str, Any], failure: Failure | None) -> None:
+        self.text = text
+        self.lines = text.splitlines()
+        self.fields = fields
+        self.failure = failure
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    @property
+    def code(self) -> str | None:
+        return self.failure.code if self.failure else None
+
+
+class Ground:
+    """A workspace, a /tmp and an output folder of their own. Files are made with the time of their turn: later ones are newer."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.workspace, self.tmp, self.output = base / "ws", base / "tmp", base / "output"
+        self.clear()
+
+    def clear(self) -> None:
+        for folder in (self.workspace, self.tmp, self.output):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        (self.output / ".state").mkdir()
+        self._turn = 1_000_000
+
+    def make(self, name: str | bytes, content: str | bytes = "x\n") -> Path:
+        path = self.workspace / (name if isinstance(name, str) else os.fsdecode(name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        self._turn += 1
+        os.utime(path, (self._turn, self._turn))
+        return path
+
+    def places(self, **how: bool) -> Places:
+        return Places((bytes(self.workspace), bytes(self.tmp)), bytes(self.output), **how)
+
+    def glob(self, pattern: str, **fields: Any) -> Found:
+        plain = {"pattern": pattern, "path": ".", "kind": "file", "limit": 100, "max_bytes": 32768, "timeout_s": 10}
+        return self._search(glob, GlobRequest, {**plain, **fields}, self.places())
+
+    def grep(self, pattern: str, *, use_ripgrep: bool = True, use_openat2: bool = True, **fields: Any) -> Found:
+        plain = {"pattern": pattern, "path": ".", "mode": "content", "limit": 100, "max_bytes": 32768, "max_lines": 2000, "timeout_s": 10}
+        places = self.places(use_ripgrep=use_ripgrep, use_openat2=use_openat2)
+        return self._search(grep, GrepRequest, {**plain, **fields}, places)
+
+    @staticmethod
+    def _search(serve: Any, request_class: Any, fields: dict[str, Any], places: Places) -> Found:
+        bench = _Bench(places)
+        with _descriptors_closed():
+            try:
+                done = serve(request_class(fields), bench)
+            except Failure as failure:
+                return Found(bench.sent.decode(), {}, failure)
+        return Found(bench.sent.decode(), done, None)
+
+
+class _Bench:
+    """A bench whose writer keeps what is sent, and whose watch never says stop."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self.sent = b""
+        self.watch = self
+        self.writer = self
+
+    def check(self) -> None:
+        """Neither limit nor cancel."""
+
+    def send(self, stream: str, data: bytes) -> None:
+        assert stream == "lines"
+        self.sent += data
+
+
+@contextlib.contextmanager
+def _descriptors_closed() -> Iterator[None]:
+    """As a supervisor does it: what a search opens is closed after it, and the working directory is the old one."""
+    here = os.open(".", os.O_PATH)
+    before = set(os.listdir("/proc/self/fd"))
+    try:
+        yield
+    finally:
+        os.fchdir(here)
+        os.close(here)
+        for name in set(os.listdir("/proc/self/fd")) - before:
+            with contextlib.suppress(OSError):
+                os.close(int(name))

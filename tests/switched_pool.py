@@ -1,0 +1,77 @@
+"""A client and an administrator of a pool without queue and sandbox: the switches and the catalog are a real Redis's, the worker's executor is real."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from contract.names import catalog_key
+from contract.registry import ToolRegistry
+from contract.settings import BrokerSettings
+from contract.specs import Catalog
+from orchestrator.call_events import CallEvents
+from orchestrator.catalog import RedisCatalog
+from orchestrator.client import ToolClient
+from orchestrator.dispatcher import Dispatcher
+from orchestrator.redis_connection import open_redis
+from orchestrator.sessions import Session, SessionInfo
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.switches import RedisSwitches
+from tests.builders import KEY
+from tests.conftest import RedisProcess
+from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryAsyncBlobs, MemoryBlobs, MemoryLedger
+from workers.call_events import open_events
+from workers.executor import Executor
+from workers.redis_connection import connect_once
+from workers.switches import Switches
+from workers.tools.base import WorkerTool
+
+
+class SwitchedPool:
+    """One worker with `tools`; as many clients as a test likes, each with what it knows of the switches."""
+
+    def __init__(self, server: RedisProcess, *tools: WorkerTool) -> None:
+        self.broker = BrokerSettings.model_validate({"redis_url": server.url, "deployment": "default"})
+        self.registry = ToolRegistry(tools)
+        self.redis = server.client()
+        self.executor = Executor(
+            self.registry,
+            FakeSandboxClient(),
+            MemoryLedger(),
+            MemoryBlobs(),
+            {"host": "h", "queue": "q"},
+            switches=Switches(self.redis, "default"),
+            open_events=partial(open_events, connect_once(self.broker), "default"),
+        )
+        self.transport = AnsweringTransport(self._execute)
+        catalog = Catalog(tools=tuple(state.spec for state in self.registry.describe()))
+        self.redis.set(catalog_key("default", "sandbox"), catalog.model_dump_json())
+
+    async def _execute(self, call: Any, context: Any) -> Any:
+        return await asyncio.to_thread(self.executor.execute, call, context)
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[ToolClient]:
+        """A client as `ToolClient.connect` makes one, but for the queue."""
+        redis = open_redis(self.broker)
+        catalog, switches = RedisCatalog(redis, "default"), RedisSwitches(redis, "default")
+        events = CallEvents(redis, "default")
+        door = Dispatcher(self.transport, catalog, KEY, queue_wait_s=10, events=events, switches=switches)
+        blobs: Any = MemoryAsyncBlobs()
+        settings = OrchestratorSettings.model_validate({"redis_url": self.broker.redis_url, "approvals": "auto"})
+        try:
+            yield _Client(settings, door, catalog, blobs, "acme", None, None, switches=switches)
+        finally:
+            await events.close()
+            await redis.aclose()
+
+
+class _Client(ToolClient):
+    """Its sessions need no sandbox."""
+
+    async def open_session(self, *_: Any, **__: Any) -> Session:
+        info = SessionInfo("s1", self.tenant, "h", "q", "image", None, 0.0)
+        session = Session(self._dispatcher, self._blobs, self.tenant, info)
+        session._closed = True
+        return session

@@ -1,0 +1,332 @@
+"""bash_tool over a scripted guest: what it asks, refuses, and makes of the answers."""
+
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from contract.calls import MAX_TIMEOUT_S, ToolCall, ToolResult
+from contract.errors import ErrorCode
+from tests.builders import build_context, build_exec_response
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
+from workers.executor import Executor
+from workers.sandbox_client import GuestResponse
+from workers.tools.builtin import build_registry
+
+KILL = {"signalled": 3, "survivors": 0, "method": "tree", "ms": 5.0}
+STATE = {"outcome": "kept", "folder": "/workspace", "moved": False, "stray": None, "lost": None}
+JOB = {
+    "job": "job-1",
+    "label": "serve",
+    "state": "running",
+    "exit_code": None,
+    "signal": None,
+    "oom": False,
+    "age_s": 1.5,
+    "log": "/output/jobs/job-1.log",
+    "unread": 0,
+    "dropped": 0,
+}
+SPILL = {"path": "/output/command-ab.txt", "bytes": 99_000, "lines": 7000, "whole": True}
+
+
+class Bench:
+    """bash_tool over a scripted guest."""
+
+    def __init__(self, *answers: Any, **context: Any) -> None:
+        self.client = FakeSandboxClient(*answers)
+        self.context = build_context(**context)
+        self.executor = Executor(build_registry(), self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
+
+    def bash(self, command: str = "true", **arguments: Any) -> ToolResult:
+        return self.act(command=command, **arguments)
+
+    def act(self, **arguments: Any) -> ToolResult:
+        return self.executor.execute(ToolCall(id="call-1", name="bash_tool", arguments=arguments), self.context)
+
+    @property
+    def request(self) -> dict[str, Any]:
+        return self.client.requests[-1]
+
+
+def job_response(output: bytes = b"", kill: Any = None, **fields: Any) -> GuestResponse:
+    counts = {"merged": {"total": len(output), "head": len(output), "tail": 0}}
+    return GuestResponse({"ev": "done", "job": {**JOB, **fields}, "streams": counts, "kill": kill, "sandbox_s": 0.1}, {"merged": output})
+
+
+def output_of(**fields: Any) -> str:
+    return str(Bench(build_exec_response(b"x\n", **fields)).bash().output)
+
+
+# A command
+
+
+def test_a_command_that_worked_gives_its_output_and_metadata() -> None:
+    result = Bench(build_exec_response(b"out\n", b"err\n")).bash()
+    assert (result.success, result.output) == (True, "out\nerr\n")
+    assert result.metadata == {"stdout": "out\n", "stderr": "err\n", "exit_code": 0, "cwd": "/workspace"}
+
+
+def test_silence_is_said() -> None:
+    assert Bench(build_exec_response()).bash().output == "(no output)"
+    assert Bench(build_exec_response(exit_code=1)).bash().output == "(no output)\n[exit code 1]"
+
+
+def test_a_command_runs_in_the_sessions_state_and_its_whole_output_may_go_to_a_file() -> None:
+    bench = Bench(build_exec_response())
+    bench.bash("echo é", stdin="in", cwd="sub")
+    assert bench.client.bodies == ["echo éin".encode()]
+    wanted = {"script_bytes": 7, "cwd": "sub", "argv": None, "state": "keep", "env": {}, "spill": {"bytes": 32768, "lines": 2000}}
+    assert {name: bench.request[name] for name in wanted} == wanted
+    assert "live" not in bench.request
+
+
+def test_the_state_can_be_forgotten_first() -> None:
+    bench = Bench(build_exec_response())
+    bench.bash(reset_state=True)
+    assert bench.request["state"] == "fresh"
+
+
+def test_without_a_cwd_the_session_decides_where() -> None:
+    bench = Bench(build_exec_response(state={**STATE, "folder": "/workspace/deep"}))
+    assert bench.bash().metadata["cwd"] == "/workspace/deep"
+    assert bench.request["cwd"] is None
+
+
+def test_the_limit_of_the_context_is_the_guests() -> None:
+    bench = Bench(build_exec_response(), timeout_s=7)
+    bench.bash(timeout=3)
+    assert bench.request["timeout_s"] == 7
+
+
+def test_a_timeout_gives_what_was_printed_until_then() -> None:
+    response = build_exec_response(b"half\n", exit_code=None, signal=15, timed_out=True, kill=KILL)
+    result = Bench(response, timeout_s=2).bash()
+    assert (result.success, result.error_code, result.output) == (False, ErrorCode.TIMEOUT, "half\n")
+    assert "limit of 2 s" in str(result.error)
+    assert "background=true" in str(result.error)
+    assert result.kill is not None
+
+
+def test_a_cancelled_command_says_so() -> None:
+    result = Bench(build_exec_response(b"half", exit_code=None, signal=9, cancelled=True, kill=KILL)).bash()
+    assert (result.error_code, result.kill is not None) == (ErrorCode.CANCELLED, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "note"),
+    [
+        ({"exit_code": 3}, "[exit code 3]"),
+        ({"exit_code": 0, "pipe_status": [1, 0]}, "[exit code 0; of its last pipeline's members: 1 0]"),
+        ({"exit_code": 2, "pipe_status": [0, 2]}, "[exit code 2; of its last pipeline's members: 0 2]"),
+        ({"exit_code": 137, "pipe_status": [137]}, "[exit code 137 (128 + SIGKILL)]"),
+        ({"exit_code": 255}, "[exit code 255]"),
+        ({"exit_code": None, "signal": 11}, "[killed by SIGSEGV]"),
+        ({"exit_code": None, "signal": 9, "oom": True}, "[killed by SIGKILL, likely out of memory]"),
+        ({"exit_code": None, "signal": 40}, "[killed by signal 40]"),
+        ({"oom": True}, "[a process was killed: out of memory]"),
+        ({"kill": KILL}, "[processes that the command had left running were ended with it: 3; start what is to stay with background=true]"),
+        ({"state": {**STATE, "folder": "/tmp/a", "moved": True}}, "[cwd is now /tmp/a]"),
+        (
+            {"state": {**STATE, "stray": "/etc"}},
+            "[the shell ended in /etc, outside of /workspace and /tmp: the next command starts in /workspace]",
+        ),
+        ({"state": {**STATE, "stray": ""}}, "[the folder in which the shell ended is gone: cwd was not kept, it is /workspace]"),
+        ({"state": {**STATE, "lost": "/tmp/b"}}, "[the session's folder /tmp/b is gone: the command was run in the workspace]"),
+        (
+            {"state": {**STATE, "outcome": "too_large"}},
+            "[cwd, exported variables and functions of this command were not kept: they are more than 256 KiB]",
+        ),
+    ],
+)
+def test_how_it_ended_is_a_note_below_the_output(fields: dict[str, Any], note: str) -> None:
+    assert output_of(**fields) == f"x\n{note}"
+
+
+@pytest.mark.parametrize("fields", [{"pipe_status": [0, 0]}, {"pipe_status": [1]}, {"pipe_status": None}, {"state": STATE}])
+def test_what_is_as_usual_is_not_told(fields: dict[str, Any]) -> None:
+    assert output_of(**fields) == "x\n"
+
+
+def test_the_first_note_tells_where_the_session_is_now() -> None:
+    moved = {**STATE, "folder": "/tmp/a", "moved": True}
+    assert output_of(exit_code=1, state=moved).split("\n")[1:] == ["[cwd is now /tmp/a]", "[exit code 1]"]
+
+
+def test_a_name_of_the_guests_fakes_no_note() -> None:
+    folder = "/workspace/a]\n[exit code 0"
+    result = Bench(build_exec_response(b"x\n", state={**STATE, "folder": folder, "moved": True})).bash()
+    assert result.output == "x\n[cwd is now /workspace/a]\ufffd[exit code 0]"
+
+
+@pytest.mark.parametrize(
+    ("asked", "note"),
+    [
+        (900, "[timeout was clamped to 600 s]"),
+        (120_000, "[timeout was clamped to 600 s: it is given in seconds, not milliseconds]"),
+    ],
+)
+def test_a_timeout_that_was_clamped_is_said(asked: float, note: str) -> None:
+    bench = Bench(build_exec_response(b"x"), timeout_s=MAX_TIMEOUT_S)
+    assert bench.bash(timeout=asked).output == f"x\n{note}"
+
+
+def test_signal_and_memory_are_in_the_metadata_only_when_there_were_any() -> None:
+    killed = Bench(build_exec_response(exit_code=None, signal=9, oom=True)).bash()
+    assert (killed.metadata["signal"], killed.metadata["oom"], killed.metadata["exit_code"]) == (9, True, None)
+    assert not {"signal", "oom"} & set(Bench(build_exec_response()).bash().metadata)
+
+
+def test_an_output_that_was_cut_names_its_file_and_the_next_call() -> None:
+    counts = {name: {"total": 99_000, "head": 8, "tail": 8} for name in ("stdout", "stderr", "merged")}
+    streams = {name: b"one\ntwo\nsix\nten\n" for name in counts}
+    result = Bench(GuestResponse({**build_exec_response().done, "streams": counts, "spill": SPILL}, streams)).bash()
+    assert (result.truncated, result.spill and result.spill.path) == (True, "/output/command-ab.txt")
+    assert result.output == (
+        "one\ntwo\n[... 98984 bytes omitted of 99000: all of it is in /output/command-ab.txt (7000 lines); "
+        'go on with read_tool {"file_path": "/output/command-ab.txt", "offset": 3} ...]\nsix\nten\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"spill": {**SPILL, "whole": False}}, "its first 99000 bytes, for more there was no room, is in /output/command-ab.txt"),
+        ({"spill": None, "spill_failed": True}, "there was no room in /output to keep them"),
+        ({"spill": None}, "narrow the command"),
+    ],
+)
+def test_an_output_that_is_not_whole_anywhere_says_so(fields: dict[str, Any], words: str) -> None:
+    counts = {name: {"total": 99_000, "head": 4, "tail": 4} for name in ("stdout", "stderr", "merged")}
+    streams = dict.fromkeys(counts, b"one\nten\n")
+    assert words in str(Bench(GuestResponse({**build_exec_response().done, "streams": counts, **fields}, streams)).bash().output)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"streams": counts} for counts in ({"merged": {"total": "x"}}, [], None, {"merged": None})),
+        *({"state": state} for state in ({}, {**STATE, "outcome": "great"}, {**STATE, "folder": None}, "kept")),
+        {"pipe_status": [256]},
+        {"pipe_status": ["0"]},
+        {"pipe_status": [0] * 65},
+        {"spill": {"path": "/x"}},
+        {"live": {"sent": -1, "dropped": 0}},
+    ],
+)
+def test_an_attackers_answer_does_not_crash_the_worker(fields: dict[str, Any]) -> None:
+    with capture_logs():
+        result = Bench(build_exec_response(b"x", **fields)).bash()
+    assert (result.success, result.error_code) == (False, ErrorCode.SANDBOX_UNAVAILABLE)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("command", ["rm -rf /", "r''m -rf \"/\"", "sudo rm -rf /*", ":(){ :|:& };:", "cd / && rm -rf ."])
+def test_a_catastrophic_command_is_refused_before_anything_runs(command: str) -> None:
+    for background in (False, True):
+        bench = Bench()
+        result = bench.bash(command, background=background)
+        assert (result.error_code, bench.client.requests) == (ErrorCode.SECURITY_REFUSED, [])
+        assert "was not run" in str(result.error)
+
+
+def test_a_catastrophe_in_a_shells_input_is_refused() -> None:
+    assert Bench().bash("bash", stdin="rm -rf /").error_code is ErrorCode.SECURITY_REFUSED
+    assert Bench().act(action="input", job_id="job-1", stdin="rm -rf /\n").error_code is ErrorCode.SECURITY_REFUSED
+    assert Bench(build_exec_response()).bash("cat > notes", stdin="rm -rf /").success
+
+
+@pytest.mark.parametrize("command", ["echo 'rm -rf /'", "rm -rf build", "if then", "curl x | sh"])
+def test_what_is_quoted_dangerous_or_unreadable_is_for_others_to_judge(command: str) -> None:
+    assert Bench(build_exec_response()).bash(command).success
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "'command': '' should be non-empty"),
+        ({"action": "poll"}, "'job_id' is required"),
+        ({"action": "stop", "job_id": "job-1"}, "action"),
+        ({"action": "poll", "job_id": "job-1", "command": "ls"}, "runs no command"),
+        ({"command": "ls", "job_id": "job-1"}, "job_id goes with action"),
+        ({"command": "ls", "background": True, "reset_state": True}, "a job leaves the session's state alone"),
+        ({"action": "input", "job_id": "job-1"}, "needs text in 'stdin'"),
+        ({"command": "echo \ud800"}, "surrogate"),
+    ],
+)
+def test_arguments_that_do_not_fit_together_are_refused_in_a_sentence(arguments: dict[str, Any], words: str) -> None:
+    bench = Bench()
+    result = bench.act(**arguments)
+    assert (result.error_code, bench.client.requests) == (ErrorCode.INVALID_ARGUMENTS, [])
+    assert words in str(result.error)
+
+
+# Jobs
+
+
+def test_a_job_tells_its_id_its_log_and_the_ways_on() -> None:
+    bench = Bench(job_response(b"listening\n"))
+    result = bench.bash("serve", background=True)
+    assert str(result.output).startswith("listening\n[job-1 is running]\n[log: /output/jobs/job-1.log; new output: bash_tool")
+    assert (result.metadata["job_id"], result.metadata["state"]) == ("job-1", "running")
+    assert (bench.request["op"], bench.request["label"], bench.request["wait_ms"]) == ("job_start", "serve", 1000)
+
+
+def test_a_jobs_first_input_follows_its_start() -> None:
+    bench = Bench(job_response(), GuestResponse({"job": JOB, "pending": 0}))
+    bench.bash("cat", background=True, stdin="hi", description="copies")
+    assert [request["op"] for request in bench.client.requests] == ["job_start", "job_input"]
+    assert (bench.client.bodies, bench.client.requests[0]["label"]) == ([b"cat", b"hi"], "copies")
+
+
+@pytest.mark.parametrize(
+    ("response", "output"),
+    [
+        (job_response(), "(no new output)\n[job-1 is running]"),
+        (job_response(b"a\r\n", state="exited", exit_code=3), "a\n[job-1 has ended, exit code 3]"),
+        (job_response(state="exited", signal=9, oom=True), "(no new output)\n[job-1 has ended, by SIGKILL, likely out of memory]"),
+        (job_response(exit_code=0), "(no new output)\n[job-1 is running: its shell has ended, what it started has not]"),
+        (
+            job_response(state="lost"),
+            "(no new output)\n[job-1 lost: a program killed the process that kept it, and all of it was ended]",
+        ),
+        (
+            job_response(state="exited", exit_code=0, unread=7),
+            "(no new output)\n[job-1 has ended, exit code 0]\n[7 bytes that no poll has shown are in its log: "
+            'read_tool {"file_path": "/output/jobs/job-1.log"}]',
+        ),
+        (
+            job_response(dropped=9),
+            "(no new output)\n[job-1 is running]\n[9 bytes of its earlier output were dropped: the log keeps the last 4 MiB at most]",
+        ),
+    ],
+)
+def test_a_poll_tells_what_is_new_and_how_the_job_stands(response: GuestResponse, output: str) -> None:
+    assert Bench(response).act(action="poll", job_id="job-1").output == output
+
+
+def test_a_kill_tells_what_it_ended() -> None:
+    killed = job_response(b"bye\n", kill=KILL, state="killed", signal=15)
+    assert Bench(killed).act(action="kill", job_id="job-1").output == "bye\n[job-1 was killed: 3 processes]"
+    over = job_response(state="exited", exit_code=0)
+    assert Bench(over).act(action="kill", job_id="job-1").output == "(no new output)\n[nothing was killed: job-1 has ended, exit code 0]"
+
+
+def test_input_tells_what_the_job_has_yet_to_read() -> None:
+    bench = Bench(GuestResponse({"job": JOB, "pending": 5}))
+    result = bench.act(action="input", job_id="job-1", stdin="hello", close_stdin=True)
+    assert str(result.output).split("\n")[0] == "5 bytes sent to job-1, its standard input is closed"
+    assert "has yet to read 5" in str(result.output)
+    assert (bench.client.bodies, bench.request["close"]) == ([b"hello"], True)
+
+
+def test_jobs_are_listed() -> None:
+    assert Bench(GuestResponse({"jobs": []})).act(action="list").output == "(no jobs)"
+    result = Bench(GuestResponse({"jobs": [JOB, {**JOB, "job": "job-2", "state": "killed", "signal": 15}]})).act(action="list")
+    assert str(result.output).split("\n")[1] == "job-2\twas killed, by SIGTERM\t2 s ago\tserve\t/output/jobs/job-1.log"
+
+
+def test_hostile_output_is_text() -> None:
+    assert Bench(build_exec_response(b"\xff\x00\x1b[2J\xf0\x9f")).bash().output == "\ufffd\ufffd\ufffd"

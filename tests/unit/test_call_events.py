@@ -1,0 +1,395 @@
+"""Events of running calls: written by a worker's thread, heard by one listener a process, over a real Redis."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from contract.call_events import (
+    HIDDEN,
+    MAX_PIECE_BYTES,
+    MAX_WAITING_BYTES,
+    MAX_WAITING_EVENTS,
+    MODEL,
+    OUTPUT,
+    CallEvent,
+)
+from contract.calls import ToolResult
+from contract.errors import EnvelopeRefused
+from contract.names import call_answers_key, call_events_key, listener_key
+from contract.settings import BrokerSettings
+from orchestrator.call_events import CallEvents
+from orchestrator.heard_calls import HeardCall, output_handler
+from tests.builders import build_call, build_context
+from tests.conftest import RedisProcess
+from tests.event_house import DEPLOYMENT, House, Screen, run_call
+from workers import call_events as writing
+from workers.call_events import EventWriter, Unwatched, open_events
+from workers.redis_connection import connect_once
+
+
+@pytest.fixture(autouse=True)
+def quiet_logs() -> Iterator[None]:
+    with capture_logs():
+        yield
+
+
+@pytest.fixture
+async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
+    opened = House(redis_server)
+    yield opened
+    await opened.close()
+
+
+async def test_output_comes_in_order_and_whole_before_listening_ends(house: House) -> None:
+    screen = Screen()
+
+    def work(writer: EventWriter) -> None:
+        for number in range(500):
+            writer.show("stdout", f"line {number}\n")
+
+    await house.hear(work, screen.show)
+    assert screen.text() == "".join(f"line {number}\n" for number in range(500))
+
+
+async def test_output_is_heard_while_the_call_runs(house: House) -> None:
+    shown, answered = asyncio.Event(), threading.Event()
+
+    async def on_output(_: str, text: str) -> None:
+        shown.set()
+
+    def work(writer: EventWriter) -> None:
+        writer.show("stdout", "first")
+        assert answered.wait(5)
+
+    async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
+        running = asyncio.create_task(asyncio.to_thread(run_call, work, house.writer()))
+        async with asyncio.timeout(5):
+            await shown.wait()
+        assert not running.done()
+        answered.set()
+        await running
+
+
+async def test_a_piece_that_nothing_follows_is_sent_by_itself(house: House) -> None:
+    """Pieces that come fast are gathered: the last of them must not lie until the call ends."""
+    screen, seen, may_end = Screen(), asyncio.Event(), threading.Event()
+
+    def on_output(stream: str, text: str) -> None:
+        screen.show(stream, text)
+        if "b" in screen.text():
+            seen.set()
+
+    def work(writer: EventWriter) -> None:
+        writer.show("stdout", "a")
+        writer.show("stdout", "b")
+        assert may_end.wait(5)
+
+    async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
+        running = asyncio.create_task(asyncio.to_thread(run_call, work, house.writer()))
+        async with asyncio.timeout(5):
+            await seen.wait()
+        may_end.set()
+        await running
+
+
+async def test_streams_keep_their_names_and_their_order(house: House) -> None:
+    screen = Screen()
+
+    def work(writer: EventWriter) -> None:
+        for stream, text in (("stdout", "1"), ("stderr", "2"), ("stderr", "3"), ("stdout", "4")):
+            writer.show(stream, text)
+
+    await house.hear(work, screen.show)
+    assert "".join(text for _, text in screen.pieces) == "1234"
+    assert (screen.text("stdout"), screen.text("stderr")) == ("14", "23")
+
+
+async def test_one_listener_hears_many_calls_and_mixes_nothing_up(house: House) -> None:
+    screens = {f"call-{number}": Screen() for number in range(20)}
+
+    async def one(call_id: str) -> None:
+        await house.hear(lambda writer: [writer.show("stdout", f"{call_id} {n};") for n in range(20)], screens[call_id].show, call_id)
+
+    await asyncio.gather(*(one(call_id) for call_id in screens))
+    for call_id, screen in screens.items():
+        assert screen.text() == "".join(f"{call_id} {n};" for n in range(20))
+
+
+async def test_a_call_of_one_id_is_another_call_for_another_tenant(house: House) -> None:
+    mine, theirs = Screen(), Screen()
+    async with (
+        house.events.listen("acme", "call-1", {OUTPUT: output_handler(mine.show)}, 30),
+        house.events.listen("evil", "call-1", {OUTPUT: output_handler(theirs.show)}, 30),
+    ):
+        await asyncio.to_thread(run_call, lambda writer: writer.show("stdout", "secret"), house.writer(tenant="acme"))
+    assert (mine.text(), theirs.text()) == ("secret", "")
+
+
+async def test_nothing_is_left_in_redis_when_the_call_is_over(house: House) -> None:
+    await house.hear(lambda writer: writer.show("stdout", "x" * 100_000), Screen().show)
+    await house.events.close()
+    assert house.names() == []
+
+
+async def test_a_cancelled_caller_leaves_nothing_and_its_worker_writes_nothing_more(house: House) -> None:
+    async def caller() -> None:
+        async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30):
+            listening.set()
+            await asyncio.Event().wait()
+
+    listening, writer = asyncio.Event(), house.writer()
+    task = asyncio.create_task(caller())
+    await listening.wait()
+    task.cancel()
+    await asyncio.wait({task})
+    await house.events.close()
+
+    hidden = await asyncio.to_thread(run_call, lambda w: w.show("stdout", "late"), writer)
+    assert hidden == 4
+    assert [key for key in house.names() if b":call:" in key] == []
+
+
+async def test_every_key_expires_by_itself_when_the_caller_dies(house: House) -> None:
+    async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30):
+        await asyncio.to_thread(house.writer().show, "stdout", "x")
+        lives = [house.plain.ttl(key) for key in house.names()]
+    assert lives
+    assert all(0 < int(str(ttl)) <= 100 for ttl in lives)
+
+
+async def test_a_slow_consumer_holds_the_writer_up_and_loses_nothing(house: House) -> None:
+    screen, longest = Screen(), 0
+
+    async def on_output(stream: str, text: str) -> None:
+        nonlocal longest
+        await asyncio.sleep(0.001)
+        longest = max(longest, int(str(house.plain.xlen(call_events_key(DEPLOYMENT, "acme", "call-1")))))
+        screen.show(stream, text)
+
+    text = "".join(f"{number:06}\n" for number in range(150_000))
+    heard = await house.hear(lambda writer: writer.show("stdout", text), on_output)
+    assert screen.text() == text
+    # Pieces are at least half as large as they may be.
+    assert longest <= 2 * MAX_WAITING_BYTES / MAX_PIECE_BYTES + 1
+    assert heard.note(build_result()).metadata == {}
+
+
+async def test_a_consumer_that_stops_taking_costs_the_call_a_bounded_time_and_is_told(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "STALL_S", 0.2)
+    stuck = asyncio.Event()
+
+    async def on_output(_: str, text: str) -> None:
+        await stuck.wait()
+
+    writer, text = house.writer(), "x" * 1_000_000
+    async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
+        started = time.monotonic()
+        hidden = await asyncio.to_thread(run_call, lambda w: w.show("stdout", text), writer)
+        took = time.monotonic() - started
+        waiting = int(str(house.plain.xlen(call_events_key(DEPLOYMENT, "acme", "call-1"))))
+        stuck.set()
+    assert took < 1.5
+    assert 1_000_000 - MAX_WAITING_BYTES <= hidden < 1_000_000
+    assert waiting <= MAX_WAITING_EVENTS + 1
+
+
+async def test_many_small_pauses_do_not_add_up_for_ever(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "MAX_PAUSE_S", 0.3)
+
+    async def on_output(_: str, text: str) -> None:
+        await asyncio.sleep(0.02)
+
+    started = time.monotonic()
+    async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
+        hidden = await asyncio.to_thread(run_call, lambda w: w.show("stdout", "x" * 2_000_000), house.writer())
+    assert hidden > 0
+    assert time.monotonic() - started < 3
+
+
+async def test_a_handler_that_raises_costs_neither_the_call_nor_the_others(house: House) -> None:
+    screen = Screen()
+
+    def broken(_: str, text: str) -> None:
+        raise RuntimeError("a bug of the caller's")
+
+    await asyncio.gather(
+        house.hear(lambda w: w.show("stdout", "a"), broken, "call-1"), house.hear(lambda w: w.show("stdout", "b"), screen.show, "call-2")
+    )
+    assert screen.text() == "b"
+
+
+async def test_entries_that_are_none_of_ours_are_skipped(house: House) -> None:
+    screen = Screen()
+
+    def work(writer: EventWriter) -> None:
+        key = call_events_key(DEPLOYMENT, "acme", "call-1")
+        for fields in ({"event": "no JSON"}, {"other": "x"}, {"event": b"\xff"}, {"event": "[1]"}, {"event": '{"kind":"A B"}'}):
+            house.plain.xadd(key, fields)  # type: ignore[arg-type]
+        writer.show("stdout", "after")
+
+    await house.hear(work, screen.show)
+    assert screen.text() == "after"
+
+
+async def test_a_wake_up_for_a_call_that_nobody_hears_is_ignored(house: House) -> None:
+    screen = Screen()
+
+    def work(writer: EventWriter) -> None:
+        house.plain.zadd(listener_key(DEPLOYMENT, house.events.listener), {b"\xff": 0, "acme:other": 1, "evil:call-1": 2})
+        writer.show("stdout", "x")
+
+    await house.hear(work, screen.show)
+    assert screen.text() == "x"
+
+
+async def test_events_whose_wake_up_was_lost_come_before_the_result_after_however_long_a_silence(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.heard_calls.STALL_S", 0.1)
+    screen = Screen()
+
+    def work(writer: EventWriter) -> None:
+        time.sleep(0.2)  # the silence
+        writer._wake = "somebody-elses"
+        writer.show("stdout", "x")
+
+    await house.hear(work, screen.show)
+    assert screen.text() == "x"
+
+
+async def test_a_call_is_heard_once(house: House) -> None:
+    handlers = {OUTPUT: output_handler(Screen().show)}
+    async with house.events.listen("acme", "call-1", handlers, 30) as first, house.events.listen("acme", "call-1", handlers, 30) as again:
+        assert first is not None
+        assert again is None
+    other = CallEvents(house.redis, DEPLOYMENT)
+    async with (
+        house.events.listen("acme", "call-2", handlers, 30),
+        other.listen("acme", "call-2", handlers, 30) as elsewhere,
+    ):
+        assert elsewhere is None
+    await other.close()
+
+
+async def test_without_handlers_nothing_is_written_and_nothing_is_read(house: House) -> None:
+    async with house.events.listen("acme", "call-1", {}, 30) as heard:
+        assert heard is None
+        assert house.names() == []
+    events = open_events(house.plain, DEPLOYMENT, build_call(), build_context())
+    events.show("stdout", "x")
+    assert isinstance(events, Unwatched)
+    assert (events.is_watched, events.send(MODEL, {}), events.await_answer(9), events.close()) == (False, False, None, 0)
+    assert house.names() == []
+
+
+async def test_a_question_is_answered_while_output_goes_on(house: House) -> None:
+    screen = Screen()
+
+    async def on_question(event: CallEvent, heard: HeardCall) -> None:
+        await heard.answer({"text": f"{event.payload['ask']}!"})
+
+    def work(writer: EventWriter) -> None:
+        writer.show("stdout", "before ")
+        assert writer.send(MODEL, {"ask": "who"})
+        answers.append(writer.await_answer(5))
+        writer.show("stdout", "after")
+
+    answers: list[Any] = []
+    handlers = {OUTPUT: output_handler(screen.show), MODEL: on_question}
+    async with house.events.listen("acme", "call-1", handlers, 30):
+        await asyncio.to_thread(run_call, work, house.writer())
+    assert answers == [{"text": "who!"}]
+    assert screen.text() == "before after"
+
+
+async def test_a_question_that_is_still_worked_on_ends_with_the_call(house: House) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def on_question(*_: Any) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with house.events.listen("acme", "call-1", {MODEL: on_question}, 30):
+        writer = house.writer()
+        assert await asyncio.to_thread(writer.send, MODEL, {})
+        async with asyncio.timeout(5):
+            await begun.wait()
+        assert await asyncio.to_thread(writer.await_answer, 0.1) is None
+        writer.close()
+    async with asyncio.timeout(5):
+        await ended.wait()
+
+
+async def test_who_waits_for_an_answer_of_a_caller_that_has_gone_is_told_soon(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "WAIT_SLICE_S", 0.1)
+    started = time.monotonic()
+    assert await asyncio.to_thread(house.writer().await_answer, 30) is None
+    assert time.monotonic() - started < 2
+
+
+async def test_an_answer_that_is_nonsense_is_refused(house: House) -> None:
+    house.plain.rpush(call_answers_key(DEPLOYMENT, "acme", "call-1"), b"[1]")
+    with pytest.raises(EnvelopeRefused):
+        await asyncio.to_thread(house.writer().await_answer, 1)
+
+
+async def test_a_redis_that_is_away_costs_a_call_nothing_but_its_events() -> None:
+    broker = BrokerSettings.model_validate({"redis_url": "redis://:x@127.0.0.1:1/0"})
+    client = connect_once(broker)
+    writer = EventWriter(client, DEPLOYMENT, build_call(), build_context(events="l1"))
+    started = time.monotonic()
+    assert run_call(lambda w: [w.show("stdout", "abc") for _ in range(100)], writer) == 300
+    assert not writer.send(MODEL, {})
+    assert time.monotonic() - started < 2
+
+    plain = redis.asyncio.Redis(host="127.0.0.1", port=1, retry=None)
+    events = CallEvents(plain, DEPLOYMENT)
+    async with events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30) as heard:
+        assert heard is None
+    await events.close()
+    await plain.aclose()
+
+
+async def test_what_comes_too_late_to_be_shown_is_counted_in_the_result(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.heard_calls.STALL_S", 0.1)
+
+    async def on_output(_: str, text: str) -> None:
+        await asyncio.Event().wait()
+
+    heard = await house.hear(lambda w: [w.show("stdout", "x" * 20_000) for _ in range(3)], on_output)
+    hidden = heard.note(build_result()).metadata[HIDDEN]
+    assert hidden == 60_000
+
+
+def build_result() -> ToolResult:
+    return ToolResult(call_id="call-1", name="echo", success=True)
+
+
+async def test_a_function_that_gives_something_back_is_no_coroutine(house: House) -> None:
+    screen = Screen()
+
+    def write(stream: str, text: str) -> int:
+        screen.show(stream, text)
+        return len(text)
+
+    await house.hear(lambda writer: [writer.send(OUTPUT, {"stream": "stdout", "text": text}) for text in "abc"], write)
+    assert screen.text() == "abc"
+
+
+async def test_a_listener_that_is_closed_in_the_middle_of_a_call_does_not_hold_it(house: House) -> None:
+    async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30):
+        await house.events.close()
+    async with house.events.listen("acme", "call-2", {OUTPUT: output_handler(Screen().show)}, 30) as heard:
+        assert heard is None

@@ -1,0 +1,44 @@
+"""A Redis that goes and comes back in the middle of calls that are heard."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from structlog.testing import capture_logs
+
+from contract.call_events import OUTPUT
+from orchestrator.heard_calls import output_handler
+from tests.conftest import RedisProcess
+from tests.event_house import House, Screen, run_call
+
+
+@pytest.fixture(autouse=True)
+def quiet_logs() -> Iterator[None]:
+    with capture_logs():
+        yield
+
+
+@pytest.fixture
+async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
+    opened = House(redis_server)
+    yield opened
+    await opened.close()
+
+
+async def test_a_call_goes_on_without_its_events_and_later_calls_are_heard_again(house: House, redis_server: RedisProcess) -> None:
+    before, after = Screen(), Screen()
+    await house.hear(lambda writer: writer.show("stdout", "before"), before.show, "call-1")
+
+    writer = house.writer("call-2")
+    async with house.events.listen("acme", "call-2", {OUTPUT: output_handler(Screen().show)}, 30):
+        await asyncio.to_thread(redis_server.stop)
+        started = time.monotonic()
+        hidden = await asyncio.to_thread(run_call, lambda w: [w.show("stdout", "x" * 1000) for _ in range(100)], writer)
+        took = time.monotonic() - started
+        await asyncio.to_thread(redis_server.start)
+    assert (before.text(), hidden) == ("before", 100_000)
+    assert took < 2
+
+    await house.hear(lambda w: w.show("stdout", "after"), after.show, "call-3")
+    assert after.text() == "after"

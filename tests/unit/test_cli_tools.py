@@ -1,0 +1,112 @@
+"""`toolcrew tools`: listing, showing, turning off and on, for people and for programs."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from contract.names import catalog_key, switches_key
+from contract.specs import Catalog
+from orchestrator.cli import app
+from tests.builders import build_spec
+from tests.conftest import RedisProcess
+
+ECHO = build_spec(
+    "echo_tool",
+    properties={
+        "text": {"type": "string", "description": "what to\n say"},
+        "times": {"type": ["integer", "null"], "default": 1},
+        "how": {"enum": ["loud", "low"]},
+    },
+    required=["text"],
+    aliases={"words": "text"},
+    read_only=True,
+    max_timeout_s=60,
+)
+HOSTILE = build_spec("hostile_tool").model_copy(update={"description": "Nice. \x1b[2J\x07"})
+
+Toolcrew = Callable[..., Result]
+
+
+@pytest.fixture
+def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Toolcrew:
+    """The command on a pool that publishes two tools and a verb."""
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    catalog = Catalog(tools=(ECHO, HOSTILE, build_spec("session.open", audience="session")))
+    with redis_server.client() as client:
+        client.set(catalog_key("default", "sandbox"), catalog.model_dump_json())
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, ["tools", *arguments])
+
+
+def as_json(result: Result) -> Any:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_ls_lists_every_tool_with_state_pool_and_description(toolcrew: Toolcrew) -> None:
+    toolcrew("disable", "hostile_tool")
+    lines = toolcrew("ls").stdout.splitlines()
+    assert lines[0].split() == ["name", "state", "pool", "description"]
+    assert lines[1].split(maxsplit=3) == ["echo_tool", "enabled", "sandbox", "The tool echo_tool."]
+    assert lines[2].split(maxsplit=3)[:3] == ["hostile_tool", "disabled", "sandbox"]
+    assert [(row["name"], row["state"], row["pool"]) for row in as_json(toolcrew("ls", "--json"))] == [
+        ("echo_tool", "enabled", "sandbox"),
+        ("hostile_tool", "disabled", "sandbox"),
+    ]
+
+
+def test_show_tells_parameters_limits_flags_and_other_names(toolcrew: Toolcrew) -> None:
+    shown = toolcrew("show", "echo_tool").stdout
+    assert "echo_tool  enabled  pool sandbox" in shown
+    assert "at most 60 s" in shown
+    assert "flags   read_only" in shown
+    rows = {line.split()[0]: line.split() for line in shown.splitlines() if line}
+    assert rows["text"] == ["text", "string", "required", "words", "what", "to", "say"]
+    assert rows["times"] == ["times", "integer", "|", "null", "1"]
+    assert rows["how"] == ["how", '"loud"', "|", '"low"']
+
+
+def test_show_as_json_has_the_schema_and_who_turned_it_off(toolcrew: Toolcrew) -> None:
+    toolcrew("disable", "echo_tool", "--reason", "it is being mended")
+    told = as_json(toolcrew("show", "echo_tool", "--json"))
+    assert (told["name"], told["state"], told["parameters"]) == ("echo_tool", "disabled", ECHO.parameters)
+    assert (told["switch"]["by"], told["switch"]["reason"]) == ("default", "it is being mended")
+    assert "turned off by default at 20" in toolcrew("show", "echo_tool").stdout
+
+
+def test_disable_and_enable_say_what_is_so_now(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+    assert toolcrew("disable", "echo_tool").stdout == "echo_tool is disabled\n"
+    assert as_json(toolcrew("enable", "echo_tool", "--json"))["state"] == "enabled"
+    with redis_server.client() as client:
+        assert client.hgetall(switches_key("default")) == {}
+
+
+@pytest.mark.parametrize("verb", ["show", "disable", "enable"])
+def test_a_tool_that_is_not_there_is_a_sentence_with_the_nearest(toolcrew: Toolcrew, verb: str) -> None:
+    result = toolcrew(verb, "ecko_tool")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "Tool not found: ecko_tool; there are echo_tool" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_verb_of_sessions_cannot_be_turned_off(toolcrew: Toolcrew) -> None:
+    result = toolcrew("disable", "session.open", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["error"]["code"] == "INVALID_ARGUMENTS"
+
+
+def test_a_switch_without_a_running_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
+    result = CliRunner().invoke(app, ["tools", "disable", "echo_tool"])
+    assert result.exit_code == 1
+    assert "TOOLCREW_REDIS_URL is not set" in result.stderr
+
+
+def test_what_a_worker_publishes_cannot_drive_the_terminal(toolcrew: Toolcrew) -> None:
+    shown = toolcrew("ls").stdout + toolcrew("show", "hostile_tool").stdout
+    assert not set(shown) & {"\x1b", "\x07"}

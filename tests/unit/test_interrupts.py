@@ -1,0 +1,220 @@
+"""Ending a call inside its process: only the call that is meant, whatever it is doing, and nothing of it reaches the next."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import pytest
+
+from contract.settings import BrokerSettings
+from tests.builders import build_call, build_context
+from tests.conftest import RedisProcess
+from workers.interrupts import END_SIGNAL, CallInterrupted, CancelBoard, Interrupts
+from workers.redis_connection import connect, drop_connections
+
+Told = list[str]
+FORK = multiprocessing.get_context("fork")
+
+
+def in_process(work: Callable[[Told], None]) -> Told:
+    """What `work` told, in a process of its own: the test's own timers and signals are left alone."""
+
+    def run(told_to: Connection) -> None:
+        told: Told = []
+        work(told)
+        told_to.send(told)
+
+    ours, theirs = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=run, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        return list(ours.recv()) if ours.poll(20) else ["nothing told"]
+    except EOFError:
+        process.join(5)
+        return [f"ended by signal {-(process.exitcode or 0)}"]
+    finally:
+        process.join(5)
+
+
+def signal_self() -> None:
+    os.kill(os.getpid(), END_SIGNAL)
+    time.sleep(0.01)
+
+
+class Desk:
+    """Interrupts that tell what happened to their calls."""
+
+    def __init__(self, told: Told) -> None:
+        self.board = CancelBoard()
+        self.told = told
+        self.interrupts = Interrupts(self.board, lambda: told.append("cleaned up"))
+
+    def run(self, call_id: str, work: Callable[[], str], *, limit_s: float = 30.0) -> None:
+        try:
+            self.told.append(self.interrupts.run(build_call(call_id=call_id), build_context(timeout_s=limit_s), work))
+        except CallInterrupted as interrupted:
+            self.told.append(f"{interrupted.code}: {interrupted}")
+
+
+def test_a_signal_at_the_limit_ends_the_call_as_timed_out() -> None:
+    def work(told: Told) -> None:
+        def wait() -> str:
+            time.sleep(0.1)
+            signal_self()
+            return "survived"
+
+        Desk(told).run("c1", wait, limit_s=0.1)
+
+    assert in_process(work) == ["cleaned up", "TIMEOUT: echo did not end within its limit of 0.1 s and was stopped"]
+
+
+def test_a_signal_for_the_call_before_does_nothing_to_this_one() -> None:
+    """Celery's signal may be under way when its call ends."""
+
+    def work(told: Told) -> None:
+        def early() -> str:
+            signal_self()
+            return "went on"
+
+        desk = Desk(told)
+        desk.run("c1", lambda: "first")
+        signal_self()
+        desk.run("c2", early)
+
+    assert in_process(work) == ["first", "went on"]
+
+
+def test_a_signal_before_the_first_call_does_nothing() -> None:
+    def work(told: Told) -> None:
+        Desk(told).interrupts.listen()
+        signal_self()
+        told.append("still here")
+
+    assert in_process(work) == ["still here"]
+
+
+def test_a_cancelled_call_is_ended_and_another_is_not() -> None:
+    def work(told: Told) -> None:
+        desk = Desk(told)
+
+        def interrupted() -> str:
+            signal_self()
+            return "went on"
+
+        desk.board.mark("acme", "c2")
+        desk.board.mark("rival", "c1")
+        desk.run("c1", interrupted)
+        desk.board.mark("acme", "c3")
+        desk.run("c3", interrupted)
+
+    assert in_process(work) == ["went on", "cleaned up", "CANCELLED: echo was cancelled before it began"]
+
+
+def test_a_cancel_is_no_exception_that_a_tool_could_swallow_by_accident() -> None:
+    def work(told: Told) -> None:
+        desk = Desk(told)
+
+        def swallow() -> str:
+            desk.board.mark("acme", "c1")
+            try:
+                signal_self()
+            except Exception:  # noqa: BLE001  # as tools do
+                return "swallowed"
+            return "survived"
+
+        desk.run("c1", swallow)
+
+    assert in_process(work) == ["cleaned up", "CANCELLED: echo was cancelled and stopped"]
+
+
+def test_a_cancelled_call_that_cleans_up_in_time_leaves_its_process_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.interrupts.POOL_GRACE_S", 0.3)
+
+    def work(told: Told) -> None:
+        desk = Desk(told)
+
+        def clean() -> str:
+            desk.board.mark("acme", "c1")
+            try:
+                signal_self()
+            finally:
+                time.sleep(0.1)
+            return "survived"
+
+        desk.run("c1", clean)
+        time.sleep(0.4)
+        told.append("alive")
+
+    assert in_process(work)[-1] == "alive"
+
+
+def test_a_cancelled_call_that_does_not_end_is_ended_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.interrupts.POOL_GRACE_S", 0.1)
+
+    def work(told: Told) -> None:
+        desk = Desk(told)
+
+        def stay() -> str:
+            desk.board.mark("acme", "c1")
+            while True:
+                try:
+                    signal_self()
+                    time.sleep(5)
+                except BaseException:  # noqa: BLE001  # the worst of tools
+                    told.append("not yet")
+
+        desk.run("c1", stay)
+
+    assert in_process(work) == [f"ended by signal {int(signal.SIGALRM)}"]
+
+
+def test_a_timer_that_a_tool_left_behind_does_not_end_the_next_call() -> None:
+    def work(told: Told) -> None:
+        desk = Desk(told)
+
+        def arm() -> str:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            return "armed"
+
+        desk.run("c1", arm)
+        desk.run("c2", lambda: time.sleep(0.2) or "went on")
+
+    assert in_process(work) == ["armed", "went on"]
+
+
+def test_a_full_board_forgets_the_oldest_and_nobody_is_cancelled_by_mistake() -> None:
+    board = CancelBoard()
+    for number in range(2000):
+        board.mark("acme", f"c{number}")
+    assert [board.is_marked("acme", f"c{number}") for number in (0, 1999, 2000)] == [False, True, False]
+    assert not board.is_marked("rival", "c1999")
+
+
+def test_a_board_is_shared_with_processes_that_were_forked_before() -> None:
+    board, go, (ours, theirs) = CancelBoard(), FORK.Event(), FORK.Pipe(duplex=False)
+
+    def look() -> None:
+        go.wait(10)
+        theirs.send(board.is_marked("acme", "c1"))
+
+    process = FORK.Process(target=look)
+    process.start()
+    board.mark("acme", "c1")
+    go.set()
+    assert ours.poll(10)
+    assert ours.recv() is True
+    process.join(5)
+
+
+def test_connections_of_an_interrupted_call_are_not_used_again(redis_server: RedisProcess) -> None:
+    """The attacker's aim: have the reply to an interrupted command read by the next tenant's."""
+    client = connect(BrokerSettings.model_validate({"redis_url": redis_server.url}))
+    before = client.client_id()
+    assert client.client_id() == before
+    drop_connections()
+    assert client.client_id() != before
+    client.close()

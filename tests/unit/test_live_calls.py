@@ -1,0 +1,162 @@
+"""Calls whose caller hears them while they run: from a tool's `show` to the program's function and the run's events."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.client import ToolClient
+from orchestrator.events import CallFinished, CallStarted, OutputArrived, RunEvent
+from orchestrator.models.scripted import Calls, ScriptedModel
+from tests.builders import build_spec
+from tests.conftest import RedisProcess
+from tests.switched_pool import SwitchedPool
+from workers.tools.base import Outcome, Workbench, WorkerTool
+
+
+@pytest.fixture(autouse=True)
+def quiet_logs() -> Iterator[None]:
+    with capture_logs():
+        yield
+
+
+class Tools:
+    """Tools that show what they do, and what they saw of their bench."""
+
+    def __init__(self) -> None:
+        self.watched: list[bool] = []
+        self.may_end = threading.Event()
+
+    def count(self, _: dict[str, Any], bench: Workbench) -> Outcome:
+        self.watched.append(bench.is_watched)
+        for number in range(3):
+            bench.show("stdout", f"{number}\n")
+        return Outcome("0\n1\n2\n")
+
+    def fail(self, _: dict[str, Any], bench: Workbench) -> Outcome:
+        bench.show("stderr", "it breaks")
+        raise ToolFailure(ErrorCode.NO_MATCH, "broken")
+
+    def bug(self, _: dict[str, Any], bench: Workbench) -> Outcome:
+        bench.show("stdout", "so far")
+        raise RuntimeError("a bug")
+
+    def wait(self, _: dict[str, Any], bench: Workbench) -> Outcome:
+        bench.show("stdout", "begun")
+        assert self.may_end.wait(5)
+        bench.show("stdout", "late")
+        return Outcome("ended")
+
+
+@pytest.fixture
+def tools() -> Tools:
+    return Tools()
+
+
+@pytest.fixture
+def pool(redis_server: RedisProcess, tools: Tools) -> SwitchedPool:
+    handlers = {"count": tools.count, "fail": tools.fail, "bug": tools.bug, "wait": tools.wait}
+    return SwitchedPool(redis_server, *(WorkerTool(build_spec(name), handler) for name, handler in handlers.items()))
+
+
+@pytest.fixture
+async def client(pool: SwitchedPool) -> AsyncIterator[ToolClient]:
+    async with pool.client() as opened:
+        yield opened
+
+
+class Screen:
+    def __init__(self) -> None:
+        self.text = ""
+
+    def show(self, _: str, text: str) -> None:
+        self.text += text
+
+
+async def test_a_program_gets_the_output_before_the_result_which_is_whole(client: ToolClient) -> None:
+    screen = Screen()
+    result = await (await client.open_session()).call("count", {}, on_output=screen.show)
+    assert (screen.text, result.output, result.metadata) == ("0\n1\n2\n", "0\n1\n2\n", {})
+
+
+async def test_a_tool_knows_whether_somebody_watches(pool: SwitchedPool, client: ToolClient, tools: Tools) -> None:
+    session = await client.open_session()
+    await session.call("count", {})
+    await session.call("count", {}, on_output=Screen().show)
+    assert tools.watched == [False, True]
+    assert [context.events is not None for context in pool.transport.contexts] == [False, True]
+
+
+@pytest.mark.parametrize(("name", "shown", "code"), [("fail", "it breaks", "NO_MATCH"), ("bug", "so far", "INTERNAL")])
+async def test_what_a_failing_call_has_shown_is_heard(client: ToolClient, name: str, shown: str, code: str) -> None:
+    screen = Screen()
+    result = await (await client.open_session()).call(name, {}, on_output=screen.show)
+    assert (screen.text, result.error_code) == (shown, code)
+
+
+async def test_output_comes_while_the_call_runs_and_a_cancelled_one_is_heard_no_more(
+    pool: SwitchedPool, client: ToolClient, tools: Tools
+) -> None:
+    begun, pieces = asyncio.Event(), list[str]()
+
+    def on_output(_: str, text: str) -> None:
+        pieces.append(text)
+        begun.set()
+
+    session = await client.open_session()
+    task = asyncio.create_task(session.call("wait", {}, on_output=on_output))
+    async with asyncio.timeout(5):
+        await begun.wait()
+    assert not task.done()
+    task.cancel()
+    await asyncio.wait({task})
+    tools.may_end.set()
+    assert pieces == ["begun"]
+
+
+async def test_the_repetition_of_a_call_is_not_heard_in_place_of_the_first(client: ToolClient, tools: Tools) -> None:
+    begun, pieces = asyncio.Event(), list[str]()
+
+    def on_output(_: str, text: str) -> None:
+        pieces.append(text)
+        begun.set()
+
+    session = await client.open_session()
+    first = asyncio.create_task(session.call("wait", {}, call_id="same", on_output=on_output))
+    async with asyncio.timeout(5):
+        await begun.wait()
+    again = await session.call("wait", {}, call_id="same", on_output=on_output)
+    tools.may_end.set()
+    result = await first
+    assert (again.error_code, result.output, "".join(pieces)) == (ErrorCode.OUTCOME_UNKNOWN, "ended", "begunlate")
+
+
+async def test_a_program_whose_function_raises_gets_its_result(client: ToolClient) -> None:
+    def broken(_: str, text: str) -> None:
+        raise RuntimeError("the program's own bug")
+
+    assert (await (await client.open_session()).call("count", {}, on_output=broken)).success
+
+
+async def test_a_run_tells_output_between_the_start_and_the_end_of_its_call(client: ToolClient) -> None:
+    seen: list[RunEvent] = []
+    model = ScriptedModel([Calls([("count", {})]), "ok"])
+    await client.run("go", session=await client.open_session(), model=model, on_event=seen.append)
+    told = [event for event in seen if isinstance(event, CallStarted | OutputArrived | CallFinished)]
+    assert isinstance(told[0], CallStarted)
+    assert isinstance(told[-1], CallFinished)
+    pieces = [event for event in told if isinstance(event, OutputArrived)]
+    assert len(pieces) == len(told) - 2 > 0
+    assert "".join(piece.text for piece in pieces) == "0\n1\n2\n"
+    assert {piece.call_id for piece in pieces} == {told[0].call.id}
+    assert pieces[0].to_json()["type"] == "OutputArrived"
+
+
+async def test_a_run_that_nobody_listens_to_asks_for_no_output(pool: SwitchedPool, client: ToolClient) -> None:
+    model = ScriptedModel([Calls([("count", {})]), "ok"])
+    await client.run("go", session=await client.open_session(), model=model)
+    assert [context.events for context in pool.transport.contexts] == [None]

@@ -1,0 +1,120 @@
+"""Bytes of a program as text: folded as a terminal would, cut at lines and signs, every cut counted."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.builders import build_context, build_exec_done
+from workers.sandbox_client import GuestResponse
+from workers.tools.base import OnData
+from workers.tools.shell import BASH_TOOL
+from workers.tools.shown_output import LIVE_BYTES
+from workers.tools.text import MAX_LINES, decode, fold, show_name, show_output
+
+DEFAULTS = {"action": "run", "stdin": "", "background": False, "reset_state": False, "close_stdin": False}
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("\x1b[1;31mred\x1b[0m\x1b[K", "red"),
+        ("\x1b]0;title\x07a\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "alink"),
+        ("\x1b(Ba\x1b=b\x1b7", "ab"),
+        ("10%\r50%\r100%\ndone\r\n", "100%\ndone\n"),
+        ("10%\r50%\r", "50%"),
+        ("N\bNA\bAME", "NAME"),
+        ("\b\ba", "a"),
+        ("plain\ttext\n", "plain\ttext\n"),
+        ("\x1b]never ended\nnext", "\nnext"),
+    ],
+)
+def test_what_a_terminal_would_have_written_over_is_folded(raw: str, shown: str) -> None:
+    assert fold(raw) == shown
+
+
+@given(text=st.text(alphabet="ab\n\r\b\x1b[]m;0", max_size=60))
+def test_folding_adds_nothing_and_keeps_lines(text: str) -> None:
+    folded = fold(text)
+    assert len(folded) <= len(text)
+    assert "\r" not in folded
+    assert folded.count("\n") == text.count("\n")
+
+
+def test_folding_takes_time_by_the_length_only() -> None:
+    for piece in ("a\r", "\x1b", "\x1b[", "a\b", "\x1b]", "x"):
+        fold(piece * 200_000)
+
+
+def test_text_that_is_whole_is_left_alone() -> None:
+    assert show_output(b"abc", {"total": 3, "head": 3, "tail": 0}) == ("abc", False)
+    assert show_output(b"a\n" * MAX_LINES, {}) == ("a\n" * MAX_LINES, False)
+
+
+def test_too_many_lines_are_cut_in_the_middle() -> None:
+    raw = b"".join(b"%d\n" % n for n in range(MAX_LINES * 2))
+    text, cut = show_output(raw, {}, "see line {offset}")
+    lines = text.splitlines()
+    assert (cut, lines[499], lines[501], lines[-1], len(lines)) == (True, "499", "2500", "3999", MAX_LINES + 1)
+    assert lines[500].endswith(": see line 501 ...]")
+
+
+@given(st.data())
+def test_a_cut_leaves_whole_lines_and_whole_signs_and_counts_what_is_missing(data: st.DataObject) -> None:
+    signs = data.draw(st.text(alphabet="aé€😀\n", min_size=60, max_size=200))
+    raw = signs.encode()
+    head = data.draw(st.integers(0, 20))
+    tail = data.draw(st.integers(0, 20))
+    kept = raw[:head] + raw[len(raw) - tail :]
+    text, cut = show_output(kept, {"total": len(raw), "head": head, "tail": tail})
+    before, _, rest = text.partition("[... ")
+    omitted = int(rest.partition(" bytes")[0])
+    after = rest.partition(" ...]")[2]
+    assert cut
+    assert "\ufffd" not in text
+    assert signs.startswith(before.removesuffix("\n"))
+    assert signs.endswith(after.removeprefix("\n"))
+    assert len(raw) - head - tail <= omitted <= len(raw)
+
+
+def test_binary_output_at_the_cut_is_not_swallowed() -> None:
+    text, _ = show_output(b"\xff" * 20, {"total": 100, "head": 10, "tail": 10})
+    assert text.count("\ufffd") >= 14
+
+
+def test_nul_becomes_visible_and_names_stay_on_their_line() -> None:
+    assert decode(b"a\0b") == "a\ufffdb"
+    assert show_name("a\nb\x1bé\ud800") == "a\ufffdb\ufffdé?"
+
+
+class Watched:
+    """A bench whose call somebody watches, over a guest that sends these pieces."""
+
+    is_watched = True
+
+    def __init__(self, *pieces: tuple[str, bytes]) -> None:
+        self.context = build_context()
+        self.shown: list[tuple[str, str]] = []
+        self.request: Mapping[str, Any] = {}
+        self._pieces = pieces
+
+    def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
+        self.request = request
+        assert on_data is not None
+        for stream, data in self._pieces:
+            on_data(stream, data)
+        return GuestResponse(build_exec_done())
+
+    def show(self, stream: str, text: str) -> None:
+        self.shown.append((stream, text))
+
+
+def test_live_output_is_shown_as_it_comes_and_is_no_part_of_the_result() -> None:
+    sign = "é".encode()
+    bench = Watched(("live", b"a" + sign[:1]), ("live", sign[1:]), ("live_stderr", b"\x1b[1mbad\0"), ("merged", b"whole\n"))
+    outcome = BASH_TOOL.handler({**DEFAULTS, "command": "x"}, bench)  # type: ignore[arg-type]
+    assert bench.shown == [("stdout", "a"), ("stdout", "é"), ("stderr", "bad\ufffd")]
+    assert outcome.output == "whole\n"
+    assert (bench.request["live"], bench.request["max_bytes"]) == (True, LIVE_BYTES)

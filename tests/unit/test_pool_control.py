@@ -1,0 +1,158 @@
+"""Cancels in pools that several workers share: the order reaches who runs the call, or keeps the call from ever starting."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+from structlog.testing import capture_logs
+
+from contract.calls import ToolCall
+from contract.envelope import encode_call
+from contract.names import POOL_WEB, control_queue, pool_worker, run_marker_key
+from tests.builders import KEY, build_context
+from tests.conftest import RedisProcess
+from workers.interrupts import CancelBoard
+from workers.ledger import Ledger
+from workers.pool_control import PoolControlListener, _interrupt_child, process_holder
+
+HERE, THERE = pool_worker("h1", "aaaa"), pool_worker("h2", "bbbb")
+
+
+class Worker:
+    """A listener of one worker, whose processes are numbers in a list."""
+
+    def __init__(self, server: RedisProcess, name: str, *pools: str) -> None:
+        self._client = redis.Redis.from_url(server.url, socket_timeout=5)
+        self.board = CancelBoard()
+        self.ended: list[int] = []
+        self.is_asked = threading.Semaphore(0)
+        self.listener = PoolControlListener(self._client, Ledger(server.client(), "d"), self.board, name, pools, KEY, self._end)
+        self.listener.start()
+
+    def _end(self, pid: int) -> bool:
+        self.ended.append(pid)
+        self.is_asked.release()
+        return True
+
+    def was_asked(self) -> bool:
+        return self.is_asked.acquire(timeout=10)
+
+    def close(self) -> None:
+        self.listener.stop()
+        self._client.close()
+
+
+class Floor:
+    """Two workers on one Redis, of which the first alone reads the pool's list, and a hand that writes."""
+
+    def __init__(self, server: RedisProcess) -> None:
+        self.store = server.client()
+        self.here, self.there = Worker(server, HERE, POOL_WEB), Worker(server, THERE)
+
+    def hold(self, call_id: str, holder: str, tenant: str = "acme") -> None:
+        self.store.set(run_marker_key("d", tenant, call_id), holder)
+
+    def order(self, call_id: str, queue: str = POOL_WEB, *, name: str = "session.cancel", key: bytes = KEY) -> None:
+        call = ToolCall(id="order", name=name, arguments={"call_id": call_id})
+        self.store.lpush(control_queue(queue), encode_call(call, build_context(session=None), key))
+
+    def until_read(self, queue: str = POOL_WEB) -> None:
+        until = time.monotonic() + 10
+        while self.store.llen(control_queue(queue)):
+            assert time.monotonic() < until
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        self.here.close()
+        self.there.close()
+        self.store.close()
+
+
+@pytest.fixture
+def floor(redis_server: RedisProcess) -> Iterator[Floor]:
+    with capture_logs():
+        opened = Floor(redis_server)
+        yield opened
+        opened.close()
+
+
+def test_a_call_that_runs_here_is_ended_and_marked_before(floor: Floor) -> None:
+    floor.hold("c1", process_holder(HERE, 41))
+    floor.order("c1")
+    assert floor.here.was_asked()
+    assert (floor.here.ended, floor.here.board.is_marked("acme", "c1")) == ([41], True)
+
+
+def test_a_call_that_runs_elsewhere_is_ended_there(floor: Floor) -> None:
+    floor.hold("c1", process_holder(THERE, 42))
+    floor.order("c1")
+    assert floor.there.was_asked()
+    assert (floor.there.ended, floor.here.ended) == ([42], [])
+    assert (floor.there.board.is_marked("acme", "c1"), floor.here.board.is_marked("acme", "c1")) == (True, False)
+
+
+def test_an_order_for_a_worker_that_is_gone_vanishes(floor: Floor) -> None:
+    gone = pool_worker("h3", "cccc")
+    floor.hold("c1", process_holder(gone, 43))
+    floor.order("c1")
+    until = time.monotonic() + 10
+    while not floor.store.exists(control_queue(gone)):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    assert 0 < floor.store.ttl(control_queue(gone)) <= 60
+
+
+def test_a_call_that_has_not_started_never_will(floor: Floor) -> None:
+    floor.order("c1")
+    floor.until_read()
+    floor.hold("after", process_holder(HERE, 1))
+    floor.order("after")
+    assert floor.here.was_asked()
+    assert Ledger(floor.store, "d").claim("acme", "c1", "late") is False
+
+
+@pytest.mark.parametrize(
+    "holder", ["h1", "host.h1.b00t", "", f"{HERE}", f"{HERE}/", f"{HERE}/0", f"{HERE}/x", f"{HERE}/1/2", "pool.a b/1", "\xff", f"x{HERE}/1"]
+)
+def test_a_marker_that_names_no_process_of_a_pool_ends_nothing_and_is_passed_to_nobody(floor: Floor, holder: str) -> None:
+    """The attacker's aim: a marker that he wrote has a worker write to a list of his choice, or end a process of his choice."""
+    before = set(floor.store.keys("*"))
+    floor.hold("c1", holder)
+    floor.order("c1")
+    floor.hold("after", process_holder(HERE, 7))
+    floor.order("after")
+    assert floor.here.was_asked()
+    assert floor.here.ended == [7]
+    markers = {run_marker_key("d", "acme", name).encode() for name in ("c1", "after")}
+    assert set(floor.store.keys("*")) - before - markers == set()
+
+
+@pytest.mark.parametrize("wrong", [{"name": "session.close"}, {"key": b"j" * 32}])
+def test_what_is_no_signed_cancel_is_dropped(floor: Floor, wrong: dict[str, str]) -> None:
+    floor.hold("c1", process_holder(HERE, 41))
+    floor.order("c1", **wrong)  # type: ignore[arg-type]
+    floor.hold("after", process_holder(HERE, 7))
+    floor.order("after")
+    assert floor.here.was_asked()
+    assert floor.here.ended == [7]
+
+
+def test_a_listener_stops_at_once_and_leaves_nothing_on_its_list(floor: Floor) -> None:
+    started = time.monotonic()
+    floor.here.listener.stop()
+    assert time.monotonic() - started < 0.5
+    assert floor.store.llen(control_queue(HERE)) == 0
+
+
+def test_only_a_child_of_ones_own_gets_the_signal() -> None:
+    assert not _interrupt_child(os.getppid())
+    assert not _interrupt_child(os.getpid())
+    assert not _interrupt_child(2**30)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"]) as child:
+        assert _interrupt_child(child.pid)
+        child.kill()

@@ -1,0 +1,242 @@
+"""Where a call goes: by its tool's pool to that pool's queue, with its limits; and what the catalogs of all pools make together."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from contract.calls import POOL_GRACE_S, ToolCall, ToolContext, ToolResult
+from contract.errors import ConfigError, ErrorCode
+from contract.names import CATALOG_POOLS, POOL_QUEUES, POOL_TOOLS, POOL_WEB, catalog_key
+from contract.registry import Tool, ToolRegistry
+from contract.settings import BrokerSettings
+from contract.specs import Catalog, ToolSpec
+from orchestrator import catalog as catalog_module
+from orchestrator.catalog import RedisCatalog
+from orchestrator.dispatcher import Dispatcher, Route, Terms
+from orchestrator.doctor import Report, examine_workers
+from orchestrator.redis_connection import open_redis
+from tests.builders import KEY, build_call, build_spec
+from tests.conftest import RedisProcess
+from tests.fakes import AnsweringTransport, StaticCatalog
+from workers.catalog import CATALOG_TTL_S, CatalogPublisher
+from workers.tasks import register_tasks
+from workers.tools.base import Outcome, WorkerTool
+from workers.tools.builtin import build_registry
+from workers.web_worker import build_catalogs, choose_pools
+
+ROUTE = Route("acme", "s1", "host.h1.b00t")
+WEB, TOOLS = build_spec("web_tool", pool="web"), build_spec("own_tool", pool="tools")
+
+
+def fine(call: ToolCall, _: ToolContext) -> ToolResult:
+    return ToolResult(call_id=call.id, name=call.name, success=True, output="done")
+
+
+async def cancel_in_flight(spec: ToolSpec, call: ToolCall) -> AnsweringTransport:
+    """The transport of a call that was cancelled once it was under way."""
+    is_sent = asyncio.Event()
+
+    async def never(call: ToolCall, context: ToolContext) -> ToolResult:
+        is_sent.set()
+        await asyncio.Event().wait()
+        return fine(call, context)
+
+    transport = AnsweringTransport(never)
+    running = asyncio.create_task(dispatcher(transport, spec).dispatch(call, ROUTE))
+    await is_sent.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    return transport
+
+
+def dispatcher(transport: AnsweringTransport, *specs: ToolSpec) -> Dispatcher:
+    return Dispatcher(transport, StaticCatalog(*specs), KEY, queue_wait_s=5)
+
+
+@pytest.mark.parametrize(
+    ("pool", "queue", "limit_s"),
+    [("sandbox", ROUTE.queue, None), ("web", POOL_WEB, 3.0), ("tools", POOL_TOOLS, 3.0), ("local", ROUTE.queue, None)],
+)
+async def test_the_pool_of_a_tool_decides_the_queue_and_who_enforces_the_limit(pool: Any, queue: str, limit_s: float | None) -> None:
+    transport = AnsweringTransport(fine)
+    result = await dispatcher(transport, build_spec(pool=pool)).dispatch(build_call(), ROUTE, Terms(timeout_s=3))
+    [delivery], [context] = transport.deliveries, transport.contexts
+    assert (result.success, delivery.queue, delivery.limit_s) == (True, queue, limit_s)
+    assert (context.tenant, context.session, context.timeout_s) == ("acme", "s1", 3.0)
+
+
+async def test_a_call_of_a_pool_that_is_cancelled_has_its_pool_told() -> None:
+    transport = await cancel_in_flight(WEB, build_call("web_tool", call_id="c7"))
+    [(queue, order)] = transport.commands
+    assert (queue, order.name, order.arguments) == (POOL_WEB, "session.cancel", {"call_id": "c7"})
+
+
+async def test_a_cancelled_call_beside_a_sandbox_is_its_sessions_to_tell() -> None:
+    assert (await cancel_in_flight(build_spec(), build_call())).commands == []
+
+
+# What a worker takes and promises
+
+
+def test_the_tasks_of_a_pool_have_limits_of_celerys_own() -> None:
+    app = Celery("test", broker="memory://", set_as_current=False)
+    spec = build_spec("web_tool", pool="web", max_timeout_s=40)
+    register_tasks(app, ToolRegistry([Tool(spec, lambda *_: Outcome())]), KEY, lambda: pytest.fail("nothing runs"))
+    task = app.tasks["tool.web_tool"]
+    assert (task.soft_time_limit, task.time_limit) == (40, 40 + POOL_GRACE_S)
+
+
+def test_no_tool_beside_a_sandbox_is_of_another_pool() -> None:
+    assert {spec.pool for spec in build_registry().specs()} == {"sandbox"}
+
+
+@pytest.mark.parametrize(
+    ("specs", "queues", "pools"),
+    [
+        ((WEB, TOOLS), None, ["web", "tools"]),
+        ((WEB,), None, ["web"]),
+        ((TOOLS,), None, ["tools"]),
+        ((WEB, TOOLS), ["pool.tools"], ["tools"]),
+        ((WEB, TOOLS), ["pool.tools", "pool.web"], ["web", "tools"]),
+    ],
+)
+def test_a_worker_serves_the_pools_that_it_has_tools_for(specs: tuple[ToolSpec, ...], queues: list[str] | None, pools: list[str]) -> None:
+    assert choose_pools(specs, queues) == pools
+
+
+@pytest.mark.parametrize(("specs", "queues", "words"), [((WEB,), ["pool.tools"], "names pool.tools"), ((), None, "no tools to serve")])
+def test_a_worker_without_tools_for_a_queue_does_not_start(specs: tuple[ToolSpec, ...], queues: list[str] | None, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        choose_pools(specs, queues)
+
+
+# The catalogs
+
+
+class Pools:
+    """What workers publish, on a real Redis, and an orchestrator that reads it."""
+
+    def __init__(self, server: RedisProcess) -> None:
+        self.store = server.client()
+        self._async = open_redis(BrokerSettings.model_validate({"redis_url": server.url}))
+        self.catalog = RedisCatalog(self._async, "d")
+
+    def publish(self, **pools: "tuple[ToolSpec, ...]") -> None:
+        catalogs = {pool: Catalog(tools=specs) for pool, specs in pools.items()}
+        publisher = CatalogPublisher(self.store, "d", catalogs)
+        publisher._publish()
+
+    async def names(self) -> list[str]:
+        return [spec.name for spec in await self.catalog.specs()]
+
+    async def close(self) -> None:
+        self.store.close()
+        await self._async.aclose()
+
+
+@pytest.fixture
+async def pools(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(catalog_module, "FRESH_S", -1.0)
+    opened = Pools(redis_server)
+    yield opened
+    await opened.close()
+
+
+async def test_the_catalogs_of_all_pools_are_one(pools: Pools) -> None:
+    pools.publish(sandbox=(build_spec("bash"),))
+    pools.publish(web=(WEB,), tools=(TOOLS,))
+    assert await pools.names() == ["bash", "own_tool", "web_tool"]
+
+
+async def test_the_catalogs_are_read_in_one_round_trip(pools: Pools) -> None:
+    pools.publish(sandbox=(build_spec("bash"),), web=(WEB,))
+    pools.store.config_resetstat()
+    await pools.names()
+    commands = {name: told["calls"] for name, told in pools.store.info("commandstats").items() if name not in ("cmdstat_config|resetstat",)}
+    assert commands.get("cmdstat_mget") == 1
+    assert not {"cmdstat_get", "cmdstat_keys", "cmdstat_scan"} & commands.keys()
+
+
+async def test_a_pool_without_a_worker_leaves_the_catalog_and_its_tools_say_which_to_start(pools: Pools) -> None:
+    pools.publish(sandbox=(build_spec("bash"),), web=(WEB,))
+    assert 0 < pools.store.ttl(catalog_key("d", "web")) <= CATALOG_TTL_S <= 15
+    assert await pools.names() == ["bash", "web_tool"]
+    pools.store.delete(catalog_key("d", "web"))  # as its time to live would
+    assert await pools.names() == ["bash"]
+
+    missing = Dispatcher(AnsweringTransport(fine), pools.catalog, KEY, queue_wait_s=5)
+    result = await missing.dispatch(build_call("web_tool"), ROUTE)
+    assert (result.error_code, result.error) == (
+        ErrorCode.CONFIG_MISSING,
+        "no worker serves web_tool now: start one with `toolcrew worker start --kind web`",
+    )
+
+
+async def test_an_orchestrator_that_never_saw_the_pool_says_the_same(pools: Pools) -> None:
+    pools.publish(sandbox=(build_spec("bash"),), tools=(TOOLS,))
+    pools.store.delete(catalog_key("d", "tools"))
+    assert await pools.names() == ["bash"]
+    assert "--kind web" in (pools.catalog.explain_missing("own_tool") or "")
+    assert pools.catalog.explain_missing("unheard_of") is None
+
+
+async def test_sessions_without_a_worker_of_sandboxes_say_which_to_start(pools: Pools) -> None:
+    pools.publish(web=(WEB,))
+    assert await pools.names() == ["web_tool"]
+    assert "beside a sandboxd" in (pools.catalog.explain_missing("session.open") or "")
+
+
+async def test_no_worker_at_all_is_an_error_of_its_own(pools: Pools) -> None:
+    with pytest.raises(ConfigError, match="no worker has published its tools"):
+        await pools.names()
+
+
+async def test_of_two_tools_of_one_name_that_of_the_sandbox_is_taken_and_the_log_says_so_once(
+    pools: Pools, caplog: pytest.LogCaptureFixture
+) -> None:
+    pools.publish(tools=(build_spec("bash", pool="tools"),), sandbox=(build_spec("bash"),))
+    for _ in range(3):
+        assert [spec.pool for spec in await pools.catalog.specs()] == ["sandbox"]
+    told = [record.getMessage() for record in caplog.records if "tool_published_twice" in record.getMessage()]
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("garbage", ["", "null", "7", "[[", '{"a": 1}', '[1, null, "web_tool"]'])
+async def test_names_that_are_none_explain_nothing_and_break_nothing(pools: Pools, garbage: str) -> None:
+    pools.publish(sandbox=(build_spec("bash"),))
+    pools.store.set(f"{catalog_key('d', 'web')}:names", garbage)
+    assert await pools.names() == ["bash"]
+    assert (pools.catalog.explain_missing("web_tool") is not None) == ("web_tool" in garbage)
+
+
+async def test_a_catalog_of_another_version_is_an_error(pools: Pools) -> None:
+    pools.publish(sandbox=(build_spec("bash"),))
+    pools.store.set(catalog_key("d", "web"), json.dumps({"tools": [{"surprise": 1}]}))
+    with pytest.raises(ConfigError, match="another version"):
+        await pools.names()
+
+
+def test_a_worker_publishes_each_pool_apart() -> None:
+    def nothing(*_: Any) -> Outcome:
+        return Outcome()
+
+    registry = ToolRegistry([WorkerTool(WEB, nothing), WorkerTool(TOOLS, nothing)])
+    assert {pool: [spec.name for spec in catalog.tools] for pool, catalog in build_catalogs(registry).items()} == {
+        "web": ["web_tool"],
+        "tools": ["own_tool"],
+    }
+    assert set(POOL_QUEUES) < set(CATALOG_POOLS)
+
+
+async def test_doctor_lists_who_serves_what_and_which_worker_to_start(pools: Pools) -> None:
+    pools.publish(sandbox=(build_spec("bash"), build_spec("session.open", audience="session")))
+    report = Report()
+    await examine_workers(pools.catalog, report)
+    told = {finding.text: finding.is_good for finding in report.findings}
+    assert told["sandbox: bash"] is True
+    assert told["web: no worker; start one with `toolcrew worker start --kind web`"] is False
+    assert report.is_healthy

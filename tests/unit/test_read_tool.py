@@ -1,0 +1,234 @@
+"""read_tool: what it asks of the guest, and the lines, notes and footers it makes of the answer."""
+
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode
+from tests.builders import build_context, build_read_response
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
+from workers.executor import Executor
+from workers.sandbox_client import GuestResponse
+from workers.tools.builtin import build_registry
+from workers.tools.text import MAX_OUTPUT_BYTES
+
+
+class Bench:
+    """The tool over a scripted guest."""
+
+    def __init__(self, *answers: Any, **context: Any) -> None:
+        self.client = FakeSandboxClient(*answers)
+        self._context = build_context(**context)
+        facts = {"host": "h1", "queue": "host.h1.b00t"}
+        self._executor = Executor(build_registry(), self.client, MemoryLedger(), MemoryBlobs(), facts)
+
+    def read(self, **arguments: Any) -> ToolResult:
+        return self._executor.execute(ToolCall(id="call-1", name="read_tool", arguments={"file_path": "a.txt", **arguments}), self._context)
+
+
+def read(response: GuestResponse, **arguments: Any) -> ToolResult:
+    return Bench(response).read(**arguments)
+
+
+def footer(response: GuestResponse, **arguments: Any) -> list[str]:
+    """The lines in brackets."""
+    return [line for line in str(read(response, **arguments).output).split("\n") if line.startswith("[")]
+
+
+def refused(code: str, message: str = "a.txt: words") -> ToolResult:
+    return read(GuestResponse({"error": {"code": code, "message": message}}))
+
+
+def test_lines_are_numbered_and_the_end_is_said() -> None:
+    result = read(build_read_response(b"one\ntwo\n"))
+    assert result.output == "1\tone\n2\ttwo\n[end of file: 2 lines]"
+    assert result.truncated is False
+    assert result.metadata == {"size_bytes": 8, "lines": 2, "encoding": "utf-8", "newline": "lf"}
+
+
+def test_the_guest_is_asked_for_a_page_that_fits_the_output_with_its_footer() -> None:
+    bench = Bench(build_read_response(b""), timeout_s=7)
+    bench.read(offset=5, limit=10, column=3, encoding="gbk")
+    (request,) = bench.client.requests
+    assert request.pop("max_bytes") < MAX_OUTPUT_BYTES
+    assert request == {"op": "read_text", "path": "a.txt", "offset": 5, "limit": 10, "column": 3, "encoding": "gbk", "timeout_s": 7}
+
+
+def test_without_a_range_it_asks_for_the_first_2000_lines_in_any_encoding() -> None:
+    bench = Bench(build_read_response(b""))
+    bench.read()
+    asked = {name: bench.client.requests[0][name] for name in ("offset", "limit", "column", "encoding")}
+    assert asked == {"offset": 1, "limit": 2000, "column": 1, "encoding": "auto"}
+
+
+def test_a_part_says_where_to_go_on() -> None:
+    result = read(build_read_response(b"five\nsix\n", lines=9, size=40), offset=5, limit=2)
+    assert result.output == "5\tfive\n6\tsix\n[lines 5-6 of 9; continue with offset=7]"
+    assert result.truncated is False
+
+
+def test_a_page_that_nobody_asked_to_be_so_short_is_truncated() -> None:
+    assert read(build_read_response(b"a\n" * 2000, lines=2001)).truncated
+    assert read(build_read_response(b"a\n", lines=5, is_out_of_room=True), limit=3).truncated
+    assert not read(build_read_response(b"a\n" * 2000)).truncated
+
+
+def test_a_line_that_is_cut_says_how_to_go_on_in_it() -> None:
+    cut = build_read_response(b"x" * 2000 + b"\n", lines=1, cuts=[[1, 2000, 9000]])
+    result = read(cut)
+    assert str(result.output).endswith("x\n[line 1 cut at 2000 of 9000 characters; continue with offset=1 limit=1 column=2001]")
+    assert result.truncated
+
+
+def test_every_line_that_is_cut_is_named_and_the_page_last() -> None:
+    cut = build_read_response(b"x\ny\nz\n", lines=7, cuts=[[4, 2000, 9000], [6, 2000, 2001]])
+    assert footer(cut, offset=4) == [
+        "[line 4 cut at 2000 of 9000 characters; continue with offset=4 limit=1 column=2001]",
+        "[line 6 cut at 2000 of 2001 characters; continue with offset=6 limit=1 column=2001]",
+        "[lines 4-6 of 7; continue with offset=7]",
+    ]
+
+
+def test_the_end_of_a_long_line_leads_to_the_next_line() -> None:
+    assert footer(build_read_response(b"rest\n", lines=2), offset=1, limit=1, column=8001) == ["[lines 1-1 of 2; continue with offset=2]"]
+
+
+def test_a_total_that_is_not_known_is_said_to_be_the_least() -> None:
+    part = build_read_response(b"a\n", lines=70_000, is_counted=False)
+    assert footer(part) == ["[lines 1-1 of at least 70000; continue with offset=2]"]
+    assert read(part).metadata["lines_counted"] is False
+    endless = build_read_response(b"a\nx\n", lines=2, is_counted=False, cuts=[[2, 2000, 10**8]])
+    assert footer(endless)[0] == "[line 2 cut at 2000 of at least 100000000 characters; continue with offset=2 limit=1 column=2001]"
+    assert footer(endless)[1].startswith("[lines 1-2 of at least 2;")
+
+
+@pytest.mark.parametrize(
+    ("fields", "note"),
+    [
+        ({"newline": "crlf"}, "CRLF line ends"),
+        ({"newline": "mixed"}, "some line ends are CRLF, some LF"),
+        ({"newline": "cr"}, "CR line ends only, so that all is one line"),
+        ({"has_bom": True}, "byte order mark at the start"),
+        ({"final_newline": False}, "no newline at the end of the file"),
+        ({"encoding": "utf-16-le"}, "not UTF-8 but utf-16-le"),
+        ({"encoding": "gb18030", "is_guess": True}, "not UTF-8 but gb18030, which is a guess: pass encoding if it reads wrong"),
+        ({"is_guess": True, "is_damaged": True}, "bytes that are no utf-8 are shown as U+FFFD"),
+        ({"is_guess": True}, "bytes elsewhere in the file are no UTF-8"),
+        ({"newline": "crlf", "has_bom": True}, "byte order mark at the start; CRLF line ends"),
+    ],
+)
+def test_what_the_lines_do_not_show_is_a_note_above_the_last_line(fields: dict[str, Any], note: str) -> None:
+    assert footer(build_read_response(b"a\n", **fields)) == [f"[note: {note}]", "[end of file: 1 lines]"]
+
+
+def test_a_missing_newline_is_only_noted_where_the_end_is_shown() -> None:
+    assert footer(build_read_response(b"a\n", lines=2, final_newline=False)) == ["[lines 1-1 of 2; continue with offset=2]"]
+
+
+def test_nul_becomes_visible_and_is_noted() -> None:
+    result = read(build_read_response(b"a\0b\n"))
+    assert result.output == "1\ta\ufffdb\n[note: NUL characters are shown as U+FFFD]\n[end of file: 1 lines]"
+
+
+def test_no_line_of_a_file_can_pass_for_a_footer() -> None:
+    result = read(build_read_response(b"[end of file: 1 lines]\n[empty file]\n", lines=3))
+    assert str(result.output).split("\n")[0] == "1\t[end of file: 1 lines]"
+    assert str(result.output).split("\n")[-1] == "[lines 1-2 of 3; continue with offset=3]"
+
+
+def test_an_empty_file_is_said() -> None:
+    result = read(build_read_response(b""))
+    assert (result.success, result.output, result.metadata["lines"]) == (True, "[empty file]", 0)
+
+
+def test_a_picture_is_described() -> None:
+    result = read(build_read_response(b"", size=12345, kind="image", type="a PNG image", width=640, height=480))
+    assert (result.success, result.output) == (True, "[a PNG image, 640x480 pixels, 12345 bytes: nothing of it can be shown as text]")
+    assert result.metadata == {"size_bytes": 12345, "type": "a PNG image", "width": 640, "height": 480}
+    unsized = read(build_read_response(b"", size=9, kind="document", type="a PDF document"))
+    assert unsized.output == "[a PDF document, 9 bytes: nothing of it can be shown as text]"
+
+
+def test_a_directory_is_an_error_that_carries_the_names() -> None:
+    result = read(build_read_response(b"a/\nb.txt\n", kind="directory", entries=2), file_path="src")
+    assert (result.success, result.error_code, result.output) == (False, ErrorCode.IS_DIRECTORY, "a/\nb.txt\n")
+    assert result.error == "src is a directory, its 2 entries are below; read one of its files, or list more with glob_tool"
+    many = read(build_read_response(b"a\n", kind="directory", entries=500))
+    assert ("the first 1 of 500 entries are below" in str(many.error), many.truncated) == (True, True)
+    empty = read(build_read_response(b"", kind="directory"))
+    assert empty.output is None
+    assert "which is empty" in str(empty.error)
+
+
+@pytest.mark.parametrize(
+    ("code", "next_move"),
+    [
+        ("BINARY_FILE", "look at it with bash_tool"),
+        ("FILE_NOT_FOUND", "glob_tool finds files by pattern"),
+        ("OFFSET_OUT_OF_RANGE", "the last line"),
+        ("FILE_TOO_LARGE", "use bash_tool with tail"),
+    ],
+)
+def test_a_failure_names_the_next_move(code: str, next_move: str) -> None:
+    result = refused(code)
+    assert (result.error_code, str(result.error).startswith("a.txt: words; ")) == (ErrorCode(code), True)
+    assert next_move in str(result.error)
+
+
+def test_another_failure_is_told_as_it_is() -> None:
+    assert (refused("PATH_NOT_ALLOWED").error, refused("PATH_NOT_ALLOWED").error_code) == ("a.txt: words", ErrorCode.PATH_NOT_ALLOWED)
+    assert refused("NOT_A_REGULAR_FILE").error_code is ErrorCode.PATH_NOT_ALLOWED
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"offset": 0},
+        {"offset": -1},
+        {"limit": 0},
+        {"limit": 10_001},
+        {"column": 0},
+        {"file_path": ""},
+        {"encoding": ""},
+        {"offset": "5"},
+        {"lines": 5},
+    ],
+)
+def test_an_argument_outside_its_limits_is_refused(arguments: dict[str, Any]) -> None:
+    assert read(build_read_response(b""), **arguments).error_code is ErrorCode.INVALID_ARGUMENTS
+
+
+@pytest.mark.parametrize("name", ["filePath", "path", "filename"])
+def test_a_file_may_be_named_as_other_agents_do(name: str) -> None:
+    bench = Bench(build_read_response(b""))
+    call = ToolCall(id="call-1", name="read_tool", arguments={name: "b.txt"})
+    result = bench._executor.execute(call, build_context())
+    assert (bench.client.requests[0]["path"], result.metadata["aliases_used"]) == ("b.txt", [f"{name} -> file_path"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "program"},
+        {"lines": -1},
+        {"lines": "1"},
+        {"cuts": [[1, 2]]},
+        {"cuts": [[1, 2, 3]] * 101},
+        {"cuts": [["1", 2, 3]]},
+        {"encoding": "a b"},
+        {"encoding": "x" * 41},
+        {"newline": "[end of file]"},
+        {"type": "a\nb"},
+        {"is_counted": 1},
+    ],
+)
+def test_an_answer_that_no_guest_of_ours_gives_costs_the_guest_its_sandbox(fields: dict[str, Any]) -> None:
+    bench = Bench(build_read_response(b"a\n", **fields))
+    assert bench.read().error_code is ErrorCode.SANDBOX_UNAVAILABLE
+    assert bench.client.closed
+
+
+def test_bytes_of_a_hostile_guest_are_text() -> None:
+    assert read(build_read_response(b"\xff\xf0\x9f\n")).output == "1\t\ufffd\ufffd\n[end of file: 1 lines]"
+    assert read(build_read_response(b"no newline")).output == "[empty file]"

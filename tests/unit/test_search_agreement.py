@@ -1,0 +1,213 @@
+"""The two engines of grep agree, and the walk agrees with ripgrep on what ignore files hide: over trees, rules and patterns made at random."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from tests.search_ground import Found, Ground
+
+pytestmark = pytest.mark.skipif(shutil.which("rg") is None, reason="needs ripgrep")
+QUICK = settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+LISTING = (
+    "--no-config",
+    "--files",
+    "--hidden",
+    "--no-require-git",
+    "--no-ignore-global",
+    "--no-ignore-exclude",
+    "--no-ignore-messages",
+    "--null",
+    "--glob=!.git",
+)
+
+NAMES = st.sampled_from(["a", "b", "ab", "a.py", "b.py", "a.log", "b.tar.gz", ".hid", "x y", "é.py", "build", "[a]", "Makefile"])
+FOLDERS = st.sampled_from(["", "src/", "build/", "src/deep/", ".cfg/", "build/src/", "a b/"])
+LINES = st.text(st.sampled_from("ab01_ .(é文\t-"), max_size=8)
+FILES = st.dictionaries(st.tuples(FOLDERS, NAMES).map("".join), st.lists(LINES, max_size=6), max_size=10)
+GLOB_PARTS = st.sampled_from(
+    ["*", "a*", "*.py", "*.log", "?", "[ab]", "[!a]*", "a", "b", "build", "src", "**", "{a,b}.py", "*.tar.*", "deep"]
+)
+RULES = st.builds(
+    "{}{}{}{}".format,
+    st.sampled_from(["", "", "", "!"]),
+    st.sampled_from(["", "", "/"]),
+    st.lists(GLOB_PARTS, min_size=1, max_size=3).map("/".join),
+    st.sampled_from(["", "", "/"]),
+)
+RULE_FILES = st.dictionaries(
+    st.tuples(st.sampled_from(["", "src/", "build/"]), st.sampled_from([".gitignore", ".ignore", ".rgignore"])).map("".join),
+    st.lists(st.one_of(RULES, st.sampled_from(["# note", "", "  ", "a.log  ", "\\!a", "[a"])), max_size=4),
+    max_size=3,
+)
+REPOSITORIES = st.sampled_from([[], [], ["src"], [""]])
+
+
+def _patterns() -> st.SearchStrategy[str]:
+    atoms = st.sampled_from(
+        ["a", "b", "0", "1", "_", " ", "é", "文", ".", "\\.", "\\(", "\\d", "\\w", "\\s", "\\S", "[ab]", "[^a]", "[a-b0-9_]", "\\b", "\\t"]
+    )
+    repeated = st.tuples(
+        atoms.filter(lambda atom: atom != "\\b"), st.sampled_from(["", "", "*", "+", "?", "{2}", "{1,2}", "*?", "+?"])
+    ).map("".join)
+    one = st.one_of(repeated, st.just("\\b"))
+    row = st.lists(one, min_size=1, max_size=4).map("".join)
+    either = st.one_of(row, st.tuples(row, row).map("({0[0]}|{0[1]})".format))
+    return st.tuples(st.sampled_from(["", "", "^"]), either, st.sampled_from(["", "", "$"])).map("".join)
+
+
+@pytest.fixture(scope="module")
+def ground() -> Iterator[Ground]:
+    with tempfile.TemporaryDirectory() as base:
+        yield Ground(Path(base))
+
+
+def plant(ground: Ground, files: dict[str, list[str]], rules: dict[str, list[str]], repositories: list[str]) -> None:
+    ground.clear()
+    for name, lines in {**files, **rules}.items():
+        # A name may be a folder already, or lie below a file.
+        try:
+            ground.make(name, "\n".join(lines) + ("\n" if len(lines) % 2 else ""))
+        except OSError:
+            continue
+    for folder in repositories:
+        (ground.workspace / folder / ".git").mkdir(parents=True, exist_ok=True)
+
+
+def told(found: Found) -> tuple[str, dict[str, object], str | None]:
+    return found.text, {name: value for name, value in found.fields.items() if name != "engine"}, found.code
+
+
+@QUICK
+@given(FILES, RULE_FILES, REPOSITORIES, st.sampled_from([".", "src", "build"]))
+def test_the_walk_shows_what_ripgrep_lists(
+    ground: Ground, files: dict[str, list[str]], rules: dict[str, list[str]], repositories: list[str], path: str
+) -> None:
+    assume(path not in files)
+    plant(ground, files, rules, repositories)
+    (ground.workspace / path).mkdir(exist_ok=True)
+    found = ground.glob("**/*", path=path)
+    prefix = "" if path == "." else f"{path}/"
+    assert set(found.lines) == {prefix + name for name in list_by_ripgrep(ground, path)}
+
+
+def list_by_ripgrep(ground: Ground, path: str) -> set[str]:
+    """As the tool asks it: rules above the folder hold unless they hide it."""
+    rules_above = path == "." or path in ground.glob("*", kind="dir").lines
+    options = [*LISTING] if rules_above else [*LISTING, "--no-ignore-parent"]
+    listed = subprocess.run(["rg", *options], cwd=ground.workspace / path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
+    return {os.fsdecode(name.removeprefix(b"./")) for name in listed.stdout.split(b"\0") if name}
+
+
+@QUICK
+@given(
+    FILES,
+    RULE_FILES,
+    _patterns(),
+    st.booleans(),
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.sampled_from([None, "*.py", "src/**", "*.{py,log},Makefile"]),
+    st.sampled_from(["content", "content", "files", "count"]),
+    st.sampled_from([1, 2, 100]),
+)
+def test_both_engines_find_the_same_files_lines_and_counts_in_the_same_order(
+    ground: Ground,
+    files: dict[str, list[str]],
+    rules: dict[str, list[str]],
+    pattern: str,
+    ignore_case: bool,
+    before: int,
+    after: int,
+    include: str | None,
+    mode: str,
+    limit: int,
+) -> None:
+    plant(ground, files, rules, [])
+    how = {"ignore_case": ignore_case, "before": before, "after": after, "include": include, "mode": mode, "limit": limit}
+    by_ripgrep = ground.grep(pattern, **how)
+    assert by_ripgrep["engine"] == "ripgrep"
+    assert told(ground.grep(pattern, use_ripgrep=False, **how)) == told(by_ripgrep)
+
+
+@QUICK
+@given(
+    FILES,
+    st.sampled_from(["a\\n", "a.*b", "a\\s+b", "[^b]+b", "^a$", "(a|b)\\n\\n?", "文\\n.", "b$\\na"]),
+    st.integers(0, 1),
+    st.sampled_from([1, 100]),
+)
+def test_both_engines_agree_on_matches_over_several_lines(
+    ground: Ground, files: dict[str, list[str]], pattern: str, context: int, limit: int
+) -> None:
+    plant(ground, files, {}, [])
+    how = {"multiline": True, "before": context, "after": context, "limit": limit}
+    assert told(ground.grep(pattern, use_ripgrep=False, **how)) == told(ground.grep(pattern, **how))
+
+
+@pytest.mark.parametrize(
+    ("content", "pattern"),
+    [
+        (b"foo\r\nbar foo\r\n\r\n", "foo$"),
+        (b"foo\r\nbar\r\n\r\n", "^$"),
+        (b"\xef\xbb\xbffoo\n", "^foo"),
+        ("foo é\nbar".encode("utf-16"), "é"),
+        ("foo é\nbar".encode("utf-16-be"), "foo"),
+        ("\ufefffoo é\nbar\n".encode("utf-16-be"), "^foo"),
+        (b"caf\xe9 foo\n\xff\xfe\xfd foo\n", "."),
+        (b"caf\xe9 foo\n", "caf.? foo"),
+        (b"no newline", "e$"),
+        (b"\n\n\n", "^"),
+        (b"", "^"),
+        (b"foo\0bar\n", "foo"),
+        (b"x" * 20_000 + b"needle" + b"y" * 20_000 + b"\n", "needle"),
+        ("文" * 3000 + "needle" + "文" * 3000, "needle"),
+        (b"a\x0bb\x0cc\x85d\n", "c"),
+    ],
+)
+def test_both_engines_agree_on_odd_files(ground: Ground, content: bytes | str, pattern: str) -> None:
+    ground.clear()
+    ground.make("odd", content)
+    assert told(ground.grep(pattern, use_ripgrep=False)) == told(ground.grep(pattern))
+
+
+@pytest.mark.parametrize("type_name", ["py", "c", "make", "docker", "ts", "md", "readme"])
+def test_a_type_means_what_it_means_to_ripgrep(ground: Ground, type_name: str) -> None:
+    ground.clear()
+    for name in (
+        "a.py",
+        "b.c",
+        "b.h",
+        "c.h.in",
+        "Makefile",
+        "GNUmakefile",
+        "x.mk",
+        "Dockerfile.dev",
+        "a.ts",
+        "a.tsx",
+        "README.md",
+        "b.markdown",
+    ):
+        ground.make(name)
+    listed = subprocess.run(
+        ["rg", "--no-config", "--files", "-t", type_name],
+        cwd=ground.workspace,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    expected = {line.decode().removeprefix("./") for line in listed.stdout.splitlines()}
+    assert expected
+    assert set(ground.grep("x", mode="files", type=type_name).lines) == expected
+    assert set(ground.grep("x", mode="files", type=type_name, use_ripgrep=False).lines) == expected

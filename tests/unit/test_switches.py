@@ -1,0 +1,253 @@
+"""Turning tools off and on: the shared switches, what a worker and the dispatcher make of them, and what a bad or silent Redis means."""
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, parse_switches
+from contract.settings import BrokerSettings
+from orchestrator.dispatcher import Dispatcher, Route, Terms
+from orchestrator.redis_connection import open_redis
+from orchestrator.switches import RedisSwitches, RegistrySwitches, build_switch
+from tests.builders import KEY, build_call, build_context, build_spec
+from tests.conftest import RedisProcess
+from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
+from workers.executor import Executor
+from workers.switches import Switches
+from workers.tools.base import Outcome, WorkerTool
+
+OFF = Switch(by="ada", at=1_700_000_000, reason="it is being mended")
+
+
+@pytest.fixture(autouse=True)
+def quiet_logs() -> Iterator[None]:
+    with capture_logs():
+        yield
+
+
+@pytest.fixture
+async def switches(redis_server: RedisProcess) -> AsyncIterator[RedisSwitches]:
+    client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
+    yield RedisSwitches(client, "test")
+    await client.aclose()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class CountingRedis:
+    """HGETALL of a hash, counted; or silence."""
+
+    def __init__(self) -> None:
+        self.hash: dict[bytes, bytes] = {}
+        self.reads = 0
+        self.is_away = False
+
+    def hgetall(self, _: str) -> dict[bytes, bytes]:
+        self.reads += 1
+        if self.is_away:
+            raise redis.ConnectionError("away")
+        return dict(self.hash)
+
+
+async def test_a_tool_that_was_turned_off_is_off_until_it_is_turned_on(switches: RedisSwitches) -> None:
+    await switches.turn_off("echo", OFF)
+    assert await switches.switches() == {"echo": OFF}
+    assert await switches.turn_on("echo")
+    assert await switches.switches() == {}
+    assert not await switches.turn_on("echo")
+
+
+async def test_a_worker_sees_a_switch_once_what_it_knows_is_old(switches: RedisSwitches, redis_server: RedisProcess) -> None:
+    clock = Clock()
+    with redis_server.client() as client:
+        board = Switches(client, "test", clock)
+        assert board.find("echo") is None
+        await switches.turn_off("echo", OFF)
+        clock.now += SWITCHES_FRESH_S
+        assert board.find("echo") == OFF
+        await switches.turn_on("echo")
+        clock.now += SWITCHES_FRESH_S
+        assert board.find("echo") is None
+
+
+async def test_another_orchestrator_sees_a_switch_once_what_it_knows_is_old(switches: RedisSwitches, redis_server: RedisProcess) -> None:
+    client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
+    other = RedisSwitches(client, "test")
+    assert await other.switches() == {}
+    await switches.turn_off("echo", OFF)
+    assert await other.switches() == {}
+    other._read_at -= SWITCHES_FRESH_S
+    assert await other.switches() == {"echo": OFF}
+    await client.aclose()
+
+
+async def test_the_switches_of_one_deployment_are_not_anothers(switches: RedisSwitches, redis_server: RedisProcess) -> None:
+    await switches.turn_off("echo", OFF)
+    with redis_server.client() as client:
+        assert Switches(client, "other").find("echo") is None
+
+
+def test_a_worker_asks_redis_at_most_once_a_second() -> None:
+    client, clock = CountingRedis(), Clock()
+    board = Switches(client, "test", clock)  # type: ignore[arg-type]
+    for _ in range(100):
+        board.find("echo")
+    assert client.reads == 1
+    clock.now += SWITCHES_FRESH_S
+    board.find("echo")
+    assert client.reads == 2
+
+
+def test_a_worker_that_cannot_ask_runs_nothing() -> None:
+    client, clock = CountingRedis(), Clock()
+    board = Switches(client, "test", clock)  # type: ignore[arg-type]
+    board.find("echo")
+    client.is_away = True
+    clock.now += SWITCHES_FRESH_S
+    with pytest.raises(BrokerUnavailable, match="was not run"):
+        board.find("echo")
+
+
+async def test_an_orchestrator_that_cannot_ask_calls_nothing() -> None:
+    client = redis.asyncio.Redis(host="127.0.0.1", port=1, retry=None)
+    away = RedisSwitches(client, "test")
+    with pytest.raises(BrokerUnavailable):
+        await away.switches()
+    with pytest.raises(BrokerUnavailable, match="not switched"):
+        await away.turn_off("echo", OFF)
+    with pytest.raises(BrokerUnavailable, match="not switched"):
+        await away.turn_on("echo")
+    await client.aclose()
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense", b"[]", b'{"by": 5}', b'{"unknown": 1}', b"\xff"])
+def test_a_switch_that_cannot_be_read_still_turns_its_tool_off(data: bytes) -> None:
+    assert parse_switches({b"echo": data}) == {"echo": Switch()}
+
+
+def test_who_calls_a_tool_that_is_off_reads_why() -> None:
+    sentence = OFF.refusal("echo")
+    assert "echo is turned off" in sentence
+    assert "it is being mended" in sentence
+    assert "another tool" in sentence
+
+
+def test_a_reason_without_end_is_refused_before_it_is_kept() -> None:
+    with pytest.raises(ToolFailure) as refused:
+        build_switch("ada", "x" * 2000)
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+
+
+class Board:
+    """Switches in a dict."""
+
+    def __init__(self, **off: Switch) -> None:
+        self.off = off
+
+    def find(self, name: str) -> Switch | None:
+        return self.off.get(name)
+
+    async def switches(self) -> dict[str, Switch]:
+        return self.off
+
+
+class House:
+    """An executor whose one tool counts its runs."""
+
+    def __init__(self, board: Board | None = None, **spec: Any) -> None:
+        self.runs = 0
+        self.ledger = MemoryLedger()
+        self.registry = ToolRegistry([WorkerTool(build_spec(**spec), self._run)])
+        self.executor = Executor(
+            self.registry, FakeSandboxClient(), self.ledger, MemoryBlobs(), {"host": "h", "queue": "q"}, switches=board
+        )
+
+    def _run(self, *_: Any) -> Outcome:
+        self.runs += 1
+        return Outcome("ran")
+
+
+def test_a_worker_does_not_run_what_is_off_and_keeps_its_id_free() -> None:
+    board = Board(echo=OFF)
+    house = House(board)
+    refused = house.executor.execute(build_call(), build_context())
+    assert (refused.error_code, refused.error, house.runs) == (ErrorCode.TOOL_DISABLED, OFF.refusal("echo"), 0)
+    board.off.clear()
+    assert house.executor.execute(build_call(), build_context()).success
+
+
+def test_a_worker_does_not_run_what_its_own_registry_has_off() -> None:
+    house = House()
+    house.registry.disable("echo")
+    assert house.executor.execute(build_call(), build_context()).error_code is ErrorCode.TOOL_DISABLED
+    house.registry.enable("echo")
+    assert house.executor.execute(build_call(), build_context()).success
+
+
+def test_a_worker_serves_the_verbs_of_sessions_whatever_the_switches_say() -> None:
+    verb = "session.close"
+    house = House(Board(**{verb: OFF}), name=verb, audience="session")
+    assert house.executor.execute(build_call(verb), build_context()).success
+
+
+def fine(call: ToolCall, _: ToolContext) -> ToolResult:
+    return ToolResult(call_id=call.id, name=call.name, success=True, output="ran")
+
+
+async def dispatch(name: str, board: Any, audience: Any = "model") -> tuple[ToolResult, int]:
+    transport, catalog = AnsweringTransport(fine), StaticCatalog(build_spec("echo"), build_spec("session.close", audience="session"))
+    door = Dispatcher(transport, catalog, KEY, queue_wait_s=60, switches=board)
+    result = await door.dispatch(build_call(name), Route("acme", "s1", "q"), Terms(audience=audience))
+    return result, len(transport.deliveries)
+
+
+async def test_the_dispatcher_does_not_send_what_is_off() -> None:
+    result, sent = await dispatch("echo", Board(echo=OFF))
+    assert (result.error_code, result.error, sent) == (ErrorCode.TOOL_DISABLED, OFF.refusal("echo"), 0)
+
+
+async def test_the_dispatcher_sends_what_is_on_and_every_verb() -> None:
+    assert (await dispatch("echo", Board(other=OFF)))[0].success
+    assert (await dispatch("session.close", Board(**{"session.close": OFF}), "session"))[0].success
+
+
+async def test_the_dispatcher_tells_an_unknown_tool_from_one_that_is_off() -> None:
+    result, _ = await dispatch("nothing", Board(nothing=OFF))
+    assert result.error_code is ErrorCode.TOOL_NOT_FOUND
+
+
+async def test_the_dispatcher_sends_nothing_when_the_switches_are_not_known() -> None:
+    class Away:
+        async def switches(self) -> dict[str, Switch]:
+            raise BrokerUnavailable("Redis is away")
+
+    result, sent = await dispatch("echo", Away())
+    assert (result.error_code, sent) == (ErrorCode.BROKER_UNAVAILABLE, 0)
+
+
+async def test_a_registry_of_this_process_is_a_source_of_switches() -> None:
+    registry = House().registry
+    registry.disable("echo", OFF)
+    result, sent = await dispatch("echo", RegistrySwitches(registry))
+    assert (result.error_code, sent) == (ErrorCode.TOOL_DISABLED, 0)
+
+
+def test_asking_the_switches_costs_next_to_nothing() -> None:
+    board = Switches(CountingRedis(), "test")  # type: ignore[arg-type]
+    started = time.perf_counter()
+    for _ in range(1000):
+        board.find("echo")
+    assert (time.perf_counter() - started) / 1000 < 0.0005

@@ -1,0 +1,131 @@
+"""Output of running calls on a terminal: bounded, escaped, dimmed, and never in the way of what follows."""
+
+import io
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from contract.calls import ToolCall, ToolResult
+from orchestrator.events import CallFinished, CallStarted, OutputArrived, RunEvent, TextArrived
+from orchestrator.terminal import MAX_LIVE_LINES, MAX_LIVE_LINES_OF_CALL, RunView
+from orchestrator.terminal_live import MAX_LINE_CHARS, LiveLines, LiveOutput
+
+
+def run_view(*events: RunEvent, is_terminal: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=300, force_terminal=is_terminal, color_system="standard" if is_terminal else None)
+    view = RunView(console)
+    for event in events:
+        view.on_event(event)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def output(text: str, call_id: str = "c1", stream: str = "stdout") -> OutputArrived:
+    return OutputArrived(run="r", call_id=call_id, stream=stream, text=text)
+
+
+def finished(text: str, call_id: str = "c1") -> CallFinished:
+    return CallFinished(run="r", result=ToolResult(call_id=call_id, name="echo", success=True, output=text))
+
+
+def test_a_run_shows_lines_as_they_come_and_then_the_result() -> None:
+    shown = run_view(CallStarted(run="r", call=ToolCall(id="c1", name="echo")), output("one\ntw"), output("o\n"), finished("one\ntwo"))
+    lines = shown.splitlines()
+    assert lines[1:3] == ["   | one", "   | two"]
+    assert lines[3:5] == ["   one", "   two"]
+
+
+def test_a_run_dims_what_is_not_the_result() -> None:
+    assert "\x1b[2m   | one" in run_view(output("one\n"), is_terminal=True)
+
+
+def test_a_run_shows_a_few_lines_at_a_time_and_says_how_many_more_there_were() -> None:
+    shown = run_view(output("".join(f"{number}\n" for number in range(1000)))).splitlines()
+    assert len(shown) == MAX_LIVE_LINES + 1
+    assert "995 lines" in shown[0]
+    assert shown[-1] == "   | 999"
+
+
+def test_a_run_stops_showing_a_call_that_never_stops_talking() -> None:
+    shown = run_view(*(output(f"{number}\n") for number in range(500))).splitlines()
+    assert len(shown) == MAX_LIVE_LINES_OF_CALL + 1
+    assert "no more" in shown[-1]
+
+
+def test_calls_that_run_side_by_side_do_not_finish_each_others_lines() -> None:
+    shown = run_view(output("on", "c1"), output("tw", "c2"), output("e\n", "c1"), output("o\n", "c2"))
+    assert shown.splitlines() == ["   | one", "   | two"]
+
+
+def test_output_does_not_continue_a_line_of_the_model() -> None:
+    assert run_view(TextArrived(run="r", text="I look"), output("one\n")).splitlines() == ["I look", "   | one"]
+
+
+def test_output_cannot_drive_the_terminal() -> None:
+    hostile = "\x1b]0;title\x07\x1b[2J\r\x9b31m\u202ereversed\x08\n"
+    for shown in (run_view(output(hostile)), live(hostile), live(hostile, is_terminal=False)):
+        text = shown.replace("\x1b[?25l", "").replace("\x1b[?25h", "")
+        assert "\x1b]0" not in text
+        assert "\x1b[2J" not in text
+        assert not set(text) & {"\x07", "\x9b", "\u202e", "\x08"}
+
+
+def live(*texts: str, is_terminal: bool = True) -> str:
+    file = io.StringIO()
+    with LiveOutput(Console(file=file, width=80, force_terminal=is_terminal, color_system=None)) as shown:
+        for text in texts:
+            shown.show("stdout", text)
+    return file.getvalue()
+
+
+def test_on_no_terminal_every_line_is_shown_and_the_last_though_it_does_not_end() -> None:
+    assert live("a\nb", "c\nd", is_terminal=False) == "a\nbc\nd\n"
+
+
+def on_screen(written: str) -> str:
+    """What a terminal shows after these bytes: it knows lines, going up, and erasing a line."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[\??\d*[a-zA-Z]|\n|\r|[^\x1b\n\r]+", written):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part.endswith("A") and part.startswith("\x1b"):
+            row -= int(part[2:-1])
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif not part.startswith("\x1b") and part != "\r":
+            lines[row] = part
+    return "\n".join(lines)
+
+
+def test_on_a_terminal_the_last_lines_are_shown_and_gone_when_the_call_has_ended() -> None:
+    file = io.StringIO()
+    with LiveOutput(Console(file=file, width=80, force_terminal=True, color_system=None)) as shown:
+        shown.show("stdout", "".join(f"line {number}\n" for number in range(100)) + "rest")
+        assert shown._live is not None
+        shown._live.refresh()
+        assert on_screen(file.getvalue()).split("\n") == [*(f"line {number}" for number in range(93, 100)), "rest"]
+    assert on_screen(file.getvalue()).strip() == ""
+
+
+def test_a_call_that_shows_nothing_leaves_nothing_on_the_screen() -> None:
+    assert live(is_terminal=False) == ""
+
+
+def test_a_line_without_end_is_kept_no_longer_than_it_is_shown() -> None:
+    lines = LiveLines()
+    for _ in range(1000):
+        assert lines.feed("stdout", "x" * 1000) == []
+    assert len(lines.rest()[0]) == MAX_LINE_CHARS + 3
+    assert lines.feed("stdout", "\nnext\n")[1] == "next"
+
+
+@given(st.lists(st.text(alphabet="ab\n", max_size=20), max_size=20))
+def test_lines_are_those_of_the_whole_text_however_it_comes(pieces: list[str]) -> None:
+    lines, seen = LiveLines(), list[str]()
+    for piece in pieces:
+        seen += lines.feed("stdout", piece)
+    assert [*seen, *lines.rest()] == "".join(pieces).removesuffix("\n").split("\n") if any(pieces) else seen == []

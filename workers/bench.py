@@ -1,0 +1,110 @@
+"""The Workbenches of calls: what every call has, and what a call beside a sandbox has besides."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import structlog
+
+from contract.calls import KillReport, SandboxInfo, ToolCall, ToolContext
+from contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
+from workers.call_events import CallEvents, Unwatched
+from workers.guest_answers import GuestNonsense, Told, parse_error, parse_told
+from workers.sandbox_client import GuestResponse, SandboxClient, sandbox_id
+from workers.tools.base import OnData
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass
+class Bench:
+    """What every call has. Without a sandbox: whoever asks it for one is told that this pool has none."""
+
+    call: ToolCall
+    context: ToolContext
+    facts: Mapping[str, str]
+    content: bytes = b""
+    kill: KillReport | None = None
+    sandbox: SandboxInfo | None = None
+    sandbox_s: float = 0.0
+    run_s: float = 0.0
+    events: CallEvents = field(default_factory=Unwatched)
+
+    @property
+    def is_watched(self) -> bool:
+        return self.events.is_watched
+
+    def show(self, stream: str, text: str) -> None:
+        self.events.show(stream, text)
+
+    def loss_note(self) -> str:
+        """What to tell when the call cost the session its sandbox."""
+        return ""
+
+    def host_facts(self) -> Mapping[str, str]:
+        return self.facts
+
+    def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
+        self._refuse()
+
+    def open_sandbox(self, image: str | None, ttl_s: float) -> Mapping[str, Any]:
+        self._refuse()
+
+    def close_sandbox(self) -> bool:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ToolFailure(ErrorCode.SANDBOX_UNAVAILABLE, f"{self.call.name} runs in a pool without sandboxes, and asked for one")
+
+
+@dataclass
+class SandboxBench(Bench):
+    """Binds the sandbox of the call's session, and remembers what the sandbox told. Raises ToolFailure when the call has no session."""
+
+    client: SandboxClient = field(kw_only=True)
+    sandbox_lost: str | None = None
+    _name: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        if self.context.session is None:
+            raise ToolFailure(ErrorCode.SESSION_NOT_FOUND, f"{self.call.name} needs a session: open one first")
+        self._name = sandbox_id(self.context.tenant, self.context.session)
+
+    def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
+        response = self.client.call(self._name, request, body, call_id=self.call.id, on_data=on_data)
+        try:
+            told = parse_told(request, response.done)
+        except GuestNonsense as nonsense:
+            self._give_up_sandbox()
+            raise SandboxUnavailable(f"the sandbox gave an answer that is none ({nonsense}), and was removed: open a new session") from None
+        self._note(told)
+        if told.error is not None:
+            code, words, figures = parse_error(told)
+            raise ToolFailure(code, words + self.loss_note(), **figures)
+        return response
+
+    def _note(self, told: Told) -> None:
+        """Remember what the end of a request tells. The guest's clock is believed as far as sandboxd's own reaches."""
+        self.kill, self.sandbox, self.sandbox_lost = told.kill, told.sandbox, told.sandbox_lost
+        self.run_s += min(max(0.0, told.run_s), told.sandbox_s)
+        self.sandbox_s += told.sandbox_s
+
+    def _give_up_sandbox(self) -> None:
+        """Who has taken the guest's place is not asked again."""
+        try:
+            self.client.close(self._name)
+        except (ToolFailure, OperatorError) as error:
+            log.error("sandbox_not_closed", call=self.call.id, error=str(error))
+
+    def loss_note(self) -> str:
+        if self.sandbox_lost is None:
+            return ""
+        return f" ({self.sandbox_lost}: the sandbox and its files are lost; the next call gets a fresh, empty one)"
+
+    def open_sandbox(self, image: str | None, ttl_s: float) -> Mapping[str, Any]:
+        answer = self.client.describe_open(self._name, image, ttl_s)
+        self.sandbox = SandboxInfo.model_validate(answer["sandbox"])
+        return {"image": answer["image"], "start_s": answer["start_s"]}
+
+    def close_sandbox(self) -> bool:
+        return self.client.close(self._name)

@@ -1,0 +1,93 @@
+"""Cancels of calls that run in no sandbox: whichever worker of the pool reads one ends the call, or passes the order on to who runs it."""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import redis
+
+from contract.calls import ToolCall, ToolContext
+from contract.errors import BrokerUnavailable
+from contract.names import control_queue
+from workers.control import ControlReader
+from workers.interrupts import END_SIGNAL, CancelBoard
+
+ORDER_TTL_S = 60
+"""What is passed on to a worker that is gone vanishes."""
+_HOLDER = re.compile(r"(pool\.[^/\s]{1,128})/([1-9][0-9]{0,9})")
+"""As `process_holder` writes it. The marker comes from Redis: it may only name a worker of ours, and a process."""
+
+
+class HolderLedger(Protocol):
+    """Who may start a call, and who has."""
+
+    def claim(self, tenant: str, call_id: str, host: str) -> bool: ...
+
+    def holder(self, tenant: str, call_id: str) -> str | None: ...
+
+
+def process_holder(worker: str, pid: int) -> str:
+    """The run marker of a call that one process of a worker without sandboxes runs."""
+    return f"{worker}/{pid}"
+
+
+class PoolControlListener(ControlReader):
+    """Reads the control lists of this worker's pools, which any of their workers may read, and one of its own. Serves `session.cancel` alone."""
+
+    verbs = frozenset({"session.cancel"})
+    needs_session = False
+
+    def __init__(
+        self,
+        client: "redis.Redis",
+        ledger: HolderLedger,
+        board: CancelBoard,
+        worker: str,
+        pools: Sequence[str],
+        key: bytes,
+        end_process: Callable[[int], bool] | None = None,
+    ) -> None:
+        super().__init__(client, (worker, *pools), key)
+        self._ledger = ledger
+        self._board = board
+        self._worker = worker
+        self._end_process = end_process or _interrupt_child
+
+    def obey(self, call: ToolCall, context: ToolContext, data: bytes) -> bool:
+        """True when the call had not started and never will, or is being ended, here or by whoever runs it."""
+        call_id = str(call.arguments["call_id"])
+        if self._ledger.claim(context.tenant, call_id, self._worker):
+            return True
+        found = _HOLDER.fullmatch(self._ledger.holder(context.tenant, call_id) or "")
+        if found is None:
+            return False
+        if found[1] != self._worker:
+            self._pass_on(found[1], data)
+            return True
+        # Before the signal: the process looks there whether it is meant.
+        self._board.mark(context.tenant, call_id)
+        return self._end_process(int(found[2]))
+
+    def _pass_on(self, worker: str, data: bytes) -> None:
+        key = control_queue(worker)
+        try:
+            with self._client.pipeline(transaction=True) as pipe:
+                pipe.lpush(key, data)
+                pipe.expire(key, ORDER_TTL_S)
+                pipe.execute()
+        except redis.RedisError as error:
+            raise BrokerUnavailable(f"the cancel was not passed on to {worker} ({error})") from error
+
+
+def _interrupt_child(pid: int) -> bool:
+    """Send END_SIGNAL to a process that this one forked; a marker from Redis cannot name any other."""
+    try:
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        if parent != os.getpid():
+            return False
+        os.kill(pid, END_SIGNAL)
+    except (OSError, ValueError, IndexError):
+        return False
+    return True

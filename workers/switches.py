@@ -1,0 +1,33 @@
+"""Which tools an administrator has turned off, as a worker knows it when it runs a call."""
+
+import time
+from collections.abc import Callable, Mapping
+
+import redis
+
+from contract.errors import BrokerUnavailable
+from contract.names import switches_key
+from contract.registry import SWITCHES_FRESH_S, Switch, parse_switches
+
+
+class Switches:
+    """The switches in Redis, read again at most every SWITCHES_FRESH_S seconds."""
+
+    def __init__(self, client: "redis.Redis", deployment: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._key = switches_key(deployment)
+        self._clock = clock
+        self._known: Mapping[str, Switch] = {}
+        self._read_at = float("-inf")
+
+    def find(self, name: str) -> Switch | None:
+        """Why the tool is off; None when it is on. Raises BrokerUnavailable: what may have been turned off is not run."""
+        if self._clock() - self._read_at >= SWITCHES_FRESH_S:
+            try:
+                told = self._client.hgetall(self._key)
+            except redis.RedisError as error:
+                raise BrokerUnavailable(
+                    f"the call was not run: Redis did not say whether {name} is turned off ({error}); see that Redis is up"
+                ) from error
+            self._known, self._read_at = parse_switches(told), self._clock()
+        return self._known.get(name)

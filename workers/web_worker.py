@@ -1,0 +1,105 @@
+"""The worker without sandboxes: serves web tools and operators' tools, with the network and under Celery's own limits."""
+
+import os
+import secrets
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+
+import structlog
+
+from contract.errors import ConfigError
+from contract.names import POOL_QUEUES, pool_worker
+from contract.registry import ToolRegistry
+from contract.specs import Catalog, ToolSpec
+from workers.app import build_app, run_worker
+from workers.blobs import Blobs
+from workers.call_events import open_events
+from workers.catalog import CatalogPublisher
+from workers.executor import Executor
+from workers.interrupts import CancelBoard, Interrupts
+from workers.ledger import Ledger
+from workers.pool_control import PoolControlListener, process_holder
+from workers.redis_connection import connect, connect_once, drop_connections
+from workers.settings import WorkerSettings
+from workers.switches import Switches
+from workers.tasks import register_tasks
+from workers.tools.base import WorkerRegistry, WorkerTool
+
+log = structlog.get_logger(__name__)
+
+
+def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool]) -> None:
+    """Serves `tools` in the queues of their pools until it is told to stop. Raises ConfigError when it cannot start."""
+    broker = settings.broker()
+    key = broker.signing_key()
+    pools = choose_pools([tool.spec for tool in tools], settings.worker_queues)
+    registry: WorkerRegistry = ToolRegistry(tool for tool in tools if tool.spec.pool in pools)
+    worker = pool_worker(settings.host, secrets.token_hex(4))
+    board = CancelBoard()
+    app = build_app(broker)
+    register_tasks(app, registry, key, partial(_build_executor, settings, registry, worker, board))
+    publisher = CatalogPublisher(connect(broker), settings.deployment, build_catalogs(registry))
+    queues = [POOL_QUEUES[pool] for pool in pools]
+    control = PoolControlListener(connect(broker), Ledger(connect(broker), settings.deployment), board, worker, queues, key)
+
+    def start_threads() -> None:
+        publisher.start()
+        control.start()
+
+    def stop_threads() -> None:
+        control.stop()
+        publisher.stop()
+
+    log.info("worker_starting", queues=queues, tools=[spec.name for spec in registry.specs()], concurrency=settings.concurrency)
+    run_worker(
+        app,
+        f"web-{settings.host}",
+        queues,
+        settings.concurrency,
+        settings.log_level,
+        on_ready=start_threads,
+        on_stop=stop_threads,
+    )
+
+
+def choose_pools(specs: Sequence[ToolSpec], queues: Sequence[str] | None) -> list[str]:
+    """The pools that a worker with these tools serves. `queues` None: all that it has tools for, since a call in the queue of any other
+    would fail here and not where it could run.
+
+    Raises ConfigError for a queue without tools, and for no tools at all.
+    """
+    served = {spec.pool for spec in specs}
+    chosen = [pool for pool, queue in POOL_QUEUES.items() if (pool in served if queues is None else queue in queues)]
+    for pool in chosen:
+        if pool not in served:
+            advice = "install their package beside the worker or name their modules in TOOLCREW_TOOL_MODULES, or leave it out"
+            raise ConfigError(f"TOOLCREW_WORKER_QUEUES names {POOL_QUEUES[pool]}, but there are no tools for it: {advice}")
+    if not chosen:
+        raise ConfigError("a worker of the kind web found no tools to serve: install toolcrew[web], or a package with tools")
+    return chosen
+
+
+def build_catalogs(registry: WorkerRegistry) -> dict[str, Catalog]:
+    """Pool -> what it serves here."""
+    by_pool: dict[str, list[ToolSpec]] = defaultdict(list)
+    for spec in registry.specs():
+        by_pool[spec.pool].append(spec)
+    return {pool: Catalog(tools=tuple(specs)) for pool, specs in by_pool.items()}
+
+
+def _build_executor(settings: WorkerSettings, registry: WorkerRegistry, worker: str, board: CancelBoard) -> Executor:
+    """Called in the process that runs the calls: their markers name it."""
+    client = connect(settings.broker())
+    interrupts = Interrupts(board, drop_connections)
+    interrupts.listen()
+    return Executor(
+        registry,
+        None,
+        Ledger(client, settings.deployment),
+        Blobs(client, settings.deployment),
+        {"host": process_holder(worker, os.getpid())},
+        guard=interrupts,
+        switches=Switches(client, settings.deployment),
+        open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
+    )
