@@ -16,13 +16,15 @@ Validator = Callable[[Mapping[str, Any]], str | None]
 """A custom check of valid arguments: None, or a sentence that says what is wrong and what to do."""
 SWITCHES_FRESH_S = 1.0
 """How old may be what a process knows of the switches: half of the time within which one takes effect everywhere."""
+LAST_INSTANT = 253_402_300_800
+"""The year 10000, which no calendar of ours can show."""
 
 
 class Switch(Record):
     """That a tool is off: by whom, since when (Unix seconds), why. A tool without one is on."""
 
     by: str = Field(default="", max_length=128)
-    at: float = Field(default=0.0, ge=0)
+    at: float = Field(default=0.0, ge=0, lt=LAST_INSTANT)
     reason: str | None = Field(default=None, max_length=1024)
 
     def refusal(self, name: str) -> str:

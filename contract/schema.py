@@ -86,6 +86,11 @@ def _is_within(schema: Mapping[str, Any], reference: str) -> bool:
     return isinstance(part, Mapping | bool)
 
 
+def find_aliases(spec: ToolSpec, arguments: Mapping[str, Any]) -> list[str]:
+    """The aliases that were used, as prepare_arguments tells them. Raises ToolFailure(INVALID_ARGUMENTS)."""
+    return _fold_aliases(spec, arguments)[1]
+
+
 def _fold_aliases(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Also in the objects of a list, for the parameters that these have themselves."""
     used: dict[str, None] = {}

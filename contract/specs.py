@@ -27,6 +27,9 @@ class ToolSpec(Record):
     """Other names a model may use for a parameter -> its canonical name."""
     command_parameter: str | None = None
     """The parameter that holds a shell command, by its canonical name: then danger and command rules are decided per command."""
+    input_parameter: str | None = None
+    """The parameter with text for the standard input of that command or, without one, of a program that runs already: judged as well
+    where a shell may read it."""
 
 
 class Catalog(Record):

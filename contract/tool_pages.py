@@ -39,7 +39,9 @@ def _parameter_rows(spec: ToolSpec) -> Iterator[str]:
     required: Any = spec.parameters.get("required", [])
     yield "| parameter | type | default | limits | |"
     yield "|---|---|---|---|---|"
-    for name, schema in properties.items():
+    for name, told in properties.items():
+        # JSON Schema allows `true` for anything.
+        schema: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
         default = "required" if name in required else _code(schema["default"]) if "default" in schema else ""
         cells = (f"`{name}`", _type(schema), default, "; ".join(_limits(schema)), str(schema.get("description", "")))
         yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

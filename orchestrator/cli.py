@@ -65,7 +65,9 @@ def run(
     async def work() -> RunResult:
         async with open_client() as client, await client.open_session(workspace) as session:
             options = ReActOptions(max_iterations=max_iterations)
-            result = await client.run(text, session=session, model=model, dialect=dialect, options=options, on_event=on_event)
+            result = await client.run(
+                text, session=session, model=model, dialect=dialect, options=options, on_event=on_event, shows_output=not as_json
+            )
             if save_workspace is not None:
                 await session.export(save_workspace)
             return result

@@ -13,6 +13,7 @@ from contract.call_events import MODEL
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.registry import ToolState, filter_specs
+from contract.schema import find_aliases
 from contract.settings import BrokerSettings
 from contract.specs import ToolSpec
 from orchestrator.agent import Agent, RunResult
@@ -136,37 +137,42 @@ class ToolClient:
         return [ToolState(spec, switches.get(spec.name)) for spec in specs if spec.audience == "model"]
 
     async def tool_state(self, name: str) -> ToolState:
-        """One tool with its state. Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names."""
+        """One tool with its state. Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ConfigError when no worker serves it now."""
         spec = await self._find_tool(name)
+        if spec is None:
+            raise ConfigError(self._catalog.explain_missing(name) or f"no worker serves {name} now")
         return ToolState(spec, (await self._switches.switches()).get(name))
 
-    async def disable(self, name: str, *, reason: str | None = None, by: str | None = None) -> ToolState:
+    async def disable(self, name: str, *, reason: str | None = None, by: str | None = None) -> ToolState | None:
         """Turn a tool off for the whole deployment, on every worker and orchestrator within 2 s: calls of it fail with TOOL_DISABLED and `reason`,
-        models that start then are not told of it. It stays off until `enable`. `by`: who says so, else the client's tenant.
+        models that start then are not told of it. It stays off until `enable`. `by`: who says so, else the client's tenant. None: it is off, and no
+        worker serves it now.
 
         Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ToolFailure(INVALID_ARGUMENTS), BrokerUnavailable.
         """
         spec = await self._find_tool(name)
         switch = build_switch(by or self.tenant, reason)
         await self._switches.turn_off(name, switch)
-        return ToolState(spec, switch)
+        return ToolState(spec, switch) if spec is not None else None
 
     async def enable(self, name: str) -> ToolState | None:
-        """Turn a tool on again. None when it was off and no worker publishes it now. Raises as `disable`."""
+        """Turn a tool on again. None: it is on, and no worker serves it now. Raises as `disable`."""
         was_off = await self._switches.turn_on(name)
         try:
-            return ToolState(await self._find_tool(name))
+            spec = await self._find_tool(name)
         except ToolFailure:
             if not was_off:
                 raise
             return None
+        return ToolState(spec) if spec is not None else None
 
-    async def _find_tool(self, name: str) -> ToolSpec:
+    async def _find_tool(self, name: str) -> ToolSpec | None:
+        """The tool; None when there is one that no worker serves now."""
         specs = {spec.name: spec for spec in await self._catalog.specs()}
         spec = specs.get(name)
-        if spec is not None and spec.audience == "session":
+        if name.startswith("session."):
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{name} is a verb of sessions, which cannot be turned off; turn off tools")
-        if spec is None:
+        if spec is None and self._catalog.explain_missing(name) is None:
             nearest = find_nearest(name, [spec.name for spec in specs.values() if spec.audience == "model"])
             raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}", nearest=nearest)
         return spec
@@ -181,11 +187,13 @@ class ToolClient:
         dialect: str | None = None,
         options: ReActOptions | None = None,
         on_event: OnEvent | None = None,
+        shows_output: bool = True,
         tools: Iterable[str] | Literal["all"] | None = None,
     ) -> RunResult:
         """Work one instruction to an answer or a limit, in `session` or in one of its own.
 
-        `model` None: as the environment says, else the embedded small one. `tools` None: all that the model can cope with. Raises ModelUnavailable, SandboxUnavailable, ConfigError.
+        `model` None: as the environment says, else the embedded small one. `tools` None: all that the model can cope with. `on_event` gets
+        OutputArrived while calls run, unless `shows_output` is False: then no worker sends any. Raises ModelUnavailable, SandboxUnavailable, ConfigError.
         """
         if session is not None and workspace is not None:
             raise ConfigError("give either a session or a workspace to run in, not both")
@@ -209,8 +217,7 @@ class ToolClient:
                     session,
                     specs,
                     Terms(default_timeout_s=options.tool_timeout_s, run=run, model=chosen.model.name),
-                    run,
-                    on_event,
+                    _output_teller(on_event, run) if on_event is not None and shows_output else None,
                     questions,
                 ),
                 instruction=chosen.instruction,
@@ -223,7 +230,7 @@ class ToolClient:
             return await agent.run(instruction)
 
     def _run_call(
-        self, session: Session, specs: list[ToolSpec], terms: Terms, run: str, on_event: OnEvent | None, questions: ModelRequests
+        self, session: Session, specs: list[ToolSpec], terms: Terms, tell_output: Callable[[str], OnOutput] | None, questions: ModelRequests
     ) -> Callable[[ToolCall], Awaitable[ToolResult]]:
         """How a model's call is run: reviewed, then dispatched, its output told to who listens."""
         by_name = {spec.name: spec for spec in specs}
@@ -237,19 +244,17 @@ class ToolClient:
             reviewed = await review(call, spec, self._approver, policy=self._policy, tenant=session.tenant, session=session.id)
             if isinstance(reviewed, ToolResult):
                 return reviewed
-            on_output = _output_teller(on_event, run, call.id) if on_event is not None else None
+            on_output = tell_output(call.id) if tell_output is not None else None
             heard = replace(terms, handlers={MODEL: questions.open_call()}) if spec.pool == "tools" else terms
             result = await session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=heard)
-            return note_aliases(result, [f"{name} -> {spec.aliases[name]}" for name in call.arguments if name in spec.aliases])
+            return note_aliases(result, find_aliases(spec, call.arguments))
 
         return run_call
 
 
-def _output_teller(on_event: OnEvent, run: str, call_id: str) -> OnOutput:
-    def tell(stream: str, text: str) -> None:
-        on_event(OutputArrived(run=run, call_id=call_id, stream=stream, text=text))
-
-    return tell
+def _output_teller(on_event: OnEvent, run: str) -> Callable[[str], OnOutput]:
+    """Call id -> what tells the pieces of its output as events."""
+    return lambda call_id: lambda stream, text: on_event(OutputArrived(run=run, call_id=call_id, stream=stream, text=text))
 
 
 def _with_secret(settings: OrchestratorSettings) -> OrchestratorSettings:

@@ -33,7 +33,11 @@ class RedisSwitches:
     async def switches(self) -> Mapping[str, Switch]:
         """Raises BrokerUnavailable when Redis does not answer: what may have been turned off is not called."""
         if time.monotonic() - self._read_at >= SWITCHES_FRESH_S:
-            await self._read()
+            try:
+                told: Any = await self._client.hgetall(self._key)
+            except (RedisError, OSError) as error:
+                raise BrokerUnavailable(f"Redis did not say which tools are turned off ({error})") from error
+            self._known, self._read_at = parse_switches(told), time.monotonic()
         return self._known
 
     async def turn_off(self, name: str, switch: Switch) -> None:
@@ -42,7 +46,7 @@ class RedisSwitches:
             await self._client.hset(self._key, name, switch.model_dump_json())
         except (RedisError, OSError) as error:
             raise _unchanged(name, error) from error
-        await self._read()
+        self._read_at = float("-inf")
 
     async def turn_on(self, name: str) -> bool:
         """Whether it was off. Raises BrokerUnavailable."""
@@ -50,15 +54,8 @@ class RedisSwitches:
             was_off = bool(await self._client.hdel(self._key, name))
         except (RedisError, OSError) as error:
             raise _unchanged(name, error) from error
-        await self._read()
+        self._read_at = float("-inf")
         return was_off
-
-    async def _read(self) -> None:
-        try:
-            told: Any = await self._client.hgetall(self._key)
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis did not say which tools are turned off ({error})") from error
-        self._known, self._read_at = parse_switches(told), time.monotonic()
 
 
 class RegistrySwitches:

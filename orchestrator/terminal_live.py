@@ -23,7 +23,7 @@ class LiveLines:
         """The lines that are complete by this piece."""
         *lines, rest = (self._open.get(stream, "") + text).split("\n")
         # More than is shown is not kept: a line may never end.
-        self._open[stream] = rest[: MAX_LINE_CHARS + 1]
+        self._open[stream] = _last_turn(rest)[: MAX_LINE_CHARS + 1] + ("\r" if rest.endswith("\r") else "")
         return [_fit(line) for line in lines]
 
     def rest(self) -> list[str]:
@@ -67,7 +67,13 @@ class LiveOutput:
             self._console.print(Text(line, style="dim"), soft_wrap=True)
 
 
+def _last_turn(line: str) -> str:
+    """What stands there of a line that was written over again and again, as progress is told."""
+    return line.rstrip("\r").rpartition("\r")[2]
+
+
 def _fit(line: str) -> str:
     """A line as it can be shown: without what would drive a terminal, and told when it is cut."""
+    line = _last_turn(line)
     cut = line if len(line) <= MAX_LINE_CHARS else f"{line[:MAX_LINE_CHARS]}..."
-    return escape_controls(cut.rstrip("\r")).replace("\t", "    ")
+    return escape_controls(cut).replace("\t", "    ")

@@ -25,8 +25,9 @@ if str(GUEST_PARENT) not in sys.path:
 _PYTHON = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]);"
-    "from guest.loop import main; from guest.places import Places;"
-    "paths = [path.encode() for path in sys.argv[2:]];"
+    "from guest import supervisors; from guest.loop import main; from guest.places import Places;"
+    "supervisors.IDLE_S = float(sys.argv[2]);"
+    "paths = [path.encode() for path in sys.argv[3:]];"
     "main(Places(tuple(paths[:-1]), paths[-1]))"
 )
 # A user of its own for each guest: limits of processes count by user, over the whole host.
@@ -79,7 +80,7 @@ class Done:
 class Guest:
     """A running guest. It runs as an unprivileged user, with `workspace` and `tmp` as its roots and `output` for what is too long."""
 
-    def __init__(self, base: Path, shell_prefix: str = "") -> None:
+    def __init__(self, base: Path, shell_prefix: str, idle_s: float) -> None:
         uid = _FIRST_UID + secrets.randbelow(1 << 20)
         self.workspace = base / "workspace"
         self.tmp = base / "tmp"
@@ -87,7 +88,8 @@ class Guest:
         for root in (self.workspace, self.tmp, self.output):
             root.mkdir()
             os.chown(root, uid, uid)
-        guest = [_PYTHON, "-I", "-S", "-u", "-c", _BOOT, str(GUEST_PARENT), str(self.workspace), str(self.tmp), str(self.output)]
+        roots = [str(root) for root in (self.workspace, self.tmp, self.output)]
+        guest = [_PYTHON, "-I", "-S", "-u", "-c", _BOOT, str(GUEST_PARENT), str(idle_s), *roots]
         user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs", "--inh-caps=-all"]
         # Not sh: dash knows no `ulimit -u`. A limit that cannot be set must end the start, not be missing.
         shell = ["/bin/bash", "--norc", "-c", f'set -e; {shell_prefix} exec "$@"', "bash"]
@@ -203,7 +205,7 @@ class Guest:
         return found
 
     def wait_alone(self) -> bool:
-        """Whether PID 1 becomes the only process: a supervisor that waits for its next call ends after a second."""
+        """Whether PID 1 becomes the only process: a supervisor that waits for its next call ends after its idle time."""
         give_up_at = time.monotonic() + 3.0
         while self.others():
             if time.monotonic() > give_up_at:
@@ -227,15 +229,18 @@ def _state(entry: Path) -> str:
 
 
 @contextlib.contextmanager
-def running_guest(shell_prefix: str = "") -> Iterator[Guest]:
-    """A guest with fresh roots. `shell_prefix` runs before it as root, to set limits: `ulimit -u 60;`."""
+def running_guest(shell_prefix: str = "", idle_s: float = 1.0) -> Iterator[Guest]:
+    """A guest with fresh roots. `shell_prefix` runs before it as root, to set limits: `ulimit -u 60;`.
+
+    `idle_s`: how long a supervisor waits for its next call; little, for who looks at what is left after each.
+    """
     # Not below pytest's own directory, which other users may not enter.
     base = Path(tempfile.mkdtemp(prefix="toolcrew-guest-"))
     base.chmod(0o755)
     # The guest's user cannot write them, and as an image it starts with them.
     compileall.compile_dir(GUEST_PARENT / "guest", quiet=1)
     try:
-        guest = Guest(base, shell_prefix)
+        guest = Guest(base, shell_prefix, idle_s)
         try:
             yield guest
         finally:

@@ -13,6 +13,8 @@ from workers.sandboxd.answers import build_done, has_stream
 from workers.sandboxd.requests import check_request, count_budget
 from workers.tools.builtin import build_registry
 
+_REGISTRY = build_registry()
+
 
 class GuestClient(FakeSandboxClient):
     """Answers every request by asking the guest."""
@@ -43,7 +45,7 @@ class GuestTools:
 
     def __init__(self, guest: Guest) -> None:
         facts = {"host": "h1", "queue": "host.h1.b00t"}
-        self._executor = Executor(build_registry(), GuestClient(guest), MemoryLedger(), MemoryBlobs(), facts)
+        self._executor = Executor(_REGISTRY, GuestClient(guest), MemoryLedger(), MemoryBlobs(), facts)
         self._calls = 0
 
     def run(self, tool: str, /, **arguments: Any) -> ToolResult:

@@ -17,7 +17,14 @@ def build_glob_done(**fields: Any) -> dict[str, Any]:
 def build_grep_done(**fields: Any) -> dict[str, Any]:
     counts = ("matches", "files", "shown", "shown_files", "cut_lines", "searched", "ignored", "large", "binary", "unreadable")
     names = ("large_names", "binary_names", "unreadable_names", "bad_rules")
-    plain = {**dict.fromkeys(counts, 0), **{name: [] for name in names}, "engine": "ripgrep", "cut": False, "partial": False}
+    plain = {
+        **dict.fromkeys(counts, 0),
+        **{name: [] for name in names},
+        "engine": "ripgrep",
+        "is_file": False,
+        "cut": False,
+        "partial": False,
+    }
     return {**plain, **fields}
 
 

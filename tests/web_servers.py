@@ -3,6 +3,7 @@
 import ipaddress
 import ssl
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,10 +19,9 @@ from workers.tools.base import WorkerRegistry, WorkerTool
 from workers.web.addresses import AddressRules
 from workers.web.cache import Page
 from workers.web.connections import build_tls
-from workers.web.deadlines import Deadline
 from workers.web.egress import EgressRules
 from workers.web.fetcher import Fetcher
-from workers.web.limits import FetchLimits
+from workers.web.limits import Deadline, FetchLimits
 from workers.web.urls import Address
 
 Reply = bytes | Sequence[bytes] | Callable[[socket], None]
@@ -153,6 +153,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.pages: dict[tuple[str, str], Page] = {}
+        self.fetches: Counter[str] = Counter()
 
     def take(self, tenant: str, url: str) -> Page | None:
         return self.pages.get((tenant, url))
@@ -160,6 +161,10 @@ class MemoryStore:
     def keep(self, tenant: str, page: Page) -> bool:
         self.pages[tenant, page.url] = page
         return True
+
+    def count(self, tenant: str) -> int:
+        self.fetches[tenant] += 1
+        return self.fetches[tenant]
 
 
 @dataclass
@@ -178,6 +183,7 @@ def build_web(
     limits: FetchLimits | None = None,
     tls: ssl.SSLContext | None = None,
     clock: Callable[[], float] | None = None,
+    per_minute: int | None = None,
     **rules: Any,
 ) -> Web:
     ports = frozenset(server.port for server in servers)
@@ -186,7 +192,11 @@ def build_web(
     resolver = StubResolver({host: [["127.0.0.1"]] for host in hosts} | (names or {}))
     store = MemoryStore()
     chosen = {"clock": clock} if clock is not None else {}
-    return Web(resolver, Fetcher(resolver, EgressRules(**rules), store, limits=limits, tls=tls or SYSTEM_TLS, **chosen), store)
+    return Web(
+        resolver,
+        Fetcher(resolver, EgressRules(**rules), store, per_minute=per_minute, limits=limits, tls=tls or SYSTEM_TLS, **chosen),
+        store,
+    )
 
 
 def run_tool(tool: WorkerTool, *, tenant: str = "acme", timeout_s: float = 30.0, **arguments: Any) -> ToolResult:

@@ -189,6 +189,7 @@ class _Glob(_Shape):
 
 class _Grep(_Shape):
     engine: Literal["ripgrep", "python"]
+    is_file: bool
     matches: Count
     files: Count
     shown: Count

@@ -100,6 +100,8 @@ class WebSettings(BaseSettings):
     webfetch_only_hosts: list[str] = []
     """When there are any, no other host is fetched from; `*.example.org` stands for the names below example.org."""
     webfetch_ports: list[Annotated[int, Field(ge=1, le=65535)]] = [80, 443]
+    webfetch_per_minute: int = Field(default=120, ge=1)
+    """Pages that one tenant may fetch from the network in a minute."""
     webfetch_refuse_ranges: list[IPvAnyNetwork] = []
     """Networks of the operator's own, as `192.0.2.0/24`, that are refused beside the private ones."""
     webfetch_nat64_prefix: IPv6Network | None = None

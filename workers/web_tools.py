@@ -2,7 +2,7 @@
 
 from workers.custom.loading import load_custom_tools
 from workers.custom.state import StateStore
-from workers.redis_connection import connect
+from workers.redis_connection import connect_once
 from workers.settings import WorkerSettings, load_web_settings
 from workers.tools.base import WorkerTool
 from workers.web.cache import PageCache
@@ -12,6 +12,7 @@ from workers.web.tools import build_web_tools
 def load_web_worker_tools(settings: WorkerSettings) -> tuple[WorkerTool, ...]:
     """Loads all of them, whatever queues are served: operators' tools that are broken must be loud. Raises ConfigError."""
     broker = settings.broker()
-    cache = PageCache(connect(broker), settings.deployment)
+    # Once: a Redis that is away must not hold up every fetch.
+    cache = PageCache(connect_once(broker), settings.deployment)
     custom = load_custom_tools(settings.tool_modules, config=settings.tool_config, states=StateStore.of(broker))
     return (*build_web_tools(load_web_settings(), cache), *custom)

@@ -27,6 +27,9 @@ def build_result(call: ToolCall, value: Any) -> ToolResult:
 
 def build_failure(call: ToolCall, error: BaseException) -> ToolResult:
     """What the model is told of an exception: its type and text, or the code and sentence of a ToolFailure."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        # What a TaskGroup raises says nothing; its one task does.
+        error = error.exceptions[0]
     if isinstance(error, ToolFailure):
         return ToolResult.failed(call, error.code, error.message, metadata=_plain_metadata(error.metadata))
     try:

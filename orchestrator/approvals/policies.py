@@ -6,7 +6,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,11 +16,14 @@ from contract.shell.commands import Command, Script, parse_commands
 from contract.shell.danger_tables import HARMLESS_DEVICES
 from contract.shell.dangers import Level, classify
 from contract.shell.shell_words import Word
+from contract.shell.wrappers import SHELLS
 from contract.specs import ToolSpec
 
 Action = Literal["deny", "ask", "allow"]
 MAX_POLICY_BYTES = 1024 * 1024
 WORKSPACE = "/workspace"
+MAX_TALK_CHARS = 4096
+"""Text for a running program that is longer than this must be readable as commands, or is asked about."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,10 @@ class ApprovalPolicy:
 
 
 def read_command(spec: ToolSpec, arguments: Mapping[str, Any]) -> Script | None:
-    """The command of a call, None when its tool takes none. A list is read as one command's words; anything else cannot be told."""
+    """The commands of a call, those that a shell may read from its standard input included; None when its tool takes none.
+
+    A list is read as one command's words; anything else cannot be told.
+    """
     if spec.command_parameter is None:
         return None
     properties = spec.parameters.get("properties")
@@ -114,10 +120,20 @@ def read_command(spec: ToolSpec, arguments: Mapping[str, Any]) -> Script | None:
         return Script("", opaque="its tool names a command parameter that it does not have")
     given = arguments.get(spec.command_parameter, "")
     if isinstance(given, str):
-        return parse_commands(given)
+        return _with_input(parse_commands(given), arguments.get(spec.input_parameter) if spec.input_parameter is not None else None)
     if isinstance(given, Sequence) and all(isinstance(word, str) for word in given):
         return parse_commands(shlex.join(given))
     return Script("", opaque="it is not text")
+
+
+def _with_input(script: Script, text: object) -> Script:
+    """And what is sent to a shell that it starts or, when it starts nothing, to a program that runs already, which may be one."""
+    if not isinstance(text, str) or (script.text and not any(command.program in SHELLS for command in script.commands)):
+        return script
+    sent = parse_commands(text)
+    # A line for any program that talks is no shell's text, most often: then only what reads as a command counts.
+    is_talk = not script.text and len(text) <= MAX_TALK_CHARS
+    return replace(script, commands=script.commands + sent.commands, opaque=script.opaque or ("" if is_talk else sent.opaque))
 
 
 def load_policy(path: Path | str) -> ApprovalPolicy:

@@ -31,7 +31,8 @@ class _Spent:
 class ModelAdapter:
     """A model to ask from within a tool: at most `max_calls` times, for about `max_tokens` tokens, prompts and replies together.
 
-    A reply that has begun is never cut for the budget, so the last one may go over it. No tools are offered to the model.
+    What is asked counts before it is answered, and whether it is or not. A reply that has begun is never cut for the budget, so the last
+    one may go over it. No tools are offered to the model.
     """
 
     model: Model
@@ -54,8 +55,8 @@ class ModelAdapter:
         Raises ToolFailure when the budget is used up or the reply takes longer than `timeout_s`, ModelUnavailable when the model
         cannot be asked.
         """
-        self._claim_call()
         messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        claimed = self._claim_call(messages)
         extra: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -65,7 +66,7 @@ class ModelAdapter:
                 raise
             message = f"the model did not answer in {timeout_s:g} s: ask for less, or give it more time"
             raise ToolFailure(ErrorCode.TIMEOUT, message) from None
-        self._charge(messages, completion)
+        self._charge(claimed, completion)
         return completion
 
     async def _ask(self, request: ModelRequest) -> Completion:
@@ -84,8 +85,8 @@ class ModelAdapter:
         reply = assembler.finish(strict=False)
         return Completion(reply.text, usage, reply.finish_reason)
 
-    def _claim_call(self) -> None:
-        """Count one call, before it is made: calls at the same time cannot all be the last."""
+    def _claim_call(self, messages: Sequence[Message]) -> int:
+        """Count one call with about the tokens of its messages, which it gives, before it is made: calls at the same time cannot all be the last."""
         if self._spent.calls >= self.max_calls:
             raise ToolFailure(
                 ErrorCode.PERMISSION_DENIED, f"this tool may ask the model {self.max_calls} times and has done so: its budget is used up"
@@ -95,12 +96,14 @@ class ModelAdapter:
                 ErrorCode.PERMISSION_DENIED,
                 f"this tool may use {self.max_tokens} tokens of the model and has used {self._spent.tokens}: its budget is used up",
             )
+        claimed = sum(len(str(value)) for message in messages for value in message.values()) // CHARS_PER_TOKEN
         self._spent.calls += 1
+        self._spent.tokens += claimed
+        return claimed
 
-    def _charge(self, messages: Sequence[Message], completion: Completion) -> None:
+    def _charge(self, claimed: int, completion: Completion) -> None:
         usage = completion.usage
         self._spent.usage = self._spent.usage + usage
         counted = usage.prompt_tokens + usage.completion_tokens
-        chars = sum(len(str(message.get("content") or "")) for message in messages) + len(completion.text)
         # A server that does not count must not make the budget endless.
-        self._spent.tokens += counted or chars // CHARS_PER_TOKEN + 1
+        self._spent.tokens += counted - claimed if counted else len(completion.text) // CHARS_PER_TOKEN + 1

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from guest.file_texts import FileText
 
 _MAX_BYTES = 16_777_216
+_TELLING_CHARS = 8
 _MAX_LINES = 500_000
 _DIFF_LINES = 40
 _DIFF_CHARS = 2400
@@ -195,7 +196,8 @@ class _Miss:
         )
 
     def _test_replaced(self) -> str | None:
-        at = self._body.find(self._new) if self._new.strip() else -1
+        # A word or two may stand anywhere and prove nothing.
+        at = self._body.find(self._new) if len(self._new.strip()) >= _TELLING_CHARS else -1
         return f"new_string is in the file already, at {self._where(at)}: the edit may have been made before." if at >= 0 else None
 
     def _find_by_line(self, change: Callable[[str], str]) -> int | None:

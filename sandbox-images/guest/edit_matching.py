@@ -26,7 +26,9 @@ class Needle:
     def __init__(self, body: bytes, old: bytes, codec: str) -> None:
         self._body = body
         self._old = old
-        self._decoder = None if codec.startswith(_ANYWHERE) else codecs.getincrementaldecoder(codec)
+        self._decoder = None if codec.startswith(_ANYWHERE) else codecs.getincrementaldecoder(codec)("replace")
+        # Where a character is known to begin: a long line without a low byte is not read from its start for each match.
+        self._known = 0
         self._mixed: _MixedEnds | None = None
         if b"\n" in old and b"\r\n" in body and not old.endswith(b"\r"):
             if body.count(b"\r\n") == body.count(b"\n"):
@@ -62,12 +64,15 @@ class Needle:
         """Whether a character begins there, rather than that its second byte looks like one."""
         if self._decoder is None:
             return True
+        least = self._known if self._known <= at else 0
         start = at
-        while start > 0 and self._body[start - 1] >= _FIRST_REST_BYTE:
+        while start > least and self._body[start - 1] >= _FIRST_REST_BYTE:
             start -= 1
-        decoder = self._decoder("replace")
-        decoder.decode(self._body[start:at])
-        return not decoder.getstate()[0]
+        self._decoder.reset()
+        self._decoder.decode(self._body[start:at])
+        begun = len(self._decoder.getstate()[0])
+        self._known = at - begun
+        return not begun
 
 
 class _MixedEnds:

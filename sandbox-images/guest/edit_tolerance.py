@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from guest.edit_matching import Span
@@ -35,7 +37,8 @@ def find_unindented(body: bytes, old: bytes) -> Span | None:
 
 def _find_only(lines: list[bytes], wanted: list[bytes]) -> int | None:
     """Where the run of lines stands that is the only one like `wanted`. The rarest line is looked for, as blank ones are many."""
-    anchor = min(range(len(wanted)), key=lambda number: lines.count(wanted[number]) if wanted[number] else len(lines) + 1)
+    counts = Counter(lines)
+    anchor = min(range(len(wanted)), key=lambda number: counts[wanted[number]] if wanted[number] else len(lines) + 1)
     found = None
     at = -1
     while True:

@@ -11,8 +11,19 @@ import re
 from guest.failures import INVALID_PATTERN, Failure
 from guest.suggestions import escaped
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Match = Callable[[str], object]
+
 MAX_PATTERN_CHARS = 4096
 _MAX_ALTERNATIVES = 512
+_MAX_EXPANDED_CHARS = 65_536
+MAX_REGEX_CHARS = 131_072
+"""One of more takes seconds to compile."""
+# What a class takes to compile, in characters.
+_CLASS_COST = 500
 _MAGIC = re.compile(r"[*?\[{\\]")
 
 
@@ -28,6 +39,10 @@ class BadGlob(Exception):
         shown = escaped((pattern if len(pattern) <= 200 else f"{pattern[:200]}...").encode("utf-8", "backslashreplace"))
         words = f"{what} '{shown}': {self.reason} at character {self.position}; put \\ before a character that is meant as it is"
         return Failure(INVALID_PATTERN, words)
+
+
+class TooLarge(BadGlob):
+    """A pattern that would be one, were there time for it."""
 
 
 class Glob:
@@ -62,9 +77,18 @@ def expand_braces(pattern: str) -> list[str]:
             edges = [opening, *commas, closing]
             options = [text[low + 1 : high] for low, high in itertools.pairwise(edges)]
             left += [text[:opening] + option + text[closing + 1 :] for option in reversed(options)]
-        if len(done) + len(left) > _MAX_ALTERNATIVES:
-            raise BadGlob(f"more than {_MAX_ALTERNATIVES} alternatives in braces", pattern.find("{") + 1)
+        count = len(done) + len(left)
+        if count > _MAX_ALTERNATIVES or (count > 1 and count * len(text) > _MAX_EXPANDED_CHARS):
+            raise TooLarge("too many alternatives in braces", pattern.find("{") + 1)
     return done
+
+
+def compile_any(regexes: list[str], what: str) -> Match | None:
+    """What tells whether a text matches one of the regular expressions of globs; None when there are none. Raises Failure for too many."""
+    joined = "|".join(f"(?:{regex})" for regex in regexes)
+    if len(joined) + _CLASS_COST * (joined.count("[") - joined.count("[^/]")) > MAX_REGEX_CHARS:
+        raise Failure(INVALID_PATTERN, f"{what} is too large, with all its alternatives and classes: ask for a part of it at a time")
+    return re.compile(joined, re.DOTALL).fullmatch if regexes else None
 
 
 def split_list(text: str) -> list[str]:

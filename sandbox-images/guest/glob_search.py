@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 
 from guest.failures import FILE_NOT_FOUND, INVALID_ARGUMENTS, INVALID_PATTERN, NOT_A_DIRECTORY, PATH_NOT_ALLOWED, Failure
-from guest.glob_patterns import MAX_PATTERN_CHARS, BadGlob, Glob, expand_braces, has_magic
-from guest.search_clock import Clock
+from guest.glob_patterns import MAX_PATTERN_CHARS, BadGlob, Glob, compile_any, expand_braces, has_magic
+from guest.search_clock import ENTRIES_A_CHECK, Clock
 from guest.search_names import build_names
 from guest.search_start import Start, open_folder
 from guest.search_walk import Folder, Walk
@@ -19,11 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from guest.bench import Bench
+    from guest.glob_patterns import Match
     from guest.places import Places
     from guest.reports import ReportWriter
     from guest.search_requests import GlobRequest
-
-    Match = Callable[[str], object]
 
 
 def glob(request: GlobRequest, bench: Bench) -> dict[str, object]:
@@ -34,7 +32,7 @@ def glob(request: GlobRequest, bench: Bench) -> dict[str, object]:
     above = open_folder(pattern.path, bench.places)
     literal, name = pattern.open_literal(above, bench.places)
     if literal is not None:
-        finder.add_literal(literal, name)
+        finder.add_literal(literal, name, bench.places)
     start = pattern.open_start(above, bench.places)
     if pattern.failure is not None and not finder.has_literal:
         raise pattern.failure
@@ -97,10 +95,11 @@ class GlobPattern:
         return _open_below(self.path, parts[len(self._prefix) :] if self.is_absolute else parts, above, places), name
 
     def matchers(self) -> tuple[Match | None, Match | None]:
-        """What tells whether a name, and whether a path below the start, matches; None where no alternative is about it."""
+        """What tells whether a name, and whether a path below the start, matches; None where no alternative is about it. Raises Failure."""
         skip = len(self._prefix)
         globs = [Glob("/".join(glob.parts[skip:]), any_depth=False) if skip else glob for glob in self._globs]
-        return _compile([glob.regex for glob in globs if glob.name_only]), _compile([glob.regex for glob in globs if not glob.name_only])
+        by_name, by_path = [glob.regex for glob in globs if glob.name_only], [glob.regex for glob in globs if not glob.name_only]
+        return compile_any(by_name, "the pattern"), compile_any(by_path, "the pattern")
 
 
 def _open_below(path: str, parts: list[str], above: Start, places: Places) -> Start | None:
@@ -131,11 +130,13 @@ class _Finder:
         self._bad_rules: list[str] = []
         self._is_partial = False
 
-    def add_literal(self, folder: Start, name: str) -> None:
+    def add_literal(self, folder: Start, name: str, places: Places) -> None:
         """What has the very name of the pattern matches it, whatever its characters stand for, and though a rule ignores it."""
         try:
             status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
         except OSError:
+            return
+        if os.path.join(folder.real, os.fsencode(name)) == os.path.realpath(places.state):
             return
         if self._kind == "any" or stat.S_IFMT(status.st_mode) in _MODES[self._kind]:
             self._literal = folder.shown + os.fsencode(name)
@@ -157,7 +158,9 @@ class _Finder:
 
     def _look_at(self, folder: Folder, shown: bytes) -> None:
         by_name, by_path, is_wanted, prefix = self._by_name, self._by_path, _KINDS[self._kind], folder.prefix
-        for entry in folder.entries:
+        for number, entry in enumerate(folder.entries, 1):
+            if not number % ENTRIES_A_CHECK and self._clock.is_over:
+                return
             name = entry.name
             if not ((by_name and by_name(name)) or (by_path and by_path(prefix + name))):
                 continue
@@ -199,7 +202,3 @@ class _Finder:
             "partial": self._is_partial,
             "bad_rules": build_names(map(os.fsencode, self._bad_rules)),
         }
-
-
-def _compile(regexes: list[str]) -> Match | None:
-    return re.compile("|".join(f"(?:{regex})" for regex in regexes), re.DOTALL).fullmatch if regexes else None

@@ -9,6 +9,7 @@ import select
 import signal
 
 from guest import oom
+from guest.failures import Failure
 from guest.places import ENVIRONMENT
 
 TYPE_CHECKING = False
@@ -16,10 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _READ_BYTES = 65_536
+# The exit status of who could not do all: read some file, understand the pattern.
+_FAULT = 2
 _POLL_MS = 50
-_KEPT_BYTES = 65_536
+# Room for tens of thousands of names.
+_KEPT_BYTES = 4 << 20
 _SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
-_OS_ERROR = re.compile(rb"^(?:rg: )?(?:\./)?(.*): [^:\n]*\(os error \d+\)$", re.MULTILINE)
+# A name may hold line ends.
+_OS_ERROR = re.compile(rb"^(?:rg: )?\./(.*?): [^:\n]*\(os error \d+\)$", re.MULTILINE | re.DOTALL)
 
 
 class Child:
@@ -81,9 +86,19 @@ class Child:
             yield rest
 
     @property
+    def was_late(self) -> bool:
+        """Whether it was ended by the clock."""
+        return self.status is None
+
+    @property
     def was_cut_off(self) -> bool:
-        """Whether it was ended before it ended itself: by the clock, or by whoever kills processes."""
-        return self.status is None or os.WIFSIGNALED(self.status)
+        """Whether it did not come to its end: for the clock, for whoever kills processes, or for want of memory or threads."""
+        return self.status is None or os.waitstatus_to_exitcode(self.status) not in (0, 1, _FAULT)
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether it ended itself with a complaint that is not about files: then it is about the pattern."""
+        return self.status is not None and os.waitstatus_to_exitcode(self.status) == _FAULT and not self.unreadable()
 
     @property
     def complaint(self) -> str:
@@ -120,7 +135,7 @@ def start_program(argv: list[bytes], inherited: tuple[int, ...] = ()) -> Callabl
 
 
 def start_function(work: Callable[[int, int], None]) -> Callable[[int, int], int]:
-    """For Child: a fork that does `work` (stdout, stderr) and nothing else; an exception ends it like a signal would."""
+    """For Child: a fork that does `work` (stdout, stderr) and nothing else; an exception ends it like a signal would, a Failure as a fault."""
 
     def start(out: int, errors: int) -> int:
         pid = os.fork()
@@ -129,7 +144,17 @@ def start_function(work: Callable[[int, int], None]) -> Callable[[int, int], int
         try:
             work(out, errors)
             os._exit(0)
+        except Failure as failure:
+            write_all(errors, failure.message.encode("utf-8", "replace"))
+            os._exit(_FAULT)
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return start
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of it to a pipe. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

@@ -1,6 +1,6 @@
 """Python's own regular expressions as the engine: where there is no ripgrep, and for patterns that only Python understands.
 
-It works in a process of its own, which can be killed: such a pattern may take longer than the world lasts.
+It works in a process of its own, which can be killed: such a pattern may take longer than the world lasts, to be compiled, too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import bisect
 import os
 import re
 
-from guest.grep_children import start_function
+from guest.failures import INVALID_PATTERN, Failure
+from guest.grep_children import start_function, write_all
 from guest.grep_files import open_file, read_text
 from guest.grep_records import read_counts, read_names
 
@@ -27,32 +28,32 @@ class PythonEngine:
     name = "python"
 
     def __init__(self, pattern: GrepPattern) -> None:
-        """Raises Failure for a pattern that Python does not understand."""
-        self._regex = pattern.compile()
-        self._multiline = pattern.multiline
+        self._pattern = pattern
 
     def start_counting(self, names_only: bool, folder: int, paths: list[bytes], use_openat2: bool) -> Callable[[int, int], int]:
         def work(out: int, errors: int) -> None:
+            regex = self._pattern.compile()
             for path in paths:
                 try:
                     fd = open_file(folder, path, use_openat2)
                 except OSError as error:
-                    _write(errors, b"./%s: %s (os error %d)\n" % (path, os.strerror(error.errno or 0).encode(), error.errno or 0))
+                    write_all(errors, b"./%s: %s (os error %d)\n" % (path, os.strerror(error.errno or 0).encode(), error.errno or 0))
                     continue
-                self._count(out, fd, b"./" + path, names_only)
+                self._count(regex, out, fd, b"./" + path, names_only)
 
         return start_function(work)
 
     def start_counting_one(self, fd: int, names_only: bool) -> Callable[[int, int], int]:
-        return start_function(lambda out, _: self._count(out, fd, b"/proc/self/fd/%d" % fd, names_only))
+        return start_function(lambda out, _: self._count(self._pattern.compile(), out, fd, b"/proc/self/fd/%d" % fd, names_only))
 
     def start_marking(self, fds: list[int], most: int | None) -> Callable[[int, int], int]:
         def work(out: int, _: int) -> None:
+            regex = self._pattern.compile()
             for fd in fds:
-                for number, (line, column, offset) in enumerate(self._find(read_text(fd))):
+                for number, (line, column, offset) in enumerate(self._find(regex, read_text(fd))):
                     if most is not None and number >= most:
                         break
-                    _write(out, b"/proc/self/fd/%d\0%d::%d::%d::\n" % (fd, line, column, offset))
+                    write_all(out, b"/proc/self/fd/%d\0%d::%d::%d::\n" % (fd, line, column, offset))
 
         return start_function(work)
 
@@ -62,30 +63,35 @@ class PythonEngine:
         records = child.read_records(b"\0", is_late)
         return read_names(records) if names_only else read_counts(records)
 
-    def _count(self, out: int, fd: int, path: bytes, names_only: bool) -> None:
+    @staticmethod
+    def explain(complaint: str) -> Failure:
+        """The failure that its complaint about the pattern means."""
+        return Failure(INVALID_PATTERN, complaint)
+
+    def _count(self, regex: re.Pattern[str], out: int, fd: int, path: bytes, names_only: bool) -> None:
         try:
             text = read_text(fd)
         finally:
             os.close(fd)
         if names_only:
-            if next(self._find(text), None) is not None:
-                _write(out, path + b"\0")
+            if next(self._find(regex, text), None) is not None:
+                write_all(out, path + b"\0")
             return
-        count = sum(1 for _ in self._find(text))
+        count = sum(1 for _ in self._find(regex, text))
         if count:
-            _write(out, b"%s\0%d\n" % (path, count))
+            write_all(out, b"%s\0%d\n" % (path, count))
 
-    def _find(self, text: bytes) -> Iterator[tuple[int, int, int]]:
+    def _find(self, regex: re.Pattern[str], text: bytes) -> Iterator[tuple[int, int, int]]:
         """Line, column and offset of each line that matches, or that a part of a match lies in."""
-        if not self._multiline:
-            yield from _find_lines(text, self._regex)
+        if not self._pattern.multiline:
+            yield from _find_lines(text, regex)
             return
         starts = [0, *(found.end() for found in re.finditer(b"\n", text))]
         if starts[-1] == len(text):
             # What follows the last line end is no line.
             starts.pop()
         told = 0
-        for start, end in self._find_spans(text):
+        for start, end in _find_spans(text, regex):
             first = bisect.bisect_right(starts, start)
             # The line end that a match ends with begins no further line.
             last = bisect.bisect_right(starts, max(start, end - 1))
@@ -95,14 +101,15 @@ class PythonEngine:
                 yield line, start - starts[line - 1] + 1 if line == first else 1, starts[line - 1]
             told = max(told, last)
 
-    def _find_spans(self, text: bytes) -> Iterator[tuple[int, int]]:
-        """Where in the bytes each match of a multiline search begins and ends."""
-        decoded = text.decode("utf-8", "surrogateescape")
-        at = size = 0
-        for found in self._regex.finditer(decoded):
-            size += len(decoded[at : found.start()].encode("utf-8", "surrogateescape"))
-            at = found.start()
-            yield size, size + len(found.group().encode("utf-8", "surrogateescape"))
+
+def _find_spans(text: bytes, regex: re.Pattern[str]) -> Iterator[tuple[int, int]]:
+    """Where in the bytes each match of a multiline search begins and ends."""
+    decoded = text.decode("utf-8", "surrogateescape")
+    at = size = 0
+    for found in regex.finditer(decoded):
+        size += len(decoded[at : found.start()].encode("utf-8", "surrogateescape"))
+        at = found.start()
+        yield size, size + len(found.group().encode("utf-8", "surrogateescape"))
 
 
 def _find_lines(text: bytes, regex: re.Pattern[str]) -> Iterator[tuple[int, int, int]]:
@@ -115,9 +122,3 @@ def _find_lines(text: bytes, regex: re.Pattern[str]) -> Iterator[tuple[int, int,
         if found:
             yield number, len(found.string[: found.start()].encode("utf-8", "surrogateescape")) + 1, offset
         offset += len(line) + 1
-
-
-def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

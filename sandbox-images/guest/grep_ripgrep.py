@@ -7,18 +7,20 @@ import os
 from guest.grep_children import start_program
 from guest.grep_files import MAX_FOUND_BYTES
 from guest.grep_records import SEPARATOR, count_marks, read_counts, read_names
-from guest.search_walk import VCS_NAMES
+from guest.search_walk import MAX_DEPTH, VCS_NAMES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from guest.failures import Failure
     from guest.grep_children import Child
     from guest.grep_patterns import GrepPattern
     from guest.search_filter import NameFilter
 
 _PROGRAMS = (b"/usr/bin/rg", b"/usr/local/bin/rg", b"/bin/rg")
-# No file of the sandbox configures it, all files are text to it, and a line ends before its \r\n, too.
+# No file of the sandbox configures it, all files are text to it, a line ends before its \r\n, too, and a file that is cut short
+# while it is searched does not end it.
 _ALWAYS = [
     b"--no-config",
     b"--color=never",
@@ -27,6 +29,7 @@ _ALWAYS = [
     b"--null",
     b"--text",
     b"--crlf",
+    b"--no-mmap",
     b"--no-ignore-messages",
     b"--case-sensitive",
 ]
@@ -52,7 +55,7 @@ class Ripgrep:
         self, names_only: bool, names: NameFilter, rules: bool, rules_above: bool, kept_out: str, has_large: bool
     ) -> Callable[[int, int], int]:
         """Count the matching lines of all files, for `read_counting`."""
-        options = [*self._counting(names_only), b"--hidden"]
+        options = [*self._counting(names_only), b"--hidden", b"--max-depth=%d" % MAX_DEPTH]
         # It would look every file's size up.
         options += [b"--max-filesize=%d" % MAX_FOUND_BYTES] if has_large else []
         options += [b"--no-require-git", b"--no-ignore-global", b"--no-ignore-exclude"]
@@ -87,6 +90,10 @@ class Ripgrep:
         if self._pattern.multiline:
             return count_marks(child.read_records(b"\n", is_late))
         return read_counts(child.read_records(b"\0", is_late))
+
+    def explain(self, complaint: str) -> Failure:
+        """The failure that its complaint about the pattern means."""
+        return self._pattern.explain(complaint)
 
     def _counting(self, names_only: bool) -> list[bytes]:
         """In a multiline search ripgrep would count matches, and not the lines they lie in: those are listed instead."""

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 
-from guest.failures import FILE_TOO_LARGE, TIMEOUT, Failure, describe_os_error
+from guest.failures import FILE_TOO_LARGE, INTERNAL, TIMEOUT, Failure, describe_os_error
 from guest.grep_children import Child
 from guest.grep_files import MAX_FOUND_BYTES, MAX_NAMED_BYTES, has_binary_head, is_binary, open_file, read_text
 from guest.grep_lines import FilePrinter, Mark, Page
@@ -14,7 +14,7 @@ from guest.grep_patterns import GrepPattern
 from guest.grep_python import PythonEngine
 from guest.grep_records import group_marks
 from guest.grep_ripgrep import Ripgrep, find_ripgrep
-from guest.search_clock import Clock
+from guest.search_clock import ENTRIES_A_CHECK, Clock
 from guest.search_filter import NameFilter
 from guest.search_names import build_names
 from guest.search_start import open_start
@@ -41,7 +41,10 @@ def grep(request: GrepRequest, bench: Bench) -> dict[str, object]:
     names = NameFilter(request.include, request.exclude, request.type)
     start = open_start(request.path, bench.places)
     # The engine works from here, and so do the names it tells.
-    os.fchdir(start.fd)
+    try:
+        os.fchdir(start.fd)
+    except OSError as error:
+        raise describe_os_error(error, start.show(b"")) from None
     search = _Search(request, pattern, start, bench, clock)
     if start.file is None:
         search.find_files(names)
@@ -100,14 +103,13 @@ class _Search:
         walk = Walk(self._start, self._places, not self._request.include_ignored, names.excludes)
         self._survey_tree(walk, names)
         if walk.has_odd_rules and isinstance(self._engine, Ripgrep):
-            # It would open whatever has the name of a rule file, and wait for it.
+            # It would wait for a pipe that has the name of a rule file, and apply rules that the walk does not.
             self._engine = PythonEngine(self._pattern)
             walk = Walk(self._start, self._places, True, names.excludes)
             self._survey_tree(walk, names)
         self._unreadable.update(os.fsencode(name).rstrip(b"/") for name in walk.unreadable)
         self._bad_rules = walk.bad_rules
-        if self._survey.files:
-            self._collect(self._start_counting(walk, names))
+        self._collect(self._start_counting(walk, names))
         self._matches.sort(key=lambda match: (match.changed, match.path))
 
     def find_in_file(self, name: bytes) -> None:
@@ -141,7 +143,9 @@ class _Search:
         files, takes_all = survey.files, names.is_empty
         for folder in walk.folders():
             prefix = folder.prefix
-            for entry in folder.entries:
+            for number, entry in enumerate(folder.entries, 1):
+                if not number % ENTRIES_A_CHECK and self._clock.is_too_late_to_find:
+                    break
                 name = entry.name
                 if not entry.is_file(follow_symlinks=False) or not (takes_all or names.takes(prefix, name)):
                     continue
@@ -186,11 +190,17 @@ class _Search:
         """Path and count of each file that matches. Raises Failure when the engine does not take the pattern, or found nothing in time."""
         with Child(start) as child:
             found = list(self._engine.read_counting(child, self._names_only, lambda: self._clock.is_too_late_to_find))
-            self._unreadable.update(child.unreadable())
+            # It looks into files that are not wanted, too.
+            self._unreadable.update(path for path in child.unreadable() if path in self._survey.files or not os.path.isfile(path))
             if child.was_cut_off:
                 self._is_partial = True
-            elif not found and os.waitstatus_to_exitcode(child.status or 0) not in (0, 1) and child.complaint:
-                raise self._pattern.explain(child.complaint)
+            if child.has_refused:
+                raise self._engine.explain(child.complaint)
+        if child.was_cut_off and not child.was_late and not found:
+            raise Failure(
+                INTERNAL,
+                "the search was killed before it found anything, for want of memory or processes: narrow path or include, or end what runs beside it",
+            )
         if self._is_partial and not found:
             raise Failure(
                 TIMEOUT,
@@ -267,6 +277,7 @@ class _Search:
         """The fields of the done event."""
         return {
             "engine": self._engine.name,
+            "is_file": self._start.file is not None,
             "matches": sum(match.count for match in self._matches),
             "files": len(self._matches),
             "shown": self._shown,

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 
-from guest.glob_patterns import BadGlob, Glob, expand_braces
+from guest.glob_patterns import MAX_PATTERN_CHARS, MAX_REGEX_CHARS, BadGlob, Glob, TooLarge, expand_braces
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _EXTENSION = re.compile(r"\*(\.[^.*?\[\\{}/]+)")
 
 
 class Complaint(Exception):
-    """What is wrong with a rule file, as words that begin with its name. `is_odd`: it is no plain file, and was not opened."""
+    """What is wrong with a rule file. `is_odd`: nobody should apply its rules, so that all who look for files find the same."""
 
     def __init__(self, words: str, is_odd: bool = False) -> None:
         super().__init__(words)
@@ -36,8 +36,9 @@ class RuleSet:
     """The rules of one file. The last one that matches decides."""
 
     def __init__(self, text: bytes) -> None:
-        """`complaint` says which part of the text was not understood; empty when all was."""
+        """`complaint` says which part of the text was not understood; empty when all was. Raises Complaint for one that takes too long."""
         self.complaint = ""
+        self._regex_chars = 0
         self._for_files = _Matcher()
         self._for_directories = _Matcher()
         for number, line in enumerate(_rule_lines(text), start=1):
@@ -46,6 +47,8 @@ class RuleSet:
             except UnicodeDecodeError:
                 self.complaint = f"line {number} is not UTF-8, the rules from it on are not applied"
                 break
+            except TooLarge as error:
+                raise Complaint(f"line {number} has {error.reason}, its rules are not applied", is_odd=True) from None
             except BadGlob as error:
                 self.complaint = self.complaint or f"line {number} is not applied: {error.reason}"
 
@@ -59,6 +62,9 @@ class RuleSet:
             return
         globs, is_ignored, only_directories = rule
         for glob in globs:
+            self._regex_chars += len(glob.regex)
+            if self._regex_chars > MAX_REGEX_CHARS:
+                raise Complaint("its patterns are too many or too long, its rules are not applied", is_odd=True)
             self._for_directories.add(number, glob, is_ignored)
             if not only_directories:
                 self._for_files.add(number, glob, is_ignored)
@@ -152,7 +158,7 @@ class RuleChain:
             try:
                 rules = RuleSet(_read_rules(fd, name))
             except Complaint as complaint:
-                complaints.append(complaint)
+                complaints.append(Complaint(f"{name}: {complaint.words}", complaint.is_odd))
                 continue
             if rules.complaint:
                 complaints.append(Complaint(f"{name}: {rules.complaint}"))
@@ -173,13 +179,13 @@ def _read_rules(fd: int, name: str) -> bytes:
     """The text of a rule file: a regular one and no link, nothing else is opened for reading. Raises Complaint."""
     try:
         if not stat.S_ISREG(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
-            raise Complaint(f"{name}: not a regular file, its rules are not applied", is_odd=True)
+            raise Complaint("not a regular file, its rules are not applied", is_odd=True)
         file = os.open(name, _OPEN, dir_fd=fd)
     except OSError as error:
-        raise Complaint(f"{name}: not applied, {os.strerror(error.errno or 0).lower()}") from None
+        raise Complaint(f"not applied, {os.strerror(error.errno or 0).lower()}") from None
     try:
         if os.fstat(file).st_size > _MAX_FILE_BYTES:
-            raise Complaint(f"{name}: larger than 1 MiB, its rules are not applied", is_odd=True)
+            raise Complaint("larger than 1 MiB, its rules are not applied", is_odd=True)
         return os.read(file, _MAX_FILE_BYTES)
     finally:
         os.close(file)
@@ -207,4 +213,6 @@ def _parse_rule(line: str) -> tuple[list[Glob], bool, bool] | None:
     if not line:
         return None
     line = "*" if line == "**" else line
+    if len(line) > MAX_PATTERN_CHARS:
+        raise TooLarge(f"more than {MAX_PATTERN_CHARS} characters", 1)
     return [Glob(text, any_depth) for text in expand_braces(line)], is_ignored, only_directories

@@ -20,7 +20,8 @@ READ_BYTES = 65_536
 MANY_BYTES = 1_048_576
 """The most the kernel gives an unprivileged pipe, and what is read of it at once."""
 _F_SETPIPE_SZ = 1031
-_BUSY_PAUSE_S = 0.002
+_PAUSE_S = 0.001
+_LITTLE_BYTES = MANY_BYTES // 4
 DRAIN_WINDOW_S = 0.25
 
 
@@ -37,7 +38,7 @@ class Outputs:
         # Bytes read of each pipe until it was enlarged.
         self._counts: dict[int, int] = {}
         self._large: set[int] = set()
-        self._is_busy = False
+        self._is_ahead = False
         self._stream_left = request.stream_bytes
         self._streamed = 0
         self._stream_total = 0
@@ -80,14 +81,17 @@ class Outputs:
         return True
 
     def pause(self) -> None:
-        """Let a program that prints much fill its pipe: many small pieces cost more than the program itself."""
-        if self._is_busy:
-            self._is_busy = False
-            time.sleep(_BUSY_PAUSE_S)
+        """Let a program that prints much fill its pipe: many small pieces cost more than the program itself.
+
+        Not when the last piece was large: it prints faster than it is read, and would only wait.
+        """
+        if self._is_ahead:
+            self._is_ahead = False
+            time.sleep(_PAUSE_S)
 
     def _note(self, fd: int, count: int) -> None:
         if fd in self._large:
-            self._is_busy = True
+            self._is_ahead = count < _LITTLE_BYTES
         elif self._stream_left is None:
             self._counts[fd] = self._counts.get(fd, 0) + count
             if self._counts[fd] > MANY_BYTES:

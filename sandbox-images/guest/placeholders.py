@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _MARKS = r"[\s#/*;%<>!(){}\[\]\-]*"
 _DOTS = r"(?:\.{3,}|…+)"
@@ -14,16 +19,35 @@ _WHAT = (
 # The dots are what makes it a placeholder, before the words or behind them; a comment about "the rest" is none.
 _LINE = rf"{_MARKS}(?:{_DOTS}\s*(?:{_WHAT})\s*{_DOTS}?|(?:{_WHAT})\s*{_DOTS}){_MARKS}"
 _MAX_LINE = 120
+_MAX_INDENT = 200
+# Lines with dots that are looked at, and those of them that the old text may have: few texts have as many.
+_MAX_LOOKS = 1000
+_MAX_KNOWN = 20
 
 
 def find_placeholder(text: str, old: bytes = b"") -> tuple[int, str] | None:
     """The first line, from 1, that looks like one and that `old` does not have; None when there is none."""
     if "..." not in text and "\u2026" not in text:
         return None
-    for hint in re.finditer(_DOTS, text):
+    known = 0
+    for start, line in islice(_lines_with_dots(text), _MAX_LOOKS):
+        if len(line) > _MAX_LINE or not re.fullmatch(_LINE, line, re.IGNORECASE):
+            continue
+        if line.encode() not in old:
+            return text.count("\n", 0, start) + 1, line
+        known += 1
+        if known == _MAX_KNOWN:
+            return None
+    return None
+
+
+def _lines_with_dots(text: str) -> Iterator[tuple[int, str]]:
+    """(where it begins, stripped) of each line that may be one, each once."""
+    dots = re.compile(_DOTS)
+    at = 0
+    while hint := dots.search(text, at):
         start = text.rfind("\n", 0, hint.start()) + 1
         end = text.find("\n", hint.end())
-        line = text[start : end if end >= 0 else len(text)].strip()
-        if len(line) <= _MAX_LINE and re.fullmatch(_LINE, line, re.IGNORECASE) and line.encode() not in old:
-            return text.count("\n", 0, start) + 1, line
-    return None
+        at = end if end >= 0 else len(text)
+        if at - start <= _MAX_LINE + _MAX_INDENT:
+            yield start, text[start:at].strip()

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from guest.pipes import Watch
 
 SEARCH_S = 20.0
+ENTRIES_A_CHECK = 512
+"""Of one folder, so many entries may be looked at between two questions."""
 _SHARE_OF_LIMIT = 0.9
 _SHARE_TO_FIND = 0.8
 

@@ -5,14 +5,8 @@ from __future__ import annotations
 import re
 
 from guest.failures import INVALID_PATTERN, PATH_NOT_ALLOWED, Failure
-from guest.glob_patterns import MAX_PATTERN_CHARS, BadGlob, Glob, expand_braces, split_list
+from guest.glob_patterns import MAX_PATTERN_CHARS, BadGlob, Glob, compile_any, expand_braces, split_list
 from guest.search_types import find_globs
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Match = Callable[[str], object]
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.*?-]+")
 
@@ -63,8 +57,8 @@ class _Names:
             except BadGlob as error:
                 raise error.as_failure(what, text) from None
         self.has_any = bool(self.globs)
-        self._by_name = _compile([glob.regex for glob in self.globs if glob.name_only])
-        self._by_path = _compile([glob.regex for glob in self.globs if not glob.name_only])
+        self._by_name = compile_any([glob.regex for glob in self.globs if glob.name_only], what)
+        self._by_path = compile_any([glob.regex for glob in self.globs if not glob.name_only], what)
 
     def match(self, prefix: str, name: str) -> object:
         return (self._by_name and self._by_name(name)) or (self._by_path and self._by_path(prefix + name))
@@ -93,7 +87,3 @@ def _read_globs(text: str | None, what: str) -> list[str]:
     if any(".." in glob.split("/") for glob in globs):
         raise Failure(PATH_NOT_ALLOWED, f"{what} cannot go up with '..': give the directory to search as path")
     return globs
-
-
-def _compile(regexes: list[str]) -> Match | None:
-    return re.compile("|".join(f"(?:{regex})" for regex in regexes), re.DOTALL).fullmatch if regexes else None

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 VCS_NAMES = frozenset((".git", ".hg", ".svn"))
 """Never walked into, unless the search begins in one."""
-_MAX_DEPTH = 400
+MAX_DEPTH = 400
+"""Folders that lie deeper are told of as unreadable."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -93,7 +94,7 @@ class Walk:
                 os.close(level[0])
 
     def _open(self, fd: int, name: str, below: str, depth: int) -> int | None:
-        if depth >= _MAX_DEPTH:
+        if depth >= MAX_DEPTH:
             self.unreadable.append(below)
             return None
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 
 from guest.places import ENVIRONMENT
 from guest.session_folder import read_state_file, write_state_file
@@ -24,8 +25,9 @@ _END = b"end"
 _MAX_STATUSES = 64
 
 # An EXIT trap, run by builtins alone: nothing is forked. What the script traces or traps goes into the file, in front of the first NUL.
-_SAVE = """{{ __toolcrew=("${{PIPESTATUS[@]}}"); builtin trap - DEBUG ERR; builtin trap "" XFSZ; builtin set +exu
-builtin printf "\\0"; builtin printf "%s " "${{__toolcrew[@]}}"; builtin printf "\\0"; builtin pwd -P; builtin printf "\\0"
+# No variable: any name may be the script's, readonly or a reference to another.
+_SAVE = """{{ builtin set -- "${{PIPESTATUS[@]}}"; builtin trap - DEBUG ERR; builtin trap "" XFSZ; builtin set +exu
+builtin printf "\\0"; builtin printf "%s " "$@"; builtin printf "\\0"; builtin pwd -P; builtin printf "\\0"
 builtin export -n PWD; builtin declare -px; builtin printf "\\0"; builtin declare -f; builtin printf "\\0"; builtin declare -F
 builtin printf "\\0%s" {token}; }} 2>/dev/null >|{next}"""
 _FIELDS = 7
@@ -111,9 +113,18 @@ def leave_lost_folder(places: Places) -> None:
 
 
 def prepare_saving(places: Places) -> None:
-    """Make the folder for what the first shell is to leave; that it cannot be kept is seen, and said, when it has ended."""
+    """Make the folder for what the first shell is to leave, whatever a program has put in its place.
+
+    That it cannot be kept nevertheless is seen, and said, when the shell has ended.
+    """
     with contextlib.suppress(OSError):
-        os.mkdir(places.state, 0o700)
+        try:
+            os.mkdir(places.state, 0o700)
+        except FileExistsError:
+            if not stat.S_ISDIR(os.lstat(places.state).st_mode):
+                os.unlink(places.state)
+                os.mkdir(places.state, 0o700)
+            os.chmod(places.state, 0o700)
 
 
 def build_preamble(state: ShellState, places: Places, token: bytes | None, is_long: bool) -> bytes:
@@ -162,7 +173,7 @@ def commit_state(places: Places, before: ShellState, folder: bytes, started_in: 
     if len(raw) > MAX_STATE_BYTES:
         result.outcome = TOO_LARGE
     elif len(parts) != _FIELDS or parts[6] != token:
-        result.outcome = NO_ROOM
+        result.outcome = REPLACED if _has_room(places) else NO_ROOM
     else:
         result.outcome = KEPT
         try:
@@ -187,6 +198,15 @@ def _path_of_next(places: Places, token: bytes) -> bytes:
 def is_allowed(folder: bytes, places: Places) -> bool:
     """Whether a folder, its links resolved already, lies in one of the roots."""
     return any(folder == root or folder.startswith(root + b"/") for root in places.roots)
+
+
+def _has_room(places: Places) -> bool:
+    """Whether it was not for want of room that a shell has written less than all."""
+    try:
+        status = os.statvfs(places.state)
+    except OSError:
+        return False
+    return status.f_bavail * status.f_frsize >= MAX_STATE_BYTES
 
 
 def _move(result: StateOutcome, places: Places, started_in: bytes, folder: bytes) -> None:

@@ -75,7 +75,7 @@ class Spill:
         self._write(b"".join(pending))
 
     def _write(self, data: bytes) -> None:
-        data = self._fit(data)
+        whole, data = data, self._fit(data)
         view = memoryview(data)
         while view and self._fd is not None:
             try:
@@ -92,15 +92,15 @@ class Spill:
         if self.written <= COUNTED_BYTES:
             self.lines += done.count(b"\n")
         self._room -= len(done)
+        if len(data) < len(whole):
+            # Room that others leave later is not for what comes then: it would follow a gap.
+            self._stop()
 
     def _fit(self, data: bytes) -> bytes:
         """The part of `data` that the quota has room for, once older files have made way."""
         while len(data) > self._room and self._drop_oldest():
             pass
-        if len(data) <= self._room:
-            return data
-        self.is_whole = False
-        return data[: self._room]
+        return data if len(data) <= self._room else data[: max(0, self._room)]
 
     def _drop_oldest(self) -> bool:
         spills = sorted(entry for entry in _list_spills(self._output) if entry[2] != self.name)

@@ -157,9 +157,13 @@ class _TextRead:
             words = f"{shown}: line {offset} does not begin within its first {scan.bytes} bytes, which have {page.lines} lines"
             raise Failure(FILE_TOO_LARGE, words, size=self._size, lines=page.lines)
         if not page.shown and (page.lines or offset > 1):
-            raise Failure(OFFSET_OUT_OF_RANGE, f"{shown}: has {page.lines} lines, none at {offset}", lines=page.lines)
+            raise Failure(
+                OFFSET_OUT_OF_RANGE,
+                f"{shown}: has {page.lines} lines, none at {offset}; offset can be 1 to {max(1, page.lines)}",
+                lines=page.lines,
+            )
         if column > max(1, page.first_length):
-            words = f"{shown}: line {offset} has {page.first_length} characters, none at {column}"
+            words = f"{shown}: line {offset} has {page.first_length} characters, none at {column}; column can be 1 to {max(1, page.first_length)}"
             raise Failure(OFFSET_OUT_OF_RANGE, words, lines=page.lines)
 
     def _answer(self, form: TextForm, scan: _Scan) -> dict[str, object]:

@@ -114,6 +114,10 @@ class _TextWrite:
         last = "\n".encode(form.codec)
         if size and self._text and os.pread(old.fd, len(last), size - len(last)) != last:
             self._notes.append("[the file did not end with a line end: the text went on in its last line]")
+        if is_stale:
+            self._notes.append(
+                "[the file had been changed by something else since this session last read or wrote it; see it with read_tool]"
+            )
         if data is None:
             self._state.forget()
         elif self._state.is_known and not is_stale:

@@ -8,7 +8,7 @@ import os
 import stat
 
 from guest.confinement import open_pinned, pin_file
-from guest.failures import FILE_EXISTS, NO_SPACE, STALE_FILE, Failure, describe_os_error
+from guest.failures import FILE_EXISTS, NO_SPACE, PERMISSION_DENIED, STALE_FILE, Failure, describe_os_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -95,6 +95,10 @@ def open_old(place: Place, flags: int) -> OldFile | None:
         return None
     try:
         return OldFile(open_pinned(pinned, flags))
+    except PermissionError:
+        raise Failure(
+            PERMISSION_DENIED, f"{place.shown}: its mode does not let it be changed; if it is meant to be, chmod it with bash_tool"
+        ) from None
     finally:
         os.close(pinned)
 
@@ -221,6 +225,9 @@ class Version:
         except OSError as error:
             if error.errno in _FULL:
                 raise self._no_space() from None
+            if error.errno == errno.EPERM and not os.fstat(self._place.directory).st_nlink:
+                # As some file systems call it.
+                error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             if error.errno == errno.EFBIG:
                 raise Failure(NO_SPACE, f"{self._place.shown}: {self._content.size} bytes are more than a file here may have") from None
             raise describe_os_error(error, self._place.shown) from None

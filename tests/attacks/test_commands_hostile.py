@@ -12,7 +12,7 @@ pytestmark = needs_namespace
 
 @pytest.fixture(scope="module")
 def guest() -> Iterator[Guest]:
-    with running_guest("ulimit -u 100;") as running:
+    with running_guest("ulimit -u 100;", idle_s=0.05) as running:
         yield running
 
 
@@ -66,7 +66,7 @@ BREAKERS = {
     "a debug trap that exits": "trap 'exit 9' DEBUG; true",
     "a deleted folder": "d=$(mktemp -d /tmp/xxxx); cd $d; rmdir $d",
     "a killed parent": "kill -9 $PPID",
-    "a tampered state": "echo 'exit 9' > $OLDPWD/../output/.state/shell; printf / > $OLDPWD/../output/.state/folder; true",
+    "a readonly variable, and references, with names of ours": "readonly __toolcrew=1 BASH_ENV; declare -nx __toolcrew=PATH; declare -nx save=PATH",
     "names with new lines": "mkdir -p $'/tmp/a\\nb'; cd $'/tmp/a\\nb'; cd /",
 }
 
@@ -86,6 +86,13 @@ def test_a_session_is_not_ended_by_an_attacker_who_writes_its_state(guest: Guest
         command(guest, "echo works")
         # It is the session's own file; a fresh start is the way out.
         assert command(guest, "echo works", state="fresh").bytes_of("merged") == b"works\n"
+    assert is_well(guest)
+
+
+@pytest.mark.parametrize("attack", ["chmod 0 {0}", "rm -r {0}; echo > {0}", "rm -r {0}; mkfifo {0}", "rm -r {0}; ln -s / {0}"])
+def test_a_session_is_not_left_without_a_state_by_an_attacker_who_takes_its_folder(guest: Guest, attack: str) -> None:
+    command(guest, attack.format(guest.output / ".state"))
+    command(guest, "cd /tmp")
     assert is_well(guest)
 
 

@@ -148,6 +148,16 @@ def test_fill_memory_by_long_lines_and_many_matches(guest: Guest, tools: GuestTo
     assert guest.resident_bytes() - before < 8 << 20
 
 
+def test_hang_the_search_or_hide_from_it_by_depth(guest: Guest, tools: GuestTools) -> None:
+    (guest.workspace / "a").write_text("key\n")
+    guest.run('python3 -c \'import os\nfor _ in range(3000): os.mkdir("d"), os.chdir("d")\'')
+    for pattern in ("key", "(?=k)key"):
+        result = tools.run("grep_tool", pattern=pattern)
+        assert str(result.output).startswith("a:1: key\n[1 match in 1 file]\n[could not be read: d/d/")
+        assert not result.metadata["partial"]
+    guest.run("rm -rf d")
+
+
 def test_hang_the_walk_by_a_hostile_rule_file(guest: Guest, tools: GuestTools) -> None:
     (guest.workspace / ".gitignore").write_text("*a" * 120 + "b\n" + "**/a/" * 60 + "c\n")
     deep = guest.workspace.joinpath(*["a"] * 60)

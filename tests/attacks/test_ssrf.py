@@ -12,9 +12,9 @@ from tests.web_certificate import server_context, trusting_context
 from tests.web_servers import QUICK, WebServer, answer, build_web, open_web_server, redirect
 from workers.web.addresses import AddressRules
 from workers.web.connections import build_tls, open_connection
-from workers.web.deadlines import Deadline
 from workers.web.egress import EgressRules
 from workers.web.fetcher import Fetched
+from workers.web.limits import Deadline
 from workers.web.urls import Address, parse_url
 
 REFUSED_V4 = (

@@ -175,3 +175,19 @@ def test_no_text_makes_a_miss_take_long(guest: Guest, body: bytes, old: str) -> 
     started = time.monotonic()
     assert edit(guest, "slow", old, "new").code == "NO_MATCH"
     assert time.monotonic() - started < 4
+
+
+def test_many_matches_in_one_long_line_of_two_byte_characters_are_found_in_time(guest: Guest) -> None:
+    """Aim: each match is checked from the start of its line, and a small file keeps the guest busy."""
+    line = "あい" * 20_000
+    guest.request("write_file", line.encode("cp932"), path="line", mode="overwrite", timeout_s=10)
+    assert edit(guest, "line", "いあ", "xy", replace_all=True, timeout_s=5)["replaced"] == 19_999
+    assert (guest.workspace / "line").read_text("cp932") == "あ" + "xy" * 19_999 + "い"
+
+
+@pytest.mark.parametrize("content", ["x = [...a, ...b];" * 60_000, "...\n" * 250_000, "// ... rest of the code ...\n" * 35_000])
+def test_a_text_full_of_dots_is_written_in_time(guest: Guest, content: str) -> None:
+    """Aim: the look for placeholders goes over a long line again for each of its dots."""
+    started = time.monotonic()
+    assert [write(guest, "dots", content + end).code for end in ("", "x" * 200)] == [None, None]
+    assert time.monotonic() - started < 4

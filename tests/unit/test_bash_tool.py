@@ -246,10 +246,14 @@ def test_what_is_quoted_dangerous_or_unreadable_is_for_others_to_judge(command: 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({}, "'command': '' should be non-empty"),
-        ({"action": "poll"}, "'job_id' is required"),
+        ({}, "parameter 'command' is required"),
+        ({"command": " \n"}, "parameter 'command' is required"),
+        ({"action": "poll"}, "parameter 'job_id' is required with action poll"),
+        ({"action": "input", "stdin": "x"}, "parameter 'job_id' is required with action input"),
         ({"action": "stop", "job_id": "job-1"}, "action"),
         ({"action": "poll", "job_id": "job-1", "command": "ls"}, "runs no command"),
+        ({"action": "list", "reset_state": True}, "leave 'reset_state' out"),
+        ({"action": "kill", "job_id": "job-1", "stdin": "y"}, "action kill sends nothing to a job"),
         ({"command": "ls", "job_id": "job-1"}, "job_id goes with action"),
         ({"command": "ls", "background": True, "reset_state": True}, "a job leaves the session's state alone"),
         ({"action": "input", "job_id": "job-1"}, "needs text in 'stdin'"),
@@ -264,6 +268,12 @@ def test_arguments_that_do_not_fit_together_are_refused_in_a_sentence(arguments:
 
 
 # Jobs
+
+
+def test_the_schema_is_plain_enough_for_any_model_server() -> None:
+    tool = build_registry().get("bash_tool")
+    assert tool is not None
+    assert tool.spec.parameters.keys() == {"type", "properties", "required", "additionalProperties"}
 
 
 def test_a_job_tells_its_id_its_log_and_the_ways_on() -> None:

@@ -3,8 +3,10 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
+import redis
 from structlog.testing import capture_logs
 
 from contract.call_events import OUTPUT
@@ -42,3 +44,20 @@ async def test_a_call_goes_on_without_its_events_and_later_calls_are_heard_again
 
     await house.hear(lambda w: w.show("stdout", "after"), after.show, "call-3")
     assert after.text() == "after"
+
+
+async def test_what_was_woken_while_redis_failed_is_read_as_soon_as_it_works_again(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived, failures = asyncio.Event(), [redis.ConnectionError("away") for _ in range(3)]
+    read = house.events._read
+
+    async def read_when_it_works(calls: Any) -> None:
+        if failures:
+            raise failures.pop()
+        await read(calls)
+
+    monkeypatch.setattr("orchestrator.call_events.RETRY_S", 0.01)
+    monkeypatch.setattr(house.events, "_read", read_when_it_works)
+    async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(lambda *_: arrived.set())}, 30):
+        await asyncio.to_thread(house.writer().show, "stdout", "x")
+        async with asyncio.timeout(2):
+            await arrived.wait()

@@ -1,6 +1,7 @@
 """`toolcrew tools`: listing, showing, turning off and on, for people and for programs."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from contract.names import catalog_key, switches_key
+from contract.names import catalog_key, catalog_names_key, switches_key
 from contract.specs import Catalog
+from contract.tool_pages import render_tool
 from orchestrator.cli import app
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
@@ -59,15 +61,8 @@ def test_ls_lists_every_tool_with_state_pool_and_description(toolcrew: Toolcrew)
     ]
 
 
-def test_show_tells_parameters_limits_flags_and_other_names(toolcrew: Toolcrew) -> None:
-    shown = toolcrew("show", "echo_tool").stdout
-    assert "echo_tool  enabled  pool sandbox" in shown
-    assert "at most 60 s" in shown
-    assert "flags   read_only" in shown
-    rows = {line.split()[0]: line.split() for line in shown.splitlines() if line}
-    assert rows["text"] == ["text", "string", "required", "words", "what", "to", "say"]
-    assert rows["times"] == ["times", "integer", "|", "null", "1"]
-    assert rows["how"] == ["how", '"loud"', "|", '"low"']
+def test_show_prints_the_state_and_the_page_of_the_tool(toolcrew: Toolcrew) -> None:
+    assert toolcrew("show", "echo_tool").stdout == f"echo_tool is enabled\n\n{render_tool(ECHO)}"
 
 
 def test_show_as_json_has_the_schema_and_who_turned_it_off(toolcrew: Toolcrew) -> None:
@@ -75,7 +70,8 @@ def test_show_as_json_has_the_schema_and_who_turned_it_off(toolcrew: Toolcrew) -
     told = as_json(toolcrew("show", "echo_tool", "--json"))
     assert (told["name"], told["state"], told["parameters"]) == ("echo_tool", "disabled", ECHO.parameters)
     assert (told["switch"]["by"], told["switch"]["reason"]) == ("default", "it is being mended")
-    assert "turned off by default at 20" in toolcrew("show", "echo_tool").stdout
+    head = toolcrew("show", "echo_tool").stdout.splitlines()[0]
+    assert re.fullmatch(r"echo_tool is disabled: turned off by default at 20\S+Z \(it is being mended\)", head)
 
 
 def test_disable_and_enable_say_what_is_so_now(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
@@ -83,6 +79,15 @@ def test_disable_and_enable_say_what_is_so_now(toolcrew: Toolcrew, redis_server:
     assert as_json(toolcrew("enable", "echo_tool", "--json"))["state"] == "enabled"
     with redis_server.client() as client:
         assert client.hgetall(switches_key("default")) == {}
+
+
+def test_a_tool_whose_workers_are_away_can_be_turned_off_before_they_come_back(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+    with redis_server.client() as client:
+        client.set(catalog_names_key("default", "web"), json.dumps(["webfetch_tool"]))
+        assert "no worker serves webfetch_tool now: start one" in toolcrew("show", "webfetch_tool").stderr
+        assert toolcrew("disable", "webfetch_tool").stdout == "webfetch_tool is disabled, and no worker serves it now\n"
+        assert list(client.hgetall(switches_key("default"))) == [b"webfetch_tool"]
+    assert as_json(toolcrew("enable", "webfetch_tool", "--json")) == {"name": "webfetch_tool", "state": "enabled"}
 
 
 @pytest.mark.parametrize("verb", ["show", "disable", "enable"])

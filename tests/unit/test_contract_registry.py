@@ -79,7 +79,7 @@ def test_a_registry_made_of_none_is_empty() -> None:
 
 def test_many_threads_register_find_and_list_at_once() -> None:
     registry: ToolRegistry[str] = ToolRegistry()
-    threads, each = 16, 40
+    threads, each = 8, 10
     together = threading.Barrier(threads)
 
     def work(number: int) -> list[str]:
@@ -144,7 +144,7 @@ def test_many_threads_turn_tools_off_and_on_and_list_them_at_once() -> None:
     registry = ToolRegistry([build_tool(f"tool-{number}") for number in range(20)])
 
     def work(number: int) -> None:
-        for _ in range(50):
+        for _ in range(10):
             registry.disable(f"tool-{number}")
             assert len(registry.describe()) == 20
             assert f"tool-{number}" not in names(registry)

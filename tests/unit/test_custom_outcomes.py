@@ -73,6 +73,26 @@ def test_a_value_becomes_text(value: Any, text: str) -> None:
     assert (outcome.output, outcome.error, outcome.truncated) == (text, None, False)
 
 
+def test_what_a_task_of_a_group_raises_is_told_as_if_it_stood_alone() -> None:
+    @tool
+    async def grouped() -> None:
+        async with asyncio.TaskGroup() as group, asyncio.TaskGroup():
+            group.create_task(asyncio.sleep(0))
+            raise ToolFailure(ErrorCode.NO_MATCH, "no such article")
+
+    outcome = run(grouped)
+    assert (outcome.error, outcome.error_code) == ("no such article", ErrorCode.NO_MATCH)
+
+
+def test_a_failure_without_a_code_is_no_success() -> None:
+    @tool
+    def ours() -> ToolResult:
+        return ToolResult(call_id="x", name="y", success=False, error="out of stock")
+
+    outcome = run(ours)
+    assert (outcome.error, outcome.error_code) == ("out of stock", ErrorCode.INTERNAL)
+
+
 def test_a_result_of_ours_or_in_its_shape_keeps_what_it_says() -> None:
     @tool
     def ours() -> ToolResult:

@@ -14,6 +14,8 @@ from workers.sandbox_client import GuestResponse
 from workers.tools.builtin import build_registry
 from workers.tools.text import MAX_OUTPUT_BYTES
 
+REGISTRY = build_registry()
+
 
 class Bench:
     """The tool over a scripted guest."""
@@ -21,7 +23,7 @@ class Bench:
     def __init__(self, *answers: Any, **context: Any) -> None:
         self.client = FakeSandboxClient(*answers)
         self._context = build_context(**context)
-        self._executor = Executor(build_registry(), self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
+        self._executor = Executor(REGISTRY, self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
 
     def edit(self, **arguments: Any) -> ToolResult:
         call = ToolCall(id="call-1", name="edit_tool", arguments=arguments)
@@ -89,6 +91,26 @@ def test_names_of_other_agents_are_taken() -> None:
     assert bench.edit(path="a", old_str="x", new_str="y", allow_multiple=True).success
 
 
+def test_names_of_other_agents_are_taken_within_edits_and_told() -> None:
+    edits = [
+        {"oldString": "a", "newString": "b"},
+        {"old_str": "b", "new_str": "c", "replaceAll": True},
+        {"oldString": "x", "newString": "y"},
+    ]
+    for given, context in ((edits, {}), (json.dumps(edits), {"text_arguments": True})):
+        bench = Bench(answer(), **context)
+        result = bench.edit(path="a", edits=given)
+        assert [edit["old_string"] for edit in json.loads(bench.client.bodies[0])] == ["a", "b", "x"]
+        used = ["path -> file_path", "oldString -> old_string", "newString -> new_string", "old_str -> old_string", "new_str -> new_string"]
+        assert result.metadata["aliases_used"] == [*used, "replaceAll -> replace_all"]
+    twice = [{"oldString": "a", "old_string": "a", "new_string": "b"}]
+    assert "'oldString' and 'old_string' mean the same parameter" in str(Bench().edit(file_path="a", edits=twice).error)
+    assert (
+        Bench().edit(file_path="a", edits=[{"filePath": "a", "old_string": "a", "new_string": "b"}]).error_code
+        is ErrorCode.INVALID_ARGUMENTS
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "sent"), [({}, "none"), ({"edit.tolerance": "none"}, "none"), ({"edit.tolerance": "whitespace"}, "whitespace")]
 )
@@ -110,6 +132,10 @@ def test_a_failure_of_the_guest_reads_as_it_is(code: str) -> None:
     assert result.text() == f"Error [{code}]: a: words"
 
 
+def test_a_path_of_any_signs_is_shown_on_one_line() -> None:
+    assert Bench(answer()).edit(file_path="a\n\udcff", old_string="a", new_string="b").output == "replaced 1 in a\ufffd?\n1\tnew"
+
+
 @pytest.mark.parametrize("fields", [{"replaced": -1}, {"replaced": None}, {"encoding": "a b"}, {"created": 1}])
 def test_an_answer_that_is_none_costs_the_sandbox(fields: dict[str, Any]) -> None:
     bench = Bench(answer(**fields))
@@ -117,5 +143,5 @@ def test_an_answer_that_is_none_costs_the_sandbox(fields: dict[str, Any]) -> Non
 
 
 def test_it_asks_for_permission_and_is_not_read_only() -> None:
-    spec = next(spec for spec in build_registry().specs() if spec.name == "edit_tool")
+    spec = next(spec for spec in REGISTRY.specs() if spec.name == "edit_tool")
     assert (spec.requires_permission, spec.read_only, spec.idempotent) == (True, False, False)

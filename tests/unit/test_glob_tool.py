@@ -51,7 +51,7 @@ def test_paths_and_a_last_line_that_counts() -> None:
     [
         ({"ignored": 3}, {}, "[3 more hidden by ignore rules; include_ignored=true shows them]"),
         ({"unreadable": 1}, {}, "[1 folder could not be read, or lie too deep]"),
-        ({"partial": True}, {}, "[partial: time was up before all was searched, and there may be more; narrow pattern or path]"),
+        ({"partial": True}, {}, "[partial: time or memory was up before all was searched, and there may be more; narrow pattern or path]"),
         ({"bad_rules": [".gitignore: line 2 is not UTF-8"]}, {}, "[ignore rules: .gitignore: line 2 is not UTF-8]"),
         ({}, {"pattern": "/workspace/*", "path": "src"}, "[path was not used: the pattern is absolute]"),
     ],

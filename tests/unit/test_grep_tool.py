@@ -111,12 +111,18 @@ def test_a_part_is_said_to_be_one_with_the_way_to_the_rest(fields: dict[str, Any
         ({"bad_rules": [".ignore: x"]}, "[ignore rules: .ignore: x]"),
         (
             {"partial": True},
-            "[partial: time was up before all was searched, and there may be more; narrow path or include, or simplify the pattern]",
+            "[partial: time or memory was up before all was searched, and there may be more; narrow path or include, or simplify the pattern]",
         ),
     ],
 )
 def test_nothing_is_skipped_without_a_word(fields: dict[str, Any], note: str) -> None:
     assert notes_of(build_grep_done(**fields))[1:] == [note]
+
+
+def test_filters_that_a_file_as_path_leaves_unused_are_named() -> None:
+    note = "[include and type not used: path is a file]"
+    assert notes_of(build_grep_done(is_file=True), include="*.py", type="py")[1:] == [note]
+    assert notes_of(build_grep_done(is_file=True))[1:] == []
 
 
 def test_cut_lines_and_a_full_output_make_it_truncated() -> None:

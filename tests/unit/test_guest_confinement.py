@@ -207,3 +207,43 @@ def test_a_file_swapped_with_a_link_never_leads_out(places: Places) -> None:
                 outcomes.add(failure.code)
     assert outcomes <= {"in f", "PATH_NOT_ALLOWED"}
     assert "in f" in outcomes
+
+
+def test_folders_made_for_a_file_that_never_came_go_again(places: Places) -> None:
+    ws = root(places)
+    before = len(os.listdir("/proc/self/fd"))
+    find_place("sub/a/b/c/f", places, make_parents=True).close()
+    assert sorted(path.name for path in (ws / "sub").iterdir()) == ["deep", "g"]
+    for path, code in (("new/a/" + "x" * 300 + "/f", "INVALID_ARGUMENTS"), ("new/../../f", "PATH_NOT_ALLOWED"), ("f/g", "NOT_A_DIRECTORY")):
+        with pytest.raises(Failure) as caught:
+            find_place(path, places, make_parents=True)
+        assert caught.value.code == code
+    assert sorted(path.name for path in ws.iterdir()) == ["f", "sub"]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_folders_that_are_used_or_were_moved_meanwhile_stay(places: Places) -> None:
+    ws = root(places)
+    used, moved = (find_place(f"{name}/a/f", places, make_parents=True) for name in ("used", "moved"))
+    (ws / "used" / "a" / "f").touch()
+    (ws / "moved" / "a").rename(ws / "sub" / "b")
+    (ws / "sub" / "a").mkdir()
+    for place in (used, moved):
+        place.close()
+    assert (ws / "used" / "a" / "f").exists()
+    assert (ws / "sub" / "a").exists()
+    assert (ws / "sub" / "b").exists()
+
+
+def test_a_way_over_what_is_made_and_left_leaves_nothing(places: Places) -> None:
+    place = find_place("new/deep/../../other/f", places, make_parents=True)
+    (root(places) / "other" / "f").touch()
+    place.close()
+    assert sorted(path.name for path in root(places).iterdir()) == ["f", "other", "sub"]
+
+
+def test_a_path_of_too_many_folders_is_refused_and_leaves_none(places: Places) -> None:
+    with pytest.raises(Failure, match="more than 500 directories deep") as caught:
+        find_place("a/" * 1500 + "f", places, make_parents=True)
+    assert caught.value.code == "INVALID_ARGUMENTS"
+    assert sorted(path.name for path in root(places).iterdir()) == ["f", "sub"]

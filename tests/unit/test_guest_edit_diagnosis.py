@@ -68,6 +68,7 @@ def test_trailing_blanks_of_the_file_are_named() -> None:
 
 def test_a_text_that_was_replaced_before_is_named() -> None:
     assert "new_string is in the file already, at line 3" in explain("def zeroth(arg):", "def first(value):")
+    assert "already" not in explain("def zeroth(arg):", "def")
 
 
 def test_a_change_by_something_else_is_told_with_its_diff() -> None:

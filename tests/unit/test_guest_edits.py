@@ -227,8 +227,29 @@ def test_links_stay_and_every_name_of_a_file_sees_the_edit(guest: Guest) -> None
 def test_a_file_that_something_else_changed_is_edited_where_it_matches_and_that_is_said(guest: Guest) -> None:
     edit(guest, ("", "one\ntwo\n"))
     guest.run("echo three >> f")
-    assert "[the file had been changed by something else" in told(edit(guest, ("one", "1")))
+    shown = told(edit(guest, ("one", "1")))
+    assert "[the file had been changed by something else" in shown
+    assert shown.endswith("that change was:]\n@@ -1,2 +1,3 @@\n one\n two\n+three")
     assert "changed by something else" not in told(edit(guest, ("two", "2")))
+
+
+def test_a_change_while_the_file_was_being_read_is_noticed(guest: Guest) -> None:
+    put(guest, b"one\ntwo\n")
+    guest.request("read_text", path="f", offset=1, limit=9, max_bytes=8192, timeout_s=9)
+    record = next(path for path in (guest.output / ".state" / "files").iterdir() if path.name != "ledger")
+    assert record.stat().st_mtime_ns == (guest.workspace / "f").stat().st_ctime_ns, "not when it was noted, which is later"
+    (guest.workspace / "f").write_bytes(b"one\n2\n")
+    assert "+2" in told(edit(guest, ("one", "1")))
+
+
+@pytest.mark.parametrize("max_bytes", [8192, 32768])
+def test_a_long_change_of_somebody_else_is_cut_and_that_is_said(guest: Guest, max_bytes: int) -> None:
+    edit(guest, ("", "one\n"))
+    guest.run("seq -f '%0200.0f' 300 >> f")
+    done = edit(guest, ("one", "1"), max_bytes=max_bytes)
+    assert "the edit matched all the same" in told(done)
+    assert told(done).endswith(" read the file with read_tool]")
+    assert len(done.bytes_of("file")) <= max_bytes
 
 
 def test_broken_syntax_is_told_and_stays(guest: Guest) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,6 +156,8 @@ def test_long_outputs_can_be_searched_but_not_what_the_guest_remembers(ground: G
     (ground.output / "long.txt").write_text("x")
     (ground.output / ".state" / "folder").write_text("secret")
     assert ground.glob("**", path=str(ground.output)).lines == [f"{ground.output}/long.txt"]
+    for pattern in (".state", f"{ground.output}/.state"):
+        assert ground.glob(pattern, path=str(ground.output), kind="any").lines == []
     for how in ({"path": f"{ground.output}/.state"}, {"path": str(ground.output), "pattern": ".state/*"}):
         assert ground.glob(**{"pattern": "*", **how}).code == "PATH_NOT_ALLOWED"
 
@@ -215,6 +218,25 @@ def test_hostile_patterns_are_matched_in_no_time(ground: Ground) -> None:
     ground.make("/".join("a" * 100))
     for pattern in ("*a" * 100 + "b", "**/a/" * 100 + "b", "?" * 4000, "[a-z]*" * 80 + "!"):
         assert ground.glob(pattern)["total"] == 0
+
+
+@pytest.mark.parametrize("pattern", ["x" * 4000 + "{0,1}" * 9, "[ -\U0010ffff]" * 800])
+def test_a_pattern_that_takes_seconds_to_compile_is_refused_at_once(ground: Ground, pattern: str) -> None:
+    ground.make("a")
+    started = time.monotonic()
+    assert ground.glob(pattern).code == "INVALID_PATTERN"
+    assert ground.grep("x", include=pattern).code == "INVALID_PATTERN"
+    assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize("rules", ["x" * 1_000_000 + "*?", "\n".join(f"*{n}?b" for n in range(20_000)), "x" * 9000 + "{a,b}" * 9])
+def test_a_rule_file_that_takes_seconds_to_compile_is_told_and_read_by_nobody(ground: Ground, rules: str) -> None:
+    ground.make(".gitignore", rules + "\n*\n")
+    ground.make("a", "hit\n")
+    assert ground.glob("a").lines == ["a"]
+    found = ground.grep("hit")
+    assert (found.lines, found["engine"]) == (["a:1: hit"], "python")
+    assert "its rules are not applied" in found["bad_rules"][0]
 
 
 # patterns

@@ -92,7 +92,12 @@ def test_a_file_that_is_named_is_searched_whatever_it_is(ground: Ground, use_rip
     ground.make(".gitignore", "*\n")
     ground.make("large.log", (b"x" * 1023 + b"\n") * (11 << 10) + b"hit\n")
     found = ground.grep("hit", use_ripgrep=use_ripgrep, path="large.log", include="*.py")
-    assert found.lines == [f"large.log:{(11 << 10) + 1}: hit"]
+    assert (found.lines, found["is_file"]) == ([f"large.log:{(11 << 10) + 1}: hit"], True)
+
+
+@BOTH
+def test_a_pattern_that_is_none_is_one_nowhere(ground: Ground, use_ripgrep: bool) -> None:
+    assert ground.grep("(", use_ripgrep=use_ripgrep).code == "INVALID_PATTERN"
 
 
 @BOTH
@@ -177,8 +182,10 @@ def test_what_only_python_understands_goes_to_python(ground: Ground, pattern: st
 def test_a_catastrophic_pattern_is_ended_in_time(ground: Ground) -> None:
     ground.make("f", "a" * 40 + "!\n")
     started = time.monotonic()
-    found = ground.grep("(?=a)(a+)+$", timeout_s=0.8)
-    assert (found.code, time.monotonic() - started < 2) == ("TIMEOUT", True)
+    # The one takes for ever to match, the other to be compiled.
+    for pattern in ("(?=a)(a+)+$", "(?=a)" + "[ -\U0010fff0]" * 4000):
+        assert ground.grep(pattern, ignore_case=True, timeout_s=0.6).code == "TIMEOUT"
+    assert time.monotonic() - started < 3
 
 
 def test_what_was_found_in_time_is_given_and_said_to_be_a_part(ground: Ground) -> None:
@@ -303,6 +310,19 @@ def test_a_running_guest_leaves_nothing_running_after_a_search_a_limit_and_a_can
     running.send({"id": started, "op": "cancel"})
     assert running.finish(started).code == "CANCELLED"
     assert running.wait_alone()
+
+
+@needs_namespace
+def test_what_cannot_be_read_is_told_whole_and_is_no_fault_of_the_pattern(running: Guest) -> None:
+    running.run(
+        "mkdir -p t/s w; cd t; for n in {1..2000}; do : >name-that-takes-some-space-$n; done; : >$'two\nlines'; : >s/no.py; chmod 0 *"
+    )
+    running.run("chmod 0 t/s; chmod 600 w")
+    done = ask(running, "hit", path="t", include="*[0-9s]")
+    assert (done["unreadable"], done["searched"]) == (2002, 2001)
+    assert ask(running, "hit", path="t", include="two*")["unreadable_names"] == ["t/s", "t/two\\nlines"]
+    assert ask(running, "hit", path="w").code == "PERMISSION_DENIED"
+    running.run("chmod 700 t/s; rm -r t w")
 
 
 @needs_namespace

@@ -19,7 +19,7 @@ from guest.places import Places  # noqa: E402
 
 @pytest.fixture
 def guest() -> Iterator[Guest]:
-    with running_guest() as running:
+    with running_guest(idle_s=0.05) as running:
         yield running
 
 
@@ -34,13 +34,18 @@ def ask(guest: Guest, verb: str, job: str = "job-1", body: bytes = b"", **fields
     return guest.request(f"job_{verb}", body, **{"job": job, "timeout_s": 10, **most, **fields})
 
 
-def hear(guest: Guest, wanted: bytes, job: str = "job-1") -> bytes:
-    """Poll until something was printed."""
-    heard, give_up_at = b"", time.monotonic() + DEADLINE_S
+def hear(guest: Guest, wanted: bytes, heard: bytes = b"") -> bytes:
+    """Poll job-1 until it has printed this; `heard` is what it has said before."""
+    give_up_at = time.monotonic() + DEADLINE_S
     while wanted not in heard:
         assert time.monotonic() < give_up_at, heard
-        heard += ask(guest, "poll", job).bytes_of("merged")
+        heard += ask(guest, "poll").bytes_of("merged")
     return heard
+
+
+def start_and_hear(guest: Guest, script: str, wanted: bytes = b"up\n") -> None:
+    """Its first words are in the answer of its start, or in that of a poll."""
+    hear(guest, wanted, start(guest, script).bytes_of("merged"))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -59,8 +64,7 @@ pytestmark = needs_namespace
 
 
 def test_a_job_goes_on_when_its_call_has_ended_and_other_calls_run(guest: Guest) -> None:
-    done = start(guest, "echo up; read line; echo got $line; sleep 1000", wait_ms=300)
-    assert (done["job"]["state"], done.bytes_of("merged")) == ("running", b"up\n")
+    start_and_hear(guest, "echo up; read line; echo got $line; sleep 1000")
     assert guest.run("echo beside", cwd=None, state="keep").bytes_of("stdout") == b"beside\n"
     assert ask(guest, "input", body=b"words\n")["pending"] == 0
     assert hear(guest, b"got words\n") == b"got words\n"
@@ -77,8 +81,7 @@ def test_a_job_starts_from_the_session_and_leaves_it_alone(guest: Guest) -> None
 
 def test_a_killed_job_is_gone_with_all_that_it_has_started(guest: Guest) -> None:
     script = "trap '' TERM; sleep 1001 & (setsid sh -c 'sleep 1002 & exec sleep 1003' &); echo up; wait; sleep 1004"
-    start(guest, script)
-    hear(guest, b"up")
+    start_and_hear(guest, script)
     wait_until(lambda: len(programs(guest, "sleep")) == 3)
     done = ask(guest, "kill")
     assert (done["job"]["state"], done["kill"]["survivors"]) == ("killed", 0)
@@ -87,15 +90,13 @@ def test_a_killed_job_is_gone_with_all_that_it_has_started(guest: Guest) -> None
 
 
 def test_a_killed_job_may_say_its_last_words(guest: Guest) -> None:
-    start(guest, "trap 'echo bye; exit 5' TERM; echo up; while :; do sleep 0.01; done")
-    hear(guest, b"up")
+    start_and_hear(guest, "trap 'echo bye; exit 5' TERM; echo up; while :; do sleep 0.01; done")
     done = ask(guest, "kill")
     assert (b"bye\n" in done.bytes_of("merged"), done["job"]["exit_code"]) == (True, 5)
 
 
 def test_a_job_survives_the_limits_and_kills_of_other_calls(guest: Guest) -> None:
-    start(guest, "echo up; read line; echo alive")
-    hear(guest, b"up")
+    start_and_hear(guest, "echo up; read line; echo alive")
     assert guest.run("sleep 1000 & setsid sleep 1000", timeout_s=0.2)["kill"]["survivors"] == 0
     assert guest.run("setsid sleep 1000 & kill -9 $PPID; sleep 1000").code == "INTERNAL"
     assert guest.run("setsid sleep 1000 & kill -STOP $PPID; sleep 1000", timeout_s=0.2)["kill"]["survivors"] == 0
@@ -113,7 +114,8 @@ def test_an_attacker_who_kills_a_jobs_keeper_leaves_nothing_of_it(guest: Guest) 
 
 
 def test_a_stopped_keeper_is_woken_by_the_next_request(guest: Guest) -> None:
-    start(guest, "kill -STOP $PPID; echo up; sleep 1000")
+    start(guest, "read line; kill -STOP $PPID; echo up; sleep 1000")
+    ask(guest, "input", body=b"\n")
     hear(guest, b"up")
     assert ask(guest, "kill")["kill"]["survivors"] == 0
 
@@ -162,8 +164,7 @@ def test_input_that_is_not_read_is_kept_up_to_a_bound_and_then_refused(guest: Gu
 
 
 def test_input_for_a_job_that_has_closed_its_own_is_refused(guest: Guest) -> None:
-    start(guest, "exec <&-; echo up; sleep 1000")
-    hear(guest, b"up")
+    start_and_hear(guest, "exec <&-; echo up; sleep 1000")
     assert "closed its standard input" in ask(guest, "input", body=b"x")["error"]["message"]
     assert ask(guest, "poll")["job"]["state"] == "running"
 

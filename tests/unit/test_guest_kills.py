@@ -13,7 +13,7 @@ pytestmark = needs_namespace
 
 @pytest.fixture(scope="module")
 def guest() -> Iterator[Guest]:
-    with running_guest() as running:
+    with running_guest(idle_s=0.05) as running:
         yield running
 
 

@@ -95,7 +95,7 @@ def test_a_name_as_long_as_a_header_fails_its_call_only(guest: Guest, name: str)
 
 def test_no_room_for_a_process_fails_the_call_and_not_the_guest() -> None:
     with running_guest("ulimit -u 12;") as guest:
-        fillers = [guest.start_script("mkfifo g$$; echo up > up$$; read line < g$$", timeout_s=3) for _ in range(12)]
+        fillers = [guest.start_script("mkfifo g$$; echo up > up$$; read line < g$$", timeout_s=1) for _ in range(12)]
         ends = [guest.finish(call) for call in fillers]
         assert any(done.code in ("INTERNAL", "SPAWN_FAILED") for done in ends)
         assert guest.run("echo well").bytes_of("stdout") == b"well\n"

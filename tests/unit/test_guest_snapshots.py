@@ -16,6 +16,7 @@ from guest.sha256 import digest_of  # noqa: E402
 from guest.snapshots import forget, recall, remember  # noqa: E402
 
 DATA = b"content\n"
+CHANGED_NS = 1_700_000_000_123_456_789
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def folder(places: Places) -> Path:
 
 
 def keep(places: Places, path: bytes, data: bytes = DATA) -> bool:
-    return remember(places, path, digest_of(data), data)
+    return remember(places, path, digest_of(data), data, CHANGED_NS)
 
 
 def test_what_was_remembered_last_is_recalled(places: Places) -> None:
@@ -40,6 +41,7 @@ def test_what_was_remembered_last_is_recalled(places: Places) -> None:
     assert found is not None
     assert other is not None
     assert (found.digest, found.data, other.data) == (digest_of(b"new"), b"new", b"")
+    assert found.changed_ns == CHANGED_NS
     forget(places, b"/w/a")
     assert recall(places, b"/w/a") is None
 
@@ -47,7 +49,7 @@ def test_what_was_remembered_last_is_recalled(places: Places) -> None:
 def test_of_a_large_file_only_the_digest_is_kept(places: Places) -> None:
     data = bytes(snapshots.MAX_DATA_BYTES + 1)
     keep(places, b"/w/a", data)
-    remember(places, b"/w/b", digest_of(DATA), None)
+    remember(places, b"/w/b", digest_of(DATA), None, CHANGED_NS)
     large, digest_only = recall(places, b"/w/a"), recall(places, b"/w/b")
     assert large is not None
     assert digest_only is not None
@@ -108,6 +110,6 @@ def test_remembering_is_cheap(places: Places) -> None:
     best = 1.0
     for _ in range(50):
         started = time.perf_counter()
-        remember(places, b"/w/a", digest, data)
+        remember(places, b"/w/a", digest, data, CHANGED_NS)
         best = min(best, time.perf_counter() - started)
     assert best < 0.001

@@ -1,6 +1,8 @@
 """What a path that leads nowhere may have meant: ranked, bounded, and only from inside."""
 
 import os
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,15 @@ def test_the_look_ends_after_its_time(tree: Tree, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(suggestions, "MAX_S", -1.0)
     tree.make("d/main.py")
     assert tree.suggest("main.py") == []
+
+
+def test_a_deep_path_takes_no_longer_than_the_look_may(tree: Tree) -> None:
+    deep = "d/" * 1000
+    subprocess.run(["mkdir", "-p", tree.workspace / deep], check=True)
+    started = time.monotonic()
+    assert "(among the first" in missing_file(deep + "f", tree.places).message
+    assert time.monotonic() - started < suggestions.MAX_S + 1.0
+    subprocess.run(["rm", "-rf", tree.workspace], check=True)
 
 
 def test_the_directory_of_the_path_is_looked_at_first(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,9 +95,9 @@ def test_an_offset_past_the_end_tells_the_lines_and_a_column_the_characters(gues
     make(guest, "f", "one\nzwölf\n".encode())
     done = read(guest, "f", offset=3)
     assert (done.code, done["error"]["lines"]) == ("OFFSET_OUT_OF_RANGE", 2)
-    assert "has 2 lines, none at 3" in done["error"]["message"]
+    assert "has 2 lines, none at 3; offset can be 1 to 2" in done["error"]["message"]
     assert read(guest, "f", offset=2, column=5).bytes_of("file") == b"f\n"
-    assert "line 2 has 5 characters, none at 6" in read(guest, "f", offset=2, column=6)["error"]["message"]
+    assert "line 2 has 5 characters, none at 6; column can be 1 to 5" in read(guest, "f", offset=2, column=6)["error"]["message"]
 
 
 def test_a_line_of_50_mb_is_paged_by_its_columns(guest: Guest) -> None:

@@ -215,3 +215,23 @@ def test_every_name_of_a_hard_linked_file_sees_the_write(guest: Guest) -> None:
 @pytest.mark.parametrize("body", [b"\xff", b"\xed\xa0\x80"])
 def test_a_body_that_is_no_utf8_is_refused(guest: Guest, body: bytes) -> None:
     assert guest.request("write_text", body, path="f", mode="overwrite", max_bytes=8192, timeout_s=10).code == "INVALID_ARGUMENTS"
+
+
+@pytest.mark.parametrize(("encoding", "text"), [("ascii", "é"), ("no-such", "a")])
+def test_a_write_that_fails_leaves_no_folder_that_was_made_for_it(guest: Guest, encoding: str, text: str) -> None:
+    assert write(guest, "new/deep/f", text, encoding=encoding).code == "INVALID_ARGUMENTS"
+    assert list(guest.workspace.iterdir()) == []
+
+
+def test_an_append_to_what_another_program_changed_says_so(guest: Guest) -> None:
+    write(guest, "f", "one\n")
+    guest.run("echo two > f")
+    done = write(guest, "f", "three\n", mode="append")
+    assert told(done) == "[the file had been changed by something else since this session last read or wrote it; see it with read_tool]"
+
+
+def test_a_file_that_may_not_be_written_says_what_to_do_and_stays(guest: Guest) -> None:
+    guest.run("echo old > f; chmod 444 f")
+    done = write(guest, "f", "new\n")
+    assert (done.code, "chmod it with bash_tool" in done["error"]["message"]) == ("PERMISSION_DENIED", True)
+    assert content(guest, "f") == b"old\n"

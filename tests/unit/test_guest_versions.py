@@ -91,3 +91,13 @@ def test_a_file_that_changed_since_it_was_opened_is_left(place: Place, tmp_path:
         version(place, b"ours").replace(old, is_known=True)
     assert refused.value.code == "STALE_FILE"
     assert (names(tmp_path), b"theirs" in (tmp_path / "f").read_bytes()) == (["f"], True)
+
+
+def test_a_folder_that_was_removed_meanwhile_is_missing(place: Place, tmp_path: Path) -> None:
+    gone = find_place("gone/f", Places((os.fsencode(tmp_path),), os.fsencode(tmp_path / "o")), make_parents=True)
+    (tmp_path / "gone").rmdir()
+    for write in (version(gone, b"ours").create, lambda: version(gone, b"ours").replace(None)):
+        with pytest.raises(Failure) as refused:
+            write()
+        assert refused.value.code == "FILE_NOT_FOUND"
+    gone.close()

@@ -68,6 +68,19 @@ async def test_a_server_that_does_not_count_does_not_make_the_budget_endless() -
         await adapter.complete("x")
 
 
+async def test_questions_at_once_or_without_an_answer_count_as_well() -> None:
+    async def silent(_: ModelRequest) -> AsyncIterator[Chunk]:
+        await asyncio.Event().wait()
+        yield END
+
+    adapter = ModelAdapter(StreamModel(silent), max_tokens=150)
+    asked = (adapter.complete("x" * 400, timeout_s=0.01) for _ in range(4))
+    codes = [error.code for error in await asyncio.gather(*asked, return_exceptions=True) if isinstance(error, ToolFailure)]
+    assert codes == [ErrorCode.TIMEOUT] * 2 + [ErrorCode.PERMISSION_DENIED] * 2
+    with pytest.raises(ToolFailure, match="may use 150 tokens"):
+        await adapter.complete("x")
+
+
 async def test_a_reply_that_takes_too_long_is_a_timeout_of_the_tool() -> None:
     hung, closed = asyncio.Event(), asyncio.Event()
 

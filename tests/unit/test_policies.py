@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from contract.errors import ConfigError, ErrorCode
-from orchestrator.approvals.policies import ApprovalPolicy, Rule, Verdict, load_policy
+from orchestrator.approvals.policies import MAX_TALK_CHARS, ApprovalPolicy, Rule, Verdict, load_policy
 from tests.builders import build_spec
 
-BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
+BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command", input_parameter="stdin")
 
 
 def decide(command: str, *rules: Rule, tenant: str = "acme") -> Verdict:
@@ -157,6 +157,36 @@ def test_the_folder_of_a_call_counts() -> None:
     assert ApprovalPolicy().decide("acme", BASH, {"command": "rm -rf *", "cwd": "/"}).action == "deny"
     for folder, action in [("src", "allow"), ("/tmp/x", "allow"), ("/srv", "ask"), ("../srv", "ask"), ("/workspace/../srv", "ask")]:
         assert ApprovalPolicy().decide("acme", BASH, {"command": "rm -rf build", "cwd": folder}).action == action
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("rm -rf /\n", "deny"),
+        ("ls\ngit push --force\n", "ask"),
+        ("git push", "allow"),
+        ("y\n", "allow"),
+        ("print(f\"{x['a']}\")\n", "allow"),
+        ("def f(a, b):\n    return a if a > b else 'it\n", "allow"),
+        ("SELECT * FROM t WHERE name = 'x';\n", "allow"),
+        ("eval('1 + 1')", "allow"),
+        ("x = '" + "a" * MAX_TALK_CHARS, "ask"),
+    ],
+)
+def test_text_for_a_job_is_judged_where_it_reads_as_a_command(text: str, action: str) -> None:
+    assert ApprovalPolicy().decide("acme", BASH, {"action": "input", "command": "", "stdin": text}).action == action
+
+
+def test_the_input_of_a_command_is_judged_when_it_is_a_shell() -> None:
+    for command, action in [("bash", "ask"), ("env sh -s", "ask"), ("cat > notes", "allow")]:
+        assert ApprovalPolicy().decide("acme", BASH, {"command": command, "stdin": "git push --force"}).action == action
+    assert ApprovalPolicy().decide("acme", BASH, {"command": "bash", "stdin": "if then"}).action == "ask"
+
+
+def test_rules_about_commands_are_about_those_sent_to_a_job() -> None:
+    sent = {"action": "input", "command": "", "stdin": "git push origin\n"}
+    assert ApprovalPolicy((deny("git", "push"),)).decide("acme", BASH, sent).code is ErrorCode.SECURITY_REFUSED
+    assert ApprovalPolicy((allow("rm"),)).decide("acme", BASH, {**sent, "stdin": "rm -rf /srv/a\n"}).action == "allow"
 
 
 def test_a_tool_without_a_sandbox_has_no_folder_of_its_own() -> None:

@@ -13,6 +13,8 @@ from workers.sandbox_client import GuestResponse
 from workers.tools.builtin import build_registry
 from workers.tools.text import MAX_OUTPUT_BYTES
 
+REGISTRY = build_registry()
+
 
 class Bench:
     """The tool over a scripted guest."""
@@ -21,7 +23,7 @@ class Bench:
         self.client = FakeSandboxClient(*answers)
         self._context = build_context(**context)
         facts = {"host": "h1", "queue": "host.h1.b00t"}
-        self._executor = Executor(build_registry(), self.client, MemoryLedger(), MemoryBlobs(), facts)
+        self._executor = Executor(REGISTRY, self.client, MemoryLedger(), MemoryBlobs(), facts)
 
     def read(self, **arguments: Any) -> ToolResult:
         return self._executor.execute(ToolCall(id="call-1", name="read_tool", arguments={"file_path": "a.txt", **arguments}), self._context)
@@ -166,7 +168,7 @@ def test_a_directory_is_an_error_that_carries_the_names() -> None:
     [
         ("BINARY_FILE", "look at it with bash_tool"),
         ("FILE_NOT_FOUND", "glob_tool finds files by pattern"),
-        ("OFFSET_OUT_OF_RANGE", "the last line"),
+        ("PERMISSION_DENIED", "chmod it with bash_tool"),
         ("FILE_TOO_LARGE", "use bash_tool with tail"),
     ],
 )

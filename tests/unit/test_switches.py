@@ -133,7 +133,18 @@ async def test_an_orchestrator_that_cannot_ask_calls_nothing() -> None:
     await client.aclose()
 
 
-@pytest.mark.parametrize("data", [b"", b"nonsense", b"[]", b'{"by": 5}', b'{"unknown": 1}', b"\xff"])
+async def test_a_switch_that_was_set_is_not_reported_as_failed_because_nothing_can_be_read(switches: RedisSwitches) -> None:
+    class WriteOnly(redis.asyncio.Redis):
+        def hgetall(self, *_: Any) -> Any:
+            raise redis.ConnectionError("away")
+
+    one_way = RedisSwitches(WriteOnly(connection_pool=switches._client.connection_pool), "test")
+    await one_way.turn_off("echo", OFF)
+    assert await switches.switches() == {"echo": OFF}
+    assert await one_way.turn_on("echo")
+
+
+@pytest.mark.parametrize("data", [b"", b'{"at": 1e300}', b"nonsense", b"[]", b'{"by": 5}', b'{"unknown": 1}', b"\xff"])
 def test_a_switch_that_cannot_be_read_still_turns_its_tool_off(data: bytes) -> None:
     assert parse_switches({b"echo": data}) == {"echo": Switch()}
 

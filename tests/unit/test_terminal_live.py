@@ -123,6 +123,14 @@ def test_a_line_without_end_is_kept_no_longer_than_it_is_shown() -> None:
     assert lines.feed("stdout", "\nnext\n")[1] == "next"
 
 
+def test_a_line_that_is_written_over_is_shown_as_it_stands_now() -> None:
+    lines = LiveLines()
+    for percent in range(100):
+        assert lines.feed("stderr", f"{percent}% done\r") == []
+    assert lines.rest() == ["99% done"]
+    assert lines.feed("stderr", "100% done\r\nnext\r\n") == ["100% done", "next"]
+
+
 @given(st.lists(st.text(alphabet="ab\n", max_size=20), max_size=20))
 def test_lines_are_those_of_the_whole_text_however_it_comes(pieces: list[str]) -> None:
     lines, seen = LiveLines(), list[str]()

@@ -54,6 +54,12 @@ def test_deflate_without_a_header_is_read_as_well(data: bytes, size: int) -> Non
     assert unpack("deflate", [packed[at : at + size] for at in range(0, len(packed), size)]) == data
 
 
+@pytest.mark.parametrize("beyond", [0, 1, 100, 258, 300])
+def test_what_fits_into_no_piece_any_more_when_all_input_is_taken_comes_in_the_next(beyond: int) -> None:
+    data = b"a" * (256 * 1024 + beyond)
+    assert unpack("deflate", [raw_deflate(data)], FetchLimits(ratio=10_000)) == data
+
+
 @given(st.sampled_from(["gzip", "deflate"]), st.binary(max_size=500))
 def test_whatever_comes_is_unpacked_or_refused(encoding: str, data: bytes) -> None:
     with contextlib.suppress(ToolFailure):
@@ -199,6 +205,7 @@ def test_depth_does_not_blow_up_what_is_laid_out() -> None:
         ("application/pdf", "application/pdf", None, False),
         ("image/svg+xml", "image/svg+xml", None, True),
         ("image/png\n[injected]", "application/octet-stream", None, False),
+        ("application/x-ndjson", "application/x-ndjson", None, True),
         ("nonsense", "application/octet-stream", None, False),
     ],
 )

@@ -10,10 +10,9 @@ from redis.retry import Retry
 
 from tests.conftest import RedisProcess, free_port
 from tests.web_servers import QUICK, Web, WebServer, answer, build_web, open_web_server, redirect
-from workers.web.cache import FRESH_S, MAX_ENTRIES, MAX_ENTRY_BYTES, Page, PageCache
-from workers.web.deadlines import Deadline
+from workers.web.cache import FRESH_S, MAX_ENTRIES, MAX_ENTRY_BYTES, Page, PageCache, fresh_for_s, may_be_kept, validator
 from workers.web.fetcher import Fetched
-from workers.web.freshness import fresh_for_s, may_be_kept, validator
+from workers.web.limits import Deadline
 
 
 class Clock:
@@ -190,6 +189,28 @@ def test_a_page_too_large_to_keep_is_not_kept(redis_server: RedisProcess) -> Non
         assert client.keys("*") == []
 
 
+def test_the_cache_leaves_half_of_redis_to_the_queue(redis_server: RedisProcess) -> None:
+    with redis_server.client() as client:
+        cache = PageCache(client, "test")
+        client.config_set("maxmemory", client.info("memory")["used_memory"])
+        try:
+            assert not cache.keep("acme", build_page())
+            client.config_set("maxmemory", 1024 * 1024 * 1024)
+            assert cache.keep("acme", build_page())
+        finally:
+            client.config_set("maxmemory", 0)
+
+
+def test_fetches_are_counted_by_the_minute_and_tenant(redis_server: RedisProcess) -> None:
+    clock = Clock()
+    with redis_server.client() as client:
+        cache = PageCache(client, "test", clock)
+        assert [cache.count("acme"), cache.count("acme"), cache.count("other")] == [1, 2, 1]
+        assert all(0 < client.ttl(key) <= 120 for key in client.keys("*"))
+        clock.now += 60
+        assert cache.count("acme") == 1
+
+
 @pytest.mark.parametrize("data", [b"", b"junk", b"x\x9c\x03\x00\x00\x00\x00\x01"])
 def test_what_is_no_page_is_not_taken_for_one(redis_server: RedisProcess, data: bytes) -> None:
     with redis_server.client() as client:
@@ -202,4 +223,4 @@ def test_what_is_no_page_is_not_taken_for_one(redis_server: RedisProcess, data: 
 
 def test_without_redis_pages_are_fetched_and_not_kept() -> None:
     cache = PageCache(redis.Redis(port=free_port(), retry=Retry(NoBackoff(), 0)), "test")
-    assert (cache.take("acme", "http://a.example/"), cache.keep("acme", build_page())) == (None, False)
+    assert (cache.take("acme", "http://a.example/"), cache.keep("acme", build_page()), cache.count("acme")) == (None, False, 0)

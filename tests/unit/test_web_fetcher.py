@@ -11,10 +11,9 @@ import pytest
 from contract.errors import ErrorCode, ToolFailure
 from tests.web_certificate import server_context, trusting_context
 from tests.web_servers import HASTY, QUICK, Reply, WebServer, answer, build_web, open_web_server, redirect
-from workers.web.deadlines import Deadline
 from workers.web.fetcher import Fetched
-from workers.web.limits import FetchLimits
-from workers.web.resolver import SystemResolver, parse_answers
+from workers.web.limits import Deadline, FetchLimits
+from workers.web.resolver import MAX_LOOKUPS, SystemResolver, parse_answers
 
 
 @pytest.fixture
@@ -229,6 +228,28 @@ def test_of_an_error_only_the_beginning_is_read(server: WebServer) -> None:
     assert (page.status, len(page.body), page.is_whole) == (500, QUICK.error_body_bytes, False)
 
 
+@pytest.mark.parametrize(
+    "rest",
+    [b"content-encoding: br\r\n\r\nx", b"content-length: 100\r\n\r\nx", b"transfer-encoding: chunked\r\n\r\nzz\r\n"],
+    ids=["packed otherwise", "too short", "no chunks"],
+)
+def test_a_broken_body_does_not_hide_the_status_of_an_error(server: WebServer, rest: bytes) -> None:
+    server.replies["/"] = b"HTTP/1.1 404 X\r\ncontent-type: text/plain\r\n" + rest
+    page = fetch(server).page
+    assert (page.status, page.body, page.is_whole) == (404, b"", False)
+
+
+def test_a_tenant_that_fetches_too_often_is_refused_until_the_next_minute(server: WebServer) -> None:
+    server.replies["*"] = answer("hello")
+    web = build_web(server, limits=QUICK, per_minute=2)
+    for path in ("/1", "/2", "/1"):
+        web.fetcher.fetch("acme", server.url(path), Deadline(5))
+    with pytest.raises(ToolFailure, match="more than 2 pages") as failed:
+        web.fetcher.fetch("acme", server.url("/3"), Deadline(5))
+    assert (failed.value.code, server.paths) == (ErrorCode.SECURITY_REFUSED, ["/1", "/2"])
+    assert web.fetcher.fetch("other", server.url("/3"), Deadline(5)).page.body == b"hello"
+
+
 def test_a_closed_port_is_a_refused_connection() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -303,11 +324,19 @@ def test_a_name_server_that_does_not_answer_costs_its_limit_only(monkeypatch: py
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)
     resolver = SystemResolver()
-    for _ in range(2):
+    said = []
+    for _ in range(MAX_LOOKUPS + 1):
         with pytest.raises(ToolFailure) as failed:
-            resolver.resolve("a.example", Deadline(5), 0.05)
+            resolver.resolve("a.example", Deadline(5), 0.02)
         assert failed.value.code is ErrorCode.TIMEOUT
+        said.append(failed.value.message)
+    assert ["too many lookups" in message for message in said] == [*[False] * MAX_LOOKUPS, True]
     released.set()
+    for thread in threading.enumerate():
+        if thread.name == "dns":
+            thread.join(5)
+    with pytest.raises(ToolFailure, match="0 addresses"):
+        resolver.resolve("a.example", Deadline(5), 5)
 
 
 @pytest.mark.parametrize("answers", [[], [f"192.0.2.{n}" for n in range(17)], ["not an address"]])

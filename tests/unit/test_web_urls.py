@@ -41,6 +41,7 @@ def test_what_is_fetched_has_one_spelling(text: str, url: str) -> None:
     [
         "",
         "example.org",
+        "example.org:8080/path",
         "/path",
         "http:example.org",
         "http:/example.org",

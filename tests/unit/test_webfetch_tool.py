@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ from tests.web_servers import QUICK, WebServer, answer, build_web, open_web_serv
 from workers.tools.base import WorkerTool
 from workers.tools.webfetch import build_webfetch
 from workers.web import pages
-from workers.web.deadlines import Deadline
 from workers.web.fences import fence
+from workers.web.limits import Deadline
 from workers.web.pages import Extractor
 
 WORDS = "This paragraph is long enough to be taken for the main part of the page by whoever looks for one. " * 5
@@ -116,6 +117,19 @@ def test_what_nests_too_deep_is_read_whole_and_that_is_said(server: WebServer) -
     assert "the text of the whole page: it nests too deep" in footer_of(result)
 
 
+def test_the_titles_of_pictures_are_not_the_pages(server: WebServer) -> None:
+    icon = "<svg><title>Icon</title></svg>"
+    server.replies["/"] = answer(f"<html><head><title>Page</title></head><body>{icon}<p>{WORDS}</p><title>again</title></body></html>")
+    server.replies["/none"] = answer(f"<body>{icon}<p>{WORDS}</p></body>")
+    assert (fetch(server).metadata["title"], fetch(server, "/none").metadata["title"]) == ("Page", "")
+
+
+def test_a_title_that_is_not_closed_does_not_swallow_the_page(server: WebServer) -> None:
+    server.replies["/"] = answer("<title>Page<body><p>text</p>", 404)
+    result = fetch(server)
+    assert (result.metadata["title"], "\ntext\n" in result.text()) == ("Page", True)
+
+
 def test_a_page_without_text_says_so(server: WebServer) -> None:
     server.replies["/"] = answer("<html><body><div id=app></div><script>render()</script></body></html>")
     assert "[the page has no text; what scripts would add is not seen]" in fetch(server).text()
@@ -134,6 +148,12 @@ def test_a_long_page_is_read_on_where_it_says_without_being_fetched_again(server
             break
         start = int(more[1])
     assert (read, len(server.requests)) == (text, 1)
+
+
+def test_a_part_of_a_page_that_had_to_be_fetched_anew_says_so(server: WebServer) -> None:
+    server.replies["/"] = answer("x" * 3000, content_type="text/plain", cache_control="no-store")
+    assert "fetched anew" not in footer_of(fetch(server, max_chars=1000))
+    assert "fetched anew for this part: it may differ" in footer_of(fetch(server, start=1000))
 
 
 def test_a_start_past_the_end_says_how_long_the_text_is(server: WebServer) -> None:
@@ -290,6 +310,58 @@ def test_the_parser_has_no_environment_and_what_it_leaves_behind_is_ended(monkey
         # Whoever inherits it reaps it, without telling us.
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_the_parser_reaches_nothing_even_when_a_page_took_it_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What code of a page in the parser would go for: the worker's secrets in /proc, files, servers, the worker itself."""
+    spy = tmp_path / "program.py"
+    spy.write_text(
+        f"import json, os, resource, runpy, signal, socket\nprogram = runpy.run_path({str(pages._PROGRAM)!r})\n"
+        "program['limit_resources'](6)\n"
+        "told = {'confined': program['confine'](), 'fds': [], 'reached': []}\n"
+        "for fd in range(3, 64):\n"
+        "    try: os.fstat(fd); told['fds'].append(fd)\n"
+        "    except OSError: pass\n"
+        "keeper = os.getppid()\n"
+        "for name, aim in (\n"
+        "    ('environ', lambda: open(f'/proc/{keeper}/environ')), ('file', lambda: open('/etc/passwd')), ('write', lambda: open('/tmp/x', 'w')),\n"
+        "    ('program', lambda: os.execv('/bin/true', ['true'])),\n"
+        "):\n"
+        "    try: aim(); told['reached'].append(name)\n"
+        "    except PermissionError: pass\n"
+        "told['alarm_s'], told['memory'] = signal.alarm(0), resource.getrlimit(resource.RLIMIT_AS)[0]\n"
+        "print(json.dumps({'title': '', 'text': json.dumps(told), 'is_main': True, 'is_too_deep': False, 'whole_chars': 0}))\n"
+    )
+    monkeypatch.setattr(pages, "_PROGRAM", spy)
+    told = json.loads(Extractor().extract("<p>x</p>", "http://a.example/", "markdown", Deadline(20)).text)
+    assert (told["alarm_s"], told["memory"], told["fds"]) == (7, 256 * 1024 * 1024, [])
+    if not told["confined"]:
+        pytest.skip("this kernel has no Landlock")
+    assert told["reached"] == []
+
+
+class Interrupted(BaseException):
+    """As a call is ended at its limit: in the midst of anything."""
+
+
+def test_a_parser_whose_call_is_interrupted_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hanging = tmp_path / "program.py"
+    hanging.write_text(
+        f"import os, signal, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "os.kill(os.getppid(), signal.SIGUSR1)\ntime.sleep(60)\n"
+    )
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(pages, "_PROGRAM", hanging)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(Interrupted):
+            Extractor(parse_s=20).extract("<p>x</p>", "http://a.example/", "markdown", Deadline(20))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not _is_alive(int((tmp_path / "pid").read_text()))
 
 
 def _is_alive(pid: int) -> bool:

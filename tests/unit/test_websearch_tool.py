@@ -276,6 +276,22 @@ def test_a_key_that_is_no_header_is_not_repeated_either(server: WebServer, key: 
     assert KEY not in result.model_dump_json() + json.dumps(logs, default=str)
 
 
+@pytest.mark.parametrize("score", ["NaN", "1e999", "-1e999", "1" + "0" * 400, "true"])
+def test_a_score_that_is_no_usable_number_is_left_out(server: WebServer, score: str) -> None:
+    content = json.dumps(entries("searxng", "https://a.example/")).replace("0.5", score)
+    server.replies["*"] = says(content)
+    result = search(Service(server, "searxng"))
+    assert result.success
+    assert result.metadata["results"][0]["score"] is None  # type: ignore[index,call-overload]
+
+
+@pytest.mark.parametrize(("query", "reason"), [(" \t ", "no words"), ("a \ud800", "cannot be shown"), ("a\x00b", "cannot be shown")])
+def test_a_query_that_cannot_be_asked_is_refused(server: WebServer, query: str, reason: str) -> None:
+    result = search(Service(server, "searxng"), query=query)
+    assert (result.error_code, reason in str(result.error)) == (ErrorCode.INVALID_ARGUMENTS, True)
+    assert not server.requests
+
+
 @pytest.mark.parametrize("domain", ["a.example OR site:b.example", "https://a.example/", "a", "a..example", "-a.example", "a.example/x"])
 def test_what_is_no_domain_is_refused(server: WebServer, domain: str) -> None:
     assert search(Service(server, "brave"), include_domains=[domain]).error_code is ErrorCode.INVALID_ARGUMENTS

@@ -13,6 +13,8 @@ from workers.sandbox_client import GuestResponse
 from workers.tools.builtin import build_registry
 from workers.tools.text import MAX_OUTPUT_BYTES
 
+REGISTRY = build_registry()
+
 
 class Bench:
     """The tool over a scripted guest."""
@@ -20,7 +22,7 @@ class Bench:
     def __init__(self, *answers: Any, **context: Any) -> None:
         self.client = FakeSandboxClient(*answers)
         self._context = build_context(**context)
-        self._executor = Executor(build_registry(), self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
+        self._executor = Executor(REGISTRY, self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
 
     def write(self, **arguments: Any) -> ToolResult:
         call = ToolCall(id="call-1", name="write_tool", arguments={"content": "", **arguments})
@@ -76,3 +78,14 @@ def test_an_answer_that_is_none_costs_the_sandbox(fields: dict[str, Any]) -> Non
     bench = Bench(answer(**fields))
     assert bench.write(file_path="a").error_code is ErrorCode.SANDBOX_UNAVAILABLE
     assert bench.client.closed == ["acme:s1"]
+
+
+def test_what_a_failure_counts_is_told_as_a_success_tells_it() -> None:
+    error = {"code": "FILE_TOO_LARGE", "message": "a: too large", "size": 9, "lines": 3, "other": 1}
+    assert Bench(GuestResponse({"error": error})).write(file_path="a").metadata == {"size_bytes": 9, "lines": 3}
+    for wrong in (-1, True, 2**70):
+        assert Bench(GuestResponse({"error": {**error, "size": wrong}})).write(file_path="a").metadata == {"lines": 3}
+
+
+def test_a_path_of_any_signs_is_shown_on_one_line() -> None:
+    assert str(Bench(answer()).write(file_path="a\n\udcff").output).startswith("created a\ufffd? (")

@@ -1,5 +1,6 @@
 """Finds operators' tools, in installed packages and named modules, and makes them ready for a worker. What is broken stops the start."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -106,7 +107,7 @@ def _as_tool(value: Any, source: str, advice: str) -> Tool[CallHandler]:
 
 def _distinct(found: Sequence[Found]) -> Iterator[Found]:
     """Each tool once, however often it was named. Raises ConfigError for two tools of one name, and for the names of our own."""
-    ours = {spec.name for spec in build_registry().specs()} | WEB_TOOLS
+    ours = _own_names()
     taken: dict[str, Found] = {}
     for one in found:
         name = one.tool.name
@@ -117,6 +118,11 @@ def _distinct(found: Sequence[Found]) -> Iterator[Found]:
             yield one
         elif before.tool is not one.tool:
             raise ConfigError(f"'{name}' is the name of two tools, in {before.source} and in {one.source}: rename one, or leave one out")
+
+
+@functools.cache
+def _own_names() -> frozenset[str]:
+    return frozenset(spec.name for spec in build_registry().specs()) | WEB_TOOLS
 
 
 def _served(found: Found, calls: CustomCalls) -> WorkerTool:

@@ -50,6 +50,7 @@ _DONE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "glob": ("total", "shown", "cut", "ignored", "unreadable", "partial", "bad_rules"),
     "grep": (
         "engine",
+        "is_file",
         "matches",
         "files",
         "shown",

@@ -5,8 +5,8 @@ import posixpath
 from contract.errors import ErrorCode, ToolFailure
 from contract.shell.commands import Script, parse_commands
 from contract.shell.dangers import Level, classify
+from contract.shell.wrappers import SHELLS
 
-_SHELLS = frozenset({"bash", "sh", "dash", "ash", "zsh", "ksh"})
 _HOME = "/workspace"
 
 
@@ -15,7 +15,7 @@ def refuse_catastrophe(command: str, cwd: str | None = None, stdin: str = "") ->
     folder = posixpath.normpath(posixpath.join(_HOME, cwd or ""))
     script = parse_commands(command)
     _refuse(script, folder, "the command")
-    if stdin and any(part.program in _SHELLS for part in script.commands):
+    if stdin and any(part.program in SHELLS for part in script.commands):
         refuse_input(stdin, folder)
 
 

@@ -13,7 +13,7 @@ from workers.tools.base import Outcome
 from workers.tools.text import NARROWER, show_name, show_output
 
 _NOT_KEPT = {
-    "replaced": "it replaced its shell (exec) or the shell's EXIT trap",
+    "replaced": "it replaced its shell (exec), the shell's EXIT trap, or a builtin that the trap needs",
     "too_large": "they are more than 256 KiB",
     "no_room": "there is no room left in /output",
 }

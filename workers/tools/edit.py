@@ -9,7 +9,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
 from workers.tools.base import Outcome, Workbench, WorkerTool
 from workers.tools.read import PATH_ALIASES
-from workers.tools.text import MAX_OUTPUT_BYTES, decode, encode
+from workers.tools.text import MAX_OUTPUT_BYTES, decode, encode, show_name
 
 MAX_EDITS = 100
 TOLERANCE = "edit.tolerance"
@@ -87,7 +87,7 @@ def _edit(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     done, shown = response.done, decode(response.streams.get("file", b""))
     verb = "created" if done["created"] else f"replaced {done['replaced']} in"
     metadata = {"size_bytes": done["size"], "created": done["created"], "replaced": done["replaced"], "encoding": done["encoding"]}
-    return Outcome(f"{verb} {path}\n{shown}".rstrip("\n"), metadata)
+    return Outcome(f"{verb} {show_name(path)}\n{shown}".rstrip("\n"), metadata)
 
 
 def _tolerance(context: ToolContext) -> Any:

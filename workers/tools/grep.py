@@ -107,6 +107,9 @@ def _build_request(arguments: dict[str, Any], timeout_s: float) -> dict[str, Any
 
 def _notes(arguments: dict[str, Any], done: Any) -> list[str]:
     notes = [f"[{_head(arguments, done)}]"]
+    unused = [name for name in ("include", "exclude", "type") if name in arguments]
+    if done["is_file"] and unused:
+        notes.append(f"[{' and '.join(unused)} not used: path is a file]")
     if done["cut_lines"]:
         notes.append(
             f"[{count(done['cut_lines'], 'line')} cut to 500 characters around the match, at …; read_tool with offset and column shows more]"

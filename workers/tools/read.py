@@ -8,7 +8,7 @@ from pydantic import JsonValue
 from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
 from workers.tools.base import Outcome, Workbench, WorkerTool
-from workers.tools.text import MAX_OUTPUT_BYTES, decode
+from workers.tools.text import MAX_OUTPUT_BYTES, decode, show_name
 
 DEFAULT_LINES = 2000
 MAX_LINES = 10_000
@@ -55,7 +55,7 @@ _NEXT_MOVE = {
     ErrorCode.BINARY_FILE: "look at it with bash_tool (file, xxd | head), or read it all the same with encoding=latin-1",
     ErrorCode.FILE_TOO_LARGE: "use bash_tool with tail, sed -n or cut -c to reach it",
     ErrorCode.FILE_NOT_FOUND: "glob_tool finds files by pattern",
-    ErrorCode.OFFSET_OUT_OF_RANGE: "start no later than at the last line",
+    ErrorCode.PERMISSION_DENIED: "if it is meant to be read, chmod it with bash_tool",
 }
 
 
@@ -155,12 +155,12 @@ def _directory(path: str, done: Mapping[str, Any], raw: bytes) -> Outcome:
     shown, entries = raw.count(b"\n"), done["entries"]
     below = f"its {entries} entries are below" if shown == entries else f"the first {shown} of {entries} entries are below"
     what = below if entries else "which is empty"
-    error = f"{path} is a directory, {what}; read one of its files, or list more with glob_tool"
+    error = f"{show_name(path)} is a directory, {what}; read one of its files, or list more with glob_tool"
     return Outcome(
         decode(raw) or None,
         {"entries": entries},
         truncated=shown < entries,
-        error=error.encode("utf-8", "replace").decode(),
+        error=error,
         error_code=ErrorCode.IS_DIRECTORY,
     )
 

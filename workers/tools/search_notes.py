@@ -43,5 +43,5 @@ def build_common_notes(done: Mapping[str, Any], what: str) -> list[str]:
     """Notes on rules that hold in part and on a search that was not done in time. `what` makes a search smaller."""
     notes = [f"[ignore rules: {'; '.join(done['bad_rules'])}]"] if done["bad_rules"] else []
     if done["partial"]:
-        notes.append(f"[partial: time was up before all was searched, and there may be more; narrow {what}]")
+        notes.append(f"[partial: time or memory was up before all was searched, and there may be more; narrow {what}]")
     return notes

@@ -1,9 +1,9 @@
 """bash_tool: bash commands in the session's sandbox, one at a time or beside it as jobs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
-from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
 from workers.tools.base import Outcome, Workbench, WorkerTool
 from workers.tools.command_safety import refuse_catastrophe, refuse_input
@@ -52,23 +52,36 @@ _SPEC = ToolSpec(
         # A default beside it: about a job nothing need be said, but a model that is told "optional" leaves it out where it runs one.
         "required": ["command"],
         "additionalProperties": False,
-        "if": {"properties": {"action": {"const": "run"}}},
-        "then": {"properties": {"command": {"minLength": 1}}},
-        "else": {"if": {"properties": {"action": {"const": "list"}}}, "else": {"required": ["job_id"]}},
     },
     aliases={"cmd": "command", "workdir": "cwd", "dir_path": "cwd", "run_in_background": "background", "is_background": "background"},
     command_parameter="command",
+    input_parameter="stdin",
 )
+
+
+def _check_action(arguments: Mapping[str, Any]) -> str | None:
+    """What goes with which action. No part of the schema: model servers refuse or ignore conditions there."""
+    action, job_id = arguments["action"], arguments.get("job_id")
+    if action == "run":
+        if not arguments["command"].strip():
+            return "parameter 'command' is required: the bash command to run"
+        if job_id is not None:
+            return "job_id goes with action poll, input or kill; a new command gets a job of its own"
+        return None
+    given = [name for name in ("command", "background", "reset_state") if arguments[name]]
+    if given:
+        return f"action {action} runs no command: leave '{given[0]}' out, or use action run"
+    if action != "input" and (arguments["stdin"] or arguments["close_stdin"]):
+        return f"action {action} sends nothing to a job: leave 'stdin' and 'close_stdin' out, or use action input"
+    if action != "list" and job_id is None:
+        return f"parameter 'job_id' is required with action {action}: action list tells which jobs there are"
+    return None
 
 
 def _run(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     action = arguments["action"]
     if action == "run":
         return _run_command(arguments, bench)
-    if arguments["command"] or arguments["background"]:
-        raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"action {action} runs no command: leave 'command' and 'background' out, or use action run"
-        )
     if action == "list":
         return list_jobs(bench)
     if action == "input":
@@ -79,8 +92,6 @@ def _run(arguments: dict[str, Any], bench: Workbench) -> Outcome:
 
 def _run_command(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     command, stdin = arguments["command"], arguments["stdin"]
-    if arguments.get("job_id") is not None:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "job_id goes with action poll, input or kill; a new command gets a job of its own")
     refuse_catastrophe(command, arguments.get("cwd"), stdin)
     if arguments["background"]:
         return start_job(arguments, bench)
@@ -104,4 +115,4 @@ def _run_command(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     return build_outcome(arguments, response.done, {**response.streams, **shown.streams}, bench.context)
 
 
-BASH_TOOL = WorkerTool(_SPEC, _run)
+BASH_TOOL = WorkerTool(_SPEC, _run, validators=(_check_action,))

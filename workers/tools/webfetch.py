@@ -9,10 +9,10 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
 from workers.tools.base import Outcome, Workbench, WorkerTool
 from workers.web.cache import Page
-from workers.web.deadlines import Deadline
 from workers.web.documents import Document, read_document
 from workers.web.fences import fence
 from workers.web.fetcher import Fetched, Fetcher
+from workers.web.limits import Deadline
 from workers.web.pages import Extractor
 
 DEFAULT_CHARS = 30_000
@@ -78,7 +78,9 @@ def _build_part(fetched: Fetched, document: Document, start: int, max_chars: int
     body = fence(document.text[start:end]) if document.text.strip() else "[the page has no text; what scripts would add is not seen]"
     where = f"characters {start}-{end} of {total}; continue with start={end}" if end < total else f"end of page: {total} characters"
     # Its earlier parts were of a copy that is gone, or was never kept.
-    anew = ("the page was fetched anew for this part: it may differ from the parts before",) if start and fetched.source == "network" else ()
+    anew = (
+        ("the page was fetched anew for this part: it may differ from the parts before",) if start and fetched.source == "network" else ()
+    )
     return Outcome(f"{head}\n\n{body}\n[{'; '.join([where, *anew, *document.notes])}]", metadata, truncated=end < total)
 
 

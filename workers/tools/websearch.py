@@ -9,8 +9,8 @@ from pydantic import JsonValue
 from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
 from workers.tools.base import Outcome, Workbench, WorkerTool
-from workers.web.deadlines import Deadline
-from workers.web.fences import fence
+from workers.web.fences import fence, printable
+from workers.web.limits import Deadline
 from workers.web.providers.base import SearchProvider, SearchQuery, SearchResult
 
 NEEDS_CONFIGURATION = (
@@ -74,8 +74,10 @@ def _parse_words(given: str) -> str:
     words = " ".join(given.split())
     if not words:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "websearch_tool: the query has no words; say what to search for")
-    if not words.isprintable():
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "websearch_tool: the query has characters that cannot be shown; write it without them")
+    if printable(words) != words:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, "websearch_tool: the query has characters that cannot be shown; write it without them"
+        )
     return words
 
 

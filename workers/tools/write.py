@@ -5,7 +5,7 @@ from typing import Any
 from contract.specs import ToolSpec
 from workers.tools.base import Outcome, Workbench, WorkerTool
 from workers.tools.read import PATH_ALIASES
-from workers.tools.text import MAX_OUTPUT_BYTES, decode, encode
+from workers.tools.text import MAX_OUTPUT_BYTES, decode, encode, show_name
 
 MAX_CONTENT_CHARS = 10 * 1024 * 1024
 
@@ -55,7 +55,7 @@ def _write(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     response = bench.run({**request, "timeout_s": bench.context.timeout_s}, body)
     done, told = response.done, decode(response.streams.get("file", b""))
     verb = "created" if done["created"] else {"append": "appended to"}.get(mode, "overwrote")
-    head = f"{verb} {path} ({done['written']} bytes, {done['lines']} lines)"
+    head = f"{verb} {show_name(path)} ({done['written']} bytes, {done['lines']} lines)"
     metadata = {"size_bytes": done["size"], "created": done["created"], "encoding": done["encoding"]}
     return Outcome(f"{head}\n{told}" if told else head, metadata)
 

@@ -1,10 +1,11 @@
-"""Pages a tenant has fetched, for a quarter of an hour, in Redis: reading on does not fetch again."""
+"""Pages a tenant has fetched, for a quarter of an hour, in Redis: reading on does not fetch again. And how many it fetches a minute."""
 
 import hashlib
 import json
+import re
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import redis
@@ -18,11 +19,16 @@ FRESH_S = 900.0
 """How long a page serves without asking its server; shorter when the server says so."""
 KEPT_S = 3600
 """How long a page that can be asked after (ETag, Last-Modified) is kept for that."""
-MAX_ENTRY_BYTES = 2 * 1024 * 1024
+MAX_ENTRY_BYTES = 1024 * 1024
 """Of a packed page; a larger one is not kept."""
 MAX_ENTRIES = 32
 """Of one tenant; the oldest goes."""
+MAX_SHARE = 0.5
+"""Of the memory that Redis may use: where more is in use nothing is kept, the queue needs the rest."""
 MAX_UNPACKED_BYTES = 16 * 1024 * 1024
+MAX_VALIDATOR_CHARS = 512
+
+_MAX_AGE = re.compile(r"max-age\s*=\s*\"?(\d{1,10})")
 
 
 class Page(Record):
@@ -60,6 +66,10 @@ class PageStore(Protocol):
         """Whether it was kept."""
         ...
 
+    def count(self, tenant: str) -> int:
+        """One more fetch from the network: how many the tenant has made in this minute. 0 when nobody knows."""
+        ...
+
 
 class PageCache:
     """PageStore in Redis, under the tenant's own keys."""
@@ -86,6 +96,8 @@ class PageCache:
         key, index = self._key(tenant, page.url), f"{self._prefix(tenant)}:index"
         seconds = KEPT_S if page.can_be_asked_after else int(FRESH_S)
         try:
+            if not self._has_room():
+                return False
             with self._client.pipeline() as pipe:
                 pipe.set(key, data, ex=seconds)
                 pipe.zadd(index, {key: self._clock()})
@@ -100,11 +112,51 @@ class PageCache:
             return False
         return True
 
+    def count(self, tenant: str) -> int:
+        key = f"{self._prefix(tenant)}:minute:{int(self._clock() // 60)}"
+        try:
+            with self._client.pipeline() as pipe:
+                pipe.incr(key)
+                pipe.expire(key, 120)
+                return int(pipe.execute()[0])
+        except redis.RedisError as error:
+            log.warning("page_cache_unavailable", error=type(error).__name__)
+            return 0
+
+    def _has_room(self) -> bool:
+        memory = self._client.info("memory")
+        most = memory.get("maxmemory", 0)
+        return not most or memory.get("used_memory", 0) < MAX_SHARE * most
+
     def _prefix(self, tenant: str) -> str:
         return f"toolcrew:{self._deployment}:{tenant}:web"
 
     def _key(self, tenant: str, url: str) -> str:
         return f"{self._prefix(tenant)}:{hashlib.sha256(url.encode()).hexdigest()}"
+
+
+def may_be_kept(headers: Mapping[str, str]) -> bool:
+    """Whether the server lets the page be kept at all."""
+    return "no-store" not in _directives(headers) and headers.get("vary", "").strip() != "*"
+
+
+def fresh_for_s(headers: Mapping[str, str]) -> float:
+    """Seconds for which a new call needs not ask the server; at most FRESH_S, which is also what silence means."""
+    directives = _directives(headers)
+    if "no-cache" in directives:
+        return 0.0
+    told = _MAX_AGE.search(directives)
+    return min(FRESH_S, float(told[1])) if told else FRESH_S
+
+
+def validator(headers: Mapping[str, str], name: str) -> str | None:
+    """An ETag or Last-Modified to send back later; None when there is none, or it would be no good header."""
+    value = headers.get(name, "").strip()
+    return value if 0 < len(value) <= MAX_VALIDATOR_CHARS and value.isascii() and value.isprintable() else None
+
+
+def _directives(headers: Mapping[str, str]) -> str:
+    return headers.get("cache-control", "").lower()
 
 
 def _pack(page: Page) -> bytes:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.web.deadlines import Deadline
-from workers.web.limits import FetchLimits
+from workers.web.limits import Deadline, FetchLimits
 from workers.web.urls import Address, Target
 
 CHUNK_BYTES = 64 * 1024

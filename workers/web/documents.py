@@ -1,20 +1,19 @@
 """A fetched page as the text that a model reads, in the format it asked for."""
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
 from workers.web.cache import Page
 from workers.web.charsets import decode_body
-from workers.web.deadlines import Deadline
+from workers.web.fences import one_line, printable
 from workers.web.json_layout import lay_out_json
+from workers.web.limits import Deadline
 from workers.web.media_types import declared_charset, is_html, is_json, media_type, reads_as_text
 from workers.web.pages import Extractor
 
 DocumentFormat = Literal["markdown", "text", "html"]
 
 MAX_TITLE_CHARS = 200
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,3 @@ def read_document(page: Page, kind: DocumentFormat, extractor: Extractor, deadli
         if laid_out is None:
             notes.append("shown as it came: it is not JSON, or too large to be laid out")
     return Document(name, printable(text), one_line(title, MAX_TITLE_CHARS), decoded.charset, tuple(notes))
-
-
-def printable(text: str) -> str:
-    """Without what moves a terminal's cursor or breaks a line elsewhere than it seems; line ends as \\n."""
-    return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
-
-
-def one_line(text: str, limit: int) -> str:
-    """Words of the web for one line of ours, at most `limit` characters; an ellipsis when they were more."""
-    line = " ".join(printable(text).split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."

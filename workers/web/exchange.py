@@ -9,8 +9,7 @@ import h11
 from contract.errors import ErrorCode, ToolFailure
 from workers.web.bodies import ACCEPTED, BodyDecoder, too_large
 from workers.web.connections import Connection
-from workers.web.deadlines import Deadline
-from workers.web.limits import FetchLimits
+from workers.web.limits import Deadline, FetchLimits
 from workers.web.urls import Target
 
 USER_AGENT = "toolcrew (a tool of a language model)"

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.web.cache import FRESH_S, Page, PageStore
+from workers.web.cache import FRESH_S, Page, PageStore, fresh_for_s, may_be_kept, validator
 from workers.web.connections import build_tls, open_connection
-from workers.web.deadlines import Deadline
 from workers.web.egress import EgressRules
 from workers.web.exchange import Answer, Head, Request, exchange
-from workers.web.freshness import fresh_for_s, may_be_kept, validator
-from workers.web.limits import FetchLimits
+from workers.web.limits import Deadline, FetchLimits
 from workers.web.media_types import media_type, reads_as_text
 from workers.web.resolver import Resolver
 from workers.web.urls import Target, parse_location, parse_url, refused
@@ -46,13 +44,16 @@ class Fetcher:
         rules: EgressRules,
         store: PageStore,
         *,
+        per_minute: int | None = None,
         limits: FetchLimits | None = None,
         tls: ssl.SSLContext | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """`per_minute`: fetches of one tenant; those that the cache serves do not count."""
         self._resolver = resolver
         self._rules = rules
         self._store = store
+        self._per_minute = per_minute
         self._limits = limits or FetchLimits()
         self._tls = tls or build_tls()
         self._clock = clock
@@ -70,6 +71,7 @@ class Fetcher:
             kept = None
         if kept is not None and self._serves(kept, reads_on):
             return Fetched(kept, "cache")
+        self._check_pace(tenant)
         last = self._follow(target, deadline, kept)
         if kept is not None and last.answer.head.status == HTTPStatus.NOT_MODIFIED and _conditions(last.target, kept):
             confirmed = self._confirm(kept, last.answer.head)
@@ -79,6 +81,10 @@ class Fetcher:
         if page.status == HTTPStatus.OK and page.is_whole and may_be_kept(last.answer.head.headers):
             self._store.keep(tenant, page)
         return Fetched(page, "network")
+
+    def _check_pace(self, tenant: str) -> None:
+        if self._per_minute is not None and self._store.count(tenant) > self._per_minute:
+            raise refused(f"more than {self._per_minute} pages were fetched within a minute; go on in the next one")
 
     def _still_allowed(self, kept: Page) -> bool:
         """The operator may have closed a host since."""

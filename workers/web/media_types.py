@@ -6,7 +6,21 @@ from email.message import Message
 _NAME = re.compile(r"[a-z0-9][a-z0-9!#$&^_.+\-]{0,126}/[a-z0-9][a-z0-9!#$&^_.+\-]{0,126}")
 _TEXT_LIKE = frozenset(
     f"application/{name}"
-    for name in ("javascript", "ecmascript", "x-javascript", "x-sh", "toml", "yaml", "x-yaml", "sql", "graphql", "rtf")
+    for name in (
+        "javascript",
+        "ecmascript",
+        "x-javascript",
+        "x-sh",
+        "toml",
+        "yaml",
+        "x-yaml",
+        "sql",
+        "graphql",
+        "rtf",
+        "x-ndjson",
+        "ndjson",
+        "jsonl",
+    )
 )
 UNKNOWN = "application/octet-stream"
 

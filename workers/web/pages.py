@@ -1,4 +1,4 @@
-"""HTML to readable text, in a process that may die of it: no environment, bounded memory, time and output."""
+"""HTML to readable text, in a process that may die of it: no environment, nothing to reach, bounded memory, time and output."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from typing import BinaryIO, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.web.deadlines import Deadline
+from workers.web.limits import Deadline
 
 PARSE_S = 6.0
 """For one run of the program; its CPU time is bounded alike."""
@@ -37,11 +37,10 @@ class _Told(BaseModel):
 
 @dataclass(frozen=True)
 class Extracted:
-    """`is_main`: the main part only; else the whole page. `note`: what a reader must know of that."""
+    """`note`: what a reader must know of how the text came about."""
 
     title: str
     text: str
-    is_main: bool
     note: str = ""
 
 
@@ -56,9 +55,9 @@ class Extractor:
         told = self._run(html, url, kind, "main", deadline)
         if told is None:
             return self.extract_plain(
-                html, url, kind, deadline, "the text of the whole page: its main part could not be found within the limits"
+                html, url, kind, deadline, "the text of the whole page: the search for its main part failed or took too long"
             )
-        return Extracted(told.title, told.text, told.is_main, _note(told))
+        return Extracted(told.title, told.text, _note(told))
 
     def extract_plain(self, html: str, url: str, kind: TextFormat, deadline: Deadline, note: str = "") -> Extracted:
         """All text. Raises ToolFailure: TIMEOUT past the deadline, FILE_TOO_LARGE when the page cannot be read within the limits."""
@@ -68,7 +67,7 @@ class Extractor:
                 ErrorCode.FILE_TOO_LARGE,
                 "the page's HTML could not be read within the limits of time and memory: fetch it with format=html and read parts of it",
             )
-        return Extracted(told.title, told.text, False, note)
+        return Extracted(told.title, told.text, note)
 
     def _run(self, html: str, url: str, kind: TextFormat, method: str, deadline: Deadline) -> _Told | None:
         """None when the program died, or said what it may not say."""
@@ -100,20 +99,25 @@ def _open_memory(name: str) -> BinaryIO:
 
 def _finishes(argv: list[str], stdin: int, stdout: int, limit_s: float) -> bool:
     """Whether the program ended well in time. It and what it started are gone afterwards."""
-    process = subprocess.Popen(
-        argv, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, env={}, cwd="/", start_new_session=True, close_fds=True
-    )
-    pidfd = os.pidfd_open(process.pid)
+    process = None
     try:
-        waiting = select.poll()
-        waiting.register(pidfd, select.POLLIN)
-        waiting.poll(limit_s * 1000)
+        process = subprocess.Popen(
+            argv, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, env={}, cwd="/", start_new_session=True, close_fds=True
+        )
+        ended = os.pidfd_open(process.pid)
+        try:
+            waiting = select.poll()
+            waiting.register(ended, select.POLLIN)
+            waiting.poll(limit_s * 1000)
+        finally:
+            os.close(ended)
     finally:
-        os.close(pidfd)
-        # Its group, while its number is still held: nothing it left behind goes on.
-        os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
-    return code == 0
+        # An interrupted call may leave a program that was just started: it ends by its own alarm.
+        if process is not None:
+            # Its group, while its number is still held: nothing it left behind goes on.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return process.returncode == 0
 
 
 def _parse_told(data: bytes) -> _Told | None:

@@ -7,7 +7,7 @@ import threading
 from typing import Protocol
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.web.deadlines import Deadline
+from workers.web.limits import Deadline
 from workers.web.urls import Address
 
 MAX_ANSWERS = 16

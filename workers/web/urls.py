@@ -61,7 +61,8 @@ def parse_url(text: str) -> Target:
     """
     _check_characters(text)
     match = _SCHEME.match(text)
-    if match is None:
+    # No scheme has a dot: it is a host with its port.
+    if match is None or "." in match[1]:
         raise _invalid("it must begin with http:// or https://")
     scheme = match[1].lower()
     if scheme not in DEFAULT_PORTS:

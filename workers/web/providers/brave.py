@@ -5,7 +5,7 @@ import re
 
 from pydantic import SecretStr
 
-from workers.web.deadlines import Deadline
+from workers.web.limits import Deadline
 from workers.web.providers.base import SearchQuery, SearchResult, parse_results, with_sites
 from workers.web.providers.endpoint import Endpoint
 

@@ -14,9 +14,8 @@ from pydantic import SecretStr
 
 from contract.errors import ErrorCode, ToolFailure
 from workers.web.connections import build_tls, open_connection
-from workers.web.deadlines import Deadline
 from workers.web.exchange import Answer, Request, exchange
-from workers.web.limits import FetchLimits
+from workers.web.limits import Deadline, FetchLimits
 from workers.web.resolver import Resolver
 from workers.web.urls import parse_url
 

@@ -1,6 +1,6 @@
 """SearXNG: GET /search of an instance of the operator's own; no key, but its settings must list the json format."""
 
-from workers.web.deadlines import Deadline
+from workers.web.limits import Deadline
 from workers.web.providers.base import SearchQuery, SearchResult, parse_results, with_sites
 from workers.web.providers.endpoint import Endpoint
 

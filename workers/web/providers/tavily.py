@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from workers.web.deadlines import Deadline
+from workers.web.limits import Deadline
 from workers.web.providers.base import SearchQuery, SearchResult, parse_results
 from workers.web.providers.endpoint import Endpoint
 

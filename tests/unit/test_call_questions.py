@@ -1,0 +1,105 @@
+"""What a running call asks its caller: answered beside its output, and no longer than the call runs."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from contract.call_events import MODEL, OUTPUT, CallEvent
+from contract.errors import EnvelopeRefused
+from contract.names import call_answers_key
+from orchestrator.heard_calls import MAX_QUESTIONS, HeardCall, output_handler
+from tests.conftest import RedisProcess
+from tests.event_house import DEPLOYMENT, House, Screen, run_call
+from workers import call_events as writing
+from workers.call_events import EventWriter
+
+
+@pytest.fixture(autouse=True)
+def quiet_logs() -> Iterator[None]:
+    with capture_logs():
+        yield
+
+
+@pytest.fixture
+async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
+    opened = House(redis_server)
+    yield opened
+    await opened.close()
+
+
+async def test_a_question_is_answered_while_output_goes_on(house: House) -> None:
+    screen = Screen()
+
+    async def on_question(event: CallEvent, heard: HeardCall) -> None:
+        await heard.answer({"text": f"{event.payload['ask']}!"})
+
+    def work(writer: EventWriter) -> None:
+        writer.show("stdout", "before ")
+        assert writer.send(MODEL, {"ask": "who"})
+        answers.append(writer.await_answer(5))
+        writer.show("stdout", "after")
+
+    answers: list[Any] = []
+    handlers = {OUTPUT: output_handler(screen.show), MODEL: on_question}
+    async with house.events.listen("acme", "call-1", handlers, 30):
+        await asyncio.to_thread(run_call, work, house.writer())
+    assert answers == [{"text": "who!"}]
+    assert screen.text() == "before after"
+
+
+async def test_a_question_that_is_still_worked_on_ends_with_the_call(house: House) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def on_question(*_: Any) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with house.events.listen("acme", "call-1", {MODEL: on_question}, 30):
+        writer = house.writer()
+        assert await asyncio.to_thread(writer.send, MODEL, {})
+        async with asyncio.timeout(5):
+            await begun.wait()
+        assert await asyncio.to_thread(writer.await_answer, 0.1) is None
+        writer.close()
+    async with asyncio.timeout(5):
+        await ended.wait()
+
+
+async def test_questions_of_a_call_that_has_ended_are_not_begun_with_and_hold_nothing_up(house: House) -> None:
+    screen, begun = Screen(), list[CallEvent]()
+
+    async def on_question(event: CallEvent, _: HeardCall) -> None:
+        begun.append(event)
+        await asyncio.Event().wait()
+
+    def ask_and_leave(writer: EventWriter) -> None:
+        for _ in range(2 * MAX_QUESTIONS):
+            writer.send(MODEL, {})
+        writer.show("stdout", "done")
+
+    async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(screen.show), MODEL: on_question}, 30):
+        await asyncio.to_thread(run_call, ask_and_leave, house.writer())
+        left = time.monotonic()
+    assert time.monotonic() - left < 1
+    assert screen.text() == "done"
+    assert len(begun) <= MAX_QUESTIONS
+
+
+async def test_who_waits_for_an_answer_of_a_caller_that_has_gone_is_told_soon(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "WAIT_SLICE_S", 0.1)
+    started = time.monotonic()
+    assert await asyncio.to_thread(house.writer().await_answer, 30) is None
+    assert time.monotonic() - started < 2
+
+
+async def test_an_answer_that_is_nonsense_is_refused(house: House) -> None:
+    house.plain.rpush(call_answers_key(DEPLOYMENT, "acme", "call-1"), b"[1]")
+    with pytest.raises(EnvelopeRefused):
+        await asyncio.to_thread(house.writer().await_answer, 1)

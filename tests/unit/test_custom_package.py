@@ -1,0 +1,40 @@
+"""What the author of a package with tools has: the example of docs/custom-tools.md, and a worker that says what is wrong with a package."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RedisProcess
+from workers import __main__ as worker
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLE = ROOT / "examples" / "order_tools"
+
+
+def test_a_broken_package_stops_the_start_with_its_name(
+    redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_tools.py").write_text("import surely_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    monkeypatch.setenv("TOOLCREW_WORKER_KIND", "web")
+    monkeypatch.setenv("TOOLCREW_TOOL_MODULES", '["broken_tools"]')
+    monkeypatch.setattr(worker, "configure_logging", lambda _: None)
+    assert worker.main() == 1
+    told = capsys.readouterr().err
+    assert told.startswith("worker: the module 'broken_tools' of TOOLCREW_TOOL_MODULES cannot be loaded: ModuleNotFoundError")
+
+
+def test_the_example_passes_its_own_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    tests = [value for name, value in runpy.run_path(str(EXAMPLE / "tests" / "test_order_tools.py")).items() if name.startswith("test_")]
+    assert len(tests) == 3
+    for test in tests:
+        test()
+
+
+def test_the_document_shows_the_example_as_it_is() -> None:
+    words = (ROOT / "docs" / "custom-tools.md").read_text()
+    assert (EXAMPLE / "order_tools.py").read_text().strip() in words
+    assert (EXAMPLE / "pyproject.toml").read_text().strip() in words
