@@ -11,7 +11,20 @@ from collections.abc import Callable
 from benchmarks.report import Report
 from contract.errors import ToolcrewError
 
-NAMES = ("warm_call", "bash_output", "whole_path", "cold_session", "memory", "loop_step", "waiting_runs", "tag_parser", "native_assembler", "read_tool", "edit_tool", "search")
+NAMES = (
+    "warm_call",
+    "bash_output",
+    "whole_path",
+    "cold_session",
+    "memory",
+    "loop_step",
+    "waiting_runs",
+    "tag_parser",
+    "native_assembler",
+    "read_tool",
+    "edit_tool",
+    "search",
+)
 
 
 def main(argv: list[str] | None = None) -> int:

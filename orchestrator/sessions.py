@@ -109,7 +109,8 @@ class Session:
         cwd: str | None = None,
         timeout_s: float = 30,
     ) -> ExecResult:
-        """Run a program, no shell between. At the limit it is killed: then `kill` is set and `returncode` is -9.
+        """Run a program, no shell between. At the limit it gets SIGTERM, a moment later SIGKILL: then `kill` is set, and `returncode`
+        is -15 or -9, or what the program made of the first.
 
         Raises ToolFailure when it cannot be started, SandboxUnavailable when the sandbox is gone.
         """

@@ -7,6 +7,7 @@ import os
 import re
 import select
 import signal
+import time
 
 from guest import oom
 from guest.failures import Failure
@@ -20,6 +21,7 @@ _READ_BYTES = 65_536
 # The exit status of who could not do all: read some file, understand the pattern.
 _FAULT = 2
 _POLL_MS = 50
+_MANY_PIECES = 16
 # Room for tens of thousands of names.
 _KEPT_BYTES = 4 << 20
 _SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
@@ -30,8 +32,12 @@ _OS_ERROR = re.compile(rb"^(?:rg: )?\./(.*?): [^:\n]*\(os error \d+\)$", re.MULT
 class Child:
     """One process. Who has it leaves its `with` block: then it has ended, by itself or not."""
 
-    def __init__(self, start: Callable[[int, int], int]) -> None:
-        """`start` gets descriptors for stdout and stderr, and returns the process's number. Raises OSError."""
+    def __init__(self, start: Callable[[int, int], int], rest_s: float = 0.0) -> None:
+        """`start` gets descriptors for stdout and stderr, and returns the process's number. Raises OSError.
+
+        `rest_s`: how long to let its output gather, once it has come in many pieces; each costs more than what is in it.
+        """
+        self._rest_s = rest_s
         self._out, out = os.pipe()
         self._errors, errors = os.pipe()
         try:
@@ -56,20 +62,24 @@ class Child:
 
         While the caller does not ask for the next piece the process waits, as soon as the pipe is full.
         """
-        open_fds = {self._out, self._errors}
+        poller = select.poll()
+        poller.register(self._out, select.POLLIN)
+        poller.register(self._errors, select.POLLIN)
+        open_fds, pieces = 2, 0
         while open_fds:
             if is_late():
                 self.end()
                 return
-            poller = select.poll()
-            for fd in open_fds:
-                poller.register(fd, select.POLLIN)
             for fd, _ in poller.poll(_POLL_MS):
                 data = os.read(fd, _READ_BYTES)
                 if not data:
-                    open_fds.discard(fd)
+                    poller.unregister(fd)
+                    open_fds -= 1
                 elif fd == self._out:
                     yield data
+                    pieces += 1
+                    if pieces > _MANY_PIECES:
+                        time.sleep(self._rest_s)
                 else:
                     self._complaints += data[: _KEPT_BYTES - len(self._complaints)]
         if self._pid is not None:

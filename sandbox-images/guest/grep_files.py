@@ -12,7 +12,7 @@ MAX_NAMED_BYTES = 64 << 20
 """A file that is named itself is searched up to this size, one that is found up to MAX_FOUND_BYTES."""
 MAX_FOUND_BYTES = 10 << 20
 _PIN = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-_HEAD_BYTES = 8192
+HEAD_BYTES = 8192
 _UTF_8_BOM = b"\xef\xbb\xbf"
 _UTF_16_BOMS = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
 _UTF_32_BOM = b"\xff\xfe\x00\x00"
@@ -37,7 +37,7 @@ def has_binary_head(path: bytes) -> bool:
     except OSError:
         return False
     try:
-        return is_binary(os.read(fd, _HEAD_BYTES))
+        return is_binary(os.read(fd, HEAD_BYTES))
     except OSError:
         return False
     finally:

@@ -8,7 +8,7 @@ import os
 
 from guest.failures import FILE_TOO_LARGE, INTERNAL, TIMEOUT, Failure, describe_os_error
 from guest.grep_children import Child
-from guest.grep_files import MAX_FOUND_BYTES, MAX_NAMED_BYTES, has_binary_head, is_binary, open_file, read_text
+from guest.grep_files import HEAD_BYTES, MAX_FOUND_BYTES, MAX_NAMED_BYTES, has_binary_head, is_binary, open_file, read_text
 from guest.grep_lines import FilePrinter, Mark, Page
 from guest.grep_patterns import GrepPattern
 from guest.grep_python import PythonEngine
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from guest.search_requests import GrepRequest
     from guest.search_start import Start
 
-_HEAD_BYTES = 8192
+_REST_S = 0.001
 _FIRST_BATCH = 4
 _LAST_BATCH = 64
 
@@ -88,7 +88,9 @@ class _Search:
         self._survey = _Survey()
         self._page = Page(request.max_lines, request.max_bytes)
         self._matches: list[_Match] = []
-        self._binary: list[bytes] = []
+        # Of so many matches, from the first on, it is known whether they are binary.
+        self._judged = 0
+        self._binary: set[bytes] = set()
         self._unreadable: set[bytes] = set()
         self._bad_rules: list[str] = []
         self._is_partial = False
@@ -128,10 +130,7 @@ class _Search:
                 size=status.st_size,
             )
         for _, count in self._run_counting(self._engine.start_counting_one(fd, self._names_only)):
-            if is_binary(os.pread(fd, _HEAD_BYTES, 0)):
-                self._binary.append(name)
-            else:
-                self._matches.append(_Match(-status.st_mtime_ns, name, count))
+            self._matches.append(_Match(-status.st_mtime_ns, name, count))
         os.close(fd)
 
     @property
@@ -181,14 +180,11 @@ class _Search:
             if changed is None:
                 # Ripgrep filters by less than the whole of include and exclude.
                 continue
-            if has_binary_head(path):
-                self._binary.append(path)
-            else:
-                self._matches.append(_Match(changed, path, count))
+            self._matches.append(_Match(changed, path, count))
 
     def _run_counting(self, start: Callable[[int, int], int]) -> list[tuple[bytes, int]]:
         """Path and count of each file that matches. Raises Failure when the engine does not take the pattern, or found nothing in time."""
-        with Child(start) as child:
+        with Child(start, _REST_S) as child:
             found = list(self._engine.read_counting(child, self._names_only, lambda: self._clock.is_too_late_to_find))
             # It looks into files that are not wanted, too.
             self._unreadable.update(path for path in child.unreadable() if path in self._survey.files or not os.path.isfile(path))
@@ -211,11 +207,22 @@ class _Search:
     # --- which lines ------------------------------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Send what was found, each part as soon as it is known."""
+        """Send what was found, each part as soon as it is known; only then are the others judged, which takes a while for many."""
         if self._request.mode == "content":
             self._send_lines()
-            return
-        for match in self._matches[: self._request.limit]:
+        else:
+            self._send_names()
+        self._binary.update(match.path for match in self._matches[self._judged :] if has_binary_head(match.path))
+        self._matches = [match for match in self._matches if match.path not in self._binary]
+
+    def _send_names(self) -> None:
+        for match in self._matches:
+            if self._shown_files == self._request.limit:
+                break
+            self._judged += 1
+            if has_binary_head(match.path):
+                self._binary.add(match.path)
+                continue
             shown = self._start.show(match.path)
             if not self._page.add(f"{shown}\n" if self._names_only else f"{shown}:{match.count}\n"):
                 break
@@ -224,20 +231,20 @@ class _Search:
         self._bench.writer.send("lines", self._page.take())
 
     def _send_lines(self) -> None:
-        left, at, batch = self._request.limit, 0, _FIRST_BATCH
-        while left > 0 and at < len(self._matches) and not self._page.is_full:
+        left, batch = self._request.limit, _FIRST_BATCH
+        while left > 0 and self._judged < len(self._matches) and not self._page.is_full:
             wanted: list[_Match] = []
             expected = 0
-            for match in self._matches[at : at + batch]:
+            for match in self._matches[self._judged : self._judged + batch]:
                 if expected >= left:
                     break
                 expected += match.count if self._request.max_per_file is None else min(match.count, self._request.max_per_file)
                 wanted.append(match)
             left -= self._send_files(wanted, left)
-            at += len(wanted)
+            self._judged += len(wanted)
             batch = min(4 * batch, _LAST_BATCH)
             if self._clock.is_over:
-                self._is_partial = self._is_partial or (left > 0 and at < len(self._matches))
+                self._is_partial = self._is_partial or (left > 0 and self._judged < len(self._matches))
                 return
 
     def _send_files(self, matches: list[_Match], limit: int) -> int:
@@ -252,6 +259,9 @@ class _Search:
                     self._unreadable.add(match.path)
                     continue
                 opened.callback(os.close, fd)
+                if is_binary(os.pread(fd, HEAD_BYTES, 0)):
+                    self._binary.add(match.path)
+                    continue
                 by_name[b"/proc/self/fd/%d" % fd] = (match, fd)
             if not by_name:
                 return 0

@@ -58,7 +58,14 @@ def test_s2_19_without_a_key_the_tool_is_there_and_says_that_one_must_be_set(web
     assert str(result.error).startswith("websearch_tool needs an API key: set TOOLCREW_TAVILY_API_KEY")
 
 
-def test_s2_20_and_21_the_content_of_a_url_is_fetched_as_text(web: WebServer) -> None:
+def test_s2_20_an_external_resource_can_be_looked_at(web: WebServer) -> None:
+    web.replies["/data.json"] = answer('{"name": "toolcrew", "tags": ["agents"]}', content_type="application/json")
+    result = call(web, "webfetch_tool", url=web.url("/data.json"))
+    assert result.success
+    assert '"name": "toolcrew"' in result.text()
+
+
+def test_s2_21_the_content_of_a_url_is_fetched_as_text(web: WebServer) -> None:
     web.replies["/manual"] = answer(PAGE)
     result = call(web, "webfetch_tool", url=web.url("/manual"))
     assert result.success

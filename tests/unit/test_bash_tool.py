@@ -6,7 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from contract.calls import MAX_TIMEOUT_S, ToolCall, ToolResult
-from contract.errors import ErrorCode
+from contract.errors import ErrorCode, ToolFailure
 from tests.builders import build_context, build_exec_response
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
 from workers.executor import Executor
@@ -289,6 +289,21 @@ def test_a_jobs_first_input_follows_its_start() -> None:
     bench.bash("cat", background=True, stdin="hi", description="copies")
     assert [request["op"] for request in bench.client.requests] == ["job_start", "job_input"]
     assert (bench.client.bodies, bench.client.requests[0]["label"]) == ([b"cat", b"hi"], "copies")
+
+
+def test_a_jobs_input_that_was_not_sent_is_told_and_the_job_is_not_lost() -> None:
+    refusal = ToolFailure(ErrorCode.INVALID_ARGUMENTS, "job-1 has ended: it reads nothing any more")
+    result = Bench(job_response(), refusal).bash("true", background=True, stdin="hi")
+    assert (result.success, result.metadata["job_id"]) == (True, "job-1")
+    assert "[its stdin was not sent: job-1 has ended" in str(result.output)
+    over = Bench(job_response(state="exited", exit_code=0)).bash("true", background=True, stdin="hi")
+    assert over.output == "(no output)\n[job-1 has ended, exit code 0]\n[it had ended before its stdin was sent]"
+
+
+def test_a_jobs_input_may_end_before_it_begins() -> None:
+    bench = Bench(job_response(), GuestResponse({"job": JOB, "pending": 0}))
+    bench.bash("cat", background=True, close_stdin=True)
+    assert (bench.request["op"], bench.request["close"], bench.client.bodies[-1]) == ("job_input", True, b"")
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,18 @@ def test_the_oldest_files_make_room_and_no_file_is_larger_than_the_quota(tmp_pat
     assert (large.written, large.lines, large.is_whole) == (1000, 200, False)
 
 
+def test_a_file_never_goes_on_behind_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spills, "QUOTA_BYTES", 100)
+    spill = build_spill(tmp_path)
+    spill.add(b"a" * 60 + b"b" * 60)
+    # What another command leaves is room that an old file gives up.
+    (tmp_path / "command-00.txt").write_bytes(b"x" * 50)
+    spill.add(b"c" * 20)
+    assert spill.name is not None
+    assert (tmp_path / spill.name.decode()).read_bytes() == b"a" * 60 + b"b" * 40
+    assert (spill.written, spill.is_whole) == (100, False)
+
+
 def test_only_files_of_its_own_kind_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spills, "QUOTA_BYTES", 100)
     (tmp_path / "mine.txt").write_bytes(bytes(500))

@@ -19,7 +19,7 @@ _LABEL_CHARS = 120
 
 def start_job(arguments: Mapping[str, Any], bench: Workbench) -> Outcome:
     """Start a command as a job: its id, its log, the first second of its output."""
-    script = encode(arguments["command"], "command")
+    script, body = encode(arguments["command"], "command"), encode(arguments["stdin"], "stdin")
     label = arguments.get("description") or arguments["command"].strip()
     if arguments["reset_state"]:
         raise ToolFailure(
@@ -36,9 +36,23 @@ def start_job(arguments: Mapping[str, Any], bench: Workbench) -> Outcome:
     }
     response = bench.run(request, script)
     job = response.done["job"]
-    if arguments["stdin"] and job["state"] == "running":
-        bench.run(_about(job["job"], "job_input", bench, close=arguments["close_stdin"]), encode(arguments["stdin"], "stdin"))
-    return _show(response, "(no output yet)", [_state_note(job), _way_note(job)])
+    notes = [_state_note(job)]
+    if body or arguments["close_stdin"]:
+        notes += _send_first(job, body, bench, close=arguments["close_stdin"])
+    if job["state"] == "running":
+        return _show(response, "(no output yet)", [*notes, _way_note(job)])
+    return _show(response, "(no output)", [*notes, *_log_notes(job)])
+
+
+def _send_first(job: Mapping[str, Any], data: bytes, bench: Workbench, *, close: bool) -> list[str]:
+    """Send the input that came with a command. The job is there in any case: that it was not sent is a note."""
+    if job["state"] != "running":
+        return ["[it had ended before its stdin was sent]"]
+    try:
+        bench.run(_about(job["job"], "job_input", bench, close=close), data)
+    except ToolFailure as failure:
+        return [f"[its stdin was not sent: {show_name(str(failure))}]"]
+    return []
 
 
 def poll_job(job_id: str, bench: Workbench) -> Outcome:
