@@ -11,10 +11,10 @@ from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
 from guest.failures import Failure  # noqa: E402
-from guest.glob_search import glob  # noqa: E402
-from guest.grep_search import grep  # noqa: E402
 from guest.places import Places  # noqa: E402
-from guest.search_requests import GlobRequest, GrepRequest  # noqa: E402
+from guest.search.glob_search import glob  # noqa: E402
+from guest.search.grep_search import grep  # noqa: E402
+from guest.search.requests import GlobRequest, GrepRequest  # noqa: E402
 
 
 class Found:

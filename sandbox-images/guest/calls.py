@@ -7,7 +7,7 @@ import os
 import time
 
 from guest import oom
-from guest.exec_requests import ExecRequest
+from guest.commands.exec_requests import ExecRequest
 from guest.failures import CANCELLED, INTERNAL, INVALID_ARGUMENTS, NO_SPACE, TIMEOUT, Failure
 from guest.frames import join_frame
 from guest.reports import DONE, DONE_AND_FREE, FACTS, STREAMS

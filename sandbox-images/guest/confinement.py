@@ -7,10 +7,10 @@ import errno
 import os
 import stat
 
+from guest.commands.session_folder import read_folder
+from guest.commands.spawn import encode_text
 from guest.failures import INVALID_ARGUMENTS, NOT_A_REGULAR_FILE, PATH_NOT_ALLOWED, Failure, describe_os_error, printable
 from guest.kernel import open_beneath
-from guest.session_folder import read_folder
-from guest.spawn import encode_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

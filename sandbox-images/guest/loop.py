@@ -12,10 +12,10 @@ import time
 
 from guest.calls import Call
 from guest.cleanup import Cleanup, kill_everything, merge_kills
+from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
+from guest.commands.jobs import Jobs
 from guest.failures import INVALID_ARGUMENTS, Failure, describe_os_error
 from guest.frames import FrameDecoder, FrameError, encode_frame
-from guest.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
-from guest.jobs import Jobs
 from guest.kernel import PR_SET_DUMPABLE, set_process_flag
 from guest.lanes import Lanes
 from guest.outbox import HostGone, Outbox
@@ -29,8 +29,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
+    from guest.commands.jobs import Job
     from guest.frames import Frame
-    from guest.jobs import Job
     from guest.process_tree import KillReport
     from guest.supervisors import SupervisorHandle
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from guest.edit_requests import EditTextRequest, WriteTextRequest
-from guest.exec_requests import ExecRequest
+from guest.commands.exec_requests import ExecRequest
+from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
 from guest.fields import MAX_BODY, read_whole
-from guest.file_requests import ReadFileRequest, WriteFileRequest
-from guest.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
-from guest.search_requests import GlobRequest, GrepRequest
-from guest.text_requests import ReadTextRequest
+from guest.files.edit_requests import EditTextRequest, WriteTextRequest
+from guest.files.file_requests import ReadFileRequest, WriteFileRequest
+from guest.files.text_requests import ReadTextRequest
+from guest.search.requests import GlobRequest, GrepRequest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ CALL_OPS = frozenset(_REQUESTS)
 
 # By name, because PID 1 never serves one: a supervisor loads what it needs, and PID 1 stays small.
 _SERVERS: dict[type[object], tuple[str, str]] = {
-    ReadTextRequest: ("guest.text_reads", "read_text"),
-    ReadFileRequest: ("guest.file_reads", "read_file"),
-    WriteFileRequest: ("guest.file_writes", "write_file"),
-    WriteTextRequest: ("guest.text_writes", "write_text"),
-    EditTextRequest: ("guest.edits", "edit_text"),
-    GlobRequest: ("guest.glob_search", "glob"),
-    GrepRequest: ("guest.grep_search", "grep"),
+    ReadTextRequest: ("guest.files.text_reads", "read_text"),
+    ReadFileRequest: ("guest.files.file_reads", "read_file"),
+    WriteFileRequest: ("guest.files.file_writes", "write_file"),
+    WriteTextRequest: ("guest.files.text_writes", "write_text"),
+    EditTextRequest: ("guest.files.edits", "edit_text"),
+    GlobRequest: ("guest.search.glob_search", "glob"),
+    GrepRequest: ("guest.search.grep_search", "grep"),
 }
 _HEX = frozenset("0123456789abcdef")
 

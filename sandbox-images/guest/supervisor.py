@@ -6,11 +6,11 @@ import os
 import signal
 
 from guest.bench import Bench
-from guest.exec_requests import ExecRequest
-from guest.execution import Execution
+from guest.commands.exec_requests import ExecRequest
+from guest.commands.execution import Execution
+from guest.commands.job_requests import JobStartRequest
 from guest.failures import CANCELLED, INTERNAL, TIMEOUT, Failure, describe_os_error
 from guest.handover import take
-from guest.job_requests import JobStartRequest
 from guest.kernel import PR_SET_CHILD_SUBREAPER, set_process_flag
 from guest.pipes import CallPipes, Watch
 from guest.process_tree import KillReport, kill_below, reap
@@ -70,7 +70,7 @@ class Supervisor:
 
     def _keep_job(self, assignment: Assignment) -> None:
         """Only who keeps a job loads what that needs."""
-        from guest.job_keeper import keep
+        from guest.commands.job_keeper import keep
 
         keep(assignment, self._ends, self._places)
 

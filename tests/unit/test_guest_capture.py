@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
-from guest.capture import Capture  # noqa: E402
+from guest.commands.capture import Capture  # noqa: E402
 from guest.oom import read_oom_kills  # noqa: E402
 
 

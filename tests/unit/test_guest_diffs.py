@@ -13,7 +13,7 @@ from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
 
-from guest.diffs import Diff, build_diff, find_changes  # noqa: E402
+from guest.files.diffs import Diff, build_diff, find_changes  # noqa: E402
 
 
 def diff(old: bytes, new: bytes, max_lines: int = 60) -> Diff:

@@ -8,10 +8,10 @@ from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
 
-from guest.closest_block import find_closest  # noqa: E402
-from guest.edit_diagnosis import explain_miss  # noqa: E402
-from guest.edits import Edit  # noqa: E402
-from guest.file_texts import FileText  # noqa: E402
+from guest.files.closest_block import find_closest  # noqa: E402
+from guest.files.edit_diagnosis import explain_miss  # noqa: E402
+from guest.files.edits import Edit  # noqa: E402
+from guest.files.file_texts import FileText  # noqa: E402
 
 FILE = """import os
 

@@ -13,11 +13,11 @@ from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
 
-from guest.edit_matching import Needle, fit_line_ends  # noqa: E402
-from guest.edit_requests import EditTextRequest  # noqa: E402
-from guest.edits import edit_text  # noqa: E402
-from guest.encodings import find_form  # noqa: E402
 from guest.failures import Failure  # noqa: E402
+from guest.files.edit_matching import Needle, fit_line_ends  # noqa: E402
+from guest.files.edit_requests import EditTextRequest  # noqa: E402
+from guest.files.edits import edit_text  # noqa: E402
+from guest.files.encodings import find_form  # noqa: E402
 from guest.places import Places  # noqa: E402
 
 

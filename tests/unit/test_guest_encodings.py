@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
-from guest.encodings import BINARY_SAMPLE, GUESS_BYTES, TextForm, check_codec, find_form, find_sure_form, find_wrong_utf8  # noqa: E402
 from guest.failures import Failure  # noqa: E402
-from guest.file_types import find_type  # noqa: E402
+from guest.files.encodings import BINARY_SAMPLE, GUESS_BYTES, TextForm, check_codec, find_form, find_sure_form, find_wrong_utf8  # noqa: E402
+from guest.files.file_types import find_type  # noqa: E402
 
 CHINESE = "中文测试文件,包含一些常见的汉字。\n# 计算总和\n"
 TRADITIONAL = "你好世界,這是一個測試檔案。\n# 計算總和並且回傳\n"

@@ -14,8 +14,8 @@ from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace, running_gu
 from tests.search_ground import Ground
 
 assert GUEST_PARENT
-from guest.glob_patterns import BadGlob, Glob, expand_braces, split_list  # noqa: E402
-from guest.search_names import MAX_NAME_CHARS, MAX_NAMES, build_names  # noqa: E402
+from guest.search.glob_patterns import BadGlob, Glob, expand_braces, split_list  # noqa: E402
+from guest.search.names import MAX_NAME_CHARS, MAX_NAMES, build_names  # noqa: E402
 
 
 @pytest.fixture

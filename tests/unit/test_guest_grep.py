@@ -15,7 +15,7 @@ from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace, runn
 from tests.search_ground import Ground
 
 assert GUEST_PARENT
-from guest.grep_lines import MAX_LINE_CHARS, cut_line  # noqa: E402
+from guest.search.grep_lines import MAX_LINE_CHARS, cut_line  # noqa: E402
 
 
 @pytest.fixture

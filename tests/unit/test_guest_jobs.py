@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.guest_harness import DEADLINE_S, GUEST_PARENT, Done, Guest, needs_namespace, running_guest
 
 assert GUEST_PARENT
-from guest.job_log import JobLog  # noqa: E402
-from guest.jobs import MAX_JOBS  # noqa: E402
+from guest.commands.job_log import JobLog  # noqa: E402
+from guest.commands.jobs import MAX_JOBS  # noqa: E402
 from guest.places import Places  # noqa: E402
 
 

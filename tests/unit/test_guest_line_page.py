@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
-from guest.line_page import LinePage  # noqa: E402
-from guest.text_requests import LINE_CHARS  # noqa: E402
+from guest.files.line_page import LinePage  # noqa: E402
+from guest.files.text_requests import LINE_CHARS  # noqa: E402
 
 PLENTY = 10**9
 

@@ -10,10 +10,10 @@ from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
 
-from guest import snapshots  # noqa: E402
+from guest.files import snapshots  # noqa: E402
+from guest.files.sha256 import digest_of  # noqa: E402
+from guest.files.snapshots import forget, recall, remember  # noqa: E402
 from guest.places import Places  # noqa: E402
-from guest.sha256 import digest_of  # noqa: E402
-from guest.snapshots import forget, recall, remember  # noqa: E402
 
 DATA = b"content\n"
 CHANGED_NS = 1_700_000_000_123_456_789

@@ -9,9 +9,9 @@ import pytest
 from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace, running_guest
 
 assert GUEST_PARENT
-from guest import spills  # noqa: E402
+from guest.commands import spills  # noqa: E402
+from guest.commands.spills import Spill  # noqa: E402
 from guest.places import Places  # noqa: E402
-from guest.spills import Spill  # noqa: E402
 
 LIMITS = {"bytes": 1000, "lines": 20}
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
-from guest import suggestions  # noqa: E402
+from guest.files import suggestions  # noqa: E402
+from guest.files.suggestions import Likeness, escaped, missing_file  # noqa: E402
 from guest.places import Places  # noqa: E402
-from guest.suggestions import Likeness, escaped, missing_file  # noqa: E402
 
 
 class Tree:

@@ -12,11 +12,11 @@ from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
 
-from guest import versions  # noqa: E402
+from guest.files import versions  # noqa: E402
 from guest.confinement import Place, find_place  # noqa: E402
 from guest.failures import Failure  # noqa: E402
+from guest.files.versions import BytesContent, Version, open_old  # noqa: E402
 from guest.places import Places  # noqa: E402
-from guest.versions import BytesContent, Version, open_old  # noqa: E402
 
 
 class Watch:

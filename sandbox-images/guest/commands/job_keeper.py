@@ -1,0 +1,255 @@
+"""The process that stays with one background job: takes its output, answers for it, ends it, and leaves when its end has been told."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+
+from guest import oom
+from guest.commands.endings import ask_to_end
+from guest.commands.job_log import JobLog
+from guest.commands.job_requests import JobInputRequest, JobKillRequest
+from guest.commands.jobs import EXITED, KILLED, RUNNING
+from guest.commands.shell_session import enter_session_folder
+from guest.commands.shell_state import load_state
+from guest.commands.spawn import build_shell, spawn
+from guest.failures import INVALID_ARGUMENTS, Failure, describe_os_error
+from guest.handover import Assignment, hear
+from guest.pipes import CallPipes
+from guest.process_tree import KillReport, kill_below, reap
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from guest.commands.job_requests import JobStartRequest
+    from guest.pipes import SupervisorEnds
+    from guest.places import Places
+
+GRACE_S = 2.0
+"""How long a job may take to end by itself when it is to be killed."""
+PENDING_INPUT_BYTES = 1_048_576
+LINGER_S = 300.0
+"""How long the end of a job waits to be asked for, with the output that nobody has seen yet."""
+_READ_BYTES = 262_144
+_REAP_PACE_S = 0.25
+_LAST_READS_S = 0.25
+
+
+class JobKeeper:
+    """`serve` returns when there is nothing left to keep. While it lives the job's processes are below it, a child subreaper."""
+
+    def __init__(self, request: JobStartRequest, ends: SupervisorEnds, body: int | None, places: Places) -> None:
+        self._request = request
+        self._ends = ends
+        self._pipes = CallPipes(ends, body)
+        self._places = places
+        self._status: int | None = None
+        self._state = RUNNING
+        self._polled = 0
+        self._input = bytearray()
+        self._closes_input = False
+        self._is_told = False
+        self._oom_kills = oom.read_oom_kills()
+
+    def serve(self) -> None:
+        """Raises Failure and OSError when the job could not be started; nothing of it then runs."""
+        self._start()
+        self._watch(time.monotonic() + self._request.wait_s, is_start=True)
+        self._answer(self._told(self._request.max_bytes))
+        while not (self._is_told and self._state != RUNNING):
+            if not self._watch(None):
+                return
+
+    def _start(self) -> None:
+        script = self._pipes.read_body(self._request.script_bytes)
+        argv, env, further = build_shell(script, load_state(self._places), self._places, token=None)
+        enter_session_folder(self._request.cwd, self._places)
+        self._log = JobLog(self._places, self._request.job)
+        stdin, self._stdin = os.pipe()
+        self._output, output = os.pipe()
+        for fd in (self._stdin, self._output):
+            os.set_blocking(fd, False)
+        self._started_at = time.monotonic()
+        self._pid = spawn(argv, env, stdin, output, output, further)
+        oom.offer_to_oom_killer(self._pid)
+        for fd in (stdin, output, *further):
+            os.close(fd)
+
+    def _watch(self, until: float | None, is_start: bool = False) -> bool:
+        """Until then, or the job's end; without an end given, until something was answered, too. False: there is no more to do."""
+        while self._state == RUNNING or until is None:
+            now = time.monotonic()
+            if until is not None and now >= until:
+                return True
+            if self._state != RUNNING and now >= self._ended_at + LINGER_S:
+                return False
+            pace_s = _REAP_PACE_S if self._state == RUNNING else LINGER_S
+            if self._serve_events(min(pace_s, until - now) if until is not None else pace_s):
+                heard = hear(self._ends.channel)
+                if heard is None:
+                    return False
+                if isinstance(heard, Assignment):
+                    self._serve(heard)
+                    return True
+                if is_start:
+                    self._kill()
+        return True
+
+    def _serve_events(self, wait_s: float) -> bool:
+        """Read what the job prints, feed it, see it end. Whether PID 1 has said something."""
+        poller = select.poll()
+        channel = self._ends.channel.fileno()
+        poller.register(channel, select.POLLIN)
+        if self._output >= 0:
+            poller.register(self._output, select.POLLIN)
+        if self._input:
+            poller.register(self._stdin, select.POLLOUT)
+        ready = {fd for fd, _ in poller.poll(int(wait_s * 1000) + 1)}
+        if self._output in ready:
+            self._read_output()
+        if self._stdin in ready:
+            self._feed()
+        if self._state == RUNNING and reap(self._on_exit):
+            self._end(EXITED)
+        return channel in ready
+
+    def _on_exit(self, pid: int, status: int) -> None:
+        if pid == self._pid:
+            self._status = status
+
+    def _read_output(self) -> bool:
+        try:
+            data = os.read(self._output, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            os.close(self._output)
+            self._output = -1
+            return False
+        self._log.add(data)
+        return True
+
+    def _end(self, state: str) -> None:
+        """Nothing of the job lives: what it has left in its pipe is the last of its output."""
+        give_up_at = time.monotonic() + _LAST_READS_S
+        while self._output >= 0 and time.monotonic() < give_up_at and self._read_output():
+            pass
+        self._state = state
+        self._ended_at = time.monotonic()
+        self._ends.writer.send_facts(self._facts())
+
+    def _serve(self, assignment: Assignment) -> None:
+        """Answer one request about the job."""
+        self._ends.progress.take()
+        self._pipes = CallPipes(self._ends, assignment.body)
+        request = assignment.request
+        try:
+            if isinstance(request, JobInputRequest):
+                self._take_input(request)
+                self._answer({"job": self._facts(), "pending": len(self._input)})
+            elif isinstance(request, JobKillRequest):
+                report = self._kill()
+                told = self._told(request.max_bytes)
+                self._answer({**told, "kill": report.as_field() if report is not None else None})
+            else:
+                self._answer(self._told(request.max_bytes))  # type: ignore[union-attr]
+        except Failure as failure:
+            self._answer({"error": failure.as_error()})
+        except OSError as error:
+            self._answer({"error": describe_os_error(error, "the job").as_error()})
+        finally:
+            if assignment.body is not None:
+                os.close(assignment.body)
+
+    def _answer(self, fields: dict[str, object]) -> None:
+        self._ends.progress.settle()
+        self._is_told = self._is_told or (self._state != RUNNING and "streams" in fields)
+        self._ends.writer.send_done(fields, is_free=False)
+
+    def _told(self, most: int) -> dict[str, object]:
+        """Send what the job has printed since the last time; the fields that go with it."""
+        while self._output >= 0 and self._state == RUNNING and self._log.written - self._polled < most and self._read_output():
+            pass
+        head, tail = self._log.read(self._polled, most)
+        total = self._log.written - self._polled
+        self._polled = self._log.written
+        self._ends.writer.send("merged", head)
+        self._ends.writer.send("merged", tail)
+        return {"job": self._facts(), "streams": {"merged": {"total": total, "head": len(head), "tail": len(tail)}}}
+
+    def _facts(self) -> dict[str, object]:
+        code = os.waitstatus_to_exitcode(self._status) if self._status is not None else None
+        return {
+            "job": self._request.job,
+            "label": self._request.label,
+            "state": self._state,
+            "exit_code": code if code is not None and code >= 0 else None,
+            "signal": -code if code is not None and code < 0 else None,
+            "oom": oom.read_oom_kills() != self._oom_kills,
+            "age_s": round(time.monotonic() - self._started_at, 3),
+            "log": self._log.path,
+            "unread": self._log.written - self._polled,
+            "dropped": self._log.dropped,
+        }
+
+    def _take_input(self, request: JobInputRequest) -> None:
+        if self._state != RUNNING:
+            raise Failure(INVALID_ARGUMENTS, f"{self._request.job} has ended: it reads nothing any more")
+        if self._stdin < 0 or self._closes_input:
+            raise Failure(INVALID_ARGUMENTS, f"the standard input of {self._request.job} is closed")
+        body = self._pipes.body
+        data = self._pipes.read_body(os.fstat(body).st_size) if body is not None else b""
+        if len(self._input) + len(data) > PENDING_INPUT_BYTES:
+            waiting = len(self._input)
+            raise Failure(INVALID_ARGUMENTS, f"{self._request.job} has not read {waiting} bytes of earlier input yet: send this later")
+        self._input += data
+        self._closes_input = request.close
+        if not self._feed():
+            raise Failure(INVALID_ARGUMENTS, f"{self._request.job} has closed its standard input")
+
+    def _feed(self) -> bool:
+        """Hand on what the job takes now; False when it has closed its end."""
+        try:
+            while self._input:
+                del self._input[: os.write(self._stdin, self._input)]
+        except BlockingIOError:
+            return True
+        except BrokenPipeError:
+            self._input.clear()
+            self._close_input()
+            return False
+        if self._closes_input:
+            self._close_input()
+        return True
+
+    def _close_input(self) -> None:
+        os.close(self._stdin)
+        self._stdin = -1
+
+    def _kill(self) -> KillReport | None:
+        """End the job, unless it has ended."""
+        if self._state != RUNNING:
+            return None
+        report = KillReport()
+        if self._status is None:
+            ask_to_end(self._pid, report)
+            give_up_at = time.monotonic() + GRACE_S
+            while time.monotonic() < give_up_at and not reap(self._on_exit):
+                if self._output < 0 or not self._read_output():
+                    time.sleep(0.002)
+        kill_below(report, self._on_exit)
+        self._end(KILLED)
+        return report
+
+
+def keep(assignment: Assignment, ends: SupervisorEnds, places: Places) -> None:
+    """Serve a job from its start to its end. What fails before it runs is answered, and nothing is left."""
+    request = assignment.request
+    try:
+        JobKeeper(request, ends, assignment.body, places).serve()  # type: ignore[arg-type]
+    except (Failure, OSError) as error:
+        failure = error if isinstance(error, Failure) else describe_os_error(error, "the job")
+        if not reap():
+            kill_below(KillReport())
+        ends.progress.settle()
+        ends.writer.send_done({"error": failure.as_error()}, is_free=False)

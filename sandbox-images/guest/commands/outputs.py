@@ -1,0 +1,174 @@
+"""The output pipes of one program: read, counted, kept up to the caps or sent on as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+from guest.commands.capture import Capture
+from guest.commands.live import LiveFeed
+from guest.commands.spills import Spill
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from guest.commands.exec_requests import ExecRequest
+    from guest.places import Places
+    from guest.reports import ReportWriter
+
+READ_BYTES = 65_536
+MANY_BYTES = 1_048_576
+"""The most the kernel gives an unprivileged pipe, and what is read of it at once."""
+_F_SETPIPE_SZ = 1031
+_PAUSE_S = 0.001
+_LITTLE_BYTES = MANY_BYTES // 4
+DRAIN_WINDOW_S = 0.25
+
+
+class Outputs:
+    """Who asks for `merged` alone gets one pipe for stdout and stderr, which keeps the order of the program's own writes.
+
+    Otherwise there are two, and `merged` has their pieces in the order of arrival.
+    """
+
+    def __init__(self, request: ExecRequest, writer: ReportWriter, places: Places) -> None:
+        self._writer = writer
+        self._live = LiveFeed(writer, request.live_bytes) if request.live_bytes else None
+        self._spill = Spill(places, *request.spill) if request.spill is not None else None
+        # Bytes read of each pipe until it was enlarged.
+        self._counts: dict[int, int] = {}
+        self._large: set[int] = set()
+        self._is_ahead = False
+        self._stream_left = request.stream_bytes
+        self._streamed = 0
+        self._stream_total = 0
+        self._captures = {name: Capture(cap) for name, cap in request.caps.items() if cap or name != "merged"}
+        self._one_pipe = bool(request.caps.get("merged")) and not (request.caps["stdout"] or request.caps["stderr"])
+        # Where what arrives on a pipe is kept: its own capture and, if asked for, the merged one.
+        self.open_fds: dict[int, str] = {}
+        read_fd, self.stdout = os.pipe()
+        self._add_pipe(read_fd, "merged" if self._one_pipe else "stdout")
+        self.stderr = self.stdout
+        if not self._one_pipe:
+            read_fd, self.stderr = os.pipe()
+            self._add_pipe(read_fd, "stderr")
+
+    def _add_pipe(self, read_fd: int, name: str) -> None:
+        os.set_blocking(read_fd, False)
+        self.open_fds[read_fd] = name
+
+    def close_write_ends(self) -> None:
+        for fd in {self.stdout, self.stderr}:
+            os.close(fd)
+
+    def readable_fds(self) -> list[int]:
+        """The pipes to read now: a stream waits until PID 1 has taken its last piece."""
+        blocked = self._stream_left is not None and self._writer.is_full
+        return [fd for fd, name in self.open_fds.items() if not (blocked and name == "stdout")]
+
+    def read(self, fd: int) -> bool:
+        """Take one piece from a pipe; False when there was none. A pipe that has ended is closed."""
+        try:
+            data = os.read(fd, MANY_BYTES if fd in self._large else READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            os.close(fd)
+            del self.open_fds[fd]
+            return False
+        self._note(fd, len(data))
+        self._keep(self.open_fds[fd], data)
+        return True
+
+    def pause(self) -> None:
+        """Let a program that prints much fill its pipe: many small pieces cost more than the program itself.
+
+        Not when the last piece was large: it prints faster than it is read, and would only wait.
+        """
+        if self._is_ahead:
+            self._is_ahead = False
+            time.sleep(_PAUSE_S)
+
+    def _note(self, fd: int, count: int) -> None:
+        if fd in self._large:
+            self._is_ahead = count < _LITTLE_BYTES
+        elif self._stream_left is None:
+            self._counts[fd] = self._counts.get(fd, 0) + count
+            if self._counts[fd] > MANY_BYTES:
+                self._enlarge(fd)
+
+    def _enlarge(self, fd: int) -> None:
+        """A program that prints much gets a pipe for much: it and this process then wait less for each other."""
+        self._large.add(fd)
+        # Only here: most programs never fill a pipe.
+        import fcntl
+
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, _F_SETPIPE_SZ, MANY_BYTES)
+
+    @property
+    def due_at(self) -> float | None:
+        """When `flush_live` wants to be called, whatever comes."""
+        return self._live.due_at if self._live is not None else None
+
+    def flush_live(self) -> None:
+        """Send what is due to who watches, if anybody does."""
+        if self._live is not None:
+            self._live.flush(time.monotonic())
+
+    def drain(self) -> None:
+        """Take what is in the pipes. Who still holds them is not waited for, nor heard for more than the window."""
+        give_up_at = time.monotonic() + DRAIN_WINDOW_S
+        while time.monotonic() < give_up_at:
+            took = [self.read(fd) for fd in self.readable_fds()]
+            if not any(took):
+                return
+
+    def send(self) -> None:
+        """Send the heads and tails that were kept."""
+        if self._live is not None:
+            self._live.flush(time.monotonic(), is_last=True)
+        for name, capture in self._captures.items():
+            self._writer.send(name, capture.head())
+            self._writer.send(name, capture.tail())
+
+    def sizes(self) -> dict[str, dict[str, int]]:
+        """`streams` of the done event."""
+        sizes = {name: capture.sizes() for name, capture in self._captures.items()}
+        if self._one_pipe:
+            # What of the one pipe came by which descriptor nobody can tell.
+            return {"merged": sizes["merged"]}
+        if self._stream_left is not None:
+            sizes["stdout"] = {"total": self._stream_total, "head": self._streamed, "tail": 0}
+        return sizes
+
+    def extras(self) -> dict[str, object]:
+        """`spill` and `live` of the done event, as far as they were asked for."""
+        fields: dict[str, object] = {}
+        if self._spill is not None:
+            fields["spill"] = self._spill.as_field()
+            fields["spill_failed"] = self._spill.is_missing
+        if self._live is not None:
+            fields["live"] = self._live.sizes()
+        return fields
+
+    def _keep(self, name: str, data: bytes) -> None:
+        if self._live is not None:
+            self._live.add(name, data, time.monotonic())
+        if self._spill is not None:
+            self._spill.add(data)
+        if name == "stdout" and self._stream_left is not None:
+            self._stream(data)
+            return
+        self._captures[name].add(data)
+        merged = self._captures.get("merged")
+        if merged is not None and name != "merged":
+            merged.add(data)
+
+    def _stream(self, data: bytes) -> None:
+        self._stream_total += len(data)
+        part = data[: self._stream_left]
+        if part and self._stream_left is not None:
+            self._stream_left -= len(part)
+            self._streamed += len(part)
+            self._writer.offer("stdout", part)

@@ -1,0 +1,146 @@
+"""A file's body while edits are made to it, and the places that changed, at their true offsets."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+
+from guest.failures import FILE_TOO_LARGE, Failure
+from guest.files.edit_matching import fit_line_ends
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from guest.files.edit_matching import Needle, Span
+    from guest.pipes import Watch
+
+_KEPT_PLACES = 20
+"""Of further ones only their number is known."""
+_WINDOW_BYTES = 65_536
+_AROUND = 5
+# Matches between two looks at the clock.
+_STRIDE = 128
+MAX_BYTES = 67_108_864
+"""What edits may make of a file: a short text many times over, replaced by a long one, would fill the memory."""
+
+
+class EditedText:
+    """`body` as it is after the edits so far. `count` replacements made it; `places` are the first of them, as spans of `body`.
+
+    `parts` are the same bytes, which the last replacement leaves apart: to join them takes as long as to write them.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        self.parts: tuple[bytes | memoryview, ...] = (body,)
+        self._body: bytes | None = body
+        self._last = body
+        self.count = 0
+        self.places: list[Span] = []
+
+    @property
+    def body(self) -> bytes:
+        if self._body is None:
+            self._body = self._last = b"".join(self.parts)
+            self.parts = (self._body,)
+        return self._body
+
+    @body.setter
+    def body(self, body: bytes) -> None:
+        self._body = self._last = body
+        self.parts = (body,)
+
+    def equals(self, body: bytes) -> bool:
+        """Whether it is these bytes, from which it was made. One replacement is of something else: nothing has to be compared."""
+        return not (self._body is None and self.count == 1) and self.body == body
+
+    def window(self) -> tuple[bytes, int, int]:
+        """Enough of the body to see every place with the lines around it: these bytes, where they begin, and the line they begin with."""
+        if self._body is None and len(self.places) == 1:
+            before, new, after = self.parts
+            cut = max(0, len(before) - _WINDOW_BYTES)
+            head, tail = bytes(before[cut:]), bytes(after[:_WINDOW_BYTES])
+            if (not cut or head.count(b"\n") > _AROUND) and (len(tail) == len(after) or tail.count(b"\n") > _AROUND):
+                return b"".join((head, new, tail)), cut, self._last.count(b"\n", 0, cut) + 1
+        return self.body, 0, 1
+
+    def line_of(self, at: int) -> int:
+        """The line, from 1, that a byte is in."""
+        return self.body.count(b"\n", 0, at) + 1
+
+    def count_matches(self, needle: Needle, watch: Watch) -> int:
+        """Matches that do not overlap."""
+        if needle.literal is not None:
+            return self.body.count(needle.literal)
+        count = 0
+        for count, _ in enumerate(needle.find_all(), start=1):
+            if count % _STRIDE == 0:
+                watch.check()
+        return count
+
+    def replace(self, span: Span, new: bytes) -> None:
+        start, end = span
+        grown = len(new) - (end - start)
+        _check_size(len(self.body) + grown)
+        self._move_places(lambda at: at if at <= start else max(at, end) + grown)
+        self._keep_place(start, len(new))
+        before = memoryview(self.body)
+        self.parts = (before[:start], new, before[end:])
+        self._body = None
+        self.count += 1
+
+    def replace_all(self, needle: Needle, new: bytes, watch: Watch) -> None:
+        """Replace every match of a needle that was made for this body, and has one."""
+        first = needle.find_next(0)
+        if needle.literal is not None and first is not None and self._has_one_line_end(new):
+            self._replace_literal(needle, needle.literal, fit_line_ends(new, self.body, first))
+        else:
+            self._replace_one_by_one(needle, new, watch)
+
+    def _has_one_line_end(self, new: bytes) -> bool:
+        return b"\n" not in new or self.body.count(b"\r\n") in (0, self.body.count(b"\n"))
+
+    def _replace_literal(self, needle: Needle, literal: bytes, new: bytes) -> None:
+        count, grown = self.body.count(literal), len(new) - len(literal)
+        _check_size(len(self.body) + count * grown)
+        self._move_places(lambda at: at + grown * self.body.count(literal, 0, at))
+        for number, (start, _) in zip(range(_KEPT_PLACES), needle.find_all(), strict=False):
+            self._keep_place(start + number * grown, len(new))
+        self.count += count
+        self.body = self.body.replace(literal, new)
+
+    def _replace_one_by_one(self, needle: Needle, new: bytes, watch: Watch) -> None:
+        made = bytearray()
+        ends, growths = array("q", (-1,)), array("q", (0,))
+        places: list[Span] = []
+        at = 0
+        for number, span in enumerate(needle.find_all()):
+            if number % _STRIDE == 0:
+                watch.check()
+            fitted = fit_line_ends(new, self.body, span)
+            made += self.body[at : span[0]]
+            if len(places) < _KEPT_PLACES:
+                places.append((len(made), len(fitted)))
+            made += fitted
+            _check_size(len(made))
+            at = span[1]
+            ends.append(at)
+            growths.append(len(made) - at)
+        made += self.body[at:]
+        self._move_places(lambda before: before + growths[bisect_right(ends, before) - 1])
+        for place in places:
+            self._keep_place(*place)
+        self.count += len(ends) - 1
+        self.body = bytes(made)
+
+    def _keep_place(self, start: int, size: int) -> None:
+        if len(self.places) < _KEPT_PLACES:
+            self.places.append((start, start + size))
+
+    def _move_places(self, move: Callable[[int], int]) -> None:
+        self.places = [(move(start), move(end)) for start, end in self.places]
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_BYTES:
+        raise Failure(FILE_TOO_LARGE, f"the edits would make it {size} bytes, more than {MAX_BYTES}; nothing was written", size=size)

@@ -1,0 +1,238 @@
+"""The file request that replaces text: every edit or none, and not a byte outside of what was found."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+
+from guest.confinement import find_place
+from guest.failures import AMBIGUOUS_MATCH, FILE_NOT_FOUND, INVALID_ARGUMENTS, NO_CHANGE, NO_MATCH, Failure, describe_os_error
+from guest.files.edit_matching import Needle, fit_line_ends
+from guest.files.edit_views import show_places
+from guest.files.edited_text import EditedText
+from guest.files.file_states import FileState, read_whole, shorten
+from guest.files.file_texts import FileText
+from guest.files.placeholders import find_placeholder
+from guest.files.sha256 import RunningDigest
+from guest.files.syntax_notes import describe_syntax
+from guest.files.versions import BodyContent, BytesContent, Version, open_old
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from guest.bench import Bench
+    from guest.confinement import Place
+    from guest.files.edit_requests import EditTextRequest
+    from guest.files.versions import OldFile
+
+_MAX_EDITS = 100
+_LISTED_LINES = 10
+_FOOTER_BYTES = 1024
+_NOTES_CUT = "\n[notes cut; read the file with read_tool]"
+# To look for the cause of a miss, at most so many seconds, and this share of the limit.
+_DIAGNOSIS_S = 1.0
+_DIAGNOSIS_SHARE = 0.2
+_KEYS = {"old_string", "new_string", "replace_all"}
+
+
+class Edit:
+    """One replacement, as the arguments tell it. `name`: how to speak of it."""
+
+    __slots__ = ("name", "new", "old", "replace_all")
+
+    def __init__(self, fields: Any, number: int, count: int) -> None:
+        self.name = "" if count == 1 else f"edit {number} of {count}: "
+        if not isinstance(fields, dict) or not fields.keys() <= _KEYS:
+            raise Failure(INVALID_ARGUMENTS, f"{self.name}an edit is an object with {', '.join(sorted(_KEYS))}")
+        old, new, replace_all = fields.get("old_string"), fields.get("new_string"), fields.get("replace_all", False)
+        if not isinstance(old, str) or not isinstance(new, str) or not isinstance(replace_all, bool):
+            raise Failure(INVALID_ARGUMENTS, f"{self.name}old_string and new_string must be texts, replace_all a boolean")
+        self.old: str = old
+        self.new: str = new
+        self.replace_all = replace_all
+
+
+def edit_text(request: EditTextRequest, bench: Bench) -> dict[str, object]:
+    """Make the edits of the body. Raises Failure; then the file is as it was."""
+    edits = _read_edits(bench)
+    creates = not edits[0].old
+    try:
+        place = find_place(request.path, bench.places, make_parents=creates)
+    except Failure as failure:
+        raise _missing(request.path, bench) if failure.code == FILE_NOT_FOUND else failure from None
+    try:
+        old = open_old(place, os.O_RDWR)
+        if old is None and not creates:
+            raise _missing(request.path, bench)
+        return _FileEdit(request, edits, place, bench).run(old)
+    except OSError as error:
+        raise describe_os_error(error, place.shown) from None
+    finally:
+        place.close()
+
+
+def _missing(path: str, bench: Bench) -> Failure:
+    # Loaded only for this: it takes longer than an edit.
+    from guest.files.suggestions import missing_file
+
+    return missing_file(path, bench.places)
+
+
+def _read_edits(bench: Bench) -> list[Edit]:
+    try:
+        listed = json.loads(b"".join(BodyContent(bench.body).blocks()))
+    except (ValueError, RecursionError):
+        raise Failure(INVALID_ARGUMENTS, "the body is no JSON") from None
+    if not isinstance(listed, list) or not 1 <= len(listed) <= _MAX_EDITS:
+        raise Failure(INVALID_ARGUMENTS, f"the body must be a list of 1 to {_MAX_EDITS} edits")
+    return [Edit(fields, number, len(listed)) for number, fields in enumerate(listed, start=1)]
+
+
+class _FileEdit:
+    def __init__(self, request: EditTextRequest, edits: list[Edit], place: Place, bench: Bench) -> None:
+        self._request = request
+        self._edits = edits
+        self._place = place
+        self._bench = bench
+        self._state = FileState(place, bench.places)
+        self._notes: list[str] = []
+
+    def run(self, old: OldFile | None) -> dict[str, object]:
+        data = read_whole(old.fd, self._place.shown, self._bench.watch) if old is not None else b""
+        text = FileText(data, self._place.shown)
+        edited = EditedText(text.body)
+        for edit in self._edits:
+            self._bench.watch.check()
+            self._make(edit, text, edited, data)
+        if old is not None and edited.equals(text.body):
+            raise Failure(NO_CHANGE, f"{self._place.shown}: the edits leave the file as it was; nothing was written")
+        pieces = text.join(edited.parts)
+        self._note_text(text, edited)
+        self._note_others_change(data, old)
+        digest = RunningDigest(pieces)
+        try:
+            status = Version(self._place, BytesContent(*pieces), self._bench.watch).replace(old, is_known=True)
+        finally:
+            digest.result()
+        self._state.note_pieces(pieces, digest.result(), status)
+        self._bench.writer.send("file", self._view(text, edited))
+        return {
+            "created": old is None,
+            "replaced": edited.count,
+            "size": status.st_size,
+            "mode_bits": stat.S_IMODE(status.st_mode),
+            "encoding": text.form.codec,
+        }
+
+    def _view(self, text: FileText, edited: EditedText) -> bytes:
+        notes = "".join(f"\n{note}" for note in self._notes)
+        most = self._request.max_bytes // 8
+        if len(notes) > most:
+            notes = f"{notes[: most - len(_NOTES_CUT)]}{_NOTES_CUT}"
+        room = (self._request.max_bytes - _FOOTER_BYTES) // 4 - len(notes)
+        return (show_places(edited, text.decode, room) + notes).encode("utf-8", "replace")
+
+    def _make(self, edit: Edit, text: FileText, edited: EditedText, data: bytes) -> None:
+        old, new = text.encode(edit.old, f"{edit.name}old_string"), text.encode(edit.new, f"{edit.name}new_string")
+        if not old:
+            self._create(edit, new, edited)
+            return
+        if old == new:
+            raise Failure(NO_CHANGE, f"{edit.name}old_string and new_string are the same; nothing was written")
+        needle = Needle(edited.body, old, text.codec)
+        first = needle.find_next(0)
+        if first is None:
+            if self._request.tolerance == "whitespace" and self._replace_unindented(edit, old, new, edited):
+                return
+            raise self._unmatched(edit, text, edited, data)
+        expected = self._request.expected_count
+        if edit.replace_all or expected is not None:
+            self._check_count(edit, needle, edited, expected)
+            edited.replace_all(needle, new, self._bench.watch)
+        elif needle.find_next(first[0] + 1) is not None:
+            raise self._ambiguous(edit, needle, edited, None)
+        else:
+            edited.replace(first, fit_line_ends(new, edited.body, first))
+
+    def _unmatched(self, edit: Edit, text: FileText, edited: EditedText, data: bytes) -> Failure:
+        # Loaded only for this: it takes longer than an edit.
+        from guest.files.edit_diagnosis import explain_miss
+
+        until = time.monotonic() + min(_DIAGNOSIS_S, _DIAGNOSIS_SHARE * self._request.timeout_s)
+        words = explain_miss(edit, text, edited.body, self._state.describe_since(data), until)
+        return Failure(NO_MATCH, f"{edit.name}{shorten(self._place.shown)}: old_string was not found, and nothing was written. {words}")
+
+    def _create(self, edit: Edit, new: bytes, edited: EditedText) -> None:
+        if edited.body:
+            raise Failure(
+                INVALID_ARGUMENTS,
+                f"{edit.name}{self._place.shown}: has {len(edited.body)} bytes, and an empty old_string only creates a file or fills an empty one; "
+                "name the text to replace, or use write_tool",
+            )
+        if new:
+            edited.replace((0, 0), new)
+
+    def _replace_unindented(self, edit: Edit, old: bytes, new: bytes, edited: EditedText) -> bool:
+        # Loaded only for this: a setting asks for it.
+        from guest.files.edit_tolerance import find_unindented
+
+        span = find_unindented(edited.body, old)
+        if span is None:
+            return False
+        self._notes.append(f"[{edit.name}old_string matched only without the blanks around its lines; new_string was put in as it is]")
+        edited.replace(span, fit_line_ends(new, edited.body, span))
+        return True
+
+    def _check_count(self, edit: Edit, needle: Needle, edited: EditedText, expected: int | None) -> None:
+        """A count that is expected also says that all of them are to be replaced."""
+        if expected is not None and edited.count_matches(needle, self._bench.watch) != expected:
+            raise self._ambiguous(edit, needle, edited, expected)
+
+    def _ambiguous(self, edit: Edit, needle: Needle, edited: EditedText, expected: int | None) -> Failure:
+        count = edited.count_matches(needle, self._bench.watch)
+        lines: list[str] = []
+        at = needle.find_next(0)
+        while at is not None and len(lines) < _LISTED_LINES:
+            lines.append(str(edited.line_of(at[0])))
+            # Those that overlap are places where it could be meant, too.
+            at = needle.find_next(at[0] + 1 if count < 2 else at[1])
+        listed = list(dict.fromkeys(lines))
+        where = f"line{'s' * (len(listed) > 1)} {', '.join(listed)}{' and more' if at is not None else ''}"
+        if expected is not None:
+            return Failure(
+                AMBIGUOUS_MATCH,
+                f"{edit.name}{self._place.shown}: old_string occurs {count} times, not {expected}, at {where}; nothing was replaced. Give the "
+                "right expected_count, or an old_string with more of the text around the place",
+            )
+        times = f"{count} times" if count > 1 else "more than once, overlapping itself"
+        return Failure(
+            AMBIGUOUS_MATCH,
+            f"{edit.name}{self._place.shown}: old_string occurs {times}, at {where}; nothing was replaced. Either give an old_string with more of "
+            "the text around the one place, or replace_all=true for all of them",
+        )
+
+    def _note_others_change(self, data: bytes, old: OldFile | None) -> None:
+        change = self._state.describe_since(data) if old is not None and self._state.is_touched(old.status) else None
+        if change is not None:
+            self._notes.append(
+                "[the file had been changed by something else since this session last read or wrote it, and the edit matched all the same; "
+                f"that change was:]\n{change[1]}"
+            )
+
+    def _note_text(self, text: FileText, edited: EditedText) -> None:
+        for edit in self._edits:
+            found = find_placeholder(edit.new, text.body)
+            if found is not None:
+                self._notes.append(
+                    f"[warning: {edit.name}line {found[0]} of new_string looks like a placeholder for text left out, and was put in as it "
+                    f"is: {found[1]}]"
+                )
+                break
+        if text.form.is_guess and not all(edit.new.isascii() for edit in self._edits):
+            self._notes.append(f"[written as {text.form.codec}, which is a guess of the file's encoding]")
+        syntax = describe_syntax(self._place.name, text.body, edited.parts)
+        if syntax is not None:
+            self._notes.append(syntax)

@@ -1,0 +1,206 @@
+"""Which encoding a text file has: its byte order mark, UTF-8 when it can be, UTF-16 and UTF-32 without a mark, else the likeliest guess."""
+
+from __future__ import annotations
+
+import codecs
+
+from guest.failures import BINARY_FILE, INVALID_ARGUMENTS, Failure
+from guest.files.file_types import find_type
+
+BINARY_SAMPLE = 8192
+"""A file with NUL in its first bytes, so many, is no text unless it is UTF-16 or UTF-32."""
+GUESS_BYTES = 65_536
+"""How much of a file that is no UTF-8 is looked at, from its first wrong byte on; and a quarter of it before that."""
+
+# UTF-32 first: its little-endian mark begins with that of UTF-16.
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+    (b"\x84\x31\x95\x33", "gb18030"),
+)
+_MARK_OF_CODEC = {codec: mark for mark, codec in _MARKS}
+# Codecs that write a mark by themselves: the form keeps it apart, and the codec that is left writes none.
+_MARKING = {"utf-8-sig": "utf-8", "utf-16": "utf-16-le", "utf-32": "utf-32-le"}
+_BIG_ENDIAN = {"utf-16": "utf-16-be", "utf-32": "utf-32-be"}
+# Text codecs by name, but for host names, for source code, or for nothing.
+_NOT_FOR_FILES = frozenset(("idna", "punycode", "undefined", "unicode_escape", "raw_unicode_escape", "mbcs", "oem"))
+_NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
+_MAX_NAME = 40
+
+
+class TextForm:
+    """How a file's text is written: a codec that neither reads nor writes a mark, and the mark in front (`b""` for none).
+
+    `is_guess`: nothing in the file proves the codec. A guess of UTF-8 means that some bytes are no UTF-8 all the same.
+    """
+
+    __slots__ = ("bom", "codec", "is_guess")
+
+    def __init__(self, codec: str, bom: bytes = b"", is_guess: bool = False) -> None:
+        self.codec = codec
+        self.bom = bom
+        self.is_guess = is_guess
+
+    def encode(self, text: str) -> bytes:
+        """The bytes of a text, without the mark. Raises UnicodeEncodeError."""
+        return text.encode(self.codec)
+
+    def decode(self, data: bytes) -> str:
+        """The text of a file or of a whole part of it, without the mark; what the codec cannot read becomes U+FFFD."""
+        return data[len(self.bom) if data.startswith(self.bom) else 0 :].decode(self.codec, "replace")
+
+
+def find_form(data: bytes, asked: str = "auto", is_whole: bool = True) -> TextForm:
+    """The form of a file's content, or with `is_whole` False of its beginning, where a character may be cut at the end.
+
+    Raises Failure: BINARY_FILE with the size given, or INVALID_ARGUMENTS when `asked` is neither "auto" nor a codec for text.
+    A codec that is asked for is taken, whatever the content is.
+    """
+    form = find_sure_form(data, asked, is_whole)
+    if form is not None:
+        return form
+    wrong = find_wrong_utf8(data, is_whole)
+    if wrong is None:
+        return TextForm("utf-8")
+    start, end = guess_window(wrong)
+    return guess_form(data[start:end], start > 0)
+
+
+def find_sure_form(data: bytes, asked: str = "auto", is_whole: bool = True) -> TextForm | None:
+    """As find_form; None when it is UTF-8 if all of it can be read so, and else to be guessed."""
+    if asked != "auto":
+        return _asked_form(data, asked)
+    marked = _marked_form(data)
+    if marked is None and b"\0" in data[:BINARY_SAMPLE]:
+        return _wide_form(data, is_whole)
+    return marked
+
+
+def find_wrong_utf8(data: bytes, is_whole: bool = True) -> int | None:
+    """Where the first byte is that no UTF-8 begins or goes on with; None when there is none."""
+    if data.isascii():
+        return None
+    try:
+        codecs.utf_8_decode(data, "strict", is_whole)
+    except UnicodeDecodeError as error:
+        return error.start
+    return None
+
+
+def guess_window(wrong: int) -> tuple[int, int]:
+    """The part of a file to guess from, as (start, end), when `wrong` is where it stops to be UTF-8."""
+    return max(0, wrong - GUESS_BYTES // 4), wrong + GUESS_BYTES
+
+
+def guess_form(sample: bytes, is_inner: bool) -> TextForm:
+    """The likeliest form of a part of a file that is no UTF-8. `is_inner`: it may begin within a character.
+
+    Raises Failure(BINARY_FILE) for what looks like no text at all.
+    """
+    if is_inner:
+        # No encoding of several bytes a character uses the low ones behind the first.
+        sample = sample[next((at for at, byte in enumerate(sample) if byte < 0x30), 0) :]
+    elif find_type(sample) is not None:
+        raise _binary(sample)
+    # Few files need it, and the process that reads one is often new.
+    from guest.files.charset_guess import guess_codec
+
+    codec = guess_codec(sample)
+    if codec is None:
+        raise _binary(sample)
+    return TextForm(codec, is_guess=True)
+
+
+def check_codec(name: str) -> str:
+    """The codec's own name. Raises Failure(INVALID_ARGUMENTS) for what is no codec of text files."""
+    try:
+        if not 0 < len(name) <= _MAX_NAME or not _NAME_CHARS.issuperset(name):
+            raise LookupError(name)
+        found = codecs.lookup(name)
+    except LookupError:
+        raise _unknown(name) from None
+    # The only place that says it: base64, hex and their like turn bytes into bytes.
+    is_text: bool = found._is_text_encoding
+    if not is_text or found.name.replace("-", "_") in _NOT_FOR_FILES:
+        raise _unknown(name)
+    return found.name
+
+
+def _asked_form(data: bytes, asked: str) -> TextForm:
+    codec = check_codec(asked)
+    marked = _marked_form(data)
+    if codec in _MARKING:
+        if marked is not None and marked.codec.startswith(codec.removesuffix("-sig")):
+            return marked
+        if not data:
+            return TextForm(_MARKING[codec], _MARK_OF_CODEC[_MARKING[codec]])
+        wide = _likelier_end(data, codec) if codec in _BIG_ENDIAN else _MARKING[codec]
+        return TextForm(wide)
+    if marked is not None and marked.codec == codec:
+        return marked
+    return TextForm(codec)
+
+
+def _marked_form(data: bytes) -> TextForm | None:
+    for mark, codec in _MARKS:
+        if data.startswith(mark):
+            sample = data[len(mark) : len(mark) + BINARY_SAMPLE]
+            if codec.startswith("utf-8") or _is_wide_text(sample, codec):
+                return TextForm(codec, mark)
+    return None
+
+
+def _wide_form(data: bytes, is_whole: bool) -> TextForm:
+    """UTF-32 or UTF-16 without a mark. Raises Failure(BINARY_FILE)."""
+    sample = data[:BINARY_SAMPLE]
+    if find_type(sample) is None:
+        for codec, width in (("utf-32", 4), ("utf-16", 2)):
+            wide = _likelier_end(sample, codec)
+            fits = len(data) % width == 0 or not is_whole
+            if fits and _is_wide_text(sample, wide) and _reads_like_text(sample, wide):
+                return TextForm(wide, is_guess=True)
+    raise _binary(data)
+
+
+def _likelier_end(data: bytes, codec: str) -> str:
+    """Big-endian where more of the characters below 256 are one: these have their NULs in front."""
+    width = 4 if codec == "utf-32" else 2
+    sample = data[:BINARY_SAMPLE]
+    first, last = sample[::width].count(0), sample[width - 1 :: width].count(0)
+    return _BIG_ENDIAN[codec] if first > last else _MARKING[codec]
+
+
+def _is_wide_text(sample: bytes, codec: str) -> bool:
+    """Whether a sample that may be cut at its end can be read, and has no NUL character."""
+    try:
+        text = codecs.getincrementaldecoder(codec)().decode(sample)
+    except UnicodeDecodeError:
+        return False
+    return "\0" not in text
+
+
+def _reads_like_text(sample: bytes, codec: str) -> bool:
+    """Whether characters of the usual scripts, with ASCII among them, are nearly all there is."""
+    text = codecs.getincrementaldecoder(codec)().decode(sample)
+    usual = sum(1 for sign in text if sign in "\t\n\r\f" or (sign.isprintable() and _is_usual(sign)))
+    return any(" " <= sign <= "~" or sign == "\n" for sign in text) and usual >= 0.95 * len(text)
+
+
+def _is_usual(sign: str) -> bool:
+    # Up to the Semitic scripts; dashes and quotes; kana and Han; Hangul; full-width forms and all beyond.
+    return (
+        sign < "\u0700" or "\u2010" <= sign <= "\u2044" or "\u3000" <= sign <= "\u9fff" or "\uac00" <= sign <= "\ud7a3" or sign >= "\uff00"
+    )
+
+
+def _binary(data: bytes) -> Failure:
+    found = find_type(data)
+    return Failure(BINARY_FILE, f"not text but {found.name if found is not None else 'binary data'}", size=len(data))
+
+
+def _unknown(name: str) -> Failure:
+    shown = name[:_MAX_NAME].encode("ascii", "backslashreplace").decode()
+    return Failure(INVALID_ARGUMENTS, f"no encoding of text files is called '{shown}'; try auto, utf-8, utf-16, gb18030 or latin-1")

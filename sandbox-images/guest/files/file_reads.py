@@ -1,0 +1,60 @@
+"""The file request that reads a whole file, streamed and never loaded at once."""
+
+from __future__ import annotations
+
+import os
+
+from guest.confinement import find_place, open_pinned, pin_file
+from guest.failures import FILE_TOO_LARGE, Failure, describe_os_error
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from guest.bench import Bench
+    from guest.files.file_requests import ReadFileRequest
+    from guest.pipes import Watch
+    from guest.places import Places
+
+_BLOCK = 262_144
+
+
+def read_file(request: ReadFileRequest, bench: Bench) -> dict[str, object]:
+    """Send a whole file. Raises Failure; FILE_TOO_LARGE before anything is sent, unless the file grows meanwhile."""
+    fd, shown = _open_file(request.path, bench.places)
+    declared = os.fstat(fd).st_size
+    if declared > request.max_bytes:
+        raise _too_large(shown, declared, request.max_bytes)
+    size = 0
+    for block in _blocks(fd, shown, bench.watch):
+        size += len(block)
+        if size > request.max_bytes:
+            raise _too_large(shown, size, request.max_bytes)
+        bench.writer.send("file", block)
+    return {"size": size}
+
+
+def _open_file(path: str, places: Places) -> tuple[int, str]:
+    place = find_place(path, places, to_read=True)
+    try:
+        return open_pinned(pin_file(place), os.O_RDONLY), place.shown
+    except OSError as error:
+        raise describe_os_error(error, place.shown) from None
+    finally:
+        place.close()
+
+
+def _blocks(fd: int, shown: str, watch: Watch) -> Iterator[bytes]:
+    while True:
+        watch.check()
+        try:
+            block = os.read(fd, _BLOCK)
+        except OSError as error:
+            raise describe_os_error(error, shown) from None
+        if not block:
+            return
+        yield block
+
+
+def _too_large(shown: str, size: int, allowed: int) -> Failure:
+    return Failure(FILE_TOO_LARGE, f"{shown}: has {size} bytes, more than {allowed}", size=size)

@@ -1,0 +1,66 @@
+"""A text file's content as bytes to search and change: in its own encoding where a line end is a byte of its own, else as UTF-8."""
+
+from __future__ import annotations
+
+from guest.failures import BINARY_FILE, INVALID_ARGUMENTS, Failure
+from guest.files.encodings import find_form
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from guest.files.encodings import TextForm
+
+_WIDE = ("utf-16", "utf-32")
+_BOM = "\ufeff"
+
+
+class FileText:
+    """`body`: the text without its mark, as bytes of `codec`. What is not changed in it comes back from `join` byte for byte."""
+
+    __slots__ = ("_is_wide", "body", "codec", "form")
+
+    def __init__(self, data: bytes, shown: str, form: TextForm | None = None) -> None:
+        """Raises Failure(BINARY_FILE)."""
+        self.form = form or _find_form(data, shown)
+        self._is_wide = self.form.codec.startswith(_WIDE)
+        self.codec = "utf-8" if self._is_wide else self.form.codec
+        body = data[len(self.form.bom) :] if self.form.bom else data
+        if self._is_wide:
+            try:
+                body = body.decode(self.form.codec, "surrogatepass").encode("utf-8", "surrogatepass")
+            except UnicodeDecodeError:
+                raise Failure(BINARY_FILE, f"{shown}: no whole {self.form.codec}: change it with bash_tool", size=len(data)) from None
+        self.body = body
+
+    def encode(self, text: str, what: str) -> bytes:
+        """A text as bytes to be found in, or put into, the body. Raises Failure(INVALID_ARGUMENTS) for what the file cannot hold."""
+        try:
+            return text.encode(self.codec)
+        except UnicodeEncodeError as error:
+            sign = text[error.start]
+            raise Failure(
+                INVALID_ARGUMENTS,
+                f"{what} has {sign!a} (character {error.start}), which the file's encoding, {self.form.codec}, cannot hold; leave it "
+                "out, or write the whole file with write_tool and encoding=utf-8",
+            ) from None
+
+    def decode(self, part: bytes) -> str:
+        """A part of the body to show; what cannot be read becomes U+FFFD."""
+        return part.decode(self.codec, "replace")
+
+    def join(self, parts: tuple[bytes | memoryview, ...]) -> tuple[bytes | memoryview, ...]:
+        """The pieces of the file whose body has these parts."""
+        if self._is_wide:
+            parts = (b"".join(parts).decode("utf-8", "surrogatepass").encode(self.form.codec, "surrogatepass"),)
+        return (self.form.bom, *parts)
+
+
+def _find_form(data: bytes, shown: str) -> TextForm:
+    try:
+        return find_form(data)
+    except Failure as failure:
+        raise Failure(failure.code, f"{shown}: {failure.message}: change it with bash_tool", **failure.details) from None
+
+
+def strip_mark(text: str) -> str:
+    """A text without the mark that a file of its own would begin with."""
+    return text.removeprefix(_BOM)

@@ -1,0 +1,54 @@
+"""The file request that writes bytes as they are: a new version replaces the old one whole, or nothing changes."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from guest.confinement import find_place
+from guest.failures import FILE_EXISTS, Failure, describe_os_error
+from guest.files.file_states import MAX_BYTES, FileState
+from guest.files.versions import BodyContent, Version, open_old
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from guest.bench import Bench
+    from guest.confinement import Place
+    from guest.files.file_requests import WriteFileRequest
+    from guest.files.versions import OldFile
+
+
+def write_file(request: WriteFileRequest, bench: Bench) -> dict[str, object]:
+    """Write the body to a file. Raises Failure; then the old content is intact and no temporary file is left."""
+    place = find_place(request.path, bench.places, make_parents=True)
+    try:
+        return _write(str(request.mode), place, bench)
+    except OSError as error:
+        raise describe_os_error(error, place.shown) from None
+    finally:
+        place.close()
+
+
+def _write(mode: str, place: Place, bench: Bench) -> dict[str, object]:
+    content = BodyContent(bench.body)
+    version = Version(place, content, bench.watch)
+    old = open_old(place, os.O_WRONLY | (os.O_APPEND if mode == "append" else 0))
+    if mode == "create":
+        if old is not None:
+            raise Failure(FILE_EXISTS, f"{place.shown}: exists already")
+        status = version.create()
+    elif mode == "append" and old is not None:
+        status = version.append(old)
+    else:
+        status = version.replace(old)
+    _note(FileState(place, bench.places), old if mode == "append" else None, content, status)
+    return {"created": old is None, "size": status.st_size, "mode_bits": stat.S_IMODE(status.st_mode)}
+
+
+def _note(state: FileState, appended: OldFile | None, content: BodyContent, status: os.stat_result) -> None:
+    """The session knows what it wrote. Of a file that it added to and did not know before it still knows nothing."""
+    if appended is None and content.size <= MAX_BYTES:
+        state.note(b"".join(content.blocks()), status)
+    elif state.is_known:
+        # What else was added since is not known, and a later overwrite need not ask about what was added here.
+        state.forget()

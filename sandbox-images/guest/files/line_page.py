@@ -1,0 +1,174 @@
+"""A page of lines, picked out of text that comes in pieces; what lies before and behind it is only counted."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import accumulate, repeat
+from operator import add
+
+from guest.files.text_requests import LINE_CHARS
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_MAX_CUTS = 100
+"""A page ends behind so many lines that were cut, because each of them is reported."""
+
+
+class LinePage:
+    """Lines end at LF, which CR may precede; the last may lack it. `column` counts within the first line of the page."""
+
+    def __init__(self, offset: int, limit: int, column: int, max_bytes: int) -> None:
+        self._offset = offset
+        self._limit = limit
+        self._skip = column - 1
+        self._left = max_bytes
+        # Newlines seen, and the characters since the last one.
+        self._newlines = 0
+        self._length = 0
+        # What may be shown of the line that is still coming, and a character more: it may be the CR before the LF.
+        self._begun: list[str] = []
+        self._begun_chars = 0
+        self._last_sign = ""
+        self.shown: list[str] = []
+        self.cuts: list[tuple[int, int, int]] = []
+        """(line, last character shown, characters of the line)"""
+        self.first_length = 0
+        """Characters of the first line of the page, once it has come."""
+        self.is_out_of_room = False
+        """A further line of the page did not fit."""
+        self.crlf = 0
+        self.has_cr = False
+
+    @property
+    def lines(self) -> int:
+        """Lines so far."""
+        return self._newlines + (self._length > 0)
+
+    @property
+    def newlines(self) -> int:
+        return self._newlines
+
+    @property
+    def has_final_newline(self) -> bool:
+        """Whether nothing is missing at the end: an empty file lacks no newline."""
+        return self._length == 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing that may still come is shown."""
+        return self.is_out_of_room or len(self.shown) >= self._limit
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the page has begun."""
+        return self._newlines + 1 >= self._offset
+
+    def take(self, text: str) -> None:
+        """The next piece."""
+        if "\r" in text or self._last_sign == "\r":
+            self._count_returns(text)
+        newlines = text.count("\n")
+        if self.is_complete or self._newlines + newlines + 1 < self._offset:
+            self._pass(text, newlines)
+        else:
+            self._show(text)
+        self._last_sign = text[-1:] or self._last_sign
+
+    def finish(self) -> None:
+        """The text ends here, or nobody will look further: a line that has begun is shown as far as it came."""
+        if self._length and self.is_reached and not self.is_complete:
+            self._end_line(is_whole=False)
+
+    def _count_returns(self, text: str) -> None:
+        self.has_cr = True
+        self.crlf += text.count("\r\n") + (self._last_sign == "\r" and text.startswith("\n"))
+
+    def _pass(self, text: str, newlines: int) -> None:
+        self._newlines += newlines
+        self._length = len(text) - 1 - text.rfind("\n") if newlines else self._length + len(text)
+
+    def _show(self, text: str) -> None:
+        before = self._offset - 1 - self._newlines
+        if before > 0:
+            # The text behind so many newlines; the pieces before it are dropped at once.
+            text = text.split("\n", before)[-1]
+            self._newlines += before
+            self._length = 0
+        at = 0
+        while not self.is_complete:
+            at += self._show_run(text, at)
+            if self.is_complete:
+                break
+            end = text.find("\n", at)
+            if end < 0:
+                self._begin(text[at:])
+                return
+            self._begin(text[at:end])
+            self._end_line(is_whole=True)
+            self._newlines += 1
+            self._length = 0
+            at = end + 1
+        rest = text[at:]
+        self._pass(rest, rest.count("\n"))
+
+    def _show_run(self, text: str, at: int) -> int:
+        """Show many lines at once, as far as they are whole, short enough and fit; gives how many characters they are."""
+        if self._length or (self._skip and not self.shown):
+            return 0
+        # A character is at least a byte: what lies further on cannot fit.
+        chunk = text[at : at + self._left + 1]
+        run = chunk.split("\n", self._limit - len(self.shown))[:-1]
+        if max(map(len, run), default=0) > LINE_CHARS:
+            run = run[: next(index for index, line in enumerate(run) if len(line) > LINE_CHARS)]
+        lines = [line.removesuffix("\r") for line in run] if "\r" in chunk else run
+        shown = lines if chunk.isascii() else [line.encode("utf-8", "replace") for line in lines]
+        totals = list(accumulate(map(add, map(len, shown), _frames(self._newlines + 1, len(lines)))))
+        count = bisect_right(totals, self._left)
+        if count == 0:
+            return 0
+        if not self.shown:
+            self.first_length = len(lines[0])
+        self.shown += lines[:count]
+        self._left -= totals[count - 1]
+        self._newlines += count
+        return sum(map(len, run[:count])) + count
+
+    def _begin(self, part: str) -> None:
+        """More of the line that is coming."""
+        skip = self._skip if not self.shown else 0
+        wanted = LINE_CHARS + 1 - self._begun_chars
+        kept = part[max(0, skip - self._length) :][:wanted] if wanted > 0 else ""
+        if kept:
+            self._begun.append(kept)
+            self._begun_chars += len(kept)
+        self._length += len(part)
+        self._last_sign = part[-1:] or self._last_sign
+
+    def _end_line(self, is_whole: bool) -> None:
+        number = self._newlines + 1
+        skip = self._skip if not self.shown else 0
+        length = self._length - (is_whole and self._length > 0 and self._last_sign == "\r")
+        if not self.shown:
+            self.first_length = length
+        text = "".join(self._begun)[: max(0, min(LINE_CHARS, length - skip))]
+        self._begun, self._begun_chars = [], 0
+        cost = len(text.encode("utf-8", "replace")) + next(_frames(number, 1))
+        if self.shown and (cost > self._left or len(self.cuts) >= _MAX_CUTS):
+            self.is_out_of_room = True
+            return
+        self._left -= cost
+        self.shown.append(text)
+        if skip + len(text) < length:
+            self.cuts.append((number, skip + len(text), length))
+
+
+def _frames(first: int, count: int) -> Iterator[int]:
+    """Bytes that come with each of the lines where they are shown: the number, a tab and a newline."""
+    while count > 0:
+        digits = len(str(first))
+        alike = min(count, 10**digits - first)
+        yield from repeat(digits + 2, alike)
+        first += alike
+        count -= alike

@@ -1,0 +1,214 @@
+"""What a path that leads nowhere may have meant: names like its last one, from a bounded look through the places that may be read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+
+from guest.commands.session_folder import read_folder
+from guest.commands.spawn import encode_text
+from guest.failures import FILE_NOT_FOUND, Failure, printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from guest.places import Places
+
+MAX_SUGGESTIONS = 5
+MAX_ENTRIES = 20_000
+MAX_S = 0.3
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_NOT_ENTERED = frozenset((b".git", b".hg", b".svn", b"__pycache__"))
+_MAX_SHOWN = 240
+# Entries between two looks at the clock.
+_STRIDE = 128
+
+
+def missing_file(path: str, places: Places) -> Failure:
+    """The failure for a path that was looked for and is not there: the path tried, the session's folder, and up to five paths like it."""
+    cwd = read_folder(places)
+    tried = os.path.normpath(os.path.join(cwd, encode_text(path, "'path'")))
+    search = _Search(tried, places)
+    similar = [_shown_from(cwd, found) for found in search.run()]
+    words = f"{_shorten(escaped(tried))}: no such file or directory; the working directory is {_shorten(escaped(cwd))}"
+    words += f"; did you mean {_join(similar)}?" if similar else "; no name like it was found"
+    if not search.is_complete:
+        words += f" (among the first {search.seen} entries)"
+    return Failure(FILE_NOT_FOUND, words)
+
+
+def escaped(name: bytes) -> str:
+    """A path on one line: what is no printable character is shown as an escape."""
+    text = printable(name)
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+
+
+class _Search:
+    """One look for names like the last one of `tried`, its own directory first, then each root from the top down."""
+
+    def __init__(self, tried: bytes, places: Places) -> None:
+        self._places = places
+        self._parts = [part for part in tried.split(b"/") if part]
+        self._likeness = Likeness(_text(self._parts[-1]) if self._parts else "")
+        self._give_up_at = time.monotonic() + MAX_S
+        self.seen = 0
+        self.is_complete = True
+
+    def run(self) -> list[bytes]:
+        """The paths, the likeliest first."""
+        found: dict[bytes, tuple[object, ...]] = {}
+        for root in self._ordered_roots():
+            for parent, name, is_folder in self._walk(root):
+                judged = self._likeness.judge(_text(name))
+                if judged is not None:
+                    path = b"/".join((root, *parent, name))
+                    found[path] = (*judged, is_folder, -self._shared(root, parent), len(parent), path)
+        return sorted(found, key=lambda path: found[path])[:MAX_SUGGESTIONS]
+
+    def _ordered_roots(self) -> list[bytes]:
+        tried = b"/" + b"/".join(self._parts)
+        return sorted(self._places.readable, key=lambda root: not (tried + b"/").startswith(root + b"/"))
+
+    def _walk(self, root: bytes) -> Iterator[tuple[list[bytes], bytes, bool]]:
+        """(directories below the root, name, whether it is a directory), breadth first and never over a link."""
+        nearest = self._nearest(root)
+        for name, is_folder in self._list(root, nearest):
+            yield nearest, name, is_folder
+        waiting: deque[list[bytes]] = deque([[]])
+        while waiting and self.is_complete:
+            parent = waiting.popleft()
+            for name, is_folder in self._list(root, parent):
+                if is_folder and name not in _NOT_ENTERED and b"/".join((root, *parent, name)) != self._places.state:
+                    waiting.append([*parent, name])
+                yield parent, name, is_folder
+
+    def _nearest(self, root: bytes) -> list[bytes]:
+        """The deepest directory of the path that is there, as names below the root."""
+        parts = root.strip(b"/").split(b"/")
+        below = self._parts[len(parts) : -1] if self._parts[: len(parts)] == parts else []
+        try:
+            fd, count = _open_deepest(root, below)
+        except OSError:
+            return []
+        os.close(fd)
+        return below[:count]
+
+    def _list(self, root: bytes, parent: list[bytes]) -> Iterator[tuple[bytes, bool]]:
+        if time.monotonic() > self._give_up_at:
+            self.is_complete = False
+            return
+        try:
+            fd = _open_folder(root, parent)
+        except OSError:
+            return
+        try:
+            # What is taken away meanwhile is nothing to suggest.
+            with contextlib.suppress(OSError), os.scandir(fd) as entries:
+                for entry in entries:
+                    if self.seen >= MAX_ENTRIES or (self.seen % _STRIDE == 0 and time.monotonic() > self._give_up_at):
+                        self.is_complete = False
+                        return
+                    self.seen += 1
+                    yield os.fsencode(entry.name), entry.is_dir(follow_symlinks=False)
+        finally:
+            os.close(fd)
+
+    def _shared(self, root: bytes, parent: list[bytes]) -> int:
+        """How many directories the path that was tried and one that was found have in common, from both ends."""
+        tried, found = self._parts[:-1], [*root.strip(b"/").split(b"/"), *parent]
+        shortest = min(len(tried), len(found))
+        front = next((at for at in range(shortest) if tried[at] != found[at]), shortest)
+        back = next((at for at in range(shortest - front) if tried[-1 - at] != found[-1 - at]), shortest - front)
+        return front + back
+
+
+class Likeness:
+    """How a name may be meant for another: the same elsewhere, other case, a slip of the keys, another suffix."""
+
+    def __init__(self, wanted: str) -> None:
+        self._wanted = wanted
+        self._folded = wanted.casefold()
+        self._stem = _stem(self._folded)
+        self._slips = 1 if len(wanted) <= 4 else 2 if len(wanted) <= 8 else 3
+        self._signs = set(self._folded)
+
+    def judge(self, name: str) -> tuple[int, int] | None:
+        """(kind, distance), less is likelier; None for a name that is not alike."""
+        if not self._wanted:
+            return None
+        if name == self._wanted:
+            return 0, 0
+        folded = name.casefold()
+        if folded == self._folded:
+            return 1, 0
+        distance = self._distance(folded)
+        if distance is not None:
+            return 2, distance
+        return (3, 0) if _stem(folded) == self._stem else None
+
+    def _distance(self, name: str) -> int | None:
+        """Letters to add, drop, change or swap with the next; None beyond what is a slip. Cheap for a name that is quite another."""
+        most = self._slips
+        if abs(len(name) - len(self._folded)) > most or len(self._signs ^ set(name)) > 2 * most or len(self._folded) <= most:
+            return None
+        before: list[int] = []
+        last = list(range(len(name) + 1))
+        for row, sign in enumerate(self._folded, start=1):
+            current = [row]
+            for column, other in enumerate(name, start=1):
+                cost = min(last[column] + 1, current[-1] + 1, last[column - 1] + (sign != other))
+                if row > 1 and column > 1 and sign == name[column - 2] and self._folded[row - 2] == other:
+                    cost = min(cost, before[column - 2] + 1)
+                current.append(cost)
+            if min(current) > most:
+                return None
+            before, last = last, current
+        return last[-1] if last[-1] <= most else None
+
+
+def _open_folder(root: bytes, parts: list[bytes]) -> int:
+    """A directory below a root, with no link on the way. Raises OSError."""
+    fd, count = _open_deepest(root, parts)
+    if count < len(parts):
+        os.close(fd)
+        raise FileNotFoundError
+    return fd
+
+
+def _open_deepest(root: bytes, parts: list[bytes]) -> tuple[int, int]:
+    """The last directory on a path below a root that is there, and how many of the names lead to it. Raises OSError."""
+    fd = os.open(root, _FOLDER)
+    for count, part in enumerate(parts):
+        try:
+            below = os.open(part, _FOLDER, dir_fd=fd)
+        except OSError:
+            return fd, count
+        os.close(fd)
+        fd = below
+    return fd, len(parts)
+
+
+def _stem(name: str) -> str:
+    return name[:at] if (at := name.rfind(".")) > 0 else name
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "surrogateescape")
+
+
+def _shown_from(cwd: bytes, path: bytes) -> str:
+    return _shorten(escaped(path.removeprefix(cwd + b"/")))
+
+
+def _shorten(text: str) -> str:
+    """A path that would crowd out the rest of the sentence loses its middle."""
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]} [...] {text[-_MAX_SHOWN // 2 :]}"
+
+
+def _join(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

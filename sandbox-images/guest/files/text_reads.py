@@ -1,0 +1,255 @@
+"""The file request that reads text: a page of lines as UTF-8, in whatever encoding the file is, and never more of it in memory."""
+
+from __future__ import annotations
+
+import codecs
+import os
+
+from guest.confinement import find_place, open_pinned, pin_file
+from guest.failures import BINARY_FILE, FILE_NOT_FOUND, FILE_TOO_LARGE, INVALID_ARGUMENTS, OFFSET_OUT_OF_RANGE, Failure, describe_os_error
+from guest.files.encodings import TextForm, check_codec, find_sure_form, guess_form, guess_window
+from guest.files.file_types import HEAD_BYTES, find_type
+from guest.files.line_page import LinePage
+from guest.files.sha256 import new_digest
+from guest.files.snapshots import MAX_DATA_BYTES, forget, key_of, remember
+from guest.files.text_requests import EMPTY_ANSWER
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from guest.bench import Bench
+    from guest.confinement import Place
+    from guest.files.text_requests import ReadTextRequest
+
+SEEK_BYTES = 1_073_741_824
+"""How far into a file a page is looked for."""
+COUNT_BYTES = 67_108_864
+"""How much further, once nothing more is found for the page, the lines are counted."""
+DIGEST_BYTES = 33_554_432
+"""A larger file is not remembered: that would take longer than to read a page of it."""
+_BLOCK = 262_144
+
+
+def read_text(request: ReadTextRequest, bench: Bench) -> dict[str, object]:
+    """Send a page of a text file, or the names in a directory; tell what a picture or document is. Raises Failure."""
+    if request.encoding != "auto":
+        check_codec(request.encoding)
+    try:
+        place = find_place(request.path, bench.places, to_read=True)
+    except Failure as failure:
+        raise _missing(request, bench) if failure.code == FILE_NOT_FOUND else failure from None
+    try:
+        return _TextRead(request, bench, place, open_pinned(pin_file(place), os.O_RDONLY)).run()
+    except FileNotFoundError:
+        raise _missing(request, bench) from None
+    except IsADirectoryError:
+        return _list_folder(place, request, bench)
+    except OSError as error:
+        raise describe_os_error(error, place.shown) from None
+    finally:
+        place.close()
+
+
+# A supervisor lives for one call or a few: what only a slip needs is loaded when there is one.
+
+
+def _missing(request: ReadTextRequest, bench: Bench) -> Failure:
+    from guest.files.suggestions import missing_file
+
+    return missing_file(request.path, bench.places)
+
+
+def _list_folder(place: Place, request: ReadTextRequest, bench: Bench) -> dict[str, object]:
+    from guest.files.folder_listing import list_folder
+
+    return list_folder(place, request.max_bytes, bench)
+
+
+class _WrongUtf8(Exception):
+    """The byte at `position` of the file is where it stops to be UTF-8."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(position)
+        self.position = position
+
+
+class _TextRead:
+    def __init__(self, request: ReadTextRequest, bench: Bench, place: Place, fd: int) -> None:
+        self._request = request
+        self._bench = bench
+        self._place = place
+        self._fd = fd
+        status = os.fstat(fd)
+        self._size = status.st_size
+        self._changed_ns = status.st_ctime_ns
+        self._key = key_of(place)
+        # What a command printed is text to whoever was shown the rest of it, and reads as that did.
+        self._is_output = self._key.startswith(bench.places.output + b"/")
+
+    def run(self) -> dict[str, object]:
+        head = os.pread(self._fd, HEAD_BYTES, 0)
+        if self._request.encoding == "auto" and not self._is_output:
+            found = find_type(head)
+            if found is not None and found.medium != "data":
+                told = {"kind": found.medium, "type": found.name, "size": self._size, "width": found.width, "height": found.height}
+                return {**EMPTY_ANSWER, **told}
+        form = self._find_form(head)
+        try:
+            scan = self._scan(form)
+        except _WrongUtf8 as wrong:
+            form = self._guess_form(wrong.position)
+            scan = self._scan(form)
+        self._check_page(scan)
+        if not self._is_output:
+            self._remember(scan)
+        return self._answer(form, scan)
+
+    def _find_form(self, head: bytes) -> TextForm:
+        if self._is_output and self._request.encoding == "auto":
+            return TextForm("utf-8")
+        try:
+            form = find_sure_form(head, self._request.encoding, is_whole=len(head) < HEAD_BYTES)
+        except Failure as failure:
+            raise self._named(failure) from None
+        return form or TextForm("utf-8")
+
+    def _guess_form(self, wrong: int) -> TextForm:
+        """As find_form would from the whole file, which is not in memory."""
+        if self._is_output:
+            return TextForm("utf-8", is_guess=True)
+        start, end = guess_window(wrong)
+        try:
+            return guess_form(os.pread(self._fd, end - start, start), start > 0)
+        except Failure as failure:
+            raise self._named(failure) from None
+
+    def _named(self, failure: Failure) -> Failure:
+        if failure.code != BINARY_FILE:
+            return failure
+        return Failure(BINARY_FILE, f"{self._place.shown}: {failure.message}, {self._size} bytes", size=self._size)
+
+    def _remember(self, scan: _Scan) -> None:
+        """For the check whether somebody else has changed the file since. What is too large to keep is not checked."""
+        digest = scan.memory.digest() if scan.has_ended else None
+        if digest is None:
+            forget(self._bench.places, self._key)
+        else:
+            remember(self._bench.places, self._key, digest, scan.memory.data, self._changed_ns)
+
+    def _scan(self, form: TextForm) -> _Scan:
+        scan = _Scan(self._request, form, self._size)
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        while not scan.is_over:
+            self._bench.watch.check()
+            block = os.read(self._fd, _BLOCK)
+            try:
+                scan.take(block)
+            except UnicodeError:
+                # Some codecs give up on bytes that are quite another encoding, though told to replace them.
+                raise Failure(INVALID_ARGUMENTS, f"{self._place.shown}: cannot be read as {form.codec}") from None
+        scan.page.finish()
+        return scan
+
+    def _check_page(self, scan: _Scan) -> None:
+        """Raises Failure when there is nothing to show where the page was to begin."""
+        page, offset, column = scan.page, self._request.offset, self._request.column
+        shown = self._place.shown
+        if not page.shown and not scan.has_ended:
+            words = f"{shown}: line {offset} does not begin within its first {scan.bytes} bytes, which have {page.lines} lines"
+            raise Failure(FILE_TOO_LARGE, words, size=self._size, lines=page.lines)
+        if not page.shown and (page.lines or offset > 1):
+            raise Failure(
+                OFFSET_OUT_OF_RANGE,
+                f"{shown}: has {page.lines} lines, none at {offset}; offset can be 1 to {max(1, page.lines)}",
+                lines=page.lines,
+            )
+        if column > max(1, page.first_length):
+            words = f"{shown}: line {offset} has {page.first_length} characters, none at {column}; column can be 1 to {max(1, page.first_length)}"
+            raise Failure(OFFSET_OUT_OF_RANGE, words, lines=page.lines)
+
+    def _answer(self, form: TextForm, scan: _Scan) -> dict[str, object]:
+        page = scan.page
+        text = "\n".join([*page.shown, ""])
+        self._bench.writer.send("file", text.encode("utf-8", "replace"))
+        return {
+            **EMPTY_ANSWER,
+            "size": self._size,
+            "lines": page.lines,
+            "is_counted": scan.has_ended,
+            "count": len(page.shown),
+            "is_out_of_room": page.is_out_of_room,
+            "cuts": page.cuts,
+            "encoding": form.codec,
+            "has_bom": bool(form.bom),
+            "is_guess": form.is_guess,
+            "is_damaged": scan.is_lenient and "\ufffd" in text,
+            "newline": _newline_style(page),
+            "final_newline": page.has_final_newline or not scan.has_ended,
+        }
+
+
+class _Scan:
+    """One way through a file from its start, in blocks. Raises _WrongUtf8 from `take` when UTF-8 was only expected."""
+
+    def __init__(self, request: ReadTextRequest, form: TextForm, size: int) -> None:
+        self.page = LinePage(request.offset, request.limit, request.column, request.max_bytes)
+        self.bytes = 0
+        self.has_ended = False
+        self.is_lenient = form.codec != "utf-8" or form.is_guess or bool(form.bom) or request.encoding != "auto"
+        self.memory = _Memory(size)
+        self._decoder = codecs.getincrementaldecoder(form.codec)("replace" if self.is_lenient else "strict")
+        self._bom = form.bom
+        self._found_at = 0
+        self._found = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the file has ended, or enough of it was looked at."""
+        if self.page.is_reached:
+            return self.has_ended or self.bytes - self._found_at > COUNT_BYTES
+        return self.has_ended or self.bytes > SEEK_BYTES
+
+    def take(self, block: bytes) -> None:
+        """The next block, empty at the end."""
+        self.memory.take(block)
+        self.has_ended = not block
+        if self._bom:
+            block, self._bom = block.removeprefix(self._bom), b""
+        self.page.take(self._decode(block))
+        self.bytes += len(block)
+        if len(self.page.shown) != self._found or not self.page.is_reached:
+            self._found, self._found_at = len(self.page.shown), self.bytes
+
+    def _decode(self, block: bytes) -> str:
+        pending = 0 if self.is_lenient else len(self._decoder.getstate()[0])
+        try:
+            return self._decoder.decode(block, final=self.has_ended)
+        except UnicodeDecodeError as error:
+            raise _WrongUtf8(self.bytes - pending + error.start) from None
+
+
+class _Memory:
+    """The digest of what was read, and the content while it is small."""
+
+    def __init__(self, size: int) -> None:
+        self.data: bytes | None = b""
+        self._digest = new_digest(size) if size <= DIGEST_BYTES else None
+        self._bytes = 0
+
+    def take(self, block: bytes) -> None:
+        self._bytes += len(block)
+        if self._digest is not None and self._bytes <= DIGEST_BYTES:
+            self._digest.update(block)
+        if self.data is not None:
+            self.data = self.data + block if self._bytes <= MAX_DATA_BYTES else None
+
+    def digest(self) -> bytes | None:
+        return self._digest.digest() if self._digest is not None and self._bytes <= DIGEST_BYTES else None
+
+
+def _newline_style(page: LinePage) -> str:
+    """As one word: "none", "lf", "crlf", "cr" (CR alone, which ends no line here) or "mixed"."""
+    if page.newlines == 0:
+        return "cr" if page.has_cr else "none"
+    if page.crlf == 0:
+        return "lf"
+    return "crlf" if page.crlf == page.newlines else "mixed"

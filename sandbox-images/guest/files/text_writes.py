@@ -1,0 +1,221 @@
+"""The file request that writes text: in the file's own encoding, with what changed told, and never over a change that was not seen."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from guest.confinement import find_place
+from guest.failures import BINARY_FILE, FILE_EXISTS, INVALID_ARGUMENTS, Failure, describe_os_error
+from guest.files.diffs import build_diff
+from guest.files.encodings import TextForm, check_codec, find_form
+from guest.files.file_states import MAX_BYTES, FileState, describe_stale, read_whole
+from guest.files.file_texts import FileText, strip_mark
+from guest.files.placeholders import find_placeholder
+from guest.files.versions import BodyContent, BytesContent, Version, open_old
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from guest.bench import Bench
+    from guest.confinement import Place
+    from guest.files.edit_requests import WriteTextRequest
+    from guest.files.versions import OldFile
+
+_SAMPLE_BYTES = 65_536
+_NOTES_BYTES = 4096
+_UTF8 = "utf-8"
+
+
+def write_text(request: WriteTextRequest, bench: Bench) -> dict[str, object]:
+    """Write the body, UTF-8 text, to a file. Raises Failure; then the old content is intact and no temporary file is left."""
+    text = _read_body(bench)
+    if request.encoding != "auto":
+        check_codec(request.encoding)
+    place = find_place(request.path, bench.places, make_parents=True)
+    try:
+        return _TextWrite(request, text, place, bench).run()
+    except OSError as error:
+        raise describe_os_error(error, place.shown) from None
+    finally:
+        place.close()
+
+
+def _read_body(bench: Bench) -> str:
+    data = b"".join(BodyContent(bench.body).blocks())
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise Failure(INVALID_ARGUMENTS, f"the content is no UTF-8 at byte {error.start}") from None
+
+
+class _TextWrite:
+    def __init__(self, request: WriteTextRequest, text: str, place: Place, bench: Bench) -> None:
+        self._request = request
+        self._text = text
+        self._place = place
+        self._bench = bench
+        self._state = FileState(place, bench.places)
+        self._notes: list[str] = []
+        self._diff = ""
+        self._old = b""
+
+    def run(self) -> dict[str, object]:
+        mode = self._request.mode
+        old = open_old(self._place, os.O_RDWR | (os.O_APPEND if mode == "append" else 0))
+        if old is None:
+            status, form, written = self._make(mode)
+        elif mode == "create":
+            raise Failure(FILE_EXISTS, f"{self._place.shown}: exists already; mode=overwrite replaces it, mode=append adds to it")
+        elif mode == "append":
+            status, form, written = self._append(old)
+        else:
+            status, form, written = self._overwrite(old)
+        self._warn_of_placeholder()
+        self._bench.writer.send("file", "\n".join([*([self._diff] if self._diff else []), *self._notes]).encode("utf-8", "replace"))
+        return {
+            "created": old is None,
+            "size": status.st_size,
+            "mode_bits": stat.S_IMODE(status.st_mode),
+            "written": written,
+            "lines": self._text.count("\n") + (not self._text.endswith("\n") and bool(self._text)),
+            "encoding": form.codec,
+        }
+
+    def _make(self, mode: str) -> tuple[os.stat_result, TextForm, int]:
+        form = find_form(b"", self._request.encoding)
+        pieces = (form.bom, self._encode(form, self._without_mark(form)))
+        version = Version(self._place, BytesContent(*pieces), self._bench.watch)
+        status = version.create() if mode == "create" else version.replace(None, is_known=True)
+        self._state.note(b"".join(pieces), status)
+        return status, form, status.st_size
+
+    def _overwrite(self, old: OldFile) -> tuple[os.stat_result, TextForm, int]:
+        data = read_whole(old.fd, self._place.shown, self._bench.watch) if old.status.st_size <= MAX_BYTES else None
+        form = self._choose_form(data if data is not None else os.pread(old.fd, _SAMPLE_BYTES, 0), data is not None)
+        content = form.bom + self._encode(form, self._without_mark(form))
+        if data is None:
+            self._notes.append(f"[the old content, {old.status.st_size} bytes, was too large to compare]")
+        else:
+            self._compare(data, content, old.status)
+        version = Version(self._place, BytesContent(content), self._bench.watch)
+        status = version.replace(old, is_known=data is not None)
+        self._state.note(content, status)
+        return status, form, status.st_size
+
+    def _append(self, old: OldFile) -> tuple[os.stat_result, TextForm, int]:
+        size = old.status.st_size
+        data = read_whole(old.fd, self._place.shown, self._bench.watch) if size <= MAX_BYTES else None
+        form = self._choose_form_to_append(data if data is not None else os.pread(old.fd, _SAMPLE_BYTES, 0), data is not None)
+        content = self._encode(form, self._without_mark(form)) if size else form.bom + self._encode(form, self._without_mark(form))
+        is_stale = data is not None and self._state.is_stale(data)
+        status = Version(self._place, BytesContent(content), self._bench.watch).append(old)
+        if not form.codec.startswith(("utf-16", "utf-32")):
+            self._note_line_ends(os.pread(old.fd, min(size, _SAMPLE_BYTES), 0))
+        last = "\n".encode(form.codec)
+        if size and self._text and os.pread(old.fd, len(last), size - len(last)) != last:
+            self._notes.append("[the file did not end with a line end: the text went on in its last line]")
+        if is_stale:
+            self._notes.append(
+                "[the file had been changed by something else since this session last read or wrote it; see it with read_tool]"
+            )
+        if data is None:
+            self._state.forget()
+        elif self._state.is_known and not is_stale:
+            # What the session did not see before it still has not seen.
+            self._state.note(data + content, status)
+        return status, form, len(content)
+
+    def _without_mark(self, form: TextForm) -> str:
+        return strip_mark(self._text) if form.bom else self._text
+
+    def _choose_form(self, data: bytes, is_whole: bool) -> TextForm:
+        """The old file's, unless another is asked for or the text does not fit into it."""
+        if self._request.encoding != "auto":
+            return find_form(data if not data or is_whole else b"", self._request.encoding)
+        try:
+            form = find_form(data, is_whole=is_whole)
+            form.encode(self._text)
+        except Failure as failure:
+            if failure.code != BINARY_FILE:
+                raise
+            return TextForm(_UTF8)
+        except UnicodeEncodeError as error:
+            sign = self._text[error.start]
+            self._notes.append(f"[written as utf-8: the file was {form.codec}, which has no {sign!a}]")
+            return TextForm(_UTF8)
+        if form.codec != _UTF8 or form.bom:
+            mark = " with its byte order mark" if form.bom else ""
+            self._notes.append(f"[written in the file's own encoding, {form.codec}{' (guessed)' if form.is_guess else ''}{mark}]")
+        return form
+
+    def _choose_form_to_append(self, data: bytes, is_whole: bool) -> TextForm:
+        asked = self._request.encoding
+        if not data:
+            return find_form(b"", asked)
+        try:
+            form = find_form(data, is_whole=is_whole)
+        except Failure as failure:
+            raise Failure(failure.code, f"{self._place.shown}: {failure.message}: append with bash_tool", **failure.details) from None
+        if asked != "auto" and not (self._text.isascii() and data.isascii()) and find_form(data, asked).codec != form.codec:
+            raise Failure(
+                INVALID_ARGUMENTS, f"{self._place.shown}: is {form.codec}, and {asked} at its end would mix encodings; leave encoding out"
+            )
+        return form
+
+    def _encode(self, form: TextForm, text: str) -> bytes:
+        try:
+            return form.encode(text)
+        except UnicodeEncodeError as error:
+            sign = text[error.start]
+            raise Failure(
+                INVALID_ARGUMENTS, f"content has {sign!a} (character {error.start}), which {form.codec} cannot hold; leave it out"
+            ) from None
+
+    def _compare(self, data: bytes, content: bytes, status: os.stat_result) -> None:
+        """Raises Failure(STALE_FILE) when something would be written over that this session has not seen."""
+        if data != content and self._state.is_stale(data):
+            message = describe_stale(self._place.shown, self._state.known_data, data)
+            if self._state.note(data, status):
+                raise message
+        if data == content:
+            self._notes.append("[the file had this content already]")
+            return
+        old = _as_utf8(data)
+        if old is None:
+            self._notes.append(f"[the old content, {len(data)} bytes, was not text: no diff]")
+            return
+        self._old = old
+        self._note_line_ends(old)
+        room = (self._request.max_bytes - _NOTES_BYTES) // 4
+        diff = build_diff(old, self._text.encode(), lambda part: part.decode("utf-8", "replace"), max_chars=room)
+        self._diff = diff.text
+        if not diff.is_whole:
+            self._notes.insert(0, "[diff cut: more lines changed than are shown; see the file with read_tool]")
+
+    def _note_line_ends(self, old: bytes) -> None:
+        before, now = _line_ends(old), _line_ends(self._text.encode())
+        if before and now and before != now:
+            self._notes.append(f"[line ends: the file had {before}, the content has {now}]")
+
+    def _warn_of_placeholder(self) -> None:
+        found = find_placeholder(self._text, self._old)
+        if found is not None:
+            self._notes.append(
+                f"[warning: line {found[0]} of the content looks like a placeholder for text left out, and was written as it is: {found[1]}]"
+            )
+
+
+def _as_utf8(data: bytes) -> bytes | None:
+    """A file's text without its mark; None when it is none."""
+    try:
+        text = FileText(data, "")
+    except Failure:
+        return None
+    return text.body if text.codec == _UTF8 else text.decode(text.body).encode("utf-8", "replace")
+
+
+def _line_ends(data: bytes) -> str:
+    pairs, all_ends = data.count(b"\r\n"), data.count(b"\n")
+    if not all_ends:
+        return ""
+    return "LF" if not pairs else "CRLF" if pairs == all_ends else "both LF and CRLF"

@@ -1,0 +1,1 @@
+"""Search: names by glob, contents by regular expression."""

@@ -1,0 +1,310 @@
+"""Serves grep: first which files match and how often, then, in the order of their times, the lines of as many as are wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+
+from guest.failures import FILE_TOO_LARGE, INTERNAL, TIMEOUT, Failure, describe_os_error
+from guest.search.clock import ENTRIES_A_CHECK, Clock
+from guest.search.filter import NameFilter
+from guest.search.grep_children import Child
+from guest.search.grep_files import HEAD_BYTES, MAX_FOUND_BYTES, MAX_NAMED_BYTES, has_binary_head, is_binary, open_file, read_text
+from guest.search.grep_lines import FilePrinter, Mark, Page
+from guest.search.grep_patterns import GrepPattern
+from guest.search.grep_python import PythonEngine
+from guest.search.grep_records import group_marks
+from guest.search.grep_ripgrep import Ripgrep, find_ripgrep
+from guest.search.names import build_names
+from guest.search.start import open_start
+from guest.search.walk import Walk
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from guest.bench import Bench
+    from guest.places import Places
+    from guest.search.requests import GrepRequest
+    from guest.search.start import Start
+
+_REST_S = 0.001
+_FIRST_BATCH = 4
+_LAST_BATCH = 64
+
+
+def grep(request: GrepRequest, bench: Bench) -> dict[str, object]:
+    """Send the lines. Raises Failure for a pattern that is none, a path that is not there or not allowed, and when nothing was found in time."""
+    clock = Clock(bench.watch, request.timeout_s)
+    pattern = GrepPattern(request.pattern, request.fixed_strings, request.ignore_case, request.multiline)
+    names = NameFilter(request.include, request.exclude, request.type)
+    start = open_start(request.path, bench.places)
+    # The engine works from here, and so do the names it tells.
+    try:
+        os.fchdir(start.fd)
+    except OSError as error:
+        raise describe_os_error(error, start.show(b"")) from None
+    search = _Search(request, pattern, start, bench, clock)
+    if start.file is None:
+        search.find_files(names)
+    else:
+        search.find_in_file(start.file)
+    search.send()
+    return search.fields()
+
+
+class _Match:
+    """A file that matches. They sort newest first, then by path: `changed` is its negative time."""
+
+    __slots__ = ("changed", "count", "path")
+
+    def __init__(self, changed: int, path: bytes, count: int) -> None:
+        self.changed = changed
+        self.path = path
+        self.count = count
+
+
+class _Survey:
+    """What a walk tells of the files before any is searched."""
+
+    def __init__(self) -> None:
+        # Of each file to search its time, negative: so the newest sort first.
+        self.files: dict[bytes, int] = {}
+        self.ignored = 0
+        self.large: list[bytes] = []
+
+
+class _Search:
+    """One request."""
+
+    def __init__(self, request: GrepRequest, pattern: GrepPattern, start: Start, bench: Bench, clock: Clock) -> None:
+        self._request = request
+        self._pattern = pattern
+        self._start = start
+        self._bench = bench
+        self._places: Places = bench.places
+        self._clock = clock
+        self._survey = _Survey()
+        self._page = Page(request.max_lines, request.max_bytes)
+        self._matches: list[_Match] = []
+        # Of so many matches, from the first on, it is known whether they are binary.
+        self._judged = 0
+        self._binary: set[bytes] = set()
+        self._unreadable: set[bytes] = set()
+        self._bad_rules: list[str] = []
+        self._is_partial = False
+        self._shown = self._shown_files = 0
+        program = find_ripgrep() if self._places.use_ripgrep and not pattern.needs_python else None
+        self._engine: Ripgrep | PythonEngine = Ripgrep(program, pattern) if program is not None else PythonEngine(pattern)
+
+    # --- which files ------------------------------------------------------------------------------------------------------
+
+    def find_files(self, names: NameFilter) -> None:
+        """Of all that is below the start. Raises Failure."""
+        walk = Walk(self._start, self._places, not self._request.include_ignored, names.excludes)
+        self._survey_tree(walk, names)
+        if walk.has_odd_rules and isinstance(self._engine, Ripgrep):
+            # It would wait for a pipe that has the name of a rule file, and apply rules that the walk does not.
+            self._engine = PythonEngine(self._pattern)
+            walk = Walk(self._start, self._places, True, names.excludes)
+            self._survey_tree(walk, names)
+        self._unreadable.update(os.fsencode(name).rstrip(b"/") for name in walk.unreadable)
+        self._bad_rules = walk.bad_rules
+        self._collect(self._start_counting(walk, names))
+        self._matches.sort(key=lambda match: (match.changed, match.path))
+
+    def find_in_file(self, name: bytes) -> None:
+        """Of the one file that was named: no filter, no rule and a larger limit apply to it. Raises Failure."""
+        shown = self._start.show(name)
+        try:
+            fd = open_file(self._start.fd, name, self._places.use_openat2)
+        except OSError as error:
+            raise describe_os_error(error, shown) from None
+        status = os.fstat(fd)
+        self._survey.files[name] = -status.st_mtime_ns
+        if status.st_size > MAX_NAMED_BYTES:
+            raise Failure(
+                FILE_TOO_LARGE,
+                f"{shown}: has {status.st_size} bytes, more than {MAX_NAMED_BYTES}; search it with grep in bash_tool",
+                size=status.st_size,
+            )
+        for _, count in self._run_counting(self._engine.start_counting_one(fd, self._names_only)):
+            self._matches.append(_Match(-status.st_mtime_ns, name, count))
+        os.close(fd)
+
+    @property
+    def _names_only(self) -> bool:
+        return self._request.mode == "files"
+
+    def _survey_tree(self, walk: Walk, names: NameFilter) -> None:
+        survey = self._survey = _Survey()
+        files, takes_all = survey.files, names.is_empty
+        for folder in walk.folders():
+            prefix = folder.prefix
+            for number, entry in enumerate(folder.entries, 1):
+                if not number % ENTRIES_A_CHECK and self._clock.is_too_late_to_find:
+                    break
+                name = entry.name
+                if not entry.is_file(follow_symlinks=False) or not (takes_all or names.takes(prefix, name)):
+                    continue
+                if folder.hides(entry):
+                    survey.ignored += 1
+                    continue
+                try:
+                    status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
+                except OSError:
+                    continue
+                path = f"{prefix}{name}".encode("utf-8", "surrogateescape")
+                if status.st_size > MAX_FOUND_BYTES:
+                    survey.large.append(path)
+                else:
+                    files[path] = -status.st_mtime_ns
+            if self._clock.is_too_late_to_find:
+                self._is_partial = True
+                return
+
+    def _start_counting(self, walk: Walk, names: NameFilter) -> Callable[[int, int], int]:
+        if isinstance(self._engine, PythonEngine):
+            return self._engine.start_counting(self._names_only, self._start.fd, list(self._survey.files), self._places.use_openat2)
+        rules = not self._request.include_ignored
+        return self._engine.start_counting(
+            self._names_only, names, rules, not walk.is_start_ignored, walk.kept_out, bool(self._survey.large)
+        )
+
+    def _collect(self, start: Callable[[int, int], int]) -> None:
+        files = self._survey.files
+        for raw, count in self._run_counting(start):
+            path = raw[2:]
+            changed = files.get(path)
+            if changed is None:
+                # Ripgrep filters by less than the whole of include and exclude.
+                continue
+            self._matches.append(_Match(changed, path, count))
+
+    def _run_counting(self, start: Callable[[int, int], int]) -> list[tuple[bytes, int]]:
+        """Path and count of each file that matches. Raises Failure when the engine does not take the pattern, or found nothing in time."""
+        with Child(start, _REST_S) as child:
+            found = list(self._engine.read_counting(child, self._names_only, lambda: self._clock.is_too_late_to_find))
+            # It looks into files that are not wanted, too.
+            self._unreadable.update(path for path in child.unreadable() if path in self._survey.files or not os.path.isfile(path))
+            if child.was_cut_off:
+                self._is_partial = True
+            if child.has_refused:
+                raise self._engine.explain(child.complaint)
+        if child.was_cut_off and not child.was_late and not found:
+            raise Failure(
+                INTERNAL,
+                "the search was killed before it found anything, for want of memory or processes: narrow path or include, or end what runs beside it",
+            )
+        if self._is_partial and not found:
+            raise Failure(
+                TIMEOUT,
+                f"nothing found in {self._clock.seconds:g} s, and not all was searched: narrow path or include, or simplify the pattern",
+            )
+        return found
+
+    # --- which lines ------------------------------------------------------------------------------------------------------
+
+    def send(self) -> None:
+        """Send what was found, each part as soon as it is known; only then are the others judged, which takes a while for many."""
+        if self._request.mode == "content":
+            self._send_lines()
+        else:
+            self._send_names()
+        self._binary.update(match.path for match in self._matches[self._judged :] if has_binary_head(match.path))
+        self._matches = [match for match in self._matches if match.path not in self._binary]
+
+    def _send_names(self) -> None:
+        for match in self._matches:
+            if self._shown_files == self._request.limit:
+                break
+            self._judged += 1
+            if has_binary_head(match.path):
+                self._binary.add(match.path)
+                continue
+            shown = self._start.show(match.path)
+            if not self._page.add(f"{shown}\n" if self._names_only else f"{shown}:{match.count}\n"):
+                break
+            self._shown += match.count
+            self._shown_files += 1
+        self._bench.writer.send("lines", self._page.take())
+
+    def _send_lines(self) -> None:
+        left, batch = self._request.limit, _FIRST_BATCH
+        while left > 0 and self._judged < len(self._matches) and not self._page.is_full:
+            wanted: list[_Match] = []
+            expected = 0
+            for match in self._matches[self._judged : self._judged + batch]:
+                if expected >= left:
+                    break
+                expected += match.count if self._request.max_per_file is None else min(match.count, self._request.max_per_file)
+                wanted.append(match)
+            left -= self._send_files(wanted, left)
+            self._judged += len(wanted)
+            batch = min(4 * batch, _LAST_BATCH)
+            if self._clock.is_over:
+                self._is_partial = self._is_partial or (left > 0 and self._judged < len(self._matches))
+                return
+
+    def _send_files(self, matches: list[_Match], limit: int) -> int:
+        """Send the lines of some files, at most `limit` matches; returns how many it were."""
+        shown = 0
+        with contextlib.ExitStack() as opened:
+            by_name: dict[bytes, tuple[_Match, int]] = {}
+            for match in matches:
+                try:
+                    fd = open_file(self._start.fd, match.path, self._places.use_openat2)
+                except OSError:
+                    self._unreadable.add(match.path)
+                    continue
+                opened.callback(os.close, fd)
+                if is_binary(os.pread(fd, HEAD_BYTES, 0)):
+                    self._binary.add(match.path)
+                    continue
+                by_name[b"/proc/self/fd/%d" % fd] = (match, fd)
+            if not by_name:
+                return 0
+            most = limit if self._request.max_per_file is None else min(limit, self._request.max_per_file)
+            child = opened.enter_context(Child(self._engine.start_marking([fd for _, fd in by_name.values()], most)))
+            for name, marks in group_marks(child.read_records(b"\n", lambda: self._clock.is_over)):
+                shown += self._send_file(*by_name[name], itertools.islice(marks, min(most, limit - shown)))
+                if shown >= limit or self._page.is_full:
+                    return shown
+            if child.was_cut_off:
+                self._is_partial = True
+        return shown
+
+    def _send_file(self, match: _Match, fd: int, marks: Iterable[Mark]) -> int:
+        printer = FilePrinter(self._page, self._start.show(match.path), read_text(fd), self._request.before, self._request.after)
+        printer.print_marks(marks)
+        self._bench.writer.send("lines", self._page.take())
+        self._shown += printer.matches
+        self._shown_files += printer.matches > 0
+        return printer.matches
+
+    def fields(self) -> dict[str, object]:
+        """The fields of the done event."""
+        return {
+            "engine": self._engine.name,
+            "is_file": self._start.file is not None,
+            "matches": sum(match.count for match in self._matches),
+            "files": len(self._matches),
+            "shown": self._shown,
+            "shown_files": self._shown_files,
+            "cut": self._page.is_full,
+            "cut_lines": self._page.cut_lines,
+            "searched": len(self._survey.files),
+            "ignored": self._survey.ignored,
+            "large": len(self._survey.large),
+            "large_names": build_names(map(self._named, self._survey.large)),
+            "binary": len(self._binary),
+            "binary_names": build_names(map(self._named, sorted(self._binary))),
+            "unreadable": len(self._unreadable),
+            "unreadable_names": build_names(map(self._named, sorted(self._unreadable))),
+            "bad_rules": build_names(map(os.fsencode, self._bad_rules)),
+            "partial": self._is_partial,
+        }
+
+    def _named(self, path: bytes) -> bytes:
+        return self._start.shown + path

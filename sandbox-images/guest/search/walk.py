@@ -1,0 +1,154 @@
+"""A walk over all names below a directory, by descriptors: no link is followed, nothing but directories is opened."""
+
+from __future__ import annotations
+
+import os
+
+from guest.search.ignore_rules import RuleChain
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from guest.places import Places
+    from guest.search.start import Start
+
+VCS_NAMES = frozenset((".git", ".hg", ".svn"))
+"""Never walked into, unless the search begins in one."""
+MAX_DEPTH = 400
+"""Folders that lie deeper are told of as unreadable."""
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Folder:
+    """One directory: `fd` is open while it is looked at, `prefix` its path below the start with a slash at the end, or empty.
+
+    `is_ignored`: a rule hides the whole of it.
+    """
+
+    __slots__ = ("_chain", "_full", "entries", "fd", "is_ignored", "prefix")
+
+    def __init__(self, fd: int, prefix: str, full: bytes, entries: list[os.DirEntry[str]], chain: RuleChain, is_ignored: bool) -> None:
+        self.fd = fd
+        self.prefix = prefix
+        self.entries = entries
+        self.is_ignored = is_ignored
+        self._chain = chain
+        self._full = full
+
+    def hides(self, entry: os.DirEntry[str]) -> bool:
+        """Whether a rule hides an entry, or all of this folder."""
+        if self.is_ignored or self._chain.is_empty:
+            return self.is_ignored
+        name = entry.name.encode("utf-8", "surrogateescape")
+        return self._chain.hides(self._full + name, name, entry.is_dir(follow_symlinks=False))
+
+
+class Walk:
+    """One walk. When it is over, `unreadable` names the directories that could not be read, `bad_rules` the rule files that hold in part.
+
+    `has_odd_rules`: one of those is no plain file, which nothing should open.
+    `is_start_ignored`: a rule above hides the directory it starts from. Who names it wants it searched, so those rules are left out.
+    """
+
+    def __init__(self, start: Start, places: Places, use_rules: bool, is_pruned: Callable[[str, str], bool] | None = None) -> None:
+        """`is_pruned` is asked (prefix, name) of each directory whether to leave it out, as if it were not there."""
+        self._start = start
+        self._use_rules = use_rules
+        self._is_pruned = is_pruned
+        # What the guest keeps for itself, as a name in the start.
+        self.kept_out = os.fsdecode(os.path.relpath(places.state, places.output)) if start.real == os.path.realpath(places.output) else ""
+        self.unreadable: list[str] = []
+        self.bad_rules: list[str] = []
+        self.is_start_ignored = False
+        self.has_odd_rules = False
+        self._base = b"".join(part + b"/" for part in start.above)
+        self._chain = self._rules_above() if use_rules else RuleChain()
+
+    def folders(self) -> Iterator[Folder]:
+        """Every directory, the start first. What the caller does with one ends before the next is opened."""
+        # Of each level the directory it is in and those still to visit: (name, is ignored).
+        levels: list[tuple[int, str, RuleChain, list[tuple[str, bool]]]] = []
+        try:
+            fd = os.dup(self._start.fd)
+            levels.append((fd, "", self._chain, []))
+            folder, chain = self._enter(fd, "", self._chain, False)
+            yield folder
+            levels[0] = (fd, "", chain, self._find_below(folder))
+            while levels:
+                fd, prefix, chain, pending = levels[-1]
+                if not pending:
+                    os.close(levels.pop()[0])
+                    continue
+                name, is_ignored = pending.pop()
+                below = f"{prefix}{name}/"
+                child = self._open(fd, name, below, len(levels))
+                if child is None:
+                    continue
+                levels.append((child, below, chain, []))
+                folder, chain = self._enter(child, below, chain, is_ignored)
+                yield folder
+                levels[-1] = (child, below, chain, self._find_below(folder))
+        finally:
+            for level in levels:
+                os.close(level[0])
+
+    def _open(self, fd: int, name: str, below: str, depth: int) -> int | None:
+        if depth >= MAX_DEPTH:
+            self.unreadable.append(below)
+            return None
+        try:
+            return os.open(name, _DIRECTORY, dir_fd=fd)
+        except OSError:
+            self.unreadable.append(below)
+            return None
+
+    def _enter(self, fd: int, prefix: str, chain: RuleChain, is_ignored: bool) -> tuple[Folder, RuleChain]:
+        try:
+            with os.scandir(fd) as found:
+                entries = list(found)
+        except OSError:
+            self.unreadable.append(prefix)
+            entries = []
+        full = self._base + os.fsencode(prefix)
+        if self._use_rules and not is_ignored:
+            chain = self._add_rules(chain, fd, full, {entry.name for entry in entries if entry.name.startswith(".")})
+        left_out = VCS_NAMES if prefix or not self.kept_out else VCS_NAMES | {self.kept_out}
+        return Folder(fd, prefix, full, [entry for entry in entries if entry.name not in left_out], chain, is_ignored), chain
+
+    def _find_below(self, folder: Folder) -> list[tuple[str, bool]]:
+        names = []
+        for entry in folder.entries:
+            if entry.is_dir(follow_symlinks=False) and not (self._is_pruned and self._is_pruned(folder.prefix, entry.name)):
+                names.append((entry.name, folder.hides(entry)))
+        return names
+
+    def _add_rules(self, chain: RuleChain, fd: int, full: bytes, names: set[str]) -> RuleChain:
+        if not names:
+            return chain
+        chain, complaints = chain.enter(fd, full, names)
+        for complaint in complaints:
+            self.bad_rules.append(f"{os.fsdecode(full)}{complaint.words}")
+            self.has_odd_rules = self.has_odd_rules or complaint.is_odd
+        return chain
+
+    def _rules_above(self) -> RuleChain:
+        """The rules of the directories above the start, none when they hide it."""
+        chain, full = RuleChain(), b""
+        fd = os.open(self._start.root, _DIRECTORY)
+        try:
+            for part in self._start.above:
+                chain = self._add_rules(chain, fd, full, {name for name in os.listdir(fd) if name.startswith(".")})
+                full += part
+                if chain.hides(full, part, True):
+                    self.is_start_ignored = True
+                    return RuleChain()
+                full += b"/"
+                fd, above = os.open(part, _DIRECTORY, dir_fd=fd), fd
+                os.close(above)
+        except OSError:
+            # Moved or closed to us meanwhile: what was read of the rules holds.
+            return chain
+        finally:
+            os.close(fd)
+        return chain
