@@ -92,8 +92,7 @@ def _page(arguments: Mapping[str, Any], done: Mapping[str, Any], raw: bytes) -> 
         metadata["bom"] = True
     if not lines:
         return Outcome("[empty file]", metadata)
-    numbered = [f"{number}\t{line}" for number, line in enumerate(lines, start=first)]
-    text = "\n".join(numbered).replace("\0", "\ufffd")
+    text = "\n".join([f"{number}\t{line}" for number, line in enumerate(lines, start=first)]).replace("\0", "\ufffd")
     notes = _notes(done, is_end=is_end, has_nul=b"\0" in raw)
     footer = [*([f"[note: {'; '.join(notes)}]"] if notes else []), *_footer(first, last, done, is_end=is_end)]
     # What was cut because the caller asked for so many lines is no loss; the number it did not ask for is ours.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import accumulate, repeat
+from itertools import accumulate, chain, repeat
 from operator import add
 
 from guest.files.text_requests import LINE_CHARS
@@ -123,15 +123,18 @@ class LinePage:
         if max(map(len, run), default=0) > LINE_CHARS:
             run = run[: next(index for index, line in enumerate(run) if len(line) > LINE_CHARS)]
         lines = [line.removesuffix("\r") for line in run] if "\r" in chunk else run
-        shown = lines if chunk.isascii() else [line.encode("utf-8", "replace") for line in lines]
-        totals = list(accumulate(map(add, map(len, shown), _frames(self._newlines + 1, len(lines)))))
-        count = bisect_right(totals, self._left)
+        sizes = list(map(len, lines if chunk.isascii() else [line.encode("utf-8", "replace") for line in lines]))
+        count, cost = len(lines), sum(sizes) + _frame_bytes(self._newlines + 1, len(lines))
+        if cost > self._left:
+            totals = list(accumulate(map(add, sizes, _frames(self._newlines + 1, len(lines)))))
+            count = bisect_right(totals, self._left)
+            cost = totals[count - 1]
         if count == 0:
             return 0
         if not self.shown:
             self.first_length = len(lines[0])
         self.shown += lines[:count]
-        self._left -= totals[count - 1]
+        self._left -= cost
         self._newlines += count
         return sum(map(len, run[:count])) + count
 
@@ -166,9 +169,19 @@ class LinePage:
 
 def _frames(first: int, count: int) -> Iterator[int]:
     """Bytes that come with each of the lines where they are shown: the number, a tab and a newline."""
+    return chain.from_iterable(repeat(size, alike) for size, alike in _frame_runs(first, count))
+
+
+def _frame_bytes(first: int, count: int) -> int:
+    """The sum of `_frames`."""
+    return sum(size * alike for size, alike in _frame_runs(first, count))
+
+
+def _frame_runs(first: int, count: int) -> Iterator[tuple[int, int]]:
+    """(bytes, how many lines one after the other)"""
     while count > 0:
         digits = len(str(first))
         alike = min(count, 10**digits - first)
-        yield from repeat(digits + 2, alike)
+        yield digits + 2, alike
         first += alike
         count -= alike
