@@ -12,8 +12,8 @@ import pytest
 from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace, running_guest
 
 assert GUEST_PARENT
-from guest.files import text_reads  # noqa: E402
 from guest.failures import Failure  # noqa: E402
+from guest.files import text_reads  # noqa: E402
 from guest.files.sha256 import new_digest  # noqa: E402
 from guest.files.snapshots import Snapshot, recall  # noqa: E402
 from guest.files.text_requests import ReadTextRequest  # noqa: E402

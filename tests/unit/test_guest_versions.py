@@ -12,9 +12,9 @@ from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
 
-from guest.files import versions  # noqa: E402
 from guest.confinement import Place, find_place  # noqa: E402
 from guest.failures import Failure  # noqa: E402
+from guest.files import versions  # noqa: E402
 from guest.files.versions import BytesContent, Version, open_old  # noqa: E402
 from guest.places import Places  # noqa: E402
 
