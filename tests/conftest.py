@@ -6,18 +6,23 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 import redis
 from docker import APIClient
+from structlog.testing import capture_logs
 
 from contract.errors import ConfigError
 from orchestrator.redis_server import find_redis_server, write_redis_config
 from tests.stack import Footprint, Stack, open_footprint, open_stack, require_engine
+
+if TYPE_CHECKING:
+    from tests.event_house import House
 
 START_S = 20.0
 
@@ -132,3 +137,14 @@ def own_stack(engine: APIClient) -> Iterator[Stack]:
 def footprint(engine: APIClient) -> Iterator[Footprint]:
     with open_footprint(engine) as opened:
         yield opened
+
+
+@pytest.fixture
+async def house(redis_server: RedisProcess) -> AsyncIterator["House"]:
+    """Both sides of the events of running calls, over a real Redis; what they log is kept quiet."""
+    from tests.event_house import House
+
+    opened = House(redis_server)
+    with capture_logs():
+        yield opened
+    await opened.close()

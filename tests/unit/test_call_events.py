@@ -3,12 +3,10 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import redis
 import redis.asyncio
-from structlog.testing import capture_logs
 
 from contract.call_events import (
     HIDDEN,
@@ -26,24 +24,10 @@ from contract.settings import BrokerSettings
 from orchestrator.call_events import CallEvents
 from orchestrator.heard_calls import output_handler
 from tests.builders import build_call, build_context
-from tests.conftest import RedisProcess
 from tests.event_house import DEPLOYMENT, House, Screen, run_call
 from workers import call_events as writing
 from workers.call_events import EventWriter, Unwatched, open_events
 from workers.redis_connection import connect_once
-
-
-@pytest.fixture(autouse=True)
-def quiet_logs() -> Iterator[None]:
-    with capture_logs():
-        yield
-
-
-@pytest.fixture
-async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
-    opened = House(redis_server)
-    yield opened
-    await opened.close()
 
 
 async def test_output_comes_in_order_and_whole_before_listening_ends(house: House) -> None:

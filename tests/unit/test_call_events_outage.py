@@ -2,30 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 import redis
-from structlog.testing import capture_logs
 
 from contract.call_events import OUTPUT
 from orchestrator.heard_calls import output_handler
 from tests.conftest import RedisProcess
 from tests.event_house import House, Screen, run_call
-
-
-@pytest.fixture(autouse=True)
-def quiet_logs() -> Iterator[None]:
-    with capture_logs():
-        yield
-
-
-@pytest.fixture
-async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
-    opened = House(redis_server)
-    yield opened
-    await opened.close()
 
 
 async def test_a_call_goes_on_without_its_events_and_later_calls_are_heard_again(house: House, redis_server: RedisProcess) -> None:

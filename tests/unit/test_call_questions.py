@@ -2,33 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 from contract.call_events import MODEL, OUTPUT, CallEvent
 from contract.errors import EnvelopeRefused
 from contract.names import call_answers_key
 from orchestrator.heard_calls import MAX_QUESTIONS, HeardCall, output_handler
-from tests.conftest import RedisProcess
 from tests.event_house import DEPLOYMENT, House, Screen, run_call
 from workers import call_events as writing
 from workers.call_events import EventWriter
-
-
-@pytest.fixture(autouse=True)
-def quiet_logs() -> Iterator[None]:
-    with capture_logs():
-        yield
-
-
-@pytest.fixture
-async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
-    opened = House(redis_server)
-    yield opened
-    await opened.close()
 
 
 async def test_a_question_is_answered_while_output_goes_on(house: House) -> None:
