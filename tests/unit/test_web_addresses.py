@@ -184,9 +184,11 @@ def test_an_allowed_host_passes_the_address_rules_and_no_other_host_does() -> No
     assert check(rules, "http://wiki.internal.evil.example/", "10.0.0.5") is not None
 
 
-def test_an_allowed_host_needs_its_port_named_when_it_is_not_a_usual_one() -> None:
+def test_an_allowed_host_is_open_at_every_port_unless_its_entry_names_one() -> None:
     rules = EgressRules(allowed_hosts=frozenset({"wiki.internal", "build.internal:8080", "[fd00::7]:81"}))
-    assert "port 8080" in str(check(rules, "http://wiki.internal:8080/", "10.0.0.5"))
+    assert check(rules, "http://wiki.internal:8080/", "10.0.0.5") is None
+    assert "port 8080" in str(check(rules, "http://www.example.org:8080/", "8.8.8.8"))
+    assert "port 81" in str(check(rules, "http://build.internal:81/", "10.0.0.5"))
     assert check(rules, "http://build.internal:8080/", "10.0.0.5") is None
     assert check(rules, "http://build.internal/", "10.0.0.5") is not None
     assert check(rules, "http://[fd00::7]:81/") is None

@@ -16,7 +16,7 @@ _METADATA_NAMES = frozenset(
 class EgressRules:
     """The operator's rules. Every host is lower case ASCII, as Target has it.
 
-    `allowed_hosts`: `host` or `host:port`; name and address rules let it pass, and so does the port rule with the port.
+    `allowed_hosts`: `host`, or `host:port` for that port alone; the rules of names, addresses and ports let it pass.
     `only_hosts`: when there are any, all others are refused; `*.example.org` stands for the names below example.org.
     """
 
@@ -29,7 +29,7 @@ class EgressRules:
         """Judge all that is known before a name lookup. Raises ToolFailure(SECURITY_REFUSED)."""
         if self.only_hosts and not any(_matches(pattern, target.host) for pattern in self.only_hosts):
             raise refused(f"{target.host} is not among the hosts that the operator lets be fetched")
-        if target.port not in self.ports and not self._is_allowed_at_port(target):
+        if target.port not in self.ports and not self._is_allowed(target):
             raise refused(f"port {target.port} is not fetched from, only {', '.join(map(str, sorted(self.ports)))}")
         if target.literal is not None:
             self.check_addresses(target, [target.literal])
@@ -46,12 +46,9 @@ class EgressRules:
                 raise refused(f"{target.host} leads to an address that is not public ({why})")
 
     def _is_allowed(self, target: Target) -> bool:
-        # A host allowed at one port is not thereby allowed at 80 and 443.
-        return target.host in self.allowed_hosts or self._is_allowed_at_port(target)
-
-    def _is_allowed_at_port(self, target: Target) -> bool:
+        # A host allowed at one port is not thereby allowed at another.
         host = f"[{target.host}]" if ":" in target.host else target.host
-        return f"{host}:{target.port}" in self.allowed_hosts
+        return target.host in self.allowed_hosts or f"{host}:{target.port}" in self.allowed_hosts
 
 
 def _check_name(host: str) -> None:
