@@ -7,8 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from contract.errors import ErrorCode
 
-MAX_ARGUMENTS_BYTES = 512 * 1024
-"""Arguments of one call as JSON. Larger content travels as a blob."""
 MAX_OUTPUT_CHARS = 256 * 1024
 """Text of one result; tools cut far earlier and say so."""
 MAX_ERROR_CHARS = 16 * 1024

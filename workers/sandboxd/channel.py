@@ -36,10 +36,6 @@ class GuestChannel(asyncio.Protocol):
         _, channel = await loop.create_connection(lambda: cls(on_frame, on_lost), sock=sock)
         return channel
 
-    @property
-    def is_lost(self) -> bool:
-        return self._lost
-
     def send(self, header: Mapping[str, object], body: bytes = b"") -> None:
         """Send one frame; a lost channel takes it silently, its `on_lost` has told already."""
         if self._transport is not None and not self._lost:
