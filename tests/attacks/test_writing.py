@@ -84,15 +84,16 @@ def test_a_change_between_reading_and_writing_is_not_written_over(guest: Guest) 
     """Aim: an edit undoes what another program wrote a moment before."""
     guest.run("seq 1 2000 > counted; echo MARK >> counted")
     adder = guest.start_script(
-        "echo on > started2; for i in $(seq 1 150); do echo added $i > n; cat n >> counted; done", timeout_s=30, capture={"stdout": 0}
+        "echo on > started2; for i in $(seq 1 150); do /bin/true; echo added $i >> counted; done", timeout_s=30, capture={"stdout": 0}
     )
     guest.wait_for_file("started2")
     for _ in range(20):
         edit(guest, "counted", "MARK", "KRAM")
         edit(guest, "counted", "KRAM", "MARK")
     guest.finish(adder)
-    # An append in the instant between the last look and the rename goes to the old file: far fewer than one in ten.
-    assert int(shell(guest, "grep -c added counted")) > 130
+    # An append in the instant between the last look and the rename goes to the old file: one of 150 on a busy machine. Edits that did
+    # not look would lose about 30. The shell itself opens and appends: another program would hold the old file while it starts.
+    assert int(shell(guest, "grep -c added counted")) > 135
 
 
 @pytest.mark.parametrize(
