@@ -28,7 +28,7 @@ _BOOT = (
     "from guest import supervisors; from guest.loop import main; from guest.places import Places;"
     "supervisors.IDLE_S = float(sys.argv[2]);"
     "paths = [path.encode() for path in sys.argv[3:]];"
-    "main(Places(tuple(paths[:-1]), paths[-1]))"
+    "main(places=Places(tuple(paths[:-1]), paths[-1]))"
 )
 # A user of its own for each guest: limits of processes count by user, over the whole host.
 _FIRST_UID = 200_000

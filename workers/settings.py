@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from contract.errors import ConfigError
 from contract.settings import BrokerSettings
+from workers.sandboxd.classes import TenantClass
 
 DEFAULT_IMAGE = "toolcrew-sandbox:dev"
 MIB = 1024 * 1024
@@ -23,6 +24,21 @@ def default_socket() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     base = Path(runtime) if runtime else Path(tempfile.gettempdir()) / f"toolcrew-{os.getuid()}"
     return base / "sandboxd.sock"
+
+
+def default_state(name: str) -> Path:
+    """Where a sandboxd of that name keeps workspaces and records unless told otherwise: for root below /var/lib, else the user's state folder."""
+    if os.geteuid() == 0:
+        return Path("/var/lib/toolcrew") / name
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local/state") / "toolcrew" / name
+
+
+def default_leases() -> Path:
+    """Where the sandboxds of one user on one host see which of them live."""
+    if os.geteuid() == 0:
+        return Path("/run/toolcrew/leases")
+    return default_socket().parent / "leases"
 
 
 def _parse_mode(value: object) -> object:
@@ -69,25 +85,55 @@ class SandboxdSettings(BaseSettings):
     sandboxd_socket_mode: Annotated[int, BeforeValidator(_parse_mode), Field(ge=0, le=0o777)] = 0o600
     """As a text in octal with its leading 0, as everywhere: `0660`."""
     sandboxd_allow_uids: list[int] = []
+    deployment: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    """Labels the containers beside the name: nothing of another deployment on the same engine is touched."""
     sandboxd_name: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     """Labels this sandboxd's containers; two on one engine need two names, or one sweeps the other's sandboxes."""
+    sandboxd_state: Path | None = None
+    """Workspaces, records and checkpoints; None: a folder of its name below /var/lib/toolcrew, or in the user's state folder."""
+    sandboxd_leases: Path = Field(default_factory=default_leases)
+    """A lock file for each living sandboxd of this host: what one that died has left is removed by the next that sees it."""
     sandbox_image: str = DEFAULT_IMAGE
     sandbox_images_allowed: list[str] = []
     sandbox_runtime: str = "runc"
     sandbox_memory_reserve_bytes: int = Field(default=256 * MIB, ge=64 * MIB)
+    sandbox_workspace: Literal["auto", "image", "tmpfs", "folder"] = "auto"
+    """image: a file system image with a hard quota, needs root; tmpfs: memory; folder: watched only. auto: the best that this host can have."""
     sandbox_workspace_bytes: int = Field(default=256 * MIB, ge=MIB)
+    sandbox_workspace_inodes: int = Field(default=65_536, ge=256)
     sandbox_cpus: float = Field(default=1.0, gt=0)
     sandbox_pids: int = Field(default=128, ge=16)
+    sandbox_max_life_s: float = Field(default=86_400.0, ge=60, le=7 * 86_400.0)
+    """When a sandbox ends by itself, whoever else has died. Its session gets another one around the same workspace."""
     max_sandboxes: int = Field(default=200, ge=1)
+    """Containers at a time. Idle sessions give theirs up for others and get one again at their next call."""
+    max_sessions: int = Field(default=1000, ge=1)
+    pool_target: int = Field(default=2, ge=0, le=1000)
+    """Never-used sandboxes kept ready for the default class."""
+    pool_memory_floor_bytes: int = Field(default=1024 * MIB, ge=0)
+    """The pool is not filled while the host has less memory than this available."""
+    pool_refill_per_s: float = Field(default=1.0, gt=0, le=100)
+    idle_pause_s: float = Field(default=30.0, gt=0)
+    """A session without a call and without a background job is frozen after this time, and thawed by its next call."""
+    idle_evict_s: float = Field(default=300.0, gt=0)
+    """And after this time its container is given up; its files and shell state are kept."""
+    host_free_bytes: int = Field(default=1024 * MIB, ge=0)
+    """No workspace is made on a disk with less free space than this."""
+    workspace_store: str | None = None
+    """Where checkpoints go: a folder, or a URL that fsspec knows (extra `store`), as s3://bucket/prefix. None: below the state folder."""
+    egress_socket: Path | None = None
+    """Of the egress proxy (`python -m workers.egress`); without one no class can have network: egress."""
+    tenant_classes: dict[str, TenantClass] = {}
+    """Class name -> what its tenants have instead of the settings above, in JSON."""
     log_level: str = "INFO"
 
     def allowed_uids(self) -> frozenset[int]:
         """Uids that may connect: our own, and those listed."""
         return frozenset({os.geteuid(), *self.sandboxd_allow_uids})
 
-    def allowed_images(self) -> frozenset[str]:
-        """Images a session may ask for."""
-        return frozenset({self.sandbox_image, *self.sandbox_images_allowed})
+    def state(self) -> Path:
+        """The folder of workspaces, records and checkpoints."""
+        return self.sandboxd_state or default_state(self.sandboxd_name)
 
 
 class WebSettings(BaseSettings):

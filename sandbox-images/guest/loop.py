@@ -18,6 +18,7 @@ from guest.failures import INVALID_ARGUMENTS, Failure, describe_os_error
 from guest.frames import FrameDecoder, FrameError, encode_frame
 from guest.kernel import PR_SET_DUMPABLE, set_process_flag
 from guest.lanes import Lanes
+from guest.options import Options
 from guest.outbox import HostGone, Outbox
 from guest.places import Places
 from guest.process_tree import reap
@@ -47,7 +48,8 @@ class BrokenProtocol(Exception):
 
 
 class Loop:
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, options: Options) -> None:
+        self._options = options
         self._decoder = FrameDecoder()
         self._outbox = Outbox(_STDOUT)
         self._calls: dict[str, Call] = {}
@@ -325,14 +327,14 @@ def _left_survivors(done: dict[str, object]) -> bool:
     return isinstance(kill, dict) and bool(kill["survivors"])
 
 
-def main(places: Places | None = None) -> NoReturn:
+def main(options: Options | None = None, places: Places | None = None) -> NoReturn:
     """Be PID 1."""
     if os.getpid() != 1:
         sys.exit("the guest runs as PID 1 of a sandbox and nowhere else")
     # Python's own handler would let any program of the sandbox interrupt PID 1; without one the kernel shields it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.umask(0o022)
-    loop = Loop(places or Places())
+    loop = Loop(places or Places(), options or Options())
     gc.collect()
     gc.freeze()
     # Last, because what comes before may need /proc/self: from here on no program can read, stop or trace PID 1.

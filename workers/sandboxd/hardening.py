@@ -9,15 +9,27 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Final, cast
 
+from workers.sandboxd.classes import NetworkPolicy
+from workers.sandboxd.workspaces.base import WorkspaceMount
+
 MIB: Final = 1024 * 1024
 LABEL_PREFIX: Final = "toolcrew."
 UID: Final = 1000
-GUEST_COMMAND: Final = ("/usr/bin/python3", "-I", "-S", "-u", "/opt/toolcrew")
+GUEST_FOLDER: Final = "/opt/toolcrew"
+GUEST_COMMAND: Final = ("-I", "-S", "-u", GUEST_FOLDER)
+OWN_PYTHON: Final = "/usr/bin/python3"
+PROXY_PORT: Final = 3128
+"""Where, on its own loopback, a sandbox with `egress` finds the proxy."""
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/workspace",  # the only place that is large, executable and kept
     "LANG": "C.UTF-8",
     "TERM": "dumb",
+}
+_PROXY: Final = f"http://127.0.0.1:{PROXY_PORT}"
+EGRESS_ENVIRONMENT: Final[Mapping[str, str]] = {
+    **{name: _PROXY for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")},  # programs differ in what they read
+    **{name: "localhost,127.0.0.1,::1" for name in ("no_proxy", "NO_PROXY")},
 }
 # The engine's own defaults, 20.10 and later. Not asked for, because naming them would drop what a newer engine adds.
 MASKED_PATHS: Final = frozenset({
@@ -51,10 +63,20 @@ class SandboxLimits:
             if not least <= value < float("inf"):
                 raise ValueError(f"{field.name} is {value}; it must be a number of at least {least}")
 
-    @property
-    def memory_bytes(self) -> int:
-        """The container's limit: full mounts are charged to it and must leave the reserve to the processes."""
-        return self.memory_reserve_bytes + self.workspace_bytes + self.tmp_bytes + self.output_bytes + self.shm_bytes
+    def memory_bytes(self, has_tmpfs_workspace: bool = True) -> int:
+        """The container's limit: full mounts in memory are charged to it and must leave the reserve to the processes."""
+        mounts = self.tmp_bytes + self.output_bytes + self.shm_bytes + (self.workspace_bytes if has_tmpfs_workspace else 0)
+        return self.memory_reserve_bytes + mounts
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What sandboxes of one host differ in beside image, runtime and sizes. `guest_volume`: for an image that has no guest of its own."""
+
+    workspace: WorkspaceMount = WorkspaceMount()
+    network: NetworkPolicy = "none"
+    life_s: float = 86_400.0
+    guest_volume: str | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +89,14 @@ class Promise:
 
 
 def build_promises(
-    *, image: str, runtime: str, limits: SandboxLimits, labels: Mapping[str, str], seccomp: str, cgroup_version: int
+    *,
+    image: str,
+    runtime: str,
+    limits: SandboxLimits,
+    labels: Mapping[str, str],
+    seccomp: str,
+    cgroup_version: int,
+    variant: Variant = Variant(),
 ) -> tuple[Promise, ...]:
     """The table. `cgroup_version`, 1 or 2, is what the engine's `GET /info` reports as `CgroupVersion`.
 
@@ -75,13 +104,14 @@ def build_promises(
     """
     _check_arguments(image, runtime, labels, seccomp, cgroup_version)
     row = Promise
+    memory = limits.memory_bytes(has_tmpfs_workspace=variant.workspace.bind is None)
     table = [
         row("Image", image, "what runs; the caller has checked it against the list of allowed digests"),
         row("User", f"{UID}:{UID}", "never root, not even to set up"),
-        row("Entrypoint", list(GUEST_COMMAND), "the guest is PID 1: signals from inside cannot end it"),
+        row("Entrypoint", _entrypoint(variant), "the guest is PID 1: signals from inside cannot end it"),
         row("Cmd", [], "nothing of the image is appended to the guest's command"),
         row("WorkingDir", "/workspace", "relative paths start where files may be made"),
-        row("Env", [f"{name}={value}" for name, value in ENVIRONMENT.items()], "exactly this: no secret, nothing of the image"),
+        row("Env", _environment(variant), "exactly this: no secret, nothing of the image"),
         row("Hostname", "sandbox", "tells nothing of the host"),
         row("Domainname", "", "tells nothing of the host"),
         row("Labels", dict(labels), "how the reaper knows its own; anybody with the socket can read them"),
@@ -112,15 +142,16 @@ def build_promises(
         row("HostConfig.CgroupParent", "", "no caller moves a sandbox out of the engine's group"),
         row("HostConfig.ReadonlyRootfs", True, "the image cannot be changed"),
         row("HostConfig.Binds", [], "no host path"),
+        row("HostConfig.Mounts", _mounts(variant), "the workspace where it is kept apart, and the guest where the image has none: nothing else"),
         row("HostConfig.VolumesFrom", [], "no other container's files"),
         row("HostConfig.Devices", [], "no device"),
         row("HostConfig.DeviceRequests", [], "no device"),
         row("HostConfig.DeviceCgroupRules", [], "no device"),
-        row("HostConfig.Tmpfs", _tmpfs_mounts(limits), "every writable place has a size and a number of files"),
+        row("HostConfig.Tmpfs", _tmpfs_mounts(limits, variant), "every writable place has a size and a number of files"),
         row("HostConfig.ShmSize", limits.shm_bytes, "for a runtime that mounts /dev/shm by itself"),
         row("HostConfig.Sysctls", dict(_IPC_SYSCTLS), "System V memory outlives its process and no mount bounds it"),
-        row("HostConfig.Memory", limits.memory_bytes, "a hog dies in its own sandbox"),
-        row("HostConfig.MemorySwap", limits.memory_bytes, "equal to memory: no swap on top"),
+        row("HostConfig.Memory", memory, "a hog dies in its own sandbox"),
+        row("HostConfig.MemorySwap", memory, "equal to memory: no swap on top"),
         row("HostConfig.OomKillDisable", False, "a hog is killed, not frozen"),
         row("HostConfig.NanoCpus", round(limits.cpus * 1_000_000_000), "neighbours keep their share"),
         row("HostConfig.PidsLimit", limits.pids, "a fork bomb stops here"),
@@ -143,19 +174,40 @@ _IPC_SYSCTLS: Final[Mapping[str, str]] = {
 }
 
 
-def _workspace_mount(limits: SandboxLimits) -> dict[str, str]:
-    """The row of /workspace, apart from the others because other kinds of workspace will take its place."""
+def _entrypoint(variant: Variant) -> list[str]:
+    # By its name where the image is another's: the engine looks it up in PATH, and says when there is none.
+    python = OWN_PYTHON if variant.guest_volume is None else "python3"
+    return [python, *GUEST_COMMAND, "--life", f"{variant.life_s:g}", *(["--proxy", str(PROXY_PORT)] if variant.network == "egress" else [])]
+
+
+def _environment(variant: Variant) -> list[str]:
+    wanted = {**ENVIRONMENT, **(EGRESS_ENVIRONMENT if variant.network == "egress" else {})}
+    return [f"{name}={value}" for name, value in wanted.items()]
+
+
+def _mounts(variant: Variant) -> list[dict[str, object]]:
+    mounts: list[dict[str, object]] = []
+    if variant.workspace.bind is not None:
+        options = {"Propagation": "rprivate", "NonRecursive": True}
+        mounts.append({"Type": "bind", "Source": variant.workspace.bind, "Target": "/workspace", "BindOptions": options})
+    if variant.guest_volume is not None:
+        guest = {"Type": "volume", "Source": variant.guest_volume, "Target": GUEST_FOLDER, "ReadOnly": True}
+        mounts.append({**guest, "VolumeOptions": {"NoCopy": True}})
+    return mounts
+
+
+def _workspace_tmpfs(limits: SandboxLimits) -> dict[str, str]:
     size = f"size={limits.workspace_bytes},nr_inodes={limits.workspace_inodes}"
     return {"/workspace": f"rw,nosuid,nodev,exec,{size},uid={UID},gid={UID},mode=0755"}
 
 
-def _tmpfs_mounts(limits: SandboxLimits) -> dict[str, str]:
+def _tmpfs_mounts(limits: SandboxLimits, variant: Variant) -> dict[str, str]:
     tmp = f"size={limits.tmp_bytes},nr_inodes={limits.tmp_inodes}"
     output = f"size={limits.output_bytes},nr_inodes={limits.output_inodes}"
     # The engine's own mount has no nr_inodes: empty files in /dev/shm, which no kill ends, would use up the memory limit.
     shm = f"size={limits.shm_bytes},nr_inodes={limits.shm_inodes}"
     return {
-        **_workspace_mount(limits),
+        **(_workspace_tmpfs(limits) if variant.workspace.bind is None else {}),
         "/tmp": f"rw,nosuid,nodev,noexec,{tmp},mode=1777",
         "/output": f"rw,nosuid,nodev,noexec,{output},uid={UID},gid={UID},mode=0700",
         "/dev/shm": f"rw,nosuid,nodev,noexec,{shm},mode=1777",
@@ -184,13 +236,26 @@ def _check_arguments(image: str, runtime: str, labels: Mapping[str, str], seccom
 
 
 def build_container_config(
-    *, image: str, runtime: str, limits: SandboxLimits, labels: Mapping[str, str], seccomp: str, cgroup_version: int
+    *,
+    image: str,
+    runtime: str,
+    limits: SandboxLimits,
+    labels: Mapping[str, str],
+    seccomp: str,
+    cgroup_version: int,
+    variant: Variant = Variant(),
 ) -> dict[str, object]:
     """The body of `POST /containers/create`. Arguments and errors as in `build_promises`."""
     host: dict[str, object] = {}
     config: dict[str, object] = {}
     for promise in build_promises(
-        image=image, runtime=runtime, limits=limits, labels=labels, seccomp=seccomp, cgroup_version=cgroup_version
+        image=image,
+        runtime=runtime,
+        limits=limits,
+        labels=labels,
+        seccomp=seccomp,
+        cgroup_version=cgroup_version,
+        variant=variant,
     ):
         section, _, name = promise.place.rpartition(".")
         (host if section == "HostConfig" else config)[name] = promise.value
