@@ -131,7 +131,7 @@ def doctor(as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps(report.to_json()))
     else:
-        for line in report.lines():
+        for line in [*report.lines(), *report.promise_lines()]:
             typer.echo(line)
     raise typer.Exit(0 if report.is_healthy else EXIT_ERROR)
 

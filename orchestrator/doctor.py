@@ -1,4 +1,4 @@
-"""What this host can promise, and how to mend what is missing: engine, image, profile, kernel, Redis, workers, model."""
+"""What this host can promise, and how to mend what is missing: engine, sandboxes, Redis, workers, model."""
 
 import asyncio
 import importlib.util
@@ -29,9 +29,13 @@ class Finding:
 
 @dataclass
 class Report:
-    """All findings, in the order of looking."""
+    """All findings, in the order of looking; and the table of what sandboxes of this host promise, as sandboxd's check gives it.
+
+    A row of it has `name`, `state` (holds, void, unknown), `why`, `remedy` and `is_needed`.
+    """
 
     findings: list[Finding] = field(default_factory=list)
+    promises: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def is_healthy(self) -> bool:
@@ -45,8 +49,18 @@ class Report:
         marks = {(True, True): "ok  ", (True, False): "ok  ", (False, True): "FAIL", (False, False): "note"}
         return [f"{marks[(f.is_good, f.needed)]}  {f.name:<8}  {f.text}" for f in self.findings]
 
+    def promise_lines(self) -> list[str]:
+        """The table of promises; below each that does not hold, what to do."""
+        width = max((len(str(row["name"])) for row in self.promises), default=0)
+        lines = ["", "what sandboxes of this host promise"] if self.promises else []
+        for row in self.promises:
+            lines.append(f"{row['state']:<7}  {row['name']:<{width}}  {row['why']}")
+            if row["state"] != "holds" and row["remedy"]:
+                lines.append(f"{'':<7}  {'':<{width}}  -> {row['remedy']}")
+        return lines
+
     def to_json(self) -> dict[str, Any]:
-        return {"healthy": self.is_healthy, "findings": [vars(finding) for finding in self.findings]}
+        return {"healthy": self.is_healthy, "findings": [vars(finding) for finding in self.findings], "promises": self.promises}
 
 
 async def examine(settings: OrchestratorSettings) -> Report:
@@ -66,6 +80,7 @@ async def _examine_engine(report: Report) -> None:
         "-m",
         "workers.sandboxd",
         "--check",
+        "--json",
         env=child_environment({}),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -83,6 +98,7 @@ async def _examine_engine(report: Report) -> None:
     except ValueError:
         report.add("engine", False, err.decode(errors="replace").strip()[-300:] or "the check said nothing")
         return
+    report.promises = list(facts["promises"])
     if "engine" in facts:
         report.add("engine", True, f"Docker {facts['engine']}, runtimes {', '.join(facts['runtimes'])}")
         report.add(
@@ -97,9 +113,6 @@ async def _examine_engine(report: Report) -> None:
         report.add("sandbox", False, str(facts["problem"]))
     else:
         report.add("sandbox", True, f"the profile holds under {facts['runtime']}: a sandbox was started, inspected and removed")
-    if facts.get("runtime") == "runc":
-        text = "runc shares the host's kernel: for tenants who are hostile to each other use gVisor or a VM each"
-        report.add("tenants", False, text, needed=False)
 
 
 async def _examine_redis(settings: OrchestratorSettings, report: Report) -> None:

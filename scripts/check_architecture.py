@@ -74,6 +74,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "kombu": (*_CELERY, "workers/broker_transport.py"),
     "billiard": _CELERY,
     "docker": ("workers/sandboxd/engine.py",),
+    "fsspec": ("workers/sandboxd/store/fsspec_store.py",),
     "openai": ("orchestrator/models/openai.py",),
     "redis": _REDIS,
     "typer": _TERMINAL,

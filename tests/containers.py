@@ -59,14 +59,12 @@ def build_config(api: APIClient, *, limits: SandboxLimits | None = None, image: 
     )
 
 
-class Box:
-    """A running container whose PID 1 is a shell that reads commands from the attached stdin. `open_box` makes and removes it."""
+class Watched:
+    """A running container as the host sees it: by the engine, by /proc and by its cgroups."""
 
-    def __init__(self, api: APIClient, container: str, channel: socket.socket) -> None:
+    def __init__(self, api: APIClient, container: str) -> None:
         self.api = api
         self.id = container
-        self._channel = channel
-        self._output = bytearray()
         self.pid = int(self.inspect()["State"]["Pid"])
         self._cgroup_version = int(api.info()["CgroupVersion"])
         # Read now: the file is gone with PID 1, the directory may be looked at later.
@@ -74,43 +72,6 @@ class Box:
 
     def inspect(self) -> dict[str, Any]:
         return dict(self.api.inspect_container(self.id))
-
-    def run(self, script: str, timeout_s: float = ANSWER_S) -> Answer:
-        """Run the lines of `script` in a subshell, stdin empty, and wait for its end. Fails the test when that takes too long."""
-        mark = secrets.token_hex(8)
-        self.feed(f"(\n{script}\n) </dev/null 2>&1\nprintf '\\n%s %s\\n' {mark} $?\n")
-        output = self.read_until(f"\n{mark} ", timeout_s)
-        status = self.read_until("\n", timeout_s)
-        return Answer(int(status), output)
-
-    def feed(self, text: str) -> None:
-        """Give the shell something to run; do not wait."""
-        self._channel.sendall(text.encode())
-
-    def close_stdin(self) -> None:
-        self._channel.shutdown(socket.SHUT_WR)
-
-    def read_until(self, mark: str, timeout_s: float = ANSWER_S) -> str:
-        """The output up to `mark`, which is taken off it. Fails the test at the deadline or at the container's end."""
-        deadline = time.monotonic() + timeout_s
-        wanted = mark.encode()
-        while (at := self._output.find(wanted)) < 0:
-            header = self._receive(8, deadline)
-            self._output += self._receive(int.from_bytes(header[4:], "big"), deadline)
-        text = bytes(self._output[:at])
-        del self._output[: at + len(wanted)]
-        return text.decode(errors="replace")
-
-    def _receive(self, count: int, deadline: float) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            ready, _, _ = select.select([self._channel], [], [], max(0.0, deadline - time.monotonic()))
-            part = self._channel.recv(count - len(parts)) if ready else None
-            if not part:
-                reason = "did not answer in time" if part is None else "ended"
-                pytest.fail(f"the container {reason}; output so far: {bytes(self._output[-2000:])!r}")
-            parts += part
-        return bytes(parts)
 
     @property
     def root(self) -> Path:
@@ -149,6 +110,52 @@ class Box:
     @staticmethod
     def _counter(path: Path, name: str) -> int:
         return int(dict(line.split() for line in path.read_text().splitlines())[name])
+
+
+class Box(Watched):
+    """A running container whose PID 1 is a shell that reads commands from the attached stdin. `open_box` makes and removes it."""
+
+    def __init__(self, api: APIClient, container: str, channel: socket.socket) -> None:
+        super().__init__(api, container)
+        self._channel = channel
+        self._output = bytearray()
+
+    def run(self, script: str, timeout_s: float = ANSWER_S) -> Answer:
+        """Run the lines of `script` in a subshell, stdin empty, and wait for its end. Fails the test when that takes too long."""
+        mark = secrets.token_hex(8)
+        self.feed(f"(\n{script}\n) </dev/null 2>&1\nprintf '\\n%s %s\\n' {mark} $?\n")
+        output = self.read_until(f"\n{mark} ", timeout_s)
+        status = self.read_until("\n", timeout_s)
+        return Answer(int(status), output)
+
+    def feed(self, text: str) -> None:
+        """Give the shell something to run; do not wait."""
+        self._channel.sendall(text.encode())
+
+    def close_stdin(self) -> None:
+        self._channel.shutdown(socket.SHUT_WR)
+
+    def read_until(self, mark: str, timeout_s: float = ANSWER_S) -> str:
+        """The output up to `mark`, which is taken off it. Fails the test at the deadline or at the container's end."""
+        deadline = time.monotonic() + timeout_s
+        wanted = mark.encode()
+        while (at := self._output.find(wanted)) < 0:
+            header = self._receive(8, deadline)
+            self._output += self._receive(int.from_bytes(header[4:], "big"), deadline)
+        text = bytes(self._output[:at])
+        del self._output[: at + len(wanted)]
+        return text.decode(errors="replace")
+
+    def _receive(self, count: int, deadline: float) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            ready, _, _ = select.select([self._channel], [], [], max(0.0, deadline - time.monotonic()))
+            part = self._channel.recv(count - len(parts)) if ready else None
+            if not part:
+                reason = "did not answer in time" if part is None else "ended"
+                pytest.fail(f"the container {reason}; output so far: {bytes(self._output[-2000:])!r}")
+            parts += part
+        return bytes(parts)
 
 
 def _read_cgroups(pid: int) -> dict[str, str]:

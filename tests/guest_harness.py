@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ GUEST_PARENT = Path(__file__).resolve().parent.parent / "sandbox-images"
 if str(GUEST_PARENT) not in sys.path:
     sys.path.append(str(GUEST_PARENT))
 
-_PYTHON = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
+# Another version of Python, to see whether the guest runs on it (scripts/check-guest-pythons).
+_PYTHON = os.environ.get("TOOLCREW_GUEST_PYTHON") or ("/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable)
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]);"
-    "from guest import supervisors; from guest.loop import main; from guest.places import Places;"
+    "from guest import supervisors; from guest.loop import main; from guest.options import parse_options; from guest.places import Places;"
     "supervisors.IDLE_S = float(sys.argv[2]);"
-    "paths = [path.encode() for path in sys.argv[3:]];"
-    "main(places=Places(tuple(paths[:-1]), paths[-1]))"
+    "paths = [path.encode() for path in sys.argv[3:6]];"
+    "main(parse_options(sys.argv[6:]), Places(tuple(paths[:-1]), paths[-1]))"
 )
 # A user of its own for each guest: limits of processes count by user, over the whole host.
 _FIRST_UID = 200_000
@@ -82,7 +83,7 @@ class Done:
 class Guest:
     """A running guest. It runs as an unprivileged user, with `workspace` and `tmp` as its roots and `output` for what is too long."""
 
-    def __init__(self, base: Path, shell_prefix: str, idle_s: float) -> None:
+    def __init__(self, base: Path, shell_prefix: str, idle_s: float, options: Sequence[str] = ()) -> None:
         uid = _FIRST_UID + secrets.randbelow(1 << 20)
         self.workspace = base / "workspace"
         self.tmp = base / "tmp"
@@ -91,7 +92,7 @@ class Guest:
             root.mkdir()
             os.chown(root, uid, uid)
         roots = [str(root) for root in (self.workspace, self.tmp, self.output)]
-        guest = [_PYTHON, "-I", "-S", "-u", "-c", _BOOT, str(GUEST_PARENT), str(idle_s), *roots]
+        guest = [_PYTHON, "-I", "-S", "-u", "-c", _BOOT, str(GUEST_PARENT), str(idle_s), *roots, *options]
         user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs", "--inh-caps=-all"]
         # Not sh: dash knows no `ulimit -u`. A limit that cannot be set must end the start, not be missing.
         shell = ["/bin/bash", "--norc", "-c", f'set -e; {shell_prefix} exec "$@"', "bash"]
@@ -231,10 +232,11 @@ def _state(entry: Path) -> str:
 
 
 @contextlib.contextmanager
-def running_guest(shell_prefix: str = "", idle_s: float = 1.0) -> Iterator[Guest]:
+def running_guest(shell_prefix: str = "", idle_s: float = 1.0, options: Sequence[str] = ()) -> Iterator[Guest]:
     """A guest with fresh roots. `shell_prefix` runs before it as root, to set limits: `ulimit -u 60;`.
 
     `idle_s`: how long a supervisor waits for its next call; little, for who looks at what is left after each.
+    `options`: what the entry point tells the guest, as `--life 3`.
     """
     # Not below pytest's own directory, which other users may not enter.
     base = Path(tempfile.mkdtemp(prefix="toolcrew-guest-"))
@@ -242,7 +244,7 @@ def running_guest(shell_prefix: str = "", idle_s: float = 1.0) -> Iterator[Guest
     # The guest's user cannot write them, and as an image it starts with them.
     compileall.compile_dir(GUEST_PARENT / "guest", quiet=1)
     try:
-        guest = Guest(base, shell_prefix, idle_s)
+        guest = Guest(base, shell_prefix, idle_s, options)
         try:
             yield guest
         finally:

@@ -50,6 +50,12 @@ def _parse_mode(value: object) -> object:
     return int(value, 8)
 
 
+def _check_nat64(prefix: IPv6Network | None) -> IPv6Network | None:
+    if prefix is not None and prefix.prefixlen != 96:
+        raise ValueError("must be a /96, such as 64:ff9b::/96")
+    return prefix
+
+
 class WorkerSettings(BaseSettings):
     """A Celery worker's settings; every field is `TOOLCREW_<NAME>`, lists and objects in JSON. One that is empty is not set."""
 
@@ -91,6 +97,8 @@ class SandboxdSettings(BaseSettings):
     """Labels this sandboxd's containers; two on one engine need two names, or one sweeps the other's sandboxes."""
     sandboxd_state: Path | None = None
     """Workspaces, records and checkpoints; None: a folder of its name below /var/lib/toolcrew, or in the user's state folder."""
+    sandboxd_keep_sessions: bool = True
+    """At sandboxd's end: leave the sessions' files for the next one of its name. False: nothing is left."""
     sandboxd_leases: Path = Field(default_factory=default_leases)
     """A lock file for each living sandboxd of this host: what one that died has left is removed by the next that sees it."""
     sandbox_image: str = DEFAULT_IMAGE
@@ -123,6 +131,8 @@ class SandboxdSettings(BaseSettings):
     """Where checkpoints go: a folder, or a URL that fsspec knows (extra `store`), as s3://bucket/prefix. None: below the state folder."""
     egress_socket: Path | None = None
     """Of the egress proxy (`python -m workers.egress`); without one no class can have network: egress."""
+    egress_uids: list[int] = []
+    """Uids that the egress proxy may run under, beside sandboxd's own and root's: nobody else at that socket is told anything."""
     tenant_classes: dict[str, TenantClass] = {}
     """Class name -> what its tenants have instead of the settings above, in JSON."""
     log_level: str = "INFO"
@@ -130,6 +140,10 @@ class SandboxdSettings(BaseSettings):
     def allowed_uids(self) -> frozenset[int]:
         """Uids that may connect: our own, and those listed."""
         return frozenset({os.geteuid(), *self.sandboxd_allow_uids})
+
+    def proxy_uids(self) -> frozenset[int]:
+        """Uids that an egress proxy may have: our own, root, and those listed."""
+        return frozenset({os.geteuid(), 0, *self.egress_uids})
 
     def state(self) -> Path:
         """The folder of workspaces, records and checkpoints."""
@@ -165,9 +179,35 @@ class WebSettings(BaseSettings):
     @field_validator("webfetch_nat64_prefix")
     @classmethod
     def _is_96(cls, prefix: IPv6Network | None) -> IPv6Network | None:
-        if prefix is not None and prefix.prefixlen != 96:
-            raise ValueError("must be a /96, such as 64:ff9b::/96")
-        return prefix
+        return _check_nat64(prefix)
+
+
+class EgressSettings(BaseSettings):
+    """The egress proxy's settings; every field is `TOOLCREW_<NAME>`, lists in JSON. What a session may reach comes from sandboxd."""
+
+    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True)
+
+    egress_socket: Path = Field(default_factory=lambda: default_socket().parent / "egress.sock")
+    egress_socket_mode: Annotated[int, BeforeValidator(_parse_mode), Field(ge=0, le=0o777)] = 0o600
+    """As a text in octal with its leading 0: `0660`."""
+    egress_allow_uids: list[int] = []
+    """Who may connect beside our own uid: sandboxd's."""
+    egress_max_connections: int = Field(default=2048, ge=1, le=100_000)
+    """Of all sessions at a time; half of them are the most that one tenant may have."""
+    egress_refuse_ranges: list[IPvAnyNetwork] = []
+    """Networks of the operator's own that are refused beside the private ones."""
+    egress_nat64_prefix: IPv6Network | None = None
+    """The /96 behind which a host without IPv4 finds IPv4: what is embedded in it is judged."""
+    log_level: str = "INFO"
+
+    @field_validator("egress_nat64_prefix")
+    @classmethod
+    def _is_96(cls, prefix: IPv6Network | None) -> IPv6Network | None:
+        return _check_nat64(prefix)
+
+    def allowed_uids(self) -> frozenset[int]:
+        """Uids that may connect: our own, and those listed."""
+        return frozenset({os.geteuid(), *self.egress_allow_uids})
 
 
 def load_worker_settings() -> WorkerSettings:
@@ -192,6 +232,16 @@ def load_web_settings() -> WebSettings:
     """Settings of the web tools. Raises ConfigError with the name of the variable that is wrong."""
     try:
         return WebSettings()
+    except ValidationError as error:
+        raise ConfigError(_complaint(error)) from None
+    except SettingsError as error:
+        raise ConfigError(f"a TOOLCREW_ variable is not the JSON it must be: {error}") from None
+
+
+def load_egress_settings() -> EgressSettings:
+    """Settings of the egress proxy. Raises ConfigError with the name of the variable that is wrong."""
+    try:
+        return EgressSettings()
     except ValidationError as error:
         raise ConfigError(_complaint(error)) from None
     except SettingsError as error:

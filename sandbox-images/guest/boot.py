@@ -1,8 +1,16 @@
-"""Installed as /opt/toolcrew/__main__.py: what the sandbox's entry point runs."""
+"""Installed as /opt/toolcrew/__main__.py: what the sandbox's entry point runs. Any Python 3 can read it, to say what is wrong with itself."""
 
 import sys
 
-from guest.loop import main
-from guest.options import parse_options
-
-main(parse_options(sys.argv[1:]))
+if sys.version_info < (3, 9):  # noqa: UP036
+    sys.exit("toolcrew guest: this image's python3 is %d.%d; Python 3.9 or later is needed" % sys.version_info[:2])  # noqa: UP031
+try:
+    from guest.loop import main
+    from guest.options import parse_options
+except ImportError as error:
+    sys.exit("toolcrew guest: this image's python3 lacks a part of the standard library: %s" % error)  # noqa: UP031
+try:
+    options = parse_options(sys.argv[1:])
+except ValueError as error:
+    sys.exit("toolcrew guest: %s" % error)  # noqa: UP031
+main(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import sys
 import time
 
+from guest.attestation import attest
 from guest.calls import Call
 from guest.cleanup import Cleanup, kill_everything, merge_kills
 from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
@@ -18,6 +20,7 @@ from guest.failures import INVALID_ARGUMENTS, Failure, describe_os_error
 from guest.frames import FrameDecoder, FrameError, encode_frame
 from guest.kernel import PR_SET_DUMPABLE, set_process_flag
 from guest.lanes import Lanes
+from guest.life import Life, LifeOver
 from guest.options import Options
 from guest.outbox import HostGone, Outbox
 from guest.places import Places
@@ -25,6 +28,7 @@ from guest.process_tree import reap
 from guest.reports import FACTS
 from guest.requests import CALL_OPS, is_request_id
 from guest.supervisors import Supervisors
+from guest.tunnels.tunnels import NET_OPS, Tunnels
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
     from guest.process_tree import KillReport
     from guest.supervisors import SupervisorHandle
 
-_STDIN, _STDOUT = 0, 1
+_STDIN, _STDOUT, _STDERR = 0, 1, 2
 _READ_BYTES = 65_536
 # Reports wait in their pipes while the host has more than this to take.
 _OUTBOX_BYTES = 262_144
@@ -49,7 +53,8 @@ class BrokenProtocol(Exception):
 
 class Loop:
     def __init__(self, places: Places, options: Options) -> None:
-        self._options = options
+        self._places = places
+        self._life = Life(options.life_s)
         self._decoder = FrameDecoder()
         self._outbox = Outbox(_STDOUT)
         self._calls: dict[str, Call] = {}
@@ -57,25 +62,34 @@ class Loop:
         self._cleanup = Cleanup()
         self._lanes = Lanes()
         self._jobs = Jobs()
+        self._tunnels = Tunnels(self._outbox, options.proxy_port)
         # Calls that another's end has let through.
         self._let_through: list[Call] = []
         os.set_blocking(_STDIN, False)
 
     def run(self) -> NoReturn:
-        """Serve until the host goes away: a sandbox never outlives the sandboxd that feeds it."""
-        code = 0
+        """Serve until the host goes away, or the time is over: a sandbox never outlives the sandboxd that feeds it."""
+        last_words = self._serve()
+        # First: the host may be slow to take the words, or not there.
+        kill_everything()
+        if last_words is not None:
+            self._say_last(last_words)
+        os._exit(0 if last_words is None else 1)
+
+    def _serve(self) -> dict[str, object] | None:
+        """Gives what is to be said at the end."""
         try:
             self._send({"ev": "hello", "v": 1})
             while True:
                 self._serve_events()
                 self._look_after_processes()
+                self._life.check()
         except (HostGone, EOFError):
-            code = 0
+            return None
         except (FrameError, BrokenProtocol) as error:
-            code = 1
-            self._say_last(str(error))
-        kill_everything()
-        os._exit(code)
+            return {"ev": "fatal", "message": str(error)}
+        except LifeOver as end:
+            return {"ev": "fatal", "message": str(end), "reason": "life"}
 
     def _serve_events(self) -> None:
         poller = select.poll()
@@ -85,13 +99,16 @@ class Loop:
         if self._outbox.size < _OUTBOX_BYTES:
             for fd in self._supervisors.by_reports:
                 poller.register(fd, select.POLLIN)
-        for fd, _ in poller.poll(self._wait_ms()):
+        self._tunnels.register(poller)
+        for fd, events in poller.poll(self._wait_ms()):
             if fd == _STDIN:
                 self._read_requests()
             elif fd == _STDOUT:
                 self._outbox.flush()
             elif fd in self._supervisors.by_reports:
                 self._read_reports(self._supervisors.by_reports[fd])
+            else:
+                self._tunnels.serve(fd, events)
 
     def _wait_ms(self) -> int | None:
         if self._let_through:
@@ -102,9 +119,15 @@ class Loop:
         watched += [call.limit_at for call in self._lanes.waiting]
         if self._supervisors.idle_until is not None:
             watched.append(self._supervisors.idle_until)
-        if not watched:
+        if self._tunnels.wake_at is not None:
+            watched.append(self._tunnels.wake_at)
+        now = time.monotonic()
+        waits = [at - now for at in watched]
+        if self._life.left_s is not None:
+            waits.append(self._life.left_s)
+        if not waits:
             return None
-        return int(min(max(min(watched) - time.monotonic(), 0.0), _LONGEST_WAIT_S) * 1000) + 1
+        return int(min(max(min(waits), 0.0), _LONGEST_WAIT_S) * 1000) + 1
 
     def _read_requests(self) -> None:
         try:
@@ -119,6 +142,9 @@ class Loop:
     def _take_request(self, frame: Frame) -> None:
         header = frame.header
         op, call_id = header.get("op"), header.get("id")
+        if op in NET_OPS:
+            self._tunnels.take(frame)
+            return
         if not is_request_id(call_id):
             raise BrokenProtocol("a request without a valid id")
         if op == "ping":
@@ -127,12 +153,21 @@ class Loop:
             self._add_body(self._calls.get(call_id), frame.body)
         elif op == "cancel":
             self._cancel(self._calls.get(call_id))
+        elif op == "attest":
+            self._attest(frame.header)
         elif op in CALL_OPS:
             if call_id in self._calls:
                 raise BrokenProtocol("an id that is in use")
             self._begin_call(frame)
         else:
             raise BrokenProtocol("an unknown op")
+
+    def _attest(self, header: dict[str, object]) -> None:
+        try:
+            fields = attest(header, self._places, self._supervisors.idle_pids, self._jobs.running)
+        except (Failure, OSError) as error:
+            fields = {"error": _as_failure(error).as_error()}
+        self._send({"id": header["id"], "ev": "done", **fields})
 
     def _begin_call(self, frame: Frame) -> None:
         try:
@@ -232,6 +267,7 @@ class Loop:
 
     def _look_after_processes(self) -> None:
         supervisors = self._supervisors
+        self._tunnels.look_after()
         now = time.monotonic()
         for call in [call for call in self._lanes.waiting if now >= call.limit_at]:
             self._answer(call, call.overslept_end())
@@ -293,9 +329,12 @@ class Loop:
     def _send(self, header: dict[str, object]) -> None:
         self._outbox.put(encode_frame(header))
 
-    def _say_last(self, message: str) -> None:
+    def _say_last(self, header: dict[str, object]) -> None:
+        with contextlib.suppress(OSError):
+            os.set_blocking(_STDERR, False)
+            os.write(_STDERR, f"{header['message']}\n".encode())
         try:
-            self._send({"ev": "fatal", "message": message})
+            self._send(header)
             self._outbox.flush_last()
         except HostGone:
             return

@@ -6,6 +6,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_LONGEST_LIFE_S = 1e9
+
 
 class Options:
     """`life_s`: seconds from the start after which the sandbox ends by itself; None: never. `proxy_port`: None without network."""
@@ -18,7 +20,7 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """`--life SECONDS`, `--proxy PORT`. Raises ValueError for anything else: a limit that was misread would be none."""
+    """`--life SECONDS` above 0, `--proxy PORT`. Raises ValueError for anything else: a limit that was misread would be none."""
     options = Options()
     names = iter(arguments)
     for name in names:
@@ -26,9 +28,24 @@ def parse_options(arguments: Sequence[str]) -> Options:
         if value is None:
             raise ValueError(f"{name} without a value")
         if name == "--life":
-            options.life_s = float(value)
+            options.life_s = _parse_life(value)
         elif name == "--proxy":
-            options.proxy_port = int(value)
+            options.proxy_port = _parse_port(value)
         else:
             raise ValueError(f"unknown option {name}")
     return options
+
+
+def _parse_life(value: str) -> float:
+    life_s = float(value)
+    # Also not "nan", which no clock ever passes, nor "inf".
+    if not 0 < life_s < _LONGEST_LIFE_S:
+        raise ValueError(f"--life {value} is no number of seconds")
+    return life_s
+
+
+def _parse_port(value: str) -> int:
+    port = int(value)
+    if not 0 < port < 65536:
+        raise ValueError(f"--proxy {value} is no port")
+    return port

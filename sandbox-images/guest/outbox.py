@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import select
+import time
 from collections import deque
 
-_FLUSH_MS = 1000
+_LAST_FLUSH_S = 1.0
 
 
 class HostGone(Exception):
@@ -43,8 +44,11 @@ class Outbox:
             raise HostGone from error
 
     def flush_last(self) -> None:
-        """Before the end: give the host a moment to take the rest."""
+        """Before the end: give the host a moment, and no more, to take the rest."""
         poller = select.poll()
         poller.register(self.fd, select.POLLOUT)
-        while self._frames and poller.poll(_FLUSH_MS):
+        give_up_at = time.monotonic() + _LAST_FLUSH_S
+        while self._frames and poller.poll(max(0, int((give_up_at - time.monotonic()) * 1000))):
             self.flush()
+            if time.monotonic() >= give_up_at:
+                return

@@ -1,4 +1,4 @@
-"""Where a sandbox keeps its files, and the environment its programs start with."""
+"""Where a sandbox keeps its files, the environment its programs start with, and where the guest looks for its own helpers."""
 
 from __future__ import annotations
 
@@ -53,3 +53,10 @@ ENVIRONMENT: Mapping[str, str] = {
     "PYTHONUNBUFFERED": "1",
     "PIP_PROGRESS_BAR": "off",
 }
+
+PROGRAMS: Mapping[str, tuple[bytes, ...]] = {
+    "bash": (b"/bin/bash",),
+    "git": (b"/usr/bin/git", b"/usr/local/bin/git", b"/bin/git"),
+    "ripgrep": (b"/usr/bin/rg", b"/usr/local/bin/rg", b"/bin/rg"),
+}
+"""What an image may have and the tools use, by fixed paths: no file of the session stands in for one."""

@@ -94,6 +94,11 @@ class Supervisors:
         return [handle.call for handle in self._by_pid.values() if handle.call is not None]
 
     @property
+    def idle_pids(self) -> set[int]:
+        """Of those that serve nothing: the one that waits, and those whose end is on its way."""
+        return {pid for pid, handle in self._by_pid.items() if handle is self._idle or (handle.call is None and pid in self.ending)}
+
+    @property
     def idle_until(self) -> float | None:
         return self._idle_until if self._idle is not None else None
 

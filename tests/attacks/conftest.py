@@ -1,10 +1,11 @@
-"""What attack tests start from: the engine, and a box under the real profile."""
+"""What attack tests start from: the engine, boxes under the real profile, a sandboxd of their own."""
 
 from collections.abc import Iterator
 
 import pytest
 from docker import APIClient
 
+from tests.attack_ground import Ground, open_ground
 from tests.containers import Box, open_box, open_engine
 
 
@@ -16,4 +17,18 @@ def engine() -> APIClient:
 @pytest.fixture
 def box(engine: APIClient) -> Iterator[Box]:
     with open_box(engine) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def shared_box(engine: APIClient) -> Iterator[Box]:
+    """One for the attacks of a file that leave nothing behind, or clear it away."""
+    with open_box(engine) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def ground(engine: APIClient) -> Iterator[Ground]:
+    """A sandboxd that no test kills."""
+    with open_ground(engine) as opened:
         yield opened

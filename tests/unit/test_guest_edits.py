@@ -255,11 +255,12 @@ def test_a_long_change_of_somebody_else_is_cut_and_that_is_said(guest: Guest, ma
 def test_broken_syntax_is_told_and_stays(guest: Guest) -> None:
     put(guest, b"x = (1)\n", "a.py")
     note = told(edit(guest, ("(1)", "(1"), path="a.py")).splitlines()[-1]
-    assert note == "[note: the file is no valid Python any more: line 1: '(' was never closed]"
+    assert note.startswith("[note: the file is no valid Python any more: line 1: ")
     put(guest, b'{"a": 1}', "a.json")
     assert "no valid JSON any more" in told(edit(guest, ("1", "1,"), path="a.json"))
     put(guest, b"a = \n", "a.toml")
-    assert "no valid TOML, as before" in told(edit(guest, ("a", "b"), path="a.toml"))
+    done = edit(guest, ("a", "b"), path="a.toml")
+    assert "no valid TOML, as before" in told(done) or guest.request("attest")["python"] < [3, 11]
     assert content(guest, "a.toml") == b"b = \n"
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
-from tests.fakes import FakeGuest, echoing, running_sandboxd
+from tests.fake_engine import FakeGuest, echoing
+from tests.fake_sandboxd import running_sandboxd
 from tests.sandboxd_calls import SOON_S
 from tests.unit.test_sandboxd_sessions import lose, open_sessions
 from workers.sandbox_client import SandboxClient

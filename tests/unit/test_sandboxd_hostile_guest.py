@@ -8,7 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from contract.errors import SandboxUnavailable
-from tests.fakes import Behaviour, FakeGuest, Sandboxd, echoing, running_sandboxd, silent
+from tests.fake_engine import Behaviour, FakeGuest, echoing, silent
+from tests.fake_sandboxd import Sandboxd, running_sandboxd
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd import sandbox as sandbox_module
 from workers.sandboxd.frames import MAX_HEADER, MAX_UP, encode_frame

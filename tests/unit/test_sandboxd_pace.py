@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import FakeGuest, Sandboxd, running_sandboxd
+from tests.fake_engine import FakeGuest
+from tests.fake_sandboxd import Sandboxd, running_sandboxd
 from tests.sandboxd_calls import EXEC, SOON_S, call, frame
 from workers.sandboxd import sandbox as sandbox_module
 from workers.sandboxd.frames import MAX_DOWN, FrameDecoder

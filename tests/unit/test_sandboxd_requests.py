@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from contract.errors import ToolFailure
-from tests.fakes import running_sandboxd
+from tests.fake_sandboxd import running_sandboxd
 from tests.sandboxd_calls import EXEC, call, frame, raw_exchange
 from workers.sandboxd.frames import MAX_HEADER
 from workers.sandboxd.requests import MAX_BODY_BYTES, count_budget
@@ -85,7 +85,7 @@ async def test_bytes_that_are_no_frame_end_the_connection_and_nothing_else(tmp_p
 
 async def test_an_image_that_is_not_allowed_is_refused_with_those_that_are(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
-        with pytest.raises(ToolFailure, match="default, python"):
+        with pytest.raises(ToolFailure, match="default, foreign, python"):
             await daemon.open(image="evil/image")
         assert daemon.engine.guests == []
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from tests.fakes import FakeGuest, running_sandboxd
+from tests.fake_engine import FakeGuest
+from tests.fake_sandboxd import running_sandboxd
 from tests.sandboxd_calls import EXEC, SOON_S, call, frame, raw_exchange
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd import sandbox as sandbox_module

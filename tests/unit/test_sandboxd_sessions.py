@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from tests.fakes import Behaviour, FakeEngine, FakeGuest, echoing, running_sandboxd
-from workers.sandboxd import sessions as sessions_module
+from tests.fake_engine import Behaviour, FakeEngine, FakeGuest, echoing
+from tests.fake_sandboxd import PLAN, open_host, running_sandboxd
 from workers.sandboxd.sessions import Sessions
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
@@ -17,49 +18,43 @@ SOON_S = 10.0
 
 
 @asynccontextmanager
-async def open_sessions(*behaviours: Behaviour, limit: int = 10) -> AsyncIterator[tuple[Sessions, FakeEngine]]:
-    engine = FakeEngine(*behaviours)
-    sessions = Sessions(engine, "test", lambda image, labels: {"Image": image, "Labels": dict(labels)}, limit)  # type: ignore[arg-type]
-    try:
-        yield sessions, engine
-    finally:
-        engine.start_gate.set()
-        engine.remove_gate.set()
-        engine.refuse_removals = 0
-        await sessions.close_all()
-        await engine.end()
+async def open_sessions(folder: Path, *behaviours: Behaviour, **how: Any) -> AsyncIterator[tuple[Sessions, FakeEngine]]:
+    async with open_host(folder, *behaviours, **how) as host:
+        yield host.sessions, host.engine
 
 
 async def lose(sessions: Sessions, session: str = "s") -> None:
     """The session's container dies under it, and sandboxd has noticed."""
     entry = sessions.find(session)
     assert entry is not None
-    noticing = entry.sandbox.begin("", EXEC, 0, lambda _: None)
-    entry.sandbox.engine.alive[entry.sandbox.container].die()  # type: ignore[attr-defined]
+    sandbox = entry.sandbox
+    assert sandbox is not None
+    noticing = sandbox.begin("", EXEC, 0, lambda _: None)
+    sandbox.engine.alive[sandbox.container].die()  # type: ignore[attr-defined]
     await asyncio.wait_for(noticing.done, SOON_S)
 
 
 # Loss
 
 
-async def test_a_loss_is_told_once_and_the_next_use_gets_a_fresh_sandbox() -> None:
-    async with open_sessions() as (sessions, engine):
-        await sessions.open("s", "default", 60)
+async def test_a_loss_is_told_once_and_the_next_use_gets_a_fresh_sandbox(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, engine):
+        await sessions.open("s", PLAN, 60)
         await lose(sessions)
         with pytest.raises(SandboxUnavailable, match="files are lost"):
             await sessions.use("s")
-        assert (await sessions.use("s")).sandbox.generation == 2
+        assert (await sessions.use("s"))[1].generation == 2
         assert len(engine.alive) == 1
 
 
-async def test_every_loss_is_told() -> None:
-    async with open_sessions() as (sessions, _):
-        await sessions.open("s", "default", 60)
+async def test_every_loss_is_told(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, _):
+        await sessions.open("s", PLAN, 60)
         for generation in (2, 3):
             await lose(sessions)
             with pytest.raises(SandboxUnavailable):
                 await sessions.use("s")
-            assert (await sessions.use("s")).sandbox.generation == generation
+            assert (await sessions.use("s"))[1].generation == generation
 
 
 async def test_a_call_that_was_running_at_the_loss_has_told_it(tmp_path: Path) -> None:
@@ -86,105 +81,105 @@ async def test_a_loss_between_two_calls_is_told_by_the_next_and_rebuilt_by_the_o
         assert (again.done["sandbox"]["generation"], again.streams) == (2, {"stdout": b"x"})
 
 
-async def test_calls_that_come_at_once_after_a_loss_rebuild_it_once() -> None:
-    async with open_sessions() as (sessions, engine):
-        await sessions.open("s", "default", 60)
+async def test_calls_that_come_at_once_after_a_loss_rebuild_it_once(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, engine):
+        await sessions.open("s", PLAN, 60)
         await lose(sessions)
         with pytest.raises(SandboxUnavailable):
             await sessions.use("s")
         entries = await asyncio.gather(*(sessions.use("s") for _ in range(5)))
-        assert {entry.sandbox.generation for entry in entries} == {2}
+        assert {sandbox.generation for _, sandbox in entries} == {2}
         assert len(engine.guests) == 2
 
 
-async def test_a_session_whose_rebuilding_failed_tries_again() -> None:
+async def test_a_session_whose_rebuilding_failed_tries_again(tmp_path: Path) -> None:
     async def stillborn(guest: FakeGuest) -> None:
         guest.die()
 
-    async with open_sessions(echoing, stillborn, echoing) as (sessions, engine):
-        await sessions.open("s", "default", 60)
+    async with open_sessions(tmp_path, echoing, stillborn, echoing) as (sessions, engine):
+        await sessions.open("s", PLAN, 60)
         await lose(sessions)
         for _ in range(2):
             with pytest.raises(SandboxUnavailable):
                 await sessions.use("s")
-        assert (await sessions.use("s")).sandbox.generation == 2
+        assert (await sessions.use("s"))[1].generation == 2
         assert len(engine.alive) == 1
 
 
-async def test_a_removal_that_failed_is_tried_again() -> None:
-    async with open_sessions() as (sessions, engine):
-        await sessions.open("s", "default", 60)
+async def test_a_removal_that_failed_is_tried_again(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, engine):
+        await sessions.open("s", PLAN, 60)
         engine.refuse_removals = 2
         await lose(sessions)
         with pytest.raises(SandboxUnavailable, match="files are lost"):
             await sessions.use("s")
         with pytest.raises(SandboxUnavailable, match="device busy"):
             await sessions.use("s")
-        assert (await sessions.use("s")).sandbox.generation == 2
+        assert (await sessions.use("s"))[1].generation == 2
 
 
 # Opening
 
 
-async def test_a_full_host_refuses_and_says_what_to_do() -> None:
-    async with open_sessions(limit=1) as (sessions, engine):
-        await sessions.open("a", "default", 60)
+async def test_a_full_host_refuses_and_says_what_to_do(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path, limit=1) as (sessions, engine):
+        await sessions.open("a", PLAN, 60)
         with pytest.raises(SandboxUnavailable, match="TOOLCREW_MAX_SANDBOXES"):
-            await sessions.open("b", "default", 60)
+            await sessions.open("b", PLAN, 60)
         await sessions.close("a")
-        await sessions.open("b", "default", 60)
+        await sessions.open("b", PLAN, 60)
         assert len(engine.alive) == 1
 
 
-async def test_sandboxes_that_are_being_started_count() -> None:
-    async with open_sessions(limit=1) as (sessions, engine):
+async def test_sandboxes_that_are_being_started_count(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path, limit=1) as (sessions, engine):
         engine.start_gate.clear()
-        first = asyncio.create_task(sessions.open("a", "default", 60))
+        first = asyncio.create_task(sessions.open("a", PLAN, 60))
         await engine.starting.wait()
         with pytest.raises(SandboxUnavailable):
-            await sessions.open("b", "default", 60)
+            await sessions.open("b", PLAN, 60)
         engine.start_gate.set()
         await first
 
 
-async def test_a_start_that_failed_frees_its_place() -> None:
+async def test_a_start_that_failed_frees_its_place(tmp_path: Path) -> None:
     async def stillborn(guest: FakeGuest) -> None:
         guest.die()
 
-    async with open_sessions(stillborn, echoing, limit=1) as (sessions, _):
+    async with open_sessions(tmp_path, stillborn, echoing, limit=1) as (sessions, _):
         with pytest.raises(SandboxUnavailable):
-            await sessions.open("a", "default", 60)
-        await sessions.open("b", "default", 60)
+            await sessions.open("a", PLAN, 60)
+        await sessions.open("b", PLAN, 60)
         assert len(sessions) == 1
 
 
-async def test_a_session_opened_twice_at_once_has_one_sandbox() -> None:
-    async with open_sessions() as (sessions, engine):
-        one, two = await asyncio.gather(sessions.open("s", "default", 60), sessions.open("s", "default", 60))
+async def test_a_session_opened_twice_at_once_has_one_sandbox(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, engine):
+        one, two = await asyncio.gather(sessions.open("s", PLAN, 60), sessions.open("s", PLAN, 60))
         assert one is two
         assert len(engine.alive) == 1
 
 
-async def test_a_sandbox_is_labelled_as_this_sandboxds() -> None:
-    async with open_sessions() as (sessions, engine):
-        await sessions.open("s", "default", 60)
+async def test_a_sandbox_is_labelled_as_this_sandboxds(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, engine):
+        await sessions.open("s", PLAN, 60)
         assert engine.guests[0].config["Labels"]["toolcrew.sandboxd"] == "test"
 
 
-async def test_no_sandbox_serves_two_sessions() -> None:
-    async with open_sessions() as (sessions, _):
-        one = await sessions.open("a", "default", 60)
+async def test_no_sandbox_serves_two_sessions(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, _):
+        one = await sessions.open("a", PLAN, 60)
         await sessions.close("a")
-        two = await sessions.open("b", "default", 60)
+        two = await sessions.open("b", PLAN, 60)
         assert one.sandbox.container != two.sandbox.container
 
 
 # Closing
 
 
-async def test_closing_returns_when_the_container_is_gone() -> None:
-    async with open_sessions() as (sessions, engine):
-        await sessions.open("s", "default", 60)
+async def test_closing_returns_when_the_container_is_gone(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, engine):
+        await sessions.open("s", PLAN, 60)
         engine.remove_gate.clear()
         closing = asyncio.create_task(sessions.close("s"))
         await engine.removing.wait()
@@ -193,9 +188,9 @@ async def test_closing_returns_when_the_container_is_gone() -> None:
         assert await closing is True
 
 
-async def test_a_closed_session_is_not_found() -> None:
-    async with open_sessions() as (sessions, _):
-        await sessions.open("s", "default", 60)
+async def test_a_closed_session_is_not_found(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, _):
+        await sessions.open("s", PLAN, 60)
         await sessions.close("s")
         with pytest.raises(ToolFailure) as refused:
             await sessions.use("s")
@@ -219,9 +214,9 @@ async def test_closing_ends_the_calls_that_run(tmp_path: Path) -> None:
         assert (await running).done["error"]["code"] == "SANDBOX_UNAVAILABLE"
 
 
-async def test_a_container_that_could_not_be_removed_is_not_forgotten() -> None:
-    async with open_sessions() as (sessions, engine):
-        await sessions.open("s", "default", 60)
+async def test_a_container_that_could_not_be_removed_is_not_forgotten(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, engine):
+        await sessions.open("s", PLAN, 60)
         engine.refuse_removals = 1
         with pytest.raises(SandboxUnavailable):
             await sessions.close("s")
@@ -229,9 +224,9 @@ async def test_a_container_that_could_not_be_removed_is_not_forgotten() -> None:
         assert engine.alive == {}
 
 
-async def test_a_session_closed_while_it_is_rebuilt_leaves_nothing() -> None:
-    async with open_sessions() as (sessions, engine):
-        await sessions.open("s", "default", 60)
+async def test_a_session_closed_while_it_is_rebuilt_leaves_nothing(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, engine):
+        await sessions.open("s", PLAN, 60)
         await lose(sessions)
         with pytest.raises(SandboxUnavailable):
             await sessions.use("s")
@@ -245,111 +240,10 @@ async def test_a_session_closed_while_it_is_rebuilt_leaves_nothing() -> None:
         assert engine.alive == {}
 
 
-async def test_one_container_that_stays_does_not_keep_the_others() -> None:
-    async with open_sessions() as (sessions, engine):
+async def test_one_container_that_stays_does_not_keep_the_others(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, engine):
         for name in ("a", "b", "c"):
-            await sessions.open(name, "default", 60)
+            await sessions.open(name, PLAN, 60)
         engine.refuse_removals = 1
         await sessions.close_all()
         assert len(engine.alive) == 1
-
-
-async def test_leftovers_of_a_predecessor_are_swept_and_ours_are_kept() -> None:
-    async with open_sessions() as (sessions, engine):
-        entry = await sessions.open("s", "default", 60)
-        await engine.start({}, "left by another")
-        assert await sessions.sweep_leftovers() == 1
-        assert list(engine.alive) == [entry.sandbox.container]
-
-
-# Idling
-
-
-@pytest.fixture
-def quick_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "SWEEP_EVERY_S", 0.01)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock of the sessions module, which a test sets."""
-    now = [1000.0]
-
-    class Time:
-        @staticmethod
-        def monotonic() -> float:
-            return now[0]
-
-        @staticmethod
-        def time() -> float:
-            return now[0]
-
-    monkeypatch.setattr(sessions_module, "time", Time)
-    return now
-
-
-async def test_an_idle_session_is_closed_after_its_time_to_live(quick_sweep: None, clock: list[float]) -> None:
-    async with open_sessions() as (sessions, engine):
-        entry = await sessions.open("s", "default", 60)
-        entry.used_at = clock[0]
-        sweeping = asyncio.create_task(sessions.expire_idle())
-        clock[0] += 61
-        await asyncio.wait_for(engine.emptied.wait(), SOON_S)
-        sweeping.cancel()
-        assert len(sessions) == 0
-
-
-async def test_a_session_that_is_used_stays(quick_sweep: None, clock: list[float]) -> None:
-    async with open_sessions() as (sessions, engine):
-        kept, idle = await sessions.open("kept", "default", 60), await sessions.open("idle", "default", 60)
-        kept.used_at = idle.used_at = clock[0]
-        sweeping = asyncio.create_task(sessions.expire_idle())
-        clock[0] += 59
-        await sessions.use("kept")
-        clock[0] += 2
-        await asyncio.wait_for(engine.guests[1].gone.wait(), SOON_S)
-        sweeping.cancel()
-        assert sessions.find("kept") is kept
-        assert kept.sandbox.container in engine.alive
-
-
-async def test_a_session_in_the_middle_of_a_call_does_not_expire(quick_sweep: None, clock: list[float]) -> None:
-    async with open_sessions() as (sessions, engine):
-        busy, idle = await sessions.open("busy", "default", 60), await sessions.open("idle", "default", 60)
-        busy.used_at = idle.used_at = clock[0]
-        busy.sandbox.begin("c", EXEC, 0, lambda _: None)
-        clock[0] += 61
-        sweeping = asyncio.create_task(sessions.expire_idle())
-        await asyncio.wait_for(engine.guests[1].gone.wait(), SOON_S)
-        sweeping.cancel()
-        assert sessions.find("busy") is busy
-        assert busy.sandbox.container in engine.alive
-
-
-async def test_the_time_to_live_starts_at_the_end_of_the_last_call(tmp_path: Path, quick_sweep: None, clock: list[float]) -> None:
-    async def slow(guest: FakeGuest) -> None:
-        await guest.hello()
-        request, _ = await guest.request()
-        clock[0] += 61
-        await guest.done(request)
-        await guest.gone.wait()
-
-    async with running_sandboxd(tmp_path, slow) as daemon:
-        client, name = await daemon.open(ttl_s=60)
-        entry = daemon.sessions.find(name)
-        assert entry is not None
-        entry.used_at = clock[0]
-        await asyncio.to_thread(client.call, name, EXEC)
-        assert clock[0] - entry.used_at < entry.ttl_s
-
-
-async def test_expiring_goes_on_when_one_container_would_not_go(quick_sweep: None, clock: list[float]) -> None:
-    async with open_sessions() as (sessions, engine):
-        for name in ("a", "b"):
-            (await sessions.open(name, "default", 60)).used_at = clock[0]
-        engine.refuse_removals = 1
-        clock[0] += 61
-        sweeping = asyncio.create_task(sessions.expire_idle())
-        await asyncio.wait_for(engine.guests[1].gone.wait(), SOON_S)
-        assert not sweeping.done()
-        sweeping.cancel()

@@ -1,23 +1,28 @@
-"""`python -m workers.sandboxd`: run the daemon; `--check` only says, as JSON, what this host can promise."""
+"""`python -m workers.sandboxd`: run the daemon; `--check` only says what this host can promise, with `--json` for programs."""
 
 import asyncio
 import json
-import secrets
 import sys
+from dataclasses import asdict
+from typing import Any
 
-from contract.errors import OperatorError
+from contract.errors import ConfigError, OperatorError
 from workers.logs import configure_logging
-from workers.sandboxd.daemon import cancelled_by_signals, prepare, run
+from workers.sandboxd.daemon import cancelled_by_signals, run
 from workers.sandboxd.engine import Engine
+from workers.sandboxd.examination import examine
+from workers.sandboxd.plans import Plans
+from workers.sandboxd.promises import Evidence, HostPromise, judge
 from workers.settings import SandboxdSettings, load_sandboxd_settings
 
 
 def main() -> int:
+    arguments = frozenset(sys.argv[1:])
     try:
         settings = load_sandboxd_settings()
         configure_logging(settings.log_level)
-        if "--check" in sys.argv[1:]:
-            return asyncio.run(_check(settings))
+        if "--check" in arguments:
+            return asyncio.run(_check(settings, as_json="--json" in arguments))
         asyncio.run(run(settings))
     except (OperatorError, OSError) as error:
         sys.stderr.write(f"sandboxd: {error}\n")
@@ -25,37 +30,48 @@ def main() -> int:
     return 0
 
 
-async def _check(settings: SandboxdSettings) -> int:
-    """Print what `toolcrew doctor` wants to know of the engine: facts, and the first thing that is missing."""
-    engine = Engine(threads=1)
-    report: dict[str, object] = {"image": settings.sandbox_image, "runtime": settings.sandbox_runtime}
+async def _check(settings: SandboxdSettings, *, as_json: bool) -> int:
+    """Print the table of promises; 1 when sandboxd would not start."""
+    try:
+        plans = Plans(settings)
+    except ValueError as error:
+        raise ConfigError(f"TOOLCREW_TENANT_CLASSES: {error}") from None
+    engine = Engine()
     try:
         with cancelled_by_signals():
-            await _examine(settings, engine, report)
-    except OperatorError as error:
-        report["problem"] = str(error)
+            evidence = await examine(settings, plans, engine)
     except asyncio.CancelledError:
-        report["problem"] = "ended by a signal before the check was done"
+        sys.stderr.write("sandboxd: ended by a signal before the check was done\n")
+        return 1
     finally:
         engine.close()
-    sys.stdout.write(json.dumps(report) + "\n")
-    return 1 if "problem" in report else 0
+    rows = judge(evidence)
+    sys.stdout.write(json.dumps(_build_report(evidence, rows)) + "\n" if as_json else "".join(map(_show, rows)))
+    return 1 if any(row.is_needed and row.state == "void" for row in rows) else 0
 
 
-async def _examine(settings: SandboxdSettings, engine: Engine, report: dict[str, object]) -> None:
-    """Adds to the report what is found. Raises SandboxUnavailable at the first thing that is missing."""
-    facts = await engine.facts()
-    report |= {
-        "engine": facts.version,
-        "kernel": facts.kernel,
-        "cgroup": facts.cgroup_version,
-        "seccomp": facts.seccomp,
-        "runtimes": list(facts.runtimes),
-    }
-    report["image_id"] = await engine.image_id(settings.sandbox_image)
-    # A name of its own: its sandbox is nobody's leftover, and nobody's sandboxes are its.
-    await prepare(settings.model_copy(update={"sandboxd_name": f"doctor-{secrets.token_hex(8)}"}), engine)
-    report["profile_holds"] = True
+def _build_report(evidence: Evidence, rows: tuple[HostPromise, ...]) -> dict[str, Any]:
+    """What `toolcrew doctor` reads."""
+    facts, settings = evidence.facts, evidence.settings
+    report: dict[str, Any] = {"image": settings.sandbox_image, "runtime": settings.sandbox_runtime}
+    report["promises"] = [asdict(row) for row in rows]
+    if facts is not None:
+        report |= {
+            "engine": facts.version,
+            "kernel": facts.kernel,
+            "cgroup": facts.cgroup_version,
+            "seccomp": facts.seccomp,
+            "runtimes": list(facts.runtimes),
+            "components": dict(facts.components),
+            "storage_driver": facts.storage_driver,
+            "image_id": evidence.images.get(settings.sandbox_image),
+        }
+    return report | ({"problem": evidence.problem} if evidence.problem is not None else {})
+
+
+def _show(row: HostPromise) -> str:
+    remedy = f"\n         do: {row.remedy}" if row.state != "holds" and row.remedy else ""
+    return f"{row.state:<7}  {row.name}: {row.why}{remedy}\n"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from typing import Any
 
 _DONE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "ping": (),
+    "attest": ("processes", "zombies", "jobs", "entries", "workspace", "python", "programs"),
     "exec": (
         "exit_code",
         "signal",

@@ -47,8 +47,8 @@ class Connection:
         request = check_request(frame.header.get("request"))
         if len(frame.body) > request["body_bytes"]:
             raise FrameError("more body than was declared")
-        session = await self._sessions.use(parse_text(frame.header, "sandbox"))
-        sandbox, started = session.sandbox, time.monotonic()
+        session, sandbox = await self._sessions.use(parse_text(frame.header, "sandbox"))
+        started = time.monotonic()
         call = sandbox.begin(str(frame.header.get("call", "")), request, count_budget(request), self._relay)
         self._announce(sandbox, call, request, frame.body)
         self._link.watch(lambda: self._abandon(sandbox, call), lambda is_slow: self._set_pace(sandbox, is_slow))
@@ -63,8 +63,11 @@ class Connection:
             session.used_at = time.monotonic()
         if self._link.is_gone:
             raise ConnectionError("the worker left during a call")
-        sandbox.loss_told |= "sandbox_lost" in done
-        self._send_done(done, {"ok": True, "sandbox": describe_sandbox(sandbox), "sandbox_s": time.monotonic() - started})
+        own: dict[str, Any] = {"ok": True, "sandbox": session.describe_sandbox(sandbox), "sandbox_s": time.monotonic() - started}
+        if "sandbox_lost" in done:
+            sandbox.loss_told = True
+            own["workspace_kept"] = session.workspace.outlives_container
+        self._send_done(done, own)
 
     def _announce(self, sandbox: Sandbox, call: RunningCall, request: dict[str, Any], body: bytes) -> None:
         try:
@@ -105,8 +108,3 @@ class Connection:
             error = {"code": ErrorCode.INTERNAL.value, "message": "the guest's answer is too large to be handed on"}
             loss = {name: done[name] for name in ("sandbox_lost", "removal_failed") if name in done}
             self._link.send({"ev": "done", "error": error, **loss, **own})
-
-
-def describe_sandbox(sandbox: Sandbox) -> dict[str, Any]:
-    """What a result tells of its sandbox."""
-    return {"id": sandbox.container[:12], "generation": sandbox.generation, "rebuilt": sandbox.generation > 1}

@@ -1,22 +1,17 @@
-"""sandboxd as a whole: refuse to start where isolation cannot be had, sweep, listen, and take everything down at the end."""
+"""sandboxd as a process: listen, serve until a signal, and take everything down at the end."""
 
 import asyncio
 import contextlib
-import secrets
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import structlog
 
-from contract.errors import SandboxUnavailable
 from workers.lifeline import hold_lifeline
-from workers.sandboxd.engine import Engine, EngineFacts
-from workers.sandboxd.hardening import SandboxLimits, build_container_config, find_drift
-from workers.sandboxd.seccomp import load_seccomp_profile
+from workers.sandboxd.engine import Engine
+from workers.sandboxd.house import House, open_house
 from workers.sandboxd.server import Server, refuse_second
-from workers.sandboxd.sessions import Sessions
 from workers.settings import SandboxdSettings
 
 log = structlog.get_logger(__name__)
@@ -61,103 +56,28 @@ def cancelled_by_signals() -> Iterator[None]:
 
 
 async def _run(settings: SandboxdSettings, engine: Engine) -> None:
-    sessions, facts = await prepare(settings, engine)
-    # Before the sweep: the sandboxes of a sandboxd that lives are no leftovers.
+    # Before anything is swept: the sandboxes of a sandboxd that lives are no leftovers.
     await refuse_second(settings.sandboxd_socket)
-    swept = await sessions.sweep_leftovers()
-    if swept:
-        log.warning("leftovers_removed", containers=swept)
-    server = Server(
-        sessions,
-        images=settings.allowed_images(),
-        default_image=settings.sandbox_image,
-        uids=settings.allowed_uids(),
-        facts={
-            "boot": secrets.token_hex(4),
-            "engine": facts.version,
-            "runtime": settings.sandbox_runtime,
-            "name": settings.sandboxd_name,
-        },
-    )
-    await _serve(settings, server, sessions)
+    async with open_house(settings, engine) as house:
+        server = Server(house.sessions, house.plans, house.checkpoints, uids=settings.allowed_uids(), facts=house.describe)
+        await _serve(settings, server, house)
 
 
-async def prepare(settings: SandboxdSettings, engine: Engine) -> tuple[Sessions, EngineFacts]:
-    """Check the engine and prove the profile on a real sandbox, which is gone at the end whatever happens.
-
-    Raises SandboxUnavailable with what is missing and how to mend it.
-    """
-    facts = await engine.facts()
-    await check_host(settings, engine, facts)
-    sessions = Sessions(engine, settings.sandboxd_name, container_configs(settings, facts), settings.max_sandboxes)
-    try:
-        await _prove_profile(settings, engine, facts, sessions)
-    except BaseException:
-        await sessions.close_all()
-        raise
-    return sessions, facts
-
-
-async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFacts) -> None:
-    """Raises SandboxUnavailable when seccomp, the runtime or the image is missing."""
-    if not facts.seccomp:
-        raise SandboxUnavailable("the Docker engine runs without seccomp, so sandboxes would not hold: use an engine built with it")
-    if settings.sandbox_runtime not in facts.runtimes:
-        raise SandboxUnavailable(
-            f"the engine has no runtime '{settings.sandbox_runtime}' (it has: {', '.join(facts.runtimes)}): install it or set TOOLCREW_SANDBOX_RUNTIME"
-        )
-    if await engine.image_id(settings.sandbox_image) is None:
-        raise SandboxUnavailable(
-            f"the engine has no image {settings.sandbox_image}: build it with scripts/build-image, or set TOOLCREW_SANDBOX_IMAGE"
-        )
-
-
-def container_configs(settings: SandboxdSettings, facts: EngineFacts) -> Any:
-    """A function (image, labels) -> raw container configuration under this host's profile."""
-    seccomp = load_seccomp_profile()
-    limits = SandboxLimits(
-        memory_reserve_bytes=settings.sandbox_memory_reserve_bytes,
-        workspace_bytes=settings.sandbox_workspace_bytes,
-        cpus=settings.sandbox_cpus,
-        pids=settings.sandbox_pids,
-    )
-
-    def build(image: str, labels: Mapping[str, str]) -> Mapping[str, Any]:
-        return build_container_config(
-            image=image,
-            runtime=settings.sandbox_runtime,
-            limits=limits,
-            labels=labels,
-            seccomp=seccomp,
-            cgroup_version=facts.cgroup_version,
-        )
-
-    return build
-
-
-async def _prove_profile(settings: SandboxdSettings, engine: Engine, facts: EngineFacts, sessions: Sessions) -> None:
-    session = await sessions.open("start-up-check", settings.sandbox_image, 60)
-    inspected = await engine.inspect(session.sandbox.container)
-    drift = find_drift(container_configs(settings, facts)(settings.sandbox_image, {}), inspected)
-    if drift:
-        raise SandboxUnavailable("the engine does not keep the sandbox profile: " + "; ".join(drift))
-    await sessions.close("start-up-check")
-
-
-async def _serve(settings: SandboxdSettings, server: Server, sessions: Sessions) -> None:
+async def _serve(settings: SandboxdSettings, server: Server, house: House) -> None:
     """Until it is cancelled."""
     path = settings.sandboxd_socket
     listening = await server.listen(path, settings.sandboxd_socket_mode)
     inode = path.stat().st_ino
-    expiry = asyncio.ensure_future(sessions.expire_idle())
     log.info("sandboxd_ready", socket=str(path), image=settings.sandbox_image, runtime=settings.sandbox_runtime)
     try:
-        await expiry
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(house.keeper.keep())
+            if house.pool is not None:
+                tasks.create_task(house.pool.keep_filled())
     finally:
         listening.close()
         _unlink_own(path, inode)
-        expiry.cancel()
-        await sessions.close_all()
+        await house.close()
         await server.close_connections()
 
 

@@ -1,38 +1,77 @@
-"""The container engine through its SDK. The only file that imports docker; every call runs in a thread and is bounded in time."""
+"""The container engine through its SDK. The only file that imports docker; every call goes through one gate and is bounded in time."""
 
 import asyncio
+import contextlib
+import hashlib
+import io
 import os
+import secrets
 import socket
+import tarfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
 
 import docker
 import docker.errors
 import requests.exceptions
+import structlog
 
 from contract.errors import SandboxUnavailable
+from workers.sandboxd.engine_gate import PROBES, EngineGate, EngineSilent, Lane
+from workers.sandboxd.hardening import GUEST_FOLDER
+from workers.sandboxd.late_starts import LateStarts
 
-ENGINE_TIMEOUT_S = 30
-LABEL_PRODUCT = "toolcrew.product"
-LABEL_SANDBOXD = "toolcrew.sandboxd"
-LABEL_CREATED_AT = "toolcrew.created_at"
+log = structlog.get_logger(__name__)
+
+LABEL_PRODUCT: Final = "toolcrew.product"
+LABEL_DEPLOYMENT: Final = "toolcrew.deployment"
+LABEL_SANDBOXD: Final = "toolcrew.sandboxd"
+LABEL_CREATED_AT: Final = "toolcrew.created_at"
+LABEL_DEADLINE: Final = "toolcrew.deadline"
+"""Epoch seconds in decimal: after it any sandboxd of the deployment may remove the container."""
+LABEL_LEASE: Final = "toolcrew.lease"
+LABEL_GUEST: Final = "toolcrew.guest"
+"""An image's: it has a guest of its own."""
+PRODUCT: Final = "sandbox"
+PRODUCT_GUEST: Final = "guest"
+
+STARTS: Final = Lane("starts", at_once=max(2, min(os.cpu_count() or 1, 16)), deadline_s=45.0)
+"""A start is nearly all work of the engine's on this host: more at a time than cores end no sooner, and each waits longer."""
+REMOVALS: Final = Lane("removals", at_once=4, deadline_s=45.0, max_wait_s=120.0)
+LOOKS: Final = Lane("looks", at_once=4, deadline_s=15.0, max_wait_s=30.0)
+FREEZES: Final = Lane("freezes", at_once=4, deadline_s=15.0, max_wait_s=30.0)
+FILLS: Final = Lane("volume fills", at_once=1, deadline_s=60.0)
+
+_FILL_TRIES: Final = 5
+_FILL_PAUSE_S: Final = 0.2
+_TIMEOUT_WORDS: Final = ("timeout", "timed out", "deadline exceeded")
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the engine says of itself."""
+    """What the engine says of itself. `components`: versions by name, as `runc`; sizes in bytes; empty or 0 where it says nothing."""
 
     version: str
     cgroup_version: int
     seccomp: bool
     runtimes: tuple[str, ...]
     kernel: str
+    components: Mapping[str, str] = field(default_factory=dict)
+    security: frozenset[str] = frozenset()
+    """Of apparmor, selinux, userns, rootless, cgroupns, seccomp."""
+    storage_driver: str = ""
+    operating_system: str = ""
+    has_memory_limit: bool = True
+    has_swap_limit: bool = True
+    has_pids_limit: bool = True
+    memory_bytes: int = 0
+    cpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,83 +82,190 @@ class AttachedContainer:
     sock: socket.socket
 
 
-class Engine:
-    """Create, attach, start, inspect, remove. Raises SandboxUnavailable with the engine's own words."""
+@dataclass(frozen=True)
+class ListedContainer:
+    """One of ours as the engine lists it. `state` in the engine's words: created, running, paused, exited, dead ...; instants in epoch seconds."""
 
-    def __init__(self, threads: int = 8) -> None:
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="engine")
-        self._local = threading.local()
+    id: str
+    name: str
+    state: str
+    labels: Mapping[str, str]
+    created_at: float
+
+
+class Engine:
+    """Create, attach, start, pause, inspect, remove. Raises SandboxUnavailable with the engine's own words, or why it is not asked."""
+
+    def __init__(self) -> None:
+        self._clients: deque[docker.APIClient] = deque()
+        self._filled: dict[str, str] = {}
+        self._late = LateStarts(self._remove_by_name)
+        self.gate = EngineGate(lambda: self._work(lambda api: api.ping(), PROBES.deadline_s))
 
     async def facts(self) -> EngineFacts:
         """Version, cgroup version, seccomp and runtimes of the engine."""
-        info = await self._run(lambda api: api.info())
-        return EngineFacts(
-            version=str(info.get("ServerVersion", "?")),
-            cgroup_version=int(info.get("CgroupVersion", "1") or 1),
-            seccomp=any("name=seccomp" in option for option in info.get("SecurityOptions") or []),
-            runtimes=tuple(info.get("Runtimes") or {}),
-            kernel=str(info.get("KernelVersion", "?")),
-        )
+        return await self._run(LOOKS, lambda api: _build_facts(api.info(), api.version()))
 
     async def image_id(self, image: str) -> str | None:
         """The image's content id, or None when the engine does not have it."""
+        found = await self._run(LOOKS, lambda api: _find_image(api, image))
+        return None if found is None else str(found["Id"])
 
-        def find(api: docker.APIClient) -> str | None:
-            try:
-                return str(api.inspect_image(image)["Id"])  # type: ignore[no-untyped-call]
-            except docker.errors.ImageNotFound:
-                return None
-
-        return await self._run(find)
+    async def has_guest(self, image: str) -> bool:
+        """Whether the image says that it has a guest of its own. False for one that the engine does not have."""
+        found = await self._run(LOOKS, lambda api: _find_image(api, image))
+        labels = ((found or {}).get("Config") or {}).get("Labels") or {}
+        return labels.get(LABEL_GUEST) == "1"
 
     async def start(self, config: Mapping[str, Any], name: str) -> AttachedContainer:
-        """Create a container of that raw configuration, attach, start it. On failure nothing is left behind."""
-        return await self._run(lambda api: _create_attach_start(api, dict(config), name))
+        """Create a container of that raw configuration, attach, start it.
+
+        On failure nothing is left behind: at once where the engine refused; where it stayed silent, as soon as it answers again.
+        """
+        begun = threading.Event()
+
+        def work(api: docker.APIClient) -> AttachedContainer:
+            begun.set()
+            return _create_attach_start(api, dict(config), name)
+
+        def late(container: AttachedContainer) -> None:
+            container.sock.close()
+            self._late.forget(name)
+
+        try:
+            return await self._run(STARTS, work, late)
+        except (EngineSilent, asyncio.CancelledError):
+            if begun.is_set():
+                self._late.forget(name)
+            raise
+        except SandboxUnavailable:
+            if begun.is_set():
+                await self._remove_refused(name)
+            raise
 
     async def inspect(self, container: str) -> dict[str, Any]:
         """The engine's description of a container."""
-        return dict(await self._run(lambda api: api.inspect_container(container)))
+        return dict(await self._run(LOOKS, lambda api: api.inspect_container(container)))
+
+    async def pause(self, container: str) -> None:
+        """Freeze all its processes; a frozen one is fine. Raises SandboxUnavailable when it is gone or does not run."""
+        await self._run(FREEZES, lambda api: _freeze(api, container, is_wanted=True))
+
+    async def unpause(self, container: str) -> None:
+        """Thaw it; one that runs is fine. Raises SandboxUnavailable when it is gone or does not run."""
+        await self._run(FREEZES, lambda api: _freeze(api, container, is_wanted=False))
 
     async def remove(self, container: str) -> None:
-        """Kill and remove; returns when the engine no longer has it. A container that is already gone is fine."""
-        await self._run(lambda api: _remove(api, container))
+        """Kill and remove, frozen or not; returns when the engine no longer has it. A container that is already gone is fine."""
+        await self._remove_by_name(container)
 
-    async def list_ours(self, sandboxd: str) -> list[str]:
-        """Ids of all containers that carry our product label and were made by the sandboxd of that name."""
-        filters = {"label": [f"{LABEL_PRODUCT}=sandbox", f"{LABEL_SANDBOXD}={sandboxd}"]}
-        found = await self._run(lambda api: api.containers(all=True, filters=filters))
-        return [str(container["Id"]) for container in found]
+    async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
+        """All containers of the product and that deployment, in any state, whichever sandboxd made them."""
+        filters = {"label": [f"{LABEL_PRODUCT}={PRODUCT}", f"{LABEL_DEPLOYMENT}={deployment}"]}
+        found = await self._run(LOOKS, lambda api: api.containers(all=True, filters=filters))
+        return [_build_listed(container) for container in found]
 
-    async def list_never_started(self, older_than_s: float) -> list[str]:
-        """Ids of sandboxes of any sandboxd that were created that long ago and not started: whoever made them was killed in between."""
-        filters = {"label": [f"{LABEL_PRODUCT}=sandbox"], "status": ["created"]}
-        found = await self._run(lambda api: api.containers(all=True, filters=filters))
-        before = time.time() - older_than_s
-        return [str(container["Id"]) for container in found if _created_at(container) < before]
+    async def ensure_guest_volume(self, image: str) -> str:
+        """Name of a volume that holds the guest of that image of ours, for images that have none; made and filled where it is not there.
+
+        Raises SandboxUnavailable when the image is missing or has no guest, and when the volume holds something else and is in use.
+        """
+        return await self._run(FILLS, lambda api: _ensure_guest_volume(api, image, self._filled))
+
+    def describe(self) -> dict[str, Any]:
+        """What `status` tells of the engine: calls under way and waiting, and whether it is asked at all."""
+        return {**self.gate.describe(), "late_starts": len(self._late)}
 
     def close(self) -> None:
-        """Let the threads end."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Leave what runs to itself: threads end with the process."""
+        self._late.close()
+        while self._clients:
+            self._clients.popleft().close()
 
-    async def _run(self, work: Callable[[docker.APIClient], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._work, work)
+    async def _run(self, lane: Lane, work: Callable[[docker.APIClient], T], late: Callable[[T], None] | None = None) -> T:
+        return await self.gate.run(lane, lambda: self._work(work, lane.deadline_s), late)
 
-    def _work(self, work: Callable[[docker.APIClient], T]) -> T:
+    def _work(self, work: Callable[[docker.APIClient], T], timeout_s: float) -> T:
+        """In a thread. No single wait on the engine's socket is longer than `timeout_s`."""
         try:
-            return work(self._api())
+            with self._client(timeout_s) as api:
+                return work(api)
         except docker.errors.APIError as error:
-            raise SandboxUnavailable(f"the Docker engine refused: {error.explanation or error}") from error
+            words = str(error.explanation or error)
+            if error.is_server_error() and any(word in words.lower() for word in _TIMEOUT_WORDS):
+                raise EngineSilent(f"the Docker engine gave up on itself: {words}") from error
+            raise SandboxUnavailable(f"the Docker engine refused: {words}") from error
         except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
-            raise SandboxUnavailable(
-                f"the Docker engine does not answer ({error}): start it, or check DOCKER_HOST and your rights"
-            ) from error
+            raise EngineSilent(f"the Docker engine does not answer ({error}): start it, or check DOCKER_HOST and your rights") from error
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise EngineSilent(f"the Docker engine's answer cannot be read ({error!r}): is a Docker engine at DOCKER_HOST?") from error
 
-    def _api(self) -> docker.APIClient:
-        # A client per thread: a requests session is not promised to be thread-safe.
-        if not hasattr(self._local, "api"):
-            self._local.api = docker.from_env(timeout=ENGINE_TIMEOUT_S).api
-        api: docker.APIClient = self._local.api
-        return api
+    @contextlib.contextmanager
+    def _client(self, timeout_s: float) -> Any:
+        # One a call at a time: a requests session is not promised to be thread-safe. None is kept whose call went wrong on the way.
+        try:
+            api = self._clients.popleft()
+        except IndexError:
+            api = docker.from_env(timeout=int(timeout_s)).api
+        api.timeout = int(timeout_s)
+        try:
+            yield api
+        except (docker.errors.APIError, SandboxUnavailable):
+            self._clients.append(api)
+            raise
+        except BaseException:
+            api.close()
+            raise
+        self._clients.append(api)
+
+    async def _remove_by_name(self, name: str) -> bool:
+        return await self._run(REMOVALS, lambda api: _remove(api, name))
+
+    async def _remove_refused(self, name: str) -> None:
+        try:
+            await self.remove(name)
+        except SandboxUnavailable as error:
+            log.warning("refused_container_not_removed", container=name, error=str(error))
+            self._late.forget(name)
+
+
+def _build_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFacts:
+    options = [str(option) for option in info.get("SecurityOptions") or []]
+    components = {str(part.get("Name", "?")): str(part.get("Version", "?")) for part in version.get("Components") or []}
+    return EngineFacts(
+        version=str(info.get("ServerVersion", "?")),
+        cgroup_version=int(info.get("CgroupVersion", "1") or 1),
+        seccomp=any("name=seccomp" in option for option in options),
+        runtimes=tuple(info.get("Runtimes") or {}),
+        kernel=str(info.get("KernelVersion", "?")),
+        components=components,
+        security=frozenset(option.partition("name=")[2].partition(",")[0] for option in options) - {""},
+        storage_driver=str(info.get("Driver") or ""),
+        operating_system=str(info.get("OperatingSystem") or ""),
+        has_memory_limit=info.get("MemoryLimit") is not False,
+        has_swap_limit=info.get("SwapLimit") is not False,
+        has_pids_limit=info.get("PidsLimit") is not False,
+        memory_bytes=int(info.get("MemTotal") or 0),
+        cpus=int(info.get("NCPU") or 0),
+    )
+
+
+def _build_listed(container: Mapping[str, Any]) -> ListedContainer:
+    names = container.get("Names") or [""]
+    return ListedContainer(
+        id=str(container["Id"]),
+        name=str(names[0]).lstrip("/"),
+        state=str(container.get("State") or "?").lower(),
+        labels={str(name): str(value) for name, value in (container.get("Labels") or {}).items()},
+        created_at=float(container.get("Created") or 0),
+    )
+
+
+def _find_image(api: docker.APIClient, image: str) -> Mapping[str, Any] | None:
+    try:
+        return dict(api.inspect_image(image))  # type: ignore[no-untyped-call]
+    except docker.errors.ImageNotFound:
+        return None
 
 
 def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: str) -> AttachedContainer:
@@ -127,42 +273,123 @@ def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: st
         container = str(api.create_container_from_config(config, name)["Id"])  # type: ignore[no-untyped-call]
     except docker.errors.ImageNotFound as error:
         raise SandboxUnavailable(f"the engine has no image {config['Image']}: build it with scripts/build-image") from error
+    attached = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
+    # A descriptor of our own: the SDK's object then goes its way without taking the connection with it.
+    sock = socket.socket(fileno=os.dup(attached.fileno()))
+    attached.close()
     try:
-        attached = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
-        # A descriptor of our own: the SDK's object then goes its way without taking the connection with it.
-        sock = socket.socket(fileno=os.dup(attached.fileno()))
-        attached.close()
-        try:
-            api.start(container)
-        except BaseException:
-            sock.close()
-            raise
+        api.start(container)
     except BaseException:
-        _remove(api, container)
+        sock.close()
         raise
     sock.setblocking(False)
     return AttachedContainer(container, sock)
 
 
-def _created_at(container: Mapping[str, Any]) -> float:
-    """What its label tells; one that tells nothing counts as new, and is left alone."""
-    text = str((container.get("Labels") or {}).get(LABEL_CREATED_AT, ""))
-    return float(text) if text.isascii() and text.isdigit() else float("inf")
+def _freeze(api: docker.APIClient, container: str, *, is_wanted: bool) -> None:
+    try:
+        (api.pause if is_wanted else api.unpause)(container)
+    except docker.errors.NotFound as error:
+        raise SandboxUnavailable("the sandbox's container is gone") from error
+    except docker.errors.APIError:
+        # Engines differ in how they say that it is so already.
+        state = api.inspect_container(container)["State"]
+        if not state.get("Running"):
+            raise SandboxUnavailable("the sandbox's container has ended") from None
+        if bool(state.get("Paused")) is not is_wanted:
+            raise
 
 
-def _remove(api: docker.APIClient, container: str) -> None:
+def _remove(api: docker.APIClient, container: str) -> bool:
+    """Whether it was there."""
     try:
         api.remove_container(container, force=True, v=True)
     except docker.errors.NotFound:
-        return
+        return False
     except docker.errors.APIError as error:
         if error.status_code != 409:  # 409: its automatic removal is under way
             raise
         _wait_removed(api, container)
+    return True
 
 
 def _wait_removed(api: docker.APIClient, container: str) -> None:
     try:
-        api.wait(container, condition="removed", timeout=ENGINE_TIMEOUT_S)
+        api.wait(container, condition="removed", timeout=int(REMOVALS.deadline_s / 2))
     except docker.errors.NotFound:
         return
+    except requests.exceptions.RequestException as error:
+        raise SandboxUnavailable(
+            f"the Docker engine does not get done with removing container {container[:12]}: it is tried again"
+        ) from error
+
+
+def _ensure_guest_volume(api: docker.APIClient, image: str, filled: dict[str, str]) -> str:
+    """`filled`: volume -> when it was made, of those that were looked into. One of another time was made empty, by a container's start."""
+    found = _find_image(api, image)
+    if found is None:
+        raise SandboxUnavailable(
+            f"the engine has no image {image}, from which other images get the guest: build it with scripts/build-image"
+        )
+    identity = str(found["Id"])
+    name = f"toolcrew-guest-{identity.rpartition(':')[2][:12]}"
+    if name in filled and filled[name] == _made_at(api, name):
+        return name
+    _fill(api, image, identity, name)
+    filled[name] = _made_at(api, name)
+    return name
+
+
+def _fill(api: docker.APIClient, image: str, identity: str, name: str) -> None:
+    _remove_old_fillers(api)
+    wanted = _read_guest(api, identity, None)
+    if not wanted:
+        raise SandboxUnavailable(f"the image {image} has nothing in {GUEST_FOLDER}: build it anew with scripts/build-image")
+    for _ in range(_FILL_TRIES):
+        api.create_volume(name, driver="local", labels={LABEL_PRODUCT: PRODUCT_GUEST})
+        # The engine copies the image's folder into an empty volume as it creates a container; another sandboxd may be at it as well.
+        if _read_guest(api, identity, name) == wanted:
+            return
+        time.sleep(_FILL_PAUSE_S)
+    with contextlib.suppress(docker.errors.NotFound):
+        api.remove_volume(name)  # of a fill that was cut off; the engine refuses while a container has it
+    api.create_volume(name, driver="local", labels={LABEL_PRODUCT: PRODUCT_GUEST})
+    if _read_guest(api, identity, name) != wanted:
+        raise SandboxUnavailable(f"the volume {name} does not hold what {image} has in {GUEST_FOLDER}: remove it with docker volume rm")
+
+
+def _made_at(api: docker.APIClient, volume: str) -> str:
+    """Empty when there is none."""
+    try:
+        return str(api.inspect_volume(volume)["CreatedAt"])
+    except docker.errors.NotFound:
+        return ""
+
+
+def _read_guest(api: docker.APIClient, image: str, volume: str | None) -> Mapping[str, str]:
+    """What a container of the image has in the guest's folder: path -> type, mode, owner and digest. It is created and never started."""
+    mounts = [] if volume is None else [{"Type": "volume", "Source": volume, "Target": GUEST_FOLDER}]
+    body = {"Image": image, "NetworkDisabled": True, "Labels": {LABEL_PRODUCT: PRODUCT_GUEST}}
+    config = {**body, "HostConfig": {"NetworkMode": "none", "Mounts": mounts}}
+    container = str(api.create_container_from_config(config, f"toolcrew-fill-{secrets.token_hex(8)}")["Id"])  # type: ignore[no-untyped-call]
+    try:
+        chunks, _ = api.get_archive(container, GUEST_FOLDER)
+        with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
+            return {member.name: _describe_member(archive, member) for member in archive if not member.isdir()}
+    except docker.errors.NotFound:
+        return {}
+    finally:
+        _remove(api, container)
+
+
+def _remove_old_fillers(api: docker.APIClient) -> None:
+    """Whoever made them was killed before he removed them."""
+    for container in api.containers(all=True, filters={"label": [f"{LABEL_PRODUCT}={PRODUCT_GUEST}"]}):
+        if container["Created"] < time.time() - 2 * FILLS.deadline_s:
+            _remove(api, str(container["Id"]))
+
+
+def _describe_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
+    content = archive.extractfile(member) if member.isfile() else None
+    digest = hashlib.sha256(content.read()).hexdigest() if content is not None else member.linkname
+    return f"{member.type!r} {member.mode:o} {member.uid}:{member.gid} {digest}"

@@ -69,11 +69,14 @@ class SandboxLimits:
         return self.memory_reserve_bytes + mounts
 
 
+_OWN_MEMORY: Final = WorkspaceMount()
+
+
 @dataclass(frozen=True)
 class Variant:
     """What sandboxes of one host differ in beside image, runtime and sizes. `guest_volume`: for an image that has no guest of its own."""
 
-    workspace: WorkspaceMount = WorkspaceMount()
+    workspace: WorkspaceMount = _OWN_MEMORY
     network: NetworkPolicy = "none"
     life_s: float = 86_400.0
     guest_volume: str | None = None
@@ -142,7 +145,11 @@ def build_promises(
         row("HostConfig.CgroupParent", "", "no caller moves a sandbox out of the engine's group"),
         row("HostConfig.ReadonlyRootfs", True, "the image cannot be changed"),
         row("HostConfig.Binds", [], "no host path"),
-        row("HostConfig.Mounts", _mounts(variant), "the workspace where it is kept apart, and the guest where the image has none: nothing else"),
+        row(
+            "HostConfig.Mounts",
+            _mounts(variant),
+            "the workspace where it is kept apart, and the guest where the image has none: nothing else",
+        ),
         row("HostConfig.VolumesFrom", [], "no other container's files"),
         row("HostConfig.Devices", [], "no device"),
         row("HostConfig.DeviceRequests", [], "no device"),

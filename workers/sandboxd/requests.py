@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.sandboxd.sandbox import FRAME_COST_BYTES
 
 MAX_TIMEOUT_S = 600.0
 MAX_BODY_BYTES = 67_108_864
 MAX_TTL_S = 1e9
 STREAM_FRAMES = 262_144
 """How many frames a streamed output may come in, whatever its size: a program may write a byte at a time."""
+FRAME_COST_BYTES = 64
+"""What a data frame costs beside its body, so that frames without one are not free."""
 _STREAM_STDERR_BYTES = 65_536
 _JOB_OPS = ("job_start", "job_poll", "job_input", "job_kill", "job_list")
 _OPS = ("exec", "read_text", "read_file", "write_file", "write_text", "edit_text", "glob", "grep", "ping", *_JOB_OPS)

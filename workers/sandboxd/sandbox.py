@@ -5,9 +5,9 @@ import functools
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -16,6 +16,7 @@ from workers.sandboxd.answers import build_done, build_words, count_survivors, h
 from workers.sandboxd.channel import GuestChannel
 from workers.sandboxd.engine import Engine
 from workers.sandboxd.frames import Frame
+from workers.sandboxd.requests import FRAME_COST_BYTES, count_budget
 
 log = structlog.get_logger(__name__)
 
@@ -29,10 +30,16 @@ BODY_TIMEOUT_S = 60.0
 HELLO_TIMEOUT_S = 20.0
 SLACK_BYTES = 256 * 1024
 """What a guest may send beyond what was asked for before it counts as hostile."""
-FRAME_COST_BYTES = 64
-"""What a data frame costs beside its body, so that frames without one are not free."""
 
 Sink = Callable[[Frame], None]
+
+
+class Connections(Protocol):
+    """The ends of what a sandbox with a proxy has opened (tunnels.py)."""
+
+    def take(self, frame: Frame) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -61,9 +68,12 @@ class Sandbox:
     engine: Engine
     generation: int
     container: str
+    name: str = ""
     lost: str | None = None
     loss_told: bool = False
     is_removed: bool = False
+    tunnels: Connections | None = None
+    on_removed: Callable[[], None] | None = None
     calls: dict[str, RunningCall] = field(default_factory=dict)
     _channel: GuestChannel | None = None
     _hello: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -120,6 +130,33 @@ class Sandbox:
         if self._runs(call) and not call.is_cancelled:
             self._limit(call, call.timeout_s)
 
+    async def ask(
+        self, request: Mapping[str, Any], *, sink: Sink | None = None, body: AsyncIterator[bytes] | None = None, body_bytes: int = 0
+    ) -> dict[str, Any]:
+        """One request of sandboxd's own, with a body of exactly `body_bytes`; gives the guest's last header, checked as a worker's would be.
+
+        Raises SandboxUnavailable when the sandbox is lost on the way.
+        """
+        call = self.begin("", request, count_budget(request), sink or _drop)
+        try:
+            self.feed(call, {**request, "body_bytes": body_bytes} if body is not None else request, b"")
+            if body is not None:
+                await self._feed_all(call, body)
+            self.start_clock(call)
+            done = await call.done
+        finally:
+            self.cancel(call)
+        if "sandbox_lost" in done:
+            raise SandboxUnavailable(str(done["error"]["message"] if "error" in done else done["sandbox_lost"]))
+        return done
+
+    async def _feed_all(self, call: RunningCall, body: AsyncIterator[bytes]) -> None:
+        async for piece in body:
+            await self.drain()
+            self.feed(call, {"op": "data"}, piece)
+            if self._runs(call) and not call.is_cancelled:
+                self._arm(call, BODY_TIMEOUT_S, self.cancel)
+
     def cancel(self, call: RunningCall) -> None:
         """Kill what a call runs; its `done` follows, by the guest or, 2 s later, by the container's removal."""
         if not self._runs(call) or call.is_cancelled:
@@ -132,6 +169,11 @@ class Sandbox:
         """Wait until the guest has taken what was sent."""
         if self._channel is not None:
             await self._channel.drain()
+
+    def send(self, header: Mapping[str, object], body: bytes) -> None:
+        """One frame that belongs to no call: a connection's."""
+        if self._channel is not None:
+            self._channel.send(header, body)
 
     def hold(self, holder: object) -> None:
         """Read nothing from the guest until this holder, and every other, has released."""
@@ -146,6 +188,14 @@ class Sandbox:
         if self._channel is not None and not self._holders:
             self._released_at = time.monotonic()
             self._channel.resume()
+
+    def end(self, reason: str) -> None:
+        """Have the container removed for a reason that its calls are told. Returns at once."""
+        self._lose(reason)
+
+    def end_hostile(self, what: str) -> None:
+        """As `end`, for a guest that broke the protocol."""
+        self._violate(what)
 
     async def remove(self) -> None:
         """Remove the container; returns when the engine no longer has it. Pending calls are told.
@@ -174,6 +224,8 @@ class Sandbox:
             self._removal_failed = True
             return error
         self.is_removed = True
+        if self.on_removed is not None:
+            self.on_removed()
         return None
 
     def _on_frame(self, frame: Frame) -> None:
@@ -183,6 +235,8 @@ class Sandbox:
         call = self.calls.get(str(frame.header.get("id")))
         if kind == "hello" and not self._hello.done():
             self._greet(frame.header)
+        elif self.tunnels is not None and isinstance(kind, str) and kind.startswith("net_"):
+            self.tunnels.take(frame)
         elif kind == "fatal":
             self._violate(f"it gave up, saying: {build_words(frame.header.get('message'))}")
         elif call is not None and kind == "data":
@@ -284,6 +338,8 @@ class Sandbox:
         if self.lost is not None:
             return
         self.lost = reason
+        if self.tunnels is not None:
+            self.tunnels.close()
         if not self._hello.done():
             self._hello.set_result(None)
         for call in list(self.calls.values()):
@@ -292,3 +348,7 @@ class Sandbox:
     def _loss(self) -> dict[str, Any]:
         error = {"code": "SANDBOX_UNAVAILABLE", "message": f"the sandbox died during the call: {self.lost}"}
         return {"ev": "done", "error": error, "sandbox_lost": self.lost}
+
+
+def _drop(_: Frame) -> None:
+    """Takes what nobody wants."""

@@ -7,18 +7,21 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.sandboxd.connection import Connection, describe_sandbox
+from workers.sandboxd.connection import Connection
 from workers.sandboxd.frames import FrameError
 from workers.sandboxd.link import WorkerLink
+from workers.sandboxd.plans import Plans
 from workers.sandboxd.requests import MAX_TTL_S, parse_number, parse_text
+from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions
+from workers.sandboxd.store.checkpoints import Checkpoints
 
 log = structlog.get_logger(__name__)
 
@@ -26,16 +29,26 @@ _BACKLOG = 1024
 
 
 class Server:
-    """Serves `open`, `call`, `cancel`, `close`, `status`. One request at a time on a connection; a closed connection cancels its call."""
+    """Serves `open`, `call`, `cancel`, `checkpoint`, `close`, `status`.
+
+    One request at a time on a connection; a closed connection cancels its call.
+    """
 
     def __init__(
-        self, sessions: Sessions, *, images: frozenset[str], default_image: str, uids: frozenset[int], facts: Mapping[str, Any]
+        self,
+        sessions: Sessions,
+        plans: Plans,
+        checkpoints: Checkpoints,
+        *,
+        uids: frozenset[int],
+        facts: Callable[[], Mapping[str, Any]],
     ) -> None:
+        """`facts`: what `status` tells beside the sessions, asked each time."""
         self._sessions = sessions
-        self._images = images
-        self._default_image = default_image
+        self._plans = plans
+        self._checkpoints = checkpoints
         self._uids = uids
-        self._facts = dict(facts)
+        self._facts = facts
         self._connections: set[asyncio.Task[None]] = set()
 
     async def listen(self, path: Path, mode: int) -> asyncio.Server:
@@ -85,23 +98,46 @@ class Server:
             return {"closed": await self._sessions.close(parse_text(header, "sandbox"))}
         if verb == "cancel":
             return {"cancelled": self._cancel(parse_text(header, "sandbox"), parse_text(header, "call"))}
+        if verb == "checkpoint":
+            return await self._checkpoint(parse_text(header, "sandbox"))
         if verb == "status":
-            return {**self._facts, "sandboxes": self._sessions.describe()}
+            return {**self._facts(), "sandboxes": self._sessions.describe()}
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"unknown verb {str(verb)[:40]!r}")
 
     async def _open(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        image = str(header.get("image") or self._default_image)
-        if image not in self._images:
-            allowed = ", ".join(sorted(self._images))
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"image '{image[:200]}' is not allowed on this host; allowed: {allowed}")
         name, ttl_s = parse_text(header, "sandbox"), parse_number(header, "ttl_s", 1800.0, MAX_TTL_S)
+        plan = self._plans.choose(name.partition(":")[0], _parse_optional(header, "image"), _parse_optional(header, "network"))
+        restore = _parse_optional(header, "restore")
         started = time.monotonic()
-        session = await self._sessions.open(name, image, ttl_s)
-        return {"sandbox": describe_sandbox(session.sandbox), "image": session.image, "start_s": time.monotonic() - started}
+        is_new = self._sessions.find(name) is None
+        session = await self._sessions.open(name, plan, ttl_s)
+        if restore is not None and is_new:
+            await self._restore(session, restore)
+        assert session.sandbox is not None or not is_new
+        return {
+            "sandbox": session.describe_sandbox(session.sandbox) if session.sandbox is not None else None,
+            "image": session.plan.image,
+            "network": session.plan.network,
+            "workspace": session.workspace.kind,
+            "start_s": time.monotonic() - started,
+        }
+
+    async def _restore(self, session: Session, checkpoint: str) -> None:
+        try:
+            _, sandbox = await self._sessions.use(session.id)
+            await self._checkpoints.load(session.tenant, checkpoint, sandbox)
+        except BaseException:
+            await asyncio.shield(self._sessions.close(session.id))
+            raise
+
+    async def _checkpoint(self, name: str) -> dict[str, Any]:
+        session, sandbox = await self._sessions.use(name)
+        saved = await self._checkpoints.save(session.tenant, sandbox)
+        return {"checkpoint": saved.id, "bytes": saved.bytes, "sha256": saved.sha256}
 
     def _cancel(self, name: str, call_id: str) -> bool:
         session = self._sessions.find(name)
-        if session is None:
+        if session is None or session.sandbox is None:
             return False
         for call in list(session.sandbox.calls.values()):
             if call.call_id == call_id:
@@ -116,6 +152,10 @@ async def refuse_second(path: Path) -> None:
         _, writer = await asyncio.open_unix_connection(str(path))
         writer.close()
         raise OSError(f"another sandboxd already listens on {path}")
+
+
+def _parse_optional(header: Mapping[str, Any], name: str) -> str | None:
+    return None if header.get(name) is None else parse_text(header, name)
 
 
 def _peer_uid(link: WorkerLink) -> int:

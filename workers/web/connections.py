@@ -94,7 +94,7 @@ def open_connection(
 
     Raises ToolFailure: NETWORK_ERROR with the cause refused, tls or reset; TIMEOUT.
     """
-    sock = _connect(target, _one_of_each_first(addresses)[:MAX_TRIED], limits, deadline)
+    sock = _connect(target, one_of_each_first(addresses)[:MAX_TRIED], limits, deadline)
     try:
         if target.scheme == "https":
             sock = _wrap(sock, target, limits, deadline, tls)
@@ -104,7 +104,7 @@ def open_connection(
     return Connection(sock, target, limits, deadline)
 
 
-def _one_of_each_first(addresses: Sequence[Address]) -> list[Address]:
+def one_of_each_first(addresses: Sequence[Address]) -> list[Address]:
     """In order, but with an address of the other version second: one version may lead nowhere here."""
     other = next((address for address in addresses if address.version != addresses[0].version), None)
     if other is None:
@@ -131,14 +131,14 @@ def _connect_to(address: Address, target: Target, limit_s: float) -> socket.sock
     try:
         sock.settimeout(limit_s)
         sock.connect((str(address), target.port))
-        _check_peer(sock, address, target)
+        check_peer(sock, address, target)
     except BaseException:
         sock.close()
         raise
     return sock
 
 
-def _check_peer(sock: socket.socket, address: Address, target: Target) -> None:
+def check_peer(sock: socket.socket, address: Address, target: Target) -> None:
     """What is connected must be what was judged, whatever a redirecting kernel or library made of it."""
     peer = ipaddress.ip_address(str(sock.getpeername()[0]))
     if int(peer) != int(address) or peer.version != address.version:

@@ -27,14 +27,14 @@ class EgressRules:
 
     def check_target(self, target: Target) -> None:
         """Judge all that is known before a name lookup. Raises ToolFailure(SECURITY_REFUSED)."""
-        if self.only_hosts and not any(_matches(pattern, target.host) for pattern in self.only_hosts):
+        if self.only_hosts and not any(matches(pattern, target.host) for pattern in self.only_hosts):
             raise refused(f"{target.host} is not among the hosts that the operator lets be fetched")
         if target.port not in self.ports and not self._is_allowed(target):
             raise refused(f"port {target.port} is not fetched from, only {', '.join(map(str, sorted(self.ports)))}")
         if target.literal is not None:
             self.check_addresses(target, [target.literal])
-        elif not self._is_allowed(target):
-            _check_name(target.host)
+        elif not self._is_allowed(target) and is_private_name(target.host):
+            raise refused(f"{target.host} is a name of a private network, not of the internet")
 
     def check_addresses(self, target: Target, addresses: Sequence[Address]) -> None:
         """Judge every answer for the host: one bad one refuses the URL. Raises ToolFailure(SECURITY_REFUSED)."""
@@ -51,10 +51,11 @@ class EgressRules:
         return target.host in self.allowed_hosts or f"{host}:{target.port}" in self.allowed_hosts
 
 
-def _check_name(host: str) -> None:
-    if host == "localhost" or host.endswith(_CLOSED_SUFFIXES) or host in _METADATA_NAMES or "." not in host:
-        raise refused(f"{host} is a name of a private network, not of the internet")
+def is_private_name(host: str) -> bool:
+    """Whether a name, lower case ASCII, is one of a private network or of a cloud's metadata, wherever it leads."""
+    return host == "localhost" or host.endswith(_CLOSED_SUFFIXES) or host in _METADATA_NAMES or "." not in host
 
 
-def _matches(pattern: str, host: str) -> bool:
+def matches(pattern: str, host: str) -> bool:
+    """Whether `pattern`, a name or `*.` before one, stands for `host`."""
     return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern

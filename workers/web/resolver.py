@@ -28,14 +28,15 @@ class Resolver(Protocol):
 class SystemResolver:
     """Asks the system's resolver, in a thread of its own: the call cannot be interrupted."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_lookups: int = MAX_LOOKUPS) -> None:
+        self._max_lookups = max_lookups
         self._lookups: list[threading.Thread] = []
 
     def resolve(self, host: str, deadline: Deadline, limit_s: float) -> tuple[Address, ...]:
         limit_s = deadline.left(f"looking up {host}", limit_s)
         # A thread lives as long as the system's resolver waits: a slow name server must not pile them up.
         self._lookups = [lookup for lookup in self._lookups if lookup.is_alive()]
-        if len(self._lookups) >= MAX_LOOKUPS:
+        if len(self._lookups) >= self._max_lookups:
             raise _failed(ErrorCode.TIMEOUT, f"DNS: too many lookups are under way to look up {host}; try again later")
         answer: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
         lookup = threading.Thread(target=_look_up, args=(host, answer), name="dns", daemon=True)

@@ -48,6 +48,11 @@ class Jobs:
         """Whether a keeper lives: processes that no other call's kill may meet."""
         return any(job.keeper is not None for job in self._jobs.values())
 
+    @property
+    def running(self) -> int:
+        """How many jobs run."""
+        return sum(job.is_running for job in self._jobs.values())
+
     def open(self, request: JobStartRequest) -> Job:
         """A new job. Raises Failure when there are too many that run."""
         while len(self._jobs) >= MAX_JOBS:

@@ -7,7 +7,7 @@ import os
 
 from guest.commands.shell_state import PREAMBLE_FD, build_preamble, open_in_memory
 from guest.failures import INVALID_ARGUMENTS, SPAWN_FAILED, Failure, describe_os_error, printable
-from guest.places import ENVIRONMENT
+from guest.places import ENVIRONMENT, PROGRAMS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_ARGUMENT_BYTES = 131_071
 """What the kernel takes as one argument, without its NUL."""
-_BASH = (b"/bin/bash", b"--noprofile", b"--norc", b"-c")
+_BASH = (*PROGRAMS["bash"], b"--noprofile", b"--norc", b"-c")
 # Above all that a supervisor has open.
 _SPARE_FD = 200
 _RUN_LONG = b'eval "$BASH_EXECUTION_STRING"'
@@ -102,6 +102,10 @@ def spawn(argv: list[bytes], env: dict[bytes, bytes], stdin: int, stdout: int, s
     except OSError as error:
         if error.errno == errno.E2BIG:
             raise Failure(INVALID_ARGUMENTS, "arguments and environment are too large together") from None
+        if program == _BASH[0] and error.errno == errno.ENOENT:
+            # The same path for every shell of the session: when it is not there, the image has none.
+            message = "the image of this sandbox has no /bin/bash, so no command can run; the file and search tools work without it"
+            raise Failure(SPAWN_FAILED, message) from None
         reason = os.strerror(error.errno or 0).lower()
         raise Failure(SPAWN_FAILED, f"{printable(argv[0][:200])} could not be started: {reason}") from None
 

@@ -97,7 +97,14 @@ class _MixedEnds:
 
     def _to_body(self, plain_at: int) -> int:
         """Every CRLF before made the plain text one byte shorter."""
-        return plain_at + bisect_left(range(len(self._pairs)), plain_at, key=lambda number: self._pairs[number] - number)
+        low, high = 0, len(self._pairs)
+        while low < high:
+            middle = (low + high) // 2
+            if self._pairs[middle] - middle < plain_at:
+                low = middle + 1
+            else:
+                high = middle
+        return plain_at + low
 
 
 def to_crlf(text: bytes) -> bytes:

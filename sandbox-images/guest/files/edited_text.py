@@ -104,7 +104,7 @@ class EditedText:
         count, grown = self.body.count(literal), len(new) - len(literal)
         _check_size(len(self.body) + count * grown)
         self._move_places(lambda at: at + grown * self.body.count(literal, 0, at))
-        for number, (start, _) in zip(range(_KEPT_PLACES), needle.find_all(), strict=False):
+        for number, (start, _) in zip(range(_KEPT_PLACES), needle.find_all()):
             self._keep_place(start + number * grown, len(new))
         self.count += count
         self.body = self.body.replace(literal, new)

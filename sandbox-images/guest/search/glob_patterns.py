@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 from guest.failures import INVALID_PATTERN, Failure
@@ -75,7 +74,7 @@ def expand_braces(pattern: str) -> list[str]:
         else:
             opening, commas, closing = span
             edges = [opening, *commas, closing]
-            options = [text[low + 1 : high] for low, high in itertools.pairwise(edges)]
+            options = [text[low + 1 : high] for low, high in zip(edges, edges[1:])]
             left += [text[:opening] + option + text[closing + 1 :] for option in reversed(options)]
         count = len(done) + len(left)
         if count > _MAX_ALTERNATIVES or (count > 1 and count * len(text) > _MAX_EXPANDED_CHARS):
@@ -145,7 +144,7 @@ def _translate_in(pattern: str, part: str) -> str:
 def _join(parts: list[str], regexes: list[str]) -> str:
     """A whole path, groups of parts with `**` between them. Here, too, each group but the last is well placed where it first fits."""
     groups: list[list[str]] = [[]]
-    for part, regex in zip(parts, regexes, strict=True):
+    for part, regex in zip(parts, regexes):
         if part == "**":
             groups.append([])
         else:

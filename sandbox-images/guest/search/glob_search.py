@@ -79,7 +79,7 @@ class GlobPattern:
         """The parts before the first that is a pattern, if all alternatives have them in common: there the walk can start."""
         heads = [glob.parts[:-1] if not glob.name_only else [] for glob in self._globs]
         prefix = []
-        for parts in zip(*heads, strict=False):
+        for parts in zip(*heads):
             if len(set(parts)) > 1 or has_magic(parts[0]):
                 break
             prefix.append(parts[0])

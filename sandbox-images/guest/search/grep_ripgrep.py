@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from guest.places import PROGRAMS
 from guest.search.grep_children import start_program
 from guest.search.grep_files import MAX_FOUND_BYTES
 from guest.search.grep_records import SEPARATOR, count_marks, read_counts, read_names
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from guest.search.grep_children import Child
     from guest.search.grep_patterns import GrepPattern
 
-_PROGRAMS = (b"/usr/bin/rg", b"/usr/local/bin/rg", b"/bin/rg")
 # No file of the sandbox configures it, all files are text to it, a line ends before its \r\n, too, and a file that is cut short
 # while it is searched does not end it.
 _ALWAYS = [
@@ -39,7 +39,7 @@ _MARKING = [b"--line-number", b"--column", b"--byte-offset", b"--max-columns=1",
 
 
 def find_ripgrep() -> bytes | None:
-    return next((program for program in _PROGRAMS if os.access(program, os.X_OK)), None)
+    return next((program for program in PROGRAMS["ripgrep"] if os.access(program, os.X_OK)), None)
 
 
 class Ripgrep:

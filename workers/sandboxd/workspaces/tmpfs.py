@@ -44,10 +44,11 @@ class TmpfsWorkspaces:
     async def make(self, name: str, size: WorkspaceSize) -> TmpfsWorkspace:
         return TmpfsWorkspace(name, size)
 
-    def find(self, name: str, size: WorkspaceSize) -> None:  # noqa: ARG002  # the protocol's
-        return None
+    def find(self, name: str, size: WorkspaceSize) -> TmpfsWorkspace:
+        """There is nothing to find: what it held comes from a parcel, or is gone."""
+        return TmpfsWorkspace(name, size)
 
-    async def sweep(self, keep: Set[str]) -> int:  # noqa: ARG002  # the protocol's
+    async def sweep(self, keep: Set[str]) -> int:  # the protocol's
         return 0
 
     async def find_overfull(self) -> Mapping[str, int]:

@@ -1,0 +1,178 @@
+"""One program's connection: what it says goes up as frames, what the host sends is kept until the program takes it."""
+
+from __future__ import annotations
+
+# Not `socket`, which imports more than all of the guest.
+import _socket
+import select
+import struct
+
+from guest.frames import FrameError, encode_frame, join_frame
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from guest.outbox import Outbox
+    from guest.tunnels.orphans import Ends
+
+WINDOW = 65_536
+"""Bytes that may be on their way in one direction: sent, and not yet taken at the other end."""
+PIECE = 32_768
+"""The most that one frame carries: what a call's frame may have to wait for."""
+_GRANT = WINDOW // 2
+_RESET = struct.pack("ii", 1, 0)
+_GONE = select.POLLERR | select.POLLHUP
+
+
+class Tunnel:
+    """A connection from its accept to its close. It never waits; raises HostGone as the outbox does."""
+
+    __slots__ = (
+        "_data_header",
+        "_has_shut",
+        "_outbox",
+        "_owed",
+        "_pending",
+        "_room",
+        "_socket",
+        "ends",
+        "fd",
+        "host_closed",
+        "host_ended",
+        "is_closed",
+        "number",
+        "program_ended",
+    )
+
+    def __init__(self, number: int, connection: _socket.socket, ends: Ends, outbox: Outbox) -> None:
+        self.number = number
+        self.ends = ends
+        self.fd = connection.fileno()
+        self.program_ended = False
+        self.host_ended = False
+        self.host_closed = False
+        # Our close has been said: what the host still sends is dropped.
+        self.is_closed = False
+        self._socket = connection
+        self._outbox = outbox
+        self._room = WINDOW
+        self._pending = bytearray()
+        self._owed = 0
+        self._has_shut = False
+        self._data_header = b'{"ev":"net_data","conn":%d}' % number
+        self._say("net_open")
+
+    def interest(self, may_read: bool) -> int | None:
+        """The events to wait for; 0: only its end; None: none at all, since an end that is known would be told for ever."""
+        events = select.POLLIN if may_read and self.wants_to_speak else 0
+        if self._pending:
+            events |= select.POLLOUT
+        return events if events or not self._has_shut else None
+
+    @property
+    def wants_to_speak(self) -> bool:
+        return self._room > 0 and not self.program_ended and not self.host_closed
+
+    def serve(self, events: int, may_read: bool) -> bool:
+        """Do what the events let be done; says whether a data frame was sent."""
+        if events & select.POLLOUT and not self.is_closed:
+            self._flush()
+        if self.is_closed or not events & (select.POLLIN | _GONE):
+            return False
+        if may_read and self.wants_to_speak:
+            return self._read()
+        if events & _GONE and not self._has_shut:
+            self.abort()
+        return False
+
+    def _read(self) -> bool:
+        try:
+            data = self._socket.recv(min(self._room, PIECE))
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            self.abort()
+            return False
+        if data:
+            self._room -= len(data)
+            self._outbox.put(join_frame(self._data_header, data))
+            return True
+        self.program_ended = True
+        self._say("net_end")
+        self._close_when_done()
+        return False
+
+    def take_data(self, data: bytes) -> None:
+        """Bytes for the program. Raises FrameError when they are more than was granted."""
+        if self.host_ended or self.host_closed or len(self._pending) + self._owed + len(data) > WINDOW:
+            raise FrameError("data of a connection that has ended, or more than there is room for")
+        if not self.is_closed:
+            self._pending += data
+            self._flush()
+
+    def take_room(self, count: int) -> None:
+        """The host will take as many bytes more. Raises FrameError."""
+        self._room += count
+        if self._room > WINDOW:
+            raise FrameError("more room than a connection has")
+
+    def take_end(self) -> None:
+        """The host has nothing more to say."""
+        self.host_ended = True
+        if not self.is_closed:
+            self._shut_when_said()
+
+    def take_close(self) -> None:
+        """The host has let go: what it said to an end is still handed over, anything else is cut off."""
+        self.host_closed = True
+        if self.is_closed:
+            return
+        if self.host_ended:
+            self._close_when_done()
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close so that the program gets an error, and not an end that looks like one."""
+        self._socket.setsockopt(_socket.SOL_SOCKET, _socket.SO_LINGER, _RESET)
+        self._close()
+
+    def _flush(self) -> None:
+        sent = 0
+        try:
+            if self._pending:
+                sent = self._socket.send(self._pending)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self.abort()
+            return
+        del self._pending[:sent]
+        self._owed += sent
+        if self._owed >= _GRANT and not self.host_ended:
+            self._outbox.put(encode_frame({"ev": "net_room", "conn": self.number, "bytes": self._owed}))
+            self._owed = 0
+        self._shut_when_said()
+
+    def _shut_when_said(self) -> None:
+        if self._pending or not self.host_ended or self._has_shut:
+            return
+        self._has_shut = True
+        try:
+            self._socket.shutdown(_socket.SHUT_WR)
+        except OSError:
+            self.abort()
+            return
+        self._close_when_done()
+
+    def _close_when_done(self) -> None:
+        if self._has_shut and (self.program_ended or self.host_closed):
+            self._close()
+
+    def _close(self) -> None:
+        self.is_closed = True
+        self._pending = bytearray()
+        self._socket.close()
+        self._say("net_close")
+
+    def _say(self, event: str) -> None:
+        self._outbox.put(encode_frame({"ev": event, "conn": self.number}))

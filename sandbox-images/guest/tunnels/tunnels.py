@@ -1,0 +1,157 @@
+"""The proxy port of a sandbox: PID 1 listens there, and relays each connection to the host."""
+
+from __future__ import annotations
+
+import _socket
+import select
+import struct
+import time
+
+from guest.frames import FrameError
+from guest.tunnels.orphans import find_left
+from guest.tunnels.pace import Pace
+from guest.tunnels.tunnel import WINDOW, Tunnel
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from guest.frames import Frame
+    from guest.outbox import Outbox
+
+NET_OPS = frozenset(("net_data", "net_room", "net_end", "net_close"))
+MAX_TUNNELS = 64
+# Calls' reports are read until far more waits for the host: bulk data yields to them.
+_OUTBOX_BYTES = 32_768
+_FRAMES_PER_S = 2000.0
+_OPEN_COST = 20.0
+_BACKLOG = 64
+_SOCKET_BYTES = 131_072
+_LOOK_S = 1.0
+_RESET = struct.pack("ii", 1, 0)
+
+
+class Tunnels:
+    """Every connection that is not over on both sides. Without a port there is no listener, and no frame of it is known."""
+
+    def __init__(self, outbox: Outbox, port: int | None) -> None:
+        self._outbox = outbox
+        self._listener = _listen(port) if port is not None else None
+        self._by_number: dict[int, Tunnel] = {}
+        # The open ones; those that had their turn last are last.
+        self._by_fd: dict[int, Tunnel] = {}
+        self._last = 0
+        self._pace = Pace(_FRAMES_PER_S)
+        self._look_at: float | None = None
+
+    def register(self, poller: select.poll) -> None:
+        if self._listener is None:
+            return
+        if self._pace.has(_OPEN_COST):
+            poller.register(self._listener.fileno(), select.POLLIN)
+        may_read = self._may_read()
+        for fd, tunnel in self._by_fd.items():
+            events = tunnel.interest(may_read)
+            if events is not None:
+                poller.register(fd, events)
+
+    def serve(self, fd: int, events: int) -> None:
+        """One event of the poller, of whatever descriptor."""
+        if self._listener is not None and fd == self._listener.fileno():
+            self._accept()
+            return
+        tunnel = self._by_fd.get(fd)
+        if tunnel is None:
+            return
+        if tunnel.serve(events, self._may_read()):
+            self._pace.take(1.0)
+            self._by_fd[fd] = self._by_fd.pop(fd)
+        self._settle(tunnel)
+
+    def take(self, frame: Frame) -> None:
+        """A frame of the host about a connection. Raises FrameError when there is no such, or it breaks its rules."""
+        number, op = frame.header.get("conn"), frame.header["op"]
+        tunnel = self._by_number.get(number) if isinstance(number, int) else None
+        if tunnel is None:
+            raise FrameError("no such connection")
+        if op == "net_data":
+            tunnel.take_data(frame.body)
+        elif op == "net_room":
+            tunnel.take_room(_parse_count(frame.header.get("bytes")))
+        elif op == "net_end":
+            tunnel.take_end()
+        else:
+            tunnel.take_close()
+        self._settle(tunnel)
+
+    @property
+    def wake_at(self) -> float | None:
+        """When to look after the connections, should nothing happen until then."""
+        if self._listener is None:
+            return None
+        times = [] if self._look_at is None else [self._look_at]
+        if not self._pace.has(_OPEN_COST):
+            times.append(self._pace.ready_at(_OPEN_COST))
+        return min(times) if times else None
+
+    def look_after(self) -> None:
+        """Cut off those whose program has left without waiting for the answer."""
+        if self._look_at is None or time.monotonic() < self._look_at:
+            return
+        waiting = [tunnel for tunnel in self._by_fd.values() if _may_be_left(tunnel)]
+        left = find_left([tunnel.ends for tunnel in waiting])
+        for tunnel in waiting:
+            if tunnel.ends in left:
+                tunnel.abort()
+                self._settle(tunnel)
+        self._look_at = time.monotonic() + _LOOK_S if any(map(_may_be_left, self._by_fd.values())) else None
+
+    def _may_read(self) -> bool:
+        return self._outbox.size < _OUTBOX_BYTES and self._pace.has(1.0)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        # Also when it fails, or a want of descriptors would keep PID 1 busy.
+        self._pace.take(_OPEN_COST)
+        try:
+            fd, program = self._listener._accept()  # type: ignore[attr-defined]
+        except OSError:
+            return
+        connection = _socket.socket(fileno=fd)
+        connection.setblocking(False)
+        if len(self._by_number) >= MAX_TUNNELS:
+            connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_LINGER, _RESET)
+            connection.close()
+            return
+        connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
+        self._last += 1
+        tunnel = Tunnel(self._last, connection, (connection.getsockname(), program), self._outbox)
+        self._by_number[tunnel.number] = self._by_fd[fd] = tunnel
+
+    def _settle(self, tunnel: Tunnel) -> None:
+        if tunnel.is_closed:
+            self._by_fd.pop(tunnel.fd, None)
+            if tunnel.host_closed:
+                self._by_number.pop(tunnel.number, None)
+        elif self._look_at is None and _may_be_left(tunnel):
+            self._look_at = time.monotonic() + _LOOK_S
+
+
+def _may_be_left(tunnel: Tunnel) -> bool:
+    return tunnel.program_ended and not tunnel.is_closed
+
+
+def _listen(port: int) -> _socket.socket:
+    """Raises OSError."""
+    listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+    listener.setblocking(False)
+    # Inherited by every connection: what waits in the kernel is bounded, too.
+    for option in (_socket.SO_RCVBUF, _socket.SO_SNDBUF):
+        listener.setsockopt(_socket.SOL_SOCKET, option, _SOCKET_BYTES)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _parse_count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= WINDOW:
+        raise FrameError(f"room must be a whole number from 1 to {WINDOW}")
+    return value

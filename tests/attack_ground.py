@@ -1,0 +1,208 @@
+"""Where attacks are made and seen from: a real sandboxd without a queue, sessions in it, and what the host sees of both."""
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docker import APIClient
+
+from contract.errors import SandboxUnavailable
+from tests.containers import Watched
+from tests.stack import ROOT, UP_S, Footprint, all_pids, end_process, is_alive, open_footprint, read_proc, wait_until
+from workers.sandbox_client import GuestResponse, SandboxClient
+
+CAPTURE = {"stdout": 8192, "stderr": 8192, "merged": 8192}
+SOON_S = 20.0
+WORKER = """
+import json, sys
+from workers.sandbox_client import SandboxClient
+path, name, script, timeout_s = sys.argv[1:]
+request = {"op": "exec", "argv": None, "script_bytes": len(script), "state": "use", "timeout_s": float(timeout_s), "capture": {}}
+SandboxClient(path).call(name, request, script.encode())
+"""
+
+
+class Program:
+    """What runs in a container, from outside: its number there, its command line, and when it was started."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.command = read_proc(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+        self.started = read_proc(pid, "stat").rpartition(b")")[2].split()[19:20]
+
+    @property
+    def identity(self) -> tuple[int, bytes]:
+        """A number is used again, and with its time of start it is not."""
+        return self.pid, b"".join(self.started)
+
+
+class Hostile:
+    """A session whose programs attack, with its container seen from outside."""
+
+    def __init__(self, path: Path, client: SandboxClient, api: APIClient, name: str) -> None:
+        self.name = name
+        self.path = path
+        self._client = client
+        self._api = api
+        self._opened_by_others: list[SandboxClient] = []
+        self.watched = self.look()
+
+    def look(self) -> Watched:
+        """The container that the session has now."""
+        short = str(self._client.describe_open(self.name, None, 1800.0)["sandbox"]["id"])
+        return Watched(self._api, str(self._api.inspect_container(short)["Id"]))
+
+    def bash(self, script: str, **changes: Any) -> GuestResponse:
+        """A command as bash_tool sends it, to its end."""
+        return self._ask(self._client, script, changes)
+
+    def start(self, script: str, **changes: Any) -> "Future[GuestResponse]":
+        """As `bash`, on a connection of its own beside others."""
+        answer: Future[GuestResponse] = Future()
+        client = SandboxClient(self.path)
+        self._opened_by_others.append(client)
+
+        def run() -> None:
+            try:
+                answer.set_result(self._ask(client, script, changes))
+            except Exception as error:  # noqa: BLE001  # whoever waits for the answer gets it
+                answer.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return answer
+
+    def start_job(self, script: str) -> None:
+        request = {"op": "job_start", "script_bytes": len(script), "cwd": None, "label": "a job", "wait_ms": 0, "max_bytes": 8192}
+        done = self._client.call(self.name, {**request, "timeout_s": 5.0}, script.encode()).done
+        assert "error" not in done, done
+
+    def ask(self, request: Mapping[str, Any], body: bytes = b"") -> GuestResponse:
+        """Any request, to its end."""
+        return self._client.call(self.name, request, body)
+
+    def programs(self) -> dict[tuple[int, bytes], str]:
+        """All that lives in the container but the guest and its supervisors, which are forked of it: identity to command line."""
+        own = Program(self.watched.pid).command
+        with contextlib.suppress(FileNotFoundError):
+            living = [Program(pid) for pid in self.watched.processes() if is_alive(pid)]
+            return {program.identity: program.command for program in living if program.command not in (own, "")}
+        return {}
+
+    def wait_for(self, words: str, count: int = 1) -> None:
+        """Until so many programs with these words in their command line run."""
+        wait_until(lambda: sum(words in line for line in self.programs().values()) >= count, SOON_S, lambda: f"{words}: {self.programs()}")
+
+    def is_well(self) -> bool:
+        """Whether the next command runs, in the same container, with nothing left of the last."""
+        answer = self.bash("echo well")
+        return answer.streams.get("merged") == b"well\n" and self.watched.id.startswith(answer.done["sandbox"]["id"])
+
+    def close(self) -> None:
+        for client in self._opened_by_others:
+            client.disconnect()
+        with contextlib.suppress(SandboxUnavailable):
+            self._client.close(self.name)
+        self._client.disconnect()
+
+    def _ask(self, client: SandboxClient, script: str, changes: Mapping[str, Any]) -> GuestResponse:
+        body = script.encode()
+        request = {
+            "op": "exec",
+            "argv": None,
+            "script_bytes": len(body),
+            "cwd": None,
+            "state": "keep",
+            "timeout_s": 10.0,
+            "capture": CAPTURE,
+        }
+        return client.call(self.name, {**request, "spill": {"bytes": 8192, "lines": 100}, **changes}, body)
+
+
+class Ground:
+    """A sandboxd of one's own."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", footprint: Footprint, api: APIClient) -> None:
+        self.process = process
+        self.footprint = footprint
+        self.api = api
+        self.path = footprint.folder / "sandboxd.sock"
+
+    @contextlib.contextmanager
+    def session(self, tenant: str = "acme", session: str = "s1") -> Iterator[Hostile]:
+        """A session that is closed at the end."""
+        client = SandboxClient(self.path)
+        hostile = Hostile(self.path, client, self.api, client.open(tenant, session))
+        try:
+            yield hostile
+        finally:
+            hostile.close()
+
+    def start_worker(self, name: str, script: str, timeout_s: float) -> "subprocess.Popen[bytes]":
+        """A process that asks for a call, to be killed."""
+        argv = [sys.executable, "-c", WORKER, str(self.path), name, script, str(timeout_s)]
+        return subprocess.Popen(argv, cwd=ROOT, env=self.footprint.environment(), stderr=subprocess.DEVNULL)
+
+    def peak_bytes(self) -> int:
+        """The most memory that sandboxd has had since `forget_peak`."""
+        return int(read_proc(self.process.pid, "status").split(b"VmHWM:")[1].split()[0]) * 1024
+
+    def forget_peak(self) -> None:
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
+    def log(self) -> str:
+        return (self.footprint.folder / "sandboxd.log").read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def open_ground(api: APIClient, environment: Mapping[str, str] | None = None) -> Iterator[Ground]:
+    """A sandboxd that answers; its containers are gone at the end, whatever happened. `environment` is added to its own."""
+    with open_footprint(api) as footprint:
+        folder = footprint.folder
+        own = {
+            "TOOLCREW_SANDBOXD_SOCKET": str(folder / "sandboxd.sock"),
+            "TOOLCREW_SANDBOXD_NAME": f"attacks-{folder.name[4:]}",
+            "TOOLCREW_DEPLOYMENT": f"attacks-{folder.name[4:]}",
+            "TOOLCREW_SANDBOXD_STATE": str(folder / "state"),
+            "TOOLCREW_SANDBOXD_LEASES": str(folder / "leases"),
+            "TOOLCREW_POOL_TARGET": "0",
+            **(environment or {}),
+        }
+        with (folder / "sandboxd.log").open("wb") as log:
+            argv = [sys.executable, "-m", "workers.sandboxd"]
+            process = subprocess.Popen(
+                argv, cwd=ROOT, env=footprint.environment(own), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        ground = Ground(process, footprint, api)
+        try:
+            wait_until(lambda: _answers(ground), UP_S, ground.log)
+            footprint.processes()
+            yield ground
+        finally:
+            end_process(process)
+
+
+def _answers(ground: Ground) -> bool:
+    if ground.process.poll() is not None:
+        pytest.fail(f"sandboxd did not start: {ground.log()}", pytrace=False)
+    with contextlib.suppress(SandboxUnavailable), SandboxClient(ground.path) as client:
+        return bool(client.status())
+    return False
+
+
+def is_empty(watched: Watched) -> bool:
+    """Whether no process has the container's control group any more."""
+    wanted = watched.id.encode()
+    return not [pid for pid in all_pids() if wanted in read_proc(pid, "cgroup") and is_alive(pid)]
+
+
+def took_s(work: Callable[[], object]) -> float:
+    started = time.monotonic()
+    work()
+    return time.monotonic() - started

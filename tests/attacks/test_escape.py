@@ -1,0 +1,164 @@
+"""Escape: power over the kernel, the image, the limits, or a life beyond the sandbox's own. The verdict comes from outside it."""
+
+import contextlib
+import stat
+from pathlib import Path
+
+import docker.errors
+import pytest
+from docker import APIClient
+
+from tests.containers import Box, assert_still_works, python
+from workers.sandboxd.hardening import SandboxLimits
+
+pytestmark = pytest.mark.stack
+
+LIMITS = SandboxLimits()
+
+
+def test_become_root_by_programs_and_calls(shared_box: Box) -> None:
+    """Aim: become root by setuid programs, files of its own, or calls."""
+    shared_box.run("cp /bin/sh /workspace/sh && chmod 6755 /workspace/sh")
+    answer = shared_box.run(
+        python("""
+import os
+for attempt in (lambda: os.setuid(0), lambda: os.setresuid(0, 0, 0), lambda: os.setgid(0), lambda: os.setgroups([0]),
+                lambda: os.chown('/workspace/sh', 0, 0)):
+    try: attempt()
+    except PermissionError: print('refused')
+""")
+        + "\nsu -c id; sudo id; newgrp root </dev/null; /workspace/sh -p -c id"
+    )
+
+    assert answer.output.count("refused") == 5
+    assert "uid=0" not in answer.output
+    assert "gid=0" not in answer.output
+    assert (shared_box.root / "workspace/sh").stat().st_uid == 1000
+    # What the kernel holds against every process of the container, not what a program said.
+    assert {shared_box.status_of(pid)["Uid"] for pid in shared_box.processes()} == {"1000\t1000\t1000\t1000"}
+
+
+def test_find_a_setuid_file_or_a_file_capability_in_the_image(shared_box: Box) -> None:
+    """Aim: find something in the image that gives power."""
+    answer = shared_box.run("find / -xdev -perm /6000 -type f 2>/dev/null")
+
+    assert answer.output.strip() == ""
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "mount -t tmpfs none /workspace",
+        "mount -t proc proc /workspace",
+        "mount --bind / /workspace",
+        "mount -o remount,rw /",
+        "mount -o remount,exec,size=1g /tmp",
+        "umount /proc/kcore",
+        "umount -l /tmp",
+        "unshare --user --map-root-user --mount mount -t tmpfs none /tmp",
+        "nsenter --target 1 --mount --uts --net true",
+    ],
+)
+def test_change_what_is_mounted(shared_box: Box, attempt: str) -> None:
+    """Aim: see or write more by another mount."""
+    before = shared_box.mounts()
+    answer = shared_box.run(f"mkdir -p /workspace/m; {attempt}")
+
+    assert answer.status != 0
+    assert shared_box.mounts() == before
+
+
+@pytest.mark.parametrize("place", ["/workspace", "/tmp", "/output", "/dev/shm"])
+def test_make_a_device_node_of_the_hosts_disk(shared_box: Box, place: str) -> None:
+    """Aim: reach the host's disk or memory by a device node."""
+    answer = shared_box.run(f"mknod {place}/sda b 8 0; mknod {place}/mem c 1 1; mkfifo {place}/fifo")
+    made = [path for path in (shared_box.root / place.lstrip("/")).iterdir() if not path.is_dir()]
+
+    assert answer.status == 0, answer.output  # a fifo is no device
+    assert [path.name for path in made] == ["fifo"]
+
+
+def test_open_a_device_of_the_host(shared_box: Box) -> None:
+    """Aim: reach the host's disk, memory or kernel by a device that is there."""
+    devices = [path.name for path in (shared_box.root / "dev").iterdir() if stat.S_ISBLK(path.lstat().st_mode)]
+    answer = shared_box.run("for d in /dev/mem /dev/kmsg /dev/sda /dev/vda /dev/kvm /dev/fuse /dev/vsock; do cat <$d && echo got $d; done")
+
+    assert devices == []
+    assert "got" not in answer.output
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["/x", "/etc/passwd", "/etc/ld.so.preload", "/usr/bin/python3", "/usr/lib/x", "/opt/toolcrew/__main__.py", "/opt/toolcrew/x", "/var/x"],
+)
+def test_write_to_the_image(engine: APIClient, shared_box: Box, place: str) -> None:
+    """Aim: have code run in the guest, or in every later command."""
+    answer = shared_box.run(f"echo evil >>{place}")
+
+    assert answer.status != 0
+    assert changed_files(engine, shared_box) == set()
+
+
+def changed_files(engine: APIClient, shared_box: Box) -> set[str]:
+    """What differs from the image, but for the mount points the engine itself makes."""
+    engine_made = {"/dev", "/etc", "/proc", "/sys", "/run", "/tmp", "/workspace", "/output"}
+    return {change["Path"] for change in engine.diff(shared_box.id) or []} - engine_made
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "/proc/sys/kernel/core_pattern",
+        "/proc/sys/vm/overcommit_memory",
+        "/proc/sysrq-trigger",
+        "/sys/kernel/uevent_helper",
+        "/proc/1/oom_score_adj",
+    ],
+)
+def test_change_the_host_through_proc_and_sys(shared_box: Box, place: str) -> None:
+    """Aim: have the kernel run a program on the host, or weaken it."""
+    before = read_if_any(Path(place))
+    shared_box.run(f"echo -1000 >{place}; echo '|/workspace/x' >{place}")
+
+    assert read_if_any(Path(place)) == before
+
+
+def read_if_any(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def test_leave_the_limits_through_the_cgroup_tree(shared_box: Box) -> None:
+    """Aim: raise or leave its own limits."""
+    shared_box.run(
+        "for f in $(find /sys/fs/cgroup -name cgroup.procs 2>/dev/null); do echo $$ >$f; done; "
+        "for f in $(find /sys/fs/cgroup -name release_agent -o -name pids.max -o -name memory.limit_in_bytes 2>/dev/null); do echo 1 >$f; done"
+    )
+
+    assert shared_box.pid in shared_box.processes()
+    assert int(shared_box.cgroup_file("pids", "pids.max", "pids.max").read_text()) == LIMITS.pids
+    assert int(shared_box.cgroup_file("memory", "memory.limit_in_bytes", "memory.max").read_text()) == LIMITS.memory_bytes
+
+
+def test_outlive_the_end_of_input(engine: APIClient, box: Box) -> None:
+    """Aim: stay when whoever feeds the sandbox has gone."""
+    box.feed("trap '' TERM HUP INT; setsid sh -c 'trap \"\" TERM HUP; while :; do read x </dev/zero; done' >/dev/null 2>&1 &\n")
+    assert_still_works(box)
+    assert len(box.processes()) >= 2
+    box.close_stdin()
+    box.wait_until_removed()
+
+    with pytest.raises(docker.errors.NotFound):
+        engine.inspect_container(box.id)
+    with contextlib.suppress(FileNotFoundError):
+        assert box.processes() == []
+
+
+def test_end_pid_1_from_inside(shared_box: Box) -> None:
+    """Aim: end or stop the guest, and with it the watch over the call."""
+    shared_box.run("for s in TERM INT HUP KILL STOP QUIT USR1 SEGV; do kill -$s 1; done")
+
+    assert_still_works(shared_box)
+    assert shared_box.inspect()["State"]["Running"] is True

@@ -1,0 +1,99 @@
+"""The network: the host's services, the internet, neighbours, the hypervisor. The verdict is that no socket saw a byte."""
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.containers import Box, python
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """A server on every address of the host: what an attacker would love to reach."""
+    with socket.create_server(("", 0)) as server:
+        server.setblocking(False)
+        yield server
+
+
+def host_addresses() -> list[str]:
+    found = re.findall(r"/32 host LOCAL|(\d+\.\d+\.\d+\.\d+)", Path("/proc/net/fib_trie").read_text())
+    return sorted({address for address in found if address and not address.startswith("0.")})
+
+
+def test_reach_the_host_over_the_network(shared_box: Box, listener: socket.socket) -> None:
+    """Aim: use a service of the host that trusts its own machine."""
+    port = listener.getsockname()[1]
+    answer = shared_box.run(
+        python(f"""
+import socket
+for address in {host_addresses()!r} + ['127.0.0.1']:
+    try: socket.create_connection((address, {port}), 2); print('reached', address)
+    except OSError as error: print(error)
+""")
+    )
+
+    assert "127.0.0.1" in host_addresses()
+    assert "reached" not in answer.output
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+
+
+@pytest.mark.parametrize("target", ["169.254.169.254", "8.8.8.8", "172.17.0.1", "fd00:ec2::254", "2001:4860:4860::8888"])
+def test_reach_the_internet_or_the_metadata_service(shared_box: Box, target: str) -> None:
+    """Aim: carry data out, or take the host's cloud credentials."""
+    answer = shared_box.run(
+        python(f"""
+import errno, socket
+try: socket.create_connection(({target!r}, 80), 2)
+except OSError as error: print(errno.errorcode[error.errno])
+""")
+    )
+
+    assert answer.output.strip() in ("ENETUNREACH", "EADDRNOTAVAIL")
+
+
+def test_find_an_interface_besides_loopback(shared_box: Box) -> None:
+    """Aim: find any way out."""
+    lines = Path(f"/proc/{shared_box.pid}/net/dev").read_text().splitlines()[2:]
+
+    assert [line.split(":")[0].strip() for line in lines] == ["lo"]
+
+
+def test_resolve_a_name_to_carry_data_out(shared_box: Box) -> None:
+    """Aim: carry data out in names."""
+    assert shared_box.run("getent hosts secret.example.com").status != 0
+
+
+@pytest.mark.parametrize("family", ["AF_VSOCK", "AF_NETLINK", "AF_PACKET", "AF_ALG", "AF_TIPC", "AF_BLUETOOTH"])
+def test_reach_the_hypervisor_or_the_kernel_by_an_odd_socket(shared_box: Box, family: str) -> None:
+    """Aim: reach the hypervisor, which vsock does whatever the network namespace, or a part of the kernel."""
+    answer = shared_box.run(
+        python(f"""
+import socket
+for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
+    try: socket.socket(socket.{family}, kind); print('opened')
+    except PermissionError: print('refused')
+""")
+    )
+
+    assert answer.output.split() == ["refused"] * 4
+
+
+def test_reach_a_listener_of_the_host_by_an_abstract_name(shared_box: Box) -> None:
+    """Aim: use a service of the host that listens by a name without a file."""
+    name = f"\0toolcrew-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(name)
+        server.listen()
+        server.setblocking(False)
+        answer = shared_box.run(python(f"import socket; socket.socket(socket.AF_UNIX).connect({name!r}); print('reached')"))
+
+        assert "reached" not in answer.output
+        with pytest.raises(BlockingIOError):
+            server.accept()

@@ -1,0 +1,201 @@
+"""Running on beyond a call's limit, or keeping the call from ending: by the programs of a session whose other work must not suffer."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from docker import APIClient
+
+from tests.attack_ground import Ground, Hostile, is_empty, open_ground
+from tests.stack import wait_until
+from workers.sandbox_client import GuestResponse
+
+pytestmark = pytest.mark.stack
+
+LIMIT_S = 0.3
+GRACE_S = 2.0
+_CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, 56)
+_VFORK, _SIBLING, _SILENT = 0x4000 | 17, 0x8000 | 17, 0
+
+
+def python(source: str) -> str:
+    return f"python3 - <<'END'\nimport os, signal, sys, threading, time\n{source}\nEND"
+
+
+def cloned(flags: int, then: str = "sleep 1000") -> str:
+    """A process by the bare call: vfork holds its parent where no signal but a kill is taken; others escape a parent's wait."""
+    return f"perl -e '$| = 1; my $child = syscall({_CLONE}, {flags}, 0, 0, 0, 0); {then}'"
+
+
+DAEMON = """
+if os.fork(): sys.exit()
+os.setsid()
+if os.fork(): sys.exit()
+os.closerange(0, 1024)
+for number in range(1, 65):
+    try: signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+time.sleep(1000)
+"""
+THREADS = """
+def spin():
+    while True: pass
+try:
+    while True: threading.Thread(target=spin, daemon=True).start()
+except RuntimeError: pass
+time.sleep(1000)
+"""
+SUBREAPER = """
+import ctypes
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+for _ in range(5):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0: time.sleep(1000)
+        os._exit(0)
+time.sleep(1000)
+"""
+# What it runs, and whether the call itself lasts until its limit: else it has ended, and what it left is killed at once.
+EVADERS = {
+    "printing for ever": ("yes", True),
+    "printing nothing for ever": ("cat <(sleep 1000)", True),
+    "waiting for a pipe that nobody opens": ("mkfifo /tmp/fifo$$; cat /tmp/fifo$$", True),
+    "ignoring every signal": ("for n in $(seq 64); do trap '' $n; done 2>/dev/null; while :; do sleep 1; done", True),
+    "answering its end with new programs": ("trap 'setsid sleep 1000 & setsid sleep 1001 &' TERM; while :; do sleep 0.01; done", True),
+    "holding the pipe": ("(setsid sleep 1000 &) ; echo done", False),
+    "holding the pipe and printing": ("(setsid yes &) ; echo done", False),
+    "forking for ever": ("f() { f | f & }; f; sleep 1000", True),
+    "stopping itself": ("kill -STOP $$", True),
+    "stopping what it started": ("sleep 1000 & kill -STOP $!; setsid sleep 1001 & kill -STOP $!; wait", True),
+    "stopping its group and its supervisor": ("kill -STOP $PPID 0", True),
+    "killing its supervisor": ("setsid sleep 1000 & kill -9 $PPID; sleep 1000", False),
+    "leaving by two forks, a session and closed descriptors": (python(DAEMON), False),
+    "leaving by nohup": ("nohup setsid sleep 1000 </dev/null >/dev/null 2>&1 & disown -a", False),
+    "coming back to life": ("r() { while :; do setsid bash -c 'sleep 1000'; done; }; r & r & wait", True),
+    "threads without end": (python(THREADS), True),
+    "waiting where no signal is taken": (cloned(_VFORK), True),
+    "being its supervisor's child": (cloned(_SIBLING, "sleep 1000 if !$child"), False),
+    "an end that no signal tells": (cloned(_SILENT, "sleep 1000 if !$child"), False),
+    "being a reaper itself": (python(SUBREAPER), True),
+}
+
+
+@pytest.fixture(scope="module")
+def busy(ground: Ground) -> Iterator[Hostile]:
+    """A session with a call that only waits, and with a background job: neither is the attackers'."""
+    with ground.session(session="timeouts") as session:
+        session.start("exec sleep 777", state="use", timeout_s=500.0)
+        session.start_job("exec sleep 888")
+        session.wait_for("sleep 777")
+        session.wait_for("sleep 888")
+        yield session
+
+
+@pytest.mark.parametrize(("script", "is_late"), EVADERS.values(), ids=EVADERS.keys())
+def test_a_call_and_all_that_it_started_end_at_its_limit_despite(busy: Hostile, script: str, is_late: bool) -> None:
+    """Aim: run on unseen, or hold the call and its worker beyond the limit. Whoever else runs in the session must not pay for it."""
+    others = busy.programs()
+    started = time.monotonic()
+    answer = busy.bash(script, timeout_s=LIMIT_S)
+    took_s = time.monotonic() - started
+
+    assert took_s < LIMIT_S + GRACE_S
+    assert busy.programs() == others
+    assert sorted(others.values()) == ["sleep 777", "sleep 888"]
+    assert_killed(answer, is_late)
+    assert busy.is_well()
+
+
+def assert_killed(answer: GuestResponse, is_late: bool) -> None:
+    """The report is whole and true: something was signalled, nothing survived."""
+    kill = answer.done["kill"]
+    assert answer.done.get("timed_out", False) is is_late
+    assert set(kill) == {"signalled", "survivors", "method", "ms"}
+    assert (kill["signalled"] >= 1, kill["survivors"], kill["method"]) == (True, 0, "tree")
+    assert 0 <= kill["ms"] < 1000 * GRACE_S
+
+
+def test_a_program_that_kills_all_it_can_ends_its_own_session_s_programs_and_no_more(ground: Ground) -> None:
+    """Aim: end PID 1, or leave calls that are never answered."""
+    with ground.session(session="killer") as killer, ground.session(session="bystander") as bystander:
+        waiting = killer.start("exec sleep 777", state="use")
+        bystander.start("exec sleep 999", state="use")
+        killer.wait_for("sleep 777")
+        bystander.wait_for("sleep 999")
+        answer = killer.bash("for i in 1 2 3; do kill -9 -1; done; sleep 1000", timeout_s=LIMIT_S)
+
+        assert answer.done["kill"]["survivors"] == 0
+        assert waiting.result(GRACE_S).done["kill"]["survivors"] == 0
+        assert killer.programs() == {}
+        assert killer.is_well()
+        assert list(bystander.programs().values()) == ["sleep 999"]
+
+
+def test_a_fork_bomb_at_the_limit_of_processes_ends_with_its_call(ground: Ground) -> None:
+    """Aim: leave no process for whoever is to end it."""
+    with ground.session(session="bomb") as session:
+        before = session.watched.pids_refused()
+        answer = session.bash("f() { f | f & }; f; sleep 1000", timeout_s=0.7)
+
+        assert session.watched.pids_refused() > before
+        assert answer.done["kill"]["survivors"] == 0
+        assert session.programs() == {}
+        assert session.is_well()
+
+
+@pytest.fixture
+def frozen(ground: Ground) -> Iterator[Hostile]:
+    """A session whose guest answers nothing: stopped from outside, as nobody inside can."""
+    with ground.session(session="frozen") as session:
+        session.start_job("while :; do :; done")
+        yield session
+        unfreeze(session)
+
+
+def freeze(session: Hostile) -> None:
+    os.kill(session.watched.pid, signal.SIGSTOP)
+
+
+def unfreeze(session: Hostile) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(session.watched.pid, signal.SIGCONT)
+
+
+def test_a_guest_that_cannot_answer_costs_the_container_two_seconds_after_the_limit(ground: Ground, frozen: Hostile) -> None:
+    """Aim: keep PID 1 from killing, and go on."""
+    call = frozen.start("sleep 1000", timeout_s=LIMIT_S)
+    freeze(frozen)
+    started = time.monotonic()
+    done = call.result(20).done
+
+    assert LIMIT_S + GRACE_S - 0.1 < time.monotonic() - started < LIMIT_S + GRACE_S + 5
+    assert done["error"]["code"] == "TIMEOUT"
+    assert (done["kill"]["method"], done["kill"]["survivors"]) == ("container", 0)
+    assert frozen.watched.id not in ground.footprint.containers()
+
+
+def test_a_guest_that_cannot_answer_is_removed_though_its_worker_was_killed(ground: Ground, frozen: Hostile) -> None:
+    """Aim: outlive the limit because nobody waits for the answer."""
+    with ground.start_worker(frozen.name, "exec sleep 999", 100) as worker:
+        frozen.wait_for("sleep 999")
+        freeze(frozen)
+        worker.kill()
+        frozen.watched.wait_until_removed(timeout_s=GRACE_S + 10)
+
+    assert frozen.watched.id not in ground.footprint.containers()
+
+
+def test_a_fork_bomb_does_not_outlive_a_killed_sandboxd(engine: APIClient) -> None:
+    """Aim: have no limit any more once sandboxd is gone. The guest sees the end of its input, and must get to act on it."""
+    with open_ground(engine) as ground, ground.session() as session:
+        session.start("f() { f | f & }; f; sleep 1000", timeout_s=500.0)
+        session.start_job("trap '' TERM HUP; while :; do :; done")
+        wait_until(lambda: session.watched.pids_refused() > 0, 20, "the bomb is at its limit")
+        os.kill(ground.process.pid, signal.SIGKILL)
+        wait_until(lambda: is_empty(session.watched), 10, lambda: f"nothing of the session runs: {session.programs()}")
+        session.watched.wait_until_removed(timeout_s=10)
+
+        assert ground.footprint.containers() == []

@@ -1,0 +1,196 @@
+"""A container engine without containers: socket pairs, and guests that are a test's script."""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.engine import LABEL_DEPLOYMENT, AttachedContainer, ListedContainer
+from workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
+
+_MUX = struct.Struct(">BxxxI")
+
+
+CLEAN: Mapping[str, Any] = {
+    "processes": 0,
+    "zombies": 0,
+    "jobs": 0,
+    "entries": {"workspace": 0, "tmp": 0, "output": 0, "shm": 0},
+    "workspace": {"bytes": 1 << 28, "inodes": 65_536, "type": "tmpfs"},
+    "python": [3, 11, 2],
+    "programs": ["bash"],
+}
+"""What a guest tells of a sandbox that nobody has used."""
+
+
+class FakeGuest:
+    """The other end of an attached container: frames in and out, multiplexed as the engine does it. What it does is the test's script."""
+
+    def __init__(self, sock: socket.socket, config: Mapping[str, Any]) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._decoder = FrameDecoder(MAX_DOWN)
+        self._frames: list[Frame] = []
+        self.config = config
+        self.attests: dict[str, Any] = {}
+        self.gone = asyncio.Event()
+
+    async def next(self) -> Frame:
+        """The next frame from the host. Raises EOFError when the host has closed."""
+        loop = asyncio.get_running_loop()
+        while not self._frames:
+            data = await loop.sock_recv(self._sock, 65536)
+            if not data:
+                raise EOFError
+            self._frames += self._decoder.feed(data)
+        return self._frames.pop(0)
+
+    async def request(self) -> tuple[dict[str, Any], bytes]:
+        """The next whole request: its header and body."""
+        first = await self.next()
+        body = first.body
+        while len(body) < first.header.get("body_bytes", 0):
+            body += (await self.next()).body
+        return first.header, body
+
+    async def send(self, header: Mapping[str, object], body: bytes = b"") -> None:
+        await self.send_raw(encode_frame(header, body, max_total=MAX_UP))
+
+    async def send_raw(self, data: bytes, stream: int = 1) -> None:
+        """Bytes of PID 1's stdout (1) or stderr (2), in one engine message."""
+        await asyncio.get_running_loop().sock_sendall(self._sock, _MUX.pack(stream, len(data)) + data)
+
+    async def hello(self) -> None:
+        await self.send({"ev": "hello", "v": 1})
+
+    async def done(self, request: Mapping[str, Any], **fields: Any) -> None:
+        await self.send({"id": request["id"], "ev": "done", **fields})
+
+    def die(self) -> None:
+        """PID 1 ends: the attached stream ends on both sides. Its descriptor is closed by who plays it, who may be reading."""
+        self.gone.set()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.gone.set()
+        self._sock.close()
+
+
+Behaviour = Callable[[FakeGuest], Awaitable[None]]
+
+
+async def echoing(guest: FakeGuest) -> None:
+    """Greets, then answers every request: its body comes back as stdout."""
+    await guest.hello()
+    while True:
+        request, body = await guest.request()
+        if request["op"] == "cancel":
+            continue
+        if request["op"] == "attest":
+            await guest.done(request, **{**CLEAN, **guest.attests})
+            continue
+        if request["op"] == "ping":
+            await guest.send({"id": request["id"], "ev": "pong"})
+            continue
+        if body:
+            await guest.send({"id": request["id"], "ev": "data", "stream": "stdout"}, body[:262144])
+        await guest.done(request, run_s=0.01, kill=None)
+
+
+async def silent(guest: FakeGuest) -> None:
+    """Greets, and never answers a request, not even a cancel."""
+    await guest.hello()
+    while True:
+        await guest.next()
+
+
+class FakeEngine:
+    """Containers that are socket pairs; each start takes the next behaviour, the last one for ever."""
+
+    def __init__(self, *behaviours: Behaviour) -> None:
+        self._behaviours = list(behaviours) or [echoing]
+        self.guests: list[FakeGuest] = []
+        self.alive: dict[str, FakeGuest] = {}
+        self.removed: list[str] = []
+        self.starting = asyncio.Event()
+        self.start_gate = asyncio.Event()
+        self.start_gate.set()
+        self.removing = asyncio.Event()
+        self.remove_gate = asyncio.Event()
+        self.remove_gate.set()
+        self.emptied = asyncio.Event()
+        self.refuse_removals = 0
+        self.refuse_starts = 0
+        self.paused: set[str] = set()
+        self.listed: list[ListedContainer] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, config: Mapping[str, Any], name: str) -> AttachedContainer:
+        self.starting.set()
+        await self.start_gate.wait()
+        if self.refuse_starts:
+            self.refuse_starts -= 1
+            raise SandboxUnavailable("the Docker engine refused: no such luck")
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        guest = FakeGuest(theirs, config)
+        behaviour = self._behaviours.pop(0) if len(self._behaviours) > 1 else self._behaviours[0]
+        self._tasks.append(asyncio.create_task(self._play(behaviour, guest)))
+        container = secrets.token_hex(32)
+        self.guests.append(guest)
+        self.alive[container] = guest
+        self.emptied.clear()
+        return AttachedContainer(container, ours)
+
+    async def remove(self, container: str) -> None:
+        self.removing.set()
+        await self.remove_gate.wait()
+        if self.refuse_removals:
+            self.refuse_removals -= 1
+            raise SandboxUnavailable("the Docker engine refused: device busy")
+        self.listed = [one for one in self.listed if one.id != container]
+        self.paused.discard(container)
+        guest = self.alive.pop(container, None)
+        if guest is not None:
+            guest.die()
+            self.removed.append(container)
+        if not self.alive:
+            self.emptied.set()
+
+    async def pause(self, container: str) -> None:
+        self.paused.add(container)
+
+    async def unpause(self, container: str) -> None:
+        self.paused.discard(container)
+
+    async def has_guest(self, image: str) -> bool:
+        return image != "foreign"
+
+    async def ensure_guest_volume(self, image: str) -> str:
+        return f"guest-of-{image}"
+
+    async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
+        return [one for one in self.listed if one.labels.get(LABEL_DEPLOYMENT) == deployment]
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    async def end(self) -> None:
+        self.start_gate.set()
+        self.remove_gate.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for guest in self.guests:
+            guest.close()
+
+    @staticmethod
+    async def _play(behaviour: Behaviour, guest: FakeGuest) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            await behaviour(guest)
+        guest.close()

@@ -1,0 +1,243 @@
+"""sandboxd in this process over a fake engine: its parts put together as house.py does, and a daemon on a real socket."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping, Set
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from contract.errors import SandboxUnavailable
+from tests.fake_engine import Behaviour, FakeEngine
+from workers.sandbox_client import SandboxClient
+from workers.sandboxd.classes import SandboxPlan
+from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
+from workers.sandboxd.keeping import IdleTimes, Keeper
+from workers.sandboxd.leases import Lease
+from workers.sandboxd.making import Maker
+from workers.sandboxd.plans import Plans, Profile
+from workers.sandboxd.pool import PoolLimits, WarmPool
+from workers.sandboxd.reaper import Reaper
+from workers.sandboxd.records import Records
+from workers.sandboxd.room import Room
+from workers.sandboxd.sandbox import Sandbox
+from workers.sandboxd.seccomp import load_seccomp_profile
+from workers.sandboxd.server import Server
+from workers.sandboxd.session import Session
+from workers.sandboxd.sessions import Sessions
+from workers.sandboxd.workspaces.base import WorkspaceMount, Workspaces, WorkspaceSize
+from workers.sandboxd.workspaces.tmpfs import TmpfsWorkspaces
+from workers.settings import SandboxdSettings
+
+SETTINGS = SandboxdSettings(sandbox_image="default", sandbox_images_allowed=["python", "foreign"])
+PLANS = Plans(SETTINGS)
+PLAN: SandboxPlan = PLANS.standard()
+
+
+@dataclass(eq=False)
+class KeptWorkspace:
+    """A workspace that is there as long as its maker."""
+
+    name: str
+    size: WorkspaceSize
+    owner: "KeptWorkspaces"
+
+    @property
+    def kind(self) -> Literal["image"]:
+        return "image"
+
+    @property
+    def outlives_container(self) -> bool:
+        return True
+
+    @asynccontextmanager
+    async def mounted(self) -> AsyncIterator[WorkspaceMount]:
+        yield WorkspaceMount(f"/workspaces/{self.name}")
+
+    async def remove(self) -> None:
+        if self.owner.refuse_removals:
+            self.owner.refuse_removals -= 1
+            raise SandboxUnavailable("the workspace is still mounted")
+        self.owner.alive.pop(self.name, None)
+
+
+class KeptWorkspaces:
+    """Workspaces that outlive containers, in memory. `overfull`: what `find_overfull` tells."""
+
+    kind: Literal["image"] = "image"
+
+    def __init__(self, *, is_hard: bool = True) -> None:
+        self.is_hard = is_hard
+        self.alive: dict[str, KeptWorkspace] = {}
+        self.overfull: dict[str, int] = {}
+        self.refuse_removals = 0
+
+    async def make(self, name: str, size: WorkspaceSize) -> KeptWorkspace:
+        self.alive[name] = KeptWorkspace(name, size, self)
+        return self.alive[name]
+
+    def find(self, name: str, size: WorkspaceSize) -> KeptWorkspace | None:
+        return self.alive.get(name)
+
+    async def sweep(self, keep: Set[str]) -> int:
+        gone = [name for name in self.alive if name not in keep]
+        for name in gone:
+            del self.alive[name]
+        return len(gone)
+
+    async def find_overfull(self) -> Mapping[str, int]:
+        return self.overfull
+
+
+class MemoryParking:
+    """Counts parcels. `refuse`: how many packings fail."""
+
+    def __init__(self) -> None:
+        self.parcels: dict[str, str] = {}
+        self.unpacked: list[str] = []
+        self.refuse = 0
+
+    async def pack(self, session: Session, sandbox: Sandbox) -> str:
+        if self.refuse:
+            self.refuse -= 1
+            raise SandboxUnavailable("no space for a parcel")
+        name = f"parcel-{len(self.parcels)}-{sandbox.container[:8]}"
+        self.parcels[name] = session.id
+        return name
+
+    async def unpack(self, session: Session, sandbox: Sandbox) -> None:
+        assert session.parcel is not None
+        self.unpacked.append(session.parcel)
+
+    async def forget(self, session: Session) -> None:
+        if session.parcel is not None:
+            self.parcels.pop(session.parcel, None)
+            session.parcel = None
+
+
+@dataclass
+class FakeHost:
+    """The parts of one sandboxd."""
+
+    engine: FakeEngine
+    workspaces: Workspaces
+    records: Records
+    maker: Maker
+    pool: WarmPool | None
+    parking: MemoryParking
+    sessions: Sessions
+    reaper: Reaper
+    keeper: Keeper
+    lease: Lease
+
+    @property
+    def alive(self) -> list[str]:
+        """Containers."""
+        return list(self.engine.alive)
+
+
+def build_host(
+    folder: Path,
+    *behaviours: Behaviour,
+    limit: int = 10,
+    workspaces: Workspaces | None = None,
+    pool: PoolLimits | None = None,
+    idle: IdleTimes | None = None,
+    name: str = "test",
+    engine: FakeEngine | None = None,
+    parking: MemoryParking | None = None,
+) -> FakeHost:
+    """All parts, over a fake engine; `folder` is what a next host of that name finds again."""
+    engine = engine or FakeEngine(*behaviours)
+    lease = Lease.take(folder / "leases", name)
+    records = Records(folder / name)
+    owner = {LABEL_DEPLOYMENT: "default", LABEL_SANDBOXD: name, LABEL_LEASE: lease.label}
+    profile = Profile(seccomp=load_seccomp_profile(), cgroup_version=1, life_s=3600)
+    room = Room(limit, wait_s=0.0)
+    maker = Maker(engine, profile, workspaces or TmpfsWorkspaces(), records, room, owner, "default")  # type: ignore[arg-type]
+    warm = WarmPool(maker, PLAN, pool) if pool is not None else None
+    parking = parking or MemoryParking()
+    sessions = Sessions(maker, warm, parking, records, limit=100)
+    reaper = Reaper(engine, maker, records, lease, "default", name)  # type: ignore[arg-type]
+    keeper = Keeper(sessions, maker, reaper, idle or IdleTimes(3600, 7200))
+    return FakeHost(engine, maker.workspaces, records, maker, warm, parking, sessions, reaper, keeper, lease)
+
+
+@asynccontextmanager
+async def open_host(folder: Path, *behaviours: Behaviour, **how: Any) -> AsyncIterator[FakeHost]:
+    """A host that is taken down at the end, whatever its engine has been told to refuse."""
+    host = build_host(folder, *behaviours, **how)
+    try:
+        yield host
+    finally:
+        await end_host(host)
+
+
+async def end_host(host: FakeHost) -> None:
+    engine = host.engine
+    engine.start_gate.set()
+    engine.remove_gate.set()
+    engine.refuse_removals = 0
+    await host.sessions.close_all()
+    if host.pool is not None:
+        await host.pool.close()
+    await host.maker.end()
+    await engine.end()
+    host.lease.give_back()
+
+
+@dataclass
+class Sandboxd:
+    """A daemon in this process on a real socket, over a fake engine."""
+
+    path: Path
+    host: FakeHost
+    server: Server
+    clients: list[SandboxClient] = field(default_factory=list)
+
+    @property
+    def engine(self) -> FakeEngine:
+        return self.host.engine
+
+    @property
+    def sessions(self) -> Sessions:
+        return self.host.sessions
+
+    def client(self) -> SandboxClient:
+        client = SandboxClient(self.path)
+        self.clients.append(client)
+        return client
+
+    async def open(self, session: str = "s1", **fields: Any) -> tuple[SandboxClient, str]:
+        client = self.client()
+        return client, await asyncio.to_thread(client.open, "acme", session, **fields)
+
+
+@asynccontextmanager
+async def running_sandboxd(
+    path: Path, *behaviours: Behaviour, uids: frozenset[int] | None = None, checkpoints: Any = None, **how: Any
+) -> AsyncIterator[Sandboxd]:
+    """sandboxd without a container engine. `behaviours`: of the guests, in the order in which they are started."""
+    host = build_host(path, *behaviours, **how)
+    allowed = frozenset({os.geteuid()}) if uids is None else uids
+    server = Server(host.sessions, PLANS, checkpoints, uids=allowed, facts=lambda: {"boot": "b00t"})
+    listening = await server.listen(path / "sandboxd.sock", 0o600)
+    daemon = Sandboxd(path / "sandboxd.sock", host, server)
+    try:
+        yield daemon
+    finally:
+        listening.close()
+        for client in daemon.clients:
+            client.disconnect()
+        await end_host(host)
+        await server.close_connections()
+
+
+def listed(name: str, *, sandboxd: str = "other", deployment: str = "default", lease: str = "", **fields: Any) -> Any:
+    """A container as the engine lists it."""
+    from workers.sandboxd.engine import ListedContainer
+
+    labels = {LABEL_DEPLOYMENT: deployment, LABEL_SANDBOXD: sandboxd, LABEL_LEASE: lease, **fields.pop("labels", {})}
+    container = ListedContainer(id=f"id-{name}", name=name, state="running", labels=labels, created_at=0.0)
+    return replace(container, **fields)

@@ -1,0 +1,300 @@
+"""Parcels: files leave one place and come back as they were, streamed; a guest that lies or stops costs its own session only."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from workers.sandboxd import parcels
+from workers.sandboxd.frames import Frame
+from workers.sandboxd.parcels import Packing, count_most_bytes, pack, unpack
+
+MIB = 1024 * 1024
+
+
+class LocalGuest:
+    """Carries out exec requests as a guest does, on this host and its own bash and tar."""
+
+    def __init__(self) -> None:
+        self.holds = 0
+        self.most_in_flight = 0
+        self._held: set[object] = set()
+        self._may_read = asyncio.Event()
+        self._may_read.set()
+
+    async def ask(
+        self,
+        request: Mapping[str, Any],
+        *,
+        sink: Callable[[Frame], None] | None = None,
+        body: AsyncIterator[bytes] | None = None,
+        body_bytes: int = 0,
+    ) -> dict[str, Any]:
+        data = b"".join([piece async for piece in body]) if body is not None else b""
+        assert len(data) == body_bytes
+        self.most_in_flight = max(self.most_in_flight, len(data))
+        process = await asyncio.create_subprocess_exec(
+            *request["argv"],
+            cwd="/",
+            env={"PATH": os.environ["PATH"], **request["env"]},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            return await self._run(process, data, request["capture"], sink or (lambda _: None))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _run(self, process: Any, data: bytes, capture: Mapping[str, int], sink: Callable[[Frame], None]) -> dict[str, Any]:
+        process.stdin.write(data)
+        with contextlib.suppress(ConnectionError):
+            process.stdin.close()
+            await process.stdin.wait_closed()
+        words = asyncio.ensure_future(process.stderr.read())
+        while chunk := await process.stdout.read(65_536):
+            await self._may_read.wait()
+            if "stream" in capture:
+                sink(Frame({"ev": "data", "stream": "stdout"}, chunk))
+        sink(Frame({"ev": "data", "stream": "stderr"}, await words))
+        return {"ev": "done", "exit_code": await process.wait(), "timed_out": False}
+
+    def hold(self, holder: object) -> None:
+        self.holds += 1
+        self._held.add(holder)
+        self._may_read.clear()
+
+    def release(self, holder: object) -> None:
+        self._held.discard(holder)
+        if not self._held:
+            self._may_read.set()
+
+
+class ScriptedGuest(LocalGuest):
+    """Answers each request with the next function of (request, sink)."""
+
+    def __init__(self, *answers: Callable[[Mapping[str, Any], Callable[[Frame], None]], Any]) -> None:
+        super().__init__()
+        self._answers = list(answers)
+        self.cancelled = 0
+
+    async def ask(self, request: Mapping[str, Any], *, sink: Any = None, body: Any = None, body_bytes: int = 0) -> dict[str, Any]:
+        try:
+            return dict(await self._answers.pop(0)(request, sink))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+async def saying(request: Mapping[str, Any], sink: Callable[[Frame], None], *, stdout: bytes = b"", **done: Any) -> dict[str, Any]:
+    sink(Frame({"ev": "data", "stream": "stdout"}, stdout))
+    return {"ev": "done", "exit_code": 0, **done}
+
+
+async def never(*_: Any) -> dict[str, Any]:
+    await asyncio.Event().wait()
+    return {}
+
+
+async def packed(guest: Any, *roots: Path, max_bytes: int = 64 * MIB) -> tuple[bytes, parcels.ParcelFacts]:
+    gathered = bytearray()
+
+    async def write(chunk: bytes) -> None:
+        gathered.extend(chunk)
+
+    facts = await pack(guest, tuple(map(str, roots)), write, max_bytes)
+    return bytes(gathered), facts
+
+
+async def reading(data: bytes, step: int = 100_000) -> AsyncIterator[bytes]:
+    for at in range(0, len(data), step):
+        yield data[at : at + step]
+
+
+async def moved(root: Path) -> LocalGuest:
+    """Pack the folder, empty it, and unpack it."""
+    guest = LocalGuest()
+    data, _ = await packed(guest, root)
+    root.rename(root.with_name("before"))
+    root.mkdir()
+    await unpack(guest, (str(root),), reading(data), len(data))
+    return guest
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "workspace").mkdir()
+    return tmp_path / "workspace"
+
+
+async def test_files_come_back_as_they_were(root: Path) -> None:
+    (root / "a dir" / "in\nner").mkdir(parents=True)
+    (root / "a dir" / "in\nner" / os.fsdecode(b"\xff -rf")).write_bytes(b"\x00data")
+    (root / "run").write_text("#!/bin/sh\n")
+    (root / "run").chmod(0o751)
+    os.utime(root / "run", ns=(1, 1_234_567_890_123_456_789))
+    (root / "link").symlink_to("../../etc/passwd")
+    os.link(root / "run", root / "same")
+    os.mkfifo(root / "pipe")
+    (root / "closed").mkdir()
+    (root / "closed" / "f").write_text("x")
+    (root / "closed").chmod(0o555)
+    await moved(root)
+    assert (root / "a dir" / "in\nner" / os.fsdecode(b"\xff -rf")).read_bytes() == b"\x00data"
+    kept = (root / "run").stat()
+    assert (kept.st_mode & 0o7777, kept.st_mtime_ns, kept.st_nlink) == (0o751, 1_234_567_890_123_456_789, 2)
+    assert (root / "link").readlink() == Path("../../etc/passwd")
+    assert (root / "same").samefile(root / "run")
+    assert (root / "pipe").is_fifo()
+    assert ((root / "closed").stat().st_mode & 0o777, (root / "closed" / "f").read_text()) == (0o555, "x")
+
+
+async def test_a_hole_is_neither_carried_nor_filled(root: Path) -> None:
+    with open(root / "sparse", "wb") as file:
+        file.truncate(512 * MIB)
+        file.seek(256 * MIB)
+        file.write(b"here")
+    data, _ = await packed(LocalGuest(), root)
+    assert len(data) < MIB
+    await moved(root)
+    found = (root / "sparse").stat()
+    assert (found.st_size, found.st_blocks * 512 < MIB) == (512 * MIB, True)
+
+
+async def test_sockets_are_left_out_and_counted(root: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        os.chdir(root)  # a socket's own path is short
+        one.bind("s")
+    (root / "f").write_text("x")
+    _, facts = await packed(LocalGuest(), root)
+    assert facts.skipped == 1
+
+
+async def test_of_a_large_workspace_only_pieces_are_in_flight(root: Path) -> None:
+    (root / "large").write_bytes(os.urandom(MIB) * 24)
+    guest = await moved(root)
+    assert (root / "large").stat().st_size == 24 * MIB
+    assert guest.most_in_flight <= 4 * MIB
+
+
+async def test_who_writes_slowly_holds_the_guest_up(root: Path) -> None:
+    (root / "large").write_bytes(bytes(range(256)) * 4096 * 16)
+    guest, packing = LocalGuest(), None
+    packing = Packing(guest, (str(root),), 64 * MIB)
+    chunks = packing.chunks()
+    first = await anext(chunks)
+    while not guest.holds:
+        await asyncio.sleep(0)
+    rest = [chunk async for chunk in chunks]
+    assert packing.facts is not None
+    assert packing.facts.bytes == len(first) + sum(map(len, rest)) > 16 * MIB
+
+
+async def test_a_parcel_that_is_too_large_ends_at_the_limit(root: Path) -> None:
+    (root / "large").write_bytes(b"x" * 3 * MIB)
+    guest = LocalGuest()
+    with pytest.raises(ToolFailure) as refused:
+        await packed(guest, root, max_bytes=MIB)
+    assert refused.value.code is ErrorCode.FILE_TOO_LARGE
+
+
+async def test_a_guest_that_sends_without_end_is_stopped_at_the_limit() -> None:
+    async def flooding(_: Any, sink: Callable[[Frame], None]) -> dict[str, Any]:
+        while True:
+            sink(Frame({"ev": "data", "stream": "stdout"}, bytes(65_536)))
+            await asyncio.sleep(0)
+
+    guest = ScriptedGuest(flooding)
+    with pytest.raises(ToolFailure, match="more than 1048576 bytes"):
+        await packed(guest, Path("/workspace"), max_bytes=MIB)
+    assert guest.cancelled == 1
+
+
+@pytest.mark.parametrize(
+    ("done", "code"),
+    [
+        ({"exit_code": 2}, ErrorCode.INTERNAL),
+        ({"exit_code": True}, ErrorCode.INTERNAL),
+        ({"exit_code": "0"}, ErrorCode.INTERNAL),
+        ({"exit_code": None, "timed_out": True}, ErrorCode.TIMEOUT),
+        ({"error": {"code": "SPAWN_FAILED", "message": "no room\x1b[0m"}}, ErrorCode.INTERNAL),
+        ({"error": {}}, ErrorCode.INTERNAL),
+    ],
+)
+async def test_what_a_guest_did_not_pack_well_is_an_error(done: dict[str, Any], code: ErrorCode) -> None:
+    guest = ScriptedGuest(lambda request, sink: saying(request, sink, stdout=b"half", **done))
+    with pytest.raises(ToolFailure) as failed:
+        await packed(guest, Path("/workspace"))
+    assert (failed.value.code, "\x1b" in failed.value.message) == (code, False)
+
+
+async def test_a_file_that_changed_meanwhile_is_told() -> None:
+    guest = ScriptedGuest(lambda request, sink: saying(request, sink, stdout=b"tar", exit_code=1))
+    _, facts = await packed(guest, Path("/workspace"))
+    assert facts.is_torn is True
+
+
+async def test_a_packing_that_is_given_up_is_ended_in_the_guest() -> None:
+    guest = ScriptedGuest(never)
+    packing = asyncio.ensure_future(packed(guest, Path("/workspace")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    packing.cancel()
+    await asyncio.wait({packing}, timeout=5)
+    assert (packing.cancelled(), guest.cancelled) == (True, 1)
+
+
+async def test_a_parcel_that_ends_too_early_is_not_taken_for_whole(root: Path) -> None:
+    (root / "f").write_bytes(b"x" * MIB)
+    guest = LocalGuest()
+    data, _ = await packed(guest, root)
+    with pytest.raises(SandboxUnavailable, match="and not"):
+        await unpack(guest, (str(root),), reading(data[: len(data) // 2]), len(data))
+
+
+async def test_what_is_no_parcel_is_said(root: Path) -> None:
+    with pytest.raises(ToolFailure, match="could not be unpacked"):
+        await unpack(LocalGuest(), (str(root),), reading(b"no tar at all" * 100_000), 1_300_000)
+
+
+async def test_the_storess_own_error_is_what_is_raised(root: Path) -> None:
+    (root / "f").write_bytes(b"x" * MIB)
+    data, _ = await packed(LocalGuest(), root)
+
+    async def damaged() -> AsyncIterator[bytes]:
+        yield data
+        raise SandboxUnavailable("damaged")
+
+    with pytest.raises(SandboxUnavailable, match="damaged"):
+        await unpack(LocalGuest(), (str(root),), damaged(), len(data))
+
+
+async def test_nothing_outside_of_the_roots_is_unpacked(root: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "f").write_text("x")
+    (root / "f").write_text("x")
+    guest = LocalGuest()
+    data, _ = await packed(guest, root, other)
+    (other / "f").unlink()
+    (root / "f").unlink()
+    await unpack(guest, (str(root),), reading(data), len(data))
+    assert ((root / "f").exists(), (other / "f").exists()) == (True, False)
+
+
+async def test_no_fifo_is_left_behind(root: Path) -> None:
+    before = set(Path("/tmp").glob(".parcel-*"))
+    await moved(root)
+    assert set(Path("/tmp").glob(".parcel-*")) <= before
+
+
+def test_room_is_counted_for_files_and_their_names() -> None:
+    assert count_most_bytes(MIB, 1000) > MIB + 1000 * 512

@@ -1,0 +1,182 @@
+"""What nobody owns goes, what somebody owns stays: sweeps, leases, records, and idle sessions."""
+
+import asyncio
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.errors import SandboxUnavailable
+from tests.fake_sandboxd import PLAN, KeptWorkspaces, listed, open_host
+from workers.sandboxd.keeping import IdleTimes
+from workers.sandboxd.leases import Lease
+from workers.sandboxd.records import Records
+
+
+def hold_lease(folder: Path, name: str, told: Any, go: Any) -> None:
+    told.send(Lease.take(folder, name).label)
+    go.recv()
+    os._exit(9)
+
+
+@pytest.fixture
+def neighbour(tmp_path: Path) -> Iterator[tuple[str, Any, Any]]:
+    """Another process that holds a lease: its label, what ends it without a word, the process."""
+    context = multiprocessing.get_context("spawn")
+    hears, told = context.Pipe()
+    goes, go = context.Pipe()
+    process = context.Process(target=hold_lease, args=(tmp_path / "leases", "neighbour", told, goes), daemon=True)
+    process.start()
+    yield hears.recv(), go, process
+    process.kill()
+    process.join()
+
+
+async def test_what_a_predecessor_of_the_name_left_goes_at_once(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        host.engine.listed = [listed("a", sandboxd="test"), listed("b", sandboxd="another")]
+        assert await host.reaper.sweep() == 1
+        assert [one.name for one in host.engine.listed] == ["b"]
+
+
+async def test_what_this_sandboxd_holds_stays(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        entry = await host.sessions.open("acme:s", PLAN, 60)
+        assert entry.sandbox is not None
+        host.engine.listed = [listed(entry.sandbox.name, sandboxd="test", labels={"toolcrew.deadline": "1"})]
+        assert await host.reaper.sweep() == 0
+
+
+async def test_another_deployment_is_never_touched(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        host.engine.listed = [listed("a", sandboxd="test", deployment="other", labels={"toolcrew.deadline": "1"})]
+        assert await host.reaper.sweep() == 0
+        assert len(host.engine.listed) == 1
+
+
+async def test_what_is_past_its_deadline_goes_whoever_made_it(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        labels = [{"toolcrew.deadline": str(int(time.time()) + shift)} for shift in (-61, -30, 60)]
+        host.engine.listed = [listed(name, labels=label) for name, label in zip("abc", labels, strict=True)]
+        assert await host.reaper.sweep() == 1
+        assert [one.name for one in host.engine.listed] == ["b", "c"]
+
+
+@pytest.mark.parametrize("deadline", ["", "soon", "-1", "²", "1e3"])
+async def test_a_deadline_that_tells_nothing_never_passes(tmp_path: Path, deadline: str) -> None:
+    async with open_host(tmp_path) as host:
+        host.engine.listed = [listed("a", labels={"toolcrew.deadline": deadline})]
+        assert await host.reaper.sweep() == 0
+
+
+async def test_what_was_never_started_goes_after_a_while(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        fresh, old = time.time() - 10, time.time() - 1000
+        host.engine.listed = [listed("new", state="created", created_at=fresh), listed("old", state="created", created_at=old)]
+        assert await host.reaper.sweep() == 1
+        assert [one.name for one in host.engine.listed] == ["new"]
+
+
+async def test_what_a_dead_sandboxd_left_goes_and_what_a_living_one_has_stays(tmp_path: Path, neighbour: tuple[str, Any, Any]) -> None:
+    label, go, process = neighbour
+    async with open_host(tmp_path) as host:
+        host.engine.listed = [listed("a", lease=label)]
+        assert await host.reaper.sweep() == 0
+        go.send("end")
+        process.join()
+        assert await host.reaper.sweep() == 1
+        assert not [path for path in (tmp_path / "leases").glob("neighbour-*.lease")]
+
+
+@pytest.mark.parametrize("label", ["", "x", "elsewhere/1.lease", "a/b/../../etc/passwd", "/gone.lease"])
+async def test_a_lease_of_another_place_is_not_judged(tmp_path: Path, label: str) -> None:
+    async with open_host(tmp_path) as host:
+        assert not host.lease.is_dead(label)
+
+
+async def test_a_second_sandboxd_of_the_name_is_refused_and_the_name_is_free_again_afterwards(tmp_path: Path) -> None:
+    lease = Lease.take(tmp_path, "one")
+    with pytest.raises(SandboxUnavailable, match="TOOLCREW_SANDBOXD_NAME"):
+        Lease.take(tmp_path, "one")
+    other = Lease.take(tmp_path, "two")
+    lease.give_back()
+    Lease.take(tmp_path, "one").give_back()
+    other.give_back()
+
+
+async def test_a_container_is_recorded_before_it_starts_and_forgotten_when_it_is_gone(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        host.engine.start_gate.clear()
+
+        opening = asyncio.create_task(host.sessions.open("acme:s", PLAN, 60))
+        await host.engine.starting.wait()
+        assert len(host.records.containers()) == 1
+        host.engine.start_gate.set()
+        await opening
+        host.engine.refuse_removals = 1
+        with pytest.raises(SandboxUnavailable):
+            await host.sessions.close("acme:s")
+        assert len(host.records.containers()) == 1
+        await host.sessions.close("acme:s")
+        assert host.records.containers() == []
+
+
+async def test_records_of_containers_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        host.records.add_container("gone", 0)
+        host.records.add_container("there", 0)
+        host.engine.listed = [listed("there", sandboxd="another")]
+        await host.reaper.sweep()
+        assert host.records.containers() == ["there"]
+
+
+def test_a_record_that_cannot_be_read_is_set_aside(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    for name, text in (("a", "{"), ("b", "[]"), ("c", '{"id": 1}')):
+        (tmp_path / "sessions" / f"{name}.json").write_text(text)
+    assert records.sessions() == []
+    assert len(list((tmp_path / "sessions").glob("*.bad"))) == 2
+
+
+async def test_idle_sessions_are_frozen_then_given_up_and_working_ones_are_left(tmp_path: Path) -> None:
+    async with open_host(tmp_path, workspaces=KeptWorkspaces(), idle=IdleTimes(pause_s=10, evict_s=100)) as host:
+        fresh, idle, long = [await host.sessions.open(f"acme:{name}", PLAN, 9999) for name in ("fresh", "idle", "long")]
+        idle.used_at -= 20
+        long.used_at -= 200
+        await host.keeper.rest_idle()
+        assert (fresh.is_ready, idle.is_paused, long.sandbox) == (True, True, None)
+
+
+async def test_a_session_expires_after_its_time_also_when_its_container_is_given_up(tmp_path: Path) -> None:
+    workspaces = KeptWorkspaces()
+    async with open_host(tmp_path, workspaces=workspaces) as host:
+        entry = await host.sessions.open("acme:s", PLAN, 60)
+        await host.sessions.give_up(entry, must_be_idle=False)
+        entry.used_at -= 61
+        await host.keeper.expire()
+        assert (len(host.sessions), workspaces.alive) == (0, {})
+
+
+async def test_a_session_in_the_middle_of_a_call_does_not_expire(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        entry = await host.sessions.open("acme:s", PLAN, 60)
+        assert entry.sandbox is not None
+        entry.sandbox.begin("c", {"op": "exec", "timeout_s": 5}, 0, lambda _: None)
+        entry.used_at -= 61
+        await host.keeper.expire()
+        assert len(host.sessions) == 1
+
+
+async def test_expiring_goes_on_when_one_container_would_not_go(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        for name in ("a", "b"):
+            (await host.sessions.open(f"acme:{name}", PLAN, 60)).used_at -= 61
+        host.engine.refuse_removals = 1
+        await host.keeper.expire()
+        assert len(host.sessions) == 1
+        await host.keeper.expire()
+        assert len(host.sessions) == 0

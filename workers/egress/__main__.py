@@ -1,0 +1,24 @@
+"""`python -m workers.egress`: run the egress proxy."""
+
+import asyncio
+import sys
+
+from contract.errors import OperatorError
+from workers.egress.daemon import run
+from workers.logs import configure_logging
+from workers.settings import load_egress_settings
+
+
+def main() -> int:
+    try:
+        settings = load_egress_settings()
+        configure_logging(settings.log_level)
+        asyncio.run(run(settings))
+    except (OperatorError, OSError) as error:
+        sys.stderr.write(f"egress: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

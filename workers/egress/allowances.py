@@ -1,0 +1,160 @@
+"""What sessions have left: bytes over their whole life, bytes a second, connections at a time. All kept in memory, and bounded."""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+
+import structlog
+
+from workers.egress.opening import Opening
+from workers.egress.verdicts import Refusal, Verdict, exhausted
+
+log = structlog.get_logger(__name__)
+
+MAX_REMEMBERED = 100_000
+"""Sessions whose bytes are remembered; of more, those that were used longest ago begin anew."""
+_BURST_S = 0.1
+_LEAST_BURST_BYTES = 1024
+
+
+class Bucket:
+    """A rate over many users, first come, first served: `bytes_per_second`, with bursts of a tenth of a second."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._turn = asyncio.Lock()
+        self._tokens = 0.0
+        self._filled_at = clock()
+        self._rate = 0
+
+    def set_rate(self, bytes_per_second: int) -> None:
+        if not self._rate:
+            self._tokens = self._burst(bytes_per_second)
+        self._rate = bytes_per_second
+
+    async def take(self, at_most: int) -> int:
+        """Between 1 and `at_most` bytes, when it is their time."""
+        if self._turn.locked() or self._fill() < min(at_most, self._least()):
+            async with self._turn:
+                while (missing := min(at_most, self._least()) - self._fill()) > 0:
+                    await asyncio.sleep(missing / self._rate)
+        taken = min(at_most, int(self._tokens))
+        self._tokens -= taken
+        return taken
+
+    def give_back(self, count: int) -> None:
+        """What was taken and not used."""
+        self._tokens += count
+
+    def _fill(self) -> float:
+        now = self._clock()
+        self._tokens = min(self._burst(self._rate), self._tokens + (now - self._filled_at) * self._rate)
+        self._filled_at = now
+        return self._tokens
+
+    def _least(self) -> int:
+        # Not byte by byte: a piece costs the same work whatever its size.
+        return self._burst(self._rate) // 4
+
+    @staticmethod
+    def _burst(rate: int) -> int:
+        return max(_LEAST_BURST_BYTES, int(rate * _BURST_S))
+
+
+class Allowance:
+    """One session's, shared by all of its connections. Bytes of both directions count."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.connections = 0
+        self._used = 0
+        self._max_bytes = 0
+        self._bucket = Bucket(clock)
+
+    def set_rules(self, opening: Opening) -> None:
+        """The newest opening's rules are the session's."""
+        self._max_bytes = opening.rules.max_bytes
+        self._bucket.set_rate(opening.rules.bytes_per_second)
+
+    async def take(self, at_most: int) -> int:
+        """How many bytes, up to `at_most`, may be read now; 0 when the session has used all it has."""
+        taken = await self._bucket.take(at_most)
+        granted = max(0, min(taken, self._max_bytes - self._used))
+        self._bucket.give_back(taken - granted)
+        self._used += granted
+        return granted
+
+    def give_back(self, count: int) -> None:
+        """What was taken and not read."""
+        self._used -= count
+        self._bucket.give_back(count)
+
+    @property
+    def is_spent(self) -> bool:
+        return self._used >= self._max_bytes
+
+    def spent(self) -> Refusal:
+        return exhausted(
+            Verdict.BYTES_SPENT,
+            f"this session has sent and received the {self._max_bytes} bytes that it may in its whole life: work with what is there",
+        )
+
+
+class Allowances:
+    """Every session's. `max_tenant_connections`: of one tenant at a time, over all of its sessions."""
+
+    def __init__(
+        self, max_tenant_connections: int, max_remembered: int = MAX_REMEMBERED, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_tenant_connections = max_tenant_connections
+        self._max_remembered = max_remembered
+        self._clock = clock
+        self._sessions: OrderedDict[tuple[str, str], Allowance] = OrderedDict()
+        self._tenants: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def enter(self, opening: Opening) -> Iterator[Allowance]:
+        """The session's, for one connection more. Raises Refusal when there may be none."""
+        allowance = self._find(opening)
+        self._check(opening, allowance)
+        allowance.connections += 1
+        self._tenants[opening.tenant] += 1
+        try:
+            yield allowance
+        finally:
+            allowance.connections -= 1
+            self._tenants[opening.tenant] -= 1
+            if not self._tenants[opening.tenant]:
+                del self._tenants[opening.tenant]
+
+    def _check(self, opening: Opening, allowance: Allowance) -> None:
+        if allowance.is_spent:
+            raise allowance.spent()
+        most = opening.rules.max_connections
+        if allowance.connections >= most:
+            raise exhausted(
+                Verdict.TOO_MANY_CONNECTIONS,
+                f"this session has {allowance.connections} connections open, and may have {most}: wait until one ends, or use fewer at a time",
+            )
+        if self._tenants[opening.tenant] >= self._max_tenant_connections:
+            raise exhausted(
+                Verdict.TOO_MANY_CONNECTIONS,
+                f"this tenant's sessions have {self._max_tenant_connections} connections open, all that they may: try again later",
+            )
+
+    def _find(self, opening: Opening) -> Allowance:
+        key = (opening.tenant, opening.session)
+        allowance = self._sessions.setdefault(key, Allowance(self._clock))
+        self._sessions.move_to_end(key)
+        allowance.set_rules(opening)
+        self._forget_oldest()
+        return allowance
+
+    def _forget_oldest(self) -> None:
+        while len(self._sessions) > self._max_remembered:
+            key, oldest = next(iter(self._sessions.items()))
+            if oldest.connections:
+                return  # in use: it is as recent as any
+            del self._sessions[key]
+            log.warning("egress_session_forgotten", tenant=key[0], session=key[1], remembered=self._max_remembered)

@@ -1,0 +1,129 @@
+"""The egress proxy as a whole: listen, serve whom the kernel says may connect, and end what is open at the end."""
+
+import asyncio
+import contextlib
+import resource
+import signal
+import socket
+
+import structlog
+
+from contract.errors import ConfigError
+from workers.egress.allowances import Allowances
+from workers.egress.destinations import LOOKUPS_A_TENANT, Destinations, Names
+from workers.egress.limits import ProxyLimits
+from workers.egress.listening import find_peer_uid, open_listener, unlink_own
+from workers.egress.serving import Proxy
+from workers.lifeline import hold_lifeline
+from workers.settings import EgressSettings
+from workers.web.addresses import AddressRules
+from workers.web.resolver import SystemResolver
+
+log = structlog.get_logger(__name__)
+
+ORPHAN_GRACE_S = 5.0
+"""How long the proxy outlives the keeper of an embedded stack; it has nothing to save."""
+_SPARE_FILES = 256
+_ACCEPT_PAUSE_S = 0.1
+
+
+async def run(settings: EgressSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises OSError when the socket cannot be had, ConfigError when the process may open too few files."""
+    hold_lifeline(ORPHAN_GRACE_S)
+    _allow_files(settings.egress_max_connections)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    names = Names(lambda: SystemResolver(LOOKUPS_A_TENANT))
+    addresses = AddressRules(settings.egress_refuse_ranges, settings.egress_nat64_prefix)
+    limits = ProxyLimits()
+    # One tenant alone cannot keep the others out.
+    allowances = Allowances(max_tenant_connections=max(1, settings.egress_max_connections // 2))
+    proxy = Proxy(Destinations(names, addresses, limits), allowances, limits)
+    try:
+        await serve(settings, proxy, stop)
+    finally:
+        names.close()
+    log.info("egress_stopped")
+
+
+async def serve(settings: EgressSettings, proxy: Proxy, stop: asyncio.Event) -> None:
+    """Listen until `stop`; then end every connection. Raises OSError when the socket cannot be had."""
+    path = settings.egress_socket
+    listener = open_listener(path, settings.egress_socket_mode)
+    inode = path.stat().st_ino
+    house = _House(proxy, settings.allowed_uids(), settings.egress_max_connections)
+    accepting = asyncio.ensure_future(house.accept(listener))
+    stopping = asyncio.ensure_future(stop.wait())
+    log.info("egress_ready", socket=str(path))
+    try:
+        await asyncio.wait({accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        unlink_own(path, inode)
+        for task in (accepting, stopping):
+            task.cancel()
+        ends = await asyncio.gather(accepting, stopping, return_exceptions=True)
+        listener.close()
+        await house.close()
+    if isinstance(ends[0], Exception):
+        raise ends[0]
+
+
+class _House:
+    """The connections there are."""
+
+    def __init__(self, proxy: Proxy, uids: frozenset[int], max_connections: int) -> None:
+        self._proxy = proxy
+        self._uids = uids
+        self._max_connections = max_connections
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def accept(self, listener: socket.socket) -> None:
+        """Never ends by itself."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # Out of files, or a client that left at once: neither may end the proxy for the others.
+                log.warning("egress_accept_failed", error=str(error))
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            self._take(sock)
+
+    async def close(self) -> None:
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _take(self, sock: socket.socket) -> None:
+        uid = find_peer_uid(sock)
+        if uid not in self._uids:
+            log.warning("peer_refused", uid=uid)
+            sock.close()
+            return
+        is_full = len(self._connections) >= self._max_connections
+        task = asyncio.get_running_loop().create_task(self._proxy.turn_away(sock) if is_full else _serve(self._proxy, sock))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+
+async def _serve(proxy: Proxy, sock: socket.socket) -> None:
+    try:
+        await proxy.serve(sock)
+    except Exception:  # the edge: a bug costs this connection only, and is loud
+        log.exception("egress_bug")
+
+
+def _allow_files(max_connections: int) -> None:
+    """Two sockets a connection. Raises ConfigError when the host does not let the process open so many."""
+    wanted = 2 * max_connections + _SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # said below, in words of ours
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < wanted:
+            raise ConfigError(
+                f"{max_connections} connections need {wanted} open files, and this process may have {hard}: "
+                "raise the limit (ulimit -n) or lower TOOLCREW_EGRESS_MAX_CONNECTIONS"
+            )

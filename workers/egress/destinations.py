@@ -1,0 +1,165 @@
+"""From what a client asks for to a connected socket: the tenant's list, one lookup, every address judged, no other one connected to."""
+
+import asyncio
+import ipaddress
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+
+from contract.errors import ToolFailure
+from workers.egress.limits import ProxyLimits
+from workers.egress.verdicts import Refusal, Verdict, bad_gateway, refuse
+from workers.sandboxd.classes import EgressRules
+from workers.web.addresses import AddressRules
+from workers.web.connections import MAX_TRIED, check_peer, one_of_each_first
+from workers.web.egress import is_private_name, matches
+from workers.web.limits import Deadline
+from workers.web.resolver import Resolver
+from workers.web.urls import Address, Target
+
+MAX_SHOWN = 20
+LOOKUPS_A_TENANT = 4
+MAX_LOOKUP_THREADS = 64
+_PRIVATE = tuple(
+    ipaddress.ip_network(text)
+    for text in ("10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7", "::1/128")
+)
+_METADATA = frozenset(ipaddress.ip_address(text) for text in ("100.100.100.200", "fd00:ec2::254"))
+
+
+class Names:
+    """Lookups in threads, some a tenant: one whose name servers are slow makes nobody else wait.
+
+    `open_resolver` gives a tenant's resolver, which may block; it is kept while lookups of the tenant are under way.
+    """
+
+    def __init__(self, open_resolver: Callable[[], Resolver]) -> None:
+        self._open_resolver = open_resolver
+        self._threads = ThreadPoolExecutor(MAX_LOOKUP_THREADS, thread_name_prefix="lookup")
+        self._tenants: dict[str, tuple[Resolver, asyncio.Semaphore]] = {}
+        self._waiting: Counter[str] = Counter()
+
+    async def resolve(self, tenant: str, host: str, limit_s: float) -> tuple[Address, ...]:
+        """Raises Refusal when the name has no address, or none in time."""
+        async with self._turn(tenant) as resolver:
+            looking = asyncio.get_running_loop().run_in_executor(self._threads, resolver.resolve, host, Deadline(limit_s), limit_s)
+            try:
+                return await looking
+            except ToolFailure as failure:
+                raise bad_gateway(Verdict.UNRESOLVED, failure.message) from None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @asynccontextmanager
+    async def _turn(self, tenant: str) -> AsyncIterator[Resolver]:
+        if tenant not in self._tenants:
+            self._tenants[tenant] = (self._open_resolver(), asyncio.Semaphore(LOOKUPS_A_TENANT))
+        resolver, turns = self._tenants[tenant]
+        self._waiting[tenant] += 1
+        try:
+            async with turns:
+                yield resolver
+        finally:
+            self._waiting[tenant] -= 1
+            if not self._waiting[tenant]:
+                del self._waiting[tenant], self._tenants[tenant]
+
+
+class Destinations:
+    """Where connections may go."""
+
+    def __init__(self, names: Names, addresses: AddressRules, limits: ProxyLimits) -> None:
+        self._names = names
+        self._addresses = addresses
+        self._limits = limits
+
+    async def connect(self, tenant: str, target: Target, rules: EgressRules) -> socket.socket:
+        """A connected, non-blocking socket. Raises Refusal; it tells no address."""
+        check_listed(target, rules)
+        if target.literal is None:
+            addresses = await self._names.resolve(tenant, target.host, self._limits.resolve_s)
+        else:
+            addresses = (target.literal,)
+        self._judge(target, addresses, rules)
+        return await self._connect_to_one(target, one_of_each_first(addresses)[:MAX_TRIED])
+
+    def _judge(self, target: Target, addresses: Sequence[Address], rules: EgressRules) -> None:
+        """One bad address refuses the host: which one is connected to must not decide."""
+        may_be_private = _is_listed(target, rules.private_hosts)
+        for address in addresses:
+            if not (may_be_private and _is_private(address)) and self._addresses.refusal(address) is not None:
+                raise refuse(
+                    Verdict.ADDRESS_REFUSED,
+                    f"{target.host} does not lead to a public address, and others are closed to sandboxes: "
+                    "use another host, or ask the operator to list it under private_hosts",
+                )
+
+    async def _connect_to_one(self, target: Target, addresses: Sequence[Address]) -> socket.socket:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._limits.connect_s
+        failure: Refusal | None = None
+        for at, address in enumerate(addresses):
+            share_s = max(0.05, (until - loop.time()) / (len(addresses) - at))
+            try:
+                async with asyncio.timeout(share_s):
+                    return await _connect(target, address)
+            except TimeoutError:
+                failure = _unreachable(target, f"takes no connection within {self._limits.connect_s:g} s")
+            except OSError as error:
+                failure = _unreachable(target, f"refused the connection ({error.strerror or type(error).__name__})")
+            except ToolFailure as error:
+                failure = refuse(Verdict.ADDRESS_REFUSED, error.message)
+        raise failure or _unreachable(target, "has no address")
+
+
+def check_listed(target: Target, rules: EgressRules) -> None:
+    """Judge all that is known before a lookup: a name that is not on the list is not even asked for. Raises Refusal."""
+    if not _is_listed(target, rules.hosts):
+        raise refuse(Verdict.HOST_REFUSED, f"{target.host} is not on this tenant's list; allowed: {_show(rules.hosts)}")
+    if target.port not in rules.ports:
+        ports = ", ".join(map(str, sorted(rules.ports))) or "none"
+        raise refuse(Verdict.PORT_REFUSED, f"port {target.port} of {target.host} is closed to this tenant; open ports: {ports}")
+    if target.literal is None and is_private_name(target.host) and not _is_listed(target, rules.private_hosts):
+        raise refuse(
+            Verdict.HOST_REFUSED, f"{target.host} is a name of a private network: ask the operator to list it under private_hosts, too"
+        )
+
+
+def _is_listed(target: Target, patterns: Sequence[str]) -> bool:
+    """An address only as itself: `*.0.0.1` is about names."""
+    if target.literal is not None:
+        return target.host in patterns
+    return any(matches(pattern, target.host) for pattern in patterns)
+
+
+def _is_private(address: Address) -> bool:
+    """What a host of one's own may have; never link-local, metadata, multicast and the like."""
+    return address not in _METADATA and any(address in network for network in _PRIVATE)
+
+
+def _show(hosts: Sequence[str]) -> str:
+    if not hosts:
+        return "none at all"
+    more = f" and {len(hosts) - MAX_SHOWN} more" if len(hosts) > MAX_SHOWN else ""
+    return ", ".join(hosts[:MAX_SHOWN]) + more
+
+
+async def _connect(target: Target, address: Address) -> socket.socket:
+    sock = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await asyncio.get_running_loop().sock_connect(sock, (str(address), target.port))
+        check_peer(sock, address, target)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _unreachable(target: Target, what: str) -> Refusal:
+    return bad_gateway(Verdict.UNREACHABLE, f"{target.host} port {target.port} {what}: check host and port, or try again later")

@@ -1,0 +1,129 @@
+"""One plain HTTP request and its answer, each taken apart and framed anew: what one side sends is never a second request to the other."""
+
+from workers.egress.allowances import Allowance
+from workers.egress.bodies import LAST_CHUNK, Body, build_body, encode_chunk
+from workers.egress.headers import HeadError
+from workers.egress.limits import CHUNK_BYTES, ProxyLimits
+from workers.egress.relay import Pulse, Work, run_all
+from workers.egress.requests import ProxyRequest
+from workers.egress.responses import AnswerHead, parse_answer
+from workers.egress.streams import Stream
+from workers.egress.verdicts import Refusal, Verdict, bad_gateway, bad_request
+
+MAX_INTERIM = 16
+_HEAD_END = b"\r\n\r\n"
+
+
+async def read_head(stream: Stream, allowance: Allowance, limits: ProxyLimits, head: bytes = b"") -> tuple[bytes, bytes]:
+    """A head with its empty line, which begins with `head`, and what came behind it. Raises HeadError; the head is empty at a clean end."""
+    while (end := head.find(_HEAD_END)) < 0:
+        if len(head) >= limits.header_bytes:
+            raise HeadError(f"its head has more than {limits.header_bytes // 1024} KiB")
+        data = await stream.receive(allowance, min(CHUNK_BYTES, limits.header_bytes - len(head)))
+        if not data:
+            if head:
+                raise HeadError("the connection ended in the middle of its head")
+            return b"", b""
+        head += data
+    return head[: end + 4], head[end + 4 :]
+
+
+class _NotTaken(Exception):
+    """The host reads no more of the request."""
+
+
+class Exchange:
+    """`rest`: what the client sent behind the request's head. `has_answered`: whether the client was sent any of the host's answer."""
+
+    def __init__(
+        self, client: Stream, host: Stream, request: ProxyRequest, rest: bytes, allowance: Allowance, pulse: Pulse, limits: ProxyLimits
+    ) -> None:
+        self._client = client
+        self._host = host
+        self._request = request
+        self._rest = rest
+        self._allowance = allowance
+        self._pulse = pulse
+        self._limits = limits
+        self.has_answered = False
+
+    async def run(self, watching: Work) -> None:
+        """Until the answer is complete. Raises Refusal, OSError."""
+        await run_all(self._bring_answer(), beside=(self._send_request(), watching))
+
+    async def _send_request(self) -> None:
+        try:
+            await self._send(self._request.head)
+            await self._send_body(build_body(self._request.framing, is_open=False))
+        except _NotTaken:
+            pass  # a host that answers before it has read all: its answer counts
+        except HeadError as error:
+            raise bad_request(str(error)) from None
+        # What follows is no second request: it is read only to see the client leave.
+        while await self._client.receive(self._allowance):
+            pass
+
+    async def _send_body(self, body: Body) -> None:
+        data = self._rest
+        while True:
+            content = body.take(data) if not body.is_done else b""
+            if self._request.framing.is_chunked:
+                await self._send(encode_chunk(content) + (LAST_CHUNK if body.is_done else b""))
+            else:
+                await self._send(content)
+            if body.is_done:
+                return
+            data = await self._client.receive(self._allowance)
+            if not data:
+                body.finish()
+            self._pulse.beat()
+
+    async def _send(self, data: bytes) -> None:
+        try:
+            await self._host.send(data)
+        except OSError:
+            raise _NotTaken from None
+        self._pulse.beat()
+
+    async def _bring_answer(self) -> None:
+        try:
+            head, rest = await self._read_answer()
+            await self._bring_body(head, rest)
+        except HeadError as error:
+            raise self._bad_answer(f"does not answer in HTTP/1.1 ({error})") from None
+
+    async def _read_answer(self) -> tuple[AnswerHead, bytes]:
+        """The first head that is not interim; those before it are handed on. `head.body` is there."""
+        rest = b""
+        for _ in range(MAX_INTERIM):
+            data, rest = await read_head(self._host, self._allowance, self._limits, rest)
+            if not data:
+                raise self._bad_answer("closed the connection without an answer")
+            head = parse_answer(data, self._request, self._limits.header_lines)
+            await self._give(head.head, is_interim=head.body is None)
+            if head.body is not None:
+                return head, rest
+        raise self._bad_answer("sends interim answers without an end")
+
+    async def _bring_body(self, head: AnswerHead, data: bytes) -> None:
+        body = head.body
+        assert body is not None
+        while True:
+            content = body.take(data) if not body.is_done else b""
+            await self._give(encode_chunk(content) if head.is_chunked else content)
+            if not body.is_done:
+                data = await self._host.receive(self._allowance)
+                if not data:
+                    body.finish()
+            if body.is_done:
+                await self._give(LAST_CHUNK if head.is_chunked else b"")
+                return
+
+    async def _give(self, data: bytes, *, is_interim: bool = False) -> None:
+        self._pulse.beat()
+        self.has_answered |= not is_interim
+        await self._client.send(data)
+        self._pulse.beat()
+
+    def _bad_answer(self, what: str) -> Refusal:
+        return bad_gateway(Verdict.BAD_ANSWER, f"{self._request.target.host} {what}: try again, or another source")

@@ -1,0 +1,169 @@
+"""Whom a TLS client greets: the name in its ClientHello, read without taking part in the greeting."""
+
+from dataclasses import dataclass
+
+from workers.egress.verdicts import Refusal, Verdict, refuse
+from workers.web.urls import Target
+
+UNRECOGNIZED_NAME = b"\x15\x03\x03\x00\x02\x02\x70"
+"""A TLS alert: fatal, unrecognized_name."""
+TLS_ONLY_PORTS = frozenset({80, 443})
+"""Ports at which a tunnel carries TLS and nothing else: plain HTTP is asked for by its URL, where its Host header is judged."""
+_RECORD_HANDSHAKE = 22
+_CLIENT_HELLO = 1
+_EXTENSION_NAME = 0
+_MAX_RECORD_BYTES = 16_384
+_MAX_HELLO_BYTES = 64 * 1024
+_MAX_RECORDS = 8
+"""A greeting is one record or a few; in thousands of small ones it would be dear to read again and again as it comes."""
+
+
+class HelloError(ValueError):
+    """Bytes that are no ClientHello."""
+
+
+@dataclass
+class _Cursor:
+    data: bytes
+    at: int = 0
+
+    @property
+    def left(self) -> int:
+        return len(self.data) - self.at
+
+    def take(self, count: int) -> bytes:
+        if count > self.left:
+            raise HelloError("the greeting is shorter than it says")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "big")
+
+    def vector(self, size: int) -> "_Cursor":
+        """What follows a length of `size` bytes."""
+        return _Cursor(self.take(self.number(size)))
+
+
+def parse_hello(data: bytes) -> str | None:
+    """The server name of the ClientHello that `data` begins with; empty when it names none; None when more has to come.
+
+    Raises HelloError when this is no ClientHello.
+    """
+    message = _join_records(data)
+    return None if message is None else _find_name(_Cursor(message))
+
+
+def _join_records(data: bytes) -> bytes | None:
+    """The first handshake message, without its type and length; None when it is not complete."""
+    records, message = _Cursor(data), b""
+    for _ in range(_MAX_RECORDS):
+        if records.left < 5:
+            _check_start(records.data[records.at :])
+            return None
+        _check_start(records.take(3))
+        length = records.number(2)
+        if not 0 < length <= _MAX_RECORD_BYTES:
+            raise HelloError("a record of a size that there is not")
+        message += records.take(min(length, records.left))
+        if message[:1] not in (b"", bytes([_CLIENT_HELLO])):
+            raise HelloError("the first message is no ClientHello")
+        if len(message) >= 4:
+            size = int.from_bytes(message[1:4], "big")
+            if size > _MAX_HELLO_BYTES:
+                raise HelloError("a ClientHello of a size that there is not")
+            if len(message) - 4 >= size:
+                return message[4 : 4 + size]
+        if not records.left:
+            return None
+    raise HelloError("a ClientHello in too many records")
+
+
+def _check_start(start: bytes) -> None:
+    if (start[:1] or b"\x16") != b"\x16" or (start[1:2] or b"\x03") != b"\x03":
+        raise HelloError("no TLS record")
+
+
+def _find_name(hello: _Cursor) -> str:
+    hello.take(2 + 32)
+    for size in (1, 2, 1):  # session id, cipher suites, compression methods
+        hello.vector(size)
+    if not hello.left:
+        return ""
+    extensions = hello.vector(2)
+    names: list[str] = []
+    while extensions.left:
+        kind, content = extensions.number(2), extensions.vector(2)
+        if kind == _EXTENSION_NAME:
+            names.append(_read_name(content.vector(2)))
+    if len(names) > 1:
+        raise HelloError("more than one server name")
+    return names[0] if names else ""
+
+
+def _read_name(entries: _Cursor) -> str:
+    if entries.number(1) != 0:
+        raise HelloError("a server name of a kind that there is not")
+    name = entries.vector(2)
+    if entries.left or not name.left:
+        raise HelloError("not exactly one server name")
+    try:
+        return name.data.decode("ascii").lower()
+    except UnicodeDecodeError:
+        raise HelloError("a server name that is not ASCII") from None
+
+
+class HelloGate:
+    """Holds back what a client sends into a tunnel until it is seen to greet the host that it asked for."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._held = b""
+        self._is_open = False
+
+    def pass_on(self, data: bytes) -> bytes:
+        """What may be sent on now. Raises Refusal."""
+        if self._is_open:
+            return data
+        self._held += data
+        try:
+            name = parse_hello(self._held)
+        except HelloError:
+            return self._pass_other()
+        if name is None:
+            return b""
+        self._check_name(name)
+        return self._release()
+
+    def finish(self) -> None:
+        """The client sends no more. Raises Refusal when that was in the middle of its greeting."""
+        if self._held:
+            raise self._refusal("ended in the middle of its TLS greeting")
+
+    def _check_name(self, name: str) -> None:
+        host = self._target.host
+        if name == host or (not name and self._target.literal is not None):
+            return
+        if not name:
+            raise self._refusal("names no server in its TLS greeting (SNI): use a client that does")
+        raise self._refusal(f"greets another server in TLS (SNI) than {host}: ask for a tunnel to that one")
+
+    def _pass_other(self) -> bytes:
+        if self._held[:1] == b"\x16" or self._target.port in TLS_ONLY_PORTS:
+            raise self._refusal(
+                f"does not speak TLS, and a tunnel to port {self._target.port} carries nothing else: "
+                "for http send the proxy the whole http:// URL instead of CONNECT"
+            )
+        return self._release()
+
+    def _release(self) -> bytes:
+        self._is_open, held, self._held = True, self._held, b""
+        return held
+
+    def _refusal(self, what: str) -> Refusal:
+        return refuse(Verdict.TLS_REFUSED, f"the client in the tunnel to {self._target.host} {what}")
+
+    @property
+    def answers_in_tls(self) -> bool:
+        """Whether what came so far looks like TLS, so that a refusal has to be an alert."""
+        return self._held[:1] == b"\x16"

@@ -1,0 +1,170 @@
+"""One connection of a sandbox, from sandboxd's opening to its line in the log."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+import structlog
+
+from workers.egress.allowances import Allowance, Allowances
+from workers.egress.destinations import Destinations
+from workers.egress.exchange import Exchange, read_head
+from workers.egress.headers import HeadError
+from workers.egress.hellos import UNRECOGNIZED_NAME, HelloGate
+from workers.egress.limits import ProxyLimits
+from workers.egress.opening import Opening, parse_opening
+from workers.egress.relay import Pulse, run_all, tunnel, watch
+from workers.egress.requests import ProxyRequest, parse_request
+from workers.egress.streams import Stream
+from workers.egress.verdicts import Refusal, Verdict, bad_gateway, bad_request, build_answer
+
+log = structlog.get_logger(__name__)
+
+_ESTABLISHED = b"HTTP/1.1 200 Connection established\r\n\r\n"
+
+
+@dataclass
+class _Record:
+    """What the log will say. Never a path, a query or a header."""
+
+    opening: Opening | None = None
+    request: ProxyRequest | None = None
+    verdict: Verdict = Verdict.ALLOWED
+    began_at: float = field(default_factory=time.monotonic)
+
+    def write(self, bytes_up: int, bytes_down: int) -> None:
+        request = self.request
+        log.info(
+            "egress",
+            tenant=self.opening.tenant if self.opening else "",
+            session=self.opening.session if self.opening else "",
+            method=request.method if request else "",
+            host=request.target.host if request else "",
+            port=request.target.port if request else 0,
+            verdict=self.verdict.value,
+            bytes_up=bytes_up,
+            bytes_down=bytes_down,
+            seconds=round(time.monotonic() - self.began_at, 3),
+        )
+
+
+class Proxy:
+    """Serves connections, each once. What is not said to be allowed is refused."""
+
+    def __init__(self, destinations: Destinations, allowances: Allowances, limits: ProxyLimits) -> None:
+        self._destinations = destinations
+        self._allowances = allowances
+        self._limits = limits
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Until the connection has ended, whatever ends it; the socket is closed then."""
+        await _Connection(Stream(sock), self._destinations, self._allowances, self._limits).serve()
+
+    async def turn_away(self, sock: socket.socket) -> None:
+        """For one more than the proxy can hold."""
+        client = Stream(sock)
+        sentence = "the egress proxy of this host has as many connections as it can hold: try again later"
+        log.warning("egress_full")
+        try:
+            await _tell(client, build_answer(Refusal(Verdict.TOO_MANY_CONNECTIONS, HTTPStatus.SERVICE_UNAVAILABLE, sentence)), self._limits)
+        finally:
+            client.close()
+
+
+async def _tell(client: Stream, data: bytes, limits: ProxyLimits) -> None:
+    """Send the last words, and leave the client time to read them."""
+    with contextlib.suppress(OSError, TimeoutError):  # it is gone, or does not read: it has had its chance
+        async with asyncio.timeout(limits.linger_s):
+            await client.send(data)
+            client.end_sending()
+            await client.drain()
+
+
+class _Connection:
+    def __init__(self, client: Stream, destinations: Destinations, allowances: Allowances, limits: ProxyLimits) -> None:
+        self._client = client
+        self._host: Stream | None = None
+        self._destinations = destinations
+        self._allowances = allowances
+        self._limits = limits
+        self._record = _Record()
+        self._is_http = True
+        self._last_words = b""
+
+    async def serve(self) -> None:
+        try:
+            await self._serve()
+        except Refusal as refusal:
+            self._record.verdict = refusal.verdict
+            await _tell(self._client, self._last_words or (build_answer(refusal) if self._is_http else b""), self._limits)
+        except OSError:
+            self._record.verdict = Verdict.BROKEN_OFF
+        except asyncio.CancelledError:
+            self._record.verdict = Verdict.STOPPED
+            raise
+        finally:
+            self._client.close()
+            if self._host is not None:
+                self._host.close()
+            if self._client.received or self._record.verdict is not Verdict.ALLOWED:
+                self._record.write(self._client.received, self._host.received if self._host else 0)
+
+    async def _serve(self) -> None:
+        opening = self._record.opening = await self._read_opening()
+        with self._allowances.enter(opening) as allowance:
+            read = await self._read_request(allowance)
+            if read is None:
+                return
+            request, rest = read
+            self._record.request = request
+            sock = await self._destinations.connect(opening.tenant, request.target, opening.rules)
+            self._host = Stream(sock)
+            if request.is_tunnel:
+                await self._tunnel(self._host, request, rest, allowance)
+            else:
+                await self._exchange(self._host, request, rest, allowance)
+
+    async def _read_opening(self) -> Opening:
+        try:
+            async with asyncio.timeout(self._limits.opening_s):
+                return parse_opening(await self._client.receive_line(self._limits.opening_bytes))
+        except TimeoutError:
+            raise bad_gateway(Verdict.BAD_OPENING, "sandboxd did not say in time what this session may reach: tell the operator") from None
+
+    async def _read_request(self, allowance: Allowance) -> tuple[ProxyRequest, bytes] | None:
+        """The request and what came behind its head; None when the client left without one."""
+        try:
+            async with asyncio.timeout(self._limits.request_s):
+                first = await self._client.receive(allowance)
+            async with asyncio.timeout(self._limits.header_s):
+                head, rest = await read_head(self._client, allowance, self._limits, first) if first else (b"", b"")
+        except TimeoutError:
+            sentence = f"the head of the request did not come within {self._limits.header_s:g} s"
+            raise Refusal(Verdict.SLOW_REQUEST, HTTPStatus.REQUEST_TIMEOUT, sentence) from None
+        except HeadError as error:
+            raise bad_request(str(error)) from None
+        return (parse_request(head, self._limits.header_lines), rest) if head else None
+
+    async def _tunnel(self, host: Stream, request: ProxyRequest, rest: bytes, allowance: Allowance) -> None:
+        gate, pulse = HelloGate(request.target), Pulse()
+        await self._client.send(_ESTABLISHED)
+        self._is_http = False
+        try:
+            await host.send(gate.pass_on(rest) if rest else b"")
+            relaying = tunnel(self._client, host, gate, allowance, pulse)
+            await run_all(relaying, beside=(watch(self._client, pulse, self._limits),))
+        except Refusal as refusal:
+            if refusal.verdict is Verdict.TLS_REFUSED:
+                self._last_words = UNRECOGNIZED_NAME if gate.answers_in_tls else build_answer(refusal)
+            raise
+
+    async def _exchange(self, host: Stream, request: ProxyRequest, rest: bytes, allowance: Allowance) -> None:
+        pulse = Pulse()
+        exchange = Exchange(self._client, host, request, rest, allowance, pulse, self._limits)
+        try:
+            await exchange.run(watch(self._client, pulse, self._limits))
+        finally:
+            self._is_http = not exchange.has_answered

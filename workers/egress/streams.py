@@ -1,0 +1,102 @@
+"""One end of a connection as a non-blocking socket: reads that an allowance grants first, writes that wait, ends of one direction."""
+
+import asyncio
+import contextlib
+import select
+import socket
+
+from workers.egress.allowances import Allowance
+from workers.egress.limits import CHUNK_BYTES
+
+
+class Stream:
+    """Owns its socket. Nothing is read ahead: what is not asked for stays in the kernel. One reader and one writer at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._loop = asyncio.get_running_loop()
+        self.received = 0
+        """Bytes that an allowance was charged with."""
+        self.is_ended = False
+        """Whether the end of what the other side sends was seen."""
+
+    async def receive(self, allowance: Allowance, at_most: int = CHUNK_BYTES) -> bytes:
+        """What comes next; empty at the end. Raises Refusal when the session's bytes are spent and there is more, OSError."""
+        while True:
+            # An end costs nothing: a session that has used all it has still learns that it got everything.
+            data = self._peek(allowance) if allowance.is_spent else self._receive(allowance, await allowance.take(at_most))
+            if data is not None:
+                self.received += len(data)
+                self.is_ended = not data
+                return data
+            await self._until_readable()
+
+    def _receive(self, allowance: Allowance, granted: int) -> bytes | None:
+        """At most `granted` bytes; None when there are none yet."""
+        data: bytes | None = None
+        try:
+            data = self._try_receive(granted) if granted else None
+        finally:
+            allowance.give_back(granted - len(data or b""))
+        return data
+
+    def _peek(self, allowance: Allowance) -> bytes | None:
+        if data := self._try_receive(1, socket.MSG_PEEK):
+            raise allowance.spent()
+        return data
+
+    async def receive_line(self, at_most: int) -> bytes:
+        """Up to the end of a line and not a byte more; shorter when `at_most` bytes hold none, or the stream ends. Not charged for."""
+        line = b""
+        while len(line) < at_most and not line.endswith(b"\n"):
+            await self._until_readable()
+            seen = self._socket.recv(at_most - len(line), socket.MSG_PEEK)
+            if not seen:
+                break
+            line += self._socket.recv(seen.find(b"\n") + 1 or len(seen))
+        return line
+
+    async def send(self, data: bytes) -> None:
+        """All of it. Raises OSError."""
+        if data:
+            await self._loop.sock_sendall(self._socket, data)
+
+    def end_sending(self) -> None:
+        """The other side reads to the end, and may go on sending."""
+        with contextlib.suppress(OSError):  # it is gone: there is nobody to be told
+            self._socket.shutdown(socket.SHUT_WR)
+
+    async def drain(self) -> None:
+        """Read and drop until the other side ends, so that closing does not take an answer away from it."""
+        while await self._loop.sock_recv(self._socket, CHUNK_BYTES):
+            pass
+
+    def is_left(self) -> bool:
+        """Whether the other side has closed both directions, or broken off: an end of its sending alone is not it."""
+        poll = select.poll()
+        poll.register(self._socket, 0)
+        return any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _try_receive(self, at_most: int, flags: int = 0) -> bytes | None:
+        try:
+            return self._socket.recv(at_most, flags)
+        except (BlockingIOError, InterruptedError):
+            return None
+
+    async def _until_readable(self) -> None:
+        readable = self._loop.create_future()
+        number = self._socket.fileno()
+        self._loop.add_reader(number, _settle, readable)
+        try:
+            await readable
+        finally:
+            self._loop.remove_reader(number)
+
+
+def _settle(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

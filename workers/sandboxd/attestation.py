@@ -1,0 +1,116 @@
+"""What a guest tells of its sandbox, checked, and judged before a session gets it."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_MOST = 2**63
+_KIND = re.compile(r"[a-z0-9_.?-]{1,40}")
+_FOLDERS = ("workspace", "tmp", "output", "shm")
+_NAMES = {"workspace": "/workspace", "tmp": "/tmp", "output": "/output", "shm": "/dev/shm"}
+_PROGRAMS = ("bash", "git", "ripgrep")
+_LOSSES = {
+    "bash": "bash_tool cannot run a command",
+    "git": "git is not there for commands; the other tools do not need it",
+    "ripgrep": "grep_tool uses its slower Python engine",
+}
+# A file system's own tables take a part of the image it lies in.
+_LEAST_SHARE = 0.7
+
+
+@dataclass(frozen=True)
+class Attestation:
+    """`processes`: living ones beside PID 1 and its waiting supervisor; `entries`: folder -> entries directly in it, counted up to 1,000.
+
+    `workspace_bytes` and `workspace_inodes` are the file system's size, used or not; 0 inodes: it has no fixed number of them.
+    """
+
+    processes: int
+    zombies: int
+    jobs: int
+    entries: Mapping[str, int]
+    workspace_bytes: int
+    workspace_inodes: int
+    workspace_type: str
+    python: tuple[int, ...]
+    programs: frozenset[str]
+
+
+def parse_attestation(done: Mapping[str, Any]) -> Attestation:
+    """The answer to `attest`. Raises ValueError when it is an error, or anything in it is not what the protocol says."""
+    if "error" in done:
+        raise ValueError(f"the guest cannot tell how its sandbox is: {str(done['error'])[:300]}")
+    entries, workspace = _mapping(done, "entries"), _mapping(done, "workspace")
+    kind = workspace.get("type")
+    if not isinstance(kind, str) or not _KIND.fullmatch(kind):
+        raise ValueError("'type' of the workspace is no name of a file system")
+    return Attestation(
+        processes=_count(done, "processes"),
+        zombies=_count(done, "zombies"),
+        jobs=_count(done, "jobs"),
+        entries={name: _count(entries, name) for name in _FOLDERS},
+        workspace_bytes=_count(workspace, "bytes"),
+        workspace_inodes=_count(workspace, "inodes"),
+        workspace_type=kind,
+        python=_parse_version(done.get("python")),
+        programs=_parse_programs(done.get("programs")),
+    )
+
+
+def find_dirt(attestation: Attestation) -> list[str]:
+    """Why the sandbox is not as it was made: sentences; none for one that nobody has used."""
+    found = [
+        (attestation.processes, "process(es) live beside the guest"),
+        (attestation.zombies, "dead process(es) wait to be collected"),
+        (attestation.jobs, "background job(s) run"),
+        *((attestation.entries[name], f"entries lie in {_NAMES[name]}") for name in _FOLDERS),
+    ]
+    return [f"{count} {what}" for count, what in found if count]
+
+
+def find_misfits(attestation: Attestation, size_bytes: int, inodes: int) -> list[str]:
+    """Why the workspace is not the one of a hard quota that was asked for: sentences; none when it is."""
+    return [
+        *_compare("bytes", attestation.workspace_bytes, size_bytes, attestation.workspace_type),
+        *_compare("inodes", attestation.workspace_inodes, inodes, attestation.workspace_type),
+    ]
+
+
+def explain_lacks(attestation: Attestation, image: str) -> list[str]:
+    """What an image of the operator's own choice does without: sentences; none for one that has all that the tools use."""
+    return [f"image {image} has no {name}: {_LOSSES[name]}" for name in _PROGRAMS if name not in attestation.programs]
+
+
+def _compare(what: str, found: int, asked: int, kind: str) -> Iterator[str]:
+    # A kernel rounds up to whole pages, or groups of inodes, and no further.
+    if found > asked * 1.1 + 65_536:
+        yield f"/workspace ({kind}) has {found} {what}, more than the {asked} asked for: its quota is not in force"
+    elif found < asked * _LEAST_SHARE and (what == "bytes" or found):
+        yield f"/workspace ({kind}) has {found} {what}, fewer than the {asked} asked for"
+
+
+def _mapping(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = fields.get(name)
+    if not isinstance(value, dict):
+        raise ValueError(f"'{name}' is missing or no object")
+    return value
+
+
+def _count(fields: Mapping[str, Any], name: str) -> int:
+    value = fields.get(name)
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise ValueError(f"'{name}' is missing or no count")
+    return value
+
+
+def _parse_version(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) != 3 or not all(type(part) is int and 0 <= part < 1000 for part in value):
+        raise ValueError("'python' is no version of three numbers")
+    return tuple(value)
+
+
+def _parse_programs(value: object) -> frozenset[str]:
+    if not isinstance(value, list) or len(value) > len(_PROGRAMS) or not all(name in _PROGRAMS for name in value):
+        raise ValueError("'programs' is no list of known programs")
+    return frozenset(value)

@@ -1,0 +1,253 @@
+"""The gate before the engine: so many calls of a kind at a time, each bounded in time, and none while the engine is silent."""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, Generic, TypeVar
+
+import structlog
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.engine_breaker import Admission, Breaker
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineSilent(SandboxUnavailable):
+    """The engine gave no answer, or none that an engine gives. A few of these in a row open the breaker."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One kind of call. `name` is its plural, for sentences. A caller waits for its turn no longer than `max_wait_s`."""
+
+    name: str
+    at_once: int
+    deadline_s: float
+    max_waiting: int = 1000
+    max_wait_s: float = 60.0
+
+
+PROBES: Final = Lane("probes", at_once=2, deadline_s=3.0, max_waiting=0)
+
+
+class _Turns:
+    """Who may use a lane: first come, first served. A turn ends with the thread that used it, not with its caller's patience."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.running = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    async def take(self) -> None:
+        """Returns with a turn that must be given back. Raises SandboxUnavailable when too many wait, or for too long."""
+        if self.running < self.lane.at_once:
+            self.running += 1
+            return
+        if self.waiting >= self.lane.max_waiting:
+            raise self._busy()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            async with asyncio.timeout(self.lane.max_wait_s):
+                await turn
+        except BaseException as error:
+            self._leave(turn)
+            if isinstance(error, TimeoutError):
+                raise self._busy() from None
+            raise
+
+    def give_back(self) -> None:
+        """The next that waits has the turn."""
+        if self._waiting:
+            self._waiting.popleft().set_result(None)
+        else:
+            self.running -= 1
+
+    def refuse_waiting(self, words: str) -> None:
+        """Everybody who waits gets a SandboxUnavailable of these words."""
+        while self._waiting:
+            self._waiting.popleft().set_exception(SandboxUnavailable(words))
+
+    def _leave(self, turn: "asyncio.Future[None]") -> None:
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+        elif turn.done() and not turn.cancelled() and turn.exception() is None:
+            self.give_back()  # it came as the caller left
+
+    def _busy(self) -> SandboxUnavailable:
+        return SandboxUnavailable(
+            f"the Docker engine is busy: {self.running} {self.lane.name} under way, {self.waiting} waiting: try again later, "
+            "or spread the sessions over more hosts"
+        )
+
+
+class EngineGate:
+    """Runs blocking calls in threads of their own. `probe`: the cheapest blocking call that shows an engine alive."""
+
+    def __init__(self, probe: Callable[[], object], breaker: Breaker | None = None) -> None:
+        self._probe = probe
+        self._breaker = breaker or Breaker()
+        self._turns: dict[str, _Turns] = {}
+
+    async def run(self, lane: Lane, work: Callable[[], T], late: Callable[[T], None] | None = None) -> T:
+        """The result of `work`, which may raise SandboxUnavailable (the engine refused) or EngineSilent.
+
+        Raises SandboxUnavailable at once while the breaker is open, when the lane is full, and EngineSilent at the lane's deadline.
+        A thread cannot be stopped: after a deadline or a cancelled wait it goes on, holds its turn, and its result goes to `late`.
+        """
+        await self._admit()
+        turns = self._turns.setdefault(lane.name, _Turns(lane))
+        await turns.take()
+        if self._breaker.is_open:
+            turns.give_back()
+            raise SandboxUnavailable(self._silence())
+        try:
+            call = _Call(self, turns, _in_thread(work, lane.name), late)
+        except RuntimeError as error:
+            turns.give_back()
+            raise SandboxUnavailable(f"this host lets sandboxd have no more threads ({error}): raise its limit of tasks") from error
+        try:
+            done, _ = await asyncio.wait({call.running}, timeout=lane.deadline_s)
+        except BaseException:
+            call.leave()
+            raise
+        if not done:
+            silence = EngineSilent(f"the Docker engine did not answer within {lane.deadline_s:g} s: look after it, or restart it")
+            self._fail(silence)
+            call.leave(is_known_silent=True)
+            raise silence
+        return call.running.result()
+
+    def describe(self) -> dict[str, Any]:
+        """For `status`: what runs and waits by kind, and whether the engine is asked at all."""
+        breaker = self._breaker
+        return {
+            "running": {name: turns.running for name, turns in self._turns.items()},
+            "waiting": {name: turns.waiting for name, turns in self._turns.items()},
+            "breaker": "open" if breaker.is_open else "closed",
+            "failures": breaker.failures,
+            "silent_s": round(breaker.silent_s, 3),
+            "next_try_s": round(breaker.next_try_s, 3),
+            "last_error": breaker.last_error,
+        }
+
+    async def _admit(self) -> None:
+        admission = self._breaker.admit()
+        if admission is Admission.PROBE:
+            await self._ask_probe()
+        elif admission is Admission.REFUSE:
+            raise SandboxUnavailable(self._silence())
+
+    async def _ask_probe(self) -> None:
+        probing = _in_thread(self._probe, PROBES.name)
+        probing.add_done_callback(_look_at)
+        try:
+            async with asyncio.timeout(PROBES.deadline_s):
+                await asyncio.shield(probing)
+        except (SandboxUnavailable, TimeoutError) as error:
+            self._breaker.probe_failed(str(error) or f"no answer within {PROBES.deadline_s:g} s")
+            raise SandboxUnavailable(self._silence()) from error
+        except BaseException:
+            self._breaker.probe_dropped()
+            raise
+        if self._breaker.probe_answered():
+            log.info("engine_breaker_closed")
+
+    def learn(self, error: BaseException | None) -> None:
+        """What the end of a call shows of the engine."""
+        if isinstance(error, EngineSilent):
+            self._fail(error)
+        elif (error is None or isinstance(error, SandboxUnavailable)) and self._breaker.answered():
+            log.info("engine_breaker_closed")
+
+    def _fail(self, error: EngineSilent) -> None:
+        if self._breaker.failed(str(error)):
+            log.warning("engine_breaker_opened", failures=self._breaker.failures, error=str(error))
+            for turns in self._turns.values():
+                turns.refuse_waiting(self._silence())
+
+    def _silence(self) -> str:
+        breaker = self._breaker
+        since = datetime.fromtimestamp(time.time() - breaker.silent_s, UTC)
+        when = f"in {breaker.next_try_s:.1f} s" if breaker.next_try_s else "now"
+        return (
+            f"the Docker engine has not answered since {since:%H:%M:%S} UTC ({breaker.failures} times in a row; last: {breaker.last_error}); "
+            f"it is tried again {when}"
+        )
+
+
+class _Call(Generic[T]):
+    """A call in its thread. Whatever its caller does, its end gives the turn back and teaches the breaker."""
+
+    def __init__(self, gate: EngineGate, turns: _Turns, running: "asyncio.Future[T]", late: Callable[[T], None] | None) -> None:
+        self.running = running
+        self._gate = gate
+        self._turns = turns
+        self._late = late
+        self._is_left = False
+        self._is_known_silent = False
+        running.add_done_callback(self._end)
+
+    def leave(self, *, is_known_silent: bool = False) -> None:
+        """The caller does not wait any more."""
+        self._is_left = True
+        self._is_known_silent = is_known_silent
+        if self.running.done():
+            self._hand_over()
+
+    def _end(self, running: "asyncio.Future[T]") -> None:
+        self._turns.give_back()
+        error = running.exception()
+        if not (self._is_known_silent and isinstance(error, EngineSilent)):
+            self._gate.learn(error)
+        if self._is_left:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._late is not None and self.running.exception() is None:
+            self._late(self.running.result())
+
+
+def _look_at(running: "asyncio.Future[Any]") -> None:
+    """An exception that nobody waits for any more is no bug of ours."""
+    if not running.cancelled():
+        running.exception()
+
+
+def _in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
+    """A thread of its own, which the end of the process does not wait for: the pools of the standard library do, and an engine can hang."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]  # None only where T has it
+
+    def go() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  # the thread's edge: whoever waits gets it
+            failure = error
+        try:
+            loop.call_soon_threadsafe(settle, result, failure)
+        except RuntimeError:
+            log.debug("engine_call_outlived_its_loop", lane=name)
+
+    threading.Thread(target=go, name=f"engine-{name}", daemon=True).start()
+    return future

@@ -1,0 +1,114 @@
+"""What sandboxd does by itself while nobody asks: expires, freezes and evicts idle sessions, watches soft quotas, sweeps."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import structlog
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.making import Maker
+from workers.sandboxd.reaper import Reaper
+from workers.sandboxd.session import Session
+from workers.sandboxd.sessions import Sessions
+
+log = structlog.get_logger(__name__)
+
+EXPIRE_EVERY_S = 5.0
+IDLE_EVERY_S = 1.0
+QUOTA_EVERY_S = 2.0
+SWEEP_EVERY_S = 30.0
+_OVERFULL_GROWTH = 1.1
+"""How much more a workspace that was found overfull may hold before its sandbox ends again: room to delete something."""
+
+
+@dataclass(frozen=True)
+class IdleTimes:
+    """Seconds without a call after which a session is frozen, and after which its container is given up."""
+
+    pause_s: float
+    evict_s: float
+
+
+class Keeper:
+    """Runs until it is cancelled. A round that fails is logged, and the next one tried."""
+
+    def __init__(self, sessions: Sessions, maker: Maker, reaper: Reaper, idle: IdleTimes) -> None:
+        self._sessions = sessions
+        self._maker = maker
+        self._reaper = reaper
+        self._idle = idle
+
+    async def keep(self) -> None:
+        """All rounds side by side, for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_every(EXPIRE_EVERY_S, self.expire))
+            tasks.create_task(_every(min(IDLE_EVERY_S, self._idle.pause_s), self.rest_idle))
+            tasks.create_task(_every(SWEEP_EVERY_S, self._sweep))
+            if not self._maker.workspaces.is_hard:
+                tasks.create_task(_every(QUOTA_EVERY_S, self.end_overfull))
+
+    async def expire(self) -> None:
+        """Close sessions that no call has used for their time to live, and try again to remove what would not go."""
+        for entry in self._sessions.all():
+            if entry.lock.locked():
+                continue  # being rebuilt, given up or closed by another
+            if not entry.is_closing and entry.idle_s() > entry.ttl_s:
+                log.info("session_expired", ttl_s=entry.ttl_s)
+                entry.is_closing = True
+            if entry.is_closing:
+                await _try(self._sessions.close(entry.id))
+            elif entry.sandbox is not None and entry.sandbox.lost is not None and not entry.sandbox.is_removed:
+                await _try(entry.sandbox.remove())
+        await self._maker.retry_removals()
+
+    async def rest_idle(self) -> None:
+        """Freeze what has been idle for a while, give up what has been for long."""
+        for entry in self._sessions.all():
+            if entry.is_closing or entry.sandbox is None:
+                continue
+            idle_s = entry.idle_s()
+            # One that had a background job is asked again only after the same time.
+            if idle_s < self._idle.pause_s or time.monotonic() - entry.looked_at < self._idle.pause_s:
+                continue
+            if idle_s >= self._idle.evict_s:
+                await self._sessions.give_up(entry)
+            else:
+                await _try(self._sessions.pause(entry))
+
+    async def end_overfull(self) -> None:
+        """End the sandboxes whose workspaces hold more than they may, where the kernel does not see to it."""
+        found = await self._maker.workspaces.find_overfull()
+        for entry in self._sessions.all():
+            held = found.get(entry.workspace.name, 0)
+            if held > entry.overfull_bytes * _OVERFULL_GROWTH:
+                self._end_overfull(entry, held)
+            if not held:
+                entry.overfull_bytes = 0
+
+    def _end_overfull(self, entry: Session, held: int) -> None:
+        entry.overfull_bytes = held
+        if entry.sandbox is not None:
+            size = entry.workspace.size
+            entry.sandbox.end(f"its workspace held {held} bytes, and {size.bytes} bytes in {size.inodes} files is the most: delete files")
+
+    async def _sweep(self) -> None:
+        await _try(self._reaper.sweep())
+
+
+async def _every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            await work()
+        except Exception:  # the edge of a round: a bug in one must not end the others, and is loud
+            log.exception("round_failed")
+
+
+async def _try(work: Awaitable[object]) -> None:
+    """What the engine refused has been logged where it was asked, and is asked again in the next round."""
+    try:
+        await work
+    except SandboxUnavailable as error:
+        log.warning("round_not_done", error=str(error))

@@ -1,0 +1,89 @@
+"""Who lives: a lock file for each sandboxd of a host, so that what a dead one left can be told from what a living one holds.
+
+A lock of the kernel's goes with its process, at once and whatever killed it; no clock decides. A lease is judged only by those who see the
+very same folder (its device and inode number are part of the lease): for a sandboxd in a container, or on another host, it is none of theirs.
+"""
+
+import fcntl
+import os
+import secrets
+from pathlib import Path
+
+from contract.errors import SandboxUnavailable
+
+
+class Lease:
+    """This process's own. `take` opens it, `give_back` ends it."""
+
+    def __init__(self, folder: Path, file: str, fd: int, name_fd: int) -> None:
+        self._folder = folder
+        self._file = file
+        self._fds = (fd, name_fd)
+        self._domain = _domain_of(folder)
+
+    @classmethod
+    def take(cls, folder: Path, name: str) -> "Lease":
+        """Hold the name and a lease of one's own. Raises SandboxUnavailable when a living sandboxd has the name."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        name_fd = _lock(folder / f"{name}.name")
+        if name_fd is None:
+            raise SandboxUnavailable(
+                f"another sandboxd named '{name}' lives on this host: stop it, or give this one another TOOLCREW_SANDBOXD_NAME and socket"
+            )
+        file = f"{name}-{secrets.token_hex(8)}.lease"
+        fd = _lock(folder / file)
+        assert fd is not None  # nobody else knows the name
+        return cls(folder, file, fd, name_fd)
+
+    @property
+    def label(self) -> str:
+        """What a container carries of its owner."""
+        return f"{self._domain}/{self._file}"
+
+    def is_dead(self, label: str) -> bool:
+        """Whether the owner of a container with that label is known to be gone. False for whatever cannot be judged from here."""
+        domain, _, file = label.rpartition("/")
+        if domain != self._domain or file == self._file or not file.endswith(".lease") or file.startswith("."):
+            return False
+        try:
+            fd = os.open(self._folder / file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)
+
+    def forget_dead(self) -> None:
+        """Delete the files of leases whose owners are gone, once nothing of theirs is left."""
+        for path in self._folder.glob("*.lease"):
+            if self.is_dead(f"{self._domain}/{path.name}"):
+                path.unlink(missing_ok=True)
+
+    def give_back(self) -> None:
+        """The name is free for another."""
+        (self._folder / self._file).unlink(missing_ok=True)
+        for fd in self._fds:
+            os.close(fd)
+
+
+def _lock(path: Path) -> int | None:
+    """A locked descriptor; None when another holds it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _domain_of(folder: Path) -> str:
+    status = folder.stat()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}:{status.st_dev}:{status.st_ino}"

@@ -1,0 +1,264 @@
+"""Parcels: what dies with a container, as one tar stream out of a guest and into another. Nothing is ever unpacked on the host.
+
+Both ends run the image's own tar inside the sandbox. What a guest sends is kept as it is and only ever given to a guest of the same tenant.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from workers.sandboxd.answers import build_words
+from workers.sandboxd.frames import Frame
+from workers.sandboxd.store.base import Tally
+
+ROOTS = ("/workspace", "/output")
+"""The session's files; long outputs, logs of jobs, the carried shell state and what is remembered of files."""
+PARCEL_TIMEOUT_S = 480.0
+_PIECE_BYTES = 4 * 1024 * 1024
+"""What the guest holds of a parcel in memory while it is unpacked."""
+_FRAME_BYTES = 512 * 1024
+_WAITING_BYTES = 4 * 1024 * 1024
+"""Nothing more is read from the guest while this much has come that nobody has taken."""
+_WORDS_BYTES = 65_536
+_LAST_WORDS_S = 5.0
+_CHANGED = 1
+"""tar's exit code when a file changed, or went, while it was read."""
+_FULL = (b"No space left", b"File too large", b"Disk quota exceeded")
+
+# What its own user may not read is opened to him for as long as tar reads, the lowest folder last put back.
+_PACK = """
+mapfile -d '' -t closed < <(find "$@" -xdev -user "$UID" \\
+    \\( -type d ! -perm -500 -printf '%m %p\\0' -exec chmod u+rx {} \\; \\) -o \\( -type f ! -perm -400 -printf '%m %p\\0' -exec chmod u+r {} + \\))
+put_back() {
+    for ((at = ${#closed[@]} - 1; at >= 0; at--)); do chmod "${closed[at]%% *}" "${closed[at]#* }"; done
+}
+trap put_back EXIT
+tar -c -f - -b 512 --format=posix --sparse --one-file-system --numeric-owner -C / -- "${@#/}"
+"""
+_MAKE_FIFO = 'mkfifo -m 600 -- "$1"'
+# Open for both, or each piece's end would be the stream's. Only head knows where that is.
+_UNPACK = """
+trap 'rm -f -- "$1"' EXIT
+head -c "$2" 0<>"$1" | tar -x -f - -p --delay-directory-restore --no-overwrite-dir --no-same-owner -C / -- "${@:3}"
+exit "${PIPESTATUS[1]}"
+"""
+_FEED = 'cat > "$1"'
+
+
+class Guest(Protocol):
+    """What a parcel needs of a sandbox."""
+
+    async def ask(
+        self,
+        request: Mapping[str, Any],
+        *,
+        sink: Callable[[Frame], None] | None = None,
+        body: AsyncIterator[bytes] | None = None,
+        body_bytes: int = 0,
+    ) -> dict[str, Any]:
+        """One request; gives the guest's last header. Raises SandboxUnavailable when the sandbox is lost."""
+        ...
+
+    def hold(self, holder: object) -> None: ...
+
+    def release(self, holder: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class ParcelFacts:
+    """What was packed, by size and sha256 in hex. `skipped`: sockets, which nobody can pack. `is_torn`: files changed while they were read."""
+
+    bytes: int
+    sha256: str
+    skipped: int = 0
+    is_torn: bool = False
+
+
+def count_most_bytes(workspace_bytes: int, inodes: int) -> int:
+    """The most a parcel of such a workspace may have: its files, the outputs, /tmp, and what tar needs for each name."""
+    return workspace_bytes + 256 * 1024 * 1024 + 4096 * inodes
+
+
+class Packing:
+    """One parcel on its way out: `chunks` once, then `facts`."""
+
+    def __init__(self, guest: Guest, roots: tuple[str, ...], max_bytes: int) -> None:
+        self._guest = guest
+        self._roots = roots
+        self._max_bytes = max_bytes
+        self.facts: ParcelFacts | None = None
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """The tar stream, in pieces of at most a frame. Who takes them slowly holds the whole sandbox up: take them to a disk.
+
+        Raises ToolFailure(FILE_TOO_LARGE) beyond `max_bytes`, ToolFailure when tar fails, SandboxUnavailable; what was given is then void.
+        """
+        flow, tally = _Outflow(self._guest), Tally()
+        request = _exec(["bash", "-c", _PACK, "pack", *self._roots], {"stream": self._max_bytes + 1})
+        packing = asyncio.ensure_future(self._guest.ask(request, sink=flow.take))
+        packing.add_done_callback(lambda _: flow.end())
+        try:
+            while (chunk := await flow.next()) is not None:
+                tally.add(chunk)
+                if tally.bytes > self._max_bytes:
+                    raise ToolFailure(
+                        ErrorCode.FILE_TOO_LARGE,
+                        f"the files of the session are more than {self._max_bytes} bytes: delete what is not needed",
+                    )
+                yield chunk
+            done = await packing
+        finally:
+            self._guest.release(flow)
+            await _cancelled(packing)
+        _check(done, flow.words, "packed", (0, _CHANGED))
+        whole = tally.facts()
+        self.facts = ParcelFacts(whole.bytes, whole.sha256, flow.words.count(b"socket ignored"), done["exit_code"] == _CHANGED)
+
+
+async def pack(guest: Guest, roots: tuple[str, ...], write: Callable[[bytes], Awaitable[None]], max_bytes: int) -> ParcelFacts:
+    """Write the roots as one parcel. Raises as `Packing.chunks`."""
+    packing = Packing(guest, roots, max_bytes)
+    async with contextlib.aclosing(packing.chunks()) as chunks:
+        async for chunk in chunks:
+            await write(chunk)
+    assert packing.facts is not None
+    return packing.facts
+
+
+async def unpack(guest: Guest, roots: tuple[str, ...], read: AsyncIterator[bytes], total: int) -> None:
+    """Unpack a parcel of these roots, of `total` bytes, into the places that it was packed from.
+
+    Raises ToolFailure(NO_SPACE), ToolFailure when tar fails, SandboxUnavailable, and what `read` raises; files may then lie there already.
+    """
+    fifo, words = f"/tmp/.parcel-{secrets.token_hex(8)}", bytearray()
+    _check(await guest.ask(_exec(["bash", "-c", _MAKE_FIFO, "make", fifo]), sink=_keep(words)), words, "unpacked")
+    names = [root.removeprefix("/") for root in roots]
+    unpacking = asyncio.ensure_future(guest.ask(_exec(["bash", "-c", _UNPACK, "unpack", fifo, str(total), *names]), sink=_keep(words)))
+    try:
+        sent = 0
+        async for piece in _pieces(read):
+            sent += len(piece)
+            if sent > total or not await _feed(guest, fifo, piece, unpacking):
+                break
+        if sent != total and not unpacking.done():
+            raise SandboxUnavailable(f"the stored files have {sent} bytes and not {total}: restore another checkpoint")
+        done = await unpacking
+    finally:
+        await _cancelled(unpacking)
+    _check(done, words, "unpacked")
+
+
+async def _feed(guest: Guest, fifo: str, piece: bytes, unpacking: "asyncio.Future[dict[str, Any]]") -> bool:
+    """Hand one piece on; False when tar has ended. Raises as `unpack`."""
+    words = bytearray()
+    request = _exec(["bash", "-c", _FEED, "feed", fifo])
+    feeding = asyncio.ensure_future(guest.ask(request, sink=_keep(words), body=_framed(piece), body_bytes=len(piece)))
+    try:
+        await asyncio.wait({feeding, unpacking}, return_when=asyncio.FIRST_COMPLETED)
+        if unpacking.done():
+            return False
+        done = await feeding
+    finally:
+        await _cancelled(feeding)
+    if done.get("exit_code") != 0:
+        # tar may have left, and is about to say why.
+        await asyncio.wait({unpacking}, timeout=_LAST_WORDS_S)
+        if unpacking.done():
+            return False
+    _check(done, words, "unpacked")
+    return True
+
+
+class _Outflow:
+    """Pieces of a stream as they come from a guest, taken one at a time. `words`: what its stderr said, as far as it was kept."""
+
+    def __init__(self, guest: Guest) -> None:
+        self._guest = guest
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._news = asyncio.Event()
+        self._is_over = False
+        self.words = bytearray()
+
+    def take(self, frame: Frame) -> None:
+        if frame.header.get("stream") != "stdout":
+            self.words += frame.body[: _WORDS_BYTES - len(self.words)]
+            return
+        self._waiting.append(frame.body)
+        self._waiting_bytes += len(frame.body)
+        if self._waiting_bytes > _WAITING_BYTES:
+            self._guest.hold(self)
+        self._news.set()
+
+    def end(self) -> None:
+        self._is_over = True
+        self._news.set()
+
+    async def next(self) -> bytes | None:
+        """None after the last."""
+        while not self._waiting:
+            if self._is_over:
+                return None
+            self._news.clear()
+            await self._news.wait()
+        chunk = self._waiting.popleft()
+        self._waiting_bytes -= len(chunk)
+        if self._waiting_bytes <= _WAITING_BYTES // 2:
+            self._guest.release(self)
+        return chunk
+
+
+def _exec(argv: list[str], capture: Mapping[str, int] | None = None) -> dict[str, Any]:
+    kept = capture or {"stdout": 0, "stderr": _WORDS_BYTES}
+    return {"op": "exec", "argv": argv, "cwd": "/", "env": {"LC_ALL": "C"}, "timeout_s": PARCEL_TIMEOUT_S, "capture": kept}
+
+
+def _keep(words: bytearray) -> Callable[[Frame], None]:
+    return lambda frame: words.extend(frame.body[: _WORDS_BYTES - len(words)])
+
+
+async def _pieces(read: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    gathered = bytearray()
+    async for chunk in read:
+        gathered += chunk
+        while len(gathered) >= _PIECE_BYTES:
+            yield bytes(gathered[:_PIECE_BYTES])
+            del gathered[:_PIECE_BYTES]
+    if gathered:
+        yield bytes(gathered)
+
+
+async def _framed(piece: bytes) -> AsyncIterator[bytes]:
+    for at in range(0, len(piece), _FRAME_BYTES):
+        yield piece[at : at + _FRAME_BYTES]
+
+
+async def _cancelled(task: "asyncio.Future[Any]") -> None:
+    """End what was asked; who asked has its answer, or wants none any more."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
+
+
+def _check(done: Mapping[str, Any], words: bytes | bytearray, what: str, well: tuple[int, ...] = (0,)) -> None:
+    """Raises ToolFailure unless a request ended with one of the exit codes that are well."""
+    error = done.get("error")
+    if isinstance(error, Mapping):
+        raise ToolFailure(ErrorCode.INTERNAL, f"the session's files could not be {what}: {build_words(error.get('message'))}")
+    if done.get("timed_out") is True:
+        raise ToolFailure(ErrorCode.TIMEOUT, f"the session's files were not {what} within {PARCEL_TIMEOUT_S:g} s")
+    code = done.get("exit_code")
+    if type(code) is int and code in well:
+        return
+    if any(full in words for full in _FULL):
+        raise ToolFailure(ErrorCode.NO_SPACE, f"the session's files could not be {what}: its workspace is too small for them")
+    raise ToolFailure(
+        ErrorCode.INTERNAL,
+        f"the session's files could not be {what}: tar ended with {build_words(code)}: {build_words(bytes(words[-200:]).decode('utf-8', 'replace'))}",
+    )

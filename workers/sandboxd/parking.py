@@ -1,0 +1,57 @@
+"""What of a session is packed when its container is given up, and unpacked into the next one: all that the container alone has."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from contract.errors import SandboxUnavailable, ToolFailure
+from workers.sandboxd.sandbox import Sandbox
+from workers.sandboxd.session import Session
+from workers.sandboxd.store.checkpoints import Checkpoints
+
+_CONTAINERS_OWN = ("/output", "/tmp")  # of the sandbox, not of this host
+
+
+class Parking(Protocol):
+    """Raises SandboxUnavailable when packing or unpacking fails."""
+
+    async def pack(self, session: Session, sandbox: Sandbox) -> str: ...
+
+    async def unpack(self, session: Session, sandbox: Sandbox) -> None: ...
+
+    async def forget(self, session: Session) -> None: ...
+
+
+class StoreParking:
+    """Parcels in a store of this host: long outputs, the shell's state, /tmp, and a workspace that would go with its container."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    async def pack(self, session: Session, sandbox: Sandbox) -> str:
+        with _as_unavailable("packed"):
+            saved = await self._checkpoints.save(session.tenant, sandbox, roots=_roots(session))
+            return saved.id
+
+    async def unpack(self, session: Session, sandbox: Sandbox) -> None:
+        if session.parcel is not None:
+            with _as_unavailable("unpacked"):
+                await self._checkpoints.load(session.tenant, session.parcel, sandbox, roots=_roots(session))
+
+    async def forget(self, session: Session) -> None:
+        if session.parcel is not None:
+            await self._checkpoints.forget(session.tenant, session.parcel)
+            session.parcel = None
+
+
+def _roots(session: Session) -> tuple[str, ...]:
+    return _CONTAINERS_OWN if session.workspace.outlives_container else ("/workspace", *_CONTAINERS_OWN)
+
+
+@contextmanager
+def _as_unavailable(what: str) -> Iterator[None]:
+    """Nobody asked for it by a call, so there is no model to tell."""
+    try:
+        yield
+    except ToolFailure as failure:
+        raise SandboxUnavailable(f"the session's state could not be {what}: {failure}") from failure

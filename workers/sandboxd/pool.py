@@ -1,0 +1,157 @@
+"""The warm pool: sandboxes that nobody has used yet, each with an empty workspace, for the first call of a session."""
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.attestation import find_dirt, parse_attestation
+from workers.sandboxd.classes import SandboxPlan
+from workers.sandboxd.making import Maker
+from workers.sandboxd.sandbox import Sandbox
+from workers.sandboxd.workspaces.base import Workspace
+
+log = structlog.get_logger(__name__)
+
+RETRY_S = 10.0
+"""How long the pool waits after a sandbox that could not be made."""
+BUSY_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Warm:
+    """A sandbox that no session has had, and its workspace."""
+
+    sandbox: Sandbox
+    workspace: Workspace
+    made_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class PoolLimits:
+    """How many to keep of the plan, how fast to make them (a second), and with how many bytes of memory left on the host at least."""
+
+    target: int
+    refill_per_s: float
+    memory_floor_bytes: int
+    keep_s: float
+
+
+class WarmPool:
+    """Sandboxes of one plan. Handed out once, never taken back."""
+
+    def __init__(self, maker: Maker, plan: SandboxPlan, limits: PoolLimits) -> None:
+        self.plan = plan
+        self._maker = maker
+        self._limits = limits
+        self._ready: deque[Warm] = deque()
+        self._wanted = asyncio.Event()
+        self._wanted.set()
+        self.handed_out = 0
+        self.turned_away = 0
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    async def take(self, plan: SandboxPlan) -> Warm | None:
+        """A sandbox that has proved to be clean, or None: then the caller makes one."""
+        if plan != self.plan:
+            return None
+        while self._ready:
+            warm = self._ready.popleft()
+            self._wanted.set()
+            if await self._is_clean(warm):
+                self.handed_out += 1
+                return warm
+            self.turned_away += 1
+            await self._drop(warm)
+        return None
+
+    async def give_up_one(self) -> bool:
+        """Remove a sandbox whose place a session needs; False when there is none."""
+        if not self._ready:
+            return False
+        await self._drop(self._ready.pop())
+        return True
+
+    async def keep_filled(self) -> None:
+        """For ever: one after the other, at most at the given rate, and not while memory is short or the host is full."""
+        while True:
+            await self._drop_outworn()
+            if len(self._ready) >= self._limits.target:
+                self._wanted.clear()
+                with_timeout = asyncio.ensure_future(self._wanted.wait())
+                await asyncio.wait({with_timeout}, timeout=RETRY_S)
+                with_timeout.cancel()
+                continue
+            started = time.monotonic()
+            pause_s = await self._add_one()
+            await asyncio.sleep(max(pause_s, 1 / self._limits.refill_per_s - (time.monotonic() - started)))
+
+    async def close(self) -> None:
+        """Remove all."""
+        while await self.give_up_one():
+            pass
+
+    async def _add_one(self) -> float:
+        """Gives how long to wait before the next, in seconds."""
+        if self._maker.is_ending or available_memory() < self._limits.memory_floor_bytes + self.plan.memory_reserve_bytes:
+            return RETRY_S
+        if not self._maker.room.try_take():
+            return BUSY_RETRY_S
+        try:
+            workspace = await self._make_workspace()
+            try:
+                sandbox = await self._maker.make(self.plan, workspace, 1)
+            except BaseException:
+                await asyncio.shield(self._maker.discard_workspace(workspace))
+                raise
+        except SandboxUnavailable as error:
+            log.warning("pool_not_filled", error=str(error))
+            return RETRY_S
+        self._ready.append(Warm(sandbox, workspace))
+        return 0.0
+
+    async def _make_workspace(self) -> Workspace:
+        try:
+            return await self._maker.make_workspace(self.plan)
+        except BaseException:
+            self._maker.room.give_back()
+            raise
+
+    async def _is_clean(self, warm: Warm) -> bool:
+        if warm.sandbox.lost is not None or self._is_outworn(warm):
+            return False
+        try:
+            dirt = find_dirt(parse_attestation(await warm.sandbox.ask({"op": "attest", "timeout_s": 5.0})))
+        except (SandboxUnavailable, ValueError) as error:
+            dirt = [str(error)]
+        if dirt:
+            log.error("pool_sandbox_not_clean", container=warm.sandbox.container[:12], dirt=dirt)
+        return not dirt
+
+    async def _drop_outworn(self) -> None:
+        for warm in [one for one in self._ready if one.sandbox.lost is not None or self._is_outworn(one)]:
+            self._ready.remove(warm)
+            await self._drop(warm)
+
+    def _is_outworn(self, warm: Warm) -> bool:
+        return time.monotonic() - warm.made_at > self._limits.keep_s
+
+    async def _drop(self, warm: Warm) -> None:
+        try:
+            await self._maker.discard(warm.sandbox, warm.workspace)
+        except SandboxUnavailable as error:
+            log.error("pool_sandbox_not_removed", error=str(error))  # the maker tries again
+
+
+def available_memory() -> int:
+    """Bytes that the host could still give out without swapping, as the kernel estimates."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,362 @@
+"""What sandboxes of a host can promise and what is void there: a table of rows, judged from evidence and never from hope.
+
+Pure: whoever has the engine collects the `Evidence` (`examination.py`). No row raises, whatever engine and host have said.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from workers.sandboxd.engine import EngineFacts
+from workers.sandboxd.host_facts import HostFacts
+from workers.sandboxd.plans import Plans, limits_of
+from workers.sandboxd.workspaces.base import Kind
+from workers.settings import SandboxdSettings
+
+State = Literal["holds", "void", "unknown"]
+
+RUNC_FIXED: Final = ((1, 2, 8), (1, 3, 3), (1, 4, 0))
+"""The first of each series with the fixes of November 2025; of 1.4.0 from its third candidate on."""
+_RUNC_FIRST_CANDIDATE: Final = 3
+_SECOND_KERNEL: Final = re.compile("runsc|gvisor|kata|firecracker")
+_OPENAT2: Final = (5, 6)
+_MIB: Final = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class HostPromise:
+    """One row. `remedy`: what to do where it does not hold. `is_needed`: sandboxd does not start while it is void."""
+
+    name: str
+    state: State
+    why: str
+    remedy: str = ""
+    is_needed: bool = False
+
+
+@dataclass(frozen=True)
+class WorkspaceFacts:
+    """The workspaces that were chosen here. `note`: why they are weaker than the best kind."""
+
+    kind: Kind
+    is_hard: bool
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known of a host; None: could not be found out, for the reason that `problem` tells.
+
+    `images`: name -> content id, None where the engine has none. `egress_problem`: what is wrong with the proxy; None: it answers, or is not used.
+    """
+
+    settings: SandboxdSettings
+    host: HostFacts
+    plans: Plans
+    facts: EngineFacts | None = None
+    images: Mapping[str, str | None] = field(default_factory=dict)
+    workspaces: WorkspaceFacts | None = None
+    egress_problem: str | None = None
+    problem: str | None = None
+
+
+def judge(evidence: Evidence) -> tuple[HostPromise, ...]:
+    """All rows, those first without which nothing runs."""
+    return tuple(row(evidence) for row in _ROWS)
+
+
+def _judge_engine(evidence: Evidence) -> HostPromise:
+    name, facts = "engine answers", evidence.facts
+    if facts is None:
+        return HostPromise(
+            name, "void", evidence.problem or "it was not asked", "start Docker, or check DOCKER_HOST and your rights", is_needed=True
+        )
+    return HostPromise(name, "holds", f"Docker {facts.version}", is_needed=True)
+
+
+def _judge_profile(evidence: Evidence) -> HostPromise:
+    name = "profile holds"
+    if evidence.problem is not None:
+        return HostPromise(name, "void", evidence.problem, "mend that and ask again: sandboxd does not start before", is_needed=True)
+    return HostPromise(name, "holds", "a sandbox was started, inspected, found clean and removed", is_needed=True)
+
+
+def _judge_filter(evidence: Evidence) -> HostPromise:
+    name = "system calls are filtered"
+    if evidence.facts is None:
+        return _unasked(name)
+    if not evidence.facts.seccomp:
+        return HostPromise(name, "void", "the engine has no seccomp", "use an engine and a kernel built with seccomp", is_needed=True)
+    return HostPromise(name, "holds", "seccomp, with toolcrew's own profile", is_needed=True)
+
+
+def _judge_runtimes(evidence: Evidence) -> HostPromise:
+    name = "runtimes are there"
+    if evidence.facts is None:
+        return _unasked(name)
+    missing = sorted(evidence.plans.runtimes() - set(evidence.facts.runtimes))
+    if missing:
+        why = f"the engine has no {_list(missing)} (it has {_list(sorted(evidence.facts.runtimes))})"
+        return HostPromise(
+            name, "void", why, "install it, or change TOOLCREW_SANDBOX_RUNTIME or the tenant class's runtime", is_needed=True
+        )
+    return HostPromise(name, "holds", _list(sorted(evidence.plans.runtimes())), is_needed=True)
+
+
+def _judge_images(evidence: Evidence) -> HostPromise:
+    name = "images are there"
+    if evidence.facts is None:
+        return _unasked(name)
+    missing = sorted(image for image in evidence.plans.images() if evidence.images.get(image) is None)
+    if missing:
+        is_needed = evidence.settings.sandbox_image in missing
+        return HostPromise(
+            name, "void", f"the engine has no {_list(missing)}", "build it with scripts/build-image, or pull it", is_needed=is_needed
+        )
+    found = sorted(f"{image} = {str(identity).removeprefix('sha256:')[:12]}" for image, identity in evidence.images.items())
+    return HostPromise(name, "holds", _list(found))
+
+
+def _judge_runc(evidence: Evidence) -> HostPromise:
+    name = "no known escape"
+    if evidence.facts is None:
+        return _unasked(name)
+    if not any("runc" in runtime for runtime in evidence.plans.runtimes()):
+        return HostPromise(
+            name, "unknown", "no class uses runc; what its runtime has fixed is not known here", "follow that runtime's advisories"
+        )
+    version = evidence.facts.components.get("runc", "")
+    is_fixed = is_runc_fixed(version)
+    if is_fixed is None:
+        return HostPromise(
+            name, "unknown", f"the engine says '{version[:60]}' of runc's version", "see `runc --version`: 1.2.8, 1.3.3 or later"
+        )
+    if is_fixed:
+        return HostPromise(name, "holds", f"runc {version} has the fixes of November 2025; a kernel's unknown faults are no part of this")
+    remedy = "runc 1.2.8, 1.3.3 or later; or see in your distribution's changelog that CVE-2025-31133, -52565 and -52881 are fixed"
+    return HostPromise(name, "void", f"runc {version}: void unless your distribution backported the fixes of November 2025", remedy)
+
+
+def is_runc_fixed(version: str) -> bool | None:
+    """Whether upstream's runc of that version has the fixes of November 2025. None when the text is no version."""
+    match = re.match(r"v?(\d{1,4})\.(\d{1,4})\.(\d{1,4})(?:[-~]rc\.?(\d{1,4}))?", version)
+    if match is None:
+        return None
+    number = (int(match[1]), int(match[2]), int(match[3]))
+    if number == RUNC_FIXED[-1] and match[4] is not None:
+        return int(match[4]) >= _RUNC_FIRST_CANDIDATE
+    series = [fixed for fixed in RUNC_FIXED if fixed[:2] == number[:2]]
+    is_final = match[4] is None or number not in RUNC_FIXED
+    return (number >= series[0] and is_final) if series else number > RUNC_FIXED[-1]
+
+
+def _judge_tenants(evidence: Evidence) -> HostPromise:
+    name = "hostile tenants are apart"
+    sharing = _classes_on_shared_kernel(evidence)
+    if not sharing:
+        return HostPromise(name, "holds", "every class has a runtime with a kernel of its own")
+    why = f"class {_list(sharing)}: sandboxes share this host's kernel, whose faults are every tenant's"
+    return HostPromise(name, "void", why, "a runtime as gVisor or Kata for the tenant class, or a host for each such tenant")
+
+
+def _judge_mandatory(evidence: Evidence) -> HostPromise:
+    name = "a second wall on files"
+    if evidence.facts is None:
+        return _unasked(name)
+    found = sorted(evidence.facts.security & {"apparmor", "selinux"})
+    if found:
+        return HostPromise(name, "holds", f"{_list(found)}, with the engine's own policy")
+    return HostPromise(name, "void", "the engine uses neither AppArmor nor SELinux", "switch one of them on in kernel and engine")
+
+
+def _judge_users(evidence: Evidence) -> HostPromise:
+    name = "root inside is nobody outside"
+    if evidence.facts is None:
+        return _unasked(name)
+    found = sorted(evidence.facts.security & {"userns", "rootless"})
+    if found:
+        return HostPromise(name, "holds", f"the engine has {_list(found)}")
+    why = "no user namespace: uid 1000 and a faulty runtime's root are those of the host"
+    return HostPromise(name, "void", why, "userns-remap in the engine's configuration, or a rootless engine")
+
+
+def _judge_limits(evidence: Evidence) -> HostPromise:
+    name = "memory and processes are bounded"
+    facts = evidence.facts
+    if facts is None:
+        return _unasked(name)
+    missing = [what for what, has in (("memory", facts.has_memory_limit), ("processes", facts.has_pids_limit)) if not has]
+    if not facts.has_swap_limit and evidence.host.swaps != ():
+        missing.append("swap")
+    if missing:
+        return HostPromise(
+            name, "void", f"the kernel does not count {_list(missing)} by group", "boot with cgroup_enable=memory swapaccount=1"
+        )
+    return HostPromise(name, "holds", f"by cgroup v{facts.cgroup_version}")
+
+
+def _judge_room(evidence: Evidence) -> HostPromise:
+    name = "memory is there for all"
+    total = evidence.host.memory_bytes
+    if total is None:
+        return HostPromise(name, "unknown", "the size of this host's memory cannot be read", "mount /proc")
+    is_tmpfs = evidence.workspaces is None or evidence.workspaces.kind == "tmpfs"
+    one = limits_of(evidence.plans.standard()).memory_bytes(has_tmpfs_workspace=is_tmpfs)
+    most = evidence.settings.max_sandboxes
+    sum_text = f"{most} sandboxes of up to {one // _MIB} MiB on {total // _MIB} MiB"
+    if most * one <= total:
+        return HostPromise(name, "holds", sum_text)
+    why = f"{sum_text}: if all used what they may at once, the kernel would end some, and the host would be slow"
+    return HostPromise(name, "void", why, f"TOOLCREW_MAX_SANDBOXES of {max(1, total // one)}, or take the risk: few use all they may")
+
+
+def _judge_overcommit(evidence: Evidence) -> HostPromise:
+    name = "large programs start"
+    mode = evidence.host.overcommit
+    if mode is None:
+        return HostPromise(name, "unknown", "vm.overcommit_memory cannot be read", "mount /proc")
+    if mode == 2:
+        return HostPromise(
+            name, "void", "vm.overcommit_memory is 2: node and others reserve more than they use", "set vm.overcommit_memory to 0 or 1"
+        )
+    return HostPromise(name, "holds", f"vm.overcommit_memory is {mode}")
+
+
+def _judge_swap(evidence: Evidence) -> HostPromise:
+    name = "secrets stay off the disk"
+    swaps = evidence.host.swaps
+    if swaps is None:
+        return HostPromise(name, "unknown", "/proc/swaps cannot be read", "mount /proc")
+    on_disk = [device for device in swaps if not device.startswith("/dev/zram")]
+    if not on_disk:
+        return HostPromise(name, "holds", "no swap on a disk")
+    if all(device.startswith(("/dev/dm-", "/dev/mapper/")) for device in on_disk):
+        return HostPromise(name, "unknown", f"swap on {_list(on_disk)}, which may be encrypted", "see that it is, with `dmsetup table`")
+    return HostPromise(name, "void", f"memory of sandboxd and workers may be written to {_list(on_disk)}", "swapoff, or encrypt the swap")
+
+
+def _judge_quota(evidence: Evidence) -> HostPromise:
+    name = "workspaces are bounded"
+    workspaces = evidence.workspaces
+    if workspaces is None:
+        return HostPromise(name, "unknown", "no workspace was made", "mend what is above and ask again")
+    if not workspaces.is_hard:
+        why = f"{workspaces.kind}: watched only, a fast writer gets past it{_note(workspaces)}"
+        return HostPromise(name, "void", why, "run sandboxd as root with e2fsprogs and loop devices: workspaces are images then")
+    return HostPromise(name, "holds", f"{workspaces.kind}: the kernel enforces bytes and number of files")
+
+
+def _judge_kept(evidence: Evidence) -> HostPromise:
+    name = "files outlive their sandbox"
+    workspaces = evidence.workspaces
+    if workspaces is None:
+        return HostPromise(name, "unknown", "no workspace was made", "mend what is above and ask again")
+    if workspaces.kind == "tmpfs":
+        why = f"tmpfs: a sandbox that dies takes its session's files along{_note(workspaces)}"
+        return HostPromise(name, "void", why, "TOOLCREW_SANDBOX_WORKSPACE=image (as root) or folder")
+    return HostPromise(name, "holds", f"{workspaces.kind}: kept below {evidence.settings.state()}")
+
+
+def _judge_inotify(evidence: Evidence) -> HostPromise:
+    name = "per-user counters are apart"
+    sharing, instances = _classes_on_shared_kernel(evidence), evidence.host.inotify_instances
+    if not sharing:
+        return HostPromise(name, "holds", "each sandbox's kernel counts for itself")
+    shown = "an unknown number of" if instances is None else str(instances)
+    why = f"all sandboxes are one user to the kernel: {shown} inotify instances are for all, and one sandbox can take them"
+    return HostPromise(name, "void", why, "raise fs.inotify.max_user_instances; gVisor or Kata for tenants where it matters")
+
+
+def _judge_side_channels(evidence: Evidence) -> HostPromise:
+    name = "no shared core or page"
+    host = evidence.host
+    risks = [what for what, is_on in (("hyper-threads", host.smt_active), ("KSM", host.ksm_running)) if is_on]
+    if risks:
+        return HostPromise(
+            name, "void", f"{_list(risks)} on: neighbours can guess at each other", "switch them off where tenants are hostile"
+        )
+    if host.smt_active is None or host.ksm_running is None:
+        return HostPromise(
+            name, "unknown", "/sys does not say all of hyper-threads and KSM", "look with `lscpu` and in /sys/kernel/mm/ksm/run"
+        )
+    return HostPromise(name, "holds", "hyper-threads and KSM are off; caches are still shared")
+
+
+def _judge_kernel(evidence: Evidence) -> HostPromise:
+    name = "paths are resolved by the kernel"
+    if evidence.facts is None:
+        return _unasked(name)
+    kernel = evidence.facts.kernel
+    match = re.match(r"(\d{1,4})\.(\d{1,4})", kernel)
+    if match is None:
+        return HostPromise(name, "unknown", f"the engine says '{kernel[:60]}' of its kernel", "see that it is 5.6 or later")
+    if (int(match[1]), int(match[2])) < _OPENAT2:
+        why = f"kernel {kernel} has no openat2: file tools walk each path step by step, slower and as safe"
+        return HostPromise(name, "void", why, "a kernel of 5.6 or later")
+    return HostPromise(name, "holds", f"kernel {kernel} has openat2")
+
+
+def _judge_place(evidence: Evidence) -> HostPromise:
+    name = "the engine is on this host"
+    if evidence.facts is None:
+        return _unasked(name)
+    ours, theirs = evidence.host.kernel, evidence.facts.kernel
+    if ours is None:
+        return HostPromise(name, "unknown", "this host's kernel version cannot be read", "mount /proc")
+    if ours != theirs:
+        why = f"its kernel is {theirs}, this host's is {ours}: what is said here of memory, swap and workspaces is not of the engine's host"
+        return HostPromise(name, "void", why, "run sandboxd where the engine runs")
+    return HostPromise(name, "holds", f"kernel {ours}")
+
+
+def _judge_egress(evidence: Evidence) -> HostPromise:
+    name = "network is what the class says"
+    classes = sorted(label for label, terms in evidence.plans.classes.all.items() if terms.network == "egress")
+    if not classes:
+        return HostPromise(name, "holds", "no class has network: none")
+    if evidence.egress_problem is not None:
+        why = f"class {_list(classes)} has none at all: {evidence.egress_problem}"
+        return HostPromise(name, "void", why, "start `python -m workers.egress` with the same TOOLCREW_EGRESS_SOCKET")
+    return HostPromise(name, "holds", f"class {_list(classes)} through the egress proxy, all others none")
+
+
+_ROWS: Final[tuple[Callable[[Evidence], HostPromise], ...]] = (
+    _judge_engine,
+    _judge_profile,
+    _judge_filter,
+    _judge_runtimes,
+    _judge_images,
+    _judge_runc,
+    _judge_tenants,
+    _judge_mandatory,
+    _judge_users,
+    _judge_limits,
+    _judge_room,
+    _judge_overcommit,
+    _judge_quota,
+    _judge_kept,
+    _judge_egress,
+    _judge_swap,
+    _judge_inotify,
+    _judge_side_channels,
+    _judge_kernel,
+    _judge_place,
+)
+
+
+def _classes_on_shared_kernel(evidence: Evidence) -> list[str]:
+    default = evidence.settings.sandbox_runtime
+    return sorted(name for name, terms in evidence.plans.classes.all.items() if not _SECOND_KERNEL.search(terms.runtime or default))
+
+
+def _unasked(name: str) -> HostPromise:
+    return HostPromise(name, "unknown", "the engine does not answer", "mend that first")
+
+
+def _note(workspaces: WorkspaceFacts) -> str:
+    return f" ({workspaces.note})" if workspaces.note else ""
+
+
+def _list(words: Iterable[str]) -> str:
+    return ", ".join(words)

@@ -1,0 +1,117 @@
+"""What sandboxd asks of a store: whole parcels under names, each with its size and sha256 beside it."""
+
+import hashlib
+import json
+import re
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from contract.errors import SandboxUnavailable
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}/[A-Za-z0-9_-]{1,64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+MAX_FACTS_BYTES = 4096
+
+
+class NotStored(Exception):
+    """Nothing whole is kept under that name."""
+
+
+@dataclass(frozen=True)
+class StoredFacts:
+    """Size in bytes and sha256, in hex, of what is kept."""
+
+    bytes: int
+    sha256: str
+
+
+class WorkspaceStore(Protocol):
+    """Keeps parcels. A name is `<tenant>/<id>`; any other raises ValueError. What cannot be written or read is SandboxUnavailable, with what to do.
+
+    A parcel is there whole or not at all, whoever dies while it is written.
+    """
+
+    async def put(self, name: str, chunks: AsyncIterator[bytes]) -> StoredFacts:
+        """Keep all that `chunks` give, in place of what had that name. When they raise, nothing new is kept.
+
+        Takes the chunks as fast as a disk does: who gives them may be a guest that waits.
+        """
+        ...
+
+    async def describe(self, name: str) -> StoredFacts:
+        """Raises NotStored."""
+        ...
+
+    def get(self, name: str) -> AsyncGenerator[bytes]:
+        """The parcel in order. Raises NotStored, and SandboxUnavailable at its end when it is not what was put: then all of it is void."""
+        ...
+
+    async def delete(self, name: str) -> bool:
+        """False when nothing was kept under that name."""
+        ...
+
+    async def list(self, prefix: str = "") -> list[str]:
+        """Names that begin with `prefix`, sorted."""
+        ...
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Tenant and id of a name. Raises ValueError: no name may lead out of a store."""
+    if _NAME.fullmatch(name) is None:
+        raise ValueError(f"{name[:200]!r} is no name of a parcel: <tenant>/<id>, each of A-Z, a-z, 0-9, _ and -, at most 64")
+    tenant, _, parcel = name.partition("/")
+    return tenant, parcel
+
+
+def is_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
+class Tally:
+    """Counts and hashes what passes; judges it at the end."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._sha256 = hashlib.sha256()
+
+    def add(self, chunk: bytes) -> None:
+        self.bytes += len(chunk)
+        self._sha256.update(chunk)
+
+    def facts(self) -> StoredFacts:
+        return StoredFacts(self.bytes, self._sha256.hexdigest())
+
+    def check(self, name: str, wanted: StoredFacts) -> None:
+        """Raises SandboxUnavailable when what passed is not what was put."""
+        if self.facts() != wanted:
+            raise SandboxUnavailable(
+                f"the stored files {name} are damaged: {self.bytes} bytes with sha256 {self._sha256.hexdigest()[:12]} were read and "
+                f"{wanted.bytes} with {wanted.sha256[:12]} were written; see the store's disk, and restore another checkpoint"
+            )
+
+
+def encode_facts(facts: StoredFacts) -> bytes:
+    """As they are kept beside a parcel."""
+    return json.dumps({"bytes": facts.bytes, "sha256": facts.sha256}).encode()
+
+
+def parse_facts(name: str, data: bytes) -> StoredFacts:
+    """Facts that were kept. Raises SandboxUnavailable when they are none."""
+    facts = _read_told(data)
+    if facts is None:
+        raise SandboxUnavailable(
+            f"what is kept about the stored files {name} is damaged: see the store's disk, and restore another checkpoint"
+        )
+    return facts
+
+
+def _read_told(data: bytes) -> StoredFacts | None:
+    try:
+        told = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    size, digest = (told.get("bytes"), told.get("sha256")) if isinstance(told, dict) else (None, None)
+    if type(size) is not int or size < 0 or not isinstance(digest, str) or _SHA256.fullmatch(digest) is None:
+        return None
+    return StoredFacts(size, digest)

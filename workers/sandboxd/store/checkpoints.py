@@ -1,0 +1,83 @@
+"""Checkpoints: parcels of a tenant's sessions in a store, by random ids that only their tenant can use."""
+
+import contextlib
+import re
+import secrets
+from dataclasses import dataclass
+
+from contract.errors import ErrorCode, ToolFailure
+from workers.sandboxd.parcels import ROOTS, Guest, Packing, unpack
+from workers.sandboxd.store.base import NotStored, WorkspaceStore
+
+MAX_PARCEL_BYTES = 16 * 1024**3
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was kept, by size and sha256 in hex. `skipped`: sockets, which are not kept. `is_torn`: files changed while they were read."""
+
+    id: str
+    bytes: int
+    sha256: str
+    skipped: int = 0
+    is_torn: bool = False
+
+
+class Checkpoints:
+    """Saves sandboxes and loads them into others. `most`: a tenant may keep so many; None: no limit.
+
+    All raise SandboxUnavailable when the store fails or the sandbox is lost.
+    """
+
+    def __init__(self, store: WorkspaceStore, *, most: int | None = None) -> None:
+        self._store = store
+        self._most = most
+
+    async def save(self, tenant: str, sandbox: Guest, *, roots: tuple[str, ...] = ROOTS, max_bytes: int = MAX_PARCEL_BYTES) -> Checkpoint:
+        """Keep the roots of a sandbox. Raises ToolFailure: NO_SPACE when the tenant keeps too many, and as `Packing.chunks`."""
+        await self._check_count(tenant)
+        name, packing = secrets.token_urlsafe(18), Packing(sandbox, roots, max_bytes)
+        async with contextlib.aclosing(packing.chunks()) as chunks:
+            stored = await self._store.put(f"{tenant}/{name}", chunks)
+        facts = packing.facts
+        assert facts is not None
+        return Checkpoint(name, stored.bytes, stored.sha256, facts.skipped, facts.is_torn)
+
+    async def load(self, tenant: str, checkpoint: str, sandbox: Guest, *, roots: tuple[str, ...] = ROOTS) -> None:
+        """Unpack into a sandbox that is empty; when it raises, the sandbox holds a part and is of no use.
+
+        Raises ToolFailure(FILE_NOT_FOUND) for what is not the tenant's, and as `unpack`.
+        """
+        name = _name(tenant, checkpoint)
+        try:
+            facts = await self._store.describe(name)
+            async with contextlib.aclosing(self._store.get(name)) as chunks:
+                await unpack(sandbox, roots, chunks, facts.bytes)
+        except NotStored:
+            raise _no_such(checkpoint) from None
+
+    async def forget(self, tenant: str, checkpoint: str) -> bool:
+        """Delete it. False when the tenant has none of that id."""
+        return await self._store.delete(_name(tenant, checkpoint))
+
+    async def _check_count(self, tenant: str) -> None:
+        if self._most is not None and len(await self._store.list(f"{tenant}/")) >= self._most:
+            raise ToolFailure(
+                ErrorCode.NO_SPACE,
+                f"tenant '{tenant}' keeps {self._most} checkpoints, the most that are allowed: delete one that is not needed",
+            )
+
+
+def _name(tenant: str, checkpoint: str) -> str:
+    if _ID.fullmatch(checkpoint) is None:
+        raise _no_such(checkpoint)
+    return f"{tenant}/{checkpoint}"
+
+
+def _no_such(checkpoint: str) -> ToolFailure:
+    return ToolFailure(
+        ErrorCode.FILE_NOT_FOUND,
+        f"no such checkpoint: {checkpoint[:64]!r}; it was deleted, is another tenant's, or lies on another host: "
+        "hosts share checkpoints when TOOLCREW_WORKSPACE_STORE names one store for all",
+    )

@@ -1,0 +1,19 @@
+"""Which store the setting means."""
+
+from pathlib import Path
+
+from workers.sandboxd.store.base import WorkspaceStore
+from workers.sandboxd.store.folder import FolderStore
+from workers.sandboxd.store.fsspec_store import FsspecStore
+
+
+def open_store(setting: str | None, state: Path, free_bytes: int = 0) -> WorkspaceStore:
+    """A URL's store, else that of a folder; None: a folder below `state`. `free_bytes`: to be left on a folder's disk.
+
+    Raises ConfigError when fsspec or the package of a URL's protocol is missing.
+    """
+    if setting is not None and "://" in setting:
+        return FsspecStore(setting, state / "spool")
+    store = FolderStore(Path(setting) if setting is not None else state / "checkpoints", free_bytes)
+    store.sweep()
+    return store

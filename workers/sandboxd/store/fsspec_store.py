@@ -1,0 +1,156 @@
+"""Parcels in whatever fsspec can write to: object stores, remote file systems. The only file that imports fsspec."""
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from contract.errors import ConfigError, SandboxUnavailable
+from workers.sandboxd.store.base import MAX_FACTS_BYTES, NotStored, StoredFacts, Tally, encode_facts, is_name, parse_facts, split_name
+
+log = structlog.get_logger(__name__)
+
+_READ_BYTES = 1024 * 1024
+_DATA, _FACTS = ".tar", ".json"
+
+T = TypeVar("T")
+
+
+class FsspecStore:
+    """A parcel is `<url>/<tenant>/<id>.tar` and, written last, `<id>.json`. It is gathered in `spool`, a folder of this host, and then sent.
+
+    Raises ConfigError when fsspec, or the package that its protocol needs, is not installed.
+    """
+
+    def __init__(self, url: str, spool: Path) -> None:
+        self._url = url
+        self._spool = spool
+        self._fs, self._root = _open_file_system(url)
+
+    async def put(self, name: str, chunks: AsyncIterator[bytes]) -> StoredFacts:
+        split_name(name)
+        tally = Tally()
+        with _spooled(self._spool) as file:
+            async for chunk in chunks:
+                tally.add(chunk)
+                await asyncio.to_thread(_spool, file, chunk)
+            await self._do("did not take the files of a session", lambda: self._send(name, Path(file.name), tally.facts()))
+        return tally.facts()
+
+    async def describe(self, name: str) -> StoredFacts:
+        split_name(name)
+        return parse_facts(name, await self._do(f"did not tell of {name}", lambda: self._read_facts(name)))
+
+    async def get(self, name: str) -> AsyncGenerator[bytes]:
+        wanted, tally, failed = await self.describe(name), Tally(), f"did not give {name}"
+        file = await self._do(failed, lambda: self._fs.open(self._path(name, _DATA), "rb"))
+        try:
+            while chunk := bytes(await self._do(failed, lambda: file.read(_READ_BYTES))):
+                tally.add(chunk)
+                yield chunk
+        finally:
+            await asyncio.to_thread(file.close)
+        tally.check(name, wanted)
+
+    async def delete(self, name: str) -> bool:
+        split_name(name)
+        return await self._do(f"did not delete {name}", lambda: self._delete(name))
+
+    async def list(self, prefix: str = "") -> list[str]:
+        return await self._do("did not list what it holds", lambda: list(self._find(prefix)))
+
+    def _send(self, name: str, local: Path, facts: StoredFacts) -> None:
+        """Facts of an older parcel go first: what they would say of the new one is wrong."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name, _FACTS))
+        self._fs.makedirs(self._path(name, "").rpartition("/")[0], exist_ok=True)
+        self._fs.put_file(str(local), self._path(name, _DATA))
+        self._fs.pipe_file(self._path(name, _FACTS), encode_facts(facts))
+
+    def _read_facts(self, name: str) -> bytes:
+        try:
+            with self._fs.open(self._path(name, _FACTS), "rb") as file:
+                return bytes(file.read(MAX_FACTS_BYTES))
+        except FileNotFoundError:
+            raise NotStored(name) from None
+
+    def _delete(self, name: str) -> bool:
+        was_there = bool(self._fs.exists(self._path(name, _FACTS)))
+        for suffix in (_FACTS, _DATA):
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(name, suffix))
+        return was_there
+
+    def _find(self, prefix: str) -> Sequence[str]:
+        """A store may keep what it lists, and others write to it: what it keeps is forgotten first."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.find(self._root)
+        except FileNotFoundError:
+            return []
+        names = ("/".join(str(path).removesuffix(_FACTS).rsplit("/", 2)[-2:]) for path in found if str(path).endswith(_FACTS))
+        return sorted(name for name in names if is_name(name) and name.startswith(prefix))
+
+    def _path(self, name: str, suffix: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}{suffix}"
+
+    async def _do(self, what: str, work: Callable[[], T]) -> T:
+        """Each store's package raises errors of its own, and no two have a base in common. Their words are the operator's to read."""
+        try:
+            return await asyncio.to_thread(work)
+        except NotStored:
+            raise
+        except Exception as error:  # whatever a store's package may raise
+            log.warning("store_failed", what=what, error=repr(error)[:1000])
+            raise SandboxUnavailable(
+                f"the store of TOOLCREW_WORKSPACE_STORE {what} ({type(error).__name__}): see that it is up and what rights this host has there; "
+                "sandboxd's log has its words"
+            ) from error
+
+
+def _open_file_system(url: str) -> tuple[Any, str]:
+    protocol = url.partition("://")[0]
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise ConfigError(
+            f"TOOLCREW_WORKSPACE_STORE is a {protocol} URL and fsspec is not installed: pip install 'toolcrew[store]', or give a folder"
+        ) from None
+    try:
+        system, root = url_to_fs(url)
+    except ImportError as error:
+        raise ConfigError(f"TOOLCREW_WORKSPACE_STORE is a {protocol} URL and its package is not installed: {error}") from error
+    except Exception as error:  # whatever a package of a store's may raise
+        raise ConfigError(f"TOOLCREW_WORKSPACE_STORE: {protocol} cannot be opened ({type(error).__name__}: {str(error)[:300]})") from error
+    return system, str(root)
+
+
+@contextlib.contextmanager
+def _spooled(folder: Path) -> Iterator[Any]:
+    """A file that is gone afterwards."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = tempfile.NamedTemporaryFile(dir=folder, prefix="parcel-", buffering=0)  # noqa: SIM115  # closed just below
+    except OSError as error:
+        raise _no_spool(error) from error
+    with file:
+        yield file
+
+
+def _spool(file: Any, data: bytes) -> None:
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[file.write(view) :]
+    except OSError as error:
+        raise _no_spool(error) from error
+
+
+def _no_spool(error: OSError) -> SandboxUnavailable:
+    return SandboxUnavailable(
+        f"sandboxd's state folder did not take the files of a session ({error}): see its rights, and make room on its disk"
+    )
