@@ -12,9 +12,11 @@ from typing import Any
 import docker
 import docker.errors
 
-from workers.sandboxd.daemon import container_configs
 from workers.sandboxd.engine import ENGINE_TIMEOUT_S, Engine
 from workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
+from workers.sandboxd.plans import Plans, Profile
+from workers.sandboxd.seccomp import load_seccomp_profile
+from workers.sandboxd.workspaces.base import WorkspaceMount
 from workers.settings import SandboxdSettings
 
 LABELS = {"toolcrew.bench": "1"}
@@ -28,15 +30,16 @@ def open_api() -> docker.APIClient:
 def sandbox_config() -> Mapping[str, Any]:
     """What sandboxd would send to `POST /containers/create` here, with labels of ours."""
 
-    async def build() -> Any:
-        engine = Engine(threads=1)
+    async def ask() -> int:
+        engine = Engine()
         try:
-            return container_configs(SandboxdSettings(), await engine.facts())
+            return (await engine.facts()).cgroup_version
         finally:
             engine.close()
 
-    config: Mapping[str, Any] = asyncio.run(build())(SandboxdSettings().sandbox_image, LABELS)
-    return config
+    settings = SandboxdSettings()
+    profile = Profile(seccomp=load_seccomp_profile(), cgroup_version=asyncio.run(ask()), life_s=settings.sandbox_max_life_s)
+    return profile.build_config(Plans(settings).standard(), WorkspaceMount(), LABELS)
 
 
 @contextlib.contextmanager

@@ -58,14 +58,19 @@ def child_process(argv: Sequence[str], environment: Mapping[str, str], log: Path
 
 
 @contextlib.contextmanager
-def running_sandboxd() -> Iterator[RunningSandboxd]:
-    """A sandboxd that answers; its sandboxes go with it. Raises SandboxUnavailable with its last words when it does not start."""
+def running_sandboxd(settings: Mapping[str, str] | None = None) -> Iterator[RunningSandboxd]:
+    """A sandboxd that answers, without a warm pool unless `settings` say otherwise; its sandboxes go with it. Raises SandboxUnavailable with its last words when it does not start."""
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as name:
         folder = Path(name)
         environment = {
             "TOOLCREW_SANDBOXD_SOCKET": str(folder / "sandboxd.sock"),
             "TOOLCREW_SANDBOXD_NAME": f"bench-{secrets.token_hex(4)}",
+            "TOOLCREW_SANDBOXD_STATE": str(folder / "state"),
+            "TOOLCREW_SANDBOXD_LEASES": str(folder / "leases"),
+            "TOOLCREW_SANDBOXD_KEEP_SESSIONS": "false",
+            "TOOLCREW_POOL_TARGET": "0",
             "TOOLCREW_LOG_LEVEL": "WARNING",
+            **(settings or {}),
         }
         with child_process([sys.executable, "-m", "workers.sandboxd"], environment, folder / "log") as child:
             until = time.monotonic() + START_LIMIT_S

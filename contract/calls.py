@@ -82,11 +82,12 @@ class KillReport(Record):
 
 
 class SandboxInfo(Record):
-    """Which sandbox ran the call. `rebuilt`: it died before this call and was made anew."""
+    """Which sandbox ran the call. `rebuilt`: one of this session died and was made anew; `news`: told once, what that cost."""
 
     id: str
     generation: int = 1
     rebuilt: bool = False
+    news: str | None = None
 
 
 class Spill(Record):

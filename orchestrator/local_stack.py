@@ -88,7 +88,7 @@ class LocalStack:
         await self._spawn(
             "sandboxd",
             [python(), "-m", "workers.sandboxd"],
-            {**place, **nothing, "TOOLCREW_SANDBOXD_NAME": f"local-{secrets.token_hex(4)}"},
+            {**place, **nothing, **self._sandboxd_environment()},
         )
         shared = {**self._settings.for_children(), "TOOLCREW_REDIS_URL": redis_url}
         await self._spawn("worker", [python(), "-m", "workers"], {**place, **shared, "TOOLCREW_WORKER_KIND": "sandbox"})
@@ -105,6 +105,15 @@ class LocalStack:
             pids=pids,
             logs=str(self._folder),
         )
+
+    def _sandboxd_environment(self) -> dict[str, str]:
+        """A name and a place of its own; nothing of it is for a next stack."""
+        return {
+            "TOOLCREW_DEPLOYMENT": self._settings.deployment,
+            "TOOLCREW_SANDBOXD_NAME": f"local-{secrets.token_hex(4)}",
+            "TOOLCREW_SANDBOXD_STATE": str(self._folder / "sandboxd"),
+            "TOOLCREW_SANDBOXD_KEEP_SESSIONS": "false",
+        }
 
     async def wait_for_loss(self) -> str:
         """Returns when a child that calls need has ended by itself, with a sentence about it."""

@@ -138,7 +138,9 @@ class Footprint:
         """This process's environment without anybody's settings of toolcrew or of a model."""
         plain = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(("TOOLCREW_", "OPENAI_"))}
         name, value = self._mark.split("=")
-        return {**plain, name: value, "TMPDIR": str(self.folder), "COLUMNS": "200", **(overrides or {})}
+        # A warm pool is for those tests that ask for one: most stacks serve a session or two.
+        ours = {name: value, "TMPDIR": str(self.folder), "COLUMNS": "200", "TOOLCREW_POOL_TARGET": "0"}
+        return {**plain, **ours, **(overrides or {})}
 
     def processes(self) -> dict[int, str]:
         """Living processes, number to command line."""

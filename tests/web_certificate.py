@@ -2,6 +2,7 @@
 
 import ssl
 import tempfile
+from pathlib import Path
 
 _KEY = """\
 -----BEGIN PRIVATE KEY-----
@@ -38,3 +39,9 @@ def server_context() -> ssl.SSLContext:
 def trusting_context() -> ssl.SSLContext:
     """A client's context that knows this authority only; it checks names as any other."""
     return ssl.create_default_context(cadata=_CERTIFICATE)
+
+
+def write_authority(path: Path) -> Path:
+    """The authority in a file, for programs that are told of one that way."""
+    path.write_text(_CERTIFICATE)
+    return path

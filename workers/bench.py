@@ -41,6 +41,10 @@ class Bench:
         """What to tell when the call cost the session its sandbox."""
         return ""
 
+    def news(self) -> str:
+        """What happened to the sandbox before the call: a line for the end of its output, or nothing."""
+        return f"\n[{self.sandbox.news}]" if self.sandbox is not None and self.sandbox.news else ""
+
     def host_facts(self) -> Mapping[str, str]:
         return self.facts
 
@@ -63,6 +67,7 @@ class SandboxBench(Bench):
 
     client: SandboxClient = field(kw_only=True)
     sandbox_lost: str | None = None
+    workspace_kept: bool = False
     _name: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
@@ -85,7 +90,10 @@ class SandboxBench(Bench):
 
     def _note(self, told: Told) -> None:
         """Remember what the end of a request tells. The guest's clock is believed as far as sandboxd's own reaches."""
-        self.kill, self.sandbox, self.sandbox_lost = told.kill, told.sandbox, told.sandbox_lost
+        # News come with the first answer of a call that asks several times.
+        news = self.sandbox.news if self.sandbox is not None else None
+        self.kill, self.sandbox_lost, self.workspace_kept = told.kill, told.sandbox_lost, told.workspace_kept
+        self.sandbox = told.sandbox.model_copy(update={"news": told.sandbox.news or news}) if told.sandbox is not None else None
         self.run_s += min(max(0.0, told.run_s), told.sandbox_s)
         self.sandbox_s += told.sandbox_s
 
@@ -99,6 +107,9 @@ class SandboxBench(Bench):
     def loss_note(self) -> str:
         if self.sandbox_lost is None:
             return ""
+        if self.workspace_kept:
+            left = "the files in /workspace are kept, and the next call gets a new sandbox around them; background jobs, /tmp and the shell's"
+            return f" ({self.sandbox_lost}: the sandbox is gone; {left} folder and variables are lost)"
         return f" ({self.sandbox_lost}: the sandbox and its files are lost; the next call gets a fresh, empty one)"
 
     def open_sandbox(self, image: str | None, ttl_s: float) -> Mapping[str, Any]:

@@ -130,7 +130,7 @@ class Executor:
         try:
             result = self._result(call, self._handled(tool, arguments, bench), bench)
         except (ToolFailure, OperatorError) as error:
-            result = _failed(call, error)
+            result = _failed(call, error, bench.news())
         if aliases:
             result = result.model_copy(update={"metadata": {**result.metadata, "aliases_used": aliases}})
         clocks = Clocks(sandbox_s=max(0.0, bench.sandbox_s - bench.run_s), run_s=bench.run_s)
@@ -150,12 +150,12 @@ class Executor:
 
     def _result(self, call: ToolCall, outcome: Outcome, bench: Bench) -> ToolResult:
         blob = self._leave(outcome.blob, bench) if outcome.blob is not None else None
-        error = outcome.error + bench.loss_note() if outcome.error is not None else None
+        error = outcome.error + bench.loss_note() + bench.news() if outcome.error is not None else None
         return ToolResult(
             call_id=call.id,
             name=call.name,
             success=outcome.error_code is None,
-            output=outcome.output,
+            output=(outcome.output or "") + bench.news() if bench.news() else outcome.output,
             error=error,
             error_code=outcome.error_code,
             metadata=outcome.metadata,
@@ -172,9 +172,9 @@ class Executor:
             raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, f"the call has run, and its result is lost: {error}") from error
 
 
-def _failed(call: ToolCall, error: ToolFailure | OperatorError) -> ToolResult:
+def _failed(call: ToolCall, error: ToolFailure | OperatorError, news: str = "") -> ToolResult:
     """The result of a failure, logged when it is the operator's to know."""
     if error.code in OPERATOR_CODES or isinstance(error, OperatorError):
         log.error("call_not_served", tool=call.name, call=call.id, code=error.code.value, error=str(error))
     metadata = dict(error.metadata) if isinstance(error, ToolFailure) else {}
-    return ToolResult.failed(call, error.code, str(error), metadata=metadata)
+    return ToolResult.failed(call, error.code, str(error) + news, metadata=metadata)

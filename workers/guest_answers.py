@@ -57,13 +57,14 @@ class _Shape(BaseModel):
 
 
 class Told(_Shape):
-    """What the end of any request tells. `sandbox`, `sandbox_s` and `sandbox_lost` are sandboxd's own words."""
+    """What the end of any request tells. `sandbox`, `sandbox_s`, `sandbox_lost` and `workspace_kept` are sandboxd's own words."""
 
     run_s: float = 0.0
     kill: KillReport | None = None
     sandbox: SandboxInfo | None = None
     sandbox_s: Annotated[float, Field(ge=0)] = 0.0
     sandbox_lost: str | None = None
+    workspace_kept: bool = False
     error: dict[str, Any] | None = None
 
 

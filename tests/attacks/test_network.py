@@ -97,3 +97,40 @@ def test_reach_a_listener_of_the_host_by_an_abstract_name(shared_box: Box) -> No
         assert "reached" not in answer.output
         with pytest.raises(BlockingIOError):
             server.accept()
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_send_a_packet_that_asks_for_no_connection(shared_box: Box, family: socket.AddressFamily) -> None:
+    """Aim: carry data out by datagrams: to the host, to its neighbours' multicast, to a link-local address."""
+    with socket.socket(family, socket.SOCK_DGRAM) as server:
+        server.bind(("", 0))
+        server.setblocking(False)
+        targets = (
+            ["ff02::1", "fe80::1", "::1"]
+            if family == socket.AF_INET6
+            else ["224.0.0.251", "169.254.0.1", "255.255.255.255", *host_addresses()]
+        )
+        answer = shared_box.run(
+            python(f"""
+import socket
+sender = socket.socket({int(family)}, socket.SOCK_DGRAM)
+for address in {targets!r}:
+    try: sender.sendto(b'secret', (address, {server.getsockname()[1]}))
+    except OSError: pass
+print('sent')
+""")
+        )
+
+        assert answer.output.strip() == "sent"
+        with pytest.raises(BlockingIOError):
+            server.recv(1)
+
+
+@pytest.mark.parametrize(
+    "change", ["ip link add d0 type dummy", "ip link set lo down", "echo 1 >/proc/sys/net/ipv4/ip_forward", "ifconfig eth0 up"]
+)
+def test_make_a_way_out_of_its_own(shared_box: Box, change: str) -> None:
+    """Aim: add an interface or a route."""
+    before = Path(f"/proc/{shared_box.pid}/net/dev").read_text().count(":")
+    assert shared_box.run(change).status != 0
+    assert Path(f"/proc/{shared_box.pid}/net/dev").read_text().count(":") == before

@@ -1,7 +1,6 @@
 """Parcels: files leave one place and come back as they were, streamed; a guest that lies or stops costs its own session only."""
 
 import asyncio
-import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -11,71 +10,12 @@ from typing import Any
 import pytest
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from tests.local_guest import LocalGuest
 from workers.sandboxd import parcels
 from workers.sandboxd.frames import Frame
 from workers.sandboxd.parcels import Packing, count_most_bytes, pack, unpack
 
 MIB = 1024 * 1024
-
-
-class LocalGuest:
-    """Carries out exec requests as a guest does, on this host and its own bash and tar."""
-
-    def __init__(self) -> None:
-        self.holds = 0
-        self.most_in_flight = 0
-        self._held: set[object] = set()
-        self._may_read = asyncio.Event()
-        self._may_read.set()
-
-    async def ask(
-        self,
-        request: Mapping[str, Any],
-        *,
-        sink: Callable[[Frame], None] | None = None,
-        body: AsyncIterator[bytes] | None = None,
-        body_bytes: int = 0,
-    ) -> dict[str, Any]:
-        data = b"".join([piece async for piece in body]) if body is not None else b""
-        assert len(data) == body_bytes
-        self.most_in_flight = max(self.most_in_flight, len(data))
-        process = await asyncio.create_subprocess_exec(
-            *request["argv"],
-            cwd="/",
-            env={"PATH": os.environ["PATH"], **request["env"]},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            return await self._run(process, data, request["capture"], sink or (lambda _: None))
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-
-    async def _run(self, process: Any, data: bytes, capture: Mapping[str, int], sink: Callable[[Frame], None]) -> dict[str, Any]:
-        process.stdin.write(data)
-        with contextlib.suppress(ConnectionError):
-            process.stdin.close()
-            await process.stdin.wait_closed()
-        words = asyncio.ensure_future(process.stderr.read())
-        while chunk := await process.stdout.read(65_536):
-            await self._may_read.wait()
-            if "stream" in capture:
-                sink(Frame({"ev": "data", "stream": "stdout"}, chunk))
-        sink(Frame({"ev": "data", "stream": "stderr"}, await words))
-        return {"ev": "done", "exit_code": await process.wait(), "timed_out": False}
-
-    def hold(self, holder: object) -> None:
-        self.holds += 1
-        self._held.add(holder)
-        self._may_read.clear()
-
-    def release(self, holder: object) -> None:
-        self._held.discard(holder)
-        if not self._held:
-            self._may_read.set()
 
 
 class ScriptedGuest(LocalGuest):
@@ -92,6 +32,10 @@ class ScriptedGuest(LocalGuest):
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+
+
+def _fifos() -> set[str]:
+    return {name for name in os.listdir("/tmp") if name.startswith(".parcel-")}
 
 
 async def saying(request: Mapping[str, Any], sink: Callable[[Frame], None], *, stdout: bytes = b"", **done: Any) -> dict[str, Any]:
@@ -123,8 +67,8 @@ async def moved(root: Path) -> LocalGuest:
     """Pack the folder, empty it, and unpack it."""
     guest = LocalGuest()
     data, _ = await packed(guest, root)
-    root.rename(root.with_name("before"))
-    root.mkdir()
+    os.rename(root, f"{root}-before")
+    os.mkdir(root)
     await unpack(guest, (str(root),), reading(data), len(data))
     return guest
 
@@ -158,10 +102,8 @@ async def test_files_come_back_as_they_were(root: Path) -> None:
 
 
 async def test_a_hole_is_neither_carried_nor_filled(root: Path) -> None:
-    with open(root / "sparse", "wb") as file:
-        file.truncate(512 * MIB)
-        file.seek(256 * MIB)
-        file.write(b"here")
+    (root / "sparse").touch()
+    os.truncate(root / "sparse", 512 * MIB)
     data, _ = await packed(LocalGuest(), root)
     assert len(data) < MIB
     await moved(root)
@@ -187,12 +129,11 @@ async def test_of_a_large_workspace_only_pieces_are_in_flight(root: Path) -> Non
 
 async def test_who_writes_slowly_holds_the_guest_up(root: Path) -> None:
     (root / "large").write_bytes(bytes(range(256)) * 4096 * 16)
-    guest, packing = LocalGuest(), None
+    guest = LocalGuest()
     packing = Packing(guest, (str(root),), 64 * MIB)
     chunks = packing.chunks()
     first = await anext(chunks)
-    while not guest.holds:
-        await asyncio.sleep(0)
+    await asyncio.wait_for(guest.was_held.wait(), 5)
     rest = [chunk async for chunk in chunks]
     assert packing.facts is not None
     assert packing.facts.bytes == len(first) + sum(map(len, rest)) > 16 * MIB
@@ -265,7 +206,7 @@ async def test_what_is_no_parcel_is_said(root: Path) -> None:
         await unpack(LocalGuest(), (str(root),), reading(b"no tar at all" * 100_000), 1_300_000)
 
 
-async def test_the_storess_own_error_is_what_is_raised(root: Path) -> None:
+async def test_the_stores_own_error_is_what_is_raised(root: Path) -> None:
     (root / "f").write_bytes(b"x" * MIB)
     data, _ = await packed(LocalGuest(), root)
 
@@ -291,9 +232,9 @@ async def test_nothing_outside_of_the_roots_is_unpacked(root: Path, tmp_path: Pa
 
 
 async def test_no_fifo_is_left_behind(root: Path) -> None:
-    before = set(Path("/tmp").glob(".parcel-*"))
+    before = _fifos()
     await moved(root)
-    assert set(Path("/tmp").glob(".parcel-*")) <= before
+    assert _fifos() <= before
 
 
 def test_room_is_counted_for_files_and_their_names() -> None:

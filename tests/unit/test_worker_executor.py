@@ -209,6 +209,19 @@ def test_a_lost_sandbox_is_said_in_the_error() -> None:
     assert (result.error_code, "its files are lost" in str(result.error)) == (ErrorCode.SANDBOX_UNAVAILABLE, True)
 
 
+def test_a_lost_sandbox_whose_files_are_kept_is_said_so() -> None:
+    done = {"error": {"code": "SANDBOX_UNAVAILABLE", "message": "it died"}, "sandbox_lost": "the guest went", "workspace_kept": True}
+    error = str(House(ask_guest, GuestResponse(done)).execute().error)
+    assert ("files in /workspace are kept" in error, "files are lost" in error) == (True, False)
+
+
+def test_what_happened_to_the_sandbox_before_stands_at_the_end_of_the_output() -> None:
+    sandbox = {"id": "c0ffee", "generation": 2, "rebuilt": True, "news": "it was rebuilt"}
+    done = {"exit_code": 0, "signal": None, "timed_out": False, "cancelled": False, "oom": False, "streams": {}, "sandbox": sandbox}
+    result = House(ask_guest, GuestResponse(done)).execute()
+    assert (result.output.endswith("\n[it was rebuilt]"), result.sandbox and result.sandbox.news) == (True, "it was rebuilt")
+
+
 # Content beside the envelope
 
 

@@ -38,7 +38,7 @@ class Bucket:
         """Between 1 and `at_most` bytes, when it is their time."""
         if self._turn.locked() or self._fill() < min(at_most, self._least()):
             async with self._turn:
-                while (missing := min(at_most, self._least()) - self._fill()) > 0:
+                while (missing := min(at_most, self._least()) - self._fill()) > 0:  # noqa: ASYNC110  # time is what it waits for
                     await asyncio.sleep(missing / self._rate)
         taken = min(at_most, int(self._tokens))
         self._tokens -= taken

@@ -1,13 +1,14 @@
 """From what a client asks for to a connected socket: the tenant's list, one lookup, every address judged, no other one connected to."""
 
 import asyncio
+import errno
 import ipaddress
+import os
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-
 
 from contract.errors import ToolFailure
 from workers.egress.limits import ProxyLimits
@@ -110,7 +111,8 @@ class Destinations:
             except TimeoutError:
                 failure = _unreachable(target, f"takes no connection within {self._limits.connect_s:g} s")
             except OSError as error:
-                failure = _unreachable(target, f"refused the connection ({error.strerror or type(error).__name__})")
+                # The number's words: the error's own tell the address.
+                failure = _unreachable(target, f"refused the connection ({os.strerror(error.errno or errno.ECONNREFUSED)})")
             except ToolFailure as error:
                 failure = refuse(Verdict.ADDRESS_REFUSED, error.message)
         raise failure or _unreachable(target, "has no address")

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from contract.errors import ToolFailure
-from workers.egress.headers import Framing, HeadError, Header, drop_hop_by_hop, find_values, parse_framing, split_head
+from workers.egress.headers import Framing, Header, HeadError, drop_hop_by_hop, find_values, parse_framing, split_head
 from workers.egress.verdicts import bad_request
 from workers.web.urls import Target, parse_url
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 CONNECT_S = 5.0
-_READ_BYTES = 65_536
+_READ_BYTES = 32_768
 """What may wait unread of one connection is twice as much."""
 
 ProxyStreams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import io
+import math
 import os
 import secrets
 import socket
@@ -21,7 +22,7 @@ import requests.exceptions
 import structlog
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.engine_gate import PROBES, EngineGate, EngineSilent, Lane
+from workers.sandboxd.engine_gate import LANES, EngineGate, EngineSilent, Lane, Lanes
 from workers.sandboxd.hardening import GUEST_FOLDER
 from workers.sandboxd.late_starts import LateStarts
 
@@ -39,13 +40,9 @@ LABEL_GUEST: Final = "toolcrew.guest"
 PRODUCT: Final = "sandbox"
 PRODUCT_GUEST: Final = "guest"
 
-STARTS: Final = Lane("starts", at_once=max(2, min(os.cpu_count() or 1, 16)), deadline_s=45.0)
-"""A start is nearly all work of the engine's on this host: more at a time than cores end no sooner, and each waits longer."""
-REMOVALS: Final = Lane("removals", at_once=4, deadline_s=45.0, max_wait_s=120.0)
-LOOKS: Final = Lane("looks", at_once=4, deadline_s=15.0, max_wait_s=30.0)
-FREEZES: Final = Lane("freezes", at_once=4, deadline_s=15.0, max_wait_s=30.0)
-FILLS: Final = Lane("volume fills", at_once=1, deadline_s=60.0)
-
+_REMOVAL_S: Final = 20
+"""How long the engine's own removal of a container is waited for."""
+_FILLER_LIFE_S: Final = 120.0
 _FILL_TRIES: Final = 5
 _FILL_PAUSE_S: Final = 0.2
 _TIMEOUT_WORDS: Final = ("timeout", "timed out", "deadline exceeded")
@@ -96,24 +93,25 @@ class ListedContainer:
 class Engine:
     """Create, attach, start, pause, inspect, remove. Raises SandboxUnavailable with the engine's own words, or why it is not asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: Lanes = LANES) -> None:
+        self._lanes = lanes
         self._clients: deque[docker.APIClient] = deque()
         self._filled: dict[str, str] = {}
         self._late = LateStarts(self._remove_by_name)
-        self.gate = EngineGate(lambda: self._work(lambda api: api.ping(), PROBES.deadline_s))
+        self.gate = EngineGate(lambda: self._work(lambda api: api.ping(), lanes.probe_s), probe_s=lanes.probe_s)
 
     async def facts(self) -> EngineFacts:
         """Version, cgroup version, seccomp and runtimes of the engine."""
-        return await self._run(LOOKS, lambda api: _build_facts(api.info(), api.version()))
+        return await self._run(self._lanes.looks, lambda api: _build_facts(api.info(), api.version()))
 
     async def image_id(self, image: str) -> str | None:
         """The image's content id, or None when the engine does not have it."""
-        found = await self._run(LOOKS, lambda api: _find_image(api, image))
+        found = await self._run(self._lanes.looks, lambda api: _find_image(api, image))
         return None if found is None else str(found["Id"])
 
     async def has_guest(self, image: str) -> bool:
         """Whether the image says that it has a guest of its own. False for one that the engine does not have."""
-        found = await self._run(LOOKS, lambda api: _find_image(api, image))
+        found = await self._run(self._lanes.looks, lambda api: _find_image(api, image))
         labels = ((found or {}).get("Config") or {}).get("Labels") or {}
         return labels.get(LABEL_GUEST) == "1"
 
@@ -133,7 +131,7 @@ class Engine:
             self._late.forget(name)
 
         try:
-            return await self._run(STARTS, work, late)
+            return await self._run(self._lanes.starts, work, late)
         except (EngineSilent, asyncio.CancelledError):
             if begun.is_set():
                 self._late.forget(name)
@@ -145,15 +143,15 @@ class Engine:
 
     async def inspect(self, container: str) -> dict[str, Any]:
         """The engine's description of a container."""
-        return dict(await self._run(LOOKS, lambda api: api.inspect_container(container)))
+        return dict(await self._run(self._lanes.looks, lambda api: api.inspect_container(container)))
 
     async def pause(self, container: str) -> None:
         """Freeze all its processes; a frozen one is fine. Raises SandboxUnavailable when it is gone or does not run."""
-        await self._run(FREEZES, lambda api: _freeze(api, container, is_wanted=True))
+        await self._run(self._lanes.freezes, lambda api: _freeze(api, container, is_wanted=True))
 
     async def unpause(self, container: str) -> None:
         """Thaw it; one that runs is fine. Raises SandboxUnavailable when it is gone or does not run."""
-        await self._run(FREEZES, lambda api: _freeze(api, container, is_wanted=False))
+        await self._run(self._lanes.freezes, lambda api: _freeze(api, container, is_wanted=False))
 
     async def remove(self, container: str) -> None:
         """Kill and remove, frozen or not; returns when the engine no longer has it. A container that is already gone is fine."""
@@ -162,7 +160,7 @@ class Engine:
     async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
         """All containers of the product and that deployment, in any state, whichever sandboxd made them."""
         filters = {"label": [f"{LABEL_PRODUCT}={PRODUCT}", f"{LABEL_DEPLOYMENT}={deployment}"]}
-        found = await self._run(LOOKS, lambda api: api.containers(all=True, filters=filters))
+        found = await self._run(self._lanes.looks, lambda api: api.containers(all=True, filters=filters))
         return [_build_listed(container) for container in found]
 
     async def ensure_guest_volume(self, image: str) -> str:
@@ -170,7 +168,7 @@ class Engine:
 
         Raises SandboxUnavailable when the image is missing or has no guest, and when the volume holds something else and is in use.
         """
-        return await self._run(FILLS, lambda api: _ensure_guest_volume(api, image, self._filled))
+        return await self._run(self._lanes.fills, lambda api: _ensure_guest_volume(api, image, self._filled))
 
     def describe(self) -> dict[str, Any]:
         """What `status` tells of the engine: calls under way and waiting, and whether it is asked at all."""
@@ -206,8 +204,8 @@ class Engine:
         try:
             api = self._clients.popleft()
         except IndexError:
-            api = docker.from_env(timeout=int(timeout_s)).api
-        api.timeout = int(timeout_s)
+            api = docker.from_env(timeout=math.ceil(timeout_s)).api
+        api.timeout = math.ceil(timeout_s)
         try:
             yield api
         except (docker.errors.APIError, SandboxUnavailable):
@@ -219,7 +217,7 @@ class Engine:
         self._clients.append(api)
 
     async def _remove_by_name(self, name: str) -> bool:
-        return await self._run(REMOVALS, lambda api: _remove(api, name))
+        return await self._run(self._lanes.removals, lambda api: _remove(api, name))
 
     async def _remove_refused(self, name: str) -> None:
         try:
@@ -315,7 +313,7 @@ def _remove(api: docker.APIClient, container: str) -> bool:
 
 def _wait_removed(api: docker.APIClient, container: str) -> None:
     try:
-        api.wait(container, condition="removed", timeout=int(REMOVALS.deadline_s / 2))
+        api.wait(container, condition="removed", timeout=_REMOVAL_S)
     except docker.errors.NotFound:
         return
     except requests.exceptions.RequestException as error:
@@ -385,7 +383,7 @@ def _read_guest(api: docker.APIClient, image: str, volume: str | None) -> Mappin
 def _remove_old_fillers(api: docker.APIClient) -> None:
     """Whoever made them was killed before he removed them."""
     for container in api.containers(all=True, filters={"label": [f"{LABEL_PRODUCT}={PRODUCT_GUEST}"]}):
-        if container["Created"] < time.time() - 2 * FILLS.deadline_s:
+        if container["Created"] < time.time() - _FILLER_LIFE_S:
             _remove(api, str(container["Id"]))
 
 

@@ -1,6 +1,7 @@
 """The gate before the engine: so many calls of a kind at a time, each bounded in time, and none while the engine is silent."""
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
@@ -34,7 +35,26 @@ class Lane:
     max_wait_s: float = 60.0
 
 
-PROBES: Final = Lane("probes", at_once=2, deadline_s=3.0, max_waiting=0)
+@dataclass(frozen=True)
+class Lanes:
+    """Every kind of call to the engine. `probe_s`: how long a silent one may take to show that it is back."""
+
+    starts: Lane
+    removals: Lane
+    looks: Lane
+    freezes: Lane
+    fills: Lane
+    probe_s: float = 3.0
+
+
+LANES: Final = Lanes(
+    # Nearly all work of the engine's on this host: more at a time than it has cores end no sooner, and each waits longer.
+    starts=Lane("starts", at_once=max(2, min(os.cpu_count() or 1, 16)), deadline_s=45.0),
+    removals=Lane("removals", at_once=4, deadline_s=45.0, max_wait_s=120.0),
+    looks=Lane("looks", at_once=4, deadline_s=15.0, max_wait_s=30.0),
+    freezes=Lane("freezes", at_once=4, deadline_s=15.0, max_wait_s=30.0),
+    fills=Lane("volume fills", at_once=1, deadline_s=60.0),
+)
 
 
 class _Turns:
@@ -95,8 +115,9 @@ class _Turns:
 class EngineGate:
     """Runs blocking calls in threads of their own. `probe`: the cheapest blocking call that shows an engine alive."""
 
-    def __init__(self, probe: Callable[[], object], breaker: Breaker | None = None) -> None:
+    def __init__(self, probe: Callable[[], object], breaker: Breaker | None = None, probe_s: float = 3.0) -> None:
         self._probe = probe
+        self._probe_s = probe_s
         self._breaker = breaker or Breaker()
         self._turns: dict[str, _Turns] = {}
 
@@ -150,13 +171,13 @@ class EngineGate:
             raise SandboxUnavailable(self._silence())
 
     async def _ask_probe(self) -> None:
-        probing = _in_thread(self._probe, PROBES.name)
+        probing = _in_thread(self._probe, "probe")
         probing.add_done_callback(_look_at)
         try:
-            async with asyncio.timeout(PROBES.deadline_s):
+            async with asyncio.timeout(self._probe_s):
                 await asyncio.shield(probing)
         except (SandboxUnavailable, TimeoutError) as error:
-            self._breaker.probe_failed(str(error) or f"no answer within {PROBES.deadline_s:g} s")
+            self._breaker.probe_failed(str(error) or f"no answer within {self._probe_s:g} s")
             raise SandboxUnavailable(self._silence()) from error
         except BaseException:
             self._breaker.probe_dropped()

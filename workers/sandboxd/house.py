@@ -12,6 +12,7 @@ import structlog
 from contract.errors import ConfigError, SandboxUnavailable
 from workers.sandboxd.attestation import find_dirt, find_misfits, parse_attestation
 from workers.sandboxd.egress_link import open_proxy
+from workers.sandboxd.egress_link import open_proxy
 from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine, EngineFacts
 from workers.sandboxd.hardening import find_drift
 from workers.sandboxd.keeping import IdleTimes, Keeper

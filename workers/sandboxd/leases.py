@@ -15,9 +15,10 @@ from contract.errors import SandboxUnavailable
 class Lease:
     """This process's own. `take` opens it, `give_back` ends it."""
 
-    def __init__(self, folder: Path, file: str, fd: int, name_fd: int) -> None:
+    def __init__(self, folder: Path, name: str, file: str, fd: int, name_fd: int) -> None:
         self._folder = folder
         self._file = file
+        self._name_file = f"{name}.name"
         self._fds = (fd, name_fd)
         self._domain = _domain_of(folder)
 
@@ -33,7 +34,7 @@ class Lease:
         file = f"{name}-{secrets.token_hex(8)}.lease"
         fd = _lock(folder / file)
         assert fd is not None  # nobody else knows the name
-        return cls(folder, file, fd, name_fd)
+        return cls(folder, name, file, fd, name_fd)
 
     @property
     def label(self) -> str:
@@ -67,20 +68,31 @@ class Lease:
 
     def give_back(self) -> None:
         """The name is free for another."""
-        (self._folder / self._file).unlink(missing_ok=True)
+        for file in (self._file, self._name_file):
+            (self._folder / file).unlink(missing_ok=True)
         for fd in self._fds:
             os.close(fd)
 
 
 def _lock(path: Path) -> int | None:
-    """A locked descriptor; None when another holds it."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    """A locked descriptor of the file that has that name; None when another holds it."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        if _is_file_of(fd, path):
+            return fd
+        os.close(fd)  # whoever had it deleted it in between
+
+
+def _is_file_of(fd: int, path: Path) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _domain_of(folder: Path) -> str:

@@ -170,7 +170,7 @@ class Sandbox:
         if self._channel is not None:
             await self._channel.drain()
 
-    def send(self, header: Mapping[str, object], body: bytes) -> None:
+    def send(self, header: Mapping[str, Any], body: bytes) -> None:
         """One frame that belongs to no call: a connection's."""
         if self._channel is not None:
             self._channel.send(header, body)

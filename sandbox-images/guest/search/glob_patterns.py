@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from guest.failures import INVALID_PATTERN, Failure
 from guest.files.suggestions import escaped
@@ -23,6 +24,8 @@ MAX_REGEX_CHARS = 131_072
 """One of more takes seconds to compile."""
 # What a class takes to compile, in characters.
 _CLASS_COST = 500
+# An atomic group. Before Python 3.11 a plain one: it is come back to, which costs time and finds nothing else.
+_ONCE = "(?>" if sys.version_info >= (3, 11) else "(?:"
 _MAGIC = re.compile(r"[*?\[{\\]")
 
 
@@ -129,7 +132,7 @@ def translate_part(part: str) -> str:
     if len(pieces) == 1:
         return pieces[0]
     # Each piece between two stars is as well placed where it first fits: no need to come back to it.
-    middle = "".join(f"(?>[^/]*?{piece})" for piece in pieces[1:-1] if piece)
+    middle = "".join(f"{_ONCE}[^/]*?{piece})" for piece in pieces[1:-1] if piece)
     return f"{pieces[0]}{middle}[^/]*{pieces[-1]}"
 
 
@@ -152,7 +155,7 @@ def _join(parts: list[str], regexes: list[str]) -> str:
     if len(groups) == 1:
         return "/".join(groups[0])
     head = "/".join(groups[0]) + "/" if groups[0] else ""
-    middle = "".join(f"(?>(?:[^/]+/)*?{'/'.join(group)}/)" for group in groups[1:-1] if group)
+    middle = "".join(f"{_ONCE}(?:[^/]+/)*?{'/'.join(group)}/)" for group in groups[1:-1] if group)
     tail = "(?:[^/]+/)*" + "/".join(groups[-1]) if groups[-1] else ".+"
     return head + middle + tail
 

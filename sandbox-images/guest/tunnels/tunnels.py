@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NET_OPS = frozenset(("net_data", "net_room", "net_end", "net_close"))
 MAX_TUNNELS = 64
 # Calls' reports are read until far more waits for the host: bulk data yields to them.
-_OUTBOX_BYTES = 32_768
+_OUTBOX_BYTES = 65_536
 _FRAMES_PER_S = 2000.0
 _OPEN_COST = 20.0
 _BACKLOG = 64

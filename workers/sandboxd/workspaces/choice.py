@@ -18,10 +18,10 @@ class Choice:
     note: str | None = None
 
 
-def choose_workspaces(wanted: WantedKind, state: Path, workspace_bytes: int) -> Choice:
+def choose_workspaces(wanted: WantedKind, state: Path, workspace_bytes: int, host_free_bytes: int = 0) -> Choice:
     """Image where this process may mount, else tmpfs for small workspaces, else a watched folder. A kind that was asked for is not replaced.
 
     Raises SandboxUnavailable when the wanted kind cannot be had, with what is missing.
     """
-    del wanted, state, workspace_bytes
+    del wanted, state, workspace_bytes, host_free_bytes
     return Choice(TmpfsWorkspaces(), "only tmpfs is built in")

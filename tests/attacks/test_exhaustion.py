@@ -1,0 +1,259 @@
+"""Exhaustion: of disk, inodes, memory, processes, descriptors and processor, of the host, of neighbours, and of the session itself. Seen from outside."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from docker import APIClient
+
+from tests.attack_ground import Ground
+from tests.containers import Box, assert_still_works, open_box, python
+from workers.sandboxd.hardening import SandboxLimits
+
+pytestmark = pytest.mark.stack
+
+LIMITS = SandboxLimits()
+
+
+def usage(path: Path) -> tuple[int, int, int, int]:
+    """Bytes in all, bytes free, inodes in all, inodes free."""
+    found = os.statvfs(path)
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, found.f_files, found.f_favail
+
+
+MOUNTS = [
+    ("/workspace", LIMITS.workspace_bytes, LIMITS.workspace_inodes),
+    ("/tmp", LIMITS.tmp_bytes, LIMITS.tmp_inodes),
+    ("/output", LIMITS.output_bytes, LIMITS.output_inodes),
+    ("/dev/shm", LIMITS.shm_bytes, LIMITS.shm_inodes),
+]
+FILL = "for i in 1 2 3; do dd if=/dev/zero of={place}/fill$i bs=1M 2>&1 | grep -v records; done"
+MAKE_FILES = python("""
+import itertools
+try:
+    for number in itertools.count(): open('{place}/f%d' % number, 'w').close()
+except OSError as error: print(error.strerror)
+""")
+
+
+@pytest.fixture
+def cleared(shared_box: Box) -> Iterator[Box]:
+    """A box of which every place is empty again afterwards, by nothing but `rm` in the session itself."""
+    before = [usage(shared_box.root / place.lstrip("/")) for place, _, _ in MOUNTS]
+    yield shared_box
+    answer = shared_box.run("rm -rf /workspace/* /tmp/* /output/* /dev/shm/*")
+    assert answer.status == 0, answer.output
+    assert [usage(shared_box.root / place.lstrip("/")) for place, _, _ in MOUNTS] == before
+
+
+@pytest.mark.parametrize(("place", "size", "inodes"), MOUNTS)
+def test_fill_a_writable_place_by_bytes(cleared: Box, place: str, size: int, inodes: int) -> None:
+    """Aim: take the host's memory or disk; or leave the session without room for ever."""
+    answer = cleared.run(FILL.format(place=place))
+    total, free, _, _ = usage(cleared.root / place.lstrip("/"))
+
+    assert "No space left on device" in answer.output
+    assert (total, free) == (size, 0)
+    assert cleared.oom_kills() == 0
+    assert_still_works(cleared)
+
+
+@pytest.mark.parametrize(("place", "size", "inodes"), MOUNTS)
+def test_fill_a_writable_place_by_empty_files(cleared: Box, place: str, size: int, inodes: int) -> None:
+    """Aim: take the kernel's memory, or all inodes, by files without a byte."""
+    answer = cleared.run(MAKE_FILES.format(place=place))
+    _, _, total, free = usage(cleared.root / place.lstrip("/"))
+
+    assert answer.output.strip() == "No space left on device"
+    assert (total, free) == (inodes, 0)
+    assert cleared.oom_kills() == 0
+    assert_still_works(cleared)
+
+
+def test_fill_everything_at_once_to_poison_the_session(cleared: Box) -> None:
+    """Aim: leave no memory for any later command. All mounts full, by bytes and by files, must leave enough."""
+    for place, _, inodes in MOUNTS:
+        cleared.run(f"mkdir {place}/d; " + MAKE_FILES.format(place=f"{place}/d").replace("itertools.count()", f"range({inodes - 8})"))
+        cleared.run(FILL.format(place=place))
+
+    assert [usage(cleared.root / place.lstrip("/"))[1] for place, _, _ in MOUNTS] == [0] * len(MOUNTS)
+    assert cleared.oom_kills() == 0
+    assert_still_works(cleared)
+
+
+def test_fill_memory_through_a_shm_mount_without_a_number_of_files(engine: APIClient) -> None:
+    """Aim: empty files in the engine's own /dev/shm, which has no nr_inodes, end in the OOM killer. Why it is a row of its own."""
+    few = 1 << 20
+    limits = SandboxLimits(memory_reserve_bytes=40 * few, workspace_bytes=few, tmp_bytes=few, output_bytes=few, shm_bytes=few)
+    with open_box(engine, limits=limits, changes={"Tmpfs": {"/tmp": "rw,size=1m"}}) as weaker:
+        weaker.run(MAKE_FILES.format(place="/dev/shm"))
+
+        assert weaker.oom_kills() >= 1
+
+
+def test_write_one_huge_sparse_file(cleared: Box) -> None:
+    """Aim: claim more room than there is."""
+    answer = cleared.run(f"truncate -s {LIMITS.workspace_bytes} /workspace/most; truncate -s 1T /workspace/huge")
+    sizes = {path.name: path.stat().st_size for path in (cleared.root / "workspace").iterdir()}
+
+    assert answer.status != 0
+    assert sizes == {"most": LIMITS.workspace_bytes, "huge": 0}
+    assert_still_works(cleared)
+
+
+def test_hide_a_huge_file_in_a_memfd(cleared: Box) -> None:
+    """Aim: keep more in memory than any mount would."""
+    answer = cleared.run(python(f"import os; os.truncate(os.memfd_create('x'), {LIMITS.workspace_bytes} + 1)"))
+
+    assert answer.status != 0
+
+
+def test_leave_a_core_file_of_the_whole_memory(cleared: Box) -> None:
+    """Aim: fill the workspace, or the folder of the host where cores go."""
+    cleared.run("cd /workspace && python3 -c 'import os; os.abort()'")
+
+    assert list((cleared.root / "workspace").iterdir()) == []
+
+
+BOMB = python("""
+import os
+told = False
+while True:
+    try: os.fork()
+    except OSError:
+        if not told: told = bool(os.write(1, b'full\\n'))
+""")
+
+
+def test_fork_without_end(engine: APIClient, box: Box) -> None:
+    """Aim: take the host's processes, or the neighbour's."""
+    with open_box(engine) as neighbour:
+        box.feed(f"({BOMB}\n) 2>/dev/null &\n")
+        box.read_until("full")
+        counted = [len(box.processes()) for _ in range(200)]
+
+        assert LIMITS.pids // 2 < max(counted) <= LIMITS.pids
+        assert box.pids_refused() > 0
+        assert_still_works(neighbour)
+        assert neighbour.pids_refused() == 0
+
+    engine.remove_container(box.id, force=True)
+    box.wait_until_removed()
+    with contextlib.suppress(FileNotFoundError):
+        assert box.processes() == []
+
+
+def test_take_all_memory(engine: APIClient, box: Box) -> None:
+    """Aim: take the host's memory, or have a neighbour killed for it."""
+    hog = "import itertools\nkept = [bytearray(1 << 20) for _ in itertools.count()]"
+    with open_box(engine) as neighbour:
+        answer = box.run(python(hog))
+        peak = box.cgroup_file("memory", "memory.max_usage_in_bytes", "memory.peak").read_text()
+
+        assert answer.status == 137
+        assert box.oom_kills() == 1
+        assert int(peak) <= LIMITS.memory_bytes()
+        assert neighbour.oom_kills() == 0
+        assert_still_works(neighbour)
+    assert_still_works(box)
+
+
+def perl_ipc(source: str) -> str:
+    return f"perl <<'END'\n$| = 1;\n{source}\nEND"
+
+
+def test_keep_memory_beyond_death_in_shared_segments(cleared: Box) -> None:
+    """Aim: System V segments belong to no process and to no mount: left alone they stay when everything is killed."""
+    answer = cleared.run(perl_ipc("for (1..8) { my $id = shmget(0, 1 << 20, 01600); shmwrite($id, 'x' x 1024, 0, 1024) }"))
+
+    assert answer.status == 0, answer.output
+    assert left_in_ipc(cleared, "shm") == 0
+
+
+def left_in_ipc(box: Box, kind: str) -> int:
+    return int(box.run(f"tail -n +2 /proc/sysvipc/{kind} | wc -l").output)
+
+
+def test_keep_memory_beyond_death_in_message_queues_and_semaphores(cleared: Box) -> None:
+    """Aim: the same with queues and semaphores."""
+    queues = "my $m = pack('l! a8000', 1, 'x'); while (defined(my $q = msgget(0, 01600))) { msgsnd($q, $m, 04000) for 1..2 }"
+    cleared.run(perl_ipc(queues))
+    cleared.run(perl_ipc("1 while defined(semget(0, 200, 01600))"))
+
+    assert left_in_ipc(cleared, "msg") == 64
+    assert left_in_ipc(cleared, "sem") <= 64
+    assert cleared.oom_kills() == 0
+    assert_still_works(cleared)
+
+
+def test_take_the_hosts_slots_for_asynchronous_io(cleared: Box) -> None:
+    """Aim: fs.aio-max-nr is one number for the whole host, whatever the namespace."""
+    before = int(Path("/proc/sys/fs/aio-nr").read_text())
+    number = {"x86_64": 206, "aarch64": 0}[os.uname().machine]
+    answer = cleared.run(f'perl -e \'my $p = "\\0" x 8; print "got" if syscall({number}, 60000, $p) == 0; exec "cat"\'')
+
+    assert "got" not in answer.output
+    assert int(Path("/proc/sys/fs/aio-nr").read_text()) == before
+
+
+def test_open_descriptors_without_end(cleared: Box) -> None:
+    """Aim: take the host's open files."""
+    answer = cleared.run(
+        python("""
+import os
+opened = [os.dup(0)]
+try:
+    while True: opened.append(os.dup(0))
+except OSError as error: print(opened[-1], error.strerror)
+""")
+    )
+
+    assert answer.output.strip() == f"{LIMITS.nofile - 1} Too many open files"
+
+
+def test_fill_the_hosts_disk_through_output(engine: APIClient, cleared: Box) -> None:
+    """Aim: have the engine's log take the host's disk."""
+    cleared.run("yes | head -c 20000000")
+    where = Path(engine.info()["DockerRootDir"]) / "containers" / cleared.id
+
+    assert where.is_dir()
+    assert sum(path.stat().st_size for path in where.rglob("*") if path.is_file()) < 200_000
+
+
+def test_take_more_of_the_processors_than_its_share(cleared: Box) -> None:
+    """Aim: slow down everybody else on the host."""
+    counter = cleared.cgroup_file("cpuacct", "cpuacct.usage", "cpu.stat")
+    before, started = used_s(counter), time.monotonic()
+    cleared.run("for i in $(seq 100); do timeout 1 sh -c 'while :; do :; done' & done; wait")
+
+    assert used_s(counter) - before < (time.monotonic() - started) * LIMITS.cpus * 1.1 + 0.1
+
+
+def used_s(counter: Path) -> float:
+    words = counter.read_text().split()
+    return int(words[0]) / 1e9 if len(words) == 1 else int(words[words.index("usage_usec") + 1]) / 1e6
+
+
+HOGS = {
+    "one that grows": "python3 -c 'kept = [bytearray(1 << 20) for _ in range(9999)]'",
+    "one that says it is not to be killed": "echo 0 >/proc/self/oom_score_adj; exec python3 -c 'kept = [bytearray(1 << 20) for _ in range(9999)]'",
+    "many small ones": "for i in $(seq 60); do python3 -c 'kept = bytearray(20 << 20); input()' < <(sleep 9) & done; wait",
+}
+
+
+@pytest.mark.parametrize("hog", HOGS.values(), ids=HOGS.keys())
+def test_have_somebody_else_killed_for_want_of_memory(ground: Ground, hog: str) -> None:
+    """Aim: the guest, a call beside or a background job dies in the hog's place, or nobody is told why a program died."""
+    with ground.session(session="hog") as session:
+        session.start("exec sleep 777", state="use", timeout_s=500.0)
+        session.start_job("exec sleep 888")
+        session.wait_for("sleep 777")
+        session.wait_for("sleep 888")
+        done = session.bash(hog, timeout_s=6.0).done
+
+        assert (done["oom"], session.watched.oom_kills() > 0) == (True, True)
+        assert sorted(session.programs().values()) == ["sleep 777", "sleep 888"]
+        assert session.is_well()

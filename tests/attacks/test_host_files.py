@@ -1,0 +1,102 @@
+"""Files of the host: read by links and odd paths, changed through what the host does with a sandbox's files."""
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.attack_ground import Ground, Hostile
+from tests.containers import Box
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.fixture(scope="module")
+def canary() -> Iterator[Path]:
+    """A file of the host that everybody may read and write, if he gets there."""
+    place = Path(f"/tmp/toolcrew-canary-{secrets.token_hex(8)}")
+    place.write_text("a secret of the host\n")
+    place.chmod(0o666)
+    yield place
+    assert place.read_text() == "a secret of the host\n"
+    place.unlink()
+
+
+@pytest.fixture(scope="module")
+def session(ground: Ground) -> Iterator[Hostile]:
+    with ground.session(session="host-files") as opened:
+        yield opened
+
+
+ROADS = [
+    "",
+    "/..",
+    "/../../..",
+    "/proc/self/root",
+    "/proc/self/root/../..",
+    "/proc/1/root",
+    "/proc/1/cwd/../..",
+    "/proc/self/cwd/../..",
+    "/proc/self/fd/0/../..",
+]
+
+
+def test_read_or_write_a_file_of_the_host_by_any_road(shared_box: Box, canary: Path) -> None:
+    """Aim: leave the root by `..`, by a magic link, or by a link that is followed elsewhere."""
+    answer = shared_box.run(
+        "\n".join(
+            f"cat {road}{canary}; [ -w {road}{canary} ] && echo x >>{road}{canary}; ln -sfn {road}{canary.parent} /workspace/l; cat /workspace/l/{canary.name}"
+            for road in ROADS
+        )
+    )
+
+    assert "a secret of the host" not in answer.output
+    assert answer.output.count("No such file") + answer.output.count("Permission denied") + answer.output.count(
+        "Not a directory"
+    ) >= 2 * len(ROADS)
+
+
+def test_find_a_file_of_the_host_anywhere(shared_box: Box, canary: Path) -> None:
+    """Aim: see it under a name that nobody thought of."""
+    places = "/ /proc/[0-9]*/root/tmp/ /proc/[0-9]*/cwd/ /proc/[0-9]*/fd/ /dev/fd/ /sys/fs"
+    answer = shared_box.run(f"find {places} -xdev -name '{canary.name}' 2>/dev/null")
+
+    assert answer.output.strip() == ""
+
+
+def test_have_the_tools_read_or_write_a_file_of_the_host(session: Hostile, canary: Path) -> None:
+    """Aim: a path of a tool call, or a link in the workspace, is resolved on the host."""
+    session.bash(f"ln -s {canary} link; ln -s {canary.parent} folder; ln -s /proc/1/root root; ln -s /proc/self/fd fd")
+    for path in (str(canary), "link", f"folder/{canary.name}", f"root/{canary}", f"../..{canary}", f"fd/../root/{canary}"):
+        read = session.ask({"op": "read_file", "path": path, "max_bytes": 99, "timeout_s": 5})
+        write = session.ask({"op": "write_file", "path": path, "mode": "overwrite", "timeout_s": 5}, b"overwritten\n")
+
+        assert b"secret" not in read.streams.get("file", b"")
+        assert read.done["error"]["code"] in ("FILE_NOT_FOUND", "PATH_NOT_ALLOWED")
+        # A path below /tmp is the sandbox's own /tmp: written there, and not here.
+        assert write.done.get("error", {}).get("code") in (None, "FILE_NOT_FOUND", "PATH_NOT_ALLOWED")
+        session.bash(f"rm -f {canary}")
+    assert canary.read_text() == "a secret of the host\n"
+
+
+def test_keep_a_folder_of_the_host_open_from_the_start(session: Hostile) -> None:
+    """Aim: a descriptor that the runtime left open leads out of the root, as in CVE-2024-21626."""
+    held = [os.readlink(entry) for entry in Path(f"/proc/{session.watched.pid}/fd").iterdir()]
+    folders = [entry for entry in Path(f"/proc/{session.watched.pid}/fd").iterdir() if stat.S_ISDIR(entry.stat().st_mode)]
+
+    assert folders == []
+    assert {link for link in held if link.startswith("/")} <= {"/dev/null", "/memfd:body (deleted)"}
+    assert os.readlink(f"/proc/{session.watched.pid}/cwd") in ("/", "/workspace")
+
+
+def test_see_a_path_of_the_host_that_holds_a_name(shared_box: Box) -> None:
+    """Aim: learn who else is on the host. What mounts show is the engine's own storage, and nothing else of the host."""
+    answer = shared_box.run(
+        "cat /proc/self/mountinfo /proc/self/mounts /etc/hosts /etc/hostname /etc/resolv.conf /proc/sys/kernel/hostname 2>/dev/null"
+    )
+
+    assert os.uname().nodename not in answer.output.split()
+    assert not [word for word in ("/home/", "/root/", "/work/", os.getcwd()) if word in answer.output]

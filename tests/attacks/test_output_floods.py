@@ -1,0 +1,98 @@
+"""Output without end: one huge stream, one huge line, many crumbs. The memory of guest, sandboxd and worker stays flat, and what was cut is told."""
+
+import threading
+
+import pytest
+
+from tests.attack_ground import CAPTURE, Ground, Hostile
+from tests.stack import wait_until
+from workers.sandbox_client import SandboxClient
+
+pytestmark = pytest.mark.stack
+
+MIB = 1 << 20
+FLAT_BYTES = 12 * MIB
+FLOODS = {
+    "a gibibyte": ("head -c 1073741824 /dev/zero", 1 << 30),
+    "one line of fifty megabytes": ("head -c 50000000 /dev/zero | tr '\\0' x", 50_000_000),
+    "both streams": ("head -c 100000000 /dev/zero & head -c 100000000 /dev/zero >&2; wait", 200_000_000),
+    "crumbs": ("for i in {1..30000}; do printf x; done", 30_000),
+}
+
+
+def resident_bytes(session: Hostile) -> int:
+    """Of PID 1."""
+    return int(session.watched.status_of()["VmRSS"].split()[0]) * 1024
+
+
+@pytest.mark.parametrize(("flood", "total"), FLOODS.values(), ids=FLOODS.keys())
+def test_fill_the_memory_of_guest_sandboxd_or_worker(ground: Ground, flood: str, total: int) -> None:
+    """Aim: what is printed is kept somewhere, whole."""
+    with ground.session(session="flood") as session:
+        session.bash("true")
+        before, guest_before = reset_peak(ground), resident_bytes(session)
+        answer = session.bash(flood, timeout_s=20.0)
+
+        assert answer.done["streams"]["merged"]["total"] == total
+        assert sum(map(len, answer.streams.values())) <= sum(CAPTURE.values())
+        assert ground.peak_bytes() - before < FLAT_BYTES
+        assert resident_bytes(session) - guest_before < 2 * MIB
+        assert session.is_well()
+
+
+def reset_peak(ground: Ground) -> int:
+    ground.forget_peak()
+    return ground.peak_bytes()
+
+
+def test_fill_the_memory_of_sandboxd_while_the_worker_does_not_read(ground: Ground) -> None:
+    """Aim: a stream to a worker that is slow piles up before it."""
+    with ground.session(session="unread") as session, SandboxClient(ground.path) as worker:
+        first, may_read = threading.Event(), threading.Event()
+
+        def take(_stream: str, _data: bytes) -> None:
+            first.set()
+            may_read.wait(20)
+
+        script = b"echo started >/tmp/started; yes"
+        request = {
+            "op": "exec",
+            "argv": None,
+            "script_bytes": len(script),
+            "state": "use",
+            "timeout_s": 1.0,
+            "capture": {"stream": 1 << 34},
+        }
+        before = reset_peak(ground)
+        reading = threading.Thread(target=lambda: worker.call(session.name, request, script, on_data=take))
+        reading.start()
+        assert first.wait(20)
+        wait_until(lambda: session.bash("cat /tmp/started").streams["merged"], 5, "others are served meanwhile")
+        grown = ground.peak_bytes() - before
+        may_read.set()
+        reading.join(20)
+
+        assert grown < FLAT_BYTES
+        assert not reading.is_alive()
+
+
+def test_wear_the_worker_out_with_a_slow_drip(ground: Ground) -> None:
+    """Aim: an event for each byte. Pieces that are shown while a command runs are at least 50 ms apart."""
+    pieces: list[int] = []
+    with ground.session(session="drip") as session, SandboxClient(ground.path) as worker:
+        script = b"for i in {1..300}; do printf x; read -t 0.003 <> <(:); done; true"
+        request = {"op": "exec", "argv": None, "script_bytes": len(script), "cwd": None, "state": "use", "timeout_s": 20.0}
+        more = {"capture": CAPTURE, "live": True, "max_bytes": 100_000}
+        done = worker.call(session.name, {**request, **more}, script, on_data=lambda stream, _: pieces.append(stream == "live")).done
+
+        assert 1 <= sum(pieces) <= done["run_s"] / 0.05 + 2
+
+
+def test_fill_the_hosts_disk_with_the_log_of_sandboxd(ground: Ground) -> None:
+    """Aim: each refused or failed call is a line, or its text is in one."""
+    with ground.session(session="log") as session:
+        before = len(ground.log())
+        for _ in range(50):
+            session.bash("head -c 5000 /dev/zero | tr '\\0' x; echo '{\"event\": \"forged\"}' >&2; exit 1")
+
+        assert len(ground.log()) - before < 5000

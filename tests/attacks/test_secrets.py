@@ -1,0 +1,76 @@
+"""Secrets: of who runs sandboxd, of the engine, and of other sessions. A canary is looked for inside, in what the engine tells, and in the log."""
+
+import json
+import secrets
+from collections.abc import Iterator
+
+import pytest
+from docker import APIClient
+
+from tests.attack_ground import Ground, Hostile, open_ground
+from tests.containers import Box
+from tests.stack import read_proc
+
+pytestmark = pytest.mark.stack
+
+CANARY = f"canary-{secrets.token_hex(8)}"
+NAMES = ("TOOLCREW_SECRET", "TOOLCREW_REDIS_URL", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN")
+
+
+@pytest.fixture(scope="module")
+def rich(engine: APIClient) -> Iterator[Ground]:
+    """A sandboxd whose environment is full of secrets."""
+    with open_ground(engine, {name: f"{name}-{CANARY}" for name in NAMES}) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def session(rich: Ground) -> Iterator[Hostile]:
+    with rich.session("tenant-with-a-name", "session-with-a-name") as opened:
+        yield opened
+
+
+def test_read_a_secret_of_whoever_started_it(shared_box: Box) -> None:
+    """Aim: find a credential in the environment of PID 1."""
+    answer = shared_box.run("cat /proc/1/environ | tr '\\0' '\\n' | cut -d= -f1")
+
+    assert set(answer.output.split()) <= {"PATH", "HOME", "LANG", "TERM", "HOSTNAME"}
+
+
+def test_find_a_secret_of_sandboxd_in_the_sandbox(session: Hostile) -> None:
+    """Aim: find it in an environment, a command line or a file that can be read."""
+    places = "/proc/[0-9]*/environ /proc/[0-9]*/cmdline /etc /opt /run /var /home /tmp /workspace /output /dev/shm"
+    answer = session.bash(f"env; grep -rsal --devices=skip {CANARY[:12]}'{CANARY[12:]}' {places} | grep -v '^/output'; echo done")
+
+    assert answer.streams["merged"].endswith(b"done\n")
+    assert CANARY.encode() not in answer.streams["merged"]
+    assert b"TOOLCREW" not in answer.streams["merged"]
+
+
+def test_have_the_engine_or_proc_tell_a_secret_or_a_tenant(rich: Ground, session: Hostile) -> None:
+    """Aim: of whoever can see the engine: who works here, and with what keys. Labels and environments are no secret place."""
+    told = json.dumps(session.watched.inspect())
+    environments = b"".join(read_proc(pid, "environ") for pid in session.watched.processes())
+
+    assert [word for word in (CANARY, "tenant-with-a-name", "session-with-a-name") if word in told] == []
+    assert CANARY.encode() not in environments
+    assert CANARY.encode() in read_proc(rich.process.pid, "environ")  # it can be found where it is
+
+
+def test_have_a_command_or_its_output_written_into_the_log(rich: Ground, session: Hostile) -> None:
+    """Aim: of whoever reads the log: what tenants do. Also of what fails."""
+    session.bash(f"echo {CANARY}-typed; exit 3")
+    session.bash(f"sleep 60 # {CANARY}", timeout_s=0.2)
+    session.ask({"op": "read_file", "path": f"/workspace/{CANARY}", "max_bytes": 9, "timeout_s": 5})
+
+    assert CANARY not in rich.log()
+
+
+@pytest.mark.parametrize("of", ["1", "$PPID"])
+@pytest.mark.parametrize("what", ["mem", "environ", "maps", "fd/0", "cwd/x", "stack", "syscall"])
+def test_read_what_the_guest_has_in_its_memory(session: Hostile, of: str, what: str) -> None:
+    """Aim: ids of other calls, other calls' bodies, all that PID 1 and a supervisor know."""
+    answer = session.bash(f"head -c 1 /proc/{of}/{what} && echo read")
+
+    assert b"read\n" not in answer.streams["merged"]
+    assert b"Permission denied" in answer.streams["merged"]

@@ -1,0 +1,226 @@
+"""Every store of workspaces keeps the same promises: whole or not at all, as it was or an error, nobody else's name."""
+
+import asyncio
+import itertools
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
+from workers.sandboxd.store.base import NotStored, WorkspaceStore
+from workers.sandboxd.store.choice import open_store
+from workers.sandboxd.store.folder import FolderStore
+from workers.sandboxd.store.fsspec_store import FsspecStore
+
+KINDS = ("folder", "memory", "file")
+_counter = itertools.count()
+
+
+@pytest.fixture(params=KINDS)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> WorkspaceStore:
+    if request.param == "folder":
+        return FolderStore(tmp_path / "store")
+    pytest.importorskip("fsspec")
+    root = f"memory://{next(_counter)}" if request.param == "memory" else f"file://{tmp_path}/store"
+    return FsspecStore(root, tmp_path / "spool")
+
+
+def files_of(store: Any) -> dict[str, Callable[[bytes | None], bytes]]:
+    """Every file of a store by the end of its name: call with bytes to write it, with None to read it."""
+    if isinstance(store, FolderStore):
+        return {path.name: _access(path) for path in store._folder.rglob("*") if path.is_file()}
+    found = store._fs.find(store._root) if store._fs.exists(store._root) else []
+
+    def access(path: str) -> Callable[[bytes | None], bytes]:
+        return lambda data: store._fs.cat_file(path) if data is None else store._fs.pipe_file(path, data)
+
+    return {path.rpartition("/")[2]: access(path) for path in found}
+
+
+def _access(path: Path) -> Callable[[bytes | None], Any]:
+    return lambda data: path.read_bytes() if data is None else path.write_bytes(data)
+
+
+async def chunks(*parts: bytes | Exception) -> AsyncIterator[bytes]:
+    for part in parts:
+        if isinstance(part, Exception):
+            raise part
+        yield part
+
+
+async def read(store: WorkspaceStore, name: str) -> bytes:
+    return b"".join([chunk async for chunk in store.get(name)])
+
+
+async def test_what_is_put_comes_back(store: WorkspaceStore) -> None:
+    facts = await store.put("acme/one", chunks(b"abc", b"", b"d" * 3_000_000))
+    assert facts.bytes == 3_000_003
+    assert await store.describe("acme/one") == facts
+    assert await read(store, "acme/one") == b"abc" + b"d" * 3_000_000
+
+
+async def test_nothing_at_all_is_a_parcel_too(store: WorkspaceStore) -> None:
+    facts = await store.put("acme/empty", chunks())
+    assert (facts.bytes, await read(store, "acme/empty")) == (0, b"")
+
+
+async def test_a_second_of_the_same_name_takes_the_place_of_the_first(store: WorkspaceStore) -> None:
+    await store.put("acme/one", chunks(b"a long first one"))
+    await store.put("acme/one", chunks(b"second"))
+    assert await read(store, "acme/one") == b"second"
+    assert await store.list() == ["acme/one"]
+
+
+async def test_what_was_never_put_is_not_stored(store: WorkspaceStore) -> None:
+    with pytest.raises(NotStored):
+        await store.describe("acme/none")
+    with pytest.raises(NotStored):
+        await read(store, "acme/none")
+    assert (await store.delete("acme/none"), await store.list("acme/")) == (False, [])
+
+
+async def test_names_are_listed_by_their_beginning(store: WorkspaceStore) -> None:
+    for name in ("acme/b", "acme/a", "acmes/c"):
+        await store.put(name, chunks(b"x"))
+    assert await store.list("acme/") == ["acme/a", "acme/b"]
+    assert await store.list() == ["acme/a", "acme/b", "acmes/c"]
+
+
+async def test_what_is_deleted_is_gone_with_all_its_files(store: WorkspaceStore) -> None:
+    await store.put("acme/one", chunks(b"x"))
+    assert await store.delete("acme/one") is True
+    with pytest.raises(NotStored):
+        await store.describe("acme/one")
+    assert (files_of(store), await store.delete("acme/one")) == ({}, False)
+
+
+async def test_what_breaks_off_leaves_nothing_and_says_why(store: WorkspaceStore) -> None:
+    with pytest.raises(ToolFailure, match="too large"):
+        await store.put("acme/one", chunks(b"half", ToolFailure(ErrorCode.FILE_TOO_LARGE, "too large")))
+    assert (files_of(store), await store.list()) == ({}, [])
+
+
+async def test_a_writer_that_is_cancelled_leaves_nothing(store: WorkspaceStore) -> None:
+    started = asyncio.Event()
+
+    async def stalling() -> AsyncIterator[bytes]:
+        yield b"half"
+        started.set()
+        await asyncio.Event().wait()
+
+    writing = asyncio.create_task(store.put("acme/one", stalling()))
+    await asyncio.wait_for(started.wait(), 5)
+    writing.cancel()
+    await asyncio.wait({writing}, timeout=5)
+    assert (writing.cancelled(), files_of(store)) == (True, {})
+
+
+@pytest.mark.parametrize("damage", [b"another one", b"a lon", b"a long onE", b"a long one and more", b""])
+async def test_damage_is_told_before_the_end(store: WorkspaceStore, damage: bytes) -> None:
+    await store.put("acme/one", chunks(b"a long one"))
+    files_of(store)["one.tar"](damage)
+    with pytest.raises(SandboxUnavailable, match="damaged"):
+        await read(store, "acme/one")
+
+
+@pytest.mark.parametrize(
+    "facts", [b"", b"[]", b"{}", b'{"bytes": -1, "sha256": ""}', b"\xff", b'{"bytes": true, "sha256": 1}', b"[" * 100_000]
+)
+async def test_damaged_facts_are_told(store: WorkspaceStore, facts: bytes) -> None:
+    await store.put("acme/one", chunks(b"x"))
+    files_of(store)["one.json"](facts)
+    with pytest.raises(SandboxUnavailable, match="damaged"):
+        await store.describe("acme/one")
+
+
+async def test_a_parcel_whose_file_is_gone_is_an_error_and_not_an_empty_one(store: WorkspaceStore) -> None:
+    await store.put("acme/one", chunks(b"x"))
+    facts = files_of(store)["one.json"](None)
+    await store.delete("acme/one")
+    await store.put("acme/two", chunks(b"x"))
+    assert json.loads(facts)["bytes"] == 1
+    if isinstance(store, FolderStore):
+        (store._folder / "acme" / "two.tar").unlink()
+    else:
+        store._fs.rm_file(f"{store._root}/acme/two.tar")  # type: ignore[attr-defined]
+    with pytest.raises(SandboxUnavailable):
+        await read(store, "acme/two")
+
+
+@pytest.mark.parametrize(
+    "name", ["one", "acme/../x", "../one", "/etc/passwd", "acme/", "/one", "acme/a/b", "acme/a.json", "acme/o\n", "a" * 65 + "/x", ""]
+)
+async def test_no_name_leads_out_of_the_store(store: WorkspaceStore, name: str) -> None:
+    with pytest.raises(ValueError, match="no name of a parcel"):
+        await store.put(name, chunks(b"x"))
+    with pytest.raises(ValueError, match="no name of a parcel"):
+        await read(store, name)
+    with pytest.raises(ValueError, match="no name of a parcel"):
+        await store.delete(name)
+
+
+async def test_a_folders_files_are_its_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        await FolderStore(tmp_path / "store").put("acme/one", chunks(b"x"))
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in [tmp_path / "store", *(tmp_path / "store").rglob("*")]}
+    assert modes == {"store": 0o700, "acme": 0o700, "one.tar": 0o600, "one.json": 0o600}
+
+
+async def test_a_full_disk_is_said_before_it_is_full(tmp_path: Path) -> None:
+    with pytest.raises(SandboxUnavailable, match="make room"):
+        await FolderStore(tmp_path / "store", free_bytes=2**62).put("acme/one", chunks(b"x"))
+    assert files_of(FolderStore(tmp_path / "store")) == {}
+
+
+async def test_a_folder_that_cannot_be_made_is_the_operators_to_know(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("a file")
+    with pytest.raises(SandboxUnavailable, match="TOOLCREW_WORKSPACE_STORE"):
+        await FolderStore(tmp_path / "store").put("acme/one", chunks(b"x"))
+
+
+async def test_what_was_begun_long_ago_is_swept(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "checkpoints")
+    await store.put("acme/whole", chunks(b"x"))
+    long_ago = time.time() - 100_000
+    for name in (".begun.0.part", "no-facts.tar", "whole.tar", ".new.0.part"):
+        path = tmp_path / "checkpoints" / "acme" / name
+        path.touch()
+        os.utime(path, (long_ago, long_ago)) if "new" not in name else None
+    open_store(None, tmp_path)
+    assert sorted(files_of(store)) == [".new.0.part", "whole.json", "whole.tar"]
+
+
+def test_the_setting_chooses_the_store(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    kinds = [type(open_store(setting, tmp_path)) for setting in (None, str(tmp_path / "x"), "memory://x", f"file://{tmp_path}")]
+    assert kinds == [FolderStore, FolderStore, FsspecStore, FsspecStore]
+
+
+@pytest.mark.parametrize("url", ["nosuch://bucket", "nosuch::memory://x"])
+def test_a_url_that_nothing_knows_is_a_setting_to_mend(url: str, tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    with pytest.raises(ConfigError, match="TOOLCREW_WORKSPACE_STORE"):
+        open_store(url, tmp_path)
+
+
+def test_a_url_without_fsspec_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
+    with pytest.raises(ConfigError, match=r"toolcrew\[store\]"):
+        open_store("s3://bucket", tmp_path)
+
+
+async def test_a_store_that_fails_says_no_secret_of_its_url(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    store = FsspecStore("memory://secret-key", tmp_path / "spool")
+    store._fs = None
+    with pytest.raises(SandboxUnavailable) as failed:
+        await store.describe("acme/one")
+    assert "secret-key" not in str(failed.value)

@@ -1,0 +1,176 @@
+"""The egress proxy in a thread of its own, over names that lead to loopback, and clients that come as sandboxd's do."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from structlog.testing import capture_logs
+
+from tests.web_servers import StubResolver, WebServer
+from workers.egress.allowances import Allowances
+from workers.egress.daemon import serve
+from workers.egress.destinations import Destinations, Names
+from workers.egress.limits import ProxyLimits
+from workers.egress.serving import Proxy
+from workers.settings import EgressSettings
+from workers.web.addresses import AddressRules
+
+SOON_S = 10.0
+"""How long a test waits for what should be there at once."""
+
+
+def build_rules(*servers: WebServer | int, **rules: Any) -> dict[str, Any]:
+    """Rules that let site.example be reached on loopback at the servers' ports, unless told otherwise."""
+    ports = [server if isinstance(server, int) else server.port for server in servers]
+    return {"hosts": ["site.example"], "private_hosts": ["site.example"], "ports": ports or [80, 443], **rules}
+
+
+def build_opening(rules: Mapping[str, Any] | None, tenant: str = "acme", session: str = "s1") -> bytes:
+    """Sandboxd's line; without rules when there are none."""
+    opening = {"v": 1, "tenant": tenant, "session": session} | ({} if rules is None else {"rules": rules})
+    return json.dumps(opening).encode() + b"\n"
+
+
+@dataclass
+class Ground:
+    """A running proxy. `logs`: its lines so far."""
+
+    path: Path
+    resolver: StubResolver
+    logs: list[Any] = field(default_factory=list)
+
+    def connect(self, rules: Mapping[str, Any] | None, **who: str) -> socket.socket:
+        """A connection whose opening has been sent."""
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        client.settimeout(SOON_S)
+        client.connect(str(self.path))
+        client.sendall(build_opening(rules, **who))
+        return client
+
+    def ask(self, rules: Mapping[str, Any] | None, data: bytes, **who: str) -> bytes:
+        """All that comes back for `data`."""
+        with self.connect(rules, **who) as client:
+            with contextlib.suppress(BrokenPipeError):
+                client.sendall(data)
+            return read_all(client)
+
+    def tunnel(self, rules: Mapping[str, Any], place: str, **who: str) -> socket.socket:
+        """A tunnel that was granted."""
+        client = self.connect(rules, **who)
+        client.sendall(f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n\r\n".encode())
+        assert read_some(client, b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+        return client
+
+    def wait_for_line(self, count: int = 1) -> dict[str, Any]:
+        """The newest of the log's lines on connections, once there are `count`."""
+        deadline = threading.Event()
+        for _ in range(int(SOON_S * 100)):
+            lines = [line for line in self.logs if line["event"] == "egress"]
+            if len(lines) >= count:
+                return dict(lines[-1])
+            deadline.wait(0.01)
+        raise AssertionError(f"not {count} lines: {self.logs}")
+
+
+def read_all(client: socket.socket) -> bytes:
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := client.recv(65536):
+            data += piece
+    return data
+
+
+def read_some(client: socket.socket, until: bytes) -> bytes:
+    data = b""
+    while not data.endswith(until):
+        piece = client.recv(1)
+        assert piece, data
+        data += piece
+    return data
+
+
+def get(place: str, *headers: str, method: str = "GET", body: bytes = b"", host: str | None = None) -> bytes:
+    """A request for http://`place`; `host` is its Host header when that is another one."""
+    lines = [f"{method} http://{place} HTTP/1.1", f"Host: {host or place.partition('/')[0]}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+@contextmanager
+def open_ground(
+    names: dict[str, list[list[str]]] | None = None,
+    limits: ProxyLimits | None = None,
+    addresses: AddressRules | None = None,
+    **settings: Any,
+) -> Iterator[Ground]:
+    """A proxy that knows site.example and `names`; `settings` are those of EgressSettings."""
+    resolver = StubResolver({"site.example": [["127.0.0.1"]]} | (names or {}))
+    chosen = limits or ProxyLimits(watch_s=0.05, linger_s=0.5)
+
+    def build() -> Proxy:
+        # Locks and semaphores belong to the loop that runs them.
+        rules = addresses or AddressRules()
+        most = settings.get("egress_max_connections", 2048)
+        return Proxy(Destinations(Names(lambda: resolver), rules, chosen), Allowances(max_tenant_connections=most), chosen)
+
+    with tempfile.TemporaryDirectory() as folder, capture_logs() as logs:
+        ground = Ground(Path(folder) / "egress.sock", resolver, logs)
+        with _running(EgressSettings(egress_socket=ground.path, **settings), build):
+            yield ground
+
+
+@contextmanager
+def _running(settings: EgressSettings, build: Callable[[], Proxy]) -> Iterator[None]:
+    loop, stop, ready = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
+
+    async def run() -> None:
+        serving = asyncio.ensure_future(serve(settings, build(), stop))
+        while not settings.egress_socket.exists() and not serving.done():  # noqa: ASYNC110  # a file has no event
+            await asyncio.sleep(0.005)
+        ready.set()
+        await serving
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
+    thread.start()
+    assert ready.wait(SOON_S)
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(SOON_S)
+        loop.close()
+
+
+@contextmanager
+def open_front(ground: Ground, rules: Mapping[str, Any]) -> Iterator[str]:
+    """A TCP port that stands in for a sandbox's loopback and sandboxd's tunnels; gives the proxy's URL as a sandbox would have it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=_accept_front, args=(listening, ground, rules), daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with contextlib.suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)
+
+
+def _accept_front(listening: socket.socket, ground: Ground, rules: Mapping[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            outer, _ = listening.accept()
+            inner = ground.connect(rules)
+            inner.settimeout(None)
+            for source, sink in ((outer, inner), (inner, outer)):
+                threading.Thread(target=_pump, args=(source, sink), daemon=True).start()
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(data)
+    with contextlib.suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)

@@ -1,0 +1,119 @@
+"""What lies at either end of sandboxd's tunnels in tests: a proxy that does as it is told, and a guest that is a list of frames."""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from workers.sandboxd.egress_link import ProxyStreams, open_proxy
+from workers.sandboxd.frames import Frame
+from workers.sandboxd.tunnels import Tunnels
+
+SOON_S = 10.0
+PREAMBLE = {"v": 1, "tenant": "acme", "session": "s1", "rules": {"hosts": ["example.org"]}}
+
+
+@dataclass
+class ProxyEnd:
+    """One connection as the proxy has it."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    preamble: dict[str, Any]
+
+    async def read(self, count: int) -> bytes:
+        return await asyncio.wait_for(self.reader.readexactly(count), SOON_S)
+
+    async def read_all(self) -> bytes:
+        return await asyncio.wait_for(self.reader.read(), SOON_S)
+
+    def stop_reading(self) -> None:
+        """What comes from now on stays in the socket."""
+        assert isinstance(self.writer.transport, asyncio.Transport)
+        self.writer.transport.pause_reading()
+
+    async def say(self, data: bytes) -> None:
+        self.writer.write(data)
+        await asyncio.wait_for(self.writer.drain(), SOON_S)
+
+
+@dataclass
+class Sandboxed:
+    """The guest's side: `tell` says something to sandboxd, `hear` is what comes next of a connection."""
+
+    tunnels: Tunnels = field(init=False)
+    violations: list[str] = field(default_factory=list)
+    proxied: "asyncio.Queue[ProxyEnd]" = field(default_factory=asyncio.Queue)
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+    unheard: int = 0
+    _heard: dict[int, "asyncio.Queue[tuple[str, dict[str, Any], bytes]]"] = field(default_factory=dict)
+
+    def tell(self, event: str, conn: object, body: bytes = b"", **fields: object) -> None:
+        self.tunnels.take(Frame({"ev": event, "conn": conn, **fields}, body))
+
+    def open(self, conn: int) -> None:
+        self.tell("net_open", conn)
+
+    async def open_through(self, conn: int) -> ProxyEnd:
+        self.open(conn)
+        return await asyncio.wait_for(self.proxied.get(), SOON_S)
+
+    def take(self, header: dict[str, Any], body: bytes) -> None:
+        self.unheard += len(body)
+        self._queue(header["conn"]).put_nowait((header["op"], header, body))
+
+    async def hear(self, conn: int) -> tuple[str, dict[str, Any], bytes]:
+        """The next frame of that connection: its op, its header, its body."""
+        frame = await asyncio.wait_for(self._queue(conn).get(), SOON_S)
+        self.unheard -= len(frame[2])
+        return frame
+
+    async def hear_ops(self, conn: int, *, until: str = "net_close") -> list[str]:
+        ops: list[str] = []
+        while until not in ops:
+            ops.append((await self.hear(conn))[0])
+        return ops
+
+    async def hear_data(self, conn: int, count: int) -> bytes:
+        """As many bytes, room given back as a guest does."""
+        data, owed = b"", 0
+        while len(data) < count:
+            op, _, body = await self.hear(conn)
+            assert op == "net_data", op
+            data, owed = data + body, owed + len(body)
+            if owed >= 65_536:
+                self.tell("net_room", conn, bytes=owed)
+                owed = 0
+        return data
+
+    def _queue(self, conn: int) -> "asyncio.Queue[tuple[str, dict[str, Any], bytes]]":
+        return self._heard.setdefault(conn, asyncio.Queue())
+
+
+@asynccontextmanager
+async def running_tunnels(folder: Path, connect: Callable[[], Awaitable[ProxyStreams]] | None = None) -> AsyncIterator[Sandboxed]:
+    """Tunnels before a proxy that hands each connection to the test, or before what `connect` opens."""
+    guest = Sandboxed()
+    guest.drained.set()
+    path = folder / "proxy.sock"
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        guest.proxied.put_nowait(ProxyEnd(reader, writer, json.loads(await reader.readline())))
+
+    async def drain() -> None:
+        await guest.drained.wait()
+
+    server = await asyncio.start_unix_server(accept, str(path))
+    guest.tunnels = Tunnels(
+        guest.take, drain, connect or partial(open_proxy, path, PREAMBLE, frozenset({os.geteuid()})), guest.violations.append
+    )
+    try:
+        yield guest
+    finally:
+        guest.tunnels.close()
+        server.close()

@@ -1,0 +1,112 @@
+"""How sandboxd reads what a guest says of its sandbox: never more than the protocol has, and a clean one is told from any other."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.sandboxd.attestation import Attestation, explain_lacks, find_dirt, find_misfits, parse_attestation
+
+MIB = 1024 * 1024
+CLEAN: dict[str, Any] = {
+    "processes": 0,
+    "zombies": 0,
+    "jobs": 0,
+    "entries": {"workspace": 0, "tmp": 0, "output": 0, "shm": 0},
+    "workspace": {"bytes": 256 * MIB, "inodes": 65_536, "type": "tmpfs"},
+    "python": [3, 11, 2],
+    "programs": ["bash", "git", "ripgrep"],
+}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def with_value(path: str, value: object) -> dict[str, Any]:
+    """The clean answer with one field, `a` or `a.b`, replaced."""
+    outer, _, inner = path.partition(".")
+    return {**CLEAN, outer: {**CLEAN[outer], inner: value} if inner else value}
+
+
+FIELDS = [name for name in CLEAN if name not in ("entries", "workspace")]
+FIELDS += [f"{outer}.{inner}" for outer in ("entries", "workspace") for inner in CLEAN[outer]]
+
+
+def test_an_unused_sandbox_is_clean() -> None:
+    assert find_dirt(parse_attestation(CLEAN)) == []
+
+
+@pytest.mark.parametrize("field", ["processes", "zombies", "jobs", "entries.workspace", "entries.tmp", "entries.output", "entries.shm"])
+def test_one_of_anything_is_dirt_and_one_sentence(field: str) -> None:
+    (sentence,) = find_dirt(parse_attestation(with_value(field, 1)))
+    assert sentence.startswith("1 ")
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@given(value=JSON)
+def test_whatever_a_field_holds_the_answer_is_read_as_it_is_or_refused(field: str, value: object) -> None:
+    try:
+        found = parse_attestation(with_value(field, value))
+    except ValueError:
+        return
+    counts = [found.processes, found.zombies, found.jobs, found.workspace_bytes, found.workspace_inodes, *found.entries.values()]
+    assert all(type(count) is int and count >= 0 for count in counts)
+    assert found.programs <= {"bash", "git", "ripgrep"}
+    assert len(found.workspace_type) <= 40
+
+
+@given(JSON.filter(lambda value: isinstance(value, dict)))
+def test_no_other_object_passes(done: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        parse_attestation(done)
+
+
+@pytest.mark.parametrize("value", [True, -1, 1.0, "0", None, 2**63])
+def test_what_is_no_count_is_refused(value: object) -> None:
+    with pytest.raises(ValueError):
+        parse_attestation(with_value("processes", value))
+
+
+def test_an_error_is_no_attestation() -> None:
+    with pytest.raises(ValueError, match="cannot tell"):
+        parse_attestation({**CLEAN, "error": {"code": "INTERNAL", "message": "no"}})
+
+
+def seen(**fields: object) -> Attestation:
+    return parse_attestation({**CLEAN, "workspace": {**CLEAN["workspace"], **fields}})
+
+
+def test_the_workspace_that_was_asked_for_fits() -> None:
+    assert find_misfits(seen(), 256 * MIB, 65_536) == []
+    # An ext4 image loses a part of itself to its own tables.
+    assert find_misfits(seen(bytes=230 * MIB, inodes=65_536, type="ext4"), 256 * MIB, 65_536) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"bytes": 500 * 1024 * MIB, "type": "overlay"}, "its quota is not in force"),
+        ({"inodes": 10**7}, "its quota is not in force"),
+        ({"bytes": 64 * MIB}, "fewer than"),
+        ({"inodes": 100}, "fewer than"),
+    ],
+)
+def test_another_workspace_does_not_fit(fields: dict[str, object], says: str) -> None:
+    (sentence,) = find_misfits(seen(**fields), 256 * MIB, 65_536)
+    assert says in sentence
+
+
+def test_a_file_system_without_a_number_of_inodes_fits() -> None:
+    assert find_misfits(seen(inodes=0, type="btrfs"), 256 * MIB, 65_536) == []
+
+
+def test_what_an_image_lacks_is_said_with_its_name() -> None:
+    found = parse_attestation({**CLEAN, "programs": ["git"]})
+    lines = explain_lacks(found, "acme/tools:1")
+    assert [line.split(":")[0] for line in lines] == ["image acme/tools", "image acme/tools"]
+    assert "bash_tool cannot run a command" in lines[0]
+    assert "slower Python engine" in lines[1]
+    assert explain_lacks(parse_attestation(CLEAN), "x") == []

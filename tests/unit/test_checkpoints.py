@@ -1,0 +1,87 @@
+"""Checkpoints: what a sandbox held is held by another again, for its own tenant and nobody else."""
+
+from pathlib import Path
+
+import pytest
+
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from tests.local_guest import LocalGuest
+from workers.sandboxd.store.checkpoints import Checkpoint, Checkpoints
+from workers.sandboxd.store.folder import FolderStore
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "workspace").mkdir()
+    (tmp_path / "workspace" / "f").write_text("kept")
+    return tmp_path / "workspace"
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(FolderStore(tmp_path / "store"), most=2)
+
+
+async def save(checkpoints: Checkpoints, root: Path, tenant: str = "acme") -> Checkpoint:
+    return await checkpoints.save(tenant, LocalGuest(), roots=(str(root),))
+
+
+async def test_what_was_saved_is_loaded_as_often_as_one_likes(checkpoints: Checkpoints, root: Path) -> None:
+    saved = await save(checkpoints, root)
+    for _ in range(2):
+        (root / "f").unlink()
+        await checkpoints.load("acme", saved.id, LocalGuest(), roots=(str(root),))
+        assert (root / "f").read_text() == "kept"
+
+
+async def test_its_size_and_sum_are_those_of_the_stored_file(checkpoints: Checkpoints, root: Path, tmp_path: Path) -> None:
+    saved = await save(checkpoints, root)
+    assert (tmp_path / "store" / "acme" / f"{saved.id}.tar").stat().st_size == saved.bytes
+    assert len(saved.sha256) == 64
+
+
+async def test_another_tenants_checkpoint_is_no_checkpoint(checkpoints: Checkpoints, root: Path) -> None:
+    saved = await save(checkpoints, root)
+    for tenant, name in (("umbrella", saved.id), ("acme", "unknown"), ("umbrella", f"../acme/{saved.id}"), ("acme", "")):
+        with pytest.raises(ToolFailure, match="no such checkpoint") as refused:
+            await checkpoints.load(tenant, name, LocalGuest(), roots=(str(root),))
+        assert refused.value.code is ErrorCode.FILE_NOT_FOUND
+    assert await checkpoints.forget("umbrella", saved.id) is False
+
+
+async def test_a_forgotten_one_is_gone(checkpoints: Checkpoints, root: Path) -> None:
+    saved = await save(checkpoints, root)
+    assert await checkpoints.forget("acme", saved.id) is True
+    with pytest.raises(ToolFailure, match="no such checkpoint"):
+        await checkpoints.load("acme", saved.id, LocalGuest(), roots=(str(root),))
+
+
+async def test_a_damaged_one_is_never_told_to_be_restored(checkpoints: Checkpoints, root: Path, tmp_path: Path) -> None:
+    saved = await save(checkpoints, root)
+    path = tmp_path / "store" / "acme" / f"{saved.id}.tar"
+    path.write_bytes(path.read_bytes().replace(b"kept", b"kepT"))
+    with pytest.raises(SandboxUnavailable, match="damaged"):
+        await checkpoints.load("acme", saved.id, LocalGuest(), roots=(str(root),))
+
+
+async def test_one_that_is_too_large_is_not_kept(checkpoints: Checkpoints, root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ToolFailure) as refused:
+        await checkpoints.save("acme", LocalGuest(), roots=(str(root),), max_bytes=100)
+    assert refused.value.code is ErrorCode.FILE_TOO_LARGE
+    assert list((tmp_path / "store" / "acme").iterdir()) == []
+
+
+async def test_a_tenant_keeps_so_many_and_no_more(checkpoints: Checkpoints, root: Path) -> None:
+    first = await save(checkpoints, root)
+    await save(checkpoints, root)
+    with pytest.raises(ToolFailure) as refused:
+        await save(checkpoints, root)
+    assert refused.value.code is ErrorCode.NO_SPACE
+    await save(checkpoints, root, "umbrella")
+    await checkpoints.forget("acme", first.id)
+    await save(checkpoints, root)
+
+
+async def test_ids_of_equal_files_differ_and_are_long(checkpoints: Checkpoints, root: Path) -> None:
+    ids = {(await save(checkpoints, root)).id, (await save(checkpoints, root)).id}
+    assert (len(ids), min(map(len, ids)) >= 24) == (2, True)

@@ -1,0 +1,130 @@
+"""The name in a TLS greeting: found in real ones, and never by accident in others."""
+
+import ssl
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.egress.hellos import HelloError, HelloGate, parse_hello
+from workers.egress.verdicts import Refusal, Verdict
+from workers.web.urls import Target, parse_url
+
+
+def build_hello(name: str | None, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> bytes:
+    """What a real client would send first."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.maximum_version = version
+    sent = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), sent, server_hostname=name).do_handshake()
+    return sent.read()
+
+
+HELLO = build_hello("site.example")
+
+
+def split_records(hello: bytes, size: int) -> bytes:
+    """The same greeting in records of `size` bytes."""
+    message = hello[5:]
+    pieces = [message[at : at + size] for at in range(0, len(message), size)]
+    return b"".join(hello[:3] + len(piece).to_bytes(2, "big") + piece for piece in pieces)
+
+
+def gate_for(url: str = "https://site.example/") -> HelloGate:
+    return HelloGate(parse_url(url))
+
+
+def refused(gate: HelloGate, data: bytes) -> str:
+    with pytest.raises(Refusal) as refusal:
+        gate.pass_on(data)
+        gate.finish()
+    assert refusal.value.verdict is Verdict.TLS_REFUSED
+    return refusal.value.sentence
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize(("name", "found"), [("site.example", "site.example"), ("SITE.example", "site.example"), (None, "")])
+def test_the_name_of_a_real_greeting_is_found(name: str | None, found: str, version: ssl.TLSVersion) -> None:
+    assert parse_hello(build_hello(name, version) + b"what follows") == found
+
+
+def test_a_greeting_that_is_not_complete_waits_for_the_rest() -> None:
+    assert {parse_hello(HELLO[:at]) for at in range(len(HELLO))} == {None}
+
+
+def test_a_greeting_in_a_few_records_is_read_and_one_in_many_refused() -> None:
+    assert parse_hello(split_records(HELLO, 100)) == "site.example"
+    with pytest.raises(HelloError, match="too many records"):
+        parse_hello(split_records(HELLO, 1))
+
+
+@given(st.integers(0, len(HELLO) - 1), st.integers(0, 255))
+def test_a_greeting_with_any_byte_changed_gives_a_name_or_an_error(at: int, value: int) -> None:
+    try:
+        found = parse_hello(HELLO[:at] + bytes([value]) + HELLO[at + 1 :])
+    except HelloError:
+        return
+    assert found is None or found.isascii()
+
+
+@given(st.binary(max_size=300), st.booleans())
+def test_any_bytes_give_a_name_or_an_error(data: bytes, is_record: bool) -> None:
+    start = b"\x16\x03\x01" + len(data).to_bytes(2, "big") if is_record and data else b""
+    try:
+        parse_hello(start + data)
+    except HelloError:
+        pass
+    else:
+        return
+
+
+def test_the_right_greeting_passes_whole_whatever_the_pieces() -> None:
+    gate = gate_for()
+    passed = [gate.pass_on(HELLO[at : at + 50]) for at in range(0, len(HELLO), 50)]
+    assert (passed[0], b"".join(passed)) == (b"", HELLO)
+    assert gate.pass_on(b"\x17 more") == b"\x17 more"
+    gate.finish()
+
+
+@pytest.mark.parametrize("name", ["evil.example", "site.example.evil.example", "w.site.example"])
+def test_a_greeting_for_another_server_is_refused(name: str) -> None:
+    assert "greets another server in TLS (SNI) than site.example" in refused(gate_for(), build_hello(name))
+
+
+def test_a_greeting_without_a_name_is_refused_unless_an_address_was_asked_for() -> None:
+    bare = build_hello(None)
+    assert "names no server" in refused(gate_for(), bare)
+    assert gate_for("https://127.0.0.1/").pass_on(bare) == bare
+    assert "greets another" in refused(gate_for("https://127.0.0.1/"), HELLO)
+
+
+def test_two_names_in_a_greeting_are_refused() -> None:
+    extension = b"\x00\x00" + (17).to_bytes(2, "big") + (15).to_bytes(2, "big") + b"\x00" + (12).to_bytes(2, "big") + b"evil.example"
+    message = HELLO[9:]
+    at = 2 + 32 + 1 + message[34]
+    at += 2 + int.from_bytes(message[at : at + 2], "big")
+    at += 1 + message[at]
+    size = int.from_bytes(message[at : at + 2], "big") + len(extension)
+    message = message[:at] + size.to_bytes(2, "big") + extension + message[at + 2 :]
+    data = b"\x01" + len(message).to_bytes(3, "big") + message
+    assert "carries nothing else" in refused(gate_for(), b"\x16\x03\x01" + len(data).to_bytes(2, "big") + data)
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"SSH-2.0-x\r\n", b"\x80\x2e\x01\x00\x02", b"\x00", b"\x17\x03\x03\x00\x01x"])
+def test_what_is_not_tls_is_refused_at_the_ports_of_the_web_and_passes_at_others(data: bytes) -> None:
+    assert "does not speak TLS" in refused(gate_for(), data)
+    assert "does not speak TLS" in refused(gate_for("https://site.example:80/"), data)
+    assert gate_for("https://site.example:22/").pass_on(data) == data
+
+
+def test_a_client_that_ends_in_its_greeting_is_refused_and_one_that_says_nothing_is_not() -> None:
+    assert "in the middle of its TLS greeting" in refused(gate_for(), HELLO[:60])
+    gate_for().finish()
+
+
+def test_a_target_of_the_gate_is_a_host_not_an_authority() -> None:
+    assert gate_for("https://site.example:8443/").pass_on(HELLO) == HELLO
+    assert isinstance(parse_url("https://site.example/"), Target)

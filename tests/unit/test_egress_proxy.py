@@ -1,0 +1,311 @@
+"""The egress proxy over its real socket and loopback servers: what passes, what is refused, and in which words."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.egress_ground import SOON_S, Ground, build_rules, get, open_ground, read_all, read_some
+from tests.web_servers import WebServer, answer, open_web_server, redirect
+
+
+@pytest.fixture(scope="module")
+def ground() -> Iterator[Ground]:
+    names = {
+        "rebinding.example": [["127.0.0.1"], ["93.184.216.34"]],
+        "mixed.example": [["93.184.216.34", "10.0.0.1"]],
+        "metadata.example": [["169.254.169.254"]],
+        "redis": [["172.18.0.2"]],
+        "files.site.example": [["127.0.0.1"]],
+        "gone.example": [["127.0.0.1"]],
+    }
+    with open_ground(names) as opened:
+        yield opened
+
+
+@pytest.fixture
+def server() -> Iterator[WebServer]:
+    with open_web_server() as opened:
+        yield opened
+
+
+def body_of(data: bytes) -> str:
+    return data.partition(b"\r\n\r\n")[2].decode()
+
+
+def status_of(data: bytes) -> int:
+    return int(data.split(b" ", 2)[1])
+
+
+def test_a_request_reaches_its_host_by_path_with_its_own_headers_only(ground: Ground, server: WebServer) -> None:
+    server.replies["/a?b=%22c"] = server.replies["/a"] = answer("hello", content_type="text/plain")
+    place = f"site.example:{server.port}"
+    data = ground.ask(
+        build_rules(server), get(f"{place}/a?b=%22c", "X-Own: 1", "Proxy-Authorization: Basic x", "Connection: x-hop", "X-Hop: 1")
+    )
+    assert (status_of(data), body_of(data)) == (200, "hello")
+    assert b"Connection: close\r\n" in data
+    assert server.requests[-1].split("\r\n") == ["GET /a?b=%22c HTTP/1.1", f"Host: {place}", "X-Own: 1", "Connection: close"]
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_other_methods_pass_with_their_bodies(ground: Ground, server: WebServer, method: str) -> None:
+    server.replies["/"] = answer("done")
+    data = ground.ask(build_rules(server), get(f"site.example:{server.port}/", "Content-Length: 5", method=method, body=b"hello"))
+    assert (status_of(data), server.bodies[-1], server.requests[-1].split(" ")[0]) == (200, b"hello", method)
+
+
+def test_a_chunked_body_is_framed_anew(ground: Ground, server: WebServer) -> None:
+    got = []
+
+    def reply(connection: socket.socket) -> None:
+        rest = server.bodies[-1]
+        while not rest.endswith(b"0\r\n\r\n"):
+            rest += connection.recv(1000)
+        got.append(rest)
+        connection.sendall(answer("ok"))
+
+    server.replies["/"] = reply
+    body = b"3;ext=1\r\nabc\r\n0002\r\nde\r\n0\r\nTrailer: x\r\n\r\n"
+    data = ground.ask(build_rules(server), get(f"site.example:{server.port}/", "Transfer-Encoding: chunked", method="POST", body=body))
+    assert status_of(data) == 200
+    assert b"ext" not in got[0]
+    assert b"Trailer" not in got[0]
+    assert got[0].replace(b"\r\n", b"|") in (b"3|abc|2|de|0||", b"5|abcde|0||")
+
+
+def test_a_redirect_is_handed_to_the_client_and_not_followed(ground: Ground, server: WebServer) -> None:
+    server.replies["/"] = redirect("http://127.0.0.1:1/")
+    data = ground.ask(build_rules(server), get(f"site.example:{server.port}/"))
+    assert status_of(data) == 302
+    assert b"location: http://127.0.0.1:1/" in data
+    assert len(server.requests) == 1
+
+
+def test_a_second_request_on_a_connection_reaches_nobody(ground: Ground, server: WebServer) -> None:
+    server.replies["*"] = answer("hello")
+    one = get(f"site.example:{server.port}/one")
+    data = ground.ask(build_rules(server), one + get(f"site.example:{server.port}/two", host="evil.example"))
+    assert (data.count(b"HTTP/1.1"), server.paths) == (1, ["/one"])
+
+
+def test_an_answer_that_ends_with_the_connection_is_given_an_end_that_can_be_seen(ground: Ground, server: WebServer) -> None:
+    server.replies["/"] = b"HTTP/1.0 200 OK\r\n\r\nhello"
+    data = ground.ask(build_rules(server), get(f"site.example:{server.port}/"))
+    assert b"Transfer-Encoding: chunked" in data
+    assert data.endswith(b"5\r\nhello\r\n0\r\n\r\n")
+
+
+def test_an_answer_that_was_cut_looks_cut(ground: Ground, server: WebServer) -> None:
+    server.replies["/"] = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n"
+    data = ground.ask(build_rules(server), get(f"site.example:{server.port}/"))
+    assert data.endswith(b"5\r\nhello\r\n")
+
+
+def test_an_interim_answer_comes_before_the_body_is_sent(ground: Ground, server: WebServer) -> None:
+    def reply(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        assert connection.recv(5) == b"hello"
+        connection.sendall(answer("ok"))
+
+    server.replies["/"] = reply
+    server.header = lambda name, at=-1: None  # type: ignore[method-assign]  # the server itself waits for no body
+    with ground.connect(build_rules(server)) as client:
+        client.sendall(get(f"site.example:{server.port}/", "Content-Length: 5", "Expect: 100-continue", method="POST"))
+        assert read_some(client, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.sendall(b"hello")
+        assert read_all(client).endswith(b"ok")
+
+
+@pytest.mark.parametrize(
+    ("reply", "word"),
+    [
+        (b"", "closed the connection without an answer"),
+        (b"SSH-2.0-x\r\n\r\n", "does not answer in HTTP/1.1"),
+        (b"HTTP/1.1 101 Go\r\n\r\n", "switches protocols"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", "both Content-Length and Transfer-Encoding"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", "Content-Length is not one plain number"),
+        (b"HTTP/1.1 100 C\r\n\r\n" * 17, "interim answers without an end"),
+        (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 101 + b"\r\n", "more than 100 header lines"),
+        (b"HTTP/1.1 200 OK\r\na: " + b"b" * 70_000, "more than 64 KiB"),
+    ],
+)
+def test_a_host_that_answers_badly_is_told_apart_from_a_refusal(ground: Ground, server: WebServer, reply: bytes, word: str) -> None:
+    server.replies["/"] = reply
+    data = ground.ask(build_rules(server), get(f"site.example:{server.port}/")).replace(b"HTTP/1.1 100 C\r\n\r\n", b"")
+    assert status_of(data) == 502
+    assert word in body_of(data)
+
+
+def test_a_tunnel_carries_both_directions_and_the_end_of_each(ground: Ground) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with ground.tunnel(build_rules(port), f"site.example:{port}") as client:
+            host, _ = listening.accept()
+            with host:
+                client.sendall(b"ping")
+                client.shutdown(socket.SHUT_WR)
+                assert read_all(host) == b"ping"
+                host.sendall(b"pong")
+                host.shutdown(socket.SHUT_WR)
+                assert read_all(client) == b"pong"
+
+
+def test_a_host_may_end_first_and_still_be_sent_to(ground: Ground) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with ground.tunnel(build_rules(port), f"site.example:{port}") as client:
+            host, _ = listening.accept()
+            with host:
+                host.shutdown(socket.SHUT_WR)
+                assert read_all(client) == b""
+                client.sendall(b"late")
+                client.shutdown(socket.SHUT_WR)
+                assert read_all(host) == b"late"
+
+
+def test_a_client_that_leaves_ends_its_connection_to_the_host(ground: Ground, server: WebServer) -> None:
+    left = threading.Event()
+
+    def reply(connection: socket.socket) -> None:
+        connection.settimeout(SOON_S)
+        if connection.recv(1) == b"":
+            left.set()
+
+    server.replies["/"] = reply
+    with ground.connect(build_rules(server)) as client:
+        client.sendall(get(f"site.example:{server.port}/"))
+    assert left.wait(SOON_S)
+
+
+def refusal(ground: Ground, rules: dict[str, object] | None, data: bytes) -> tuple[int, str]:
+    said = ground.ask(rules, data)
+    assert said, "no answer"
+    return status_of(said), body_of(said)
+
+
+def test_a_host_that_is_not_listed_is_refused_with_the_list_and_not_looked_up(ground: Ground) -> None:
+    rules = {"hosts": ["pypi.org", "*.pythonhosted.org"]}
+    asked = len(ground.resolver.asked)
+    status, words = refusal(ground, rules, get("example.org/secret?token=1"))
+    assert (status, len(ground.resolver.asked)) == (403, asked)
+    assert "example.org is not on this tenant's list; allowed: pypi.org, *.pythonhosted.org" in words
+    assert refusal(ground, rules, b"CONNECT example.org:443 HTTP/1.1\r\n\r\n")[0] == 403
+
+
+def test_a_pattern_stands_for_names_below_and_not_for_itself_or_its_look_alikes(ground: Ground, server: WebServer) -> None:
+    server.replies["/"] = answer("hello")
+    rules = build_rules(server, hosts=["*.site.example"], private_hosts=["*.site.example"])
+    assert refusal(ground, rules, get(f"files.site.example:{server.port}/"))[0] == 200
+    for host in ("site.example", "evilsite.example", "site.example.evil.example"):
+        assert refusal(ground, rules, get(f"{host}:{server.port}/"))[0] == 403
+
+
+def test_a_port_that_is_not_listed_is_refused_with_the_list(ground: Ground) -> None:
+    status, words = refusal(ground, build_rules(), b"CONNECT site.example:22 HTTP/1.1\r\n\r\n")
+    assert (status, "port 22 of site.example is closed to this tenant; open ports: 80, 443" in words) == (403, True)
+
+
+@pytest.mark.parametrize(
+    ("host", "private"),
+    [
+        ("site.example", []),
+        ("mixed.example", []),
+        ("metadata.example", ["metadata.example"]),
+        ("redis", []),
+        ("127.0.0.1", []),
+        ("10.1.2.3", ["site.example"]),
+        ("169.254.169.254", ["169.254.169.254"]),
+    ],
+)
+def test_an_address_that_is_not_public_is_refused_and_never_told(ground: Ground, host: str, private: list[str]) -> None:
+    rules = {"hosts": [host, "site.example"], "private_hosts": private}
+    for data in (get(f"{host}/"), f"CONNECT {host}:443 HTTP/1.1\r\n\r\n".encode()):
+        status, words = refusal(ground, rules, data)
+        assert (status, "private" in words) == (403, True)
+        assert not any(address in words.replace(host, "") for address in ("127.0.0.1", "10.0.0.1", "169.254", "172.18"))
+
+
+@pytest.mark.parametrize("place", ["127.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "0x7f.1", "2130706433", "127.1", "0177.0.0.1"])
+def test_an_address_is_reached_only_when_it_is_listed_as_such(ground: Ground, place: str) -> None:
+    rules = build_rules(hosts=["*.0.0.1", "*.1", "site.example"], private_hosts=["*.0.0.1", "*.1"])
+    status, _ = refusal(ground, rules, get(f"{place}/"))
+    assert status in (400, 403)
+
+
+def test_a_listed_private_address_is_reached(ground: Ground, server: WebServer) -> None:
+    server.replies["/"] = answer("hello")
+    rules = build_rules(server, hosts=["127.0.0.1"], private_hosts=["127.0.0.1"])
+    assert refusal(ground, rules, get(f"127.0.0.1:{server.port}/")) == (200, "hello")
+
+
+def test_a_name_is_looked_up_once_so_that_a_second_answer_changes_nothing(ground: Ground, server: WebServer) -> None:
+    rules = build_rules(server, hosts=["rebinding.example"], private_hosts=[])
+    before = ground.resolver.asked.count("rebinding.example")
+    assert refusal(ground, rules, get(f"rebinding.example:{server.port}/"))[0] == 403
+    assert ground.resolver.asked.count("rebinding.example") == before + 1
+    assert server.requests == []
+
+
+def test_a_name_without_an_address_and_a_host_that_does_not_listen_are_502(ground: Ground) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    rules = build_rules(port, hosts=["*.example"], private_hosts=["*.example"])
+    status, words = refusal(ground, rules, get(f"nowhere.example:{port}/"))
+    assert (status, "DNS: nowhere.example has no address" in words) == (502, True)
+    status, words = refusal(ground, rules, get(f"gone.example:{port}/"))
+    assert (status, "refused the connection" in words, "127.0.0.1" in words) == (502, True, False)
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"v":1,"tenant":"a","session":"s"}\n',
+        b'{"v":2,"tenant":"a","session":"s","rules":{}}\n',
+        b'{"v":1,"tenant":"","session":"s","rules":{}}\n',
+        b'{"v":1,"tenant":"a","session":"s","rules":{"hosts":["*"]}}\n',
+        b'{"v":1,"tenant":"a","session":"s","rules":{"host":["a.b"]}}\n',
+        b"[" * 70_000,
+    ],
+)
+def test_without_rules_nothing_is_reached(ground: Ground, opening: bytes) -> None:
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with client:
+        client.settimeout(SOON_S)
+        client.connect(str(ground.path))
+        client.sendall(opening)
+        client.shutdown(socket.SHUT_WR)
+        data = read_all(client)
+    assert (status_of(data), "tell the operator" in body_of(data)) == (502, True)
+
+
+def test_rules_without_hosts_reach_nothing(ground: Ground) -> None:
+    status, words = refusal(ground, {}, get("pypi.org/"))
+    assert (status, "allowed: none at all" in words) == (403, True)
+
+
+def test_a_line_in_the_log_tells_who_and_where_and_never_what() -> None:
+    with open_web_server() as server, open_ground() as ground:
+        server.replies["/secret-path"] = answer("hello")
+        asked = get(f"site.example:{server.port}/secret-path?token=secret-query", "X-Secret: secret-header")
+        got = ground.ask(build_rules(server), asked, tenant="acme", session="s9")
+        line = ground.wait_for_line()
+    assert line.pop("seconds") >= 0
+    down = line.pop("bytes_down")
+    assert 0 < down <= len(got) + 40
+    assert line == {
+        "event": "egress",
+        "log_level": "info",
+        "tenant": "acme",
+        "session": "s9",
+        "method": "GET",
+        "host": "site.example",
+        "port": server.port,
+        "verdict": "allowed",
+        "bytes_up": len(asked),
+    }
+    assert "secret" not in json.dumps(ground.logs)

@@ -1,0 +1,145 @@
+"""When the engine is asked and when not: the breaker alone, with a clock of its own."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.sandboxd.engine_breaker import Admission, Breaker
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def open_breaker(clock: Clock) -> Breaker:
+    """One that has just opened, with a pause of 1 s."""
+    breaker = Breaker(clock, threshold=3, first_pause_s=1.0, longest_pause_s=30.0)
+    assert [breaker.failed("no answer") for _ in range(3)] == [False, False, True]
+    return breaker
+
+
+def fail_probe(breaker: Breaker, clock: Clock) -> float:
+    """Wait until a probe is let through, and let it fail; gives the new pause."""
+    clock.now += breaker.next_try_s
+    assert breaker.admit() is Admission.PROBE
+    breaker.probe_failed("still no answer")
+    return breaker.next_try_s
+
+
+def test_a_few_silences_in_a_row_open_it_and_an_answer_between_does_not() -> None:
+    breaker = Breaker(Clock(), threshold=3)
+
+    for outcome in ("failed", "failed", "answered", "failed", "failed"):
+        breaker.failed("no answer") if outcome == "failed" else breaker.answered()
+
+    assert not breaker.is_open
+    assert breaker.failed("no answer") is True
+    assert breaker.admit() is Admission.REFUSE
+
+
+def test_the_pause_grows_with_each_failed_probe_up_to_its_longest() -> None:
+    clock = Clock()
+    breaker = open_breaker(clock)
+
+    assert breaker.next_try_s == 1.0
+    assert [fail_probe(breaker, clock) for _ in range(6)] == [2, 4, 8, 16, 30, 30]
+    assert breaker.last_error == "still no answer"
+
+
+def test_one_caller_at_a_time_probes() -> None:
+    clock = Clock()
+    breaker = open_breaker(clock)
+    clock.now += 1
+
+    assert [breaker.admit() for _ in range(3)] == [Admission.PROBE, Admission.REFUSE, Admission.REFUSE]
+    breaker.probe_dropped()
+    assert breaker.admit() is Admission.PROBE
+
+
+def test_calls_that_were_under_way_when_it_opened_do_not_lengthen_the_pause() -> None:
+    clock = Clock()
+    breaker = open_breaker(clock)
+
+    assert not any(breaker.failed("no answer") for _ in range(20))
+    assert breaker.next_try_s == 1.0
+
+
+def test_an_engine_that_answers_probes_and_nothing_else_is_asked_ever_less_often() -> None:
+    clock = Clock()
+    breaker = open_breaker(clock)
+    pauses = []
+    for _ in range(4):
+        clock.now += breaker.next_try_s
+        breaker.admit()
+        assert breaker.probe_answered() is True
+        assert breaker.failed("no answer") is True
+        pauses.append(breaker.next_try_s)
+
+    assert pauses == [2, 4, 8, 16]
+
+
+def test_an_answer_to_a_call_makes_the_next_pause_short_again() -> None:
+    clock = Clock()
+    breaker = open_breaker(clock)
+    fail_probe(breaker, clock)
+    breaker.answered()
+
+    assert [breaker.failed("no answer") for _ in range(3)] == [False, False, True]
+    assert breaker.next_try_s == 1.0
+
+
+def test_it_tells_since_when_the_engine_is_silent() -> None:
+    clock = Clock()
+    breaker = Breaker(clock)
+    breaker.failed("no answer")
+    clock.now += 7
+
+    assert breaker.silent_s == 7
+    breaker.answered()
+    assert breaker.silent_s == 0
+
+
+MOVES = st.lists(
+    st.one_of(st.sampled_from(["failed", "answered", "admit", "probe_failed", "probe_answered", "probe_dropped"]), st.floats(0.0, 40.0)),
+    max_size=80,
+)
+
+
+@given(MOVES)
+def test_whatever_happens_it_opens_only_after_silences_and_never_for_longer_than_its_longest_pause(moves: list[str | float]) -> None:
+    clock = Clock()
+    breaker = Breaker(clock, threshold=3, first_pause_s=1.0, longest_pause_s=30.0)
+    is_probing, in_row = False, 0
+    for move in moves:
+        was_open = breaker.is_open
+        if isinstance(move, float):
+            clock.now += move
+        elif move == "admit":
+            admission = breaker.admit()
+            assert (admission is Admission.GO) == (not was_open)
+            assert not (admission is Admission.PROBE and is_probing)
+            is_probing = is_probing or admission is Admission.PROBE
+        elif move.startswith("probe_") and is_probing:
+            is_probing = False
+            if move == "probe_failed":
+                breaker.probe_failed("silent")
+            else:
+                getattr(breaker, move)()
+        elif move == "failed":
+            in_row += 1
+            has_opened = breaker.failed("silent")
+            assert has_opened == (breaker.is_open and not was_open)
+            assert not (has_opened and in_row < 2)
+        elif move == "answered":
+            in_row, is_probing = 0, False
+            assert breaker.answered() == was_open
+            assert breaker.admit() is Admission.GO
+        if not breaker.is_open:
+            is_probing = False
+        assert 0 <= breaker.next_try_s <= 30.0
+        assert breaker.is_open or breaker.next_try_s == 0
+    clock.now += 31
+    assert breaker.admit() in ({Admission.GO} if not breaker.is_open else {Admission.REFUSE} if is_probing else {Admission.PROBE})

@@ -1,0 +1,235 @@
+"""The gate before the engine: so many at a time, bounded in time, and closed while the engine is silent. No engine in here."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from structlog.testing import capture_logs
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.engine_breaker import Breaker
+from workers.sandboxd.engine_gate import EngineGate, EngineSilent, Lane
+
+SOON_S = 10.0
+LANE = Lane("starts", at_once=2, deadline_s=SOON_S)
+HASTY = Lane("starts", at_once=2, deadline_s=0.05, max_wait_s=0.05)
+
+
+class Work:
+    """Blocking calls that wait for `go`; tells how many ran at a time."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.running = 0
+        self.most = 0
+        self.begun = 0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> str:
+        with self._lock:
+            self.running += 1
+            self.begun += 1
+            self.most = max(self.most, self.running)
+        assert self.go.wait(SOON_S)
+        with self._lock:
+            self.running -= 1
+        return "done"
+
+
+def silent() -> str:
+    raise EngineSilent("nobody there")
+
+
+def refusing() -> str:
+    raise SandboxUnavailable("the Docker engine refused: no")
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not is_so():  # noqa: ASYNC110  # what is waited for happens in threads
+            await asyncio.sleep(0.001)
+
+
+def running_of(gate: EngineGate) -> int:
+    return int(gate.describe()["running"]["starts"])
+
+
+async def test_no_more_calls_of_a_kind_run_at_a_time_than_its_lane_has() -> None:
+    gate, work = EngineGate(silent), Work()
+    calls = [asyncio.create_task(gate.run(LANE, work)) for _ in range(8)]
+    await until(lambda: work.running == 2 and gate.describe()["waiting"]["starts"] == 6)
+
+    work.go.set()
+
+    assert await asyncio.gather(*calls) == ["done"] * 8
+    assert work.most == 2
+    assert running_of(gate) == 0
+
+
+async def test_a_busy_kind_does_not_hold_up_another() -> None:
+    gate, work = EngineGate(silent), Work()
+    calls = [asyncio.create_task(gate.run(LANE, work)) for _ in range(3)]
+    await until(lambda: work.running == 2)
+
+    assert await gate.run(replace(LANE, name="looks"), lambda: "seen") == "seen"
+
+    work.go.set()
+    await asyncio.gather(*calls)
+
+
+async def test_who_waits_too_long_is_told_how_many_wait() -> None:
+    gate, work, lane = EngineGate(silent), Work(), replace(LANE, max_wait_s=0.01)
+    calls = [asyncio.create_task(gate.run(lane, work)) for _ in range(2)]
+    await until(lambda: work.running == 2)
+
+    with pytest.raises(SandboxUnavailable, match=r"busy: 2 starts under way, .* try again later"):
+        await gate.run(lane, work)
+    assert gate.describe()["waiting"]["starts"] == 0
+
+    work.go.set()
+    await asyncio.gather(*calls)
+
+
+async def test_a_lane_with_as_many_waiting_as_it_may_have_refuses_at_once() -> None:
+    lane = replace(LANE, max_waiting=1)
+    gate, work = EngineGate(silent), Work()
+    calls = [asyncio.create_task(gate.run(lane, work)) for _ in range(3)]
+    await until(lambda: work.running == 2)
+
+    with pytest.raises(SandboxUnavailable, match="1 waiting"):
+        await gate.run(lane, work)
+
+    work.go.set()
+    assert await asyncio.gather(*calls) == ["done"] * 3
+
+
+async def test_a_caller_that_leaves_the_queue_takes_no_turn_along() -> None:
+    gate, work = EngineGate(silent), Work()
+    calls = [asyncio.create_task(gate.run(LANE, work)) for _ in range(4)]
+    await until(lambda: work.running == 2)
+    calls[2].cancel()
+    await asyncio.wait({calls[2]})
+    work.go.set()
+
+    assert await calls[3] == "done"
+    assert work.begun == 3
+    assert running_of(gate) == 0
+
+
+async def test_a_hung_call_is_given_up_at_its_deadline_and_holds_its_turn_until_its_thread_ends() -> None:
+    gate, work, late = EngineGate(silent), Work(), list[str]()
+
+    with pytest.raises(EngineSilent, match=r"did not answer within 0.05 s"):
+        await gate.run(HASTY, work, late.append)
+    assert (running_of(gate), late) == (1, [])
+
+    work.go.set()
+    await until(lambda: bool(late))
+    assert (running_of(gate), late) == (0, ["done"])
+
+
+async def test_the_result_of_a_cancelled_call_is_handed_over_and_not_lost() -> None:
+    gate, work, late = EngineGate(silent), Work(), list[str]()
+    call = asyncio.create_task(gate.run(LANE, work, late.append))
+    await until(lambda: work.running == 1)
+    call.cancel()
+    await asyncio.wait({call})
+
+    work.go.set()
+    await until(lambda: bool(late))
+
+    assert late == ["done"]
+
+
+async def test_a_result_that_is_taken_is_not_handed_over_as_well() -> None:
+    gate, late = EngineGate(silent), list[str]()
+
+    assert await gate.run(LANE, lambda: "done", late.append) == "done"
+    await asyncio.sleep(0)
+    assert late == []
+
+
+async def test_silences_open_the_breaker_which_then_refuses_at_once_and_says_since_when() -> None:
+    gate, asked = EngineGate(silent, Breaker(threshold=2)), list[int]()
+    with capture_logs() as logs:
+        for _ in range(2):
+            with pytest.raises(EngineSilent):
+                await gate.run(LANE, silent)
+        for _ in range(3):
+            with pytest.raises(
+                SandboxUnavailable, match=r"not answered since \d\d:\d\d:\d\d UTC \(2 times in a row; last: nobody there\); it is tried"
+            ):
+                await gate.run(LANE, lambda: asked.append(1))
+
+    assert asked == []
+    assert [entry["event"] for entry in logs] == ["engine_breaker_opened"]
+    assert gate.describe()["breaker"] == "open"
+
+
+async def test_an_engine_that_refuses_with_words_never_opens_the_breaker() -> None:
+    gate = EngineGate(silent, Breaker(threshold=2))
+    for _ in range(10):
+        with pytest.raises(SandboxUnavailable, match="refused"):
+            await gate.run(LANE, refusing)
+
+    assert gate.describe()["breaker"] == "closed"
+
+
+async def test_whoever_waits_when_the_breaker_opens_is_told_at_once() -> None:
+    gate, work = EngineGate(silent, Breaker(threshold=2)), Work()
+    lane = replace(HASTY, max_wait_s=SOON_S)
+    calls = [asyncio.create_task(gate.run(lane, work)) for _ in range(5)]
+
+    results = await asyncio.gather(*calls, return_exceptions=True)
+
+    assert [type(result) for result in results[:2]] == [EngineSilent, EngineSilent]
+    assert all("2 times in a row" in str(result) for result in results[2:])
+    assert work.begun == 2
+    work.go.set()
+    await until(lambda: running_of(gate) == 0)
+
+
+async def test_a_probe_that_is_answered_closes_it_and_the_caller_that_probed_goes_on() -> None:
+    is_back = threading.Event()
+    gate = EngineGate(lambda: is_back.is_set() or silent(), Breaker(threshold=1, first_pause_s=0.0))
+    with capture_logs() as logs:
+        with pytest.raises(EngineSilent):
+            await gate.run(LANE, silent)
+        with pytest.raises(SandboxUnavailable, match="2 times in a row"):
+            await gate.run(LANE, lambda: "done")
+        is_back.set()
+        assert await gate.run(LANE, lambda: "done") == "done"
+
+    assert [entry["event"] for entry in logs] == ["engine_breaker_opened", "engine_breaker_closed"]
+
+
+async def test_a_probe_that_hangs_is_a_probe_that_failed() -> None:
+    work = Work()
+    gate = EngineGate(work, Breaker(threshold=1, first_pause_s=0.0), probe_s=0.02)
+    with pytest.raises(EngineSilent):
+        await gate.run(LANE, silent)
+
+    with pytest.raises(SandboxUnavailable, match=r"no answer within 0.02 s"):
+        await gate.run(LANE, lambda: "done")
+    work.go.set()
+
+
+async def test_an_answer_that_comes_late_shows_the_engine_alive() -> None:
+    gate, work = EngineGate(silent, Breaker(threshold=1)), Work()
+    with pytest.raises(EngineSilent):
+        await gate.run(HASTY, work)
+    assert gate.describe()["breaker"] == "open"
+
+    work.go.set()
+    await until(lambda: gate.describe()["breaker"] == "closed")
+    assert await gate.run(LANE, lambda: "done") == "done"
+
+
+async def test_a_bug_in_a_call_is_raised_as_it_is_and_gives_its_turn_back() -> None:
+    gate = EngineGate(silent)
+
+    with pytest.raises(ZeroDivisionError):
+        await gate.run(LANE, lambda: 1 // 0)
+    assert running_of(gate) == 0

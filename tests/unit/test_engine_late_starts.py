@@ -1,0 +1,72 @@
+"""Containers that show up after their start was given up."""
+
+import asyncio
+
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.late_starts import ABSENT_ENOUGH, LateStarts
+
+SOON_S = 10.0
+
+
+class Removals:
+    """Answers to removals by name, one after the other: there, absent, or an engine that does not answer."""
+
+    def __init__(self, *answers: bool | None) -> None:
+        self.answers = list(answers)
+        self.asked: list[str] = []
+
+    async def __call__(self, name: str) -> bool:
+        self.asked.append(name)
+        answer = self.answers.pop(0) if self.answers else False
+        if answer is None:
+            raise SandboxUnavailable("the Docker engine does not answer")
+        return answer
+
+
+async def settle(late: LateStarts) -> None:
+    async with asyncio.timeout(SOON_S):
+        while len(late):  # noqa: ASYNC110  # it ends in a task of its own
+            await asyncio.sleep(0)
+
+
+async def test_a_container_that_comes_late_is_removed_and_asked_for_no_more() -> None:
+    removals = Removals(None, None, False, True)
+    late = LateStarts(removals, pauses_s=(0.0,))
+
+    late.forget("toolcrew-a")
+    await settle(late)
+
+    assert removals.asked == ["toolcrew-a"] * 4
+
+
+async def test_one_that_never_came_is_given_up_after_some_answers_in_a_row() -> None:
+    removals = Removals(False, False, None)
+    late = LateStarts(removals, pauses_s=(0.0,))
+
+    late.forget("toolcrew-a")
+    await settle(late)
+
+    assert len(removals.asked) == 3 + ABSENT_ENOUGH
+
+
+async def test_asking_again_for_the_same_name_starts_anew_and_not_twice() -> None:
+    removals = Removals()
+    late = LateStarts(removals, pauses_s=(0.0,))
+
+    late.forget("toolcrew-a")
+    late.forget("toolcrew-a")
+    assert len(late) == 1
+    await settle(late)
+
+    assert len(removals.asked) == ABSENT_ENOUGH
+
+
+async def test_at_the_end_nothing_is_looked_for_any_more() -> None:
+    late = LateStarts(Removals(), pauses_s=(3600.0,))
+    late.forget("toolcrew-a")
+    late.forget("toolcrew-b")
+
+    late.close()
+    await settle(late)
+
+    assert len(late) == 0

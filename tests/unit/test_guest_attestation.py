@@ -1,0 +1,249 @@
+"""What PID 1 says of its sandbox when it is asked, and when the sandbox ends by itself."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace, running_guest
+from workers.sandboxd.answers import build_done
+from workers.sandboxd.attestation import Attestation, find_dirt, parse_attestation
+
+assert GUEST_PARENT
+from guest.options import parse_options  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Guest]:
+    with running_guest() as running:
+        yield running
+
+
+@pytest.fixture
+def guest() -> Iterator[Guest]:
+    with running_guest() as running:
+        yield running
+
+
+def attest(guest: Guest) -> Attestation:
+    """As sandboxd reads it: through its own list of fields."""
+    return parse_attestation(build_done("attest", guest.request("attest").header))
+
+
+def dirt_of(guest: Guest) -> list[str]:
+    # /dev/shm is the machine's here, and others use it.
+    return [line for line in find_dirt(attest(guest)) if "/dev/shm" not in line]
+
+
+@needs_namespace
+def test_a_guest_that_has_done_nothing_is_clean(guest: Guest) -> None:
+    assert dirt_of(guest) == []
+
+
+@needs_namespace
+def test_the_guests_own_waiting_supervisor_is_no_dirt(guest: Guest) -> None:
+    assert guest.run("true")["exit_code"] == 0
+    assert guest.others()
+    assert dirt_of(guest) == []
+
+
+@needs_namespace
+@pytest.mark.parametrize(("place", "name"), [("workspace", "a"), ("tmp", ".hidden"), ("output", ".state")])
+def test_anything_that_lies_in_a_folder_is_dirt(guest: Guest, place: str, name: str) -> None:
+    (getattr(guest, place) / name).mkdir()
+    assert dirt_of(guest) == [f"1 entries lie in /{place}"]
+
+
+@needs_namespace
+def test_a_folder_of_very_many_entries_is_counted_up_to_a_thousand(guest: Guest) -> None:
+    for number in range(1200):
+        (guest.tmp / str(number)).touch()
+    assert attest(guest).entries["tmp"] == 1000
+
+
+@needs_namespace
+def test_a_running_command_and_its_supervisor_are_dirt(guest: Guest) -> None:
+    call = guest.start_script("echo up > up; sleep 100", timeout_s=60)
+    guest.wait_for_file("up")
+    assert attest(guest).processes >= 2
+    guest.send({"id": call, "op": "cancel"})
+    guest.finish(call)
+
+
+@needs_namespace
+def test_a_background_job_is_dirt_until_it_has_ended(guest: Guest) -> None:
+    script = b"echo up > up; read line < gate"
+    guest.run("mkfifo gate")
+    job = guest.request("job_start", script, script_bytes=len(script), cwd=None, label="j", wait_ms=0, max_bytes=9999, timeout_s=9)
+    guest.wait_for_file("up")
+    found = attest(guest)
+    assert (found.jobs, found.processes > 0) == (1, True)
+    guest.run("echo go > gate")
+    guest.request("job_poll", job=job["job"]["job"], max_bytes=9999, timeout_s=9)
+    guest.request("job_kill", job=job["job"]["job"], max_bytes=9999, timeout_s=9)
+    assert attest(guest).jobs == 0
+
+
+@needs_namespace
+def test_a_process_that_came_from_outside_and_what_it_left_are_dirt(guest: Guest) -> None:
+    """As of `docker exec`: no child of PID 1, and its dead child is nobody's to collect while it lives."""
+    started, hold = os.pipe(), os.pipe()
+    outside = os.fork()
+    if outside == 0:
+        with open(f"/proc/{guest.pid}/ns/pid", "rb") as namespace:
+            _setns(namespace.fileno())
+        intruder = os.fork()
+        if intruder == 0:
+            os.close(hold[1])
+            if os.fork() == 0:
+                os._exit(0)
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            os.write(started[1], b"x")
+            os.read(hold[0], 1)
+            os._exit(0)
+        os.close(hold[1])
+        os.waitpid(intruder, 0)
+        os._exit(0)
+    try:
+        assert os.read(started[0], 1)
+        found = attest(guest)
+        assert (found.processes, found.zombies) == (1, 1)
+    finally:
+        for fd in (*started, *hold):
+            os.close(fd)
+        os.waitpid(outside, 0)
+
+
+def _setns(fd: int) -> None:
+    import ctypes
+
+    assert ctypes.CDLL(None).setns(fd, 0) == 0
+
+
+@needs_namespace
+def test_it_tells_the_file_system_of_the_workspace(shared: Guest) -> None:
+    room = os.statvfs(shared.workspace)
+    found = attest(shared)
+    assert (found.workspace_bytes, found.workspace_inodes) == (room.f_blocks * room.f_frsize, room.f_files)
+    # The last mount that holds the workspace, as the outside sees it.
+    points = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    holding = [(len(point), kind) for point, kind in points if f"{shared.workspace}/".startswith(point.rstrip("/") + "/")]
+    assert found.workspace_type == max(holding, key=lambda pair: pair[0])[1]
+
+
+@needs_namespace
+def test_it_tells_its_python_and_what_the_image_has(shared: Guest) -> None:
+    found = attest(shared)
+    assert found.python >= (3, 9)
+    assert "bash" in found.programs
+
+
+@needs_namespace
+def test_an_unknown_field_is_refused(shared: Guest) -> None:
+    assert shared.request("attest", foo=1).code == "INVALID_ARGUMENTS"
+
+
+@needs_namespace
+def test_it_takes_no_process_and_little_time(guest: Guest) -> None:
+    took = []
+    for _ in range(20):
+        started_at = time.perf_counter()
+        guest.request("attest")
+        took.append(time.perf_counter() - started_at)
+    assert guest.others() == {}
+    assert min(took) < 0.01
+
+
+# --- the maximum life -----------------------------------------------------------------------------------------------------
+
+
+@needs_namespace
+def test_a_sandbox_ends_at_its_maximum_life_with_all_that_runs_in_it() -> None:
+    with running_guest(options=("--life", "0.5")) as guest:
+        guest.start_script("trap '' TERM; setsid sleep 100 & echo up > up; sleep 100", timeout_s=60)
+        guest.wait_for_file("up")
+        running = guest.others()
+        assert running
+        frame = guest.next_frame()
+        assert frame.header == {"ev": "fatal", "message": "the sandbox reached its maximum life of 0.5 s", "reason": "life"}
+        assert guest.wait_exit() != 0
+        assert not any(Path(f"/proc/{pid}/ns").exists() and _is_alive(pid) for pid in running)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) not in "ZX"
+    except OSError:
+        return False
+
+
+@needs_namespace
+def test_its_end_does_not_wait_for_a_host_that_reads_nothing() -> None:
+    with running_guest(options=("--life", "1")) as guest:
+        started_at = time.monotonic()
+        capture = {"stream": 1 << 30}
+        guest.start("exec", argv=["cat", "/dev/zero"], script_bytes=0, cwd=".", env={}, timeout_s=60, capture=capture)
+        assert guest.wait_exit() != 0
+        assert 0.5 < time.monotonic() - started_at < 4
+
+
+@needs_namespace
+def test_requests_without_end_do_not_put_the_end_off() -> None:
+    with running_guest(options=("--life", "0.5")) as guest:
+        started_at = time.monotonic()
+        event = "pong"
+        while event == "pong":
+            assert time.monotonic() - started_at < 5
+            guest.send({"id": "0" * 32, "op": "ping"})
+            event = guest.next_frame().header["ev"]
+        assert event == "fatal"
+
+
+@needs_namespace
+def test_a_time_that_the_sandbox_was_stopped_counts() -> None:
+    with running_guest(options=("--life", "0.6")) as guest:
+        os.kill(guest.pid, 19)
+        time.sleep(0.8)  # the time that passes is what is tested
+        os.kill(guest.pid, 18)
+        resumed_at = time.monotonic()
+        assert guest.next_frame().header["ev"] == "fatal"
+        assert time.monotonic() - resumed_at < 0.4
+
+
+# --- options, and the other side ------------------------------------------------------------------------------------------
+
+
+def test_options_are_read() -> None:
+    options = parse_options(["--life", "86400", "--proxy", "3128"])
+    assert (options.life_s, options.proxy_port) == (86400.0, 3128)
+    assert parse_options([]).life_s is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--life",
+        "--life 0",
+        "--life -1",
+        "--life nan",
+        "--life inf",
+        "--life 1e10",
+        "--life x",
+        "--proxy 0",
+        "--proxy 65536",
+        "--limit 3",
+        "3",
+    ],
+)
+def test_an_option_that_would_be_no_limit_is_refused(line: str) -> None:
+    with pytest.raises(ValueError):
+        parse_options(line.split())
+
+
+def test_answers_are_json_that_sandboxd_takes() -> None:
+    done = {"entries": {name: 0 for name in ("workspace", "tmp", "output", "shm")}, "processes": 0, "zombies": 0, "jobs": 0}
+    done |= {"workspace": {"bytes": 1, "inodes": 1, "type": "tmpfs"}, "python": [3, 9, 2], "programs": []}
+    assert find_dirt(parse_attestation(json.loads(json.dumps(done)))) == []

@@ -1,0 +1,414 @@
+"""sandboxd's ends of a sandbox's connections: bytes, ends and room both ways; and a guest that says what none of ours says."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from tests.tunnel_ends import PREAMBLE, SOON_S, running_tunnels
+from workers.sandboxd import relay as relay_module
+from workers.sandboxd.egress_link import open_proxy
+from workers.sandboxd.frames import Frame
+from workers.sandboxd.relay import GRANT, PIECE, WINDOW
+from workers.sandboxd.tunnels import MAX_TUNNELS, Tunnels
+
+
+@pytest.fixture(autouse=True)
+def short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "LINGER_S", 0.05)
+
+
+async def wait_for_cut(reader: asyncio.StreamReader) -> None:
+    """Until the other side has gone, whatever it had still sent."""
+    try:
+        while await asyncio.wait_for(reader.read(65_536), SOON_S):
+            pass
+    except ConnectionError:
+        return
+
+
+# Relaying
+
+
+async def test_the_proxy_is_told_whose_connection_it_is_before_the_first_byte(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        proxy = await guest.open_through(1)
+        assert proxy.preamble == PREAMBLE
+
+
+async def test_bytes_go_both_ways(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        proxy = await guest.open_through(1)
+        guest.tell("net_data", 1, b"question")
+        assert await proxy.read(8) == b"question"
+        await proxy.say(b"answer")
+        assert await guest.hear_data(1, 6) == b"answer"
+
+
+async def test_what_a_program_says_before_the_proxy_is_reached_is_kept(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        guest.open(1)
+        guest.tell("net_data", 1, b"early")
+        guest.tell("net_end", 1)
+        proxy = await asyncio.wait_for(guest.proxied.get(), SOON_S)
+        assert await proxy.read_all() == b"early"
+
+
+async def test_a_connection_whose_sides_both_end_is_closed_by_both(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        proxy = await guest.open_through(1)
+        guest.tell("net_end", 1)
+        assert await proxy.read_all() == b""
+        await proxy.say(b"late answer")
+        proxy.writer.close()
+        assert await guest.hear_data(1, 11) == b"late answer"
+        assert await guest.hear_ops(1) == ["net_end", "net_close"]
+        guest.tell("net_close", 1)
+        guest.tell("net_close", 1)
+        assert len(guest.violations) == 1  # the first was its last word
+
+
+async def test_the_end_of_the_proxys_answer_leaves_the_other_direction_open(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        proxy = await guest.open_through(1)
+        proxy.writer.write_eof()
+        assert await guest.hear_ops(1, until="net_end") == ["net_end"]
+        guest.tell("net_data", 1, b"more")
+        assert await proxy.read(4) == b"more"
+
+
+async def test_a_proxy_that_has_left_is_noticed_although_the_program_stays(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        proxy = await guest.open_through(1)
+        await proxy.say(b"bye")
+        proxy.writer.close()
+        assert await guest.hear_ops(1) == ["net_data", "net_end", "net_close"]
+
+
+async def test_a_proxy_that_is_killed_amid_a_body_leaves_no_end_that_looks_like_one(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        proxy = await guest.open_through(1)
+        proxy.stop_reading()
+        guest.tell("net_data", 1, bytes(GRANT))
+        assert await guest.hear_ops(1, until="net_room") == ["net_room"]
+        proxy.writer.transport.abort()  # what it never read makes of its end a reset
+        assert await guest.hear_ops(1) == ["net_close"]
+
+
+async def test_a_program_that_breaks_off_breaks_the_proxys_connection_off(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        proxy = await guest.open_through(1)
+        guest.tell("net_close", 1)
+        await wait_for_cut(proxy.reader)
+        assert await guest.hear_ops(1) == ["net_close"]
+
+
+async def test_a_connection_that_is_closed_before_it_began_is_closed_all_the_same(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        for number in range(1, 41):
+            guest.open(number)
+            guest.tell("net_close", number)
+        for number in range(1, 41):
+            assert await guest.hear_ops(number) == ["net_close"]
+        assert guest.violations == []
+
+
+async def test_the_end_of_a_sandbox_cuts_its_connections_off(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        proxies = [await guest.open_through(number) for number in (1, 2)]
+        guest.tunnels.close()
+        for proxy in proxies:
+            await wait_for_cut(proxy.reader)
+        guest.open(3)
+        assert guest.proxied.empty()
+
+
+# Room
+
+
+async def test_an_upload_is_taken_only_as_fast_as_the_proxy_reads(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        proxy = await guest.open_through(1)
+        sent = room = 0
+        while True:  # until the proxy's socket is full and no room comes back
+            guest.tell("net_data", 1, bytes(min(PIECE, WINDOW - sent + room)))
+            sent += min(PIECE, WINDOW - sent + room)
+            if sent - room == WINDOW:
+                try:
+                    room += (await asyncio.wait_for(guest.hear(1), 0.2))[1]["bytes"]
+                except TimeoutError:
+                    break
+        assert guest.violations == []
+        assert sent < 2 * 1024 * 1024
+        assert len(await proxy.read(sent)) == sent
+
+
+async def test_a_download_stops_where_the_program_stops_reading(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        proxy = await guest.open_through(1)
+        proxy.writer.write(bytes(4 * WINDOW))
+        got = 0
+        while got < WINDOW:
+            got += len((await guest.hear(1))[2])
+        await asyncio.sleep(0.05)
+        assert (got, guest.unheard) == (WINDOW, 0)
+        guest.tell("net_room", 1, bytes=GRANT)
+        assert await guest.hear_data(1, GRANT) == bytes(GRANT)
+
+
+async def test_nothing_is_read_from_the_proxy_for_a_guest_that_is_behind(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        guest.drained.clear()
+        proxies = [await guest.open_through(number) for number in range(1, 9)]
+        for proxy in proxies:
+            proxy.writer.write(bytes(2 * WINDOW))
+        await asyncio.sleep(0.05)
+        assert guest.unheard == 0
+        guest.drained.set()
+        for number in range(1, 9):
+            await guest.hear_data(number, 2 * WINDOW)
+
+
+async def test_a_megabyte_each_way_arrives_whole(tmp_path: Path) -> None:
+    data = os.urandom(1024 * 1024)
+    async with running_tunnels(tmp_path) as guest:
+        proxy = await guest.open_through(1)
+
+        async def echo() -> None:
+            while piece := await proxy.reader.read(PIECE):
+                await proxy.say(piece)
+            proxy.writer.close()
+
+        echoing = asyncio.create_task(echo())
+        back, sent, room, owed = b"", 0, WINDOW, 0
+        while len(back) < len(data):
+            while room and sent < len(data):
+                piece = data[sent : sent + min(room, PIECE)]
+                guest.tell("net_data", 1, piece)
+                sent, room = sent + len(piece), room - len(piece)
+            op, header, body = await guest.hear(1)
+            back, owed = back + body, owed + len(body)
+            room += header["bytes"] if op == "net_room" else 0
+            if owed >= GRANT:
+                guest.tell("net_room", 1, bytes=owed)
+                owed = 0
+        guest.tell("net_end", 1)
+        await asyncio.wait_for(echoing, SOON_S)
+        assert back == data
+        assert guest.violations == []
+
+
+# Without a proxy
+
+
+async def unreachable() -> Any:
+    raise ConnectionRefusedError("nobody listens")
+
+
+async def test_a_program_reads_why_nothing_can_be_reached(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path, unreachable) as guest:
+        guest.open(1)
+        guest.tell("net_data", 1, b"GET http://example.org/ HTTP/1.1\r\n\r\n")
+        op, _, body = await guest.hear(1)
+        assert op == "net_data"
+        assert body.startswith(b"HTTP/1.1 502 ")
+        head, _, text = body.partition(b"\r\n\r\n")
+        assert f"Content-Length: {len(text)}".encode() in head
+        assert b"egress proxy" in text
+        assert await guest.hear_ops(1) == ["net_end", "net_close"]
+
+
+async def test_a_program_that_is_still_sending_is_heard_out_before_it_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "LINGER_S", 30.0)
+    async with running_tunnels(tmp_path, unreachable) as guest:
+        guest.open(1)
+        guest.tell("net_data", 1, bytes(WINDOW))
+        assert await guest.hear_ops(1, until="net_room") == ["net_data", "net_end", "net_room"]
+        guest.tell("net_end", 1)
+        assert await guest.hear_ops(1) == ["net_close"]
+
+
+async def test_the_operator_is_told_once_that_the_proxy_is_away_and_once_that_it_is_back(tmp_path: Path) -> None:
+    answers = [False, False, True, True]
+
+    async def connect() -> Any:
+        if not answers.pop(0):
+            raise FileNotFoundError("no socket")
+        return await open_proxy(tmp_path / "proxy.sock", PREAMBLE, frozenset({os.geteuid()}))
+
+    with capture_logs() as logs:
+        async with running_tunnels(tmp_path, connect) as guest:
+            for number in (1, 2):
+                guest.open(number)
+                await guest.hear_ops(number)
+            for number in (3, 4):
+                await guest.open_through(number)
+    assert [line["event"] for line in logs] == ["egress_proxy_unreachable", "egress_proxy_answers"]
+
+
+async def test_a_socket_of_another_user_is_not_told_whose_connection_it_is(tmp_path: Path) -> None:
+    told: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        told.put_nowait(await reader.read())
+        writer.close()
+
+    server = await asyncio.start_unix_server(accept, str(tmp_path / "false.sock"))
+    with pytest.raises(OSError, match="uid"):
+        await open_proxy(tmp_path / "false.sock", PREAMBLE, frozenset({os.geteuid() + 1}))
+    assert await asyncio.wait_for(told.get(), SOON_S) == b""
+    server.close()
+
+
+async def test_a_missing_proxy_is_an_error_of_the_operating_system(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        await open_proxy(tmp_path / "none.sock", PREAMBLE, frozenset({os.geteuid()}))
+
+
+# What no guest of ours says
+
+
+@pytest.mark.parametrize(
+    ("event", "conn", "body", "fields"),
+    [
+        ("net_open", 1, b"", {}),
+        ("net_open", 0, b"", {}),
+        ("net_open", True, b"", {}),
+        ("net_open", 2.0, b"", {}),
+        ("net_open", "2", b"", {}),
+        ("net_open", None, b"", {}),
+        ("net_open", [2], b"", {}),
+        ("net_open", 2**53, b"", {}),
+        ("net_open", 2, b"x", {}),
+        ("net_open", 2, b"", {"id": "0" * 32}),
+        ("net_data", 2, b"x", {}),
+        ("net_data", 1, b"", {}),
+        ("net_data", 1, bytes(WINDOW + 1), {}),
+        ("net_end", 2, b"", {}),
+        ("net_close", 2, b"", {}),
+        ("net_room", 1, b"", {}),
+        ("net_room", 1, b"", {"bytes": GRANT}),
+        ("net_room", 1, b"", {"bytes": 1}),
+        ("net_room", 1, b"", {"bytes": -GRANT}),
+        ("net_room", 1, b"", {"bytes": True}),
+        ("net_room", 1, b"", {"bytes": float(GRANT)}),
+        ("net_tunnel", 1, b"", {}),
+    ],
+)
+async def test_a_guest_that_breaks_the_rules_of_connections_is_lost(
+    tmp_path: Path, event: str, conn: object, body: bytes, fields: dict[str, object]
+) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        proxy = await guest.open_through(1)
+        guest.tell(event, conn, body, **fields)
+        assert len(guest.violations) == 1
+        await wait_for_cut(proxy.reader)
+
+
+@pytest.mark.parametrize("event", ["net_data", "net_end", "net_open"])
+async def test_nothing_may_follow_the_end_of_a_connection_but_its_close(tmp_path: Path, event: str) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        await guest.open_through(1)
+        guest.tell("net_end", 1)
+        guest.tell(event, 1, b"x" if event == "net_data" else b"")
+        assert len(guest.violations) == 1
+
+
+async def test_more_connections_than_allowed_cost_the_sandbox(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        for number in range(1, MAX_TUNNELS + 1):
+            guest.open(number)
+        assert guest.violations == []
+        guest.open(MAX_TUNNELS + 1)
+        assert len(guest.violations) == 1
+
+
+async def test_a_connection_counts_until_both_have_closed_it(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path, unreachable) as guest:
+        for number in range(1, MAX_TUNNELS + 1):
+            guest.open(number)
+        for number in range(1, MAX_TUNNELS + 1):
+            await guest.hear_ops(number)
+        guest.tell("net_close", 7)
+        guest.open(MAX_TUNNELS + 1)
+        assert guest.violations == []
+        guest.open(MAX_TUNNELS + 2)
+        assert len(guest.violations) == 1
+
+
+async def test_holding_memory_with_data_for_a_closed_connection_fails(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path, unreachable) as guest:
+        guest.open(1)
+        await guest.hear_ops(1)
+        guest.tell("net_data", 1, bytes(WINDOW))
+        assert guest.violations == []
+        guest.tell("net_data", 1, b"x")
+        assert len(guest.violations) == 1
+
+
+async def test_keeping_sandboxd_busy_with_single_bytes_costs_the_sandbox(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        proxy = await guest.open_through(1)
+        sent = 0
+        while not guest.violations and sent < 200_000:
+            guest.tell("net_data", 1, b"x")
+            sent += 1
+            if sent % 1000 == 0:
+                await proxy.read(1000)
+        assert "flood" in guest.violations[0]
+        assert sent < 40_000
+
+
+async def test_opening_and_closing_without_a_pause_costs_the_sandbox(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        for number in range(1, 10_000):
+            guest.open(number)
+            guest.tell("net_close", number)
+            if guest.violations:
+                break
+            await guest.hear_ops(number)
+        assert "flood" in guest.violations[0]
+
+
+_HEADERS = st.fixed_dictionaries(
+    {
+        "ev": st.sampled_from(["net_open", "net_data", "net_end", "net_close", "net_room"]),
+        "conn": st.integers(-1, 6) | st.none() | st.booleans() | st.text(max_size=2),
+    },
+    optional={"bytes": st.integers(-1, 2 * WINDOW) | st.none(), "id": st.text(max_size=3)},
+)
+_FRAMES = st.lists(st.tuples(_HEADERS, st.sampled_from([b"", b"x", bytes(PIECE)])), max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_FRAMES)
+def test_whatever_a_guest_says_is_taken_or_told_once_and_never_holds_more_than_a_window(frames: list[tuple[dict[str, Any], bytes]]) -> None:
+    async def play() -> None:
+        violations: list[str] = []
+        sent: list[dict[str, Any]] = []
+
+        async def drain() -> None:
+            await asyncio.sleep(0)
+
+        tunnels = Tunnels(lambda header, _: sent.append(header), drain, unreachable, violations.append)
+        for header, body in frames:
+            tunnels.take(Frame(header, body))
+            await asyncio.sleep(0)
+        assert len(violations) <= 1
+        closes = [header["conn"] for header in sent if header["op"] == "net_close"]
+        assert len(closes) == len(set(closes))
+        tunnels.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("event", [None, 7, ["net_open"], {"net_open": 1}])
+async def test_an_event_that_is_no_word_costs_the_sandbox(tmp_path: Path, event: object) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        guest.tunnels.take(Frame({"ev": event, "conn": 1}))
+        assert len(guest.violations) == 1
