@@ -12,7 +12,7 @@ from typing import Any
 import docker
 import docker.errors
 
-from workers.sandboxd.engine import ENGINE_TIMEOUT_S, Engine
+from workers.sandboxd.engine import Engine
 from workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
 from workers.sandboxd.plans import Plans, Profile
 from workers.sandboxd.seccomp import load_seccomp_profile
@@ -20,6 +20,8 @@ from workers.sandboxd.workspaces.base import WorkspaceMount
 from workers.settings import SandboxdSettings
 
 LABELS = {"toolcrew.bench": "1"}
+ENGINE_TIMEOUT_S = 60
+"""How long one answer of the engine is waited for."""
 _MUX = struct.Struct(">BxxxI")
 
 

@@ -7,6 +7,10 @@ from pydantic import Field, JsonValue
 from contract.calls import MAX_TIMEOUT_S, Record, ToolName
 
 
+NO_NETWORK = "without network"
+"""What a sandbox has of the network unless its session is told otherwise, as descriptions say it."""
+
+
 class ToolSpec(Record):
     """Name, description, JSON Schema of the parameters, limits and flags. `audience` session: a verb of the SDK, never shown to a model."""
 
@@ -30,6 +34,14 @@ class ToolSpec(Record):
     input_parameter: str | None = None
     """The parameter with text for the standard input of that command or, without one, of a program that runs already: judged as well
     where a shell may read it."""
+    network: str = NO_NETWORK
+    """What its sandbox has of the network, in the words that its description has."""
+
+    def with_network(self, words: str) -> "ToolSpec":
+        """The same tool in a sandbox that has more of the network. Of other pools' tools nothing changes."""
+        if self.pool != "sandbox":
+            return self
+        return self.model_copy(update={"network": words, "description": self.description.replace(self.network, words)})
 
 
 class Catalog(Record):

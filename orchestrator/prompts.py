@@ -122,7 +122,7 @@ def _from_schema(name: str, description: str, parameters: Mapping[str, Any], lim
 
 
 def _limits(spec: ToolSpec, default_timeout_s: float) -> str:
-    where = "sandbox without network" if spec.pool == "sandbox" else "no sandbox"
+    where = f"sandbox {spec.network}" if spec.pool == "sandbox" else "no sandbox"
     usual_s = min(spec.timeout_s if spec.timeout_s is not None else default_timeout_s, spec.max_timeout_s)
     most = f", at most {spec.max_timeout_s:g} s" if usual_s < spec.max_timeout_s else ""
     return f"{where}; time limit {usual_s:g} s{most}"

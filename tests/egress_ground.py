@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -69,6 +70,11 @@ class Ground:
         assert read_some(client, b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
         return client
 
+    @property
+    def served(self) -> int:
+        """How many connections the log tells of."""
+        return sum(line["event"] == "egress" for line in self.logs)
+
     def wait_for_line(self, count: int = 1) -> dict[str, Any]:
         """The newest of the log's lines on connections, once there are `count`."""
         deadline = threading.Event()
@@ -78,6 +84,26 @@ class Ground:
                 return dict(lines[-1])
             deadline.wait(0.01)
         raise AssertionError(f"not {count} lines: {self.logs}")
+
+
+def status_of(data: bytes) -> int:
+    return int(data.split(b" ", 2)[1])
+
+
+def body_of(data: bytes) -> str:
+    return data.partition(b"\r\n\r\n")[2].decode()
+
+
+def build_hello(name: str | None, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> bytes:
+    """What a real TLS client would send first."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.maximum_version = version
+    sent = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), sent, server_hostname=name).do_handshake()
+    return sent.read()
 
 
 def read_all(client: socket.socket) -> bytes:

@@ -156,10 +156,24 @@ class FakeSandboxClient(SandboxClient):
         assert isinstance(answer, GuestResponse)
         return answer
 
-    def describe_open(self, name: str, image: str | None, ttl_s: float) -> dict[str, Any]:
+    def describe_open(
+        self, name: str, image: str | None, ttl_s: float, *, restore: str | None = None, network: str | None = None
+    ) -> dict[str, Any]:
         self.names.append(name)
-        self.requests.append({"image": image, "ttl_s": ttl_s})
-        return {"ok": True, "sandbox": {"id": "c0ffee", "generation": 1, "rebuilt": False}, "image": image or "default", "start_s": 0.25}
+        given = {field: value for field, value in {"restore": restore, "network": network}.items() if value is not None}
+        self.requests.append({"image": image, "ttl_s": ttl_s, **given})
+        sandbox = {"id": "c0ffee", "generation": 1, "rebuilt": False}
+        facts = {"image": image or "default", "network": network or "none", "workspace": "image", "start_s": 0.25}
+        return {"ok": True, "sandbox": sandbox, **facts}
+
+    def checkpoint(self, name: str) -> dict[str, Any]:
+        self.names.append(name)
+        return {"ok": True, "checkpoint": "c1", "bytes": 10240, "sha256": "0" * 64, "skipped": 0, "torn": False}
+
+    def delete_checkpoint(self, name: str, checkpoint: str) -> bool:
+        self.names.append(name)
+        self.requests.append({"checkpoint": checkpoint})
+        return True
 
     def close(self, name: str) -> bool:
         self.closed.append(name)

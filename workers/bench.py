@@ -51,7 +51,13 @@ class Bench:
     def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
         self._refuse()
 
-    def open_sandbox(self, image: str | None, ttl_s: float) -> Mapping[str, Any]:
+    def open_sandbox(self, image: str | None, ttl_s: float, *, restore: str | None = None, network: str | None = None) -> Mapping[str, Any]:
+        self._refuse()
+
+    def checkpoint(self) -> Mapping[str, Any]:
+        self._refuse()
+
+    def delete_checkpoint(self, checkpoint: str) -> bool:
         self._refuse()
 
     def close_sandbox(self) -> bool:
@@ -108,14 +114,24 @@ class SandboxBench(Bench):
         if self.sandbox_lost is None:
             return ""
         if self.workspace_kept:
-            left = "the files in /workspace are kept, and the next call gets a new sandbox around them; background jobs, /tmp and the shell's"
+            left = (
+                "the files in /workspace are kept, and the next call gets a new sandbox around them; background jobs, /tmp and the shell's"
+            )
             return f" ({self.sandbox_lost}: the sandbox is gone; {left} folder and variables are lost)"
         return f" ({self.sandbox_lost}: the sandbox and its files are lost; the next call gets a fresh, empty one)"
 
-    def open_sandbox(self, image: str | None, ttl_s: float) -> Mapping[str, Any]:
-        answer = self.client.describe_open(self._name, image, ttl_s)
-        self.sandbox = SandboxInfo.model_validate(answer["sandbox"])
-        return {"image": answer["image"], "start_s": answer["start_s"]}
+    def open_sandbox(self, image: str | None, ttl_s: float, *, restore: str | None = None, network: str | None = None) -> Mapping[str, Any]:
+        answer = self.client.describe_open(self._name, image, ttl_s, restore=restore, network=network)
+        # A session that was open already may have no container now.
+        self.sandbox = SandboxInfo.model_validate(answer["sandbox"]) if answer["sandbox"] is not None else None
+        return {name: answer[name] for name in ("image", "network", "workspace", "start_s")}
+
+    def checkpoint(self) -> Mapping[str, Any]:
+        answer = self.client.checkpoint(self._name)
+        return {name: answer[name] for name in ("checkpoint", "bytes", "sha256", "skipped", "torn")}
+
+    def delete_checkpoint(self, checkpoint: str) -> bool:
+        return self.client.delete_checkpoint(self._name, checkpoint)
 
     def close_sandbox(self) -> bool:
         return self.client.close(self._name)

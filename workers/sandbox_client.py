@@ -13,6 +13,8 @@ from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from workers.sandboxd.frames import MAX_DOWN, Frame, FrameDecoder, FrameError, encode_frame
 
 OPEN_TIMEOUT_S = 60.0
+PARCEL_TIMEOUT_S = 540.0
+"""How long sandboxd may take over a checkpoint: packing or unpacking it, and its store."""
 CALL_GRACE_S = 15.0
 """How long after a call's limit sandboxd may still answer: it removes the container 2 s after the limit, bounded by the engine."""
 _BODY_CHUNK = 512 * 1024
@@ -40,15 +42,39 @@ class SandboxClient:
         self._decoder = FrameDecoder(MAX_DOWN)
         self._waiting: list[Frame] = []
 
-    def open(self, tenant: str, session: str, image: str | None = None, *, ttl_s: float = 1800.0) -> str:
+    def open(
+        self,
+        tenant: str,
+        session: str,
+        image: str | None = None,
+        *,
+        ttl_s: float = 1800.0,
+        restore: str | None = None,
+        network: str | None = None,
+    ) -> str:
         """A sandbox for the session; gives its id. Opening an open session gives the same."""
         name = sandbox_id(tenant, session)
-        self._ask({"verb": "open", "sandbox": name, "image": image, "ttl_s": ttl_s}, OPEN_TIMEOUT_S)
+        self.describe_open(name, image, ttl_s, restore=restore, network=network)
         return name
 
-    def describe_open(self, name: str, image: str | None, ttl_s: float) -> dict[str, Any]:
-        """Open by id and tell of the sandbox: container id, generation, image, seconds it took."""
-        return self._ask({"verb": "open", "sandbox": name, "image": image, "ttl_s": ttl_s}, OPEN_TIMEOUT_S)
+    def describe_open(
+        self, name: str, image: str | None, ttl_s: float, *, restore: str | None = None, network: str | None = None
+    ) -> dict[str, Any]:
+        """Open by id and tell of the sandbox: container id, generation, image, network, kind of workspace, seconds it took.
+
+        `restore`: a checkpoint of the tenant's, unpacked into a new session; an open one is given as it is.
+        """
+        wanted = {"image": image, "ttl_s": ttl_s, "restore": restore, "network": network}
+        asked = {field: value for field, value in wanted.items() if value is not None}
+        return self._ask({"verb": "open", "sandbox": name, **asked}, OPEN_TIMEOUT_S if restore is None else PARCEL_TIMEOUT_S)
+
+    def checkpoint(self, name: str) -> dict[str, Any]:
+        """Keep the session's files and shell state; gives the checkpoint's id, size and sha256."""
+        return self._ask({"verb": "checkpoint", "sandbox": name}, PARCEL_TIMEOUT_S)
+
+    def delete_checkpoint(self, name: str, checkpoint: str) -> bool:
+        """Delete a checkpoint of the tenant whose sandbox `name` is or could be. False when there is none of that id."""
+        return bool(self._ask({"verb": "delete_checkpoint", "sandbox": name, "checkpoint": checkpoint}, OPEN_TIMEOUT_S)["deleted"])
 
     def call(
         self,

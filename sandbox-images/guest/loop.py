@@ -119,8 +119,9 @@ class Loop:
         watched += [call.limit_at for call in self._lanes.waiting]
         if self._supervisors.idle_until is not None:
             watched.append(self._supervisors.idle_until)
-        if self._tunnels.wake_at is not None:
-            watched.append(self._tunnels.wake_at)
+        tunnels_at = self._tunnels.find_wake_at()
+        if tunnels_at is not None:
+            watched.append(tunnels_at)
         now = time.monotonic()
         waits = [at - now for at in watched]
         if self._life.left_s is not None:

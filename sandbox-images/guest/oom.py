@@ -29,6 +29,11 @@ def read_oom_kills(paths: tuple[bytes, ...] = _COUNTERS) -> int | None:
     return None
 
 
+_OFFER = b"200"
+"""A fifth of the container's memory: more than the guest ever has. With more, a hog that takes its own offer back, as it may, would
+outlive every small program beside it."""
+
+
 def offer_to_oom_killer(pid: int) -> None:
     """Let a program and what it starts be killed before the guest: a killed guest costs the sandbox, not the call."""
     try:
@@ -36,7 +41,7 @@ def offer_to_oom_killer(pid: int) -> None:
     except OSError:
         return
     try:
-        os.write(fd, b"1000")
+        os.write(fd, _OFFER)
     except OSError:
         # The program may be gone already; without the mark it is merely not preferred.
         return

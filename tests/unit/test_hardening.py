@@ -13,10 +13,12 @@ from workers.sandboxd.hardening import (
     MASKED_PATHS,
     READONLY_PATHS,
     SandboxLimits,
+    Variant,
     build_container_config,
     build_promises,
     find_drift,
 )
+from workers.sandboxd.workspaces.base import WorkspaceMount
 
 SECCOMP = '{"defaultAction":"SCMP_ACT_ERRNO"}'
 MIB = 1024 * 1024
@@ -46,7 +48,7 @@ def inspected_of(config: Mapping[str, Any]) -> dict[str, Any]:
 GOLDEN: dict[str, Any] = {
     "Image": "toolcrew-sandbox@sha256:0",
     "User": "1000:1000",
-    "Entrypoint": ["/usr/bin/python3", "-I", "-S", "-u", "/opt/toolcrew"],
+    "Entrypoint": ["/usr/bin/python3", "-I", "-S", "-u", "/opt/toolcrew", "--life", "86400"],
     "Cmd": [],
     "WorkingDir": "/workspace",
     "Env": ["PATH=/usr/local/bin:/usr/bin:/bin", "HOME=/workspace", "LANG=C.UTF-8", "TERM=dumb"],
@@ -121,6 +123,42 @@ def test_it_is_json_as_the_engine_wants_it() -> None:
     assert json.loads(json.dumps(build())) == GOLDEN
 
 
+def test_a_workspace_apart_is_the_only_path_of_the_host_and_no_memory() -> None:
+    plain, config = build(), build(variant=Variant(workspace=WorkspaceMount("/state/w1/mount")))
+    host = config["HostConfig"]
+    options = {"Propagation": "rprivate", "NonRecursive": True}
+    assert host.pop("Mounts") == [{"Type": "bind", "Source": "/state/w1/mount", "Target": "/workspace", "BindOptions": options}]
+    assert plain["HostConfig"]["Memory"] - host["Memory"] == SandboxLimits().workspace_bytes
+    assert set(plain["HostConfig"]["Tmpfs"]) - set(host["Tmpfs"]) == {"/workspace"}
+    rest = {name: value for name, value in host.items() if name not in ("Memory", "MemorySwap", "Tmpfs")}
+    assert rest == {name: value for name, value in plain["HostConfig"].items() if name in rest}
+
+
+def test_a_sandbox_with_egress_has_no_network_all_the_same_and_is_told_of_the_proxy() -> None:
+    plain, config = build(), build(variant=Variant(network="egress"))
+    assert config["Entrypoint"] == [*plain["Entrypoint"], "--proxy", "3128"]
+    assert {"http_proxy=http://127.0.0.1:3128", "HTTPS_PROXY=http://127.0.0.1:3128"} < set(config["Env"])
+    assert config["HostConfig"] == plain["HostConfig"]
+    assert config["NetworkDisabled"] is True
+
+
+def test_an_image_without_a_guest_gets_ours_read_only() -> None:
+    config = build(variant=Variant(guest_volume="toolcrew-guest-1"))
+    assert config["Entrypoint"][0] == "python3"
+    assert [(mount["Type"], mount["Target"], mount["ReadOnly"]) for mount in config["HostConfig"]["Mounts"]] == [
+        ("volume", "/opt/toolcrew", True)
+    ]
+
+
+def test_another_mount_than_was_asked_for_is_a_drift() -> None:
+    config = build(variant=Variant(workspace=WorkspaceMount("/state/w1/mount")))
+    inspected = inspected_of(config)
+    inspected["Mounts"] = [{"Destination": "/workspace", "Type": "bind"}]
+    assert find_drift(config, inspected) == []
+    inspected["HostConfig"]["Mounts"][0]["Source"] = "/"
+    assert len(find_drift(config, inspected)) == 1
+
+
 def test_every_row_says_why() -> None:
     arguments = {"image": "i", "runtime": "runc", "limits": SandboxLimits(), "labels": {}, "seccomp": SECCOMP}
     promises = build_promises(**arguments, cgroup_version=1)  # type: ignore[arg-type]
@@ -168,8 +206,8 @@ def test_every_limit_reaches_its_row(
     )
     host = build(limits=limits)["HostConfig"]
 
-    assert limits.memory_bytes == reserve + workspace + tmp + output + shm
-    assert host["Memory"] == host["MemorySwap"] == limits.memory_bytes
+    assert limits.memory_bytes() == reserve + workspace + tmp + output + shm
+    assert host["Memory"] == host["MemorySwap"] == limits.memory_bytes()
     assert (host["PidsLimit"], host["ShmSize"]) == (pids, shm)
     assert abs(host["NanoCpus"] - cpus * 1e9) <= 1
     assert {item["Name"]: item["Hard"] for item in host["Ulimits"]} == {"nofile": nofile, "core": 0, "fsize": workspace}

@@ -10,19 +10,18 @@ import pytest
 
 from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest, echoing
-from tests.fake_sandboxd import running_sandboxd
+from tests.fake_sandboxd import PLAN, open_host, running_sandboxd
 from tests.sandboxd_calls import SOON_S
 from tests.unit.test_sandboxd_sessions import lose, open_sessions
 from workers.sandbox_client import SandboxClient
-from workers.sandboxd import sessions as sessions_module
 from workers.sandboxd.daemon import cancelled_by_signals
-from workers.sandboxd.engine import LABEL_CREATED_AT, _created_at
+from workers.sandboxd.session import Session
 from workers.settings import load_sandboxd_settings
 
 
-@pytest.fixture
-def quick_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "SWEEP_EVERY_S", 0.01)
+def container_of(entry: Session) -> str:
+    assert entry.sandbox is not None
+    return entry.sandbox.container
 
 
 async def stillborn(guest: FakeGuest) -> None:
@@ -32,58 +31,61 @@ async def stillborn(guest: FakeGuest) -> None:
 # Removals that failed
 
 
-async def test_the_container_of_a_lost_sandbox_that_would_not_go_is_swept(quick_sweep: None) -> None:
-    async with open_sessions() as (sessions, engine):
-        await sessions.open("s", "default", 60)
+async def test_the_container_of_a_lost_sandbox_that_would_not_go_is_swept(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        sessions, engine = host.sessions, host.engine
+        await sessions.open("s", PLAN, 60)
         engine.refuse_removals = 3
         await lose(sessions)
-        sweeping = asyncio.create_task(sessions.expire_idle())
-        await asyncio.wait_for(engine.emptied.wait(), SOON_S)
-        sweeping.cancel()
+        for _ in range(3):
+            await host.keeper.expire()
+        assert host.alive == []
         assert sessions.find("s") is not None
 
 
-async def test_what_a_failed_start_left_is_swept_and_counts_until_then(quick_sweep: None) -> None:
-    async with open_sessions(stillborn, echoing, limit=1) as (sessions, engine):
+async def test_what_a_failed_start_left_is_swept_and_counts_until_then(tmp_path: Path) -> None:
+    async with open_host(tmp_path, stillborn, echoing, limit=1) as host:
+        sessions, engine = host.sessions, host.engine
         engine.refuse_removals = 2
         with pytest.raises(SandboxUnavailable, match="did not start"):
-            await sessions.open("s", "default", 60)
+            await sessions.open("s", PLAN, 60)
         with pytest.raises(SandboxUnavailable, match="already holds"):
-            await sessions.open("s", "default", 60)
-        sweeping = asyncio.create_task(sessions.expire_idle())
-        await asyncio.wait_for(engine.emptied.wait(), SOON_S)
-        sweeping.cancel()
-        await sessions.open("s", "default", 60)
+            await sessions.open("s", PLAN, 60)
+        for _ in range(3):
+            await host.keeper.expire()
+        assert host.alive == []
+        await sessions.open("s", PLAN, 60)
 
 
-async def test_a_session_that_could_not_be_closed_is_for_nobodys_use_and_is_swept(quick_sweep: None) -> None:
-    async with open_sessions() as (sessions, engine):
-        await sessions.open("s", "default", 60)
+async def test_a_session_that_could_not_be_closed_is_for_nobodys_use_and_is_swept(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        sessions, engine = host.sessions, host.engine
+        await sessions.open("s", PLAN, 60)
         engine.refuse_removals = 2
         with pytest.raises(SandboxUnavailable):
             await sessions.close("s")
         with pytest.raises(ToolFailure) as refused:
             await sessions.use("s")
         assert refused.value.code is ErrorCode.SESSION_NOT_FOUND
-        sweeping = asyncio.create_task(sessions.expire_idle())
-        await asyncio.wait_for(engine.emptied.wait(), SOON_S)
-        sweeping.cancel()
+        for _ in range(3):
+            await host.keeper.expire()
+        assert host.alive == []
 
 
-async def test_opening_a_session_that_could_not_be_closed_ends_the_old_one_first() -> None:
-    async with open_sessions() as (sessions, engine):
-        old = await sessions.open("s", "default", 60)
+async def test_opening_a_session_that_could_not_be_closed_ends_the_old_one_first(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, engine):
+        old = await sessions.open("s", PLAN, 60)
         engine.refuse_removals = 1
         with pytest.raises(SandboxUnavailable):
             await sessions.close("s")
-        new = await sessions.open("s", "default", 60)
+        new = await sessions.open("s", PLAN, 60)
         assert new is not old
-        assert list(engine.alive) == [new.sandbox.container]
+        assert list(engine.alive) == [container_of(new)]
 
 
-async def test_a_session_closed_twice_at_once_is_removed_once() -> None:
-    async with open_sessions() as (sessions, engine):
-        await sessions.open("s", "default", 60)
+async def test_a_session_closed_twice_at_once_is_removed_once(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, engine):
+        await sessions.open("s", PLAN, 60)
         assert await asyncio.gather(sessions.close("s"), sessions.close("s")) == [True, True]
         assert len(engine.removed) == 1
 
@@ -91,10 +93,10 @@ async def test_a_session_closed_twice_at_once_is_removed_once() -> None:
 # A start under way
 
 
-async def test_closing_waits_for_a_start_under_way() -> None:
-    async with open_sessions() as (sessions, engine):
+async def test_closing_waits_for_a_start_under_way(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, engine):
         engine.start_gate.clear()
-        opening = asyncio.create_task(sessions.open("s", "default", 60))
+        opening = asyncio.create_task(sessions.open("s", PLAN, 60))
         await engine.starting.wait()
         closing = asyncio.create_task(sessions.close("s"))
         await asyncio.sleep(0)
@@ -104,21 +106,21 @@ async def test_closing_waits_for_a_start_under_way() -> None:
         assert engine.alive == {}
 
 
-async def test_who_asked_for_a_sandbox_may_leave_and_its_container_is_known() -> None:
-    async with open_sessions() as (sessions, engine):
+async def test_who_asked_for_a_sandbox_may_leave_and_its_container_is_known(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, engine):
         engine.start_gate.clear()
-        opening = asyncio.create_task(sessions.open("s", "default", 60))
+        opening = asyncio.create_task(sessions.open("s", PLAN, 60))
         await engine.starting.wait()
         opening.cancel()
         engine.start_gate.set()
-        entry = await sessions.open("s", "default", 60)
-        assert list(engine.alive) == [entry.sandbox.container]
+        entry = await sessions.open("s", PLAN, 60)
+        assert list(engine.alive) == [container_of(entry)]
 
 
-async def test_a_sandboxd_that_ends_leaves_no_start_behind_and_makes_no_new_one() -> None:
-    async with open_sessions() as (sessions, engine):
+async def test_a_sandboxd_that_ends_leaves_no_start_behind_and_makes_no_new_one(tmp_path: Path) -> None:
+    async with open_sessions(tmp_path) as (sessions, engine):
         engine.start_gate.clear()
-        opening = asyncio.create_task(sessions.open("s", "default", 60))
+        opening = asyncio.create_task(sessions.open("s", PLAN, 60))
         await engine.starting.wait()
         ending = asyncio.create_task(sessions.close_all())
         await asyncio.sleep(0)
@@ -126,28 +128,7 @@ async def test_a_sandboxd_that_ends_leaves_no_start_behind_and_makes_no_new_one(
         await asyncio.gather(opening, ending)
         assert engine.alive == {}
         with pytest.raises(SandboxUnavailable, match="ending"):
-            await sessions.open("t", "default", 60)
-
-
-# What a predecessor left
-
-
-async def test_containers_that_were_never_started_are_swept_and_ours_kept() -> None:
-    async with open_sessions() as (sessions, engine):
-        entry = await sessions.open("s", "default", 60)
-        other = await engine.start({}, "killed between create and start")
-        engine.never_started.append(other.id)
-        assert await sessions.sweep_leftovers() == 1
-        assert list(engine.alive) == [entry.sandbox.container]
-
-
-@pytest.mark.parametrize("labels", [None, {}, {LABEL_CREATED_AT: ""}, {LABEL_CREATED_AT: "-1"}, {LABEL_CREATED_AT: "²"}])
-def test_a_container_that_does_not_tell_its_age_is_left_alone(labels: dict[str, str] | None) -> None:
-    assert _created_at({"Labels": labels}) == float("inf")
-
-
-def test_a_container_tells_its_age_by_its_label() -> None:
-    assert _created_at({"Labels": {LABEL_CREATED_AT: "1700000000"}}) == 1.7e9
+            await sessions.open("t", PLAN, 60)
 
 
 async def test_a_signal_ends_what_is_under_way_once_and_lets_it_clean_up() -> None:

@@ -10,6 +10,7 @@ from workers.web.urls import Target, parse_url
 
 _FIRST_LINE = re.compile(rb"([A-Z][A-Z-]{0,19}) ([\x21-\x7e]+) HTTP/1\.([01])")
 _ABSOLUTE = re.compile(r"http://([^/?#]*)([^#]*)", re.IGNORECASE)
+_AUTHORITY = re.compile(r"[^/?#]*")
 _TUNNEL = re.compile(r"(?:\[[0-9a-f:.]+\]|[^\[\]:/?#@]+):[0-9]+", re.IGNORECASE)
 
 
@@ -71,6 +72,8 @@ def _parse_absolute(place: str) -> tuple[Target, str]:
 
 
 def _parse_authority(scheme: str, authority: str) -> Target:
+    if not _AUTHORITY.fullmatch(authority):
+        raise HeadError("its Host header is no host")
     try:
         return parse_url(f"{scheme}://{authority}/")
     except ToolFailure as failure:

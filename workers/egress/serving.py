@@ -114,6 +114,8 @@ class _Connection:
 
     async def _serve(self) -> None:
         opening = self._record.opening = await self._read_opening()
+        if opening is None:
+            return
         with self._allowances.enter(opening) as allowance:
             read = await self._read_request(allowance)
             if read is None:
@@ -127,12 +129,14 @@ class _Connection:
             else:
                 await self._exchange(self._host, request, rest, allowance)
 
-    async def _read_opening(self) -> Opening:
+    async def _read_opening(self) -> Opening | None:
+        """None when nothing at all came: somebody looked whether the proxy is there."""
         try:
             async with asyncio.timeout(self._limits.opening_s):
-                return parse_opening(await self._client.receive_line(self._limits.opening_bytes))
+                line = await self._client.receive_line(self._limits.opening_bytes)
         except TimeoutError:
             raise bad_gateway(Verdict.BAD_OPENING, "sandboxd did not say in time what this session may reach: tell the operator") from None
+        return parse_opening(line) if line else None
 
     async def _read_request(self, allowance: Allowance) -> tuple[ProxyRequest, bytes] | None:
         """The request and what came behind its head; None when the client left without one."""

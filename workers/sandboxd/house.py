@@ -28,7 +28,7 @@ from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.seccomp import load_seccomp_profile
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions
-from workers.sandboxd.store.checkpoints import Checkpoints
+from workers.sandboxd.store.checkpoints import MOST_CHECKPOINTS, Checkpoints
 from workers.sandboxd.store.choice import open_store
 from workers.sandboxd.tunnels import Tunnels
 from workers.sandboxd.workspaces.base import WorkspaceMount
@@ -143,7 +143,7 @@ def _build(
     owner = {LABEL_DEPLOYMENT: settings.deployment, LABEL_SANDBOXD: settings.sandboxd_name, LABEL_LEASE: lease.label}
     maker = Maker(engine, profile, choice.workspaces, records, Room(settings.max_sandboxes), owner, settings.sandbox_image)
     pool = _build_pool(settings, plans, maker)
-    parking = StoreParking(Checkpoints(open_store(None, settings.state() / "parcels")))
+    parking = StoreParking(Checkpoints(open_store(None, settings.state() / "parcels", settings.host_free_bytes)))
     sessions = Sessions(maker, pool, parking, records, limit=settings.max_sessions, equip=partial(_equip, settings, plans))
     reaper = Reaper(engine, maker, records, lease, settings.deployment, settings.sandboxd_name)
     idle = IdleTimes(settings.idle_pause_s, settings.idle_evict_s)
@@ -156,7 +156,7 @@ def _build(
         maker=maker,
         pool=pool,
         sessions=sessions,
-        checkpoints=Checkpoints(open_store(settings.workspace_store, settings.state())),
+        checkpoints=Checkpoints(open_store(settings.workspace_store, settings.state(), settings.host_free_bytes), most=MOST_CHECKPOINTS),
         keeper=Keeper(sessions, maker, reaper, idle),
         reaper=reaper,
     )

@@ -51,17 +51,18 @@ class Keeper:
 
     async def expire(self) -> None:
         """Close sessions that no call has used for their time to live, and try again to remove what would not go."""
-        for entry in self._sessions.all():
-            if entry.lock.locked():
-                continue  # being rebuilt, given up or closed by another
-            if not entry.is_closing and entry.idle_s() > entry.ttl_s:
-                log.info("session_expired", ttl_s=entry.ttl_s)
-                entry.is_closing = True
-            if entry.is_closing:
-                await _try(self._sessions.close(entry.id))
-            elif entry.sandbox is not None and entry.sandbox.lost is not None and not entry.sandbox.is_removed:
-                await _try(entry.sandbox.remove())
+        await asyncio.gather(*(_try(self._end(entry)) for entry in self._sessions.all() if not entry.lock.locked()))
         await self._maker.retry_removals()
+
+    async def _end(self, entry: Session) -> None:
+        """What is due of a session that nobody rebuilds, gives up or closes just now."""
+        if not entry.is_closing and entry.idle_s() > entry.ttl_s:
+            log.info("session_expired", ttl_s=entry.ttl_s)
+            entry.is_closing = True
+        if entry.is_closing:
+            await self._sessions.close(entry.id)
+        elif entry.sandbox is not None and entry.sandbox.lost is not None and not entry.sandbox.is_removed:
+            await entry.sandbox.remove()
 
     async def rest_idle(self) -> None:
         """Freeze what has been idle for a while, give up what has been for long."""

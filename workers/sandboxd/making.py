@@ -17,6 +17,7 @@ from workers.sandboxd.engine import (
     LABEL_SANDBOXD,
     Engine,
 )
+from workers.sandboxd.image_faults import explained
 from workers.sandboxd.plans import Profile
 from workers.sandboxd.records import Records
 from workers.sandboxd.room import Room
@@ -79,13 +80,15 @@ class Maker:
             }
             volume = None if await self.engine.has_guest(plan.image) else await self.engine.ensure_guest_volume(self._guest_image)
             async with workspace.mounted() as mount:
-                attached = await self.engine.start(self._profile.build_config(plan, mount, labels, volume), name)
+                with explained(plan.image):
+                    attached = await self.engine.start(self._profile.build_config(plan, mount, labels, volume), name)
         except BaseException:
             await asyncio.shield(self._confirm_gone(name))
             raise
         sandbox = Sandbox(self.engine, generation, attached.id, name, on_removed=lambda: self._forget(name))
         try:
-            await sandbox.attach(attached.sock)
+            with explained(plan.image):
+                await sandbox.attach(attached.sock)
         except BaseException:
             await asyncio.shield(self._try_all([self.discard(sandbox)]))
             raise

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from contract.errors import SandboxUnavailable, ToolFailure
+from workers.sandboxd.parcels import count_most_bytes
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
 from workers.sandboxd.store.checkpoints import Checkpoints
@@ -30,7 +31,8 @@ class StoreParking:
 
     async def pack(self, session: Session, sandbox: Sandbox) -> str:
         with _as_unavailable("packed"):
-            saved = await self._checkpoints.save(session.tenant, sandbox, roots=_roots(session))
+            most = count_most_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
+        saved = await self._checkpoints.save(session.tenant, sandbox, roots=_roots(session), max_bytes=most)
             return saved.id
 
     async def unpack(self, session: Session, sandbox: Sandbox) -> None:

@@ -238,7 +238,7 @@ class Sandbox:
         elif self.tunnels is not None and isinstance(kind, str) and kind.startswith("net_"):
             self.tunnels.take(frame)
         elif kind == "fatal":
-            self._violate(f"it gave up, saying: {build_words(frame.header.get('message'))}")
+            self._lose(f"the guest gave up, saying: {build_words(frame.header.get('message'))}", "guest_gave_up")
         elif call is not None and kind == "data":
             self._take_data(call, frame)
         elif call is not None and kind == ("pong" if call.op == "ping" else "done"):

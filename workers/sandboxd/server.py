@@ -17,6 +17,7 @@ from contract.errors import ErrorCode, ToolFailure
 from workers.sandboxd.connection import Connection
 from workers.sandboxd.frames import FrameError
 from workers.sandboxd.link import WorkerLink
+from workers.sandboxd.parcels import count_most_bytes
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.requests import MAX_TTL_S, parse_number, parse_text
 from workers.sandboxd.session import Session
@@ -29,7 +30,7 @@ _BACKLOG = 1024
 
 
 class Server:
-    """Serves `open`, `call`, `cancel`, `checkpoint`, `close`, `status`.
+    """Serves `open`, `call`, `cancel`, `checkpoint`, `delete_checkpoint`, `close`, `status`.
 
     One request at a time on a connection; a closed connection cancels its call.
     """
@@ -100,6 +101,9 @@ class Server:
             return {"cancelled": self._cancel(parse_text(header, "sandbox"), parse_text(header, "call"))}
         if verb == "checkpoint":
             return await self._checkpoint(parse_text(header, "sandbox"))
+        if verb == "delete_checkpoint":
+            tenant = parse_text(header, "sandbox").partition(":")[0]
+            return {"deleted": await self._checkpoints.forget(tenant, parse_text(header, "checkpoint"))}
         if verb == "status":
             return {**self._facts(), "sandboxes": self._sessions.describe()}
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"unknown verb {str(verb)[:40]!r}")
@@ -118,6 +122,7 @@ class Server:
             "sandbox": session.describe_sandbox(session.sandbox) if session.sandbox is not None else None,
             "image": session.plan.image,
             "network": session.plan.network,
+            "hosts": list(self._plans.rules(session.tenant).hosts) if session.plan.network == "egress" else [],
             "workspace": session.workspace.kind,
             "start_s": time.monotonic() - started,
         }
@@ -132,8 +137,9 @@ class Server:
 
     async def _checkpoint(self, name: str) -> dict[str, Any]:
         session, sandbox = await self._sessions.use(name)
-        saved = await self._checkpoints.save(session.tenant, sandbox)
-        return {"checkpoint": saved.id, "bytes": saved.bytes, "sha256": saved.sha256}
+        most = count_most_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
+        saved = await self._checkpoints.save(session.tenant, sandbox, max_bytes=most)
+        return {"checkpoint": saved.id, "bytes": saved.bytes, "sha256": saved.sha256, "skipped": saved.skipped, "torn": saved.is_torn}
 
     def _cancel(self, name: str, call_id: str) -> bool:
         session = self._sessions.find(name)

@@ -151,8 +151,9 @@ class Sessions:
                 continue
             tenant = record.id.partition(":")[0]
             entry = Session(record.id, tenant, record.plan, record.ttl_s, workspace, None, record.generation, record.parcel)
-            entry.used_at = time.monotonic() - max(0.0, time.time() - record.used_at)
-            if record.parcel is None:
+            if record.parcel is not None:
+                entry.used_at -= max(0.0, time.time() - record.used_at)
+            else:  # nobody knows when it was last used before its sandboxd was killed: its time starts anew
                 entry.lost = "sandboxd was started anew"
                 entry.news = _KEPT.format(entry.lost)
             self._sessions[record.id] = entry

@@ -1,4 +1,4 @@
-"""The verbs of an SDK session: open, close, exec, whole files, copying a folder in and out. Never shown to a model.
+"""The verbs of an SDK session: open, close, checkpoints, exec, whole files, copying files in and out. Never shown to a model.
 
 `session.cancel` is none of these tasks: it would wait behind the calls that it is to end, see workers/control.py.
 """
@@ -8,9 +8,12 @@ from typing import Any
 from contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
+from workers.sandbox_client import PARCEL_TIMEOUT_S, GuestResponse
 from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.imports import KINDS, build_import, check_import
 
 EXEC_CAPTURE_BYTES = 4 * 1024 * 1024
+_CHECKPOINT = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
 _PATH = {"type": "string", "minLength": 1, "maxLength": 4096}
 
 
@@ -20,12 +23,22 @@ def _spec(name: str, description: str, properties: dict[str, Any], required: lis
 
 
 def _open(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    answer = bench.open_sandbox(arguments.get("image"), arguments["ttl_s"])
+    answer = bench.open_sandbox(
+        arguments.get("image"), arguments["ttl_s"], restore=arguments.get("restore"), network=arguments.get("network")
+    )
     return Outcome(metadata={**answer, **bench.host_facts()})
 
 
 def _close(_: dict[str, Any], bench: Workbench) -> Outcome:
     return Outcome(metadata={"closed": bench.close_sandbox()})
+
+
+def _checkpoint(_: dict[str, Any], bench: Workbench) -> Outcome:
+    return Outcome(metadata=dict(bench.checkpoint()))
+
+
+def _delete_checkpoint(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    return Outcome(metadata={"deleted": bench.delete_checkpoint(arguments["checkpoint"])})
 
 
 def _exec(arguments: dict[str, Any], bench: Workbench) -> Outcome:
@@ -58,28 +71,31 @@ def _read_file(arguments: dict[str, Any], bench: Workbench) -> Outcome:
 
 
 def _import(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    argv = ["tar", "-x", "-f", "-", "-C", arguments["path"], "--no-same-owner", "--no-same-permissions", "--delay-directory-restore"]
-    _tar(bench, argv, bench.content, {"stdout": 4096, "stderr": 4096})
+    kind = arguments["kind"]
+    response = _run(bench, build_import(kind, arguments["path"]), bench.content, {"stdout": 4096, "stderr": 16_384})
+    done = response.done
+    check_import(kind, done["exit_code"], _words(response), timed_out=done["timed_out"], timeout_s=bench.context.timeout_s)
     return Outcome()
 
 
 def _export(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    data = _tar(bench, ["tar", "-c", "-f", "-", "-C", arguments["path"], "."], b"", {"stream": MAX_BLOB_BYTES})
-    return Outcome(metadata={"size_bytes": len(data)}, blob=data)
-
-
-def _tar(bench: Workbench, argv: list[str], body: bytes, capture: dict[str, int]) -> bytes:
-    response = bench.run({**_exec_request(argv, bench), "capture": capture}, body)
+    response = _run(bench, ["tar", "-c", "-f", "-", "-C", arguments["path"], "."], b"", {"stream": MAX_BLOB_BYTES})
     done, data = response.done, response.streams.get("stdout", b"")
     if done["timed_out"]:
         raise ToolFailure(ErrorCode.TIMEOUT, f"copying did not end within {bench.context.timeout_s:g} s")
     if done["exit_code"] != 0:
-        words = response.streams.get("stderr", b"").decode("utf-8", "replace").strip()[-500:]
-        full = "No space left" in words or "File too large" in words
-        raise ToolFailure(ErrorCode.NO_SPACE if full else ErrorCode.INTERNAL, f"tar failed in the sandbox: {words or done['exit_code']}")
+        raise ToolFailure(ErrorCode.INTERNAL, f"tar failed in the sandbox: {_words(response)[-500:] or done['exit_code']}")
     if int(done["streams"]["stdout"]["total"]) > len(data):
         raise ToolFailure(ErrorCode.FILE_TOO_LARGE, f"the folder is larger than {MAX_BLOB_BYTES} bytes: export a smaller one")
-    return data
+    return Outcome(metadata={"size_bytes": len(data)}, blob=data)
+
+
+def _run(bench: Workbench, argv: list[str], body: bytes, capture: dict[str, int]) -> GuestResponse:
+    return bench.run({**_exec_request(argv, bench), "capture": capture}, body)
+
+
+def _words(response: GuestResponse) -> str:
+    return response.streams.get("stderr", b"").decode("utf-8", "replace").strip()
 
 
 def _exec_request(argv: list[str], bench: Workbench, *, cwd: str | None = None, env: dict[str, str] | None = None) -> dict[str, Any]:
@@ -101,12 +117,25 @@ SESSION_VERBS = (
             {
                 "image": {"type": "string", "minLength": 1},
                 "ttl_s": {"type": "number", "exclusiveMinimum": 0, "maximum": 86400, "default": 1800},
+                "restore": _CHECKPOINT,
+                "network": {"enum": ["none", "egress"]},
             },
             [],
             idempotent=True,
             timeout_s=60,
+            max_timeout_s=PARCEL_TIMEOUT_S,
         ),
         _open,
+    ),
+    WorkerTool(
+        _spec(
+            "checkpoint", "Keep the session's files, and the state of its shell, for sessions to come.", {}, [], timeout_s=PARCEL_TIMEOUT_S
+        ),
+        _checkpoint,
+    ),
+    WorkerTool(
+        _spec("delete_checkpoint", "Delete a checkpoint.", {"checkpoint": _CHECKPOINT}, ["checkpoint"], idempotent=True, timeout_s=60),
+        _delete_checkpoint,
     ),
     WorkerTool(_spec("close", "Remove the session's sandbox.", {}, [], idempotent=True, timeout_s=60), _close),
     WorkerTool(
@@ -128,8 +157,8 @@ SESSION_VERBS = (
     WorkerTool(
         _spec(
             "import",
-            "Unpack the call's content, a tar archive, into a folder.",
-            {"path": {**_PATH, "default": "/workspace"}},
+            "Unpack the call's content, an archive, or clone it, a git bundle, into a folder.",
+            {"path": {**_PATH, "default": "/workspace"}, "kind": {"enum": list(KINDS), "default": "tar"}},
             [],
             timeout_s=120,
         ),

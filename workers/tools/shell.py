@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
-from contract.specs import ToolSpec
+from contract.specs import NO_NETWORK, ToolSpec
 from workers.tools.base import Outcome, Workbench, WorkerTool
 from workers.tools.command_safety import refuse_catastrophe, refuse_input
 from workers.tools.command_text import build_outcome
@@ -15,7 +15,7 @@ from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES, encode
 _SPEC = ToolSpec(
     name="bash_tool",
     description=(
-        "Run a bash command and return its output, stdout and stderr as they came. It runs in an isolated Linux sandbox without network; files "
+        f"Run a bash command and return its output, stdout and stderr as they came. It runs in an isolated Linux sandbox {NO_NETWORK}; files "
         "live in /workspace and last for the session. Folder (cd), exported variables and functions last from one command to the next; "
         f"exit and set -e end only their own. A command is ended after `timeout` seconds (default {DEFAULT_TIMEOUT_S:g}) with everything it "
         "started, and what it leaves running is ended with it: start what is to stay (servers, watchers, long builds) with background=true, "

@@ -82,8 +82,7 @@ class Tunnels:
             tunnel.take_close()
         self._settle(tunnel)
 
-    @property
-    def wake_at(self) -> float | None:
+    def find_wake_at(self) -> float | None:
         """When to look after the connections, should nothing happen until then."""
         if self._listener is None:
             return None

@@ -10,6 +10,8 @@ from workers.sandboxd.parcels import ROOTS, Guest, Packing, unpack
 from workers.sandboxd.store.base import NotStored, WorkspaceStore
 
 MAX_PARCEL_BYTES = 16 * 1024**3
+MOST_CHECKPOINTS = 100
+"""Of one tenant in one store: what a tenant keeps is on the operator's disk."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 

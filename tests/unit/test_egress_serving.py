@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.egress_ground import SOON_S, Ground, build_rules, get, open_ground, read_all, read_some
+from tests.egress_ground import SOON_S, Ground, body_of, build_rules, get, open_ground, read_all, read_some, status_of
 from tests.web_servers import WebServer, answer, open_web_server, redirect
 
 
@@ -29,14 +29,6 @@ def ground() -> Iterator[Ground]:
 def server() -> Iterator[WebServer]:
     with open_web_server() as opened:
         yield opened
-
-
-def body_of(data: bytes) -> str:
-    return data.partition(b"\r\n\r\n")[2].decode()
-
-
-def status_of(data: bytes) -> int:
-    return int(data.split(b" ", 2)[1])
 
 
 def test_a_request_reaches_its_host_by_path_with_its_own_headers_only(ground: Ground, server: WebServer) -> None:
@@ -262,7 +254,7 @@ def test_a_name_without_an_address_and_a_host_that_does_not_listen_are_502(groun
 @pytest.mark.parametrize(
     "opening",
     [
-        b"",
+        b"\n",
         b"GET / HTTP/1.1\r\n\r\n",
         b'{"v":1,"tenant":"a","session":"s"}\n',
         b'{"v":2,"tenant":"a","session":"s","rules":{}}\n',
@@ -281,6 +273,17 @@ def test_without_rules_nothing_is_reached(ground: Ground, opening: bytes) -> Non
         client.shutdown(socket.SHUT_WR)
         data = read_all(client)
     assert (status_of(data), "tell the operator" in body_of(data)) == (502, True)
+
+
+def test_looking_whether_the_proxy_is_there_leaves_no_line(ground: Ground) -> None:
+    count = ground.served
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.connect(str(ground.path))
+        client.shutdown(socket.SHUT_WR)
+        assert read_all(client) == b""
+    ground.ask({}, get("site.example/"))
+    assert ground.wait_for_line(count + 1)["host"] == "site.example"
+    assert ground.served == count + 1
 
 
 def test_rules_without_hosts_reach_nothing(ground: Ground) -> None:

@@ -1,0 +1,302 @@
+"""The engine under pressure and gone wrong: stubs that never answer properly, and the real one behind a relay that stalls."""
+
+import asyncio
+import secrets
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import docker.errors
+import pytest
+from docker import APIClient
+from structlog.testing import capture_logs
+
+from contract.errors import SandboxUnavailable
+from tests.containers import IMAGE, build_config, open_engine
+from tests.engine_stubs import (
+    Behaviour,
+    answers_nothing,
+    answers_something_else,
+    drips,
+    refuses,
+    relayed_engine,
+    stalls_in_its_header,
+    stub_engine,
+    talks_garbage,
+)
+from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_PRODUCT, Engine
+from workers.sandboxd.engine_gate import EngineSilent, Lane, Lanes
+
+SOON_S = 20.0
+DEPLOYMENT = f"faults-{secrets.token_hex(4)}"
+
+
+def lanes(deadline_s: float) -> Lanes:
+    """All of the same patience, two of a kind at a time."""
+    made = [Lane(name, at_once=2, deadline_s=deadline_s) for name in ("starts", "removals", "looks", "freezes", "fills")]
+    return Lanes(*made, probe_s=deadline_s)
+
+
+@asynccontextmanager
+async def opened(monkeypatch: pytest.MonkeyPatch, path: Path, deadline_s: float) -> AsyncIterator[Engine]:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{path}")
+    engine = Engine(lanes(deadline_s))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not is_so():  # noqa: ASYNC110  # what is waited for happens in threads
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def api() -> APIClient:
+    return open_engine()
+
+
+@pytest.fixture
+def config(api: APIClient) -> Iterator[dict[str, Any]]:
+    """A sandbox's, labelled as this module's. What is left of it at the end fails the test, and is removed."""
+    yield {**build_config(api), "Labels": {LABEL_PRODUCT: "sandbox", LABEL_DEPLOYMENT: DEPLOYMENT}}
+    left = api.containers(all=True, filters={"label": f"{LABEL_DEPLOYMENT}={DEPLOYMENT}"})
+    for container in left:
+        api.remove_container(container["Id"], force=True)
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        (answers_nothing, "did not answer within 0.1 s"),
+        (stalls_in_its_header, "did not answer within 0.1 s"),
+        (drips, "did not answer within 0.1 s"),
+        (talks_garbage, "does not answer"),
+        (answers_something_else, "cannot be read"),
+    ],
+    ids=["silent", "stalling", "dripping", "garbage", "another server"],
+)
+async def test_an_engine_that_does_not_answer_is_said_in_time_and_then_no_longer_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, behaviour: Behaviour, words: str
+) -> None:
+    before = threading.active_count()
+    async with stub_engine(tmp_path / "engine", behaviour), opened(monkeypatch, tmp_path / "engine", 0.1) as engine:
+        looks = await asyncio.gather(*(engine.facts() for _ in range(20)), return_exceptions=True)
+        later = await asyncio.gather(engine.facts(), return_exceptions=True)
+
+        assert all(isinstance(look, SandboxUnavailable) for look in [*looks, *later])
+        assert any(words in str(look) for look in looks)
+        assert "has not answered since" in str(later[0])
+        assert threading.active_count() <= before + 3
+    await until(lambda: threading.active_count() <= before)
+
+
+async def test_an_engine_that_is_gone_is_said_with_what_to_look_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async with opened(monkeypatch, tmp_path / "nobody", 5.0) as engine:
+        for call in (engine.facts(), engine.image_id(IMAGE), engine.remove("x")):
+            with pytest.raises(EngineSilent, match=r"does not answer .*: start it, or check DOCKER_HOST and your rights"):
+                await call
+        with pytest.raises(SandboxUnavailable, match=r"has not answered since .* \(3 times in a row"):
+            await engine.pause("x")
+
+
+async def test_an_engine_that_refuses_is_quoted_and_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async with (
+        stub_engine(tmp_path / "engine", refuses(b"no space left on device")),
+        opened(monkeypatch, tmp_path / "engine", 5.0) as engine,
+    ):
+        for _ in range(5):
+            with pytest.raises(SandboxUnavailable, match="the Docker engine refused: no space left on device"):
+                await engine.start({"Image": IMAGE}, "toolcrew-x")
+
+        assert engine.describe()["breaker"] == "closed"
+
+
+async def test_an_engine_that_times_out_on_itself_counts_as_silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = b"containerd: context deadline exceeded"
+    async with stub_engine(tmp_path / "engine", refuses(words)), opened(monkeypatch, tmp_path / "engine", 5.0) as engine:
+        for _ in range(3):
+            with pytest.raises(EngineSilent, match="context deadline exceeded"):
+                await engine.image_id(IMAGE)
+
+        assert engine.describe()["breaker"] == "open"
+
+
+async def test_a_start_that_was_given_up_leaves_nothing_though_the_engine_makes_it_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine", 0.8) as engine:
+        await engine.facts()  # so that the next thing said is the creation
+        relay.stall()
+        with capture_logs() as logs:
+            with pytest.raises(EngineSilent, match="did not answer within"):
+                await engine.start(config, f"toolcrew-late-{secrets.token_hex(8)}")
+            relay.resume()
+            await until(lambda: engine.describe()["late_starts"] == 0)
+
+        assert "late_container_removed" in [entry["event"] for entry in logs]
+
+
+async def test_a_start_whose_caller_left_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]) -> None:
+    async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine", 10.0) as engine:
+        await engine.facts()
+        relay.stall()
+        start = asyncio.create_task(engine.start(config, f"toolcrew-left-{secrets.token_hex(8)}"))
+        await relay.held.wait()
+        start.cancel()
+        await asyncio.wait({start})
+        relay.resume()
+
+        await until(lambda: engine.describe()["late_starts"] == 0 and engine.describe()["running"]["starts"] == 0)
+
+
+async def test_a_start_that_is_cut_off_half_way_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine", 10.0) as engine:
+        await engine.facts()
+        relay.stall()
+        start = asyncio.create_task(engine.start(config, f"toolcrew-cut-{secrets.token_hex(8)}"))
+        await relay.held.wait()
+        relay.resume()
+        await asyncio.sleep(0)
+        relay.cut()
+
+        with pytest.raises(EngineSilent, match="does not answer"):
+            await start
+        await until(lambda: engine.describe()["late_starts"] == 0)
+
+
+async def test_an_engine_that_hung_is_used_again_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine", 3.0) as engine:
+        relay.stall()
+        hasty = [asyncio.create_task(asyncio.wait_for(engine.image_id(IMAGE), 0.05)) for _ in range(2)]
+        await asyncio.wait(hasty)
+        relay.resume()
+        await until(lambda: engine.describe()["running"]["looks"] == 0)
+
+        attached = await engine.start(config, f"toolcrew-back-{secrets.token_hex(8)}")
+        attached.sock.close()
+        await engine.remove(attached.id)
+
+
+async def test_connections_that_broke_while_idle_cost_no_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, api: APIClient) -> None:
+    async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine", 5.0) as engine:
+        first = await engine.facts()
+        relay.cut()
+        await asyncio.sleep(0)
+
+        assert await engine.facts() == first
+        assert engine.describe()["failures"] == 0
+
+
+async def test_a_frozen_sandbox_is_listed_thawed_and_removed(config: dict[str, Any], api: APIClient) -> None:
+    engine = Engine()
+    try:
+        attached = await engine.start(config, f"toolcrew-frozen-{secrets.token_hex(8)}")
+        for _ in range(2):
+            await engine.pause(attached.id)
+        listed = await engine.list_sandboxes(DEPLOYMENT)
+        for _ in range(2):
+            await engine.unpause(attached.id)
+        running = api.inspect_container(attached.id)["State"]["Paused"] is False
+        await engine.pause(attached.id)
+        await engine.remove(attached.id)
+
+        assert [(one.id, one.state, one.labels[LABEL_DEPLOYMENT]) for one in listed] == [(attached.id, "paused", DEPLOYMENT)]
+        assert running
+        assert await engine.list_sandboxes(DEPLOYMENT) == []
+        with pytest.raises(SandboxUnavailable, match="is gone"):
+            await engine.unpause(attached.id)
+    finally:
+        attached.sock.close()
+        engine.close()
+
+
+async def test_sandboxes_of_another_deployment_are_not_listed(config: dict[str, Any]) -> None:
+    engine = Engine()
+    attached = await engine.start(config, f"toolcrew-other-{secrets.token_hex(8)}")
+    try:
+        assert await engine.list_sandboxes(f"{DEPLOYMENT}-other") == []
+    finally:
+        attached.sock.close()
+        await engine.remove(attached.id)
+        engine.close()
+
+
+async def test_a_refused_start_is_quoted_and_leaves_nothing(config: dict[str, Any]) -> None:
+    engine = Engine()
+    try:
+        with pytest.raises(SandboxUnavailable, match=r"the Docker engine refused: .*no-such-python"):
+            await engine.start({**config, "Entrypoint": ["/no-such-python"]}, f"toolcrew-refused-{secrets.token_hex(8)}")
+        with pytest.raises(SandboxUnavailable, match=r"the engine has no image no-such-image:ever: build it"):
+            await engine.start({**config, "Image": "no-such-image:ever"}, f"toolcrew-refused-{secrets.token_hex(8)}")
+
+        assert await engine.list_sandboxes(DEPLOYMENT) == []
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def own_image(api: APIClient) -> Iterator[str]:
+    """An image of ours that no other test fills a volume from."""
+    name = f"toolcrew-test-{secrets.token_hex(6)}:latest"
+    container = api.create_container(IMAGE, entrypoint=["true"])["Id"]
+    try:
+        api.commit(container, repository=name.partition(":")[0], tag="latest", changes=f"LABEL toolcrew.test={name.partition(':')[0]}")
+        volume = f"toolcrew-guest-{api.inspect_image(name)['Id'].partition(':')[2][:12]}"  # type: ignore[no-untyped-call]
+        yield name
+        api.remove_image(name, force=True)
+        try:
+            api.remove_volume(volume)
+        except docker.errors.NotFound:
+            pytest.fail("the volume was not there")
+    finally:
+        api.remove_container(container, force=True)
+
+
+async def test_two_sandboxd_fill_a_guest_volume_at_once_and_a_half_filled_one_is_filled_anew(api: APIClient, own_image: str) -> None:
+    identity = api.inspect_image(own_image)["Id"]  # type: ignore[no-untyped-call]
+    volume = f"toolcrew-guest-{identity.partition(':')[2][:12]}"
+    api.create_volume(volume)
+    spoil(api, own_image, volume)
+    first, second = Engine(), Engine()
+    try:
+        names = await asyncio.gather(first.ensure_guest_volume(own_image), second.ensure_guest_volume(own_image))
+        again = await first.ensure_guest_volume(own_image)
+
+        assert [*names, again] == [volume] * 3
+        assert await first.has_guest(own_image) is True
+        assert await first.has_guest("no-such-image:ever") is False
+        with pytest.raises(SandboxUnavailable, match="the engine has no image"):
+            await first.ensure_guest_volume("no-such-image:ever")
+    finally:
+        first.close()
+        second.close()
+
+
+def spoil(api: APIClient, image: str, volume: str) -> None:
+    """Leave a single file in the volume, as a fill that was killed does."""
+    script = f"rm -rf /opt/toolcrew/* ; echo half > /opt/toolcrew/half"
+    host = api.create_host_config(mounts=[docker.types.Mount("/opt/toolcrew", volume)], network_mode="none")
+    container = api.create_container(image, entrypoint=["sh", "-c", script], user="0", host_config=host)["Id"]
+    api.start(container)
+    api.wait(container)
+    api.remove_container(container, force=True)
+
+
+async def test_a_socket_that_is_no_engine_at_all_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "deaf"
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(str(path))  # nobody listens
+        async with opened(monkeypatch, path, 5.0) as engine:
+            with pytest.raises(EngineSilent, match="refused"):
+                await engine.facts()

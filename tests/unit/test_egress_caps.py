@@ -1,0 +1,270 @@
+"""What a session may use of the proxy: bytes, bytes a second, connections, time; and what a hostile one costs others."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.egress_ground import SOON_S, Ground, body_of, build_hello, build_rules, get, open_ground, read_all, read_some, status_of
+from tests.web_servers import WebServer, answer, open_web_server
+from workers.egress.allowances import Allowances, Bucket
+from workers.egress.limits import ProxyLimits
+from workers.egress.opening import Opening
+from workers.egress.verdicts import Refusal, Verdict
+from workers.sandboxd.classes import EgressRules
+
+HASTY = ProxyLimits(opening_s=0.2, request_s=0.2, header_s=0.2, idle_s=0.3, total_s=0.6, watch_s=0.05, linger_s=0.2, header_bytes=8192)
+
+
+@pytest.fixture(scope="module")
+def ground() -> Iterator[Ground]:
+    with open_ground() as opened:
+        yield opened
+
+
+@pytest.fixture
+def server() -> Iterator[WebServer]:
+    with open_web_server() as opened:
+        yield opened
+
+
+@pytest.fixture
+def echo() -> Iterator[int]:
+    """The port of a server that sends back what it gets."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=serve_echo, args=(listening,), daemon=True).start()
+        yield listening.getsockname()[1]
+        with contextlib.suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)
+
+
+def serve_echo(listening: socket.socket) -> None:
+    def serve(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            while data := connection.recv(65536):
+                connection.sendall(data)
+
+    with contextlib.suppress(OSError):
+        while True:
+            threading.Thread(target=serve, args=(listening.accept()[0],), daemon=True).start()
+
+
+def build_session(tenant: str = "acme", session: str = "s1", **rules: int) -> Opening:
+    return Opening(v=1, tenant=tenant, session=session, rules=EgressRules(hosts=("a.example",), **rules))
+
+
+# Bytes
+
+
+def test_the_bytes_of_a_session_end_exactly_where_its_rules_say(ground: Ground, server: WebServer) -> None:
+    server.replies["/"] = answer(b"x" * 100_000)
+    asked = get(f"site.example:{server.port}/")
+    rules = build_rules(server, max_bytes=50_000)
+    count = ground.served
+    got = ground.ask(rules, asked, session="exact")
+    line = ground.wait_for_line(count + 1)
+    assert line["bytes_up"] + line["bytes_down"] == 50_000
+    # The client gets our Connection header in place of the host's; the body is what came.
+    assert len(got.partition(b"\r\n\r\n")[2]) == line["bytes_down"] - len(answer(b"x" * 100_000).partition(b"\r\n\r\n")[0]) - 4
+    data = ground.ask(rules, asked, session="exact")
+    assert (status_of(data), "the 50000 bytes that it may in its whole life" in body_of(data)) == (429, True)
+    assert status_of(ground.ask(rules, asked, session="another")) == 200
+
+
+def test_a_transfer_that_uses_the_last_byte_is_whole(ground: Ground, echo: int) -> None:
+    rules = build_rules(echo)
+    with ground.tunnel(rules, f"site.example:{echo}", session="whole") as client:
+        head = len(f"CONNECT site.example:{echo} HTTP/1.1\r\nHost: site.example:{echo}\r\n\r\n")
+    with ground.tunnel({**rules, "max_bytes": 2 * head + 2000}, f"site.example:{echo}", session="whole") as client:
+        client.sendall(b"x" * 1000)
+        client.shutdown(socket.SHUT_WR)
+        count = ground.served
+        assert read_all(client) == b"x" * 1000
+    assert ground.wait_for_line(count + 1)["verdict"] == "allowed"
+
+
+def test_a_request_alone_can_use_up_the_bytes(ground: Ground, server: WebServer) -> None:
+    rules = build_rules(server, max_bytes=300)
+    data = ground.ask(rules, get(f"site.example:{server.port}/" + "a" * 300), session="head")
+    assert (status_of(data), server.requests) == (429, [])
+
+
+# Rates
+
+
+async def test_a_rate_is_kept_over_all_users_together() -> None:
+    now = [0.0]
+    bucket = Bucket(clock=lambda: now[0])
+    bucket.set_rate(100_000)
+    taken = 0
+    for _ in range(200):
+        now[0] += 0.01
+        taken += await bucket.take(1000)
+    assert taken == pytest.approx(2 * 100_000 + 10_000, rel=0.06)
+
+
+async def test_the_users_of_a_rate_get_equal_shares() -> None:
+    bucket = Bucket()
+    bucket.set_rate(400_000)
+    got = [0, 0, 0, 0]
+
+    async def use(number: int) -> None:
+        while True:
+            got[number] += await bucket.take(65536)
+
+    users = [asyncio.ensure_future(use(number)) for number in range(4)]
+    await asyncio.sleep(0.5)
+    for user in users:
+        user.cancel()
+    await asyncio.gather(*users, return_exceptions=True)
+    assert min(got) > max(got) / 3
+
+
+def test_a_download_takes_as_long_as_its_rate_says(ground: Ground, server: WebServer) -> None:
+    server.replies["/"] = answer(b"x" * 1_000_000)
+    started = time.monotonic()
+    ground.ask(build_rules(server, bytes_per_second=1_000_000), get(f"site.example:{server.port}/"), session="slow")
+    assert 0.8 < time.monotonic() - started < 2.5
+
+
+# Connections
+
+
+def test_a_session_has_only_so_many_connections_and_gets_new_ones_when_they_end(ground: Ground, echo: int) -> None:
+    rules = build_rules(echo, max_connections=2)
+    place = f"site.example:{echo}"
+    with ground.tunnel(rules, place, session="many"), ground.tunnel(rules, place, session="many") as second:
+        data = ground.ask(rules, get(place + "/"), session="many")
+        assert (status_of(data), "2 connections open, and may have 2" in body_of(data)) == (429, True)
+        with ground.tunnel(rules, place, session="other"):
+            pass
+        count = ground.served
+        second.shutdown(socket.SHUT_WR)
+        assert read_all(second) == b""
+        ground.wait_for_line(count + 1)
+        with ground.tunnel(rules, place, session="many"):
+            pass
+
+
+def test_two_hundred_connections_at_a_time_are_served(ground: Ground, echo: int) -> None:
+    rules = build_rules(echo, max_connections=200)
+    clients = [ground.connect(rules, session="crowd") for _ in range(200)]
+    try:
+        for client in clients:
+            client.sendall(f"CONNECT site.example:{echo} HTTP/1.1\r\n\r\n".encode())
+        for number, client in enumerate(clients):
+            assert b" 200 " in read_some(client, b"\r\n\r\n")
+            client.sendall(b"%04d" % number)
+        assert [client.recv(4) for client in clients] == [b"%04d" % number for number in range(200)]
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_a_tenant_has_only_so_many_connections_over_all_sessions() -> None:
+    allowances = Allowances(max_tenant_connections=2)
+    with allowances.enter(build_session(session="a")), allowances.enter(build_session(session="b")):
+        with pytest.raises(Refusal, match="this tenant's sessions have 2") as refused:
+            allowances.enter(build_session(session="c")).__enter__()
+        assert refused.value.verdict is Verdict.TOO_MANY_CONNECTIONS
+        with allowances.enter(build_session("globex", "a")):
+            pass
+    with allowances.enter(build_session(session="c")):
+        pass
+
+
+async def test_what_is_remembered_of_sessions_is_bounded_and_never_of_those_in_use() -> None:
+    allowances = Allowances(max_tenant_connections=9, max_remembered=2)
+    with capture_logs() as logs, allowances.enter(build_session(session="a", max_bytes=10)) as first:
+        assert await first.take(100) == 10
+        for name in "bcd":
+            with allowances.enter(build_session(session=name)):
+                pass
+        with pytest.raises(Refusal, match="10 bytes"):
+            allowances.enter(build_session(session="a", max_bytes=10)).__enter__()
+    assert {line["event"] for line in logs} <= {"egress_session_forgotten"}
+
+
+def test_more_connections_than_the_proxy_can_hold_are_told_so(echo: int) -> None:
+    with open_ground(egress_max_connections=1) as ground:
+        with ground.tunnel(build_rules(echo), f"site.example:{echo}"):
+            data = ground.ask(build_rules(echo), b"")
+        assert (status_of(data), "as many connections as it can hold" in body_of(data)) == (503, True)
+
+
+# Time
+
+
+def test_a_client_that_drips_its_head_is_given_up() -> None:
+    with open_web_server() as server, open_ground(limits=HASTY) as ground, ground.connect(build_rules(server)) as client:
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                client.sendall(b"G")
+                time.sleep(0.01)
+        data = read_all(client)
+        assert (status_of(data), ground.wait_for_line()["verdict"]) == (408, "slow_request")
+
+
+@pytest.mark.parametrize("head", [b"GET http://site.example/ HTTP/1.1\r\nX: ", b"G"])
+def test_a_head_without_an_end_is_given_up_for_its_size(head: bytes) -> None:
+    with open_ground(limits=HASTY) as ground:
+        data = ground.ask(build_rules(), head + b"x" * 9000)
+    assert (status_of(data), "more than 8 KiB" in body_of(data)) == (400, True)
+
+
+def test_a_connection_on_which_nothing_moves_is_ended(echo: int) -> None:
+    with open_ground(limits=HASTY) as ground:
+        with ground.tunnel(build_rules(echo), f"site.example:{echo}") as client:
+            assert read_all(client) == b""
+        assert ground.wait_for_line()["verdict"] == "idle"
+
+
+def test_a_host_that_does_not_answer_is_given_up_with_a_sentence(server: WebServer) -> None:
+    def wait(_: socket.socket) -> None:
+        server.ending.wait(SOON_S)
+
+    server.replies["/"] = wait
+    with open_ground(limits=HASTY) as ground:
+        data = ground.ask(build_rules(server), get(f"site.example:{server.port}/"))
+        server.ending.set()
+    assert (status_of(data), "nothing came or went for 0.3 s" in body_of(data)) == (502, True)
+
+
+def test_a_connection_that_lives_too_long_is_ended_however_busy(echo: int) -> None:
+    with open_ground(limits=HASTY) as ground, ground.tunnel(build_rules(echo), f"site.example:{echo}") as client:
+        with contextlib.suppress(OSError):
+            while True:
+                client.sendall(b"x")
+                if not client.recv(1):
+                    break
+                time.sleep(0.02)
+        assert ground.wait_for_line()["verdict"] == "too_long"
+
+
+def test_a_client_that_does_not_read_holds_neither_memory_nor_others(ground: Ground, server: WebServer) -> None:
+    server.replies["/flood"] = [b"HTTP/1.1 200 OK\r\n\r\n", *[b"x" * 1_000_000] * 20]
+    server.replies["/"] = answer("hello")
+    with ground.connect(build_rules(server), session="lazy") as lazy:
+        lazy.sendall(get(f"site.example:{server.port}/flood"))
+        for _ in range(20):
+            assert status_of(ground.ask(build_rules(server), get(f"site.example:{server.port}/"), session="busy")) == 200
+
+
+# TLS in tunnels
+
+
+def test_a_greeting_for_another_server_ends_the_tunnel_with_an_alert_and_reaches_nobody(ground: Ground) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with ground.tunnel(build_rules(port), f"site.example:{port}") as client:
+            host, _ = listening.accept()
+            with host:
+                host.settimeout(SOON_S)
+                client.sendall(build_hello("evil.example"))
+                assert read_all(client) == b"\x15\x03\x03\x00\x02\x02\x70"
+                assert read_all(host) == b""

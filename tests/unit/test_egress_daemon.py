@@ -1,0 +1,162 @@
+"""The proxy as a process: who may connect to it, where it listens, how it ends; and lookups that block."""
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from contract.errors import ConfigError
+from tests.egress_ground import SOON_S, build_opening, get, open_ground, read_all
+from tests.web_servers import StubResolver
+from workers.egress.destinations import LOOKUPS_A_TENANT, Names
+from workers.egress.listening import open_listener, unlink_own
+from workers.egress.verdicts import Refusal
+from workers.settings import load_egress_settings
+from workers.web.limits import Deadline
+from workers.web.urls import Address
+
+
+@contextmanager
+def running_process(path: Path, **environment: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """`python -m workers.egress`, ready."""
+    given = {**os.environ, "TOOLCREW_EGRESS_SOCKET": str(path), **environment}
+    process = subprocess.Popen([sys.executable, "-m", "workers.egress"], env=given, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    try:
+        assert b"egress_ready" in process.stderr.readline()
+        yield process
+    finally:
+        process.kill()
+        process.wait(SOON_S)
+        process.stderr.close()
+
+
+def exchange(path: Path, data: bytes) -> bytes:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(SOON_S)
+        client.connect(str(path))
+        try:
+            client.sendall(data)
+        except BrokenPipeError:
+            return b""
+        return read_all(client)
+
+
+def test_the_process_serves_refuses_a_second_and_removes_its_socket_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "own" / "egress.sock"
+    with running_process(path) as process:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert b"is not on this tenant's list" in exchange(path, build_opening({"hosts": ["a.example"]}) + get("b.example/"))
+        second = subprocess.run(
+            [sys.executable, "-m", "workers.egress"],
+            env={**os.environ, "TOOLCREW_EGRESS_SOCKET": str(path)},
+            capture_output=True,
+            timeout=20,
+        )
+        assert (second.returncode, b"another egress proxy already listens" in second.stderr) == (1, True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting:
+            waiting.connect(str(path))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(SOON_S) == 0
+    assert not path.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_user_is_not_served_unless_named(tmp_path: Path) -> None:
+    program = (
+        "import os, socket, sys; os.setuid(int(sys.argv[2])); s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); print(s.recv(10))"
+    )
+    with open_ground(egress_socket_mode="0666", egress_allow_uids=[4321]) as ground:
+        ground.path.parent.chmod(0o755)
+
+        def knock(uid: int) -> bytes:
+            done = subprocess.Popen([sys.executable, "-c", program, str(ground.path), str(uid)], stdout=subprocess.PIPE)
+            try:
+                return done.communicate(timeout=1.0)[0]
+            except subprocess.TimeoutExpired:
+                done.kill()
+                return done.communicate()[0] or b"waited for"
+
+        assert knock(4322) == b"b''\n"
+        assert knock(4321) == b"waited for"
+        assert {"event": "peer_refused", "log_level": "warning", "uid": 4322} in ground.logs
+
+
+def test_the_socket_of_a_proxy_that_is_gone_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "egress.sock"
+    open_listener(path, 0o600).close()
+    with open_listener(path, 0o660):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+        unlink_own(path, 1)
+        assert path.exists()
+    other = tmp_path / "file"
+    other.write_text("kept")
+    with pytest.raises(OSError, match="is no socket"):
+        open_listener(other, 0o600)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    os.chown(tmp_path, 4321, 4321)
+    with pytest.raises(OSError, match="belongs to another user"):
+        open_listener(tmp_path / "egress.sock", 0o600)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("EGRESS_SOCKET_MODE", "660"),
+        ("EGRESS_ALLOW_UIDS", "x"),
+        ("EGRESS_MAX_CONNECTIONS", "0"),
+        ("EGRESS_NAT64_PREFIX", "64:ff9b::/64"),
+    ],
+)
+def test_a_setting_that_is_wrong_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"TOOLCREW_{name}", value)
+    with pytest.raises(ConfigError, match="TOOLCREW_"):
+        load_egress_settings()
+
+
+class _SlowResolver(StubResolver):
+    """Answers when it is told to; knows how many asked at a time."""
+
+    def __init__(self) -> None:
+        super().__init__({"a.example": [["93.184.216.34"]]})
+        self.go = threading.Event()
+        self.asking = threading.Semaphore(0)
+
+    def resolve(self, host: str, deadline: Deadline, limit_s: float) -> tuple[Address, ...]:
+        self.asking.release()
+        assert self.go.wait(SOON_S)
+        return super().resolve(host, deadline, limit_s)
+
+
+async def test_a_tenant_whose_lookups_are_slow_makes_nobody_else_wait() -> None:
+    slow, quick = _SlowResolver(), StubResolver({"a.example": [["93.184.216.34"]]})
+    resolvers = iter([slow, quick])
+    names = Names(lambda: next(resolvers))
+    waiting = [asyncio.ensure_future(names.resolve("slow", "a.example", 5)) for _ in range(50)]
+    for _ in range(LOOKUPS_A_TENANT):
+        assert await asyncio.to_thread(slow.asking.acquire, timeout=SOON_S)
+    assert len(await asyncio.wait_for(names.resolve("quick", "a.example", 5), SOON_S)) == 1
+    assert not slow.asking.acquire(blocking=False)
+    slow.go.set()
+    assert len(await asyncio.gather(*waiting)) == 50
+    names.close()
+
+
+async def test_a_lookup_that_fails_is_told_as_the_resolver_tells_it() -> None:
+    names = Names(lambda: StubResolver({}))
+    with pytest.raises(Refusal, match=r"DNS: b.example has no address"):
+        await names.resolve("acme", "b.example", 5)
+    names.close()

@@ -1,0 +1,49 @@
+"""Words of an engine or a starting container, and what they tell the operator of the image."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.sandboxd.image_faults import explain_start_failure
+
+RUNC = "failed to create shim task: OCI runtime create failed: runc create failed: unable to start container process: "
+# As engines, kernels and the guest said it.
+WORDS = {
+    f'{RUNC}exec: "python3": executable file not found in $PATH: unknown': "it has no python3",
+    f'{RUNC}exec: "/usr/bin/python3": stat /usr/bin/python3: no such file or directory: unknown': "it has no python3",
+    "exec /usr/bin/python3: exec format error": "for another processor",
+    "standard_init_linux.go:228: exec user process caused: exec format error": "for another processor",
+    "exec /usr/bin/python3: no such file or directory": "loader",
+    "exec /usr/bin/python3: permission denied": "uid 1000",
+    f'{RUNC}exec: "/usr/bin/python3": permission denied: unknown': "uid 1000",
+    "toolcrew guest: this image's python3 is 3.6; Python 3.9 or later is needed\n": "its python3 is 3.6; use an image with 3.9 or later",
+    "toolcrew guest: this image's python3 lacks a part of the standard library: No module named 'ctypes'\n": "no module 'ctypes'",
+    "toolcrew guest: this image's python3 lacks a part of the standard library: cannot import name 'x'\n": "whole standard library",
+    "python3: error while loading shared libraries: libpython3.9.so.1.0: cannot open shared object file": "libpython3.9.so.1.0",
+    "/usr/bin/python3: can't find '__main__' module in '/opt/toolcrew'": "no guest in /opt/toolcrew",
+    "Fatal Python error: init_fs_encoding: failed to get the Python codec of the filesystem encoding": "does not start",
+    "toolcrew guest: unknown option --life\n": "another version",
+}
+
+
+@pytest.mark.parametrize(("words", "says"), WORDS.items(), ids=range(len(WORDS)))
+def test_a_fault_of_the_image_is_told_with_its_name(words: str, says: str) -> None:
+    sentence = explain_start_failure(words, "acme/tools:1")
+    assert sentence is not None
+    assert sentence.startswith("image acme/tools:1 cannot be a sandbox: ")
+    assert says in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "No such container: 1234", "the engine does not answer", "OCI runtime create failed: cannot allocate memory: unknown"],
+)
+def test_what_is_about_something_else_is_left_to_others(words: str) -> None:
+    assert explain_start_failure(words, "acme/tools:1") is None
+
+
+@given(st.text(max_size=2000))
+def test_no_words_of_a_container_get_far_into_the_sentence(words: str) -> None:
+    for sentence in (explain_start_failure(words, "i"), explain_start_failure(f"toolcrew guest: this image's python3 is 3.6;{words}", "i")):
+        assert sentence is None or (len(sentence) < 300 and sentence.isprintable())

@@ -1,0 +1,89 @@
+"""Why a sandbox of some image did not start: the engine's and the guest's own words, as a sentence for the operator."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from contract.errors import SandboxUnavailable
+
+_NEEDS = "an image needs python3, 3.9 or later, with its whole standard library, of this machine's kind of processor"
+_MOST_WORDS = 2000
+
+
+def explain_start_failure(words: str, image: str) -> str | None:
+    """What `words` say about the image; None when they are about something else.
+
+    `words`: what the engine answered to the start, or what the container wrote to its stderr before it ended: only its first 2,000
+    characters are looked at. A sentence that says what to do next.
+    """
+    head = words[:_MOST_WORDS]
+    for pattern, explain in _FAULTS:
+        found = pattern.search(head)
+        if found is not None:
+            return f"image {image} cannot be a sandbox: {explain(found)}"
+    return None
+
+
+@contextmanager
+def explained(image: str) -> Iterator[None]:
+    """Around the start of a sandbox: a SandboxUnavailable that is the image's fault says so. Others pass as they are."""
+    try:
+        yield
+    except SandboxUnavailable as error:
+        sentence = explain_start_failure(str(error), image)
+        if sentence is None:
+            raise
+        raise SandboxUnavailable(sentence) from error
+
+
+def _say(sentence: str) -> Callable[[re.Match[str]], str]:
+    return lambda _: sentence
+
+
+# The program is always the guest's python3: nothing else is started from outside. The most particular first.
+_FAULTS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
+    (
+        re.compile(r"toolcrew guest: this image's python3 is (\d{1,3}\.\d{1,3});"),
+        lambda found: f"its python3 is {found[1]}; use an image with 3.9 or later",
+    ),
+    (
+        re.compile(r"toolcrew guest: this image's python3 lacks a part of the standard library: No module named '([A-Za-z0-9_.]{1,40})'"),
+        lambda found: f"its python3 has no module '{found[1]}'; install the whole of Python (Debian: python3, not python3-minimal)",
+    ),
+    (
+        re.compile(r"toolcrew guest: this image's python3 lacks a part"),
+        _say("its python3 has not the whole standard library; install the whole of Python"),
+    ),
+    (
+        re.compile(r"executable file not found in \$PATH|exec: \"[^\"]{0,200}python3\": stat "),
+        _say(f"it has no python3 that may be run in /usr/local/bin, /usr/bin or /bin; {_NEEDS}"),
+    ),
+    (
+        re.compile(r"exec format error", re.IGNORECASE),
+        _say("its python3 is for another processor than this machine's; use the image's variant for this one"),
+    ),
+    (
+        re.compile(r"exec [^\n]{0,200}python3: no such file or directory|exec: \"[^\"]{0,200}python3\": no such file"),
+        _say(f"its python3 cannot be loaded, as its loader or a link's target is missing; {_NEEDS}"),
+    ),
+    (
+        re.compile(r"python3: error while loading shared libraries: ([A-Za-z0-9_.+-]{1,80})"),
+        lambda found: f"its python3 lacks the library {found[1]}; build the image with all that its Python needs",
+    ),
+    (
+        re.compile(r"exec [^\n]{0,200}python3: permission denied|exec: \"[^\"]{0,200}python3\": permission denied", re.IGNORECASE),
+        _say("its python3 may not be run by uid 1000; make it readable and executable for all"),
+    ),
+    (
+        re.compile(r"can't find '__main__' module in '/opt/toolcrew'|can't open file '/opt/toolcrew'"),
+        _say("there is no guest in /opt/toolcrew: build the image FROM ours, or remove its label toolcrew.guest to have the guest mounted"),
+    ),
+    (
+        re.compile(r"Fatal Python error: |ModuleNotFoundError: No module named '(?:encodings|codecs)'"),
+        _say(f"its python3 does not start; {_NEEDS}"),
+    ),
+    (
+        re.compile(r"toolcrew guest: (unknown option|--[a-z]{1,20} without a value)"),
+        _say("its guest is of another version than this sandboxd; build it anew with scripts/build-image"),
+    ),
+)
