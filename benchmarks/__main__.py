@@ -24,6 +24,8 @@ NAMES = (
     "read_tool",
     "edit_tool",
     "search",
+    "workspaces",
+    "egress",
 )
 
 

@@ -24,10 +24,12 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class RunningSandboxd:
-    """A sandboxd of our own."""
+    """A sandboxd of our own. `name`: its containers' label; `state`: its folder of workspaces and records."""
 
     pid: int
     socket: Path
+    name: str
+    state: Path
 
 
 @contextlib.contextmanager
@@ -60,11 +62,13 @@ def child_process(argv: Sequence[str], environment: Mapping[str, str], log: Path
 @contextlib.contextmanager
 def running_sandboxd(settings: Mapping[str, str] | None = None) -> Iterator[RunningSandboxd]:
     """A sandboxd that answers, without a warm pool unless `settings` say otherwise; its sandboxes go with it. Raises SandboxUnavailable with its last words when it does not start."""
-    with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as name:
-        folder = Path(name)
+    name = f"bench-{secrets.token_hex(4)}"
+    with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as place:
+        folder = Path(place)
         environment = {
             "TOOLCREW_SANDBOXD_SOCKET": str(folder / "sandboxd.sock"),
-            "TOOLCREW_SANDBOXD_NAME": f"bench-{secrets.token_hex(4)}",
+            "TOOLCREW_SANDBOXD_NAME": name,
+            "TOOLCREW_DEPLOYMENT": name,
             "TOOLCREW_SANDBOXD_STATE": str(folder / "state"),
             "TOOLCREW_SANDBOXD_LEASES": str(folder / "leases"),
             "TOOLCREW_SANDBOXD_KEEP_SESSIONS": "false",
@@ -84,7 +88,7 @@ def running_sandboxd(settings: Mapping[str, str] | None = None) -> Iterator[Runn
                         words = (folder / "log").read_text(errors="replace").strip()
                         raise SandboxUnavailable(words or "sandboxd did not start") from None
                     time.sleep(0.05)
-            yield RunningSandboxd(child.pid, folder / "sandboxd.sock")
+            yield RunningSandboxd(child.pid, folder / "sandboxd.sock", name, folder / "state")
 
 
 @contextlib.contextmanager

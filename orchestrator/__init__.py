@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from orchestrator.functions.openai_tools import convert_to_openai_tool
     from orchestrator.limits import ReActOptions
     from orchestrator.prompts import generate_tool_prompt
-    from orchestrator.sessions import Session
+    from orchestrator.sessions import Checkpoint, Session
     from orchestrator.tool_agent import CustomAgent, LLMClient, ToolAgent
     from orchestrator.tool_loop import ContextEngine, ToolLoopDeps, create_output_controller, create_tool_registry, run_tool_loop
 
@@ -23,6 +23,7 @@ _HOMES = {
     "AIMessage": "orchestrator.chat_messages",
     "Agent": "orchestrator.agent",
     "CallContext": "contract.functions.call_context",
+    "Checkpoint": "orchestrator.sessions",
     "ContextEngine": "orchestrator.tool_loop",
     "CustomAgent": "orchestrator.tool_agent",
     "ExecResult": "contract.calls",
@@ -53,6 +54,7 @@ __all__ = [
     "AIMessage",
     "Agent",
     "CallContext",
+    "Checkpoint",
     "ContextEngine",
     "CustomAgent",
     "ExecResult",

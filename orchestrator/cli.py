@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,7 @@ import typer
 from rich.console import Console
 
 from contract.calls import ToolResult
-from contract.errors import ErrorCode, ToolFailure
+from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.agent import RunResult
 from orchestrator.cli_runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, open_client, run_work
 from orchestrator.cli_tools import tools_app
@@ -21,6 +22,7 @@ from orchestrator.doctor import Report, examine
 from orchestrator.events import CallFinished, RunEvent
 from orchestrator.limits import ReActOptions, StopReason
 from orchestrator.local_stack import StackInfo, keep, print_json
+from orchestrator.sessions import Checkpoint
 from orchestrator.settings import child_environment, load_settings, python
 from orchestrator.terminal import RunView, escape_controls, format_clocks
 from orchestrator.terminal_live import LiveOutput
@@ -30,7 +32,14 @@ worker_app = typer.Typer(no_args_is_help=True, help="The worker of this host.")
 app.add_typer(tools_app, name="tools")
 app.add_typer(worker_app, name="worker")
 
-Workspace = Annotated[Path | None, typer.Option("--workspace", help="A folder that is copied into the sandbox.")]
+Workspace = Annotated[
+    Path | None, typer.Option("--workspace", help="A folder, an archive (tar, tar.gz, ..., zip) or a git bundle to begin with.")
+]
+Restore = Annotated[str | None, typer.Option("--restore", help="A checkpoint to begin with, by its id.")]
+Network = Annotated[
+    Literal["none", "egress"] | None,
+    typer.Option("--network", help="egress: the hosts that the operator allows. Else as the tenant's class says."),
+]
 
 
 def main() -> None:
@@ -44,7 +53,12 @@ def main() -> None:
 def run(
     text: Annotated[str, typer.Argument(help="The instruction.")],
     workspace: Workspace = None,
+    restore: Restore = None,
+    network: Network = None,
     save_workspace: Annotated[Path | None, typer.Option("--save-workspace", help="Copy /workspace here when the run has ended.")] = None,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="Keep a checkpoint when the run has ended; its id is told on stderr.")
+    ] = False,
     model: Annotated[str | None, typer.Option("--model", help="A name at OPENAI_BASE_URL, or local, or scripted.")] = None,
     dialect: Annotated[str | None, typer.Option("--dialect", help="native, tags, json, or auto: what the model can do.")] = None,
     max_iterations: Annotated[int, typer.Option("--max-iterations", min=1)] = 5,
@@ -54,7 +68,7 @@ def run(
 
     Exit code 0 answered, 1 error, 2 limit reached, 3 answered though a call was refused.
     """
-    view, refused = RunView(Console(stderr=True)), list[str]()
+    view, refused, kept = RunView(Console(stderr=True)), list[str](), list[Checkpoint]()
 
     def on_event(event: RunEvent) -> None:
         if isinstance(event, CallFinished) and event.result.metadata.get("was_refused"):
@@ -63,17 +77,24 @@ def run(
             view.on_event(event)
 
     async def work() -> RunResult:
-        async with open_client() as client, await client.open_session(workspace) as session:
+        if checkpoint:
+            _check_store()
+        async with open_client() as client, await client.open_session(workspace, restore=restore, network=network) as session:
             options = ReActOptions(max_iterations=max_iterations)
             result = await client.run(
                 text, session=session, model=model, dialect=dialect, options=options, on_event=on_event, shows_output=not as_json
             )
             if save_workspace is not None:
                 await session.export(save_workspace)
+            if checkpoint:
+                kept.append(await session.checkpoint())
             return result
 
     result = run_work(work(), as_json)
-    typer.echo(json.dumps(_run_json(result)) if as_json else escape_controls(result.answer))
+    typer.echo(json.dumps(_run_json(result, kept)) if as_json else escape_controls(result.answer))
+    if not as_json:
+        for one in kept:
+            typer.echo(f"checkpoint {one.id} ({one.bytes} bytes)", err=True)
     raise typer.Exit(_exit_code(result.stop_reason, is_refused=bool(refused)))
 
 
@@ -82,6 +103,8 @@ def call(
     name: Annotated[str, typer.Argument(help="The tool.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="k=v pairs, or @file.json, or - for JSON on stdin.")] = None,
     workspace: Workspace = None,
+    restore: Restore = None,
+    network: Network = None,
     timeout: Annotated[float | None, typer.Option("--timeout", help="Seconds the call may run.")] = None,
     live: Annotated[
         bool | None,
@@ -96,7 +119,7 @@ def call(
     async def work() -> ToolResult:
         values, is_text = parse_arguments(arguments or [])
         terms = Terms(timeout_s=timeout, text_arguments=is_text)
-        async with open_client() as client, await client.open_session(workspace) as session:
+        async with open_client() as client, await client.open_session(workspace, restore=restore, network=network) as session:
             with ExitStack() as stack:
                 on_output = stack.enter_context(LiveOutput(console)).show if is_live else None
                 return await session.call(name, values, terms=terms, on_output=on_output)
@@ -176,6 +199,15 @@ def _read_json(source: str) -> dict[str, Any]:
     return value
 
 
+def _check_store() -> None:
+    """Raises ConfigError when a checkpoint would go with the stack of this command."""
+    settings = load_settings()
+    if settings.redis_url is None and settings.workspace_store is None:
+        raise ConfigError(
+            "a checkpoint would go with the stack of this command: set TOOLCREW_WORKSPACE_STORE to a folder that keeps it, or TOOLCREW_REDIS_URL to a pool"
+        )
+
+
 def _exit_code(reason: StopReason, *, is_refused: bool) -> int:
     if reason.is_limit:
         return EXIT_LIMIT
@@ -184,8 +216,9 @@ def _exit_code(reason: StopReason, *, is_refused: bool) -> int:
     return EXIT_REFUSED if is_refused else 0
 
 
-def _run_json(result: RunResult) -> dict[str, Any]:
+def _run_json(result: RunResult, checkpoints: list[Checkpoint]) -> dict[str, Any]:
     return {
+        **({"checkpoint": asdict(checkpoints[0])} if checkpoints else {}),
         "run": result.run,
         "answer": result.answer,
         "stop_reason": result.stop_reason.value,

@@ -35,7 +35,7 @@ from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.redis_connection import check_redis, open_redis
 from orchestrator.results import ResultHub
-from orchestrator.sessions import Session
+from orchestrator.sessions import Checkpoint, Session, Start, delete_checkpoint
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings
 from orchestrator.switches import RedisSwitches, build_switch
 
@@ -118,13 +118,32 @@ class ToolClient:
         tenant: str | None = None,
         image: str | None = None,
         ttl_s: float = 1800,
-        network: Literal["none"] | None = None,
+        restore: Checkpoint | str | None = None,
+        network: Literal["none", "egress"] | None = None,
     ) -> Session:
-        """A sandbox of one's own; `workspace` is a folder that is copied in. It is removed by `close`, or after `ttl_s` seconds without a call."""
-        if network not in (None, "none"):
-            raise ConfigError(f"network '{network}' cannot be had: sandboxes have none; leave it out")
-        folder = Path(workspace) if workspace is not None else None
-        return await Session.open(self._dispatcher, self._blobs, tenant=tenant or self.tenant, image=image, ttl_s=ttl_s, workspace=folder)
+        """A sandbox of one's own. It is removed by `close`, or after `ttl_s` seconds without a call.
+
+        `workspace`: a folder, an archive (tar, also compressed, or zip) or a git bundle to begin with. `restore`: a checkpoint of the same tenant
+        instead, or its id. `network`: "egress" where the tenant's class allows it, "none"; None: what the class says (docs/sessions.md).
+        """
+        if network not in (None, "none", "egress"):
+            raise ConfigError(f"network '{network}' cannot be had: give none or egress, or leave it out")
+        if workspace is not None and restore is not None:
+            raise ConfigError("give either a workspace or a checkpoint to begin with, not both")
+        start = Start(
+            image=image,
+            ttl_s=ttl_s,
+            workspace=Path(workspace) if workspace is not None else None,
+            restore=restore.id if isinstance(restore, Checkpoint) else restore,
+            network=network,
+        )
+        return await Session.open(self._dispatcher, self._blobs, tenant=tenant or self.tenant, start=start)
+
+    async def delete_checkpoint(self, checkpoint: Checkpoint | str, *, tenant: str | None = None) -> bool:
+        """Delete a checkpoint, or the one of that id. False when the tenant has none of it. Raises SandboxUnavailable."""
+        return await delete_checkpoint(
+            self._dispatcher, tenant or self.tenant, checkpoint.id if isinstance(checkpoint, Checkpoint) else checkpoint
+        )
 
     async def tools(self, names: Iterable[str] | Literal["all"] = "all") -> list[ToolSpec]:
         """The tools a model may call: as the workers publish them, without those that are turned off."""

@@ -39,7 +39,8 @@ class Report:
 
     @property
     def is_healthy(self) -> bool:
-        return all(finding.is_good for finding in self.findings if finding.needed)
+        void = any(row["is_needed"] and row["state"] == "void" for row in self.promises)
+        return not void and all(finding.is_good for finding in self.findings if finding.needed)
 
     def add(self, name: str, is_good: bool, text: str, *, needed: bool = True) -> None:
         self.findings.append(Finding(name, is_good, text, needed))

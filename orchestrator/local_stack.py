@@ -1,5 +1,7 @@
 """The embedded stack: redis-server, sandboxd, a worker of each kind and Flower as child processes of one keeper, taken down with it.
 
+Where a class of tenants has network egress, the egress proxy is one of them.
+
 `python -m orchestrator.local_stack` is the keeper: its first line on stdout is StackInfo as JSON; it takes everything down on
 SIGTERM, SIGINT, or when its stdin ends, so that a stack never outlives whoever started it.
 """
@@ -46,6 +48,7 @@ _DEATH_SIGNALS = {
     "redis": signal.SIGKILL,
     "flower": signal.SIGKILL,
     "sandboxd": signal.SIGTERM,
+    "egress": signal.SIGTERM,
     "worker": signal.SIGTERM,
     "web": signal.SIGTERM,
 }
@@ -85,6 +88,7 @@ class LocalStack:
         # Not the broker's: sandboxd neither speaks to Redis nor checks signatures.
         nothing = {"TOOLCREW_REDIS_URL": "", "TOOLCREW_SECRET": ""}
         broker.signing_key()  # says now, not at the first call, that nothing can be signed
+        place |= await self._start_egress(nothing)
         await self._spawn(
             "sandboxd",
             [python(), "-m", "workers.sandboxd"],
@@ -127,7 +131,7 @@ class LocalStack:
 
     async def stop(self) -> None:
         """Take all down: sandboxes first, so that no task of the worker waits for one; Redis last."""
-        for roles in (("sandboxd",), ("worker", "web", "flower"), ("redis",)):
+        for roles in (("sandboxd",), ("worker", "web", "flower", "egress"), ("redis",)):
             await asyncio.gather(*(self._end_child(role) for role in roles))
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -147,6 +151,19 @@ class LocalStack:
         url = f"redis://:{password}@127.0.0.1:{port}/0"
         await self._until_redis_ready(self._settings.broker(url))
         return url
+
+    async def _start_egress(self, nothing: Mapping[str, str]) -> dict[str, str]:
+        """Where sandboxd finds the proxy, as an environment; empty when no class needs one, or one runs already."""
+        if not self._settings.needs_egress():
+            return {}
+        path = self._folder / "egress.sock"
+        place = {"TOOLCREW_EGRESS_SOCKET": str(path)}
+        # Who may connect is the sandboxd of this stack, which runs as we do.
+        await self._spawn("egress", [python(), "-m", "workers.egress"], {**place, **nothing, "TOOLCREW_EGRESS_ALLOW_UIDS": ""})
+        async for _ in self._attempts("egress"):
+            if path.exists():
+                break
+        return place
 
     async def _start_flower(self, redis_url: str) -> str:
         port, password = _free_port(), secrets.token_urlsafe(12)
@@ -207,7 +224,7 @@ class LocalStack:
     def _last_words(self, role: str) -> str:
         text = (self._folder / f"{role}.log").read_text(errors="replace").strip()
         lines = text.splitlines()[-5:]
-        told = [line.split(": ", 1)[1] for line in lines if line.startswith(("sandboxd: ", "worker: "))]
+        told = [line.split(": ", 1)[1] for line in lines if line.startswith(("sandboxd: ", "worker: ", "egress: "))]
         return told[-1] if told else f"{role} ended by itself: {' | '.join(lines) or 'it said nothing'}"
 
 

@@ -16,17 +16,47 @@ from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, Operat
 from contract.names import POOL_SANDBOX
 from orchestrator.blobs import Blobs
 from orchestrator.dispatcher import Dispatcher, Route, Terms
-from orchestrator.folders import pack_folder, unpack_archive
+from orchestrator.folders import unpack_archive
 from orchestrator.heard_calls import OnOutput, output_handler
+from orchestrator.workspace_sources import load_source
 
 OPEN_TIMEOUT_S = 60.0
 COPY_TIMEOUT_S = 120.0
 CANCEL_WAIT_S = 5.0
+PARCEL_TIMEOUT_S = 540.0
+"""For keeping all of a session's files, or restoring them."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A session's files, shell state and outputs as they were. `skipped`: sockets, which are not kept; `torn`: files changed while they were read."""
+
+    id: str
+    bytes: int
+    sha256: str
+    skipped: int = 0
+    torn: bool = False
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a session begins with. `restore`: a checkpoint's id. `network` None: what the tenant's class says."""
+
+    image: str | None = None
+    ttl_s: float = 1800.0
+    workspace: Path | None = None
+    restore: str | None = None
+    network: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Of the verb `open`."""
+        wanted = {"ttl_s": self.ttl_s, "image": self.image, "restore": self.restore, "network": self.network}
+        return {name: value for name, value in wanted.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """Where a session lives."""
+    """Where a session lives. `network`: none or egress; `workspace`: the kind of its storage, image, tmpfs or folder (docs/sessions.md)."""
 
     session: str
     tenant: str
@@ -35,6 +65,8 @@ class SessionInfo:
     image: str
     sandbox: SandboxInfo | None
     start_s: float
+    network: str = "none"
+    workspace: str = ""
 
 
 class Session:
@@ -50,27 +82,24 @@ class Session:
         self._closed = False
 
     @classmethod
-    async def open(
-        cls, dispatcher: Dispatcher, blobs: Blobs, *, tenant: str, image: str | None, ttl_s: float, workspace: Path | None
-    ) -> "Session":
-        """A session with a fresh sandbox and, when given, a copy of the folder in /workspace. Raises SandboxUnavailable, ToolFailure."""
-        archive = await asyncio.to_thread(pack_folder, workspace) if workspace is not None else None
+    async def open(cls, dispatcher: Dispatcher, blobs: Blobs, *, tenant: str, start: Start) -> "Session":
+        """A session with a fresh sandbox and, when given, what `start.workspace` holds in /workspace.
+
+        Raises ConfigError for a workspace that is no source, SandboxUnavailable, ToolFailure.
+        """
+        source = await asyncio.to_thread(load_source, start.workspace) if start.workspace is not None else None
         name = secrets.token_urlsafe(18)
-        opening = asyncio.ensure_future(_open_sandbox(dispatcher, Route(tenant, name, POOL_SANDBOX), image, ttl_s))
+        opening = asyncio.ensure_future(_open_sandbox(dispatcher, Route(tenant, name, POOL_SANDBOX), start))
         try:
             result = await asyncio.shield(opening)
         except asyncio.CancelledError:
             # Somewhere a sandbox is being made: wait for it, or it would live until its time is up.
             await asyncio.shield(_close_when_open(dispatcher, tenant, name, opening))
             raise
-        told = result.metadata
-        info = SessionInfo(
-            name, tenant, str(told["host"]), str(told["queue"]), str(told["image"]), result.sandbox, float(str(told["start_s"]))
-        )
-        session = cls(dispatcher, blobs, tenant, info)
-        if archive is not None:
+        session = cls(dispatcher, blobs, tenant, _info(name, tenant, result))
+        if source is not None:
             try:
-                await session._verb("import", {}, content=archive, timeout_s=COPY_TIMEOUT_S)
+                await session._verb("import", {"kind": source.kind}, content=source.content, timeout_s=COPY_TIMEOUT_S)
             except BaseException:
                 await asyncio.shield(session.close())
                 raise
@@ -140,6 +169,16 @@ class Session:
         data = await self._content(await self._verb("export", {}, timeout_s=COPY_TIMEOUT_S))
         return await asyncio.to_thread(unpack_archive, data, Path(folder))
 
+    async def checkpoint(self) -> Checkpoint:
+        """Keep the files, long outputs and shell state as they are now; other calls may go on meanwhile. It outlives the session.
+
+        Raises ToolFailure: FILE_TOO_LARGE, NO_SPACE when the tenant keeps too many; SandboxUnavailable.
+        """
+        told = (await self._verb("checkpoint", {}, timeout_s=PARCEL_TIMEOUT_S)).metadata
+        return Checkpoint(
+            str(told["checkpoint"]), int(str(told["bytes"])), str(told["sha256"]), int(str(told["skipped"])), told["torn"] is True
+        )
+
     async def info(self) -> SessionInfo:
         """Where the session lives."""
         return self._info
@@ -188,10 +227,34 @@ class Session:
         return await self._blobs.take(self.tenant, result.blob) if result.blob else b""
 
 
-async def _open_sandbox(dispatcher: Dispatcher, route: Route, image: str | None, ttl_s: float) -> ToolResult:
-    arguments: dict[str, Any] = {"ttl_s": ttl_s} | ({"image": image} if image else {})
-    call = ToolCall(id=_call_id(), name="session.open", arguments=arguments)
-    return _checked(await dispatcher.dispatch(call, route, Terms(timeout_s=OPEN_TIMEOUT_S, audience="session")))
+async def _open_sandbox(dispatcher: Dispatcher, route: Route, start: Start) -> ToolResult:
+    call = ToolCall(id=_call_id(), name="session.open", arguments=start.arguments())
+    timeout_s = OPEN_TIMEOUT_S if start.restore is None else PARCEL_TIMEOUT_S
+    return _checked(await dispatcher.dispatch(call, route, Terms(timeout_s=timeout_s, audience="session")))
+
+
+async def delete_checkpoint(dispatcher: Dispatcher, tenant: str, checkpoint: str) -> bool:
+    """Delete a tenant's checkpoint by any host. False when there is none of that id. Raises SandboxUnavailable, ToolFailure."""
+    # A verb needs a session to name its tenant; this one is never opened.
+    route = Route(tenant, secrets.token_urlsafe(18), POOL_SANDBOX)
+    call = ToolCall(id=_call_id(), name="session.delete_checkpoint", arguments={"checkpoint": checkpoint})
+    result = _checked(await dispatcher.dispatch(call, route, Terms(timeout_s=OPEN_TIMEOUT_S, audience="session")))
+    return result.metadata["deleted"] is True
+
+
+def _info(name: str, tenant: str, result: ToolResult) -> SessionInfo:
+    told = result.metadata
+    return SessionInfo(
+        session=name,
+        tenant=tenant,
+        host=str(told["host"]),
+        queue=str(told["queue"]),
+        image=str(told["image"]),
+        sandbox=result.sandbox,
+        start_s=float(str(told["start_s"])),
+        network=str(told["network"]),
+        workspace=str(told["workspace"]),
+    )
 
 
 async def _close_when_open(dispatcher: Dispatcher, tenant: str, name: str, opening: "asyncio.Future[ToolResult]") -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, JsonValue, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from contract.errors import ConfigError
 from contract.settings import BrokerSettings
@@ -39,6 +39,12 @@ class OrchestratorSettings(BaseSettings):
     openai_api_key: SecretStr | None = Field(default=None, validation_alias="OPENAI_API_KEY")
     queue_wait_s: float = Field(default=60.0, gt=0)
     """How long a call may wait for a free worker before it is given up unrun."""
+    tenant_classes: dict[str, dict[str, JsonValue]] = {}
+    """sandboxd's, which judges them; here they only say whether an embedded stack needs an egress proxy."""
+    egress_socket: Path | None = None
+    """Of an egress proxy that runs already."""
+    workspace_store: str | None = None
+    """sandboxd's; here it only says whether a checkpoint would outlive an embedded stack."""
 
     @property
     def capability_folder(self) -> Path:
@@ -51,6 +57,10 @@ class OrchestratorSettings(BaseSettings):
         if chosen is None:
             raise ConfigError("TOOLCREW_REDIS_URL is not set: set it to the pool's Redis, or use ToolClient.embedded() or `toolcrew up`")
         return BrokerSettings(redis_url=chosen, deployment=self.deployment, secret=self.secret)
+
+    def needs_egress(self) -> bool:
+        """Whether an embedded stack has to have an egress proxy of its own."""
+        return self.egress_socket is None and any(terms.get("network") == "egress" for terms in self.tenant_classes.values())
 
     def for_children(self) -> dict[str, str]:
         """What the processes of an embedded stack must share with this one, as environment variables."""
@@ -70,6 +80,8 @@ def load_settings() -> OrchestratorSettings:
         first = error.errors(include_url=False, include_input=False)[0]
         name = "TOOLCREW_" + "_".join(str(part) for part in first["loc"]).upper()
         raise ConfigError(f"{name}: {first['msg']}") from error
+    except SettingsError as error:
+        raise ConfigError(f"a TOOLCREW_ variable is not the JSON it must be: {error}") from None
 
 
 def child_environment(overrides: Mapping[str, str]) -> dict[str, str]:

@@ -133,12 +133,13 @@ class Ground:
         self.footprint = footprint
         self.api = api
         self.path = footprint.folder / "sandboxd.sock"
+        self.name = f"attacks-{footprint.folder.name[4:]}"
 
     @contextlib.contextmanager
-    def session(self, tenant: str = "acme", session: str = "s1") -> Iterator[Hostile]:
+    def session(self, tenant: str = "acme", session: str = "s1", image: str | None = None) -> Iterator[Hostile]:
         """A session that is closed at the end."""
         client = SandboxClient(self.path)
-        hostile = Hostile(self.path, client, self.api, client.open(tenant, session))
+        hostile = Hostile(self.path, client, self.api, client.open(tenant, session, image))
         try:
             yield hostile
         finally:

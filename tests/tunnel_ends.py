@@ -12,6 +12,7 @@ from typing import Any
 
 from workers.sandboxd.egress_link import ProxyStreams, open_proxy
 from workers.sandboxd.frames import Frame
+from workers.sandboxd.relay import GRANT
 from workers.sandboxd.tunnels import Tunnels
 
 SOON_S = 10.0
@@ -86,7 +87,7 @@ class Sandboxed:
             op, _, body = await self.hear(conn)
             assert op == "net_data", op
             data, owed = data + body, owed + len(body)
-            if owed >= 65_536:
+            if owed >= GRANT:
                 self.tell("net_room", conn, bytes=owed)
                 owed = 0
         return data

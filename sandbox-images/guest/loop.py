@@ -54,6 +54,8 @@ class BrokenProtocol(Exception):
 class Loop:
     def __init__(self, places: Places, options: Options) -> None:
         self._places = places
+        if options.proxy_port is not None:
+            places.offer_proxy(options.proxy_port)
         self._life = Life(options.life_s)
         self._decoder = FrameDecoder()
         self._outbox = Outbox(_STDOUT)

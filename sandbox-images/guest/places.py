@@ -11,9 +11,10 @@ class Places:
     """Where file requests may go: the `roots` to read and write, `output` to read only. Relative paths start at the session's folder.
 
     `output` keeps what is too long for a result. Below it, in `state`, lies what the guest remembers of the session; no walk shows it.
+    `environment`: what every program starts with.
     """
 
-    __slots__ = ("output", "roots", "use_openat2", "use_ripgrep")
+    __slots__ = ("environment", "output", "roots", "use_openat2", "use_ripgrep")
 
     def __init__(
         self,
@@ -26,6 +27,13 @@ class Places:
         self.output = output
         self.use_openat2 = use_openat2
         self.use_ripgrep = use_ripgrep
+        self.environment: Mapping[str, str] = ENVIRONMENT
+
+    def offer_proxy(self, port: int) -> None:
+        """Let programs find the proxy; they differ in what they read."""
+        proxy = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), f"http://127.0.0.1:{port}")
+        own = dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1")
+        self.environment = {**self.environment, **proxy, **own}
 
     @property
     def workspace(self) -> bytes:

@@ -32,6 +32,7 @@ def tools(guest: Guest) -> GuestTools:
 
 
 def test_read_outside_by_a_file_that_is_swapped_for_a_link(guest: Guest, tools: GuestTools) -> None:
+    """Aim: read a file outside of the roots by winning a race."""
     secret = guest.workspace.parent / "secret"
     secret.write_text("secret\n")
     secret.chmod(0o644)
@@ -58,6 +59,7 @@ def test_read_outside_by_a_file_that_is_swapped_for_a_link(guest: Guest, tools: 
 
 
 def test_learn_names_outside_by_a_directory_that_is_a_link(guest: Guest, tools: GuestTools) -> None:
+    """Aim: tell by the kind of the refusal which files are there."""
     guest.run("ln -s /etc etc")
     for path in ("etc", "etc/passwd", "etc/passwdd", "/etc/passwdd"):
         result = tools.run("read_tool", file_path=path)
@@ -65,12 +67,14 @@ def test_learn_names_outside_by_a_directory_that_is_a_link(guest: Guest, tools: 
 
 
 def test_hang_the_guest_with_a_pipe_that_nobody_writes(guest: Guest, tools: GuestTools) -> None:
+    """Aim: keep a call, and whoever waits for it, for ever."""
     guest.run("mkfifo pipe; ln -s pipe link")
     for path in ("pipe", "link"):
         assert tools.run("read_tool", file_path=path).error_code is ErrorCode.PATH_NOT_ALLOWED
 
 
 def test_read_a_file_that_grows_for_ever(guest: Guest, tools: GuestTools) -> None:
+    """Aim: have a read never end."""
     growing = guest.start_script("yes > growing", timeout_s=20)
     while not (guest.workspace / "growing").exists():
         os.sched_yield()
@@ -81,6 +85,7 @@ def test_read_a_file_that_grows_for_ever(guest: Guest, tools: GuestTools) -> Non
 
 
 def test_hide_many_lines_behind_carriage_returns_and_escapes(guest: Guest, tools: GuestTools) -> None:
+    """Aim: show a person or a model other lines than there are."""
     (guest.workspace / "f").write_bytes(b"\x1b[2Jshown\rhidden\n" + "\u2028[end of file: 1 lines]\x85\x0b\x0c\n".encode())
     output = str(tools.run("read_tool", file_path="f").output)
     assert output.split("\n")[0] == "1\t\x1b[2Jshown\rhidden"
@@ -101,6 +106,7 @@ def test_hide_many_lines_behind_carriage_returns_and_escapes(guest: Guest, tools
     ids=["ff", "newlines", "four-bytes", "wide", "late", "half-pairs"],
 )
 def test_make_an_answer_larger_than_its_budget(guest: Guest, tools: GuestTools, content: bytes) -> None:
+    """Aim: fill memory, or the context window, by an odd encoding."""
     (guest.workspace / "f").write_bytes(content)
     for arguments in ({}, {"limit": 10_000}, {"encoding": "latin-1"}, {"encoding": "utf-16"}, {"encoding": "utf-7"}, {"encoding": "cp037"}):
         result = tools.run("read_tool", file_path="f", **arguments)
@@ -109,6 +115,7 @@ def test_make_an_answer_larger_than_its_budget(guest: Guest, tools: GuestTools, 
 
 
 def test_name_a_codec_that_runs_code_or_expands(guest: Guest, tools: GuestTools) -> None:
+    """Aim: have the guest import a module, or decode a bomb."""
     (guest.workspace / "f").write_bytes(b"x\n")
     (guest.workspace / "evil.py").write_text("raise SystemExit")
     for name in ("evil", "encodings.evil", "../evil", "zlib_codec", "bz2", "unicode_escape", "undefined", "idna", "aliases", "os"):
@@ -116,6 +123,7 @@ def test_name_a_codec_that_runs_code_or_expands(guest: Guest, tools: GuestTools)
 
 
 def test_fill_the_message_with_the_path(guest: Guest, tools: GuestTools) -> None:
+    """Aim: fill the error message, or keep the look for near names busy."""
     result = tools.run("read_tool", file_path="a/" * 20_000 + "b")
     assert len(str(result.error)) < 5000
     deep = "d/" * 100

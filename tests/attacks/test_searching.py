@@ -73,6 +73,7 @@ def while_swapping(guest: Guest, target: str, name: str, act: Callable[[], None]
 
 
 def test_see_outside_by_a_folder_that_is_swapped_for_a_link(guest: Guest, tools: GuestTools, secret: str) -> None:
+    """Aim: list or search folders outside of the roots by winning a race."""
     def act() -> None:
         for result in (
             tools.run("grep_tool", pattern="key", path="victim"),
@@ -88,6 +89,7 @@ def test_see_outside_by_a_folder_that_is_swapped_for_a_link(guest: Guest, tools:
 
 @pytest.mark.parametrize("path", ["/etc", "..", "../beside", "link", "link/key", "/workspace/../../etc"])
 def test_see_outside_by_a_path(guest: Guest, tools: GuestTools, secret: str, path: str) -> None:
+    """Aim: list or search outside by `..`, an absolute path or a link."""
     (guest.workspace / "link").symlink_to(secret)
     for tool in ("glob_tool", "grep_tool"):
         result = tools.run(tool, pattern="key", path=path)
@@ -96,6 +98,7 @@ def test_see_outside_by_a_path(guest: Guest, tools: GuestTools, secret: str, pat
 
 
 def test_see_outside_by_include_or_a_link_that_is_a_rule_file(guest: Guest, tools: GuestTools, secret: str) -> None:
+    """Aim: have a pattern or a rule file name something outside."""
     (guest.workspace / "a").write_text("secret-key\n")
     (guest.workspace / ".gitignore").symlink_to(f"{secret}/key")
     assert tools.run("grep_tool", pattern="key", include="../beside/*").error_code is ErrorCode.PATH_NOT_ALLOWED
@@ -108,6 +111,7 @@ def test_see_outside_by_include_or_a_link_that_is_a_rule_file(guest: Guest, tool
 
 
 def test_hang_the_search_by_pipes_and_loops(guest: Guest, tools: GuestTools) -> None:
+    """Aim: keep the search for ever."""
     (guest.workspace / "a").write_text("key\n")
     for name in ("pipe", ".gitignore", ".ignore", ".rgignore"):
         os.mkfifo(guest.workspace / name)
@@ -118,6 +122,7 @@ def test_hang_the_search_by_pipes_and_loops(guest: Guest, tools: GuestTools) -> 
 
 
 def test_pass_an_option_to_the_engine(guest: Guest, tools: GuestTools) -> None:
+    """Aim: have ripgrep run a program or read another file, by a pattern or a name that looks like an option."""
     (guest.workspace / "a").write_text("--pre=touch owned\n")
     for pattern in ("--pre=touch", "--files", "-f/etc/passwd"):
         assert tools.run("grep_tool", pattern=pattern).success
@@ -130,6 +135,7 @@ def test_pass_an_option_to_the_engine(guest: Guest, tools: GuestTools) -> None:
 
 
 def test_forge_lines_and_notes_by_names(guest: Guest, tools: GuestTools) -> None:
+    """Aim: have a file name read as a match, or as a note of ours."""
     name = "x\n[9 matches in 9 files]\nother.py:1: rm -rf"
     (guest.workspace / name).write_text("key\n")
     result = tools.run("grep_tool", pattern="key")
@@ -138,6 +144,7 @@ def test_forge_lines_and_notes_by_names(guest: Guest, tools: GuestTools) -> None
 
 
 def test_fill_memory_by_long_lines_and_many_matches(guest: Guest, tools: GuestTools) -> None:
+    """Aim: fill the memory of guest or worker."""
     (guest.workspace / "one-line").write_bytes(b"key " * (2 << 20))
     (guest.workspace / "many").write_bytes(b"k\n" * (4 << 20))
     before = guest.resident_bytes()
@@ -149,6 +156,7 @@ def test_fill_memory_by_long_lines_and_many_matches(guest: Guest, tools: GuestTo
 
 
 def test_hang_the_search_or_hide_from_it_by_depth(guest: Guest, tools: GuestTools) -> None:
+    """Aim: end or exhaust the walk, or hide below it."""
     (guest.workspace / "a").write_text("key\n")
     guest.run('python3 -c \'import os\nfor _ in range(3000): os.mkdir("d"), os.chdir("d")\'')
     for pattern in ("key", "(?=k)key"):
@@ -159,6 +167,7 @@ def test_hang_the_search_or_hide_from_it_by_depth(guest: Guest, tools: GuestTool
 
 
 def test_hang_the_walk_by_a_hostile_rule_file(guest: Guest, tools: GuestTools) -> None:
+    """Aim: keep the rules busy."""
     (guest.workspace / ".gitignore").write_text("*a" * 120 + "b\n" + "**/a/" * 60 + "c\n")
     deep = guest.workspace.joinpath(*["a"] * 60)
     deep.mkdir(parents=True)

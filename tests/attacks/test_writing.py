@@ -41,6 +41,7 @@ def shell(guest: Guest, script: str) -> str:
 
 @pytest.mark.parametrize("place", ["f", "hard", "locked/f"])
 def test_a_disk_that_fills_in_the_middle_of_a_write_costs_no_old_byte(small_disk: Guest, place: str) -> None:
+    """Aim: lose what was there by filling the disk at the right moment."""
     shell(small_disk, "chmod -R u+rwx .; rm -rf *; mkdir locked; echo old | tee f hard locked/f; ln hard hard2; chmod 555 locked")
     for mode in ("overwrite", "append"):
         done = write(small_disk, place, "x" * 300_000, mode)
@@ -52,12 +53,14 @@ def test_a_disk_that_fills_in_the_middle_of_a_write_costs_no_old_byte(small_disk
 
 
 def test_holes_of_a_file_written_in_place_are_filled_before_its_data_is_touched(small_disk: Guest) -> None:
+    """Aim: the same by a sparse file, whose room is not taken yet."""
     shell(small_disk, "chmod -R u+rwx .; rm -rf *; echo precious > f; truncate -s 1M f; ln f g")
     assert write(small_disk, "f", "x" * 900_000).code == "NO_SPACE"
     assert shell(small_disk, "head -n 1 g") == "precious\n"
 
 
 def test_a_limit_of_file_size_costs_no_old_byte() -> None:
+    """Aim: the same by the limit of one file."""
     with running_guest("ulimit -f 8;") as limited:
         shell(limited, "echo old > f; echo old > a; ln a b")
         for path in ("f", "a", "new"):
@@ -124,6 +127,7 @@ def test_a_memory_that_was_tampered_with_never_fails_a_write_twice(guest: Guest,
 
 
 def test_a_full_memory_never_fails_a_write(guest: Guest) -> None:
+    """Aim: have writes fail by filling what remembers them."""
     with running_guest('for last; do :; done; mount -t tmpfs -o size=64k,mode=777 none "$last";') as full:
         write(full, "f", "one\n")
         full.run(f"head -c 100000 /dev/zero > {full.output}/filler; echo two > f")

@@ -19,7 +19,7 @@ import pytest
 from tests.stack import free_port, missing, require_engine
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = {"redis", "sandboxd", "worker", "web-worker", "orchestrator", "flower"}
+SERVICES = {"redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "flower"}
 BUILD_S, UP_S, HEALTHY_S, DOWN_S, ANSWER_S = 900.0, 240.0, 120.0, 120.0, 60.0
 
 KNOCK = """
@@ -192,6 +192,31 @@ def test_a_worker_that_is_taken_over_cannot_open_a_connection_to_the_outside(com
             missing(f"this host refuses connections from its own containers, so there is nothing to compare with: {outward}")
         ran = composed.execute("worker", "python", "-c", KNOCK, str(port), *addresses)
     assert ran.out.split() == ["closed", "closed"], ran
+
+
+ASK_PROXY = """
+import json, socket
+proxy = socket.socket(socket.AF_UNIX)
+proxy.settimeout(20)
+proxy.connect("/run/toolcrew-egress/egress.sock")
+rules = {"hosts": ["redis", "site.example"], "private_hosts": []}
+proxy.sendall(json.dumps({"v": 1, "tenant": "t", "session": "s", "rules": rules}).encode())
+proxy.sendall(b"\\nCONNECT redis:443 HTTP/1.1\\r\\n\\r\\n")
+print(proxy.recv(4096).decode())
+"""
+
+
+def test_sandboxd_reaches_the_egress_proxy_and_nobody_else_does(composed: ComposeStack) -> None:
+    ran = composed.execute("sandboxd", "python", "-c", ASK_PROXY)
+    assert "403" in ran.out, ran
+    assert "is a name of a private network" in ran.out
+    for service in sorted(SERVICES - {"sandboxd", "egress"}):
+        assert composed.execute(service, "ls", "/run/toolcrew-egress/egress.sock").status != 0
+
+
+def test_an_egress_proxy_that_is_taken_over_knows_no_neighbour_of_the_inner_network(composed: ComposeStack) -> None:
+    ran = composed.execute("egress", "python", "-c", "import socket; print(socket.gethostbyname('redis'))")
+    assert ran.status != 0, ran.out
 
 
 def find_gateway(network: str) -> str:

@@ -359,7 +359,7 @@ async def test_a_session_that_nobody_uses_expires(stack: Stack, client: ToolClie
 async def test_a_missing_workspace_folder_is_said_before_anything_is_started(stack: Stack, client: ToolClient, tmp_path: Path) -> None:
     before = stack.footprint.containers()
 
-    with pytest.raises(Exception, match="is not a folder: give an existing one"):
+    with pytest.raises(Exception, match="does not exist: give a folder"):
         await client.open_session(tmp_path / "nowhere")
 
     assert stack.footprint.containers() == before

@@ -85,3 +85,9 @@ async def test_a_tenant_keeps_so_many_and_no_more(checkpoints: Checkpoints, root
 async def test_ids_of_equal_files_differ_and_are_long(checkpoints: Checkpoints, root: Path) -> None:
     ids = {(await save(checkpoints, root)).id, (await save(checkpoints, root)).id}
     assert (len(ids), min(map(len, ids)) >= 24) == (2, True)
+
+
+async def test_what_nobody_remembers_can_be_cleared_away(checkpoints: Checkpoints, root: Path) -> None:
+    kept, forgotten = await save(checkpoints, root), await save(checkpoints, root)
+    assert await checkpoints.forget_all_but({("acme", kept.id), ("umbrella", forgotten.id)}) == 1
+    assert (await checkpoints.forget("acme", forgotten.id), await checkpoints.forget("acme", kept.id)) == (False, True)

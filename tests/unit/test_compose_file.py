@@ -9,10 +9,10 @@ import yaml
 
 from orchestrator.local_stack import FLOWER_OPTIONS
 from orchestrator.settings import OrchestratorSettings
-from workers.settings import SandboxdSettings, WebSettings, WorkerSettings
+from workers.settings import EgressSettings, SandboxdSettings, WebSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = ("redis", "sandboxd", "worker", "web-worker", "orchestrator", "flower")
+SERVICES = ("redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "flower")
 WORKERS = ("worker", "web-worker")
 SECRETS = ("TOOLCREW_REDIS_PASSWORD", "TOOLCREW_SECRET", "TOOLCREW_FLOWER_PASSWORD")
 UNITS = {"k": 1024, "m": 1024**2, "mb": 1024**2, "g": 1024**3}
@@ -94,6 +94,39 @@ def test_sandboxd_has_no_network() -> None:
     sandboxd = load_service("sandboxd")
     assert sandboxd["network_mode"] == "none"
     assert not {"networks", "ports", "extra_hosts"} & sandboxd.keys()
+
+
+def test_the_egress_proxy_has_the_way_out_and_nothing_else() -> None:
+    egress = load_service("egress")
+    assert egress["networks"] == ["egress"]
+    assert set(find_mounts("egress").values()) == {"egress-socket"}
+    assert not {"ports", "extra_hosts"} & egress.keys()
+    assert not any(word in yaml.safe_dump(egress) for word in ("REDIS", "SECRET", "sandboxd", "API_KEY"))
+
+
+def test_the_egress_proxy_and_sandboxd_meet_at_a_socket_that_nobody_else_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {**load_environment("sandboxd"), **load_environment("egress")}.items():
+        monkeypatch.setenv(key, value)
+    proxy, sandboxd = EgressSettings(), SandboxdSettings()
+    assert proxy.egress_socket == sandboxd.egress_socket
+    proxy_uid, proxy_gid = find_user("egress")
+    sandboxd_uid, sandboxd_gid = find_user("sandboxd")
+    assert proxy.egress_allow_uids == [sandboxd_uid]
+    assert sandboxd.egress_uids == [proxy_uid]
+    folder = proxy.egress_socket.parent
+    assert f"install -d -o {proxy_uid} -g {sandboxd_gid} -m 0750 {folder}" in find_stages()["runtime"]
+    assert sandboxd_gid != proxy_gid
+    assert proxy.egress_socket_mode == 0o666
+    assert {name for name in SERVICES if "egress-socket" in find_mounts(name).values()} == {"sandboxd", "egress"}
+    assert f"egress-socket:{folder}:ro" in load_service("sandboxd")["volumes"]
+
+
+def test_what_tenants_may_reach_is_told_to_sandboxd_alone() -> None:
+    assert find_services_naming("TOOLCREW_TENANT_CLASSES") == {"sandboxd"}
+
+
+def test_the_egress_proxy_may_open_two_files_a_connection() -> None:
+    assert load_service("egress")["ulimits"]["nofile"] >= 2 * int(load_environment("egress")["TOOLCREW_EGRESS_MAX_CONNECTIONS"]) + 256
 
 
 def test_the_worker_is_on_the_network_without_a_way_out_and_on_no_other() -> None:

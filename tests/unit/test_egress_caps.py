@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from structlog.testing import capture_logs
@@ -18,7 +19,8 @@ from workers.egress.opening import Opening
 from workers.egress.verdicts import Refusal, Verdict
 from workers.sandboxd.classes import EgressRules
 
-HASTY = ProxyLimits(opening_s=0.2, request_s=0.2, header_s=0.2, idle_s=0.3, total_s=0.6, watch_s=0.05, linger_s=0.2, header_bytes=8192)
+WATCHFUL = ProxyLimits(watch_s=0.05, linger_s=0.2)
+IDLE = replace(WATCHFUL, idle_s=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +131,7 @@ def test_a_download_takes_as_long_as_its_rate_says(ground: Ground, server: WebSe
     server.replies["/"] = answer(b"x" * 1_000_000)
     started = time.monotonic()
     ground.ask(build_rules(server, bytes_per_second=1_000_000), get(f"site.example:{server.port}/"), session="slow")
-    assert 0.8 < time.monotonic() - started < 2.5
+    assert 0.8 < time.monotonic() - started < 6
 
 
 # Connections
@@ -201,7 +203,11 @@ def test_more_connections_than_the_proxy_can_hold_are_told_so(echo: int) -> None
 
 
 def test_a_client_that_drips_its_head_is_given_up() -> None:
-    with open_web_server() as server, open_ground(limits=HASTY) as ground, ground.connect(build_rules(server)) as client:
+    with (
+        open_web_server() as server,
+        open_ground(limits=replace(WATCHFUL, header_s=0.2)) as ground,
+        ground.connect(build_rules(server)) as client,
+    ):
         with contextlib.suppress(OSError):
             for _ in range(100):
                 client.sendall(b"G")
@@ -212,13 +218,13 @@ def test_a_client_that_drips_its_head_is_given_up() -> None:
 
 @pytest.mark.parametrize("head", [b"GET http://site.example/ HTTP/1.1\r\nX: ", b"G"])
 def test_a_head_without_an_end_is_given_up_for_its_size(head: bytes) -> None:
-    with open_ground(limits=HASTY) as ground:
+    with open_ground(limits=replace(WATCHFUL, header_bytes=8192)) as ground:
         data = ground.ask(build_rules(), head + b"x" * 9000)
     assert (status_of(data), "more than 8 KiB" in body_of(data)) == (400, True)
 
 
 def test_a_connection_on_which_nothing_moves_is_ended(echo: int) -> None:
-    with open_ground(limits=HASTY) as ground:
+    with open_ground(limits=IDLE) as ground:
         with ground.tunnel(build_rules(echo), f"site.example:{echo}") as client:
             assert read_all(client) == b""
         assert ground.wait_for_line()["verdict"] == "idle"
@@ -229,14 +235,14 @@ def test_a_host_that_does_not_answer_is_given_up_with_a_sentence(server: WebServ
         server.ending.wait(SOON_S)
 
     server.replies["/"] = wait
-    with open_ground(limits=HASTY) as ground:
+    with open_ground(limits=IDLE) as ground:
         data = ground.ask(build_rules(server), get(f"site.example:{server.port}/"))
         server.ending.set()
     assert (status_of(data), "nothing came or went for 0.3 s" in body_of(data)) == (502, True)
 
 
 def test_a_connection_that_lives_too_long_is_ended_however_busy(echo: int) -> None:
-    with open_ground(limits=HASTY) as ground, ground.tunnel(build_rules(echo), f"site.example:{echo}") as client:
+    with open_ground(limits=replace(WATCHFUL, total_s=0.6)) as ground, ground.tunnel(build_rules(echo), f"site.example:{echo}") as client:
         with contextlib.suppress(OSError):
             while True:
                 client.sendall(b"x")

@@ -1,5 +1,6 @@
 """The egress proxy over its real socket and loopback servers: what passes, what is refused, and in which words."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -145,6 +146,19 @@ def test_a_tunnel_carries_both_directions_and_the_end_of_each(ground: Ground) ->
                 assert read_all(client) == b"pong"
 
 
+def test_what_a_client_sends_along_with_its_request_for_a_tunnel_goes_through_it(ground: Ground) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with ground.connect(build_rules(port)) as client:
+            client.sendall(f"CONNECT site.example:{port} HTTP/1.1\r\n\r\nping".encode())
+            client.shutdown(socket.SHUT_WR)
+            host, _ = listening.accept()
+            with host:
+                assert read_all(host) == b"ping"
+                host.sendall(b"pong")
+            assert read_all(client).endswith(b"\r\n\r\npong")
+
+
 def test_a_host_may_end_first_and_still_be_sent_to(ground: Ground) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
@@ -156,6 +170,20 @@ def test_a_host_may_end_first_and_still_be_sent_to(ground: Ground) -> None:
                 client.sendall(b"late")
                 client.shutdown(socket.SHUT_WR)
                 assert read_all(host) == b"late"
+
+
+def test_the_last_words_of_a_host_that_breaks_off_reach_the_client(ground: Ground) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with ground.tunnel(build_rules(port), f"site.example:{port}") as client:
+            host, _ = listening.accept()
+            client.sendall(b"x" * 100_000)
+            host.recv(1)
+            host.sendall(b"too large")
+            host.close()  # with unread bytes: the kernel breaks the connection off
+            with contextlib.suppress(BrokenPipeError):
+                client.sendall(b"x" * 10_000_000)
+            assert read_all(client) == b"too large"
 
 
 def test_a_client_that_leaves_ends_its_connection_to_the_host(ground: Ground, server: WebServer) -> None:

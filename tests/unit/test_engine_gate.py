@@ -205,15 +205,19 @@ async def test_a_probe_that_is_answered_closes_it_and_the_caller_that_probed_goe
     assert [entry["event"] for entry in logs] == ["engine_breaker_opened", "engine_breaker_closed"]
 
 
-async def test_a_probe_that_hangs_is_a_probe_that_failed() -> None:
+async def test_a_probe_that_hangs_is_a_probe_that_failed_and_no_second_thread_is_lost_to_it() -> None:
     work = Work()
     gate = EngineGate(work, Breaker(threshold=1, first_pause_s=0.0), probe_s=0.02)
     with pytest.raises(EngineSilent):
         await gate.run(LANE, silent)
 
-    with pytest.raises(SandboxUnavailable, match=r"no answer within 0.02 s"):
-        await gate.run(LANE, lambda: "done")
+    for _ in range(3):
+        with pytest.raises(SandboxUnavailable, match=r"no answer within 0.02 s"):
+            await gate.run(LANE, lambda: "done")
+    assert work.begun == 1
+
     work.go.set()
+    assert await gate.run(LANE, lambda: "done") == "done"
 
 
 async def test_an_answer_that_comes_late_shows_the_engine_alive() -> None:

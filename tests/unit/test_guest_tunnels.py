@@ -17,7 +17,7 @@ from workers.sandboxd.frames import Frame
 pytestmark = needs_namespace
 
 PORT = 3128
-WINDOW, PIECE, GRANT = 131_072, 65_536, 65_536
+WINDOW, PIECE, GRANT = 65_536, 32_768, 32_768
 MAX_TUNNELS = 64
 _OWN_NETWORK = 'exec unshare --net /bin/bash --norc -c \'ip link set lo up; exec "$@"\' bash "$@";'
 _ASKS = f"import socket, sys; s = socket.create_connection(('127.0.0.1', {PORT}));"
@@ -39,18 +39,24 @@ class Host:
         return program, self.last
 
     def connect_unseen(self) -> socket.socket:
-        made: list[socket.socket] = []
+        """Raises OSError when the guest resets it at once."""
+        made: list[socket.socket | OSError] = []
 
         def connect() -> None:
             network = os.open(f"/proc/{self.guest.pid}/ns/net", os.O_RDONLY)
             assert ctypes.CDLL(None).setns(network, 0) == 0
             os.close(network)
-            made.append(socket.create_connection(("127.0.0.1", PORT), timeout=DEADLINE_S))
+            try:
+                made.append(socket.create_connection(("127.0.0.1", PORT), timeout=DEADLINE_S))
+            except OSError as error:
+                made.append(error)
 
         # A socket stays in the network that its thread was in.
         thread = threading.Thread(target=connect)
         thread.start()
         thread.join()
+        if isinstance(made[0], OSError):
+            raise made[0]
         return made[0]
 
     def tell(self, op: str, conn: int, body: bytes = b"", **fields: Any) -> None:
@@ -96,13 +102,9 @@ def host() -> Iterator[Host]:
         yield Host(guest)
 
 
-def is_reset(program: socket.socket) -> bool:
-    try:
-        while program.recv(65_536):
-            pass
-    except ConnectionResetError:
-        return True
-    return False
+def read_to_the_end(program: socket.socket) -> None:
+    while program.recv(65_536):
+        pass
 
 
 # Relaying
@@ -169,7 +171,8 @@ def test_a_close_without_an_end_is_an_error_to_the_program(host: Host) -> None:
     host.tell("net_data", conn, b"half of a file")
     host.tell("net_close", conn)
     host.hear("net_close", conn)
-    assert is_reset(program)
+    with pytest.raises(ConnectionResetError):
+        read_to_the_end(program)
 
 
 def test_a_program_that_breaks_off_closes_its_connection(host: Host) -> None:
@@ -187,6 +190,13 @@ def test_a_broken_connection_is_noticed_while_the_host_takes_nothing(host: Host)
     program.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     program.close()
     host.hear("net_close", conn)
+
+
+def test_programs_are_told_where_the_proxy_is(host: Host) -> None:
+    told = f"http://127.0.0.1:{PORT} http://127.0.0.1:{PORT} localhost,127.0.0.1,::1\n".encode()
+    script = 'echo "$http_proxy $HTTPS_PROXY $no_proxy"'
+    for state in ({}, {"cwd": None, "state": "keep"}, {"cwd": None, "state": "use"}):
+        assert host.guest.run(script, **state).bytes_of("stdout") == told
 
 
 # A call's end
@@ -354,7 +364,8 @@ def test_a_host_that_breaks_the_rules_of_connections_is_left(host: Host, op: str
 
 def test_one_connection_more_than_allowed_is_refused_and_the_others_go_on(host: Host) -> None:
     programs = [host.connect() for _ in range(MAX_TUNNELS)]
-    assert is_reset(host.connect_unseen())
+    with pytest.raises(ConnectionResetError):
+        read_to_the_end(host.connect_unseen())
     programs[-1][0].sendall(b"x")
     assert host.hear("net_data", MAX_TUNNELS).body == b"x"
     host.tell("net_close", 1)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.sandboxd.image_faults import explain_start_failure
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.image_faults import explain_start_failure, explain_unfit, explained
 
 RUNC = "failed to create shim task: OCI runtime create failed: runc create failed: unable to start container process: "
 # As engines, kernels and the guest said it.
@@ -47,3 +48,21 @@ def test_what_is_about_something_else_is_left_to_others(words: str) -> None:
 def test_no_words_of_a_container_get_far_into_the_sentence(words: str) -> None:
     for sentence in (explain_start_failure(words, "i"), explain_start_failure(f"toolcrew guest: this image's python3 is 3.6;{words}", "i")):
         assert sentence is None or (len(sentence) < 300 and sentence.isprintable())
+
+
+def test_an_image_that_declares_a_volume_is_unfit_and_the_volumes_are_named() -> None:
+    sentence = explain_unfit({"Volumes": {"/data": {}, "/a": {}}}, "acme/tools:1")
+    assert sentence is not None
+    assert "image acme/tools:1 cannot be a sandbox: it declares volumes (/a, /data)" in sentence
+
+
+@pytest.mark.parametrize("config", [{}, {"Volumes": None}, {"Volumes": {}, "Env": ["A=1"]}])
+def test_an_image_without_volumes_is_fit(config: dict[str, object]) -> None:
+    assert explain_unfit(config, "i") is None
+
+
+def test_only_a_fault_of_the_image_is_put_in_other_words() -> None:
+    with pytest.raises(SandboxUnavailable, match="image i cannot be a sandbox: its python3 is for another processor"), explained("i"):
+        raise SandboxUnavailable("the sandbox did not start: exec /usr/bin/python3: exec format error")
+    with pytest.raises(SandboxUnavailable, match=r"^the engine is busy$"), explained("i"):
+        raise SandboxUnavailable("the engine is busy")

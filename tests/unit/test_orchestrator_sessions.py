@@ -8,9 +8,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from contract.calls import KillReport, ToolCall, ToolContext, ToolResult
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
 from orchestrator.dispatcher import Dispatcher
-from orchestrator.sessions import Session
+from orchestrator.sessions import Checkpoint, Session, Start
 from tests.builders import KEY, build_spec
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
 from workers.tools.builtin import build_registry
@@ -26,11 +26,13 @@ class Pool:
         self.transport = AnsweringTransport(self._answer)
         specs = (*build_registry().specs(), build_spec("wait"))
         self._dispatcher = Dispatcher(self.transport, StaticCatalog(*specs), KEY, queue_wait_s=60)
-        opened = {"metadata": {"host": "h1", "queue": "host.h1.b00t", "image": "default", "start_s": 0.5}}
+        place = {"host": "h1", "queue": "host.h1.b00t", "image": "default", "start_s": 0.5}
+        opened = {"metadata": {**place, "network": "none", "workspace": "image"}}
         self._answers = {"open": opened, **answers}
 
-    async def open(self, workspace: Path | None = None, image: str | None = None) -> Session:
-        return await Session.open(self._dispatcher, self.blobs, tenant="acme", image=image, ttl_s=60, workspace=workspace)  # type: ignore[arg-type]
+    async def open(self, workspace: Path | None = None, **start: Any) -> Session:
+        begins = Start(ttl_s=60, workspace=workspace, **start)
+        return await Session.open(self._dispatcher, self.blobs, tenant="acme", start=begins)  # type: ignore[arg-type]
 
     def sent(self) -> list[str]:
         return [call.name.removeprefix("session.") for call in self.transport.calls]
@@ -54,6 +56,27 @@ async def test_a_session_opens_anywhere_and_then_stays_with_its_host() -> None:
 async def test_info_tells_where_it_lives() -> None:
     info = await (await Pool().open()).info()
     assert (info.host, info.queue, info.image, info.start_s, info.tenant) == ("h1", "host.h1.b00t", "default", 0.5, "acme")
+    assert (info.network, info.workspace) == ("none", "image")
+
+
+async def test_a_checkpoint_and_a_network_are_asked_for_when_it_opens() -> None:
+    pool = Pool()
+    await pool.open(restore="c1", network="egress")
+    assert pool.transport.calls[0].arguments == {"ttl_s": 60, "restore": "c1", "network": "egress"}
+    assert pool.transport.contexts[0].timeout_s > 60
+
+
+async def test_a_checkpoint_is_told_with_its_size_and_what_it_lacks() -> None:
+    told = {"checkpoint": "c1", "bytes": 5, "sha256": "ab", "skipped": 1, "torn": True}
+    session = await Pool(checkpoint={"metadata": told}).open()
+    assert await session.checkpoint() == Checkpoint("c1", 5, "ab", skipped=1, torn=True)
+
+
+async def test_what_is_no_workspace_opens_nothing(tmp_path: Path) -> None:
+    pool = Pool()
+    with pytest.raises(ConfigError, match="does not exist"):
+        await pool.open(tmp_path / "missing")
+    assert pool.sent() == []
 
 
 async def test_names_of_sessions_cannot_be_guessed_or_repeated() -> None:

@@ -38,8 +38,11 @@ def _fifos() -> set[str]:
     return {name for name in os.listdir("/tmp") if name.startswith(".parcel-")}
 
 
-async def saying(request: Mapping[str, Any], sink: Callable[[Frame], None], *, stdout: bytes = b"", **done: Any) -> dict[str, Any]:
+async def saying(
+    request: Mapping[str, Any], sink: Callable[[Frame], None], *, stdout: bytes = b"", stderr: bytes = b"", **done: Any
+) -> dict[str, Any]:
     sink(Frame({"ev": "data", "stream": "stdout"}, stdout))
+    sink(Frame({"ev": "data", "stream": "stderr"}, stderr))
     return {"ev": "done", "exit_code": 0, **done}
 
 
@@ -163,6 +166,7 @@ async def test_a_guest_that_sends_without_end_is_stopped_at_the_limit() -> None:
     ("done", "code"),
     [
         ({"exit_code": 2}, ErrorCode.INTERNAL),
+        ({"exit_code": 2, "stderr": b"tar: f: No space left on device"}, ErrorCode.NO_SPACE),
         ({"exit_code": True}, ErrorCode.INTERNAL),
         ({"exit_code": "0"}, ErrorCode.INTERNAL),
         ({"exit_code": None, "timed_out": True}, ErrorCode.TIMEOUT),
@@ -229,6 +233,23 @@ async def test_nothing_outside_of_the_roots_is_unpacked(root: Path, tmp_path: Pa
     (root / "f").unlink()
     await unpack(guest, (str(root),), reading(data), len(data))
     assert ((root / "f").exists(), (other / "f").exists()) == (True, False)
+
+
+async def test_a_workspace_without_room_for_it_is_said() -> None:
+    full = b"tar: f: Cannot write: No space left on device"
+    guest = ScriptedGuest(saying, lambda request, sink: saying(request, sink, stderr=full, exit_code=2), never)
+    with pytest.raises(ToolFailure) as refused:
+        await unpack(guest, ("/workspace",), reading(bytes(MIB)), MIB)
+    assert (refused.value.code, guest.cancelled) == (ErrorCode.NO_SPACE, 1)
+
+
+async def test_a_guest_that_takes_nothing_does_not_keep_the_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parcels, "_LAST_WORDS_S", 0.05)
+    guest = ScriptedGuest(saying, never, lambda request, sink: saying(request, sink, stderr=b"cat: no room", exit_code=1))
+    waiting = asyncio.ensure_future(unpack(guest, ("/workspace",), reading(bytes(MIB)), MIB))
+    with pytest.raises(ToolFailure, match="could not be unpacked"):
+        await asyncio.wait_for(waiting, 10)
+    assert guest.cancelled == 1
 
 
 async def test_no_fifo_is_left_behind(root: Path) -> None:

@@ -43,8 +43,34 @@ class Bench:
 def test_open_tells_where_the_session_lives() -> None:
     bench = Bench()
     result = bench.run("session.open", image="python")
-    assert result.metadata == {"image": "python", "start_s": 0.25, **FACTS}
+    assert result.metadata == {"image": "python", "network": "none", "workspace": "image", "start_s": 0.25, **FACTS}
     assert (result.sandbox is not None, bench.request) == (True, {"image": "python", "ttl_s": 1800})
+
+
+def test_open_hands_on_the_checkpoint_and_the_network_that_are_wanted() -> None:
+    bench = Bench()
+    assert bench.run("session.open", restore="c1", network="egress").success
+    assert bench.request == {"image": None, "ttl_s": 1800, "restore": "c1", "network": "egress"}
+
+
+@pytest.mark.parametrize("wrong", [{"restore": "../x"}, {"restore": ""}, {"network": "host"}])
+def test_what_is_no_checkpoint_or_network_is_not_asked_for(wrong: dict[str, str]) -> None:
+    bench = Bench()
+    assert bench.run("session.open", **wrong).error_code is ErrorCode.INVALID_ARGUMENTS
+    assert bench.client.requests == []
+
+
+def test_a_checkpoint_is_of_the_sandbox_of_the_context() -> None:
+    bench = Bench()
+    told = {"checkpoint": "c1", "bytes": 10240, "sha256": "0" * 64, "skipped": 0, "torn": False}
+    assert bench.run("session.checkpoint").metadata == told
+    assert bench.client.names == ["acme:s1"]
+
+
+def test_a_checkpoint_is_deleted_by_its_id_for_the_tenant_of_the_context() -> None:
+    bench = Bench()
+    assert bench.run("session.delete_checkpoint", checkpoint="c1").metadata == {"deleted": True}
+    assert (bench.client.names, bench.request) == (["acme:s1"], {"checkpoint": "c1"})
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1, 86401])
@@ -98,7 +124,7 @@ def test_whole_files_travel_as_they_are() -> None:
 def test_import_unpacks_the_content_and_export_gives_the_archive() -> None:
     bench = Bench(build_exec_response(), content=b"tar")
     assert bench.run("session.import").success
-    assert (bench.request["argv"][:2], bench.client.bodies) == (["tar", "-x"], [b"tar"])
+    assert (bench.request["argv"][-1], bench.client.bodies) == ("/workspace", [b"tar"])
     bench = Bench(build_exec_response(b"tar"))
     assert bench.blobs.kept[str(bench.run("session.export").blob)] == b"tar"
 
@@ -108,7 +134,10 @@ def test_import_unpacks_the_content_and_export_gives_the_archive() -> None:
     [
         ({"timed_out": True, "exit_code": None}, b"", ErrorCode.TIMEOUT),
         ({"exit_code": 2}, b"tar: a: No space left on device", ErrorCode.NO_SPACE),
-        ({"exit_code": 2}, b"tar: this does not look like a tar archive", ErrorCode.INTERNAL),
+        ({"exit_code": 2}, b"tar: this does not look like a tar archive", ErrorCode.INVALID_ARGUMENTS),
+        ({"exit_code": None, "signal": 15}, b"tar: a: No space left on device", ErrorCode.NO_SPACE),
+        ({"exit_code": 2}, b"tar: ../x: Member name contains '..'", ErrorCode.PATH_NOT_ALLOWED),
+        ({"exit_code": 0}, b"tar: Removing leading `/' from member names", ErrorCode.PATH_NOT_ALLOWED),
     ],
 )
 def test_a_copy_that_failed_says_why(fields: dict[str, Any], stderr: bytes, code: ErrorCode) -> None:

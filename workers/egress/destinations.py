@@ -5,10 +5,9 @@ import errno
 import ipaddress
 import os
 import socket
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 
 from contract.errors import ToolFailure
 from workers.egress.limits import ProxyLimits
@@ -24,6 +23,8 @@ from workers.web.urls import Address, Target
 MAX_SHOWN = 20
 LOOKUPS_A_TENANT = 4
 MAX_LOOKUP_THREADS = 64
+MAX_TENANTS = 1000
+"""Whose resolvers are kept."""
 _PRIVATE = tuple(
     ipaddress.ip_network(text)
     for text in ("10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7", "::1/128")
@@ -34,18 +35,18 @@ _METADATA = frozenset(ipaddress.ip_address(text) for text in ("100.100.100.200",
 class Names:
     """Lookups in threads, some a tenant: one whose name servers are slow makes nobody else wait.
 
-    `open_resolver` gives a tenant's resolver, which may block; it is kept while lookups of the tenant are under way.
+    `open_resolver` gives a tenant's resolver, which may block. It is kept for the next lookup: it may count those that still hang.
     """
 
     def __init__(self, open_resolver: Callable[[], Resolver]) -> None:
         self._open_resolver = open_resolver
         self._threads = ThreadPoolExecutor(MAX_LOOKUP_THREADS, thread_name_prefix="lookup")
-        self._tenants: dict[str, tuple[Resolver, asyncio.Semaphore]] = {}
-        self._waiting: Counter[str] = Counter()
+        self._tenants: OrderedDict[str, tuple[Resolver, asyncio.Semaphore]] = OrderedDict()
 
     async def resolve(self, tenant: str, host: str, limit_s: float) -> tuple[Address, ...]:
         """Raises Refusal when the name has no address, or none in time."""
-        async with self._turn(tenant) as resolver:
+        resolver, turns = self._find(tenant)
+        async with turns:
             looking = asyncio.get_running_loop().run_in_executor(self._threads, resolver.resolve, host, Deadline(limit_s), limit_s)
             try:
                 return await looking
@@ -55,19 +56,13 @@ class Names:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    @asynccontextmanager
-    async def _turn(self, tenant: str) -> AsyncIterator[Resolver]:
+    def _find(self, tenant: str) -> tuple[Resolver, asyncio.Semaphore]:
         if tenant not in self._tenants:
             self._tenants[tenant] = (self._open_resolver(), asyncio.Semaphore(LOOKUPS_A_TENANT))
-        resolver, turns = self._tenants[tenant]
-        self._waiting[tenant] += 1
-        try:
-            async with turns:
-                yield resolver
-        finally:
-            self._waiting[tenant] -= 1
-            if not self._waiting[tenant]:
-                del self._waiting[tenant], self._tenants[tenant]
+        self._tenants.move_to_end(tenant)
+        if len(self._tenants) > MAX_TENANTS:
+            self._tenants.popitem(last=False)
+        return self._tenants[tenant]
 
 
 class Destinations:

@@ -61,15 +61,20 @@ async def run_all(*works: Work, beside: tuple[Work, ...] = ()) -> None:
         await asyncio.gather(*every, return_exceptions=True)
 
 
-async def tunnel(client: Stream, host: Stream, gate: HelloGate, allowance: Allowance, pulse: Pulse) -> None:
-    """Until both sides have ended; the end of one is handed on. Raises Refusal, OSError."""
-    await run_all(_send_up(client, host, gate, allowance, pulse), _send_down(client, host, allowance, pulse))
+async def tunnel(client: Stream, host: Stream, gate: HelloGate, first: bytes, allowance: Allowance, pulse: Pulse) -> None:
+    """Until both sides have ended; the end of one is handed on. `first`: what the client has sent already. Raises Refusal, OSError."""
+    await run_all(_send_up(client, host, gate, first, allowance, pulse), _send_down(client, host, allowance, pulse))
 
 
-async def _send_up(client: Stream, host: Stream, gate: HelloGate, allowance: Allowance, pulse: Pulse) -> None:
-    while data := await client.receive(allowance):
+async def _send_up(client: Stream, host: Stream, gate: HelloGate, first: bytes, allowance: Allowance, pulse: Pulse) -> None:
+    while data := first or await client.receive(allowance):
+        first = b""
         pulse.beat()
-        await host.send(gate.pass_on(data))
+        passed = gate.pass_on(data)
+        try:
+            await host.send(passed)
+        except OSError:
+            return  # it reads no more; what it said before that is still the client's to hear
         pulse.beat()
     gate.finish()
     host.end_sending()

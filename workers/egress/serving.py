@@ -99,6 +99,7 @@ class _Connection:
             await self._serve()
         except Refusal as refusal:
             self._record.verdict = refusal.verdict
+            self._close_host()
             await _tell(self._client, self._last_words or (build_answer(refusal) if self._is_http else b""), self._limits)
         except OSError:
             self._record.verdict = Verdict.BROKEN_OFF
@@ -107,10 +108,13 @@ class _Connection:
             raise
         finally:
             self._client.close()
-            if self._host is not None:
-                self._host.close()
+            self._close_host()
             if self._client.received or self._record.verdict is not Verdict.ALLOWED:
                 self._record.write(self._client.received, self._host.received if self._host else 0)
+
+    def _close_host(self) -> None:
+        if self._host is not None:
+            self._host.close()
 
     async def _serve(self) -> None:
         opening = self._record.opening = await self._read_opening()
@@ -157,8 +161,7 @@ class _Connection:
         await self._client.send(_ESTABLISHED)
         self._is_http = False
         try:
-            await host.send(gate.pass_on(rest) if rest else b"")
-            relaying = tunnel(self._client, host, gate, allowance, pulse)
+            relaying = tunnel(self._client, host, gate, rest, allowance, pulse)
             await run_all(relaying, beside=(watch(self._client, pulse, self._limits),))
         except Refusal as refusal:
             if refusal.verdict is Verdict.TLS_REFUSED:

@@ -20,7 +20,8 @@ def main() -> int:
     arguments = frozenset(sys.argv[1:])
     try:
         settings = load_sandboxd_settings()
-        configure_logging(settings.log_level)
+        # What a check finds is in its rows.
+        configure_logging("ERROR" if "--check" in arguments else settings.log_level)
         if "--check" in arguments:
             return asyncio.run(_check(settings, as_json="--json" in arguments))
         asyncio.run(run(settings))

@@ -1,18 +1,13 @@
-"""The container engine through its SDK. The only file that imports docker; every call goes through one gate and is bounded in time."""
+"""The container engine through its SDK. It alone imports docker, and `engine_volumes.py`; every call goes through one gate, bounded in time."""
 
 import asyncio
 import contextlib
-import hashlib
-import io
 import math
 import os
-import secrets
 import socket
-import tarfile
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -23,8 +18,9 @@ import structlog
 
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.engine_gate import LANES, EngineGate, EngineSilent, Lane, Lanes
-from workers.sandboxd.hardening import GUEST_FOLDER
-from workers.sandboxd.late_starts import LateStarts
+from workers.sandboxd.engine_volumes import GuestVolumes
+from workers.sandboxd.image_faults import explain_unfit
+from workers.sandboxd.late_starts import PAUSES_S, LateStarts
 
 log = structlog.get_logger(__name__)
 
@@ -38,13 +34,9 @@ LABEL_LEASE: Final = "toolcrew.lease"
 LABEL_GUEST: Final = "toolcrew.guest"
 """An image's: it has a guest of its own."""
 PRODUCT: Final = "sandbox"
-PRODUCT_GUEST: Final = "guest"
 
 _REMOVAL_S: Final = 20
 """How long the engine's own removal of a container is waited for."""
-_FILLER_LIFE_S: Final = 120.0
-_FILL_TRIES: Final = 5
-_FILL_PAUSE_S: Final = 0.2
 _TIMEOUT_WORDS: Final = ("timeout", "timed out", "deadline exceeded")
 
 T = TypeVar("T")
@@ -93,11 +85,11 @@ class ListedContainer:
 class Engine:
     """Create, attach, start, pause, inspect, remove. Raises SandboxUnavailable with the engine's own words, or why it is not asked."""
 
-    def __init__(self, lanes: Lanes = LANES) -> None:
+    def __init__(self, lanes: Lanes = LANES, late_pauses_s: Sequence[float] = PAUSES_S) -> None:
         self._lanes = lanes
         self._clients: deque[docker.APIClient] = deque()
-        self._filled: dict[str, str] = {}
-        self._late = LateStarts(self._remove_by_name)
+        self._volumes = GuestVolumes()
+        self._late = LateStarts(self._remove_by_name, late_pauses_s)
         self.gate = EngineGate(lambda: self._work(lambda api: api.ping(), lanes.probe_s), probe_s=lanes.probe_s)
 
     async def facts(self) -> EngineFacts:
@@ -110,10 +102,16 @@ class Engine:
         return None if found is None else str(found["Id"])
 
     async def has_guest(self, image: str) -> bool:
-        """Whether the image says that it has a guest of its own. False for one that the engine does not have."""
+        """Whether the image says that it has a guest of its own. False for one that the engine does not have.
+
+        Raises SandboxUnavailable for one that would be more than the profile allows.
+        """
         found = await self._run(self._lanes.looks, lambda api: _find_image(api, image))
-        labels = ((found or {}).get("Config") or {}).get("Labels") or {}
-        return labels.get(LABEL_GUEST) == "1"
+        config = (found or {}).get("Config") or {}
+        fault = explain_unfit(config, image)
+        if fault is not None:
+            raise SandboxUnavailable(fault)
+        return (config.get("Labels") or {}).get(LABEL_GUEST) == "1"
 
     async def start(self, config: Mapping[str, Any], name: str) -> AttachedContainer:
         """Create a container of that raw configuration, attach, start it.
@@ -168,7 +166,7 @@ class Engine:
 
         Raises SandboxUnavailable when the image is missing or has no guest, and when the volume holds something else and is in use.
         """
-        return await self._run(self._lanes.fills, lambda api: _ensure_guest_volume(api, image, self._filled))
+        return await self._run(self._lanes.fills, lambda api: self._volumes.ensure(api, image))
 
     def describe(self) -> dict[str, Any]:
         """What `status` tells of the engine: calls under way and waiting, and whether it is asked at all."""
@@ -199,7 +197,7 @@ class Engine:
             raise EngineSilent(f"the Docker engine's answer cannot be read ({error!r}): is a Docker engine at DOCKER_HOST?") from error
 
     @contextlib.contextmanager
-    def _client(self, timeout_s: float) -> Any:
+    def _client(self, timeout_s: float) -> Iterator[docker.APIClient]:
         # One a call at a time: a requests session is not promised to be thread-safe. None is kept whose call went wrong on the way.
         try:
             api = self._clients.popleft()
@@ -320,74 +318,3 @@ def _wait_removed(api: docker.APIClient, container: str) -> None:
         raise SandboxUnavailable(
             f"the Docker engine does not get done with removing container {container[:12]}: it is tried again"
         ) from error
-
-
-def _ensure_guest_volume(api: docker.APIClient, image: str, filled: dict[str, str]) -> str:
-    """`filled`: volume -> when it was made, of those that were looked into. One of another time was made empty, by a container's start."""
-    found = _find_image(api, image)
-    if found is None:
-        raise SandboxUnavailable(
-            f"the engine has no image {image}, from which other images get the guest: build it with scripts/build-image"
-        )
-    identity = str(found["Id"])
-    name = f"toolcrew-guest-{identity.rpartition(':')[2][:12]}"
-    if name in filled and filled[name] == _made_at(api, name):
-        return name
-    _fill(api, image, identity, name)
-    filled[name] = _made_at(api, name)
-    return name
-
-
-def _fill(api: docker.APIClient, image: str, identity: str, name: str) -> None:
-    _remove_old_fillers(api)
-    wanted = _read_guest(api, identity, None)
-    if not wanted:
-        raise SandboxUnavailable(f"the image {image} has nothing in {GUEST_FOLDER}: build it anew with scripts/build-image")
-    for _ in range(_FILL_TRIES):
-        api.create_volume(name, driver="local", labels={LABEL_PRODUCT: PRODUCT_GUEST})
-        # The engine copies the image's folder into an empty volume as it creates a container; another sandboxd may be at it as well.
-        if _read_guest(api, identity, name) == wanted:
-            return
-        time.sleep(_FILL_PAUSE_S)
-    with contextlib.suppress(docker.errors.NotFound):
-        api.remove_volume(name)  # of a fill that was cut off; the engine refuses while a container has it
-    api.create_volume(name, driver="local", labels={LABEL_PRODUCT: PRODUCT_GUEST})
-    if _read_guest(api, identity, name) != wanted:
-        raise SandboxUnavailable(f"the volume {name} does not hold what {image} has in {GUEST_FOLDER}: remove it with docker volume rm")
-
-
-def _made_at(api: docker.APIClient, volume: str) -> str:
-    """Empty when there is none."""
-    try:
-        return str(api.inspect_volume(volume)["CreatedAt"])
-    except docker.errors.NotFound:
-        return ""
-
-
-def _read_guest(api: docker.APIClient, image: str, volume: str | None) -> Mapping[str, str]:
-    """What a container of the image has in the guest's folder: path -> type, mode, owner and digest. It is created and never started."""
-    mounts = [] if volume is None else [{"Type": "volume", "Source": volume, "Target": GUEST_FOLDER}]
-    body = {"Image": image, "NetworkDisabled": True, "Labels": {LABEL_PRODUCT: PRODUCT_GUEST}}
-    config = {**body, "HostConfig": {"NetworkMode": "none", "Mounts": mounts}}
-    container = str(api.create_container_from_config(config, f"toolcrew-fill-{secrets.token_hex(8)}")["Id"])  # type: ignore[no-untyped-call]
-    try:
-        chunks, _ = api.get_archive(container, GUEST_FOLDER)
-        with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
-            return {member.name: _describe_member(archive, member) for member in archive if not member.isdir()}
-    except docker.errors.NotFound:
-        return {}
-    finally:
-        _remove(api, container)
-
-
-def _remove_old_fillers(api: docker.APIClient) -> None:
-    """Whoever made them was killed before he removed them."""
-    for container in api.containers(all=True, filters={"label": [f"{LABEL_PRODUCT}={PRODUCT_GUEST}"]}):
-        if container["Created"] < time.time() - _FILLER_LIFE_S:
-            _remove(api, str(container["Id"]))
-
-
-def _describe_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
-    content = archive.extractfile(member) if member.isfile() else None
-    digest = hashlib.sha256(content.read()).hexdigest() if content is not None else member.linkname
-    return f"{member.type!r} {member.mode:o} {member.uid}:{member.gid} {digest}"

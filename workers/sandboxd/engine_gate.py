@@ -63,6 +63,8 @@ class _Turns:
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
         self.running = 0
+        self.overdue = 0
+        """Of those that run: given up by their callers at the deadline, and still in the engine's hands."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @property
@@ -74,6 +76,8 @@ class _Turns:
         if self.running < self.lane.at_once:
             self.running += 1
             return
+        if self.overdue >= self.lane.at_once:
+            raise SandboxUnavailable(self._stuck())
         if self.waiting >= self.lane.max_waiting:
             raise self._busy()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -94,6 +98,12 @@ class _Turns:
         else:
             self.running -= 1
 
+    def count_overdue(self) -> None:
+        """One more is overdue; nobody waits for turns of which none may ever come back."""
+        self.overdue += 1
+        if self.overdue >= self.lane.at_once:
+            self.refuse_waiting(self._stuck())
+
     def refuse_waiting(self, words: str) -> None:
         """Everybody who waits gets a SandboxUnavailable of these words."""
         while self._waiting:
@@ -104,6 +114,9 @@ class _Turns:
             self._waiting.remove(turn)
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
             self.give_back()  # it came as the caller left
+
+    def _stuck(self) -> str:
+        return f"the Docker engine does not get done with any of {self.overdue} {self.lane.name}: look after it, or restart it"
 
     def _busy(self) -> SandboxUnavailable:
         return SandboxUnavailable(
@@ -120,6 +133,7 @@ class EngineGate:
         self._probe_s = probe_s
         self._breaker = breaker or Breaker()
         self._turns: dict[str, _Turns] = {}
+        self._probing: asyncio.Future[object] | None = None
 
     async def run(self, lane: Lane, work: Callable[[], T], late: Callable[[T], None] | None = None) -> T:
         """The result of `work`, which may raise SandboxUnavailable (the engine refused) or EngineSilent.
@@ -171,11 +185,13 @@ class EngineGate:
             raise SandboxUnavailable(self._silence())
 
     async def _ask_probe(self) -> None:
-        probing = _in_thread(self._probe, "probe")
-        probing.add_done_callback(_look_at)
+        # One that hangs is asked again for its answer: no two threads are in the hands of a silent engine for this.
+        if self._probing is None or self._probing.done():
+            self._probing = _in_thread(self._probe, "probe")
+            self._probing.add_done_callback(_look_at)
         try:
             async with asyncio.timeout(self._probe_s):
-                await asyncio.shield(probing)
+                await asyncio.shield(self._probing)
         except (SandboxUnavailable, TimeoutError) as error:
             self._breaker.probe_failed(str(error) or f"no answer within {self._probe_s:g} s")
             raise SandboxUnavailable(self._silence()) from error
@@ -226,8 +242,12 @@ class _Call(Generic[T]):
         self._is_known_silent = is_known_silent
         if self.running.done():
             self._hand_over()
+        elif is_known_silent:
+            self._turns.count_overdue()
 
     def _end(self, running: "asyncio.Future[T]") -> None:
+        if self._is_known_silent:
+            self._turns.overdue -= 1
         self._turns.give_back()
         error = running.exception()
         if not (self._is_known_silent and isinstance(error, EngineSilent)):

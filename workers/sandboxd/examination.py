@@ -50,6 +50,7 @@ async def _prove(settings: SandboxdSettings, engine: Engine) -> WorkspaceFacts:
             return WorkspaceFacts(workspaces.kind, workspaces.is_hard, house.choice.note)
     finally:
         await asyncio.to_thread(shutil.rmtree, state, ignore_errors=True)
+        (settings.sandboxd_leases / f"{name}.name").unlink(missing_ok=True)
 
 
 async def _find_egress_problem(settings: SandboxdSettings, plans: Plans) -> str | None:

@@ -1,8 +1,9 @@
 """Why a sandbox of some image did not start: the engine's and the guest's own words, as a sentence for the operator."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from contract.errors import SandboxUnavailable
 
@@ -22,6 +23,17 @@ def explain_start_failure(words: str, image: str) -> str | None:
         if found is not None:
             return f"image {image} cannot be a sandbox: {explain(found)}"
     return None
+
+
+def explain_unfit(config: Mapping[str, Any], image: str) -> str | None:
+    """Why no sandbox may be made of an image with that `Config`, as the engine inspects it; None when one may. A sentence with what to do."""
+    volumes = ", ".join(sorted(config.get("Volumes") or {}))
+    if not volumes:
+        return None
+    return (
+        f"image {image} cannot be a sandbox: it declares volumes ({volumes[:200]}), which the engine makes as host disk without a limit; "
+        "make an image without them from its files, by docker export of a container of it and docker import"
+    )
 
 
 @contextmanager

@@ -41,10 +41,12 @@ trap put_back EXIT
 tar -c -f - -b 512 --format=posix --sparse --one-file-system --numeric-owner -C / -- "${@#/}"
 """
 _MAKE_FIFO = 'mkfifo -m 600 -- "$1"'
-# Open for both, or each piece's end would be the stream's. Only head knows where that is.
+# Open for both, or each piece's end would be the stream's. Only head knows where that is. /tmp itself is the container's: its own user
+# may fill it and not change its mode, and tar would try.
 _UNPACK = """
 trap 'rm -f -- "$1"' EXIT
-head -c "$2" 0<>"$1" | tar -x -f - -p --delay-directory-restore --no-overwrite-dir --no-same-owner -C / -- "${@:3}"
+head -c "$2" 0<>"$1" | tar -x -f - -p --delay-directory-restore --no-overwrite-dir --no-same-owner \\
+    --anchored --no-wildcards --no-recursion --exclude=tmp --recursion -C / -- "${@:3}"
 exit "${PIPESTATUS[1]}"
 """
 _FEED = 'cat > "$1"'

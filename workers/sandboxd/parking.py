@@ -30,9 +30,9 @@ class StoreParking:
         self._checkpoints = checkpoints
 
     async def pack(self, session: Session, sandbox: Sandbox) -> str:
+        most = count_most_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
         with _as_unavailable("packed"):
-            most = count_most_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
-        saved = await self._checkpoints.save(session.tenant, sandbox, roots=_roots(session), max_bytes=most)
+            saved = await self._checkpoints.save(session.tenant, sandbox, roots=_roots(session), max_bytes=most)
             return saved.id
 
     async def unpack(self, session: Session, sandbox: Sandbox) -> None:

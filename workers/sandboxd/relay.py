@@ -12,11 +12,11 @@ from workers.sandboxd.egress_link import ProxyStreams
 
 log = structlog.get_logger(__name__)
 
-WINDOW = 131_072
+WINDOW = 65_536
 """Bytes that may be on their way in one direction: sent, and not yet taken at the other end."""
 GRANT = WINDOW // 2
 """Room is told of when there is this much."""
-PIECE = 65_536
+PIECE = 32_768
 """The most that one frame carries: what a call's frame may have to wait for."""
 LINGER_S = 1.0
 """How often a proxy that has said its last is looked at: whether it still listens."""

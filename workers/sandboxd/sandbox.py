@@ -139,7 +139,7 @@ class Sandbox:
         """
         call = self.begin("", request, count_budget(request), sink or _drop)
         try:
-            self.feed(call, {**request, "body_bytes": body_bytes} if body is not None else request, b"")
+            self.feed(call, {**request, "body_bytes": body_bytes}, b"")
             if body is not None:
                 await self._feed_all(call, body)
             self.start_clock(call)

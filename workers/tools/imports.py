@@ -33,7 +33,7 @@ git rev-parse -q --verify HEAD >/dev/null || { echo 'the bundle has no HEAD' >&2
 git fetch -q --update-head-ok origin '+refs/heads/*:refs/heads/*'
 git remote remove origin
 """
-_NO_ROOM = ("No space left", "File too large", "Disk quota exceeded", "disk full", "quota exceeded")
+_NO_ROOM = ("No space left", "File too large", "Disk quota exceeded", "File size limit exceeded", "disk full", "quota exceeded")
 _LEADS_OUT = ("Removing leading", "contains '..'")
 
 
@@ -48,7 +48,7 @@ def build_import(kind: str, folder: str) -> list[str]:
 
 def check_import(kind: str, exit_code: int | None, words: str, *, timed_out: bool, timeout_s: float) -> None:
     """Raises ToolFailure unless everything is there. `words`: what its stderr said."""
-    if any(sign in words for sign in _NO_ROOM):
+    if exit_code != 0 and any(sign in words for sign in _NO_ROOM):
         raise ToolFailure(ErrorCode.NO_SPACE, f"the {kind} does not fit into the workspace: give a smaller one")
     if timed_out:
         raise ToolFailure(ErrorCode.TIMEOUT, f"the {kind} was not unpacked within {timeout_s:g} s: give a smaller one")

@@ -72,7 +72,7 @@ class Execution:
             self._session = ShellSession(self._request, self._places)
             argv, env, further = self._session.prepare(script)
         else:
-            argv, env = build_argv(self._request, script), build_environment(self._request)
+            argv, env = build_argv(self._request, script), build_environment(self._request, self._places)
             enter_directory(str(self._request.cwd), self._places.workspace)
         self._outputs = Outputs(self._request, self._pipes.writer, self._places)
         stdin = self._pipes.open_stdin(self._request.script_bytes)

@@ -75,7 +75,7 @@ def load_state(places: Places) -> ShellState:
     raw = read_state_file(places, b"shell", MAX_STATE_BYTES)
     parts = raw.split(b"\0") if raw is not None else []
     if len(parts) != 3 or parts[2] != _END:
-        return ShellState({name.encode(): value.encode() for name, value in ENVIRONMENT.items()}, b"", b"")
+        return ShellState({name.encode(): value.encode() for name, value in places.environment.items()}, b"", b"")
     environment, variables = _split_variables(parts[0])
     if b"PATH" not in environment:
         # A shell that is started without one makes up its own.

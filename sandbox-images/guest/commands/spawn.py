@@ -7,7 +7,7 @@ import os
 
 from guest.commands.shell_state import PREAMBLE_FD, build_preamble, open_in_memory
 from guest.failures import INVALID_ARGUMENTS, SPAWN_FAILED, Failure, describe_os_error, printable
-from guest.places import ENVIRONMENT, PROGRAMS
+from guest.places import PROGRAMS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def build_bash_argv(script: bytes) -> list[bytes]:
     return [*_BASH, script, b"bash"]
 
 
-def build_environment(request: ExecRequest) -> dict[bytes, bytes]:
-    merged = {**ENVIRONMENT, **request.env}
+def build_environment(request: ExecRequest, places: Places) -> dict[bytes, bytes]:
+    merged = {**places.environment, **request.env}
     return {encode_text(name, "env"): encode_text(value, "env") for name, value in merged.items()}
 
 

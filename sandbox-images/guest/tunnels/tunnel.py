@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from guest.outbox import Outbox
     from guest.tunnels.orphans import Ends
 
-WINDOW = 131_072
+WINDOW = 65_536
 """Bytes that may be on their way in one direction: sent, and not yet taken at the other end."""
-PIECE = 65_536
+PIECE = 32_768
 """The most that one frame carries: what a call's frame may have to wait for."""
 _GRANT = WINDOW // 2
 _RESET = struct.pack("ii", 1, 0)

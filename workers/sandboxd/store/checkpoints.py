@@ -3,6 +3,7 @@
 import contextlib
 import re
 import secrets
+from collections.abc import Set
 from dataclasses import dataclass
 
 from contract.errors import ErrorCode, ToolFailure
@@ -62,6 +63,14 @@ class Checkpoints:
     async def forget(self, tenant: str, checkpoint: str) -> bool:
         """Delete it. False when the tenant has none of that id."""
         return await self._store.delete(_name(tenant, checkpoint))
+
+    async def forget_all_but(self, kept: Set[tuple[str, str]]) -> int:
+        """Delete every parcel of this store whose tenant and id are not in `kept`; gives how many. For a store that one sandboxd has alone."""
+        names = {f"{tenant}/{checkpoint}" for tenant, checkpoint in kept}
+        unknown = [name for name in await self._store.list() if name not in names]
+        for name in unknown:
+            await self._store.delete(name)
+        return len(unknown)
 
     async def _check_count(self, tenant: str) -> None:
         if self._most is not None and len(await self._store.list(f"{tenant}/")) >= self._most:

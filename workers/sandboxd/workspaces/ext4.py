@@ -2,11 +2,12 @@
 
 import errno
 import os
+import secrets
 import shutil
 import struct
 import subprocess
-import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,10 @@ from contract.errors import SandboxUnavailable
 from workers.sandboxd.hardening import UID
 from workers.sandboxd.workspaces.base import WorkspaceSize
 from workers.sandboxd.workspaces.loop_mounts import mount_image, try_lock, unmount
+from workers.sandboxd.workspaces.trees import remove_tree
 
 _PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
+_WORK = ".work-"
 _BLOCK = 4096
 _MOST_INODES_A_GROUP = 8 * _BLOCK
 _RESERVED_INODES = 10
@@ -50,15 +53,36 @@ class Templates:
 
     def _make(self, template: Path, size: WorkspaceSize) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self._folder, prefix="new-") as work:
-            made = Path(work) / "image"
-            make_image(made, Path(work) / "mount", size)
-            fd = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
+        with open_work(self._folder) as work:
+            make_image(work / "image", work / "mount", size)
+            fd = os.open(work / "image", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            made.rename(template)
+            (work / "image").rename(template)
+
+
+@contextmanager
+def open_work(folder: Path) -> Iterator[Path]:
+    """A private folder below `folder` to make an image in. Raises OSError."""
+    work = folder / f"{_WORK}{secrets.token_hex(8)}"
+    work.mkdir(mode=0o700)
+    try:
+        yield work
+    finally:
+        _clear(work)
+
+
+def clear_work(folder: Path) -> None:
+    """Delete what a process that was killed while it made an image left below `folder`, mounts included. Raises OSError."""
+    for work in folder.glob(f"{_WORK}*"):
+        _clear(work)
+
+
+def _clear(work: Path) -> None:
+    unmount(work / "mount")
+    remove_tree(work)
 
 
 def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
@@ -69,7 +93,7 @@ def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
     place.mkdir(mode=0o700)
     wanted = -(-size.bytes // _BLOCK)
     wanted += max(4, wanted // 256)  # for the lists of blocks of large files
-    blocks, inodes = wanted + size.inodes // 16 + 64, size.inodes + _RESERVED_INODES
+    blocks, inodes = wanted + size.inodes // 16 + 8, size.inodes + _RESERVED_INODES
     for _ in range(_TRIES):
         _format(image, blocks, inodes)
         with _mounted(image, place):
@@ -80,7 +104,9 @@ def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
             return
         blocks += max(0, short) + max(0, short) // 32
         inodes += max(0, few)
-    raise SandboxUnavailable(f"mkfs.ext4 makes no file system with room for {size.bytes} bytes and {size.inodes} files: ask for other sizes")
+    raise SandboxUnavailable(
+        f"mkfs.ext4 makes no file system with room for {size.bytes} bytes and {size.inodes} files: ask for other sizes"
+    )
 
 
 def is_clean(image: int) -> bool:
@@ -107,7 +133,7 @@ def _format(image: Path, blocks: int, inodes: int) -> None:
     with image.open("wb") as file:
         file.truncate(blocks * _BLOCK)
     groups = max(-(-blocks // _MOST_INODES_A_GROUP), -(-inodes // _MOST_INODES_A_GROUP))
-    blocks_a_group = max(256, min(_MOST_INODES_A_GROUP, -(-blocks // groups) // 8 * 8))
+    blocks_a_group = max(256, min(_MOST_INODES_A_GROUP, -(-blocks // groups // 8) * 8))
     options = ["-q", "-F", "-b", str(_BLOCK), "-I", "256", "-m", "0", "-g", str(blocks_a_group), "-N", str(inodes)]
     status, words = _run("mkfs.ext4", *options, "-O", _FEATURES, "-E", _EXTENDED, str(image))
     if status != 0:
@@ -163,15 +189,13 @@ def _check_lock_is_kept(image: Path) -> None:
 
 def _wait_for_release(image: Path) -> None:
     fd = os.open(image, os.O_RDWR | os.O_CLOEXEC)
-    late = threading.Timer(_RELEASE_S, lambda: None)
-    late.start()
+    until = time.monotonic() + _RELEASE_S
     try:
         while not try_lock(fd):
-            if not late.is_alive():
+            if time.monotonic() > until:
                 raise OSError(errno.EBUSY, f"still mounted {_RELEASE_S:g} s after its unmount", str(image))
-            late.join(0.002)
+            time.sleep(0.001)
     finally:
-        late.cancel()
         os.close(fd)
 
 

@@ -1,0 +1,198 @@
+"""A thousand sandboxes that come and are killed in every way: what the host, sandboxd and the engine have afterwards is what they had before."""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import docker
+
+from benchmarks.engine_peer import open_api
+from benchmarks.memory import memory_of_process
+from benchmarks.processes import RunningSandboxd, running_sandboxd
+from benchmarks.report import Report
+from benchmarks.warm_call import sandbox_call
+from contract.errors import SandboxUnavailable
+from workers.sandbox_client import SandboxClient
+from workers.sandboxd.frames import MAX_DOWN, encode_frame
+from workers.sandboxd.workspaces.image import TEMPLATES
+
+ROUNDS = 1000
+AT_ONCE = 4
+WARM_UP = 24
+WAYS = ("close", "timeout", "kill", "abandon", "leave")
+GONE_S = 60.0
+"""How long after the last round what was abandoned may still be there: sessions expire in rounds of 5 s."""
+SHORT_TTL_S = 0.5
+MIB = 1024 * 1024
+_SLEEP = {"op": "exec", "argv": ["sleep", "60"], "timeout_s": 0.2}
+
+
+@dataclass
+class Traces:
+    """What containers that have been seen leave on a host: their ids, and the mount points that the engine made for them."""
+
+    ids: set[str] = field(default_factory=set)
+    mounts: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def learn(self, api: docker.APIClient, short: str) -> int:
+        """A container by its id, while it runs. Gives the host's number of its PID 1."""
+        found = api.inspect_container(short)
+        graph = found["GraphDriver"]["Data"] or {}
+        with self.lock:
+            self.ids.add(str(found["Id"]))
+            self.mounts |= {str(place) for place in (graph.get("MergedDir"), found["NetworkSettings"]["SandboxKey"]) if place}
+        return int(found["State"]["Pid"])
+
+    def left(self, sandboxd: RunningSandboxd, api: docker.APIClient) -> dict[str, list[str]]:
+        """Kind -> what is still there, without the kinds of which nothing is."""
+        label = [f"toolcrew.sandboxd={sandboxd.name}"]
+        found = {
+            "containers": [str(container["Id"]) for container in api.containers(all=True, filters={"label": label})],
+            "mounts": [point for point in mount_points() if point in self.mounts or self._is_ours(point, sandboxd.state)],
+            "loop devices": [file for file in loop_files() if file.startswith(f"{sandboxd.state}/")],
+            "processes": [line for line in _process_lines() if any(name in line for name in self.ids)],
+            "records": [path.name for path in sandboxd.state.glob("*/*") if path.parent.name in ("containers", "sessions")],
+            "workspaces": [path.name for path in sandboxd.state.glob("workspaces/*") if path.name != TEMPLATES],
+            "parcels": [str(path) for path in sandboxd.state.glob("parcels/*/*")],
+        }
+        return {kind: what for kind, what in found.items() if what}
+
+    def _is_ours(self, point: str, state: Path) -> bool:
+        return point.startswith(f"{state}/") or any(name in point for name in self.ids)
+
+
+@dataclass(frozen=True)
+class Vitals:
+    """Of sandboxd: open files, threads, resident bytes."""
+
+    files: int
+    threads: int
+    rss: int
+
+
+class Rounds:
+    """Makes sandboxes and ends them. `done`: how many in which way."""
+
+    def __init__(self, sandboxd: RunningSandboxd, api: docker.APIClient) -> None:
+        self.traces = Traces()
+        self.done: Counter[str] = Counter()
+        self._sandboxd = sandboxd
+        self._api = api
+
+    def play(self, numbers: Sequence[int], at_once: int = AT_ONCE) -> None:
+        """One sandbox a number, each way in turn. Raises what a round raises: an end that was not told as it should be."""
+        with ThreadPoolExecutor(at_once) as pool:
+            for way in pool.map(self._play, numbers):
+                self.done[way] += 1
+
+    def settle(self, within_s: float = GONE_S) -> dict[str, list[str]]:
+        """Waits until nothing is left. Gives what is, at the deadline."""
+        until = time.monotonic() + within_s
+        while (left := self.traces.left(self._sandboxd, self._api)) and time.monotonic() < until:
+            time.sleep(0.2)
+        return left
+
+    def vitals(self) -> Vitals:
+        """Now; `settle` first."""
+        folder = Path(f"/proc/{self._sandboxd.pid}")
+        return Vitals(
+            len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")), memory_of_process(self._sandboxd.pid)["rss"]
+        )
+
+    def _play(self, number: int) -> str:
+        way = WAYS[number % len(WAYS)]
+        if way == "leave":
+            self._leave_while_it_opens(number)
+            return way
+        with SandboxClient(self._sandboxd.socket) as client:
+            short_lived = way == "abandon"
+            name = f"bench:{way}-{number}"
+            opened = client.describe_open(name, None, SHORT_TTL_S if short_lived else 600.0)
+            pid = self.traces.learn(self._api, str(opened["sandbox"]["id"]))
+            sandbox_call(client, name)
+            if not short_lived:
+                self._end(client, name, way, pid)
+        return way
+
+    def _end(self, client: SandboxClient, name: str, way: str, pid: int) -> None:
+        if way == "timeout":
+            os.kill(pid, signal.SIGSTOP)  # the guest cannot answer: only the container's removal ends the call
+            done = client.call(name, _SLEEP).done
+            if (done.get("kill") or {}).get("method") != "container":
+                raise RuntimeError(f"a call of a stopped guest ended with {done}")
+        elif way == "kill":
+            os.kill(pid, signal.SIGKILL)
+        client.close(name)
+
+    def _leave_while_it_opens(self, number: int) -> None:
+        header = {"verb": "open", "sandbox": f"bench:leave-{number}", "image": None, "ttl_s": SHORT_TTL_S}
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            asking.connect(str(self._sandboxd.socket))
+            asking.sendall(encode_frame(header, b"", max_total=MAX_DOWN))
+
+
+def mount_points() -> list[str]:
+    """Of this process's mount namespace."""
+    return [line.split(" ")[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+
+
+def loop_files() -> list[str]:
+    """What lies behind the host's loop devices."""
+    found = []
+    for path in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with contextlib.suppress(OSError):  # detached meanwhile
+            found.append(path.read_text().strip())
+    return found
+
+
+def _process_lines() -> Iterator[str]:
+    """Command line and control groups of each process of the host."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            yield line + (folder / "cgroup").read_text(errors="replace")
+
+
+def _engine_rss() -> int | None:
+    """Of the dockerd that this process can see, in bytes."""
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):
+            if path.read_text().strip() == "dockerd":
+                return memory_of_process(path.parent.name)["rss"]
+    return None
+
+
+def run(rounds: int = ROUNDS, at_once: int = AT_ONCE) -> Report:
+    with running_sandboxd() as sandboxd, contextlib.closing(open_api()) as api:
+        played = Rounds(sandboxd, api)
+        played.play(range(WARM_UP), at_once)
+        _check_gone(played)
+        before, engine_before, started = played.vitals(), _engine_rss(), time.monotonic()
+        played.play(range(WARM_UP, WARM_UP + rounds), at_once)
+        took_s = time.monotonic() - started
+        _check_gone(played)
+        after, engine_after = played.vitals(), _engine_rss()
+    ways = ", ".join(f"{count} x {way}" for way, count in sorted(played.done.items()))
+    report = Report("kill_rounds", notes=[f"{ways}; {at_once} at a time, {WARM_UP} of them before the first look", "no container, mount, loop device, process, record, workspace or parcel was left"])
+    report.add("rounds_per_s", rounds / took_s, "rounds")
+    report.add("files_ratio", after.files / before.files, f"sandboxd's open files, {after.files} after / {before.files} before", at_most=1.2)
+    report.add("threads_ratio", after.threads / before.threads, f"sandboxd's threads, {after.threads} / {before.threads}", at_most=1.2)
+    report.add("sandboxd_grown_bytes", after.rss - before.rss, "sandboxd RSS, grown", at_most=4 * MIB)
+    if engine_before is not None and engine_after is not None:
+        report.add("engine_grown_bytes", engine_after - engine_before, "dockerd RSS, grown")
+    return report
+
+
+def _check_gone(played: Rounds) -> None:
+    left = played.settle()
+    if left:
+        raise SandboxUnavailable(f"left behind after {GONE_S:g} s: {left}")

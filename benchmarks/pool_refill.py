@@ -1,0 +1,129 @@
+"""What the refilling pool costs running sessions: 100 calls a second, each session's own, beside the refill and without it."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+from benchmarks.processes import running_sandboxd
+from benchmarks.report import Report, percentile
+from benchmarks.warm_call import sandbox_call
+from workers.sandbox_client import SandboxClient
+
+CALLS_PER_S = 100.0
+SESSIONS = 20
+REFILL = 20
+ROUNDS = 3
+QUIET_S = 8.0
+SETTLE_S = 1.0
+TARGET = 1.5
+
+
+class Load:
+    """Sessions that are called in turn at a steady rate, each on a thread and connection of its own."""
+
+    def __init__(self, sandboxd_socket: str, sessions: int, calls_per_s: float) -> None:
+        self._socket = sandboxd_socket
+        self._sessions = sessions
+        self._every_s = sessions / calls_per_s
+        self._into: list[float] | None = None
+        self._errors: list[Exception] = []
+        self._ending = threading.Event()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator["Load"]:
+        threads = [threading.Thread(target=self._call, args=(number,), daemon=True) for number in range(self._sessions)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            self._ending.set()
+            for thread in threads:
+                thread.join()
+
+    @contextlib.contextmanager
+    def counted(self, into: list[float]) -> Iterator[None]:
+        """Calls that begin in this block count. Raises what any call has raised."""
+        self._into = into
+        try:
+            yield
+        finally:
+            self._into = None
+        if self._errors:
+            raise self._errors[0]
+
+    def _call(self, number: int) -> None:
+        try:
+            with SandboxClient(self._socket) as client:
+                name = client.open("bench", f"caller-{number}")
+                due = time.perf_counter() + self._every_s * number / self._sessions
+                while not self._ending.wait(max(0.0, due - time.perf_counter())):
+                    into, due = self._into, max(due + self._every_s, time.perf_counter())
+                    started = time.perf_counter()
+                    sandbox_call(client, name)
+                    if into is not None:
+                        into.append(time.perf_counter() - started)
+        except Exception as error:  # noqa: BLE001  # whoever counts gets it
+            self._errors.append(error)
+
+
+def run(rounds: int = ROUNDS, refill_per_s: float | None = None, calls_per_s: float = CALLS_PER_S) -> Report:
+    """`refill_per_s`: another than the setting's default."""
+    settings = {"TOOLCREW_POOL_TARGET": str(REFILL)}
+    if refill_per_s is not None:
+        settings["TOOLCREW_POOL_REFILL_PER_S"] = str(refill_per_s)
+    quiet: list[float] = []
+    beside: list[float] = []
+    quiet_s = refill_s = 0.0
+    with running_sandboxd(settings) as sandboxd, SandboxClient(sandboxd.socket) as client:
+        _wait_ready(client)
+        with Load(str(sandboxd.socket), SESSIONS, calls_per_s).running() as load:
+            _wait_sessions(client)
+            for number in range(rounds):
+                _wait_ready(client)
+                time.sleep(SETTLE_S)
+                quiet_s += _count_quiet(load, quiet)
+                taken = [client.open("bench", f"taken-{number}-{one}") for one in range(REFILL)]
+                refill_s += _count_refill(load, client, beside)
+                for name in taken:
+                    client.close(name)
+    report = Report(
+        "pool_refill",
+        notes=[
+            f"{rounds} rounds of {QUIET_S:g} s without and the refill of {REFILL} sandboxes; {SESSIONS} sessions; asked for {calls_per_s:g} calls a second"
+        ],
+    )
+    report.add("quiet_per_s", len(quiet) / quiet_s, "calls without a refill")
+    report.add("refill_per_s", REFILL * rounds / refill_s, "sandboxes made")
+    report.add("beside_per_s", len(beside) / refill_s, "calls beside the refill")
+    report.add_ms("quiet", quiet, "p50 of a call without a refill")
+    report.add_ms("beside", beside, "p50 of a call beside the refill")
+    report.add("refill_ratio", percentile(beside, 0.5) / percentile(quiet, 0.5), "p50 beside / without", at_most=TARGET)
+    report.add("refill_p95_ratio", percentile(beside, 0.95) / percentile(quiet, 0.95), "p95 beside / without")
+    return report
+
+
+def _count_quiet(load: Load, into: list[float]) -> float:
+    """Seconds that were counted."""
+    with load.counted(into):
+        time.sleep(QUIET_S)
+    return QUIET_S
+
+
+def _count_refill(load: Load, client: SandboxClient, into: list[float]) -> float:
+    """Seconds until the pool was full again."""
+    started = time.perf_counter()
+    with load.counted(into):
+        _wait_ready(client)
+    return time.perf_counter() - started
+
+
+def _wait_ready(client: SandboxClient) -> None:
+    while client.status()["pool"]["ready"] < REFILL:
+        time.sleep(0.1)
+
+
+def _wait_sessions(client: SandboxClient) -> None:
+    while client.status()["sessions"] < SESSIONS:
+        time.sleep(0.1)

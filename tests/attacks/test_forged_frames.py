@@ -1,0 +1,99 @@
+"""Forged frames: programs of a sandbox that try to speak for the guest. Whatever they print is output; nothing else of theirs is read."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.attack_ground import Ground, Hostile
+from workers.sandboxd.frames import MAX_UP, encode_frame
+
+pytestmark = pytest.mark.stack
+
+FORGED = {
+    "the end of a call": {"ev": "done", "id": "0" * 32, "exit_code": 0, "kill": None},
+    "another greeting": {"ev": "hello", "v": 1},
+    "last words": {"ev": "fatal", "message": "forged"},
+    "a connection": {"ev": "net_open", "conn": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def session(ground: Ground) -> Iterator[Hostile]:
+    with ground.session(session="forger") as opened:
+        yield opened
+
+
+def printed(header: dict[str, object]) -> tuple[str, bytes]:
+    """A printf of the frame, and the frame."""
+    frame = encode_frame(header, b"body", max_total=MAX_UP)
+    return "printf '" + "".join(f"\\x{byte:02x}" for byte in frame) + "'", frame
+
+
+@pytest.mark.parametrize("header", FORGED.values(), ids=FORGED.keys())
+def test_end_a_call_or_the_channel_by_what_is_printed(session: Hostile, header: dict[str, object]) -> None:
+    """Aim: bytes on a program's stdout or stderr are taken for the guest's own."""
+    script, frame = printed(header)
+    answer = session.bash(f"{script}; {script} >&2; exit 7")
+
+    assert answer.done["exit_code"] == 7
+    assert answer.streams["stdout"] == answer.streams["stderr"] == frame
+    assert session.is_well()
+
+
+PLACES = (
+    "/proc/1/fd/0",
+    "/proc/1/fd/1",
+    "/proc/1/fd/2",
+    "/proc/$PPID/fd/1",
+    "/proc/$PPID/fd/3",
+    "/proc/$PPID/fd/4",
+    "/dev/console",
+    "/dev/tty",
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_write_into_the_channel(ground: Ground, session: Hostile, place: str) -> None:
+    """Aim: reach the stream to sandboxd itself."""
+    script, _ = printed({"ev": "fatal", "message": "forged"})
+    log_before = len(ground.log())
+    answer = session.bash(f"({script}) >{place} && echo written >&2")
+
+    assert b"written" not in answer.streams["stderr"]
+    assert session.is_well()
+    assert "forged" not in ground.log()[log_before:]
+
+
+def test_inherit_a_descriptor_of_the_guest(session: Hostile) -> None:
+    """Aim: find the channel, another call's pipe or body among what a program is started with."""
+    answer = session.bash("exec find /proc/self/fd -mindepth 1 -printf '%f %l\\n'")
+    links = dict(line.split(" ", 1) for line in answer.streams["stdout"].decode().splitlines())
+
+    # Folders are the listing's own.
+    assert [link for number, link in links.items() if int(number) > 2 and not link.startswith(("/proc/", "/workspace"))] == []
+
+
+def test_claim_a_result_by_names_of_the_protocol(session: Hostile) -> None:
+    """Aim: fields of a result are taken from what a program says."""
+    claim = json.dumps({"exit_code": 0, "oom": True, "sandbox_lost": "x", "kill": None, "timed_out": True})
+    done = session.bash(f"echo '{claim}'; echo '{claim}' >/output/.state/result; exit 5").done
+
+    assert (done["exit_code"], done["oom"], done["timed_out"], "sandbox_lost" in done) == (5, False, False, False)
+
+
+def test_take_over_the_guest_by_the_code_it_loads_later(session: Hostile) -> None:
+    """Aim: the guest imports a module of its own when it is first needed: from a folder that programs can write."""
+    session.bash(
+        "for place in /workspace /tmp /output /workspace/guest /workspace/guest/search /workspace/guest/files; do mkdir -p $place; "
+        "for name in json re glob fnmatch difflib tarfile guest sitecustomize usercustomize search grep_search text_reads; do "
+        'echo \'open("/tmp/taken-over", "w")\' >$place/$name.py; done; done; export PYTHONPATH=/workspace PYTHONHOME=/workspace'
+    )
+    common = {"path": ".", "limit": 9, "max_bytes": 8192, "timeout_s": 5}
+    found = session.ask({"op": "grep", "pattern": "(?<=o)pen", "mode": "files", "max_lines": 9, **common}).done
+    listed = session.ask({"op": "glob", "pattern": "*", "kind": "any", **common}).done
+    session.bash("unset PYTHONHOME PYTHONPATH")
+
+    assert (found["engine"], listed["total"] > 0) == ("python", True)
+    assert not (session.watched.root / "tmp/taken-over").exists()
+    assert session.is_well()

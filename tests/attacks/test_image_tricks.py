@@ -1,0 +1,131 @@
+"""Images: what one brings beside its files must not change the sandbox, and what its files are must not fool sandboxd."""
+
+import io
+import json
+import tarfile
+from collections.abc import Iterator, Mapping
+
+import pytest
+from docker import APIClient
+
+from contract.errors import SandboxUnavailable
+from tests.attack_ground import Ground, open_ground
+from tests.containers import IMAGE
+
+pytestmark = pytest.mark.stack
+
+# All that an image can say beside its files.
+METADATA = """
+USER root
+WORKDIR /proc/self/fd/7
+ENV LD_PRELOAD=/evil.so BASH_ENV=/evil.sh PYTHONPATH=/evil PATH=/evil
+ENTRYPOINT ["/bin/sh", "-c", "sleep 666"]
+CMD ["evil"]
+HEALTHCHECK --interval=1s CMD sleep 667
+LABEL toolcrew.sandboxd=another toolcrew.deployment=another toolcrew.deadline=0 toolcrew.lease=0
+EXPOSE 80
+STOPSIGNAL SIGCONT
+ONBUILD RUN false
+SHELL ["/evil"]
+"""
+HOLLOW = "#!/bin/sh\nprintf '%s' \"$0\" >&2; while :; do head -c 65536 /dev/urandom; done\n"
+LIAR = '#!/bin/bash\nh=\'{"ev":"hello","v":1}\'\nprintf \'\\0\\0\\0\\x18\\0\\0\\0\\x14%s\' "$h"\nexec cat >/dev/null\n'
+
+
+def build(api: APIClient, name: str, dockerfile: str, files: Mapping[str, tuple[str, int]]) -> str:
+    """An image of ours with these files (content, mode) as root's, and this said of it."""
+    packed, context = io.BytesIO(), io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as layer:
+        for path, (content, mode) in files.items():
+            entry = tarfile.TarInfo(path)
+            entry.size, entry.mode = len(content), mode
+            layer.addfile(entry, io.BytesIO(content.encode()))
+    with tarfile.open(fileobj=context, mode="w") as outer:
+        for path, data in (("layer.tar", packed.getvalue()), ("Dockerfile", f"FROM {IMAGE}\nADD layer.tar /\n{dockerfile}".encode())):
+            entry = tarfile.TarInfo(path)
+            entry.size = len(data)
+            outer.addfile(entry, io.BytesIO(data))
+    context.seek(0)
+    tag = f"toolcrew-test-{name}"
+    told = list(api.build(fileobj=context, custom_context=True, tag=tag, rm=True, decode=True))
+    assert "error" not in told[-1], told
+    return tag
+
+
+@pytest.fixture(scope="module")
+def images(engine: APIClient) -> Iterator[dict[str, str]]:
+    """Name to tag; removed at the end."""
+    plain = {"etc/note": ("x", 0o644)}
+    tags = {
+        "loud": build(engine, "loud", METADATA, plain),
+        "volume": build(engine, "volume", "VOLUME /data /workspace", plain),
+        "hollow": build(engine, "hollow", "", {"usr/bin/python3": (HOLLOW, 0o755)}),
+        "liar": build(engine, "liar", "", {"usr/bin/python3": (LIAR, 0o755)}),
+    }
+    yield tags
+    for tag in tags.values():
+        engine.remove_image(tag, force=True)
+
+
+@pytest.fixture(scope="module")
+def loose(engine: APIClient, images: dict[str, str]) -> Iterator[Ground]:
+    """A sandboxd whose operator has allowed all of them."""
+    with open_ground(engine, {"TOOLCREW_SANDBOX_IMAGES_ALLOWED": json.dumps(list(images.values()))}) as opened:
+        yield opened
+
+
+def test_start_a_program_of_its_own_as_root(loose: Ground, images: dict[str, str]) -> None:
+    """Aim: entrypoint, command, user, folder, health check, stop signal of the image are used."""
+    with loose.session(session="loud", image=images["loud"]) as session:
+        config = session.watched.inspect()["Config"]
+
+        assert "/opt/toolcrew" in config["Entrypoint"]
+        assert (config["User"], config["WorkingDir"], config["Healthcheck"]["Test"]) == ("1000:1000", "/workspace", ["NONE"])
+        assert {session.watched.status_of(pid)["Uid"] for pid in session.watched.processes()} == {"1000\t1000\t1000\t1000"}
+        assert not [line for line in session.programs().values() if "66" in line]
+
+
+def test_pass_for_another_sandboxds_by_labels_of_the_image(loose: Ground, images: dict[str, str]) -> None:
+    """Aim: be swept by nobody, or have another's sandboxes swept."""
+    with loose.session(session="labels", image=images["loud"]) as session:
+        labels = session.watched.inspect()["Config"]["Labels"]
+
+        assert labels["toolcrew.sandboxd"] == labels["toolcrew.deployment"] == loose.name
+        assert int(labels["toolcrew.deadline"]) > 0
+        assert labels["toolcrew.lease"] != "0"
+
+
+def test_take_the_hosts_disk_by_a_volume_of_the_image(engine: APIClient, loose: Ground, images: dict[str, str]) -> None:
+    """Aim: an anonymous volume is a folder of the host without any limit."""
+    before = {volume["Name"] for volume in engine.volumes()["Volumes"] or []}
+    with pytest.raises(SandboxUnavailable, match="/data"), loose.session(session="volume", image=images["volume"]):
+        pass
+
+    assert {volume["Name"] for volume in engine.volumes()["Volumes"] or []} <= before
+    assert [box for box in loose.footprint.containers() if images["volume"] in str(engine.inspect_container(box)["Config"])] == []
+
+
+def test_flood_whoever_opens_a_sandbox_of_the_image(loose: Ground, images: dict[str, str]) -> None:
+    """Aim: a python3 of the image's own is PID 1, and fills sandboxd's memory, its log, or its time."""
+    loose.forget_peak()
+    before, log_before = loose.peak_bytes(), len(loose.log())
+    with pytest.raises(SandboxUnavailable), loose.session(session="hollow", image=images["hollow"]):
+        pass
+
+    assert loose.peak_bytes() - before < 12 << 20
+    assert len(loose.log()) - log_before < 5000
+    assert "hollow" not in containers_of(loose)
+
+
+def test_pass_for_a_guest_by_its_greeting(loose: Ground, images: dict[str, str]) -> None:
+    """Aim: a PID 1 that greets as ours does, and then never ends what it is asked."""
+    with loose.session(session="liar", image=images["liar"]) as session:
+        done = session.bash("sleep 1000", timeout_s=0.2).done
+
+        assert (done["error"]["code"], done["kill"]["method"]) == ("TIMEOUT", "container")
+        assert "liar" not in containers_of(loose)
+
+
+def containers_of(ground: Ground) -> str:
+    """The images of what is there."""
+    return str([ground.api.inspect_container(container)["Config"]["Image"] for container in ground.footprint.containers()])

@@ -1,0 +1,133 @@
+"""Neighbours: what one session has, another's programs, of the same tenant or of a second one, neither see nor touch."""
+
+from collections.abc import Iterator
+
+import pytest
+from docker import APIClient
+
+from contract.errors import ErrorCode, ToolFailure
+from tests.attack_ground import Ground, Hostile
+from tests.containers import Box, open_box, python
+from workers.sandbox_client import SandboxClient
+
+pytestmark = pytest.mark.stack
+
+MARK = "first-tenants-own"
+KEY = 0x70C0
+
+
+@pytest.fixture(scope="module")
+def victim(ground: Ground) -> Iterator[Hostile]:
+    """The first tenant's session, with something of everything that processes can share."""
+    with ground.session("first", "s1") as session:
+        session.bash(f"for place in /workspace /tmp /output /dev/shm; do echo {MARK} >$place/{MARK}; chmod 777 $place/{MARK}; done")
+        session.start_job(
+            f"perl -e 'shmget({KEY}, 4096, 01777); msgget({KEY}, 01777); semget({KEY}, 1, 01777); sleep 500' & "
+            + python(f"""
+import socket, time
+server = socket.socket(socket.AF_UNIX); server.bind('\\0{MARK}'); server.listen()
+inside = socket.create_server(('127.0.0.1', 4455))
+open('/workspace/ready', 'w').write('x')
+time.sleep(500)
+""")
+        )
+        session.bash("until [ -e /workspace/ready ] && [ $(wc -l </proc/sysvipc/sem) = 2 ]; do sleep 0.02; done")
+        yield session
+
+
+@pytest.fixture(scope="module", params=["second", "first"])
+def neighbour(ground: Ground, victim: Hostile, request: pytest.FixtureRequest) -> Iterator[Hostile]:
+    """A session of another tenant, and another one of the same."""
+    assert victim.programs()
+    with ground.session(request.param, "neighbour") as session:
+        yield session
+
+
+def test_find_files_processes_or_sockets_of_another(neighbour: Hostile) -> None:
+    """Aim: read what another has left or runs: places, guessed paths, /proc, System V keys, abstract names, loopback."""
+    found = neighbour.bash(
+        f"ls -AR /workspace /tmp /dev/shm /dev/mqueue | grep {MARK[:-1]}[{MARK[-1]}]; cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -e 'sleep [5]00' -e 'shmge[t]'; "
+        f"cat /proc/sysvipc/* | grep -c ' {KEY} '; grep -c {MARK} /proc/net/unix; grep -c :1167 /proc/net/tcp; cat /proc/keys"
+    )
+
+    lines = [line for line in found.streams["merged"].decode().splitlines() if "Permission denied" not in line]
+    assert lines == ["0", "0", "0"]
+
+
+def test_open_what_another_shares_by_its_key_or_name(neighbour: Hostile) -> None:
+    """Aim: guess a key: namespaces must make it another thing."""
+    answer = neighbour.bash(
+        f'perl -e \'print defined(shmget({KEY}, 0, 0)) || defined(msgget({KEY}, 0)) || defined(semget({KEY}, 0, 0)) ? "found" : "none"\'\n'
+        + python(f"""
+import socket
+for family, address in ((socket.AF_UNIX, '\\0{MARK}'), (socket.AF_INET, ('127.0.0.1', 4455))):
+    try: socket.socket(family).connect(address); print('found')
+    except ConnectionRefusedError: print('none')
+""")
+    )
+
+    assert answer.streams["merged"].decode().split() == ["nonenone", "none"]
+
+
+def test_read_a_path_that_only_the_neighbour_has(neighbour: Hostile, victim: Hostile) -> None:
+    """Aim: by the tools, with the very path; and by the container's number."""
+    paths = [f"/{place}/{MARK}" for place in ("workspace", "tmp", "output")]
+    paths += [f"/proc/{victim.watched.pid}/root/workspace/{MARK}", f"/proc/1/root/workspace/{MARK}", f"/../{victim.watched.id}/{MARK}"]
+    answers = [neighbour.ask({"op": "read_file", "path": path, "max_bytes": 99, "timeout_s": 5}) for path in paths]
+
+    assert {answer.done["error"]["code"] for answer in answers} <= {"FILE_NOT_FOUND", "PATH_NOT_ALLOWED"}
+    assert [answer.streams for answer in answers] == [{}] * len(paths)
+
+
+@pytest.mark.parametrize(
+    "name", ["first:s2", "second:s1", "s1", "first", ":s1", "first:", "first:s1:", "first:s1/", "FIRST:s1", " first:s1"]
+)
+def test_call_into_a_session_by_a_guessed_id(ground: Ground, victim: Hostile, name: str) -> None:
+    """Aim: an id that is nearly another's leads to its session. A worker's ids come from a signed context."""
+    assert victim.name == "first:s1"
+    with SandboxClient(ground.path) as client, pytest.raises(ToolFailure) as caught:
+        client.call(name, {"op": "ping", "timeout_s": 2})
+
+    assert caught.value.code is ErrorCode.SESSION_NOT_FOUND
+
+
+def test_signal_or_slow_down_a_neighbour_by_its_numbers(neighbour: Hostile, victim: Hostile) -> None:
+    """Aim: all sandboxes of a host have one uid; numbers of processes must still mean nothing."""
+    before = victim.programs()
+    numbers = " ".join(str(pid) for pid in [victim.watched.pid, *victim.watched.processes()])
+    answer = neighbour.bash(
+        f"for pid in {numbers}; do kill -9 $pid; renice 19 $pid; taskset -p 1 $pid; prlimit --pid $pid --nofile=1; done; true"
+    )
+
+    assert answer.streams["merged"].decode().lower().count("no such process") >= len(numbers.split())
+    assert victim.programs() == before
+
+
+def test_find_what_a_neighbour_left(engine: APIClient, box: Box) -> None:
+    """Aim: one container's writable places are another's."""
+    with open_box(engine) as neighbour:
+        box.run("echo mine >/workspace/f; echo mine >/tmp/f; echo mine >/output/f; echo mine >/dev/shm/f")
+        found = neighbour.run("ls -A /workspace /tmp /output /dev/shm; tail -n +2 /proc/sysvipc/shm")
+
+    assert found.output.split() == ["/dev/shm:", "/output:", "/tmp:", "/workspace:"]
+
+
+def test_see_or_signal_a_process_of_the_host(shared_box: Box) -> None:
+    """Aim: find the engine, sandboxd or a worker among its processes."""
+    answer = shared_box.run("ls -d /proc/[0-9]* | wc -l; cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+    seen = int(answer.output.split()[0])
+
+    assert seen <= 6
+    assert "dockerd" not in answer.output
+
+
+def test_get_a_sandbox_that_another_has_used(ground: Ground) -> None:
+    """Aim: what the session before has left, in a container that is handed on."""
+    with ground.session("first", "before") as before:
+        before.bash(f"echo {MARK} | tee /workspace/f /tmp/f /output/f /dev/shm/f; cd /tmp; export LEFT={MARK}")
+        container = before.watched.id
+    with ground.session("second", "after") as after:
+        found = after.bash(f"echo in $LEFT $PWD; grep -rs {MARK} /workspace /tmp /dev/shm /output --include=f")
+
+        assert found.streams["merged"] == b"in /workspace\n"
+        assert after.watched.id != container

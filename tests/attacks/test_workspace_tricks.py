@@ -1,0 +1,123 @@
+"""The workspace on a file system of its own: its device, its file on the host, its quota and its mount are out of the programs' reach."""
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.attack_ground import Ground, Hostile
+from tests.containers import python
+from tests.stack import missing
+from workers.sandbox_client import SandboxClient
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.fixture(scope="module")
+def session(ground: Ground) -> Iterator[Hostile]:
+    with SandboxClient(ground.path) as client:
+        kept = client.status()["workspaces"]
+    if kept["kind"] != "image":
+        missing(f"workspaces are no file system images here: {kept['note']}")
+    with ground.session("somebody", "workspace-tricks") as opened:
+        yield opened
+
+
+def mount_of(session: Hostile) -> tuple[set[str], str]:
+    """Options and optional fields of the mount of /workspace, as the kernel has them."""
+    row = next(line.split() for line in reversed(session.watched.mounts().splitlines()) if line.split()[4] == "/workspace")
+    return set(row[5].split(",")), " ".join(row[6 : row.index("-")])
+
+
+def test_bring_a_file_with_power_by_the_workspace(session: Hostile) -> None:
+    """Aim: a setuid file or a device node on a disk that is mounted by root."""
+    options, propagation = mount_of(session)
+    answer = session.bash(
+        "cp /bin/bash sh; chmod 6755 sh; ./sh -p -c 'id -u; id -g'; mknod disk b 7 0; mknod all b 8 0; ls disk all 2>/dev/null; rm sh"
+    )
+
+    assert {"nosuid", "nodev", "rw"} <= options
+    assert "shared" not in propagation
+    assert answer.streams["stdout"].decode().split() == ["1000", "1000"]
+
+
+def test_reach_the_file_or_the_device_behind_the_workspace(ground: Ground, session: Hostile) -> None:
+    """Aim: write below the file system: then its quota, its owners and what the host's kernel parses are the attacker's."""
+    image = next((ground.footprint.folder / "state").rglob("image"))
+    device = session.watched.root / "dev"
+    answer = session.bash(
+        f"ls {image} {image.parent} 2>/dev/null; for d in /dev/loop* /dev/block/* /dev/disk/* /dev/mapper/*; do head -c 1 $d && echo read; done; "
+        "find /dev -type b -o -name 'loop*'"
+    )
+
+    assert answer.streams.get("stdout", b"") == b""
+    assert not [path for path in device.iterdir() if stat.S_ISBLK(path.lstat().st_mode) or path.name.startswith("loop")]
+    assert stat.S_IMODE(image.stat().st_mode) == 0o600
+    assert stat.S_IMODE(image.parent.stat().st_mode) & 0o077 == 0
+
+
+def test_learn_who_else_has_a_workspace(session: Hostile) -> None:
+    """Aim: /sys tells of every loop device of the host the path of its file: names there must say nothing."""
+    told = session.bash("cat /sys/block/loop*/loop/backing_file /proc/self/mountinfo; true").streams["stdout"].decode()
+
+    assert "somebody" not in told
+    assert "workspace-tricks" not in told
+
+
+# Numbers of linux/fs.h and ext4.h: name -> request, argument in bytes. Each changes the file system as a whole.
+IOCTLS = {
+    "FIFREEZE": (0xC0045877, 4),
+    "FITRIM": (0xC0185879, 24),
+    "EXT4_IOC_RESIZE_FS": (0x40086610, 8),
+    "EXT4_IOC_GROUP_EXTEND": (0x40086607, 8),
+    "EXT4_IOC_SHUTDOWN": (0x8004587D, 4),
+    "EXT4_IOC_SWAP_BOOT": (0x6611, 8),
+}
+
+
+def test_change_the_file_system_as_a_whole(session: Hostile) -> None:
+    """Aim: freeze, grow, shut down or trim it, and with it whatever of the host waits for it."""
+    answer = session.bash(
+        python(f"""
+import fcntl, os
+open('file', 'w').write('x')
+for name, (request, size) in {IOCTLS!r}.items():
+    for path in ('.', 'file'):
+        fd = os.open(path, os.O_RDONLY if path == '.' else os.O_RDWR)
+        try: fcntl.ioctl(fd, request, bytearray(size)); print('did', name, path)
+        except OSError: pass
+""")
+        + "\nchattr +i file 2>/dev/null && echo did chattr; chattr +a . 2>/dev/null && echo did chattr; rm -f file; touch after && echo works"
+    )
+
+    assert answer.streams["stdout"] == b"works\n"
+    assert session.is_well()
+
+
+def test_mount_over_or_under_the_workspace(session: Hostile) -> None:
+    """Aim: have later calls, or the host, work in another place than they think."""
+    before = mount_of(session), session.watched.mounts()
+    answer = session.bash(
+        "mkdir -p m; mount --bind / m; mount -o remount,suid,dev /workspace; umount -l /workspace; unshare -rm true; mv /workspace /tmp/w; "
+        "rm -rf /workspace; ln -s / /workspace; rmdir m; echo done"
+    )
+
+    assert answer.streams["stdout"] == b"done\n"
+    assert (mount_of(session), session.watched.mounts()) == before
+    assert session.is_well()
+
+
+def test_take_more_of_the_hosts_disk_than_the_quota(ground: Ground, session: Hostile) -> None:
+    """Aim: files, names, extended attributes and folders beyond the size; and have the session unable to go on."""
+    image = next((ground.footprint.folder / "state").rglob("image"))
+    allowed = int(session.bash("stat -f -c '%b*%S' . | { read n; echo $((n)); }").streams["stdout"])
+    session.bash(
+        "dd if=/dev/zero of=fill bs=1M 2>/dev/null; dd if=/dev/zero of=fill2 bs=4k 2>/dev/null; fallocate -l 1G more; true", timeout_s=20.0
+    )
+    held = image.stat().st_blocks * 512
+
+    assert held < allowed * 1.1 + (8 << 20)
+    assert Path(image).stat().st_size < allowed * 1.2 + (16 << 20)
+    assert session.is_well()
+    assert session.bash("rm -f fill fill2 more; echo again >f && cat f").streams["stdout"] == b"again\n"

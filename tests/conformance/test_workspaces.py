@@ -1,0 +1,196 @@
+"""What every kind of workspace promises sandboxd."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from contract.errors import SandboxUnavailable
+from tests.workspace_ground import SMALL, mounts_below, open_images
+from workers.sandboxd.workspaces.base import Workspaces
+from workers.sandboxd.workspaces.folder import FolderWorkspaces
+from workers.sandboxd.workspaces.tmpfs import TmpfsWorkspaces
+
+Open = Callable[[], Workspaces]
+"""Workspaces in the same folder each time: what a new sandboxd finds."""
+KEPT = ("image", "folder")
+
+
+def opener(kind: str, folder: Path) -> Open:
+    if kind == "image":
+        return lambda: open_images(folder)
+    return (lambda: FolderWorkspaces(folder, 0)) if kind == "folder" else TmpfsWorkspaces
+
+
+@pytest.fixture(params=["image", "folder", "tmpfs"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    return opener(request.param, tmp_path / "workspaces")
+
+
+@pytest.fixture(params=KEPT)
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    return opener(request.param, tmp_path / "workspaces")
+
+
+async def write(workspaces: Workspaces, name: str, text: str) -> None:
+    workspace = await workspaces.make(name, SMALL)
+    async with workspace.mounted() as mount:
+        assert mount.bind is not None
+        (Path(mount.bind) / "file").write_text(text)
+
+
+async def test_a_workspace_says_what_it_is(opened: Open) -> None:
+    workspaces = opened()
+
+    workspace = await workspaces.make("one", SMALL)
+
+    assert (workspace.name, workspace.size, workspace.kind) == ("one", SMALL, workspaces.kind)
+
+
+async def test_one_that_outlives_its_container_is_a_path_of_the_host_and_another_is_not(opened: Open) -> None:
+    workspace = await opened().make("one", SMALL)
+
+    async with workspace.mounted() as mount:
+        assert (mount.bind is not None) == workspace.outlives_container
+
+
+async def test_a_workspace_can_be_a_member_of_a_set(opened: Open) -> None:
+    workspace = await opened().make("one", SMALL)
+
+    assert {workspace} == {workspace}
+
+
+async def test_a_new_workspace_is_empty_and_belongs_to_the_sandboxes_user(kept: Open) -> None:
+    workspace = await kept().make("one", SMALL)
+
+    async with workspace.mounted() as mount:
+        assert mount.bind is not None
+        assert os.listdir(mount.bind) == []
+        assert os.stat(mount.bind).st_uid == 1000
+
+
+async def test_a_new_sandboxd_finds_a_workspace_by_its_name_and_size(opened: Open) -> None:
+    workspace = await opened().make("one", SMALL)
+
+    found = opened().find("one", SMALL)
+
+    assert found == workspace
+
+
+async def test_files_are_there_at_the_next_mount(kept: Open) -> None:
+    await write(kept(), "one", "kept")
+
+    found = kept().find("one", SMALL)
+
+    assert found is not None
+    async with found.mounted() as mount:
+        assert (Path(mount.bind or "") / "file").read_text() == "kept"
+
+
+async def test_a_removed_workspace_is_not_found_and_may_be_removed_again(kept: Open) -> None:
+    workspaces = kept()
+    workspace = await workspaces.make("one", SMALL)
+
+    await workspace.remove()
+    await workspace.remove()
+
+    assert workspaces.find("one", SMALL) is None
+
+
+async def test_a_name_can_be_used_again_after_a_removal_and_nothing_of_before_is_seen(kept: Open) -> None:
+    workspaces = kept()
+    await write(workspaces, "one", "secret")
+    found = workspaces.find("one", SMALL)
+    assert found is not None
+    await found.remove()
+
+    workspace = await workspaces.make("one", SMALL)
+
+    async with workspace.mounted() as mount:
+        assert os.listdir(mount.bind or "") == []
+
+
+async def test_a_name_that_is_taken_is_refused_and_its_files_stay(kept: Open) -> None:
+    workspaces = kept()
+    await write(workspaces, "one", "kept")
+
+    with pytest.raises(SandboxUnavailable, match="choose another name"):
+        await workspaces.make("one", SMALL)
+
+    assert workspaces.find("one", SMALL) is not None
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp", ".templates", "a\n", "ä", "x" * 129])
+async def test_a_name_cannot_lead_out_of_the_folder(kept: Open, name: str) -> None:
+    workspaces = kept()
+
+    with pytest.raises(ValueError, match="cannot be a workspace's name"):
+        await workspaces.make(name, SMALL)
+    with pytest.raises(ValueError, match="cannot be a workspace's name"):
+        workspaces.find(name, SMALL)
+
+
+async def test_a_sweep_deletes_what_nobody_owns_and_nothing_else(kept: Open) -> None:
+    await write(kept(), "owned", "kept")
+    await write(kept(), "stray", "gone")
+    workspaces = kept()
+
+    assert await workspaces.sweep({"owned"}) == 1
+
+    assert workspaces.find("owned", SMALL) is not None
+    assert workspaces.find("stray", SMALL) is None
+
+
+async def test_a_sweep_of_a_folder_that_is_not_there_finds_nothing(opened: Open) -> None:
+    assert await opened().sweep(set()) == 0
+
+
+async def test_a_sweep_spares_what_is_made_while_it_runs(kept: Open) -> None:
+    workspaces = kept()
+    await write(workspaces, "stray", "gone")
+
+    _, swept, _ = await asyncio.gather(workspaces.make("before", SMALL), workspaces.sweep(set()), workspaces.make("after", SMALL))
+
+    assert swept == 1
+    assert workspaces.find("before", SMALL) is not None
+    assert workspaces.find("after", SMALL) is not None
+
+
+async def test_whoever_is_cancelled_while_it_makes_one_leaves_nothing(kept: Open, tmp_path: Path) -> None:
+    workspaces = kept()
+    making = asyncio.ensure_future(workspaces.make("one", SMALL))
+    await asyncio.sleep(0)
+
+    making.cancel()
+    await asyncio.wait([making])
+
+    assert making.cancelled()
+    assert workspaces.find("one", SMALL) is None
+    assert mounts_below(tmp_path) == []
+
+
+async def test_whoever_is_cancelled_while_it_makes_one_of_a_taken_name_leaves_the_other(kept: Open) -> None:
+    workspaces = kept()
+    await write(workspaces, "one", "kept")
+    making = asyncio.ensure_future(workspaces.make("one", SMALL))
+    await asyncio.sleep(0)
+
+    making.cancel()
+    await asyncio.wait([making])
+
+    assert workspaces.find("one", SMALL) is not None
+
+
+async def test_only_sandboxds_user_can_enter_the_folders(kept: Open, tmp_path: Path) -> None:
+    await kept().make("one", SMALL)
+
+    assert [(tmp_path / path).stat().st_mode & 0o777 for path in ("workspaces", "workspaces/one")] == [0o700, 0o700]
+
+
+async def test_an_empty_workspace_is_not_overfull(opened: Open) -> None:
+    workspaces = opened()
+    workspace = await workspaces.make("one", SMALL)
+    async with workspace.mounted():
+        assert await workspaces.find_overfull() == {}

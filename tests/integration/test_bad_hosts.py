@@ -1,0 +1,161 @@
+"""Hosts on which sandboxd must not start, or says what it cannot promise: one clear sentence each, and nothing left behind."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docker import APIClient
+
+from contract.errors import OperatorError, SandboxUnavailable
+from tests.containers import IMAGE, open_engine
+from tests.engine_stubs import answers_nothing, refuses, stub_engine
+from workers.sandboxd.classes import TenantClass
+from workers.sandboxd.engine import Engine, EngineFacts
+from workers.sandboxd.engine_gate import Lane, Lanes
+from workers.sandboxd.examination import examine
+from workers.sandboxd.house import open_house
+from workers.sandboxd.leases import Lease
+from workers.sandboxd.plans import Plans
+from workers.sandboxd.promises import judge
+from workers.settings import SandboxdSettings
+
+HASTY = Lanes(*(Lane(name, at_once=2, deadline_s=0.2) for name in ("starts", "removals", "looks", "freezes", "fills")), probe_s=0.2)
+
+
+@pytest.fixture(scope="module")
+def api() -> APIClient:
+    return open_engine()
+
+
+def build_settings(folder: Path, **fields: Any) -> SandboxdSettings:
+    own = {"sandboxd_state": folder / "state" / "one", "sandboxd_leases": folder / "leases", "deployment": "badhosts", "pool_target": 0}
+    return SandboxdSettings(**{**own, "sandbox_image": IMAGE, "sandbox_workspace": "tmpfs", **fields})
+
+
+async def open_on(settings: SandboxdSettings, engine: Engine | None = None) -> None:
+    engine = engine or Engine()
+    try:
+        async with open_house(settings, engine):
+            pass
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sandbox_image": "no-such-image:ever"}, r"the engine has no image no-such-image:ever: build it with scripts/build-image"),
+        ({"sandbox_runtime": "runsc-of-nobody"}, r"the engine has no runtime 'runsc-of-nobody' \(it has: .*runc.*\): install it"),
+        ({"tenant_classes": {"far": TenantClass(runtime="kata-of-nobody")}}, r"no runtime 'kata-of-nobody' .*tenant class"),
+        (
+            {"tenant_classes": {"web": TenantClass(network="egress")}},
+            r"TOOLCREW_TENANT_CLASSES: class 'web' has network egress.*TOOLCREW_EGRESS_SOCKET",
+        ),
+    ],
+    ids=["image", "runtime", "runtime of a class", "egress without a proxy"],
+)
+async def test_what_is_missing_is_named_with_the_setting_to_change(
+    api: APIClient, tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(OperatorError, match=words):
+        await open_on(build_settings(tmp_path, **fields))
+
+
+class EngineWithoutSeccomp(Engine):
+    async def facts(self) -> EngineFacts:
+        return replace(await super().facts(), seccomp=False)
+
+
+async def test_a_kernel_without_seccomp_gets_no_sandboxes(api: APIClient, tmp_path: Path) -> None:
+    with pytest.raises(SandboxUnavailable, match="runs without seccomp, so sandboxes would not hold"):
+        await open_on(build_settings(tmp_path), EngineWithoutSeccomp())
+
+
+async def test_an_engine_that_hangs_or_refuses_keeps_sandboxd_from_starting_in_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/engine")
+
+    async with stub_engine(tmp_path / "engine", answers_nothing):
+        with pytest.raises(SandboxUnavailable, match=r"did not answer within 0.2 s: look after it, or restart it"):
+            await open_on(build_settings(tmp_path), Engine(HASTY))
+    (tmp_path / "engine").unlink(missing_ok=True)
+    async with stub_engine(tmp_path / "engine", refuses(b"the database is locked")):
+        with pytest.raises(SandboxUnavailable, match="refused: the database is locked"):
+            await open_on(build_settings(tmp_path))
+
+
+async def test_a_second_sandboxd_of_the_same_name_is_told_of_the_first_and_a_later_one_is_not(api: APIClient, tmp_path: Path) -> None:
+    settings = build_settings(tmp_path, sandboxd_name="twin")
+    first = Lease.take(settings.sandboxd_leases, "twin")
+    try:
+        with pytest.raises(SandboxUnavailable, match=r"another sandboxd named 'twin' lives on this host: .*TOOLCREW_SANDBOXD_NAME"):
+            await open_on(settings)
+    finally:
+        first.give_back()
+
+    await open_on(settings)
+
+
+def find_files(folder: Path) -> list[str]:
+    """Also folders, but for the two that sandboxd keeps its own in."""
+    return sorted(str(path) for path in folder.rglob("*") if path not in {folder / "leases", folder / "state"})
+
+
+async def test_the_check_looks_at_a_real_sandbox_and_leaves_nothing(api: APIClient, tmp_path: Path) -> None:
+    settings, engine = build_settings(tmp_path), Engine()
+    try:
+        evidence = await examine(settings, Plans(settings), engine)
+        left = await engine.list_sandboxes("badhosts")
+    finally:
+        engine.close()
+    states = {row.name: row.state for row in judge(evidence)}
+
+    assert evidence.problem is None
+    assert {name: states[name] for name in ("engine answers", "profile holds", "images are there", "workspaces are bounded")} == {
+        "engine answers": "holds",
+        "profile holds": "holds",
+        "images are there": "holds",
+        "workspaces are bounded": "holds",
+    }
+    assert states["files outlive their sandbox"] == "void"
+    assert left == []
+    assert find_files(tmp_path) == []
+
+
+async def test_the_check_of_a_host_without_engine_still_says_all_that_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody")
+    classes = {"web": TenantClass(network="egress")}
+    settings, engine = build_settings(tmp_path, tenant_classes=classes, egress_socket=tmp_path / "proxy"), Engine()
+    try:
+        rows = {row.name: row for row in judge(await examine(settings, Plans(settings), engine))}
+    finally:
+        engine.close()
+
+    assert rows["engine answers"].state == rows["profile holds"].state == "void"
+    assert "start it" in rows["engine answers"].why
+    assert rows["network is what the class says"].state == "void"
+    assert rows["large programs start"].state != "unknown"
+
+
+def start_sandboxd(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "workers.sandboxd", *arguments]
+    return subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_program_ends_with_one_sentence_and_never_with_a_traceback(tmp_path: Path) -> None:
+    nobody = f"unix://{tmp_path}/nobody"
+    twice = '{"a": {"tenants": ["t"]}, "b": {"tenants": ["t"]}}'
+    with (
+        start_sandboxd(DOCKER_HOST=nobody, TOOLCREW_SANDBOXD_SOCKET=str(tmp_path / "socket")) as gone,
+        start_sandboxd("--check", DOCKER_HOST=nobody, TOOLCREW_TENANT_CLASSES=twice) as checked,
+    ):
+        sentence, complaint = gone.communicate(timeout=60)[1], checked.communicate(timeout=60)[1]
+
+    assert (gone.returncode, checked.returncode) == (1, 1)
+    assert sentence.startswith("sandboxd: the Docker engine does not answer")
+    assert complaint == "sandboxd: TOOLCREW_TENANT_CLASSES: tenant 't' is in class 'b' and in another: a tenant has one class\n"

@@ -1,0 +1,270 @@
+"""Programs of a sandbox that reach the world: through the tunnel of the real sandboxd and the real proxy, and by no other way."""
+
+import contextlib
+import ensurepip
+import hashlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.egress_ground import Ground, open_ground
+from tests.package_site import build_site, open_site
+from tests.stack import Footprint, end_process, open_footprint, require_engine, wait_until
+from tests.web_certificate import server_context, write_authority
+from workers.sandbox_client import GuestResponse, SandboxClient
+
+SOON_S = 20.0
+_FETCH = "import sys, urllib.request as u; sys.stdout.buffer.write(u.urlopen(sys.argv[1], timeout=20).read())"
+_DIGEST = "import hashlib, sys, urllib.request as u; print(hashlib.sha256(u.urlopen(sys.argv[1], timeout=20).read()).hexdigest())"
+_READ_ERROR = """
+import urllib.error, urllib.request
+try:
+    urllib.request.urlopen('http://site.example/')
+except urllib.error.HTTPError as error:
+    print(error.code, error.read().decode())
+"""
+
+
+@dataclass
+class Place:
+    """A sandboxd whose sandboxes reach `site.example`, and localhost by name, over whatever listens at `socket`."""
+
+    client_socket: Path
+    socket: Path
+    ground: Ground
+    http: int
+    https: int
+    stall: "Stall"
+    footprint: Footprint
+    site: Path
+    _names: dict[str, str] = field(default_factory=dict)
+
+    def run(self, script: str, tenant: str = "acme", session: str = "s1", call_id: str = "", timeout_s: float = 30.0) -> GuestResponse:
+        raw = script.encode()
+        request = {"op": "exec", "argv": None, "script_bytes": len(raw), "cwd": "/workspace", "env": {}, "timeout_s": timeout_s}
+        with SandboxClient(self.client_socket) as client:
+            if tenant not in self._names:
+                self._names[tenant] = client.open(tenant, session)
+            return client.call(self._names[tenant], {**request, "capture": {"stdout": 1 << 20, "stderr": 1 << 16}}, raw, call_id=call_id)
+
+    def write(self, name: str, data: bytes) -> None:
+        with SandboxClient(self.client_socket) as client:
+            request = {"op": "write_file", "path": f"/workspace/{name}", "mode": "overwrite", "timeout_s": 20}
+            assert "error" not in client.call(self.name(), request, data).done
+
+    def name(self, tenant: str = "acme") -> str:
+        return self._names[tenant]
+
+    def point_at(self, proxy: Path) -> None:
+        """Let sandboxd find another proxy from now on."""
+        with contextlib.suppress(FileNotFoundError):
+            self.socket.unlink()
+        self.socket.symlink_to(proxy)
+
+
+class Stall:
+    """A server that sends the beginning of a large answer and then nothing: `asked` is set by each request."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listening.getsockname()[1])
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listening.accept()
+                self._open.append(connection)
+                connection.recv(65_536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + bytes(1000))
+                self.asked.set()
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        for opened in (self._listening, *self._open):
+            opened.close()
+
+
+@contextlib.contextmanager
+def running(footprint: Footprint, module: str, environment: dict[str, str]) -> "Iterator[subprocess.Popen[bytes]]":
+    with open(footprint.folder / f"{module}.log", "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module], env=footprint.environment(environment), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+    try:
+        yield process
+    finally:
+        end_process(process)
+
+
+def sandboxd_environment(folder: Path, ports: list[int]) -> dict[str, str]:
+    egress = {"ports": ports, "hosts": ["site.example", "localhost"], "private_hosts": ["site.example", "localhost"]}
+    elsewhere = {"ports": ports, "hosts": ["else.example"], "private_hosts": []}
+    classes = {
+        "fetching": {"tenants": ["acme"], "network": "egress", "egress": egress},
+        "elsewhere": {"tenants": ["rival"], "network": "egress", "egress": elsewhere},
+    }
+    return {
+        "TOOLCREW_SANDBOXD_SOCKET": str(folder / "sandboxd.sock"),
+        "TOOLCREW_SANDBOXD_NAME": f"egress-{secrets.token_hex(4)}",
+        "TOOLCREW_SANDBOXD_STATE": str(folder / "state"),
+        "TOOLCREW_SANDBOXD_LEASES": str(folder / "leases"),
+        "TOOLCREW_SANDBOXD_KEEP_SESSIONS": "false",
+        "TOOLCREW_EGRESS_SOCKET": str(folder / "egress.sock"),
+        "TOOLCREW_TENANT_CLASSES": json.dumps(classes),
+    }
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    api = require_engine()
+    site = build_site(tmp_path_factory.mktemp("site"))
+    stall = Stall()
+    with contextlib.ExitStack() as stack:
+        footprint = stack.enter_context(open_footprint(api))
+        stack.callback(stall.close)
+        http, https = stack.enter_context(open_site(site)), stack.enter_context(open_site(site, server_context()))
+        ground = stack.enter_context(open_ground())
+        environment = sandboxd_environment(footprint.folder, [http, https, stall.port])
+        stack.enter_context(running(footprint, "workers.sandboxd", environment))
+        at = footprint.folder / "sandboxd.sock"
+        wait_until(at.exists, 30, lambda: (footprint.folder / "workers.sandboxd.log").read_text())
+        made = Place(at, footprint.folder / "egress.sock", ground, http, https, stall, footprint, site)
+        made.point_at(ground.path)
+        made.run("true")
+        made.write("authority.pem", write_authority(tmp_path_factory.mktemp("tls") / "authority.pem").read_bytes())
+        yield made
+
+
+@pytest.fixture(params=["http", "https"])
+def url(place: Place, request: pytest.FixtureRequest) -> str:
+    return f"{request.param}://site.example:{place.http if request.param == 'http' else place.https}"
+
+
+def text_of(response: GuestResponse) -> str:
+    return b"".join(response.streams.values()).decode(errors="replace")
+
+
+# What people use
+
+
+def test_a_python_program_downloads(place: Place, url: str) -> None:
+    ran = place.run(f"export SSL_CERT_FILE=authority.pem; python3 -c '{_DIGEST}' {url}/big")
+    assert text_of(ran).strip() == hashlib.sha256((place.site / "big").read_bytes()).hexdigest()
+
+
+def test_git_clones(place: Place, url: str) -> None:
+    ran = place.run(f"rm -rf code; GIT_SSL_CAINFO=$PWD/authority.pem git clone -q {url}/code.git code && git -C code log --format=%s")
+    assert text_of(ran) == "first\n"
+
+
+def test_pip_downloads_a_package(place: Place) -> None:
+    wheel = next(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"))
+    place.write("pip.whl", wheel.read_bytes())
+    url = f"https://site.example:{place.https}/simple/"
+    options = "-q --no-deps --disable-pip-version-check --no-cache-dir --retries 0 --cert authority.pem"
+    ran = place.run(f"python3 pip.whl/pip download {options} --index-url {url} -d packages tiny && ls packages", timeout_s=90)
+    assert text_of(ran) == "tiny-1.0-py3-none-any.whl\n"
+
+
+def test_a_refusal_is_told_in_words(place: Place) -> None:
+    ran = place.run(f"python3 -c '{_FETCH}' http://evil.example/ 2>&1; true")
+    assert "403" in text_of(ran)
+
+
+# The only way
+
+
+@pytest.mark.parametrize("tenant", ["acme", "nobody"])
+def test_no_address_but_the_proxys_port_can_be_reached(place: Place, tenant: str) -> None:
+    tries = "\n".join(
+        [
+            "import socket",
+            f"for where in (('127.0.0.1', {place.http}), ('172.17.0.1', 22), ('192.0.2.1', 80), ('::1', {place.http}), ('2001:db8::1', 80)):",
+            "    try: socket.create_connection(where, timeout=5); print('reached', where)",
+            "    except OSError as error: pass",
+            "try: socket.getaddrinfo('site.example', 80); print('resolved')",
+            "except OSError: pass",
+            "print('tried')",
+        ]
+    )
+    assert text_of(place.run(f"cat > tries.py <<'END'\n{tries}\nEND\npython3 tries.py 2>&1", tenant)) == "tried\n"
+
+
+def test_a_sandbox_without_network_has_no_proxy(place: Place) -> None:
+    ran = place.run(
+        "env | grep -ci proxy; python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", 3128))' 2>&1 | tail -1", "nobody"
+    )
+    assert "ConnectionRefusedError" in text_of(ran)
+    assert text_of(ran).startswith("0\n")
+
+
+def test_a_neighbour_gets_by_its_own_rules_only(place: Place) -> None:
+    ran = place.run(f"python3 -c '{_FETCH}' http://site.example:{place.http}/big 2>&1; true", "rival", "theirs")
+    assert "403" in text_of(ran)
+    line = next(line for line in reversed(place.ground.logs) if line["event"] == "egress")
+    assert (line["tenant"], line["session"]) == ("rival", "theirs")
+
+
+# Ends
+
+
+def test_a_killed_call_ends_its_connections_at_the_proxy(place: Place) -> None:
+    place.stall.asked.clear()
+    before = place.ground.served
+    fetch = f"python3 -c '{_FETCH}' http://site.example:{place.stall.port}/"
+    with in_thread(lambda: place.run(fetch, call_id="fetch", timeout_s=60)):
+        assert place.stall.asked.wait(SOON_S)
+        with SandboxClient(place.client_socket) as client:
+            assert client.cancel(place.name(), "fetch")
+    place.ground.wait_for_line(before + 1)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
+def test_a_proxy_that_dies_amid_an_answer_is_no_end_of_the_answer(place: Place, stop: signal.Signals) -> None:
+    own = place.footprint.folder / f"egress-{stop.name}.sock"
+    place.stall.asked.clear()
+    got: list[GuestResponse] = []
+    with running(place.footprint, "workers.egress", {"TOOLCREW_EGRESS_SOCKET": str(own)}) as proxy:
+        wait_until(own.exists, 20, "the proxy listens")
+        place.point_at(own)
+        fetch = f"no_proxy= NO_PROXY= python3 -c '{_FETCH}' http://localhost:{place.stall.port}/ 2>&1 | tail -1 | tail -c 300"
+        with in_thread(lambda: got.append(place.run(fetch))):
+            assert place.stall.asked.wait(SOON_S)
+            os.kill(proxy.pid, stop)
+    # Before or after the answer's head had come down: an error either way.
+    assert "IncompleteRead" in text_of(got[0]) or "RemoteDisconnected" in text_of(got[0])
+    place.point_at(place.ground.path)
+
+
+def test_without_a_proxy_a_program_is_told_so_and_calls_go_on(place: Place) -> None:
+    place.point_at(place.footprint.folder / "nothing.sock")
+    try:
+        ran = place.run(f"python3 - <<'END'\n{_READ_ERROR}\nEND")
+    finally:
+        place.point_at(place.ground.path)
+    assert text_of(ran).startswith("502 The egress proxy of this host does not answer")
+
+
+@contextlib.contextmanager
+def in_thread(work: Any) -> Iterator[None]:
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(60)
+        assert not thread.is_alive()

@@ -1,0 +1,331 @@
+"""Images: what ours promise, and that any image with Python can be a sandbox, or says why it cannot."""
+
+import io
+import re
+import secrets
+import struct
+import tarfile
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docker import APIClient
+
+from contract.errors import SandboxUnavailable
+from tests.containers import IMAGE, LABELS, RUNTIME, open_container, open_engine
+from tests.stack import eventually, missing
+from workers.sandboxd.attestation import Attestation, explain_lacks, find_dirt, find_misfits, parse_attestation
+from workers.sandboxd.classes import SandboxPlan
+from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine
+from workers.sandboxd.making import Maker
+from workers.sandboxd.plans import Profile
+from workers.sandboxd.records import Records
+from workers.sandboxd.room import Room
+from workers.sandboxd.sandbox import Sandbox
+from workers.sandboxd.seccomp import load_seccomp_profile
+from workers.sandboxd.workspaces.tmpfs import TmpfsWorkspaces
+
+PYTHON_IMAGE, NODE_IMAGE = "toolcrew-sandbox-python:dev", "toolcrew-sandbox-node:dev"
+MB = 1_000_000
+MOST_MB = {IMAGE: 260, PYTHON_IMAGE: 300, NODE_IMAGE: 500}
+# Of our own image, the parts that make a Python: no shell, no ripgrep, no git, no guest, nobody's password entry.
+PYTHON_FILES = re.compile(
+    r"(usr|lib|lib64|bin|usr/bin|usr/lib|usr/lib64)/?$|usr/bin/python3(\.\d+)?$|usr/bin/true$|usr/lib/python3(/|\.\d+|$)"
+    r"|(usr/)?lib(64|/[a-z0-9_]+-linux-gnu[a-z]*)(/|/ld-linux[^/]*|/lib(c|m|z|expat|ffi|selinux|pcre2-8)[.-][^/]*)?$"
+)
+SKIPPED = re.compile(r"/(__pycache__|test|idlelib|lib2to3|distutils|ensurepip|config-3)(/|-|$)")
+
+
+def plan_of(image: str) -> SandboxPlan:
+    mib = 1024 * 1024
+    return SandboxPlan(image, RUNTIME, "none", 64 * mib, 4096, 128 * mib, cpus=1.0, pids=64)
+
+
+@pytest.fixture(scope="module")
+def api() -> APIClient:
+    return open_engine()
+
+
+class Host:
+    """As little of a sandboxd as makes sandboxes. `made` are removed at its end."""
+
+    def __init__(self, folder: Path, engine: Engine, cgroup_version: int, life_s: float) -> None:
+        profile = Profile(seccomp=load_seccomp_profile(), cgroup_version=cgroup_version, life_s=life_s)
+        owner = {LABEL_DEPLOYMENT: "images-test", LABEL_SANDBOXD: f"images-{secrets.token_hex(4)}", LABEL_LEASE: "none"}
+        self.maker = Maker(engine, profile, TmpfsWorkspaces(), Records(folder), Room(10), owner, IMAGE)
+        self.made: list[Sandbox] = []
+
+    async def make(self, image: str) -> Sandbox:
+        await self.maker.room.take()
+        plan = plan_of(image)
+        self.made.append(await self.maker.make(plan, await self.maker.make_workspace(plan), 1))
+        return self.made[-1]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with closing(Engine()) as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def open_host(engine: Engine, folder: Path, life_s: float = 600.0) -> AsyncIterator[Host]:
+    host = Host(folder, engine, (await engine.facts()).cgroup_version, life_s)
+    try:
+        yield host
+    finally:
+        for sandbox in host.made:
+            await sandbox.remove()
+
+
+@pytest.fixture
+async def host(engine: Engine, tmp_path: Path) -> AsyncIterator[Host]:
+    async with open_host(engine, tmp_path) as opened:
+        yield opened
+
+
+async def attest(sandbox: Sandbox) -> Attestation:
+    return parse_attestation(await sandbox.ask({"op": "attest", "timeout_s": 10.0}))
+
+
+async def run(sandbox: Sandbox, *argv: str, timeout_s: float = 20.0) -> tuple[dict[str, Any], str]:
+    """A program's end, and what it printed."""
+    output: list[bytes] = []
+    request = {
+        "op": "exec",
+        "argv": list(argv),
+        "script_bytes": 0,
+        "body_bytes": 0,
+        "cwd": ".",
+        "env": {},
+        "timeout_s": timeout_s,
+        "capture": {"merged": 65_536},
+    }
+    done = await sandbox.ask(request, sink=lambda frame: output.append(frame.body))
+    return done, b"".join(output).decode()
+
+
+async def shell(sandbox: Sandbox, script: str) -> str:
+    """What a script that must succeed printed."""
+    done, output = await run(sandbox, "/bin/bash", "-ec", script, timeout_s=60)
+    assert done.get("exit_code") == 0, (done, output)
+    return output
+
+
+# --- our images -----------------------------------------------------------------------------------------------------------
+
+
+def look_into(api: APIClient, image: str, script: str) -> str:
+    """What root sees in a container of the image as it is."""
+    config = {"Image": image, "Entrypoint": ["/bin/sh", "-c", script], "User": "0:0", "NetworkDisabled": True, "Labels": LABELS}
+    with open_container(api, {**config, "HostConfig": {"NetworkMode": "none"}}) as container:
+        api.start(container)
+        api.wait(container, timeout=60)
+        return api.logs(container, stderr=True).decode()
+
+
+@pytest.fixture(params=[IMAGE, PYTHON_IMAGE, NODE_IMAGE])
+def image(request: pytest.FixtureRequest, api: APIClient) -> str:
+    name = str(request.param)
+    return require_image(api, name, is_optional=name == NODE_IMAGE)
+
+
+def require_image(api: APIClient, name: str, is_optional: bool = False) -> str:
+    """The image's name. The node image is large and nothing but its own tests needs it: it is looked at where somebody has built it."""
+    if not api.images(name):
+        (pytest.skip if is_optional else missing)(f"no image {name}: scripts/build-image all")
+    return name
+
+
+def test_an_image_of_ours_gives_no_rights_and_nothing_to_write(api: APIClient, image: str) -> None:
+    found = look_into(
+        api,
+        image,
+        # One walk: setuid and setgid, what everybody may write, what the sandbox's user owns.
+        r"find / -xdev \( \( -type f -o -type d \) -perm /6000 -o ! -type l -perm -0002 ! -path /tmp ! -path /var/tmp ! -path /run/lock"
+        r" -o -uid 1000 ! -path '/home/sandbox*' ! -path /workspace \) -print; find /opt/toolcrew -perm /022 -o -gid +0",
+    )
+    assert found == ""
+
+
+def test_an_image_of_ours_is_small_and_tells_that_it_has_the_guest(api: APIClient, image: str) -> None:
+    inspected = api.inspect_image(image)
+    assert inspected["Size"] < MOST_MB[image] * MB
+    assert inspected["Config"]["Labels"]["toolcrew.guest"] == "1"
+    assert (inspected["Config"]["User"], inspected["Config"]["WorkingDir"]) == ("1000:1000", "/workspace")
+    assert any(re.fullmatch(r".*:[0-9a-f]{12}", tag) for tag in inspected["RepoTags"])
+
+
+async def test_a_new_sandbox_is_attested_clean_and_has_the_workspace_it_was_to_have(host: Host) -> None:
+    found = await attest(await host.make(IMAGE))
+    plan = plan_of(IMAGE)
+    assert find_dirt(found) == []
+    assert find_misfits(found, plan.workspace_bytes, plan.workspace_inodes) == []
+    assert found.workspace_type == "tmpfs"
+    assert explain_lacks(found, IMAGE) == []
+
+
+async def test_what_a_session_leaves_anywhere_is_attested(host: Host) -> None:
+    sandbox = await host.make(IMAGE)
+    await shell(sandbox, "touch /workspace/.a /tmp/b /output/c /dev/shm/d")
+    assert len(find_dirt(await attest(sandbox))) == 4
+
+
+async def test_a_sandbox_ends_itself_at_its_maximum_life_and_is_gone(api: APIClient, engine: Engine, tmp_path: Path) -> None:
+    async with open_host(engine, tmp_path, life_s=1.0) as host:
+        sandbox = await host.make(IMAGE)
+        await eventually(lambda: sandbox.lost, 10, "the sandbox lives on")
+        assert "maximum life of 1 s" in str(sandbox.lost)
+        await eventually(lambda: not api.containers(all=True, filters={"name": sandbox.name}), 10, "the container is still there")
+
+
+async def test_the_python_image_installs_packages_into_the_workspace(api: APIClient, host: Host) -> None:
+    sandbox = await host.make(require_image(api, PYTHON_IMAGE))
+    # A package of one file, so that no index is asked.
+    await shell(sandbox, "mkdir p && cd p && printf 'x = 42\\n' > tiny.py && zip -q ../tiny-1-py3-none-any.whl tiny.py")
+    await shell(
+        sandbox,
+        "mkdir p/tiny-1.dist-info && cd p/tiny-1.dist-info && printf 'Metadata-Version: 2.1\\nName: tiny\\nVersion: 1\\n' > METADATA"
+        " && printf 'Wheel-Version: 1.0\\nGenerator: x\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n' > WHEEL"
+        " && printf 'tiny.py,,\\ntiny-1.dist-info/METADATA,,\\ntiny-1.dist-info/WHEEL,,\\ntiny-1.dist-info/RECORD,,\\n' > RECORD"
+        " && cd .. && zip -q -r ../tiny-1-py3-none-any.whl tiny-1.dist-info",
+    )
+    assert "pip 2" in await shell(sandbox, "pip --version")
+    await shell(sandbox, "pip install -q --no-index ./tiny-1-py3-none-any.whl")
+    assert await shell(sandbox, "cd /tmp && python -c 'import tiny; print(tiny.x, tiny.__file__)'") == (
+        "42 /workspace/.local/lib/python3.11/site-packages/tiny.py\n"
+    )
+    await shell(sandbox, "python3 -m venv v && v/bin/pip --version")
+
+
+async def test_the_node_image_runs_javascript(api: APIClient, host: Host) -> None:
+    sandbox = await host.make(require_image(api, NODE_IMAGE, is_optional=True))
+    assert await shell(sandbox, "node -e 'console.log(6 * 7)'") == "42\n"
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", await shell(sandbox, "npm --version"))
+
+
+# --- images of others -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def only_python(api: APIClient) -> Iterator[str]:
+    """An image with a Python and next to nothing else, and a program of root's with the setuid bit."""
+    with open_container(api, {"Image": IMAGE, "Labels": LABELS}) as container:
+        tree = io.BytesIO(b"".join(api.export(container)))
+    yield from imported(api, pick_python(tree), ["ENV OF_THE_IMAGE=1"])
+
+
+def pick_python(tree: io.BytesIO) -> bytes:
+    picked = io.BytesIO()
+    with tarfile.open(fileobj=tree) as whole, tarfile.open(fileobj=picked, mode="w") as part:
+        for member in whole:
+            if not PYTHON_FILES.match(member.name) or SKIPPED.search(member.name):
+                continue
+            part.addfile(member, whole.extractfile(member) if member.isreg() else None)
+            if member.isreg() and re.fullmatch(r"usr/bin/python3\.\d+", member.name):
+                copy = whole.extractfile(member)
+                member.name, member.mode = "usr/bin/rootly", 0o4755
+                part.addfile(member, copy)
+    return picked.getvalue()
+
+
+def imported(api: APIClient, tree: bytes, changes: Sequence[str] = ()) -> Iterator[str]:
+    """An image of those files. `changes`: further lines as of a Dockerfile."""
+    name = f"toolcrew-test-image:{secrets.token_hex(6)}"
+    api.import_image(tree, *name.split(":"), changes=list(changes))
+    yield name
+    api.remove_image(name)
+
+
+def build_tree(files: Iterable[tuple[str, int, bytes]]) -> bytes:
+    """A tar of (path, mode, content)."""
+    tree = io.BytesIO()
+    with tarfile.open(fileobj=tree, mode="w") as archive:
+        for path, mode, content in files:
+            member = tarfile.TarInfo(path)
+            member.mode, member.size = mode, len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return tree.getvalue()
+
+
+async def test_an_image_with_nothing_but_python_is_a_sandbox_and_says_what_it_lacks(host: Host, only_python: str) -> None:
+    sandbox = await host.make(only_python)
+    found = await attest(sandbox)
+    assert find_dirt(found) == []
+    assert found.programs == frozenset()
+    assert len(explain_lacks(found, only_python)) == 3
+    done, output = await run(sandbox, "python3", "-I", "-S", "-c", "import os; print(os.getuid(), os.getcwd())")
+    assert (done["exit_code"], output) == (0, "1000 /workspace\n")
+
+
+async def test_without_bash_a_command_says_so_and_the_other_tools_work(host: Host, only_python: str) -> None:
+    sandbox = await host.make(only_python)
+    done, _ = await run(sandbox, "/bin/bash", "-c", "true")
+    assert done["error"]["code"] == "SPAWN_FAILED"
+    assert done["error"]["message"].startswith("the image of this sandbox has no /bin/bash, so no command can run")
+    done, _ = await run(sandbox, "python3", "-c", "open('a', 'w').write('needle here\\n')")
+    assert done["exit_code"] == 0
+    grep = {
+        "op": "grep",
+        "pattern": "needle",
+        "path": ".",
+        "mode": "content",
+        "limit": 9,
+        "max_lines": 9,
+        "max_bytes": 9999,
+        "timeout_s": 9.0,
+        "body_bytes": 0,
+    }
+    found = await sandbox.ask(grep, sink=lambda _: None)
+    assert (found["engine"], found["matches"]) == ("python", 1)
+
+
+async def test_a_setuid_program_of_an_image_gives_no_rights(host: Host, only_python: str) -> None:
+    sandbox = await host.make(only_python)
+    say = "import os; print(oct(os.stat('/usr/bin/rootly').st_mode), os.geteuid(), os.getresuid())"
+    _, output = await run(sandbox, "/usr/bin/rootly", "-I", "-S", "-c", say)
+    assert output == "0o104755 1000 (1000, 1000, 1000)\n"
+
+
+async def test_the_mounted_guest_cannot_be_written(host: Host, only_python: str) -> None:
+    sandbox = await host.make(only_python)
+    _, output = await run(sandbox, "python3", "-I", "-S", "-c", "open('/opt/toolcrew/guest/loop.py', 'a')")
+    assert "Read-only file system" in output or "Permission denied" in output
+
+
+async def test_the_environment_of_an_image_does_not_reach_programs(host: Host, only_python: str) -> None:
+    sandbox = await host.make(only_python)
+    _, output = await run(sandbox, "python3", "-I", "-S", "-c", "import os; print(os.environ.get('OF_THE_IMAGE'), os.environ['HOME'])")
+    assert output == "None /workspace\n"
+
+
+async def test_an_image_that_would_be_given_host_disk_without_a_limit_is_refused(api: APIClient, host: Host) -> None:
+    for image in imported(api, build_tree([("data/x", 0o644, b"")]), ["VOLUME /data"]):
+        with pytest.raises(SandboxUnavailable, match=r"declares volumes \(/data\)"):
+            await host.make(image)
+
+
+OTHER_MACHINE = b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack("<HHI", 2, 0x1234, 1) + bytes(200)
+FAULTY = {
+    "without Python": (("etc/motd", 0o644, b"hello\n"), "it has no python3"),
+    "with a Python nobody may run": (("usr/bin/python3", 0o644, b"x"), "it has no python3 that may be run"),
+    "of another processor": (("usr/bin/python3", 0o755, OTHER_MACHINE), "for another processor"),
+    "with a script that has no interpreter": (("usr/bin/python3", 0o755, b"#!/no/such/thing\n"), "cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize(("file", "says"), FAULTY.values(), ids=FAULTY.keys())
+async def test_an_image_that_cannot_be_a_sandbox_is_named_with_the_reason(
+    api: APIClient, host: Host, file: tuple[str, int, bytes], says: str
+) -> None:
+    for image in imported(api, build_tree([file])):
+        started_at = time.monotonic()
+        with pytest.raises(SandboxUnavailable) as caught:
+            await host.make(image)
+        assert f"image {image} cannot be a sandbox: " in str(caught.value)
+        assert says in str(caught.value)
+        assert time.monotonic() - started_at < 10
+    assert host.maker.room.taken == 0

@@ -1,0 +1,108 @@
+"""Workspaces as images in real containers: the kernel's limits from inside, and files that outlive their container."""
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from docker import APIClient
+
+from contract.errors import SandboxUnavailable
+from tests.containers import Box, build_config, open_box
+from tests.workspace_ground import MIB, is_in_use, loop_devices_below, mounts_below, open_images
+from workers.sandboxd.hardening import SandboxLimits
+from workers.sandboxd.workspaces.base import WorkspaceSize
+from workers.sandboxd.workspaces.image import ImageWorkspace, ImageWorkspaces
+
+SIZE = WorkspaceSize(8 * MIB, 300)
+pytestmark = pytest.mark.stack
+LIMITS = SandboxLimits(workspace_bytes=64 * MIB)  # ends one file; above the image's size, so that it is the image that refuses
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Iterator[ImageWorkspaces]:
+    yield open_images(tmp_path)
+    assert mounts_below(tmp_path) == []
+    assert loop_devices_below(tmp_path) == []
+
+
+@contextlib.contextmanager
+def box_with(api: APIClient, bind: str) -> Iterator[Box]:
+    """A container of the profile with the path as its workspace."""
+    host = build_config(api, limits=LIMITS)["HostConfig"]
+    mount = {"Type": "bind", "Source": bind, "Target": "/workspace", "BindOptions": {"Propagation": "rprivate", "NonRecursive": True}}
+    tmpfs = {place: options for place, options in host["Tmpfs"].items() if place != "/workspace"}
+    with open_box(api, limits=LIMITS, changes={"Mounts": [mount], "Tmpfs": tmpfs}) as box:
+        yield box
+
+
+@contextlib.asynccontextmanager
+async def started(api: APIClient, workspace: ImageWorkspace) -> AsyncIterator[Box]:
+    """A running container that alone has the workspace: our own mount is gone already."""
+    with contextlib.ExitStack() as stack:
+        async with workspace.mounted() as mount:
+            box = stack.enter_context(box_with(api, mount.bind or ""))
+        yield box
+
+
+async def test_the_sandbox_meets_both_limits_as_a_full_disk_and_its_files_go_on_in_the_next_container(
+    engine: APIClient, images: ImageWorkspaces, tmp_path: Path
+) -> None:
+    workspace = await images.make("one", SIZE)
+    async with started(engine, workspace) as box:
+        assert mounts_below(tmp_path) == []
+        assert is_in_use(tmp_path / "one" / "image")
+
+        whole = box.run(f"head -c {SIZE.bytes} /dev/zero > /workspace/whole && sync /workspace/whole")
+        more = box.run("head -c 1000000 /dev/zero > /workspace/more")
+        assert (whole.status, more.status) == (0, 1), whole.output
+        assert "No space left on device" in more.output
+        box.run("rm -f /workspace/*; echo kept > /workspace/kept")
+
+        made = box.run(f"for i in $(seq {SIZE.inodes - 1}); do : > /workspace/f$i || exit 1; done")
+        assert made.status == 0, made.output
+        many = box.run("for i in $(seq 100); do : > /workspace/g$i || exit 1; done")
+        assert "No space left on device" in many.output
+        box.run("rm -f /workspace/f* /workspace/g*")
+
+        options = box.run("grep ' /workspace ' /proc/self/mountinfo").output
+        assert "nosuid,nodev" in options
+
+    async with started(engine, workspace) as box:  # at once: the mount waits for what the removal of the first has not finished
+        assert box.run("cat /workspace/kept; id -u; ls -A /workspace").output.split() == ["kept", "1000", "kept"]
+
+    await workspace.remove()
+    assert not (tmp_path / "one").exists()
+
+
+async def test_a_workspace_that_a_running_container_has_is_not_given_to_another(
+    engine: APIClient, images: ImageWorkspaces, tmp_path: Path
+) -> None:
+    made = await images.make("one", SIZE)
+    again = ImageWorkspace("one", SIZE, made.places, made.handing_over, release_s=0.1)
+    async with started(engine, made) as box:
+        with pytest.raises(SandboxUnavailable, match="still mounted"):
+            async with again.mounted():
+                pass
+
+        assert box.run("echo still > /workspace/file && cat /workspace/file").output.strip() == "still"
+
+
+async def test_a_workspace_swept_under_a_running_container_is_gone_with_it(
+    engine: APIClient, images: ImageWorkspaces, tmp_path: Path
+) -> None:
+    workspace = await images.make("one", SIZE)
+    async with started(engine, workspace) as box:
+        assert await images.sweep(set()) == 1
+
+        assert box.run("echo still > /workspace/file && cat /workspace/file").output.strip() == "still"
+
+
+async def test_a_container_whose_start_missed_the_mount_cannot_write(engine: APIClient, images: ImageWorkspaces) -> None:
+    """Aim: fill the host's disk from a sandbox whose workspace is not mounted."""
+    workspace = await images.make("one", SIZE)
+    async with workspace.mounted() as mount:
+        bind = mount.bind or ""
+
+    with box_with(engine, bind) as box:
+        assert box.run("echo x > /workspace/file").status != 0

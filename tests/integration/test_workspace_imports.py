@@ -1,0 +1,124 @@
+"""Sessions that begin with an archive or a git bundle: unpacked inside; a hostile one is one clear error and hurts nobody."""
+
+import bz2
+import gzip
+import io
+import lzma
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.client import ToolClient
+from orchestrator.sessions import Session
+from tests.unit.test_workspace_sources import git
+
+pytestmark = pytest.mark.stack
+
+MIB = 1024 * 1024
+
+
+def tar_of(*entries: tuple[str, bytes | str | int]) -> bytes:
+    """Names with content; a str is a link's target, a number the size of a file of zeros."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in entries:
+            entry = tarfile.TarInfo(name)
+            if isinstance(content, str):
+                entry.type, entry.linkname = tarfile.SYMTYPE, content
+                archive.addfile(entry)
+                continue
+            data = bytes(content) if isinstance(content, int) else content
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def zip_of(*entries: tuple[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries:
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+async def output(session: Session, command: str) -> str:
+    result = await session.exec(["bash", "-c", command])
+    assert result.returncode == 0, result.stderr
+    return result.stdout.decode()
+
+
+PLAIN = tar_of(("d/a.txt", b"x"), ("-n", b"y"), ("link", "d/a.txt"))
+
+
+@pytest.mark.parametrize(
+    "content", [PLAIN, gzip.compress(PLAIN), bz2.compress(PLAIN), lzma.compress(PLAIN)], ids=["tar", "gz", "bz2", "xz"]
+)
+async def test_a_tar_is_unpacked_however_it_is_compressed(content: bytes, client: ToolClient, tmp_path: Path) -> None:
+    (tmp_path / "it").write_bytes(content)
+    async with await client.open_session(tmp_path / "it") as session:
+        assert await output(session, "find . ! -name . | sort; cat link ./-n") == "./-n\n./d\n./d/a.txt\n./link\nxy"
+
+
+async def test_a_zip_is_unpacked(client: ToolClient, tmp_path: Path) -> None:
+    (tmp_path / "it").write_bytes(zip_of(("d/ä.txt", b"x"), ("-n", b"y")))
+    async with await client.open_session(tmp_path / "it") as session:
+        assert await output(session, "find . -type f | sort") == "./-n\n./d/ä.txt\n"
+
+
+async def test_a_bundle_is_cloned_with_its_branches_and_without_a_remote(client: ToolClient, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    git(repository, "init", "-q", "-b", "trunk")
+    (repository / "a.txt").write_text("x")
+    git(repository, "add", "a.txt")
+    git(repository, "commit", "-q", "-m", "first")
+    git(repository, "branch", "side")
+    git(repository, "bundle", "create", str(tmp_path / "it"), "HEAD", "--branches")
+    async with await client.open_session(tmp_path / "it") as session:
+        told = await output(
+            session, "git status -sb; git branch --format='%(refname)' | sort; git remote; git log --oneline | wc -l; cat a.txt"
+        )
+    assert told == "## trunk\nrefs/heads/side\nrefs/heads/trunk\n1\nx"
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (lambda: tar_of(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+        (lambda: tar_of(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+        (lambda: tar_of(("out", "/tmp"), ("out/evil", b"x")), ErrorCode.INVALID_ARGUMENTS),
+        (lambda: zip_of(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+        (lambda: zip_of(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+        (lambda: zip_of(("a", b"x" * 500))[:60], ErrorCode.INVALID_ARGUMENTS),
+        (lambda: gzip.compress(PLAIN)[:-20], ErrorCode.INVALID_ARGUMENTS),
+        (lambda: b"# v2 git bundle\n" + b"0" * 40 + b" HEAD\n\nPACK", ErrorCode.INVALID_ARGUMENTS),
+    ],
+    ids=["up", "absolute", "through a link", "zip up", "zip absolute", "zip cut", "gz cut", "no pack"],
+)
+async def test_a_hostile_or_damaged_one_is_one_clear_error(
+    content: Callable[[], bytes], code: ErrorCode, client: ToolClient, tmp_path: Path
+) -> None:
+    (tmp_path / "it").write_bytes(content())
+    with pytest.raises(ToolFailure) as refused:
+        await client.open_session(tmp_path / "it")
+    assert refused.value.code is code, refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        ("tar.gz", lambda: gzip.compress(tar_of(*((f"f{number}", 25 * MIB) for number in range(4))), 1)),
+        ("zip", lambda: zip_of(("big", bytes(100 * MIB)), ("after", b"x"))),
+    ],
+    ids=["tar.gz", "zip"],
+)
+async def test_a_bomb_ends_where_the_room_does(kind: str, content: Callable[[], bytes], session: Session) -> None:
+    with pytest.raises(ToolFailure) as refused:
+        # /tmp is the smallest place of a sandbox.
+        await session._verb("import", {"kind": kind, "path": "/tmp"}, content=content(), timeout_s=60)
+    assert refused.value.code is ErrorCode.NO_SPACE
+    assert await output(session, "rm -rf /tmp/*; echo still here") == "still here\n"

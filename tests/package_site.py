@@ -1,0 +1,65 @@
+"""A folder that a package index and a code host could be, served over HTTP or TLS at a loopback port."""
+
+import contextlib
+import os
+import ssl
+import subprocess
+import threading
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+_RUN_S = 60.0
+_WHEEL = {
+    "tiny.py": "x = 1\n",
+    "tiny-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n",
+    "tiny-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    "tiny-1.0.dist-info/RECORD": "",
+}
+
+
+class _Files(SimpleHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a test's output is for its failures."""
+
+
+def build_site(folder: Path) -> Path:
+    """`big` (3 MB), an index with the package `tiny` below `simple/`, and the repository `code.git`; gives the folder."""
+    (folder / "big").write_bytes(os.urandom(3_000_000))
+    packages = folder / "simple" / "tiny"
+    packages.mkdir(parents=True)
+    with zipfile.ZipFile(packages / "tiny-1.0-py3-none-any.whl", "w") as wheel:
+        for name, text in _WHEEL.items():
+            wheel.writestr(name, text)
+    work, bare = str(folder / "work"), str(folder / "code.git")
+    _git("init", "-q", work)
+    _git("-C", work, "commit", "-q", "--allow-empty", "-m", "first")
+    _git("clone", "-q", "--bare", work, bare)
+    _git("-C", bare, "update-server-info")
+    return folder
+
+
+@contextlib.contextmanager
+def open_site(folder: Path, tls: ssl.SSLContext | None = None) -> Iterator[int]:
+    """The files of a folder; gives the port."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Files, directory=str(folder)))
+    server.daemon_threads = True
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _git(*arguments: str) -> None:
+    who = ["-c", "user.name=x", "-c", "user.email=x@site.example", "-c", "init.defaultBranch=main"]
+    subprocess.run(["git", *who, *arguments], check=True, timeout=_RUN_S)

@@ -1,0 +1,245 @@
+"""The table of promises, judged from made-up evidence: what holds, what is void and why, and what to do."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.sandboxd.classes import TenantClass
+from workers.sandboxd.engine import EngineFacts
+from workers.sandboxd.host_facts import HostFacts, read_host_facts
+from workers.sandboxd.plans import Plans
+from workers.sandboxd.promises import Evidence, HostPromise, WorkspaceFacts, is_runc_fixed, judge
+from workers.settings import SandboxdSettings
+
+GIB = 1024**3
+
+GOOD_FACTS = EngineFacts(
+    version="27.3.1",
+    cgroup_version=2,
+    seccomp=True,
+    runtimes=("runc", "runsc"),
+    kernel="6.8.0-40-generic",
+    components={"runc": "1.2.8"},
+    security=frozenset({"seccomp", "apparmor", "userns"}),
+    memory_bytes=1024 * GIB,
+    cpus=64,
+)
+GOOD_HOST = HostFacts(
+    kernel="6.8.0-40-generic",
+    swaps=(),
+    overcommit=0,
+    memory_bytes=1024 * GIB,
+    available_bytes=1000 * GIB,
+    inotify_instances=1024,
+    inotify_watches=65536,
+    smt_active=False,
+    ksm_running=False,
+    lsm=frozenset({"landlock"}),
+)
+
+
+def build_evidence(*, facts: dict[str, Any] | None = None, host: dict[str, Any] | None = None, **settings: Any) -> Evidence:
+    """Of a good host, but for what is named."""
+    wanted = SandboxdSettings(**{"sandbox_image": "ours:1", "sandbox_runtime": "runsc", **settings})
+    return Evidence(
+        settings=wanted,
+        host=replace(GOOD_HOST, **(host or {})),
+        plans=Plans(wanted),
+        facts=replace(GOOD_FACTS, **(facts or {})),
+        images={"ours:1": "sha256:" + "a" * 64},
+        workspaces=WorkspaceFacts("image", is_hard=True),
+    )
+
+
+def row_of(evidence: Evidence, name: str) -> HostPromise:
+    return next(row for row in judge(evidence) if row.name == name)
+
+
+def test_on_a_good_host_nothing_is_void() -> None:
+    rows = judge(build_evidence())
+
+    assert [row.name for row in rows if row.state == "void"] == []
+    assert [row.name for row in rows if row.state == "unknown"] == ["no known escape"]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_fixed"),
+    [
+        ("1.1.5+ds1", False),
+        ("1.1.15", False),
+        ("1.2.7", False),
+        ("1.2.8", True),
+        ("1.2.8-rc.1", False),
+        ("1.2.10", True),
+        ("1.3.2", False),
+        ("1.3.3-0ubuntu1", True),
+        ("1.4.0-rc.2", False),
+        ("1.4.0-rc.3", True),
+        ("1.4.0", True),
+        ("1.4.1-rc.1", True),
+        ("1.5.0-rc.1", True),
+        ("2.0.0", True),
+        ("v1.3.4", True),
+        ("", None),
+        ("unknown", None),
+    ],
+)
+def test_the_runc_versions_with_the_fixes_are_told_from_those_without(version: str, is_fixed: bool | None) -> None:
+    assert is_runc_fixed(version) is is_fixed
+
+
+def test_an_old_runc_voids_the_promise_unless_the_distribution_has_mended_it() -> None:
+    row = row_of(build_evidence(facts={"components": {"runc": "1.1.5+ds1"}}, sandbox_runtime="runc"), "no known escape")
+
+    assert row.state == "void"
+    assert "unless your distribution backported" in row.why
+    assert "1.2.8" in row.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "state", "word"),
+    [
+        ("system calls are filtered", {"facts": {"seccomp": False}}, "void", "no seccomp"),
+        ("runtimes are there", {"facts": {"runtimes": ("runc",)}}, "void", "no runsc"),
+        ("a second wall on files", {"facts": {"security": frozenset()}}, "void", "neither AppArmor nor SELinux"),
+        ("root inside is nobody outside", {"facts": {"security": frozenset({"rootless"})}}, "holds", "rootless"),
+        ("root inside is nobody outside", {"facts": {"security": frozenset()}}, "void", "no user namespace"),
+        ("memory and processes are bounded", {"facts": {"has_memory_limit": False}}, "void", "memory"),
+        ("memory and processes are bounded", {"facts": {"has_swap_limit": False}}, "holds", "cgroup v2"),
+        ("memory and processes are bounded", {"facts": {"has_swap_limit": False}, "host": {"swaps": ("/swap",)}}, "void", "swap"),
+        ("memory is there for all", {"host": {"memory_bytes": 4 * GIB}}, "void", "4096 MiB"),
+        ("memory is there for all", {"host": {"memory_bytes": None}}, "unknown", "cannot be read"),
+        ("large programs start", {"host": {"overcommit": 2}}, "void", "overcommit_memory is 2"),
+        ("secrets stay off the disk", {"host": {"swaps": ("/dev/zram0",)}}, "holds", "no swap on a disk"),
+        ("secrets stay off the disk", {"host": {"swaps": ("/dev/dm-1",)}}, "unknown", "may be encrypted"),
+        ("secrets stay off the disk", {"host": {"swaps": ("/dev/sda2", "/dev/dm-1")}}, "void", "/dev/sda2"),
+        ("secrets stay off the disk", {"host": {"swaps": None}}, "unknown", "cannot be read"),
+        ("per-user counters are apart", {"sandbox_runtime": "runc"}, "void", "1024 inotify instances"),
+        ("no shared core or page", {"host": {"smt_active": True}}, "void", "hyper-threads"),
+        ("no shared core or page", {"host": {"ksm_running": None}}, "unknown", "KSM"),
+        ("paths are resolved by the kernel", {"facts": {"kernel": "5.4.0-200"}}, "void", "no openat2"),
+        ("paths are resolved by the kernel", {"facts": {"kernel": "?"}}, "unknown", "?"),
+        ("the engine is on this host", {"facts": {"kernel": "6.10.14-linuxkit"}}, "void", "linuxkit"),
+        ("hostile tenants are apart", {"sandbox_runtime": "runc"}, "void", "class default"),
+    ],
+)
+def test_each_lack_of_a_host_voids_its_own_promise_and_says_what_to_do(name: str, changes: dict[str, Any], state: str, word: str) -> None:
+    row = row_of(build_evidence(**changes), name)
+
+    assert row.state == state
+    assert word in row.why
+    assert state == "holds" or row.remedy
+
+
+def test_only_what_sandboxd_needs_to_start_is_marked_as_needed() -> None:
+    evidence = build_evidence(facts={"seccomp": False, "runtimes": (), "security": frozenset()}, host={"swaps": ("/dev/sda2",)})
+
+    assert {row.name for row in judge(evidence) if row.is_needed and row.state == "void"} == {
+        "system calls are filtered",
+        "runtimes are there",
+    }
+
+
+def test_a_class_on_the_shared_kernel_is_named_beside_one_that_is_apart() -> None:
+    classes = {"trusted": TenantClass(tenants=("acme",), runtime="runc")}
+
+    row = row_of(build_evidence(tenant_classes=classes), "hostile tenants are apart")
+
+    assert row.state == "void"
+    assert "class trusted:" in row.why
+
+
+def test_a_missing_image_of_a_class_is_named() -> None:
+    classes = {"data": TenantClass(tenants=("acme",), image="theirs:2")}
+
+    row = row_of(build_evidence(tenant_classes=classes), "images are there")
+
+    assert (row.state, row.is_needed) == ("void", False)
+    assert "theirs:2" in row.why
+
+
+@pytest.mark.parametrize(
+    ("facts", "quota", "kept"),
+    [
+        (WorkspaceFacts("image", is_hard=True), "holds", "holds"),
+        (WorkspaceFacts("tmpfs", is_hard=True, note="not root"), "holds", "void"),
+        (WorkspaceFacts("folder", is_hard=False, note="not root"), "void", "holds"),
+        (None, "unknown", "unknown"),
+    ],
+    ids=["image", "tmpfs", "folder", "none"],
+)
+def test_what_a_kind_of_workspace_promises(facts: WorkspaceFacts | None, quota: str, kept: str) -> None:
+    evidence = replace(build_evidence(), workspaces=facts)
+
+    assert row_of(evidence, "workspaces are bounded").state == quota
+    assert row_of(evidence, "files outlive their sandbox").state == kept
+
+
+def test_a_class_with_network_whose_proxy_is_gone_has_none(tmp_path: Path) -> None:
+    classes = {"build": TenantClass(tenants=("acme",), network="egress")}
+    evidence = build_evidence(tenant_classes=classes, egress_socket=tmp_path / "proxy")
+
+    assert row_of(evidence, "network is what the class says").state == "holds"
+    gone = row_of(replace(evidence, egress_problem="no such file"), "network is what the class says")
+    assert (gone.state, gone.is_needed) == ("void", False)
+    assert "has none at all" in gone.why
+
+
+def test_without_an_engine_every_row_is_there_and_none_holds_by_hope() -> None:
+    evidence = replace(build_evidence(), facts=None, images={}, workspaces=None, problem="the Docker engine does not answer")
+    rows = judge(evidence)
+
+    assert [row.name for row in rows] == [row.name for row in judge(build_evidence())]
+    assert {row.name: row.state for row in rows}["engine answers"] == "void"
+    assert {row.name: row.state for row in rows}["system calls are filtered"] == "unknown"
+
+
+TEXTS = st.text(max_size=30)
+
+
+@given(
+    kernel=TEXTS,
+    runc=TEXTS,
+    runtimes=st.lists(TEXTS, max_size=4),
+    security=st.frozensets(TEXTS),
+    swaps=st.none() | st.lists(TEXTS, max_size=3).map(tuple),
+    memory=st.none() | st.integers(0, 2**60),
+)
+def test_no_row_raises_whatever_engine_and_host_say(
+    kernel: str, runc: str, runtimes: list[str], security: frozenset[str], swaps: tuple[str, ...] | None, memory: int | None
+) -> None:
+    facts = {"kernel": kernel, "components": {"runc": runc}, "runtimes": tuple(runtimes), "security": security}
+
+    rows = judge(build_evidence(facts=facts, host={"swaps": swaps, "memory_bytes": memory, "kernel": kernel}, sandbox_runtime="runc"))
+
+    assert all(row.state in ("holds", "void", "unknown") and row.why for row in rows)
+    assert all(row.remedy for row in rows if row.state != "holds")
+
+
+def test_host_facts_are_read_where_they_are_and_unknown_where_they_are_not(tmp_path: Path) -> None:
+    for name, text in {
+        "proc/sys/kernel/osrelease": "6.8.0\n",
+        "proc/swaps": "Filename\tType\tSize\tUsed\tPriority\n/dev/sda2 partition 1 0 -2\n",
+        "proc/meminfo": "MemTotal:       2048 kB\nMemAvailable:   1024 kB\nnonsense\n",
+        "proc/sys/vm/overcommit_memory": "2\n",
+        "sys/kernel/mm/ksm/run": "1\n",
+        "sys/kernel/security/lsm": "capability,landlock",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    assert read_host_facts(tmp_path) == HostFacts(
+        kernel="6.8.0",
+        swaps=("/dev/sda2",),
+        overcommit=2,
+        memory_bytes=2048 * 1024,
+        available_bytes=1024 * 1024,
+        ksm_running=True,
+        lsm=frozenset({"capability", "landlock"}),
+    )
+    assert read_host_facts(tmp_path / "nothing") == HostFacts()

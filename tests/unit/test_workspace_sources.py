@@ -1,0 +1,142 @@
+"""What a session may begin with is told by its content; what is none of it is refused before anything is opened."""
+
+import gzip
+import io
+import os
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.calls import MAX_BLOB_BYTES
+from contract.errors import ConfigError
+from orchestrator.workspace_sources import find_kind, load_source
+from workers.tools.imports import KINDS
+
+
+def tar_bytes(mode: str = "w", **how: int) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode, **how) as archive:  # type: ignore[call-overload]
+        entry = tarfile.TarInfo("a.txt")
+        entry.size = 1
+        archive.addfile(entry, io.BytesIO(b"x"))
+    return buffer.getvalue()
+
+
+def zip_bytes(*names: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in names:
+            archive.writestr(name, "x")
+    return buffer.getvalue()
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    subprocess.run(["git", *arguments], cwd=folder, env={**os.environ, **identity}, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    git(folder, "init", "-q", "-b", "trunk")
+    for commit in ("first", "second"):
+        (folder / "a.txt").write_text(commit)
+        git(folder, "add", "a.txt")
+        git(folder, "commit", "-q", "-m", commit)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (tar_bytes(), "tar"),
+        (tar_bytes(format=tarfile.PAX_FORMAT), "tar"),
+        (tar_bytes("w:gz"), "tar.gz"),
+        (tar_bytes("w:bz2"), "tar.bz2"),
+        (tar_bytes("w:xz"), "tar.xz"),
+        (zip_bytes("a"), "zip"),
+        (zip_bytes(), "zip"),
+        (b"# v2 git bundle\n", "bundle"),
+        (b"# v3 git bundle\n", "bundle"),
+        (b"# v9 git bundle\n", None),
+        (b"\x28\xb5\x2f\xfd zstd", None),
+        (b"", None),
+        (gzip.compress(b"no tar"), None),
+        (gzip.compress(b"no tar" * 1000), None),
+        (gzip.compress(bytes(10_240)), "tar.gz"),
+        (b"\x1f\x8b", None),
+        (b"BZh9", None),
+        (b"\xfd7zXZ\x00\x00\x04", None),
+        (bytes(10_240), None),
+        (b"#!/bin/sh\n", None),
+    ],
+)
+def test_what_a_file_is_says_its_content(content: bytes, kind: str | None) -> None:
+    assert find_kind(content) == kind
+
+
+@given(st.binary(max_size=1200))
+def test_any_bytes_have_a_kind_that_workers_know_or_none(content: bytes) -> None:
+    assert find_kind(content) in {*KINDS, None}
+
+
+def test_a_v7_tar_has_no_magic_and_is_known_by_its_sum() -> None:
+    header = bytearray(tar_bytes()[:512])
+    header[257:512] = bytes(255)
+    header[148:156] = b" " * 8
+    header[148:156] = f"{sum(header):06o}\0 ".encode()
+    assert find_kind(bytes(header)) == "tar"
+
+
+def test_a_folder_is_packed_and_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").write_text("x")
+    (tmp_path / "misnamed.zip").write_bytes(tar_bytes("w:gz"))
+    folder, archive = load_source(tmp_path / "folder"), load_source(tmp_path / "misnamed.zip")
+    assert (folder.kind, b"a.txt" in folder.content) == ("tar", True)
+    assert (archive.kind, archive.content) == ("tar.gz", (tmp_path / "misnamed.zip").read_bytes())
+
+
+def make_unknown(path: Path) -> None:
+    path.write_text("hello")
+
+
+def make_large(path: Path) -> None:
+    path.write_bytes(tar_bytes())
+    os.truncate(path, MAX_BLOB_BYTES + 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: None, "does not exist"),
+        (os.mkfifo, "no plain file"),
+        (make_unknown, "no kind that is known"),
+        (make_large, "larger than"),
+        (lambda path: path.write_bytes(b"# v2 git bundle\nab HEAD\n"), "cut or damaged"),
+        (lambda path: path.symlink_to(path), "cannot be read"),
+    ],
+)
+def test_what_is_no_source_is_refused_with_what_to_do(make: Callable[[Path], None], says: str, tmp_path: Path) -> None:
+    make(tmp_path / "it")
+    with pytest.raises(ConfigError, match=says) as refused:
+        load_source(tmp_path / "it")
+    assert any(word in str(refused.value) for word in ("give", "make it", "mend"))
+
+
+def test_a_bundle_of_a_whole_repository_is_taken(repository: Path, tmp_path: Path) -> None:
+    git(repository, "bundle", "create", str(tmp_path / "it"), "HEAD", "--branches")
+    assert load_source(tmp_path / "it").kind == "bundle"
+
+
+@pytest.mark.parametrize(("parts", "says"), [(["trunk"], "has no HEAD"), (["trunk~1..HEAD"], "part of a history")])
+def test_a_bundle_that_cannot_be_cloned_by_itself_is_refused(parts: list[str], says: str, repository: Path, tmp_path: Path) -> None:
+    git(repository, "bundle", "create", str(tmp_path / "it"), *parts)
+    with pytest.raises(ConfigError, match=says):
+        load_source(tmp_path / "it")

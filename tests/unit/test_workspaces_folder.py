@@ -1,0 +1,79 @@
+"""Workspaces as folders: what is watched, how fairly, and what is found."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.workspace_ground import MIB, SMALL
+from workers.sandboxd.workspaces import folder as folder_module
+from workers.sandboxd.workspaces.base import WorkspaceSize
+from workers.sandboxd.workspaces.folder import FolderWorkspaces
+
+
+async def open_one(workspaces: FolderWorkspaces, name: str, size: WorkspaceSize = SMALL) -> Path:
+    async with (await workspaces.make(name, size)).mounted() as mount:
+        return Path(mount.bind or "")
+
+
+@pytest.fixture
+def workspaces(tmp_path: Path) -> FolderWorkspaces:
+    return FolderWorkspaces(tmp_path, 0)
+
+
+async def test_too_many_bytes_are_found_and_how_many_they_are(workspaces: FolderWorkspaces) -> None:
+    (await open_one(workspaces, "small") / "file").write_bytes(b"x" * MIB)
+    (await open_one(workspaces, "big") / "file").write_bytes(b"x" * 5 * MIB)
+
+    overfull = await workspaces.find_overfull()
+
+    assert list(overfull) == ["big"]
+    assert overfull["big"] >= 5 * MIB
+
+
+async def test_too_many_files_are_found(workspaces: FolderWorkspaces) -> None:
+    files = await open_one(workspaces, "many", WorkspaceSize(MIB, 10))
+    for number in range(11):
+        (files / str(number)).touch()
+
+    assert list(await workspaces.find_overfull()) == ["many"]
+
+
+async def test_what_no_container_has_had_is_not_counted(workspaces: FolderWorkspaces, tmp_path: Path) -> None:
+    files = await open_one(workspaces, "one")
+    (files / "file").write_bytes(b"x" * 5 * MIB)
+
+    assert await FolderWorkspaces(tmp_path, 0).find_overfull() == {}
+
+
+async def test_a_removed_one_is_watched_no_longer(workspaces: FolderWorkspaces) -> None:
+    (await open_one(workspaces, "big") / "file").write_bytes(b"x" * 5 * MIB)
+    found = workspaces.find("big", SMALL)
+    assert found is not None
+
+    await found.remove()
+
+    assert await workspaces.find_overfull() == {}
+
+
+async def test_one_that_grows_without_end_does_not_keep_others_from_being_counted(
+    workspaces: FolderWorkspaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aim: hide from the watch behind a tree that takes longer to count than one look may last."""
+    monkeypatch.setattr(folder_module, "WATCH_S", 0.0005)
+    monkeypatch.setattr(folder_module, "_SLICE_S", 0.0001)
+    huge = await open_one(workspaces, "huge", WorkspaceSize(1024 * MIB, 1_000_000))
+    for number in range(1500):
+        (huge / f"{number}").mkdir()
+    (await open_one(workspaces, "big") / "file").write_bytes(b"x" * 5 * MIB)
+
+    looks = [list(await workspaces.find_overfull()) for _ in range(20)]
+
+    assert ["big"] in looks
+
+
+async def test_a_link_in_the_place_of_the_files_is_not_a_workspace(workspaces: FolderWorkspaces, tmp_path: Path) -> None:
+    files = await open_one(workspaces, "one")
+    files.rename(tmp_path / "elsewhere")
+    files.symlink_to(tmp_path / "elsewhere")
+
+    assert workspaces.find("one", SMALL) is None

@@ -1,0 +1,308 @@
+"""Workspaces as ext4 images on real mounts: sizes, the hand-over, what a killed process and a crashed host leave."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from contract.errors import SandboxUnavailable
+from tests.workspace_ground import MIB, SMALL, is_in_use, loop_devices_below, mounts_below, open_images
+from workers.sandboxd.workspaces.base import WorkspaceSize
+from workers.sandboxd.workspaces.choice import find_obstacle
+from workers.sandboxd.workspaces.ext4 import is_clean
+from workers.sandboxd.workspaces.image import ImageWorkspace, ImageWorkspaces
+from workers.sandboxd.workspaces.loop_mounts import unmount
+
+ROUNDS = 100
+SOON_S = 10.0
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Iterator[ImageWorkspaces]:
+    """Whatever the test did: in the end nothing of it is mounted."""
+    yield open_images(tmp_path)
+    assert mounts_below(tmp_path) == []
+    assert loop_devices_below(tmp_path) == []
+
+
+async def released(image: Path) -> None:
+    async with asyncio.timeout(SOON_S):
+        while is_in_use(image):  # noqa: ASYNC110  # the kernel tells nobody
+            await asyncio.sleep(0.002)
+
+
+def flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def is_in_order(image: Path) -> bool:
+    with image.open("rb") as file:
+        return is_clean(file.fileno())
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        WorkspaceSize(MIB, 256),
+        WorkspaceSize(MIB, 65_536),
+        WorkspaceSize(3 * MIB + 17, 1_000),
+        WorkspaceSize(64 * MIB, 65_536),
+        WorkspaceSize(256 * MIB, 65_536),
+        WorkspaceSize(20 * 1024 * MIB, 1_000_000),
+    ],
+    ids=lambda size: f"{size.bytes}-{size.inodes}",
+)
+async def test_the_whole_size_is_usable_and_little_more_and_the_host_pays_only_for_what_is_used(
+    images: ImageWorkspaces, tmp_path: Path, size: WorkspaceSize
+) -> None:
+    workspace = await images.make("one", size)
+
+    async with workspace.mounted() as mount:
+        found = os.statvfs(mount.bind or "")
+
+    assert size.bytes <= found.f_bavail * found.f_frsize <= size.bytes * 1.05
+    assert size.inodes <= found.f_favail <= size.inodes * 1.05
+    assert (tmp_path / "one" / "image").stat().st_blocks * 512 < MIB
+    await released(tmp_path / "one" / "image")
+
+
+async def test_a_file_of_the_whole_size_fits_and_room_that_is_freed_is_free_on_the_host(images: ImageWorkspaces, tmp_path: Path) -> None:
+    workspace = await images.make("one", WorkspaceSize(32 * MIB, 256))
+    image = tmp_path / "one" / "image"
+
+    async with workspace.mounted() as mount:
+        file = Path(mount.bind or "") / "file"
+        file.write_bytes(b"x" * 32 * MIB)
+        flush(file)
+        full = image.stat().st_blocks * 512
+        with pytest.raises(OSError, match="No space left"):
+            (file.parent / "more").write_bytes(b"x" * MIB)
+        file.unlink()
+        (file.parent / "more").unlink()
+
+    await released(image)
+    assert full >= 32 * MIB
+    assert image.stat().st_blocks * 512 < MIB
+
+
+async def test_while_a_container_has_it_the_next_waits_and_then_says_so(images: ImageWorkspaces, tmp_path: Path) -> None:
+    made = await images.make("one", SMALL)
+    workspace = ImageWorkspace("one", SMALL, made.places, made.handing_over, release_s=0.05)
+    async with made.mounted() as mount:
+        held = os.open(mount.bind or "", os.O_RDONLY)  # as a container's mount does, it outlives ours
+
+    with pytest.raises(SandboxUnavailable, match="still mounted"):
+        async with workspace.mounted():
+            pass
+    os.close(held)
+
+    async with workspace.mounted() as mount:
+        assert mount.bind is not None
+    await released(tmp_path / "one" / "image")
+
+
+async def test_it_is_not_given_to_two_containers_at_once(images: ImageWorkspaces, tmp_path: Path) -> None:
+    """Two loop devices over one image would corrupt it."""
+    workspace = await images.make("one", SMALL)
+
+    async with workspace.mounted():
+        with pytest.raises(SandboxUnavailable, match="another container"):
+            async with workspace.mounted():
+                pass
+        assert len(loop_devices_below(tmp_path)) == 1
+    await released(tmp_path / "one" / "image")
+
+
+async def test_whoever_is_cancelled_while_it_mounts_leaves_no_mount(images: ImageWorkspaces, tmp_path: Path) -> None:
+    workspace = await images.make("one", SMALL)
+
+    async def hold() -> None:
+        async with workspace.mounted():
+            await asyncio.Event().wait()
+
+    for pauses in range(0, 40, 3):
+        holding = asyncio.ensure_future(hold())
+        for _ in range(pauses):
+            await asyncio.sleep(0.0005)
+        holding.cancel()
+        await asyncio.wait([holding])
+        assert mounts_below(tmp_path) == []
+    await released(tmp_path / "one" / "image")
+
+
+async def test_a_start_that_missed_the_mount_finds_a_folder_where_the_sandbox_cannot_write(images: ImageWorkspaces, tmp_path: Path) -> None:
+    """Aim: fill the host's disk from a sandbox whose workspace is not mounted."""
+    await images.make("one", SMALL)
+
+    place = (tmp_path / "one" / "mount").stat()
+
+    assert (place.st_uid, place.st_mode & 0o777) == (0, 0o500)
+
+
+HOLDER = """
+import asyncio, sys
+from pathlib import Path
+from workers.sandboxd.workspaces.image import ImageWorkspaces
+from workers.sandboxd.workspaces.base import WorkspaceSize
+
+async def main():
+    workspace = ImageWorkspaces(Path(sys.argv[1]), 0).find("one", WorkspaceSize(4194304, 512))
+    async with workspace.mounted() as mount:
+        (Path(mount.bind) / "file").write_text("kept")
+        print("mounted", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def killed_between_mount_and_unmount(folder: Path) -> Iterator[None]:
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"mounted\n"
+        holder.send_signal(signal.SIGKILL)
+    assert mounts_below(folder) != []
+    yield
+
+
+async def test_what_a_killed_sandboxd_left_mounted_is_found_with_its_files(images: ImageWorkspaces, tmp_path: Path) -> None:
+    await images.make("one", SMALL)
+    with killed_between_mount_and_unmount(tmp_path):
+        workspace = open_images(tmp_path).find("one", SMALL)
+
+    assert workspace is not None
+    assert mounts_below(tmp_path) == []
+    async with workspace.mounted() as mount:
+        assert (Path(mount.bind or "") / "file").read_text() == "kept"
+    await released(tmp_path / "one" / "image")
+
+
+async def test_what_a_killed_sandboxd_left_mounted_is_unmounted_and_swept(images: ImageWorkspaces, tmp_path: Path) -> None:
+    await images.make("one", SMALL)
+    with killed_between_mount_and_unmount(tmp_path):
+        assert await open_images(tmp_path).sweep(set()) == 1
+
+    assert not (tmp_path / "one").exists()
+
+
+async def test_what_was_killed_while_it_made_a_template_is_cleared_at_the_next_start(images: ImageWorkspaces, tmp_path: Path) -> None:
+    left = tmp_path / ".work-of-before"
+    left.mkdir()
+    mount_memory(left / "mount")
+
+    assert find_obstacle(tmp_path, 0) is None
+
+    assert not left.exists()
+
+
+def mount_memory(place: Path) -> None:
+    """A disk of 2 MiB."""
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)], check=True)
+
+
+async def test_an_image_of_a_host_that_went_down_is_checked_and_mounted_again(images: ImageWorkspaces, tmp_path: Path) -> None:
+    workspace = await images.make("one", SMALL)
+    image, left = tmp_path / "one" / "image", tmp_path / "as-the-crash-left-it"
+    async with workspace.mounted() as mount:
+        file = Path(mount.bind or "") / "file"
+        file.write_text("kept")
+        flush(file)
+        flush(file.parent)
+        shutil.copyfile(image, left)
+    await released(image)
+    assert is_in_order(image)
+    assert not is_in_order(left)
+    left.rename(image)
+
+    async with workspace.mounted() as mount:
+        assert (Path(mount.bind or "") / "file").read_text() == "kept"
+    await released(image)
+
+
+async def test_an_image_that_is_no_file_system_is_refused_with_what_is_wrong(images: ImageWorkspaces, tmp_path: Path) -> None:
+    workspace = await images.make("one", SMALL)
+    with (tmp_path / "one" / "image").open("r+b") as file:
+        file.write(bytes(8192))
+
+    with pytest.raises(SandboxUnavailable, match="not an ext4 image"):
+        async with workspace.mounted():
+            pass
+
+
+@pytest.mark.parametrize("trick", ["symlink", "hard link", "folder", "gone"])
+async def test_what_is_not_the_image_that_was_made_is_not_mounted(images: ImageWorkspaces, tmp_path: Path, trick: str) -> None:
+    workspace = await images.make("one", SMALL)
+    image = tmp_path / "one" / "image"
+    if trick == "hard link":
+        os.link(image, tmp_path / "other")
+    else:
+        image.rename(tmp_path / "other")
+    if trick == "symlink":
+        image.symlink_to(tmp_path / "other")
+    if trick == "folder":
+        image.mkdir()
+
+    with pytest.raises(SandboxUnavailable):
+        async with workspace.mounted():
+            pass
+
+
+async def test_many_rounds_leave_no_mount_no_loop_device_and_no_file(images: ImageWorkspaces, tmp_path: Path) -> None:
+    await (await images.make("first", SMALL)).remove()
+    before = sorted(os.listdir(tmp_path))
+
+    async def live(number: int) -> None:
+        workspace = await images.make(f"round-{number}", SMALL)
+        async with workspace.mounted() as mount:
+            (Path(mount.bind or "") / "file").write_text("x")
+        await workspace.remove()
+
+    for start in range(0, ROUNDS, 5):
+        await asyncio.gather(*(live(number) for number in range(start, start + 5)))
+
+    assert sorted(os.listdir(tmp_path)) == before
+    async with asyncio.timeout(SOON_S):
+        while loop_devices_below(tmp_path):  # noqa: ASYNC110  # the kernel tells nobody
+            await asyncio.sleep(0.002)
+
+
+async def test_a_nearly_full_host_makes_no_workspace_and_says_so(images: ImageWorkspaces, tmp_path: Path) -> None:
+    full = ImageWorkspaces(tmp_path, host_free_bytes=1 << 60)
+
+    with pytest.raises(SandboxUnavailable, match="free space on the host"):
+        await full.make("one", SMALL)
+
+    assert not (tmp_path / "one").exists()
+
+
+async def test_a_full_host_is_a_clear_error_and_nothing_is_left(images: ImageWorkspaces, tmp_path: Path) -> None:
+    small = tmp_path / "disk"
+    mount_memory(small)
+    try:
+        workspaces = ImageWorkspaces(small / "workspaces", 0)
+        await (await workspaces.make("first", SMALL)).remove()
+        _fill(small / "ballast")
+
+        with pytest.raises(SandboxUnavailable, match="the host's disk is full"):
+            await workspaces.make("one", SMALL)
+
+        assert workspaces.find("one", SMALL) is None
+    finally:
+        unmount(small)
+
+
+def _fill(file: Path) -> None:
+    with contextlib.suppress(OSError), file.open("wb", buffering=0) as ballast:  # until there is no more room
+        while True:
+            ballast.write(bytes(4096))

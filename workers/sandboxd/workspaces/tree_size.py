@@ -1,0 +1,151 @@
+"""Counts what a folder holds while a hostile user changes it: in slices of time, with one descriptor, never outside the folder."""
+
+import errno
+import os
+import stat
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from workers.sandboxd.workspaces.base import WorkspaceSize
+from workers.sandboxd.workspaces.trees import allow_owner
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_Identity = tuple[int, int]
+
+
+@dataclass
+class _Level:
+    """A folder on the way down: what it is, its name in the one above, and its subfolders that are still to be counted."""
+
+    identity: _Identity
+    name: str
+    pending: list[str]
+
+
+@dataclass
+class TreeCount:
+    """One count of a folder, up to the first byte or file that is too much.
+
+    A file with several names counts once. What is moved about meanwhile may be missed, or counted twice. A deleted file that is still open
+    is not seen. A folder of ours without rights for its owner gets them; one that cannot be read at all is as good as too much.
+    """
+
+    folder: Path
+    most: WorkspaceSize
+    bytes: int = 0
+    inodes: int = 0
+    _is_hidden: bool = False
+    _fd: int = -1
+    _levels: list[_Level] | None = None
+    _linked: set[_Identity] = field(default_factory=set)
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_hidden or self.bytes > self.most.bytes or self.inodes > self.most.inodes
+
+    def advance(self, until: float) -> bool:
+        """Count on until that instant of the monotonic clock, one folder at least; True when the count is complete.
+
+        The folder itself being gone is complete, too. Raises OSError.
+        """
+        try:
+            self._descend()
+            while self._levels and not self.is_over:
+                self._step(self._levels)
+                if time.monotonic() >= until:
+                    break
+        except FileNotFoundError:
+            return True
+        finally:
+            self._move_to(-1)
+        return self.is_over or not self._levels
+
+    def _step(self, levels: list[_Level]) -> None:
+        """Into the next subfolder, or else up."""
+        if levels[-1].pending:
+            name = levels[-1].pending.pop()
+            child = self._open_child(name)
+            if child is not None:
+                self._move_to(child)
+                self._enter(name)
+            return
+        levels.pop()
+        if not levels:
+            return
+        above = self._open_child("..")
+        if above is not None:
+            self._move_to(above)
+        # Of a folder that was moved, `..` is not where we came from, and might be outside.
+        if above is None or _identify(os.fstat(above)) != levels[-1].identity:
+            self._descend()
+
+    def _descend(self) -> None:
+        """From the top by the names of the levels, as far as they still are what they were; the rest is given up."""
+        self._move_to(os.open(self.folder, _FOLDER))
+        if self._levels is None:
+            self._levels = []
+            self._enter("")
+        for depth, level in enumerate(self._levels[1:], start=1):
+            child = self._open_child(level.name)
+            if child is None:
+                del self._levels[depth:]
+                return
+            self._move_to(child)
+            if _identify(os.fstat(child)) != level.identity:
+                del self._levels[depth:]
+                self._descend()
+                return
+
+    def _move_to(self, fd: int) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = fd
+
+    def _open_child(self, name: str) -> int | None:
+        """None: it is gone, or no folder any more."""
+        try:
+            return os.open(name, _FOLDER, dir_fd=self._fd)
+        except PermissionError:
+            return self._open_hidden(name)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return None
+            raise
+
+    def _open_hidden(self, name: str) -> int | None:
+        try:
+            allow_owner(name, self._fd)
+            return os.open(name, _FOLDER, dir_fd=self._fd)
+        except OSError:
+            self._is_hidden = True
+            return None
+
+    def _enter(self, name: str) -> None:
+        """Count what the open folder holds, and make it the lowest level."""
+        pending: list[str] = []
+        with os.scandir(self._fd) as entries:
+            for entry in entries:
+                try:
+                    found = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                self._count(found)
+                if self.is_over:
+                    break
+                if stat.S_ISDIR(found.st_mode):
+                    pending.append(entry.name)
+        if self._levels is not None:
+            self._levels.append(_Level(_identify(os.fstat(self._fd)), name, pending))
+
+    def _count(self, found: os.stat_result) -> None:
+        if found.st_nlink > 1 and not stat.S_ISDIR(found.st_mode):
+            if _identify(found) in self._linked:
+                return
+            self._linked.add(_identify(found))
+        self.bytes += found.st_blocks * 512
+        self.inodes += 1
+
+
+def _identify(found: os.stat_result) -> _Identity:
+    return found.st_dev, found.st_ino
