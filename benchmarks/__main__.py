@@ -26,6 +26,7 @@ NAMES = (
     "search",
     "workspaces",
     "egress",
+    "neighbours",
 )
 
 

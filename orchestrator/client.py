@@ -226,7 +226,9 @@ class ToolClient:
             speaks = choose_dialect(wanted, known, is_small=chosen.is_small)
             options = with_window(options, self._settings, known)
             states = await self.tool_states()
-            specs = filter_specs([state.spec for state in states if state.switch is None], chosen.tools if tools is None else tools)
+            reach = (await session.info()).describe_network()
+            there = [state.spec.with_network(reach) for state in states if state.switch is None]
+            specs = filter_specs(there, chosen.tools if tools is None else tools)
             questions = ModelRequests(chosen.model)
             agent = Agent(
                 chosen.model,

@@ -14,6 +14,7 @@ from contract.call_events import OUTPUT
 from contract.calls import ExecResult, SandboxInfo, ToolCall, ToolResult
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from contract.names import POOL_SANDBOX
+from contract.specs import NO_NETWORK
 from orchestrator.blobs import Blobs
 from orchestrator.dispatcher import Dispatcher, Route, Terms
 from orchestrator.folders import unpack_archive
@@ -56,7 +57,8 @@ class Start:
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """Where a session lives. `network`: none or egress; `workspace`: the kind of its storage, image, tmpfs or folder (docs/sessions.md)."""
+    """Where a session lives. `network`: none or egress, then only to `hosts`; `workspace`: the kind of its storage, image, tmpfs or folder
+    (docs/sessions.md)."""
 
     session: str
     tenant: str
@@ -66,7 +68,14 @@ class SessionInfo:
     sandbox: SandboxInfo | None
     start_s: float
     network: str = "none"
+    hosts: tuple[str, ...] = ()
     workspace: str = ""
+
+    def describe_network(self) -> str:
+        """What a sandbox of this session has of the network, as tool descriptions say it."""
+        if self.network == "none":
+            return NO_NETWORK
+        return f"whose only network is HTTP and HTTPS through a proxy (already set up in the environment) to {', '.join(self.hosts) or 'no host'}"
 
 
 class Session:
@@ -253,8 +262,13 @@ def _info(name: str, tenant: str, result: ToolResult) -> SessionInfo:
         sandbox=result.sandbox,
         start_s=float(str(told["start_s"])),
         network=str(told["network"]),
+        hosts=_hosts(told["hosts"]),
         workspace=str(told["workspace"]),
     )
+
+
+def _hosts(told: object) -> tuple[str, ...]:
+    return tuple(str(host) for host in told) if isinstance(told, list) else ()
 
 
 async def _close_when_open(dispatcher: Dispatcher, tenant: str, name: str, opening: "asyncio.Future[ToolResult]") -> None:

@@ -163,7 +163,7 @@ class FakeSandboxClient(SandboxClient):
         given = {field: value for field, value in {"restore": restore, "network": network}.items() if value is not None}
         self.requests.append({"image": image, "ttl_s": ttl_s, **given})
         sandbox = {"id": "c0ffee", "generation": 1, "rebuilt": False}
-        facts = {"image": image or "default", "network": network or "none", "workspace": "image", "start_s": 0.25}
+        facts = {"image": image or "default", "network": network or "none", "hosts": [], "workspace": "image", "start_s": 0.25}
         return {"ok": True, "sandbox": sandbox, **facts}
 
     def checkpoint(self, name: str) -> dict[str, Any]:

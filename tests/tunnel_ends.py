@@ -118,3 +118,17 @@ async def running_tunnels(folder: Path, connect: Callable[[], Awaitable[ProxyStr
     finally:
         guest.tunnels.close()
         server.close()
+
+
+async def wait_for_cut(reader: asyncio.StreamReader) -> None:
+    """Until the other side has gone, whatever it had still sent."""
+    try:
+        while await asyncio.wait_for(reader.read(65_536), SOON_S):
+            pass
+    except ConnectionError:
+        return
+
+
+async def unreachable() -> Any:
+    """A way to a proxy that is not there."""
+    raise ConnectionRefusedError("nobody listens")

@@ -124,7 +124,7 @@ class SandboxBench(Bench):
         answer = self.client.describe_open(self._name, image, ttl_s, restore=restore, network=network)
         # A session that was open already may have no container now.
         self.sandbox = SandboxInfo.model_validate(answer["sandbox"]) if answer["sandbox"] is not None else None
-        return {name: answer[name] for name in ("image", "network", "workspace", "start_s")}
+        return {name: answer[name] for name in ("image", "network", "hosts", "workspace", "start_s")}
 
     def checkpoint(self) -> Mapping[str, Any]:
         answer = self.client.checkpoint(self._name)

@@ -85,7 +85,7 @@ class WorkerSettings(BaseSettings):
 class SandboxdSettings(BaseSettings):
     """sandboxd's settings; every field is `TOOLCREW_<NAME>`. Sizes in bytes, durations in seconds."""
 
-    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True)
 
     sandboxd_socket: Path = Field(default_factory=default_socket)
     sandboxd_socket_mode: Annotated[int, BeforeValidator(_parse_mode), Field(ge=0, le=0o777)] = 0o600
@@ -225,7 +225,9 @@ def load_sandboxd_settings() -> SandboxdSettings:
     try:
         return SandboxdSettings()
     except ValidationError as error:
-        raise ConfigError(_complaint(error)) from error
+        raise ConfigError(_complaint(error)) from None
+    except SettingsError as error:
+        raise ConfigError(f"a TOOLCREW_ variable is not the JSON it must be: {error}") from None
 
 
 def load_web_settings() -> WebSettings:

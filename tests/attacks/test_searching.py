@@ -74,6 +74,7 @@ def while_swapping(guest: Guest, target: str, name: str, act: Callable[[], None]
 
 def test_see_outside_by_a_folder_that_is_swapped_for_a_link(guest: Guest, tools: GuestTools, secret: str) -> None:
     """Aim: list or search folders outside of the roots by winning a race."""
+
     def act() -> None:
         for result in (
             tools.run("grep_tool", pattern="key", path="victim"),

@@ -85,27 +85,34 @@ async def test_a_bundle_is_cloned_with_its_branches_and_without_a_remote(client:
     assert told == "## trunk\nrefs/heads/side\nrefs/heads/trunk\n1\nx"
 
 
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        (lambda: tar_of(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
-        (lambda: tar_of(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
-        (lambda: tar_of(("out", "/tmp"), ("out/evil", b"x")), ErrorCode.INVALID_ARGUMENTS),
-        (lambda: zip_of(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
-        (lambda: zip_of(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
-        (lambda: zip_of(("a", b"x" * 500))[:60], ErrorCode.INVALID_ARGUMENTS),
-        (lambda: gzip.compress(PLAIN)[:-20], ErrorCode.INVALID_ARGUMENTS),
-        (lambda: b"# v2 git bundle\n" + b"0" * 40 + b" HEAD\n\nPACK", ErrorCode.INVALID_ARGUMENTS),
-    ],
-    ids=["up", "absolute", "through a link", "zip up", "zip absolute", "zip cut", "gz cut", "no pack"],
-)
-async def test_a_hostile_or_damaged_one_is_one_clear_error(
-    content: Callable[[], bytes], code: ErrorCode, client: ToolClient, tmp_path: Path
-) -> None:
-    (tmp_path / "it").write_bytes(content())
-    with pytest.raises(ToolFailure) as refused:
+HOSTILE: dict[str, tuple[str, bytes, ErrorCode]] = {
+    "up": ("tar", tar_of(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+    "absolute": ("tar", tar_of(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+    "through a link": ("tar", tar_of(("out", "/tmp"), ("out/evil", b"x")), ErrorCode.INVALID_ARGUMENTS),
+    "zip up": ("zip", zip_of(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+    "zip absolute": ("zip", zip_of(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+    "zip cut": ("zip", zip_of(("a", b"x" * 500))[:60], ErrorCode.INVALID_ARGUMENTS),
+    "gz cut": ("tar.gz", gzip.compress(PLAIN)[:-20], ErrorCode.INVALID_ARGUMENTS),
+    "no tar": ("tar.xz", lzma.compress(b"no tar" * 1000), ErrorCode.INVALID_ARGUMENTS),
+    "no pack": ("bundle", b"# v2 git bundle\n" + b"0" * 40 + b" HEAD\n\nPACK", ErrorCode.INVALID_ARGUMENTS),
+}
+
+
+async def test_a_hostile_or_damaged_one_is_one_clear_error_and_stays_inside(session: Session) -> None:
+    found = {}
+    for name, (kind, content, _) in HOSTILE.items():
+        await output(session, f"mkdir '/workspace/{name}'")
+        with pytest.raises(ToolFailure) as refused:
+            await session._verb("import", {"kind": kind, "path": f"/workspace/{name}"}, content=content, timeout_s=30)
+        found[name] = refused.value.code
+    assert found == {name: code for name, (_, _, code) in HOSTILE.items()}
+    assert await output(session, "ls -A /tmp") == ""
+
+
+async def test_a_session_that_could_not_begin_is_closed(client: ToolClient, tmp_path: Path) -> None:
+    (tmp_path / "it").write_bytes(HOSTILE["up"][1])
+    with pytest.raises(ToolFailure, match="relative names"):
         await client.open_session(tmp_path / "it")
-    assert refused.value.code is code, refused.value.message
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guest_harness import GUEST_PARENT
+from tests.guest_harness import GUEST_PARENT, needs_namespace, running_guest
 
 GUEST = GUEST_PARENT / "guest"
 FILES = sorted(GUEST.rglob("*.py"))
@@ -132,6 +132,16 @@ def test_what_only_a_type_checker_or_a_newer_python_reads_is_not() -> None:
     source = "if TYPE_CHECKING:\n    import tomllib\nif sys.version_info >= (3, 11):\n    import tomllib\nx: int | str = 1\n"
     source += "group = '(?>' if sys.version_info >= (3, 11) else '(?:'\n"
     assert find_newer(ast.parse(source)) == []
+
+
+@needs_namespace
+def test_patterns_of_many_parts_match_on_the_guests_own_python() -> None:
+    with running_guest() as guest:
+        guest.run("mkdir -p a/b/c d; touch a/b/c/one_two_three.py a/b/one_three_two.py d/one_two_three.py")
+        limits = {"limit": 10, "max_bytes": 9999, "timeout_s": 9, "kind": "file"}
+        assert guest.request("glob", pattern="*ne*two*th*.py", path=".", **limits)["total"] == 2
+        done = guest.request("glob", pattern="**/b/**/{c,x}/**/*_*_*.py", path=".", **limits)
+        assert (done.bytes_of("lines"), done["bad_rules"]) == (b"a/b/c/one_two_three.py\n", [])
 
 
 # --- the entry point ------------------------------------------------------------------------------------------------------

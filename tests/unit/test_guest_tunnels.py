@@ -376,21 +376,21 @@ def test_one_connection_more_than_allowed_is_refused_and_the_others_go_on(host: 
 def test_a_program_that_connects_without_a_pause_is_let_in_at_a_pace(host: Host) -> None:
     connects = f"import socket\nfor _ in range(1000): socket.create_connection(('127.0.0.1', {PORT})).close()"
     call = host.guest.start_script(f'timeout 0.5 python3 -c "{connects}"')
-    opened = 0
+    opened, began_at = 0, time.monotonic()
     while (frame := host.guest.next_frame()).header.get("id") != call:
         if frame.header["ev"] == "net_open":
             opened += 1
             host.tell("net_end", frame.header["conn"])
             host.tell("net_close", frame.header["conn"])
-    assert opened < 250
+    assert opened <= 100 + 100 * (time.monotonic() - began_at) + 1
 
 
 def test_a_program_that_sends_byte_by_byte_is_read_at_a_pace(host: Host) -> None:
     sends = f"{_ASKS} s.setsockopt(6, 1, 1)\nwhile 1: s.sendall(b'x')"
     call = host.guest.start_script(f'timeout 0.5 python3 -c "{sends}"; true')
-    frames = 0
+    frames, began_at = 0, time.monotonic()
     while (frame := host.guest.next_frame()).header.get("id") != call:
         if frame.header["ev"] == "net_data":
             frames += 1
             host.tell("net_room", 1, bytes=len(frame.body))
-    assert frames < 4000
+    assert frames <= 2000 + 2000 * (time.monotonic() - began_at) + 1

@@ -27,7 +27,7 @@ class Pool:
         specs = (*build_registry().specs(), build_spec("wait"))
         self._dispatcher = Dispatcher(self.transport, StaticCatalog(*specs), KEY, queue_wait_s=60)
         place = {"host": "h1", "queue": "host.h1.b00t", "image": "default", "start_s": 0.5}
-        opened = {"metadata": {**place, "network": "none", "workspace": "image"}}
+        opened = {"metadata": {**place, "network": "none", "hosts": [], "workspace": "image"}}
         self._answers = {"open": opened, **answers}
 
     async def open(self, workspace: Path | None = None, **start: Any) -> Session:

@@ -1,10 +1,13 @@
 """Workspaces as folders: what is watched, how fairly, and what is found."""
 
+import asyncio
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.workspace_ground import MIB, SMALL
+from contract.errors import SandboxUnavailable
+from tests.workspace_ground import MIB, SMALL, run_as
 from workers.sandboxd.workspaces import folder as folder_module
 from workers.sandboxd.workspaces.base import WorkspaceSize
 from workers.sandboxd.workspaces.folder import FolderWorkspaces
@@ -77,3 +80,36 @@ async def test_a_link_in_the_place_of_the_files_is_not_a_workspace(workspaces: F
     files.symlink_to(tmp_path / "elsewhere")
 
     assert workspaces.find("one", SMALL) is None
+
+
+def test_the_sandboxes_own_user_can_run_them_without_being_root() -> None:
+    async def live(folder: Path) -> None:
+        workspaces = FolderWorkspaces(folder / "workspaces", 0)
+        files = await open_one(workspaces, "one")
+        (files / "inner").mkdir()
+        (files / "inner" / "file").write_bytes(b"x" * 5 * MIB)
+        (files / "inner").chmod(0)
+        files.chmod(0)
+
+        assert list(await workspaces.find_overfull()) == ["one"]
+        files.chmod(0)
+        assert await FolderWorkspaces(folder / "workspaces", 0).sweep(set()) == 1
+
+    def work() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            asyncio.run(live(Path(folder)))
+
+    run_as(1000, work)
+
+
+async def test_a_workspace_that_cannot_be_read_is_told_where_no_other_holds_too_much(workspaces: FolderWorkspaces) -> None:
+    broken = await open_one(workspaces, "broken")
+    broken.rmdir()
+    broken.write_text("no folder")
+    big = await open_one(workspaces, "big")
+    (big / "file").write_bytes(b"x" * 5 * MIB)
+
+    assert list(await workspaces.find_overfull()) == ["big"]
+    (big / "file").unlink()
+    with pytest.raises(SandboxUnavailable, match="workspace broken cannot be counted"):
+        await workspaces.find_overfull()

@@ -230,12 +230,18 @@ async def test_an_image_of_a_host_that_went_down_is_checked_and_mounted_again(im
     await released(image)
 
 
-async def test_an_image_that_is_no_file_system_is_refused_with_what_is_wrong(images: ImageWorkspaces, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [(0, "not an ext4 image"), (1024 + 0x28, "cannot be mounted")],
+    ids=["all of it", "files a group"],
+)
+async def test_a_damaged_image_is_refused_with_what_is_wrong(images: ImageWorkspaces, tmp_path: Path, start: int, said: str) -> None:
     workspace = await images.make("one", SMALL)
     with (tmp_path / "one" / "image").open("r+b") as file:
-        file.write(bytes(8192))
+        file.seek(start)
+        file.write(bytes(8192 if start == 0 else 4))
 
-    with pytest.raises(SandboxUnavailable, match="not an ext4 image"):
+    with pytest.raises(SandboxUnavailable, match=said):
         async with workspace.mounted():
             pass
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workspace_ground import MIB, SMALL, run_as
+from tests.workspace_ground import MIB, run_as
 from workers.sandboxd.workspaces.base import WorkspaceSize
 from workers.sandboxd.workspaces.tree_size import TreeCount
 from workers.sandboxd.workspaces.trees import remove_tree
@@ -164,14 +164,24 @@ def test_links_are_counted_and_not_followed(tree: Path, tmp_path: Path) -> None:
     assert counted.bytes < MIB
 
 
-def test_a_count_ends_at_the_first_file_too_many(tree: Path) -> None:
-    for number in range(SMALL.inodes + 50):
+def test_a_count_ends_at_several_times_the_files_that_are_allowed(tree: Path) -> None:
+    for number in range(100):
         (tree / str(number)).touch()
 
-    counted = count(tree, SMALL)
+    counted = count(tree, WorkspaceSize(MIB, 10))
 
     assert counted.is_over
-    assert counted.inodes == SMALL.inodes + 1
+    assert counted.inodes == 40
+
+
+def test_what_is_over_weighs_more_the_more_it_holds_also_when_its_files_are_empty(tree: Path) -> None:
+    held = []
+    for number in range(11, 14):
+        for name in range(number):
+            (tree / str(name)).touch()
+        held.append(count(tree, WorkspaceSize(MIB, 10)).held_bytes)
+
+    assert held == [MIB * 11 // 10, MIB * 12 // 10, MIB * 13 // 10]
 
 
 def test_a_chain_deeper_than_any_path_is_counted_with_one_descriptor(tree_in_memory: Path) -> None:

@@ -78,5 +78,8 @@ class Workspaces(Protocol):
         ...
 
     async def find_overfull(self) -> Mapping[str, int]:
-        """Names of workspaces that hold more than their size, and how many bytes they hold; always empty when `is_hard`."""
+        """Names of workspaces that hold more than their size, and how many bytes they hold, at least 1; always empty when `is_hard`.
+
+        A file counts as at least its share of the size, so too many empty ones are bytes too. Raises SandboxUnavailable.
+        """
         ...

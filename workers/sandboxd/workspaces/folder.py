@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from contract.errors import SandboxUnavailable
 from workers.sandboxd.hardening import UID
 from workers.sandboxd.workspaces.base import Kind, WorkspaceMount, WorkspaceSize
-from workers.sandboxd.workspaces.places import Places
+from workers.sandboxd.workspaces.places import Places, refused
 from workers.sandboxd.workspaces.tree_size import TreeCount
 
 FILES = "files"
@@ -74,7 +75,10 @@ class FolderWorkspaces:
         return await self._places.sweep(keep)
 
     async def find_overfull(self) -> Mapping[str, int]:
-        """Of the workspaces that a container has had since this sandboxd started. Ends soon: what it could not count is first the next time."""
+        """Of the workspaces that a container has had since this sandboxd started. Ends soon: what it could not count is first the next time.
+
+        Raises SandboxUnavailable when one cannot be read and no other holds too much.
+        """
         async with self._watching:
             watched = dict(self._watched)
             return await asyncio.to_thread(self._watch, watched)
@@ -93,17 +97,25 @@ class FolderWorkspaces:
         self._counted_at = {name: self._counted_at.get(name, 0.0) for name in watched}
         self._counts = {name: count for name, count in self._counts.items() if name in watched}
         overfull: dict[str, int] = {}
+        failed: SandboxUnavailable | None = None
         waiting = deque(sorted(watched, key=self._counted_at.__getitem__))
         until = time.monotonic() + WATCH_S
         while waiting and (now := time.monotonic()) < until:
             name = waiting.popleft()
             count = self._counts.pop(name, None) or TreeCount(self._places.of(name) / FILES, watched[name].size)
-            if not count.advance(min(until, now + _SLICE_S)):
+            self._counted_at[name] = now
+            try:
+                is_complete = count.advance(min(until, now + _SLICE_S))
+            except OSError as error:
+                failed = refused(f"workspace {name} cannot be counted", error)
+                continue
+            if not is_complete:
                 self._counts[name] = count
                 waiting.append(name)
             elif count.is_over:
-                overfull[name] = count.bytes
-            self._counted_at[name] = now
+                overfull[name] = count.held_bytes
+        if failed is not None and not overfull:
+            raise failed
         return overfull
 
 
@@ -112,5 +124,3 @@ def _fill(place: Path) -> None:
     files.mkdir(mode=0o700)
     if os.geteuid() == 0:
         os.chown(files, UID, UID)
-    elif os.geteuid() != UID:
-        files.chmod(0o777)  # nobody but the engine gets past the folder around it

@@ -12,6 +12,8 @@ from workers.sandboxd.workspaces.trees import allow_owner
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _Identity = tuple[int, int]
+_TIMES = 4
+"""So many times the files it may hold are counted: what bounds time and memory."""
 
 
 @dataclass
@@ -25,7 +27,7 @@ class _Level:
 
 @dataclass
 class TreeCount:
-    """One count of a folder, up to the first byte or file that is too much.
+    """One count of a folder, to its end or to several times the files that it may hold.
 
     A file with several names counts once. What is moved about meanwhile may be missed, or counted twice. A deleted file that is still open
     is not seen. A folder of ours without rights for its owner gets them; one that cannot be read at all is as good as too much.
@@ -44,6 +46,15 @@ class TreeCount:
     def is_over(self) -> bool:
         return self._is_hidden or self.bytes > self.most.bytes or self.inodes > self.most.inodes
 
+    @property
+    def held_bytes(self) -> int:
+        """Of one that is over: more the more it holds. A file weighs at least its share of the size, so that many empty ones are seen to grow."""
+        return max(self.bytes, self.inodes * self.most.bytes // self.most.inodes, 1)
+
+    @property
+    def _is_enough(self) -> bool:
+        return self.inodes >= self.most.inodes * _TIMES
+
     def advance(self, until: float) -> bool:
         """Count on until that instant of the monotonic clock, one folder at least; True when the count is complete.
 
@@ -51,7 +62,7 @@ class TreeCount:
         """
         try:
             self._descend()
-            while self._levels and not self.is_over:
+            while self._levels and not self._is_enough:
                 self._step(self._levels)
                 if time.monotonic() >= until:
                     break
@@ -59,7 +70,7 @@ class TreeCount:
             return True
         finally:
             self._move_to(-1)
-        return self.is_over or not self._levels
+        return self._is_enough or not self._levels
 
     def _step(self, levels: list[_Level]) -> None:
         """Into the next subfolder, or else up."""
@@ -82,7 +93,7 @@ class TreeCount:
 
     def _descend(self) -> None:
         """From the top by the names of the levels, as far as they still are what they were; the rest is given up."""
-        self._move_to(os.open(self.folder, _FOLDER))
+        self._move_to(self._open_top())
         if self._levels is None:
             self._levels = []
             self._enter("")
@@ -91,11 +102,18 @@ class TreeCount:
             if child is None:
                 del self._levels[depth:]
                 return
-            self._move_to(child)
             if _identify(os.fstat(child)) != level.identity:
+                os.close(child)
                 del self._levels[depth:]
-                self._descend()
                 return
+            self._move_to(child)
+
+    def _open_top(self) -> int:
+        try:
+            return os.open(self.folder, _FOLDER)
+        except PermissionError:
+            allow_owner(str(self.folder), None)
+            return os.open(self.folder, _FOLDER)
 
     def _move_to(self, fd: int) -> None:
         if self._fd >= 0:
@@ -131,7 +149,7 @@ class TreeCount:
                 except FileNotFoundError:
                     continue
                 self._count(found)
-                if self.is_over:
+                if self._is_enough:
                     break
                 if stat.S_ISDIR(found.st_mode):
                     pending.append(entry.name)

@@ -1,0 +1,207 @@
+"""Sessions outlive their sandboxd and their engine: killed or stopped, the next one of the name serves them on, and nobody else's are touched."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from docker import APIClient
+
+from contract.errors import SandboxUnavailable
+from tests.daemons import Daemon, Daemons, bash, open_daemons, start_call, told, wait_running
+from tests.engine_stubs import relayed_engine
+from tests.stack import eventually, missing, wait_until
+from workers.sandbox_client import GuestResponse, SandboxClient
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
+
+SOON_S = 30.0
+
+
+@pytest.fixture
+def daemons(engine: APIClient) -> Iterator[Daemons]:
+    with open_daemons(engine) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def pooled(engine: APIClient) -> Iterator[Daemon]:
+    """Shared by tests that leave it as it was."""
+    with open_daemons(engine) as opened:
+        yield opened.start(pool_target="2", pool_refill_per_s="20", sandboxd_keep_sessions="false")
+
+
+def need_images() -> None:
+    if os.geteuid() != 0:
+        missing("workspace images need root: run the tests as root")
+
+
+def full_id(daemon: Daemon, answer: GuestResponse) -> str:
+    return next(known for known in daemon.containers() if known.startswith(answer.done["sandbox"]["id"]))
+
+
+def is_frozen(daemon: Daemon, container: str) -> bool:
+    return daemon.containers().get(container) == "paused"
+
+
+def test_sessions_of_a_killed_sandboxd_go_on_with_their_files(daemons: Daemons) -> None:
+    need_images()
+    daemon = daemons.start(sandbox_workspace="image", idle_pause_s="0.3")
+    with daemon.client() as client:
+        busy, frozen = client.open("acme", "busy"), client.open("acme", "frozen")
+        its_container = full_id(daemon, bash(client, busy, "echo busy > file"))
+        other = full_id(daemon, bash(client, frozen, "echo frozen > file; export gone=yes"))
+    in_flight = start_call(daemon, busy, "sleep 99")
+    wait_running(its_container, "sleep 99")
+    wait_until(lambda: is_frozen(daemon, other), SOON_S, "the idle session is frozen")
+
+    daemon.kill()
+
+    with pytest.raises(SandboxUnavailable, match="sandboxd does not answer"):
+        in_flight.result(SOON_S)
+    wait_until(lambda: its_container not in daemon.containers(), SOON_S, "the guest sees the end and its container goes by itself")
+    assert daemon.containers() == {other: "paused"}
+    daemon.start()
+    assert daemon.containers() == {}
+    with daemon.client() as client:
+        for name in (busy, frozen):
+            answer = bash(client, name, 'cat file; echo "$gone"')
+            assert answer.streams["merged"].decode().split() == [name.partition(":")[2]]
+            assert answer.done["sandbox"]["rebuilt"] is True
+            assert "the files in /workspace are kept" in answer.done["sandbox"]["news"]
+        assert "news" not in bash(client, busy, "true").done["sandbox"]
+
+
+@pytest.mark.parametrize("kind", ["image", "tmpfs"])
+def test_sessions_of_a_sandboxd_that_was_stopped_go_on_with_files_and_shell(daemons: Daemons, kind: str) -> None:
+    if kind == "image":
+        need_images()
+    daemon = daemons.start(sandbox_workspace=kind)
+    with daemon.client() as client:
+        name = client.open("acme", "s")
+        bash(client, name, "mkdir folder; echo content > folder/file; echo scratch > /tmp/file; export word=kept; cd folder")
+
+    assert daemon.stop() == 0
+
+    assert daemon.containers() == {}
+    daemon.start()
+    with daemon.client() as client:
+        answer = bash(client, name, 'pwd; cat file /tmp/file; echo "$word"')
+    assert answer.streams["merged"].decode().split() == ["/workspace/folder", "content", "scratch", "kept"]
+    assert answer.done["sandbox"]["rebuilt"] is False
+    assert answer.done["sandbox"]["generation"] == 2
+
+
+def test_a_frozen_container_of_a_killed_sandboxd_goes_by_another_of_the_deployment_only(daemons: Daemons) -> None:
+    """Frozen, it cannot see that its sandboxd has gone; nobody starts that one again."""
+    killed, neighbour = daemons.start("killed", idle_pause_s="0.3"), daemons.start("neighbour")
+    with killed.client() as client:
+        container = full_id(killed, bash(client, client.open("acme", "s"), "true"))
+    with neighbour.client() as client:
+        its_own = full_id(neighbour, bash(client, client.open("acme", "s"), "true"))
+    wait_until(lambda: is_frozen(killed, container), SOON_S, "it is frozen")
+    neighbour.signal(signal.SIGSTOP)
+
+    killed.kill()
+
+    daemons.start("foreign", deployment="another-deployment", sandboxd_keep_sessions="false")  # it has swept when it answers
+    assert is_frozen(killed, container)
+    neighbour.signal(signal.SIGCONT)
+    wait_until(lambda: container not in killed.containers(), SOON_S, "the neighbour removes it")
+    assert its_own in neighbour.containers()
+
+
+def test_two_deployments_with_one_name_on_one_engine_leave_each_other_alone(daemons: Daemons) -> None:
+    ours = daemons.start("ours", sandboxd_keep_sessions="false")
+    with ours.client() as client:
+        name = client.open("acme", "s")
+        container = full_id(ours, bash(client, name, "true"))
+        theirs = daemons.describe("theirs", deployment="theirs", sandboxd_keep_sessions="false")
+        theirs.environment |= {"TOOLCREW_SANDBOXD_NAME": ours.name, "TOOLCREW_SANDBOXD_LEASES": str(daemons.folder / "other-leases")}
+        theirs.name = ours.name
+        theirs.start()
+        with theirs.client() as other:
+            foreign = full_id(theirs, bash(other, other.open("acme", "s"), "true"))
+        assert list(ours.containers()) == [container]
+        assert list(theirs.containers()) == [foreign]
+
+        assert theirs.stop() == 0
+
+        assert theirs.containers() == {}
+        assert full_id(ours, bash(client, name, "true")) == container
+
+
+async def test_sessions_recover_from_an_engine_that_went_away_and_came_back(daemons: Daemons) -> None:
+    need_images()
+    path = daemons.folder / "engine.sock"
+    async with relayed_engine(path):
+        daemon = await asyncio.to_thread(daemons.start, sandbox_workspace="image", docker_host=f"unix://{path}")
+        client = daemon.client()
+        name = await asyncio.to_thread(client.open, "acme", "s")
+        container = full_id(daemon, await asyncio.to_thread(bash, client, name, "echo content > file"))
+        in_flight = asyncio.wrap_future(start_call(daemon, name, "sleep 99"))
+        await asyncio.to_thread(wait_running, container, "sleep 99")
+
+    done = (await asyncio.wait_for(in_flight, SOON_S)).done
+    assert done["error"]["code"] == "SANDBOX_UNAVAILABLE"
+    assert done["workspace_kept"] is True
+    with pytest.raises(SandboxUnavailable, match="Docker engine"):
+        await asyncio.to_thread(bash, client, name, "true")
+    await eventually(lambda: container not in daemon.containers(), SOON_S, "the guest ends with its channel")
+    async with relayed_engine(path):
+        answer = await eventually(lambda: _try_bash(client, name, "cat file"), SOON_S, daemon.log)
+        assert answer.streams["merged"] == b"content\n"
+        assert answer.done["sandbox"]["rebuilt"] is True
+        client.disconnect()
+        assert await asyncio.to_thread(daemon.stop) == 0
+    assert daemon.containers() == {}
+
+
+def _try_bash(client: SandboxClient, name: str, script: str) -> GuestResponse | None:
+    try:
+        return bash(client, name, script)
+    except SandboxUnavailable:
+        return None
+
+
+def test_two_hundred_calls_at_once_over_twenty_sessions_are_all_answered_right(pooled: Daemon) -> None:
+    sessions = [f"acme:s{number}" for number in range(20)]
+
+    def ask(number: int) -> str:
+        with pooled.client() as client:
+            return told(client, sessions[number % 20], f"echo $(cat own) {number}")
+
+    def open_one(name: str) -> None:
+        with pooled.client() as client:
+            client.open("acme", name.partition(":")[2])
+            bash(client, name, f"echo {name} > own")
+
+    with ThreadPoolExecutor(200) as threads:
+        list(threads.map(open_one, sessions))
+        answers = list(threads.map(ask, range(200)))
+        list(threads.map(lambda name: pooled.client().close(name), sessions))
+
+    assert answers == [f"acme:s{number % 20} {number}\n" for number in range(200)]
+
+
+def test_a_warm_sandbox_is_handed_over_clean_and_to_one_session_only(pooled: Daemon) -> None:
+    look = "ls -A /workspace /tmp /dev/shm; find /output -mindepth 1 -not -path '*/.state*'; ls -d /proc/[0-9]* | wc -l"
+    seen, looks = [], set()
+    with pooled.client() as client:
+        for number in range(3):
+            wait_until(lambda: client.status()["pool"]["ready"] == 2, SOON_S, pooled.log)
+            handed_out = client.status()["pool"]["handed_out"]
+            name = client.open("acme", f"warm-{number}")
+            assert client.status()["pool"]["handed_out"] == handed_out + 1
+            answer = bash(client, name, look)
+            looks.add(answer.streams["merged"].decode())
+            seen.append(full_id(pooled, answer))
+            bash(client, name, "touch /workspace/x /tmp/x /dev/shm/x; sleep 99 & disown")
+            client.close(name)
+            assert seen[-1] not in pooled.containers()
+
+    assert len(set(seen)) == 3
+    (only,) = looks
+    assert only.split()[:3] == ["/dev/shm:", "/tmp:", "/workspace:"], only

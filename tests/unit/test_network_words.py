@@ -1,0 +1,28 @@
+"""What a model is told of the network: in the description of the tools that run beside it."""
+
+from contract.specs import NO_NETWORK
+from orchestrator.sessions import SessionInfo
+from workers.tools.builtin import build_registry
+
+
+def info(**fields: object) -> SessionInfo:
+    return SessionInfo(session="s", tenant="acme", host="h", queue="q", image="i", sandbox=None, start_s=0.1, **fields)  # type: ignore[arg-type]
+
+
+def test_without_network_nothing_changes() -> None:
+    for spec in build_registry().specs():
+        assert spec.with_network(info().describe_network()) == spec
+
+
+def test_with_egress_the_description_of_bash_names_the_hosts_and_no_longer_says_that_there_is_none() -> None:
+    words = info(network="egress", hosts=("pypi.org", "*.pythonhosted.org")).describe_network()
+    bash = next(spec for spec in build_registry().specs() if spec.name == "bash_tool")
+    told = bash.with_network(words)
+    assert NO_NETWORK in bash.description
+    assert (NO_NETWORK in told.description, "to pypi.org, *.pythonhosted.org" in told.description) == (False, True)
+    assert told.network == words
+
+
+def test_a_tool_of_another_pool_has_no_sandbox_to_tell_of() -> None:
+    bash = next(spec for spec in build_registry().specs() if spec.name == "bash_tool").model_copy(update={"pool": "web"})
+    assert bash.with_network("with all of it") == bash
