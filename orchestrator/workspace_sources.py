@@ -22,7 +22,7 @@ _MAGIC = (
     (b"# v2 git bundle\n", "bundle"),
     (b"# v3 git bundle\n", "bundle"),
 )
-_XZ_MEMORY_BYTES = 256 * 1024 * 1024
+_XZ_MEMORY_BYTES = 128 * 1024 * 1024
 _OPENERS: Mapping[str, Callable[[bytes], bytes]] = {
     "tar.gz": lambda content: zlib.decompressobj(wbits=31).decompress(content, tarfile.BLOCKSIZE),
     "tar.bz2": lambda content: bz2.BZ2Decompressor().decompress(content, tarfile.BLOCKSIZE),

@@ -43,6 +43,7 @@ class Daemon:
             "TOOLCREW_DEPLOYMENT": f"tests-{footprint.folder.name[4:]}",
             "TOOLCREW_SANDBOXD_STATE": str(self.state),
             "TOOLCREW_SANDBOXD_LEASES": str(footprint.folder / "leases"),
+            "TOOLCREW_SANDBOX_WORKSPACE": "tmpfs",  # the quickest to make
             **settings,
         }
         self._footprint = footprint

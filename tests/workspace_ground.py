@@ -3,6 +3,7 @@
 import functools
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,15 @@ def loop_devices_below(folder: Path) -> list[str]:
             continue
         found += [text] if text.startswith(f"{folder}/") else []
     return found
+
+
+def assert_nothing_left_mounted(folder: Path, within_s: float = 10.0) -> None:
+    """No mount below `folder` now; no loop device soon: the kernel frees one after the last mount, and tells nobody."""
+    assert mounts_below(folder) == []
+    until = time.monotonic() + within_s
+    while loop_devices_below(folder) and time.monotonic() < until:
+        time.sleep(0.002)
+    assert loop_devices_below(folder) == []
 
 
 def is_in_use(image: Path) -> bool:

@@ -126,7 +126,7 @@ class SandboxdSettings(BaseSettings):
     idle_evict_s: float = Field(default=300.0, gt=0)
     """And after this time its container is given up; its files and shell state are kept."""
     host_free_bytes: int = Field(default=1024 * MIB, ge=0)
-    """No workspace is made on a disk with less free space than this."""
+    """No workspace is made on a disk with less free space than this; with less than half of it, what writes to one is ended, files kept."""
     workspace_store: str | None = None
     """Where checkpoints go: a folder, or a URL that fsspec knows (extra `store`), as s3://bucket/prefix. None: below the state folder."""
     egress_socket: Path | None = None

@@ -30,7 +30,7 @@ def daemons(engine: APIClient) -> Iterator[Daemons]:
 def pooled(engine: APIClient) -> Iterator[Daemon]:
     """Shared by tests that leave it as it was."""
     with open_daemons(engine) as opened:
-        yield opened.start(pool_target="2", pool_refill_per_s="20", sandboxd_keep_sessions="false")
+        yield opened.start(sandbox_workspace="auto", pool_target="2", pool_refill_per_s="20", sandboxd_keep_sessions="false")
 
 
 def need_images() -> None:

@@ -9,7 +9,7 @@ from docker import APIClient
 
 from contract.errors import SandboxUnavailable
 from tests.containers import Box, build_config, open_box
-from tests.workspace_ground import MIB, is_in_use, loop_devices_below, mounts_below, open_images
+from tests.workspace_ground import MIB, assert_nothing_left_mounted, is_in_use, mounts_below, open_images
 from workers.sandboxd.hardening import SandboxLimits
 from workers.sandboxd.workspaces.base import WorkspaceSize
 from workers.sandboxd.workspaces.image import ImageWorkspace, ImageWorkspaces
@@ -22,8 +22,7 @@ LIMITS = SandboxLimits(workspace_bytes=64 * MIB)  # ends one file; above the ima
 @pytest.fixture
 def images(tmp_path: Path) -> Iterator[ImageWorkspaces]:
     yield open_images(tmp_path)
-    assert mounts_below(tmp_path) == []
-    assert loop_devices_below(tmp_path) == []
+    assert_nothing_left_mounted(tmp_path)
 
 
 @contextlib.contextmanager

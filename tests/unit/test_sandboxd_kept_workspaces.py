@@ -1,6 +1,7 @@
 """Sessions whose files are apart from the container: rebuilt around them, given up, taken over by the next sandboxd."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from contract.errors import SandboxUnavailable
 from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import PLAN, FakeHost, KeptWorkspaces, MemoryParking, build_host, end_host, open_host, running_sandboxd
+from workers.sandboxd.disk_watch import DiskWatch
+from workers.sandboxd.keeping import IdleTimes, Keeper
 from workers.sandboxd.sandbox import Sandbox
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
@@ -220,3 +223,35 @@ async def test_a_restarted_host_with_memory_workspaces_keeps_what_was_packed(tmp
     await second.sessions.use("acme:packed")
     assert (len(parking.unpacked), second.records.sessions()) == (1, [])
     await end_host(second)
+
+
+async def test_what_writes_is_ended_before_the_hosts_disk_is_full_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    class Disk(DiskWatch):
+        words: str | None = "the disk has only 5 bytes free: make room"
+
+        def find_shortage(self) -> str | None:
+            return self.words
+
+    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+        disk = Disk(tmp_path, 0)
+        keeper = Keeper(host.sessions, host.maker, host.reaper, IdleTimes(60, 60), disk)
+        entry = await host.sessions.open("acme:s", PLAN, 60)
+        await keeper.watch_disk()
+        assert entry.sandbox is not None
+        assert "make room" in str(entry.sandbox.lost)
+        with pytest.raises(SandboxUnavailable, match="make room"):
+            await host.sessions.use("acme:s")
+        disk.words = None
+        await keeper.watch_disk()
+        assert (await host.sessions.use("acme:s"))[1].lost is None
+
+
+def test_a_disk_is_short_below_its_floor_and_until_a_quarter_more_is_free(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    assert DiskWatch(tmp_path, free // 2).find_shortage() is None
+    watch = DiskWatch(tmp_path, free * 2)
+    assert "make room" in str(watch.find_shortage())
+    watch._stop_bytes = int(free * 0.9)
+    assert watch.find_shortage() is not None
+    watch._stop_bytes = free // 2
+    assert watch.find_shortage() is None

@@ -43,7 +43,7 @@ class Bench:
 def test_open_tells_where_the_session_lives() -> None:
     bench = Bench()
     result = bench.run("session.open", image="python")
-    assert result.metadata == {"image": "python", "network": "none", "workspace": "image", "start_s": 0.25, **FACTS}
+    assert result.metadata == {"image": "python", "network": "none", "hosts": [], "workspace": "image", "start_s": 0.25, **FACTS}
     assert (result.sandbox is not None, bench.request) == (True, {"image": "python", "ttl_s": 1800})
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SandboxUnavailable
-from tests.workspace_ground import MIB, SMALL, is_in_use, loop_devices_below, mounts_below, open_images
+from tests.workspace_ground import MIB, SMALL, assert_nothing_left_mounted, is_in_use, loop_devices_below, mounts_below, open_images
 from workers.sandboxd.workspaces.base import WorkspaceSize
 from workers.sandboxd.workspaces.choice import find_obstacle
 from workers.sandboxd.workspaces.ext4 import is_clean
@@ -28,8 +28,7 @@ SOON_S = 10.0
 def images(tmp_path: Path) -> Iterator[ImageWorkspaces]:
     """Whatever the test did: in the end nothing of it is mounted."""
     yield open_images(tmp_path)
-    assert mounts_below(tmp_path) == []
-    assert loop_devices_below(tmp_path) == []
+    assert_nothing_left_mounted(tmp_path)
 
 
 async def released(image: Path) -> None:
@@ -278,9 +277,7 @@ async def test_many_rounds_leave_no_mount_no_loop_device_and_no_file(images: Ima
         await asyncio.gather(*(live(number) for number in range(start, start + 5)))
 
     assert sorted(os.listdir(tmp_path)) == before
-    async with asyncio.timeout(SOON_S):
-        while loop_devices_below(tmp_path):  # noqa: ASYNC110  # the kernel tells nobody
-            await asyncio.sleep(0.002)
+    await asyncio.to_thread(assert_nothing_left_mounted, tmp_path)
 
 
 async def test_a_nearly_full_host_makes_no_workspace_and_says_so(images: ImageWorkspaces, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import structlog
 
 from contract.errors import ConfigError, SandboxUnavailable
 from workers.sandboxd.attestation import find_dirt, find_misfits, parse_attestation
+from workers.sandboxd.disk_watch import DiskWatch
 from workers.sandboxd.egress_link import open_proxy
 from workers.sandboxd.egress_link import open_proxy
 from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine, EngineFacts
@@ -105,7 +106,7 @@ async def open_house(settings: SandboxdSettings, engine: Engine) -> AsyncIterato
         stack.push_async_callback(house.close)
         await house.reaper.sweep()
         house = await _prove(house, engine, profile, lambda other: _build(settings, engine, facts, plans, other, profile, lease))
-        if house.choice.note is not None:
+        if house.choice.note is not None and settings.sandbox_workspace == "auto":
             log.warning("workspaces_weaker", kind=house.choice.workspaces.kind, why=house.choice.note)
         adopted = house.sessions.adopt()
         swept = await house.choice.workspaces.sweep({entry.workspace.name for entry in house.sessions.all()})
@@ -157,7 +158,7 @@ def _build(
         pool=pool,
         sessions=sessions,
         checkpoints=Checkpoints(open_store(settings.workspace_store, settings.state(), settings.host_free_bytes), most=MOST_CHECKPOINTS),
-        keeper=Keeper(sessions, maker, reaper, idle),
+        keeper=Keeper(sessions, maker, reaper, idle, _build_watch(settings, choice)),
         reaper=reaper,
     )
 
@@ -167,6 +168,10 @@ def _build_pool(settings: SandboxdSettings, plans: Plans, maker: Maker) -> WarmP
         return None
     limits = PoolLimits(settings.pool_target, settings.pool_refill_per_s, settings.pool_memory_floor_bytes, settings.sandbox_max_life_s / 2)
     return WarmPool(maker, plans.standard(), limits)
+
+
+def _build_watch(settings: SandboxdSettings, choice: Choice) -> DiskWatch | None:
+    return None if choice.workspaces.kind == "tmpfs" else DiskWatch(settings.state(), settings.host_free_bytes // 2)
 
 
 def _equip(settings: SandboxdSettings, plans: Plans, session: Session, sandbox: Sandbox) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from contract.errors import SandboxUnavailable
+from workers.sandboxd.disk_watch import DiskWatch
 from workers.sandboxd.making import Maker
 from workers.sandboxd.reaper import Reaper
 from workers.sandboxd.session import Session
@@ -18,6 +19,7 @@ log = structlog.get_logger(__name__)
 EXPIRE_EVERY_S = 5.0
 IDLE_EVERY_S = 1.0
 QUOTA_EVERY_S = 2.0
+DISK_EVERY_S = 0.5
 SWEEP_EVERY_S = 30.0
 _OVERFULL_GROWTH = 1.1
 """How much more a workspace that was found overfull may hold before its sandbox ends again: room to delete something."""
@@ -34,8 +36,10 @@ class IdleTimes:
 class Keeper:
     """Runs until it is cancelled. A round that fails is logged, and the next one tried."""
 
-    def __init__(self, sessions: Sessions, maker: Maker, reaper: Reaper, idle: IdleTimes) -> None:
+    def __init__(self, sessions: Sessions, maker: Maker, reaper: Reaper, idle: IdleTimes, disk: DiskWatch | None = None) -> None:
+        """`disk`: where workspaces lie, when that is not the containers' own memory."""
         self._sessions = sessions
+        self._disk = disk
         self._maker = maker
         self._reaper = reaper
         self._idle = idle
@@ -46,6 +50,8 @@ class Keeper:
             tasks.create_task(_every(EXPIRE_EVERY_S, self.expire))
             tasks.create_task(_every(min(IDLE_EVERY_S, self._idle.pause_s), self.rest_idle))
             tasks.create_task(_every(SWEEP_EVERY_S, self._sweep))
+            if self._disk is not None:
+                tasks.create_task(_every(DISK_EVERY_S, self.watch_disk))
             if not self._maker.workspaces.is_hard:
                 tasks.create_task(_every(QUOTA_EVERY_S, self.end_overfull))
 
@@ -93,6 +99,17 @@ class Keeper:
         if entry.sandbox is not None:
             size = entry.workspace.size
             entry.sandbox.end(f"its workspace held {held} bytes, and {size.bytes} bytes in {size.inodes} files is the most: delete files")
+
+    async def watch_disk(self) -> None:
+        """End what writes when the host's disk is nearly full, and start nothing until there is room again."""
+        assert self._disk is not None
+        shortage = self._disk.find_shortage()
+        if shortage is not None and self._maker.shortage is None:
+            log.error("host_disk_short", why=shortage)
+        self._maker.shortage = shortage
+        for entry in self._sessions.all() if shortage is not None else []:
+            if entry.sandbox is not None and entry.sandbox.lost is None and not entry.is_paused:
+                entry.sandbox.end(shortage or "")
 
     async def _sweep(self) -> None:
         await _try(self._reaper.sweep())

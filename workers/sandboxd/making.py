@@ -54,6 +54,7 @@ class Maker:
         self._unwanted_workspaces: set[Workspace] = set()
         self._unconfirmed: set[str] = set()
         self.is_ending = False
+        self.shortage: str | None = None
 
     async def make_workspace(self, plan: SandboxPlan) -> Workspace:
         """An empty one. Raises SandboxUnavailable."""
@@ -70,7 +71,7 @@ class Maker:
         deadline = now + self._profile.life_s
         self._known.add(name)
         try:
-            self._check_ending()
+            self._check_may_start()
             self._records.add_container(name, deadline)
             labels = {
                 **self._owner,
@@ -131,9 +132,11 @@ class Maker:
         """Whether a container of that name is one of this process's."""
         return name in self._known
 
-    def _check_ending(self) -> None:
+    def _check_may_start(self) -> None:
         if self.is_ending:
             raise SandboxUnavailable("sandboxd is ending: try again when it is back")
+        if self.shortage is not None:
+            raise SandboxUnavailable(f"no sandbox is started now: {self.shortage}")
 
     async def _confirm_gone(self, name: str) -> None:
         """After a start that failed: the engine may have made the container all the same, or still be about to."""

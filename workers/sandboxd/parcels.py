@@ -6,7 +6,6 @@ Both ends run the image's own tar inside the sandbox. What a guest sends is kept
 import asyncio
 import contextlib
 import secrets
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from workers.sandboxd.answers import build_words
 from workers.sandboxd.frames import Frame
+from workers.sandboxd.requests import FRAME_COST_BYTES
 from workers.sandboxd.store.base import Tally
 
 ROOTS = ("/workspace", "/output")
@@ -38,7 +38,7 @@ put_back() {
     for ((at = ${#closed[@]} - 1; at >= 0; at--)); do chmod "${closed[at]%% *}" "${closed[at]#* }"; done
 }
 trap put_back EXIT
-tar -c -f - -b 512 --format=posix --sparse --one-file-system --numeric-owner -C / -- "${@#/}"
+tar -c -f - -b 128 --format=posix --sparse --one-file-system --numeric-owner -C / -- "${@#/}"
 """
 _MAKE_FIFO = 'mkfifo -m 600 -- "$1"'
 # Open for both, or each piece's end would be the stream's. Only head knows where that is. /tmp itself is the container's: its own user
@@ -96,7 +96,7 @@ class Packing:
         self.facts: ParcelFacts | None = None
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """The tar stream, in pieces of at most a frame. Who takes them slowly holds the whole sandbox up: take them to a disk.
+        """The tar stream, in pieces of a few MiB at most. Who takes them slowly holds the whole sandbox up: take them to a disk.
 
         Raises ToolFailure(FILE_TOO_LARGE) beyond `max_bytes`, ToolFailure when tar fails, SandboxUnavailable; what was given is then void.
         """
@@ -177,11 +177,11 @@ async def _feed(guest: Guest, fifo: str, piece: bytes, unpacking: "asyncio.Futur
 
 
 class _Outflow:
-    """Pieces of a stream as they come from a guest, taken one at a time. `words`: what its stderr said, as far as it was kept."""
+    """What has come of a stream from a guest and nobody has taken. `words`: what its stderr said, as far as it was kept."""
 
     def __init__(self, guest: Guest) -> None:
         self._guest = guest
-        self._waiting: deque[bytes] = deque()
+        self._waiting: list[bytes] = []
         self._waiting_bytes = 0
         self._news = asyncio.Event()
         self._is_over = False
@@ -192,7 +192,7 @@ class _Outflow:
             self.words += frame.body[: _WORDS_BYTES - len(self.words)]
             return
         self._waiting.append(frame.body)
-        self._waiting_bytes += len(frame.body)
+        self._waiting_bytes += len(frame.body) + FRAME_COST_BYTES
         if self._waiting_bytes > _WAITING_BYTES:
             self._guest.hold(self)
         self._news.set()
@@ -208,10 +208,11 @@ class _Outflow:
                 return None
             self._news.clear()
             await self._news.wait()
-        chunk = self._waiting.popleft()
-        self._waiting_bytes -= len(chunk)
-        if self._waiting_bytes <= _WAITING_BYTES // 2:
-            self._guest.release(self)
+        # All of it at once: each write costs its taker a thread's turn.
+        chunk = b"".join(self._waiting)
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        self._guest.release(self)
         return chunk
 
 

@@ -1,0 +1,76 @@
+"""Sandboxes that are ended in every way leave nothing on the host, in sandboxd or in the engine; scripts/bench kill_rounds plays a thousand."""
+
+from collections.abc import Iterator
+
+import pytest
+from docker import APIClient
+
+from benchmarks.kill_rounds import WAYS, Rounds
+from tests.daemons import Daemon, Daemons, bash, open_daemons, start_call, wait_running
+from tests.stack import wait_until
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(120)]
+
+ROUNDS = 20
+SOON_S = 30.0
+
+
+@pytest.fixture
+def daemons(engine: APIClient) -> Iterator[Daemons]:
+    with open_daemons(engine) as opened:
+        yield opened
+
+
+def test_twenty_rounds_of_every_end_leave_nothing_and_cost_sandboxd_nothing(daemons: Daemons, engine: APIClient) -> None:
+    daemon = daemons.start(sandbox_workspace="auto")
+    played = Rounds(daemon.running, engine)
+    played.play(range(2 * len(WAYS)))
+    assert played.settle(SOON_S) == {}
+    before = played.vitals()
+
+    played.play(range(2 * len(WAYS), 2 * len(WAYS) + ROUNDS))
+
+    assert played.settle(SOON_S) == {}
+    after = played.vitals()
+    assert set(played.done) == set(WAYS)
+    assert daemon.status()["sessions"] == 0
+    assert daemon.status()["room"]["taken"] == 0
+    # The engine's client keeps connections for its next calls, and threads of a pool come as they are needed: a few, whatever the rounds.
+    assert after.threads <= before.threads + 4, (before, after)
+    assert after.files <= before.files + 3 * ROUNDS, (before, after)
+    assert after.rss - before.rss < 16 * 2**20, (before, after)
+
+
+def test_a_sandboxd_killed_among_starts_and_calls_leaves_nothing_once_the_next_has_ended(daemons: Daemons, engine: APIClient) -> None:
+    daemon = daemons.start(sandbox_workspace="auto", pool_target="2", pool_refill_per_s="20", idle_pause_s="0.3")
+    played = Rounds(daemon.running, engine)
+    _fill(daemon, played, engine)
+    for number in range(4):  # the `leave` way: opens that nobody waits for, some of them under way as it dies
+        played.play([number * len(WAYS) + WAYS.index("leave")])
+
+    daemon.kill()
+
+    daemon.environment["TOOLCREW_SANDBOXD_KEEP_SESSIONS"] = "false"
+    daemon.environment["TOOLCREW_POOL_TARGET"] = "0"
+    daemon.start()
+    assert daemon.containers() == {}
+    assert daemon.stop() == 0
+    assert Rounds(daemon.running, engine).traces.left(daemon.running, engine) == {}
+    assert played.settle(SOON_S) == {}
+
+
+def _fill(daemon: Daemon, played: Rounds, engine: APIClient) -> None:
+    """A session with a call, and a frozen one."""
+    with daemon.client() as client:
+        busy, idle = client.open("acme", "busy"), client.open("acme", "idle")
+        for name in (busy, idle):
+            played.traces.learn(engine, str(bash(client, name, "echo x > file").done["sandbox"]["id"]))
+    container = next(known for known in daemon.containers() if known.startswith(str(_id_of(daemon, busy))))
+    start_call(daemon, busy, "sleep 99")
+    wait_running(container, "sleep 99")
+    wait_until(lambda: "paused" in daemon.states().values(), SOON_S, "the idle one is frozen")
+
+
+def _id_of(daemon: Daemon, name: str) -> str:
+    with daemon.client() as client:
+        return str(client.describe_open(name, None, 600.0)["sandbox"]["id"])
