@@ -104,9 +104,7 @@ class Rounds:
     def vitals(self) -> Vitals:
         """Now; `settle` first."""
         folder = Path(f"/proc/{self._sandboxd.pid}")
-        return Vitals(
-            len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")), memory_of_process(self._sandboxd.pid)["rss"]
-        )
+        return Vitals(len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")), memory_of_process(self._sandboxd.pid)["rss"])
 
     def _play(self, number: int) -> str:
         way = WAYS[number % len(WAYS)]
@@ -182,9 +180,17 @@ def run(rounds: int = ROUNDS, at_once: int = AT_ONCE) -> Report:
         _check_gone(played)
         after, engine_after = played.vitals(), _engine_rss()
     ways = ", ".join(f"{count} x {way}" for way, count in sorted(played.done.items()))
-    report = Report("kill_rounds", notes=[f"{ways}; {at_once} at a time, {WARM_UP} of them before the first look", "no container, mount, loop device, process, record, workspace or parcel was left"])
+    report = Report(
+        "kill_rounds",
+        notes=[
+            f"{ways}; {at_once} at a time, {WARM_UP} of them before the first look",
+            "no container, mount, loop device, process, record, workspace or parcel was left",
+        ],
+    )
     report.add("rounds_per_s", rounds / took_s, "rounds")
-    report.add("files_ratio", after.files / before.files, f"sandboxd's open files, {after.files} after / {before.files} before", at_most=1.3)
+    report.add(
+        "files_ratio", after.files / before.files, f"sandboxd's open files, {after.files} after / {before.files} before", at_most=1.3
+    )
     report.add("threads_ratio", after.threads / before.threads, f"sandboxd's threads, {after.threads} / {before.threads}", at_most=1.3)
     report.add("sandboxd_grown_bytes", after.rss - before.rss, "sandboxd RSS, grown", at_most=4 * MIB)
     if engine_before is not None and engine_after is not None:

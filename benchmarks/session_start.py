@@ -26,7 +26,9 @@ KINDS = ("tmpfs", "image")
 
 def run(rounds: int = ROUNDS) -> Report:
     config = sandbox_config()
-    notes = [f"medians of {rounds} interleaved rounds after {WARM_UP}; removals are not timed; the pool begins to refill beside each first call"]
+    notes = [
+        f"medians of {rounds} interleaved rounds after {WARM_UP}; removals are not timed; the pool begins to refill beside each first call"
+    ]
     with contextlib.ExitStack() as stack:
         api = open_api()
         stack.callback(api.close)

@@ -47,8 +47,7 @@ class LocalGuest:
                 code = await asyncio.to_thread(self._run, process, show)
             finally:
                 self._may_read.set()
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _end(process)
             stderr.seek(0)
             take(Frame({"ev": "data", "stream": "stderr"}, stderr.read()))
             return {"ev": "done", "exit_code": code, "timed_out": False}
@@ -76,3 +75,11 @@ def _start(request: Mapping[str, Any], stdin: Any, stderr: Any) -> "subprocess.P
     return subprocess.Popen(
         request["argv"], cwd="/", env=environment, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
     )
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """As a guest does: first so that a script can clear up."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(1)

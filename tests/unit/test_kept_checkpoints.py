@@ -18,7 +18,8 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> Checkpoints:
+def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoints:
+    monkeypatch.setattr("workers.sandboxd.parcels._FIFO_FOLDER", str(tmp_path))
     return Checkpoints(FolderStore(tmp_path / "store"), most=2)
 
 

@@ -21,6 +21,7 @@ ROOTS = ("/workspace", "/output")
 PARCEL_TIMEOUT_S = 480.0
 _PIECE_BYTES = 4 * 1024 * 1024
 """What the guest holds of a parcel in memory while it is unpacked."""
+_FIFO_FOLDER = "/tmp"
 _FRAME_BYTES = 512 * 1024
 _WAITING_BYTES = 4 * 1024 * 1024
 """Nothing more is read from the guest while this much has come that nobody has taken."""
@@ -137,7 +138,7 @@ async def unpack(guest: Guest, roots: tuple[str, ...], read: AsyncIterator[bytes
 
     Raises ToolFailure(NO_SPACE), ToolFailure when tar fails, SandboxUnavailable, and what `read` raises; files may then lie there already.
     """
-    fifo, words = f"/tmp/.parcel-{secrets.token_hex(8)}", bytearray()
+    fifo, words = f"{_FIFO_FOLDER}/.parcel-{secrets.token_hex(8)}", bytearray()
     _check(await guest.ask(_exec(["bash", "-c", _MAKE_FIFO, "make", fifo]), sink=_keep(words)), words, "unpacked")
     names = [root.removeprefix("/") for root in roots]
     unpacking = asyncio.ensure_future(guest.ask(_exec(["bash", "-c", _UNPACK, "unpack", fifo, str(total), *names]), sink=_keep(words)))
