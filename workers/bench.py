@@ -37,8 +37,8 @@ class Bench:
     def show(self, stream: str, text: str) -> None:
         self.events.show(stream, text)
 
-    def loss_note(self) -> str:
-        """What to tell when the call cost the session its sandbox."""
+    def loss_note(self, words: str) -> str:
+        """What to tell after `words` when the call cost the session its sandbox."""
         return ""
 
     def news(self) -> str:
@@ -91,7 +91,7 @@ class SandboxBench(Bench):
         self._note(told)
         if told.error is not None:
             code, words, figures = parse_error(told)
-            raise ToolFailure(code, words + self.loss_note(), **figures)
+            raise ToolFailure(code, words + self.loss_note(words), **figures)
         return response
 
     def _note(self, told: Told) -> None:
@@ -110,15 +110,14 @@ class SandboxBench(Bench):
         except (ToolFailure, OperatorError) as error:
             log.error("sandbox_not_closed", call=self.call.id, error=str(error))
 
-    def loss_note(self) -> str:
+    def loss_note(self, words: str) -> str:
         if self.sandbox_lost is None:
             return ""
+        reason = "" if self.sandbox_lost in words else f"{self.sandbox_lost}: "
         if self.workspace_kept:
-            left = (
-                "the files in /workspace are kept, and the next call gets a new sandbox around them; background jobs, /tmp and the shell's"
-            )
-            return f" ({self.sandbox_lost}: the sandbox is gone; {left} folder and variables are lost)"
-        return f" ({self.sandbox_lost}: the sandbox and its files are lost; the next call gets a fresh, empty one)"
+            left = "the files in /workspace are kept, and the next call gets a new sandbox around them; background jobs, /tmp and the shell's"
+            return f" ({reason}the sandbox is gone; {left} folder and variables are lost)"
+        return f" ({reason}the sandbox and its files are lost; the next call gets a fresh, empty one)"
 
     def open_sandbox(self, image: str | None, ttl_s: float, *, restore: str | None = None, network: str | None = None) -> Mapping[str, Any]:
         answer = self.client.describe_open(self._name, image, ttl_s, restore=restore, network=network)

@@ -150,7 +150,7 @@ class Executor:
 
     def _result(self, call: ToolCall, outcome: Outcome, bench: Bench) -> ToolResult:
         blob = self._leave(outcome.blob, bench) if outcome.blob is not None else None
-        error = outcome.error + bench.loss_note() + bench.news() if outcome.error is not None else None
+        error = outcome.error + bench.loss_note(outcome.error) + bench.news() if outcome.error is not None else None
         return ToolResult(
             call_id=call.id,
             name=call.name,
