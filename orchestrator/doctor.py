@@ -15,6 +15,8 @@ from orchestrator.redis_server import find_redis_server
 from orchestrator.settings import OrchestratorSettings, child_environment, python
 
 CHECK_TIMEOUT_S = 60.0
+CHECK_END_S = 10.0
+"""How long a check that was ended may take to remove what it had made."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,8 @@ async def _examine_engine(report: Report) -> None:
         async with asyncio.timeout(CHECK_TIMEOUT_S):
             out, err = await process.communicate()
     except TimeoutError:
-        process.kill()
-        await process.wait()
-        report.add("engine", False, f"the Docker engine did not answer within {CHECK_TIMEOUT_S:g} s: restart it")
+        await _end(process)
+        report.add("engine", False, f"the check of engine and sandbox was not done within {CHECK_TIMEOUT_S:g} s: restart the Docker engine")
         return
     try:
         facts = json.loads(out)
@@ -114,6 +115,17 @@ async def _examine_engine(report: Report) -> None:
         report.add("sandbox", False, str(facts["problem"]))
     else:
         report.add("sandbox", True, f"the profile holds under {facts['runtime']}: a sandbox was started, inspected and removed")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """In order, so that no sandbox and no folder of the check stays; outright when that takes too long."""
+    process.terminate()
+    try:
+        async with asyncio.timeout(CHECK_END_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 async def _examine_redis(settings: OrchestratorSettings, report: Report) -> None:

@@ -75,11 +75,11 @@ class Ground:
         """How many connections the log tells of."""
         return sum(line["event"] == "egress" for line in self.logs)
 
-    def wait_for_line(self, count: int = 1) -> dict[str, Any]:
-        """The newest of the log's lines on connections, once there are `count`."""
+    def wait_for_line(self, count: int = 1, **fields: object) -> dict[str, Any]:
+        """The newest of the log's lines on connections with these fields, once there are `count`. A test before may still have one to come."""
         deadline = threading.Event()
         for _ in range(int(SOON_S * 100)):
-            lines = [line for line in self.logs if line["event"] == "egress"]
+            lines = [line for line in self.logs if line["event"] == "egress" and fields.items() <= line.items()]
             if len(lines) >= count:
                 return dict(lines[-1])
             deadline.wait(0.01)

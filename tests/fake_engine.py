@@ -127,6 +127,10 @@ class FakeEngine:
         self.refuse_removals = 0
         self.refuse_starts = 0
         self.paused: set[str] = set()
+        self.pausing = asyncio.Event()
+        self.pause_gate = asyncio.Event()
+        self.pause_gate.set()
+        self.image = "sha256:1"
         self.listed: list[ListedContainer] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -163,10 +167,15 @@ class FakeEngine:
             self.emptied.set()
 
     async def pause(self, container: str) -> None:
+        self.pausing.set()
+        await self.pause_gate.wait()
         self.paused.add(container)
 
     async def unpause(self, container: str) -> None:
         self.paused.discard(container)
+
+    async def image_id(self, image: str) -> str | None:
+        return f"{self.image}-{image}"
 
     async def has_guest(self, image: str) -> bool:
         return image != "foreign"

@@ -17,7 +17,8 @@ from workers.sandboxd.keeping import IdleTimes, Keeper
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.making import Maker
 from workers.sandboxd.plans import Plans, Profile
-from workers.sandboxd.pool import PoolLimits, WarmPool
+from workers.sandboxd.pool import PoolLimits
+from workers.sandboxd.pools import Pools
 from workers.sandboxd.reaper import Reaper
 from workers.sandboxd.records import Records
 from workers.sandboxd.room import Room
@@ -91,12 +92,14 @@ class KeptWorkspaces:
 
 
 class MemoryParking:
-    """Counts parcels. `refuse`: how many packings fail."""
+    """Counts parcels. `refuse`, `refuse_to_unpack`: how many fail."""
 
     def __init__(self) -> None:
         self.parcels: dict[str, str] = {}
         self.unpacked: list[str] = []
         self.refuse = 0
+        self.refuse_to_unpack = 0
+        self.refuse_to_forget = False
 
     async def pack(self, session: Session, sandbox: Sandbox) -> str:
         if self.refuse:
@@ -108,12 +111,22 @@ class MemoryParking:
 
     async def unpack(self, session: Session, sandbox: Sandbox) -> None:
         assert session.parcel is not None
+        if self.refuse_to_unpack:
+            self.refuse_to_unpack -= 1
+            raise SandboxUnavailable("the stored files are damaged")
+        assert session.parcel in self.parcels
         self.unpacked.append(session.parcel)
 
-    async def forget(self, session: Session) -> None:
-        if session.parcel is not None:
-            self.parcels.pop(session.parcel, None)
-            session.parcel = None
+    async def forget(self, tenant: str, parcel: str) -> None:
+        if self.refuse_to_forget:
+            raise SandboxUnavailable("the disk is read-only")
+        self.parcels.pop(parcel, None)
+
+    async def forget_all_but(self, kept: Set[tuple[str, str]]) -> int:
+        unknown = [name for name, session in self.parcels.items() if (session.partition(":")[0], name) not in kept]
+        for name in unknown:
+            del self.parcels[name]
+        return len(unknown)
 
 
 @dataclass
@@ -124,7 +137,7 @@ class FakeHost:
     workspaces: Workspaces
     records: Records
     maker: Maker
-    pool: WarmPool | None
+    pools: Pools
     parking: MemoryParking
     sessions: Sessions
     reaper: Reaper
@@ -156,12 +169,12 @@ def build_host(
     profile = Profile(seccomp=load_seccomp_profile(), cgroup_version=1, life_s=3600)
     room = Room(limit, wait_s=0.0)
     maker = Maker(engine, profile, workspaces or TmpfsWorkspaces(), records, room, owner, "default")  # type: ignore[arg-type]
-    warm = WarmPool(maker, PLAN, pool) if pool is not None else None
+    pools = Pools(maker, {PLAN: pool.target} if pool is not None else {}, pool or PoolLimits(0, 1, 0, 1))
     parking = parking or MemoryParking()
-    sessions = Sessions(maker, warm, parking, records, limit=100)
+    sessions = Sessions(maker, pools, parking, records, limit=100)
     reaper = Reaper(engine, maker, records, lease, "default", name)  # type: ignore[arg-type]
     keeper = Keeper(sessions, maker, reaper, idle or IdleTimes(3600, 7200))
-    return FakeHost(engine, maker.workspaces, records, maker, warm, parking, sessions, reaper, keeper, lease)
+    return FakeHost(engine, maker.workspaces, records, maker, pools, parking, sessions, reaper, keeper, lease)
 
 
 @asynccontextmanager
@@ -180,8 +193,7 @@ async def end_host(host: FakeHost) -> None:
     engine.remove_gate.set()
     engine.refuse_removals = 0
     await host.sessions.close_all()
-    if host.pool is not None:
-        await host.pool.close()
+    await host.pools.close()
     await host.maker.end()
     await engine.end()
     host.lease.give_back()

@@ -2,17 +2,20 @@
 
 import compileall
 import contextlib
+import ctypes
 import os
 import secrets
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -110,6 +113,32 @@ class Guest:
         self._ended: dict[str, Done] = {}
         hello = self.next_frame()
         assert hello.header == {"ev": "hello", "v": 1}
+
+    @property
+    def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        """Its stdin and stdout, for a test that speaks to it in its own way."""
+        return self._stdin, self._stdout
+
+    def connect(self, port: int) -> socket.socket:
+        """A connection to its loopback, as a program in it would make one. Raises OSError."""
+        made: list[socket.socket | OSError] = []
+
+        def connect() -> None:
+            network = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY)
+            assert ctypes.CDLL(None).setns(network, 0) == 0
+            os.close(network)
+            try:
+                made.append(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S))
+            except OSError as error:
+                made.append(error)
+
+        # A socket stays in the network that its thread was in.
+        thread = threading.Thread(target=connect)
+        thread.start()
+        thread.join()
+        if isinstance(made[0], OSError):
+            raise made[0]
+        return made[0]
 
     @property
     def pid(self) -> int:

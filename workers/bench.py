@@ -115,7 +115,9 @@ class SandboxBench(Bench):
             return ""
         reason = "" if self.sandbox_lost in words else f"{self.sandbox_lost}: "
         if self.workspace_kept:
-            left = "the files in /workspace are kept, and the next call gets a new sandbox around them; background jobs, /tmp and the shell's"
+            left = (
+                "the files in /workspace are kept, and the next call gets a new sandbox around them; background jobs, /tmp and the shell's"
+            )
             return f" ({reason}the sandbox is gone; {left} folder and variables are lost)"
         return f" ({reason}the sandbox and its files are lost; the next call gets a fresh, empty one)"
 

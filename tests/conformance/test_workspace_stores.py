@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 
 from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
 from workers.sandboxd.store.base import NotStored, WorkspaceStore
-from workers.sandboxd.store.choice import open_store
+from workers.sandboxd.store.choice import open_own_store, open_store
 from workers.sandboxd.store.folder import FolderStore
 from workers.sandboxd.store.fsspec_store import FsspecStore
+from workers.sandboxd.store.threads import StoreThreads
 
 KINDS = ("folder", "memory", "file")
 _counter = itertools.count()
@@ -138,6 +140,14 @@ async def test_damaged_facts_are_told(store: WorkspaceStore, facts: bytes) -> No
         await store.describe("acme/one")
 
 
+async def test_what_another_version_kept_is_not_guessed_at(store: WorkspaceStore) -> None:
+    await store.put("acme/one", chunks(b"x"))
+    facts = files_of(store)["one.json"]
+    facts(json.dumps(json.loads(facts(None)) | {"layout": 2}).encode())
+    with pytest.raises(SandboxUnavailable, match="layout 2, and this version knows 1"):
+        await read(store, "acme/one")
+
+
 async def test_a_parcel_whose_file_is_gone_is_an_error_and_not_an_empty_one(store: WorkspaceStore) -> None:
     await store.put("acme/one", chunks(b"x"))
     facts = files_of(store)["one.json"](None)
@@ -180,6 +190,81 @@ async def test_a_full_disk_is_said_before_it_is_full(tmp_path: Path) -> None:
     assert files_of(FolderStore(tmp_path / "store")) == {}
 
 
+async def test_a_full_disk_is_said_before_a_url_store_has_filled_it(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    store = FsspecStore(f"file://{tmp_path}/store", tmp_path / "spool", free_bytes=2**62)
+    with pytest.raises(SandboxUnavailable, match="make room"):
+        await store.put("acme/one", chunks(b"x"))
+    assert (files_of(store), list((tmp_path / "spool").iterdir())) == ({}, [])
+
+
+async def test_a_folder_that_hangs_holds_up_no_other_work_and_not_its_callers_for_ever(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store._threads = StoreThreads(answer_s=0.3)
+    (tmp_path / "acme").mkdir()
+    os.mkfifo(tmp_path / "acme" / "one.json")  # opened, it waits for somebody who writes: as a server of files that is away
+    asked = [asyncio.ensure_future(store.describe("acme/one")) for _ in range(50)]
+    await asyncio.sleep(0)
+    try:
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 5) == "free"
+        answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
+        assert len([answer for answer in answers if isinstance(answer, SandboxUnavailable) and "within 0.3 s" in str(answer)]) == 50
+    finally:
+        os.close(os.open(tmp_path / "acme" / "one.json", os.O_RDWR))
+        await asyncio.to_thread(join_threads)
+
+
+def join_threads() -> None:
+    for thread in [thread for thread in threading.enumerate() if thread.name == "store"]:
+        thread.join(5)
+
+
+class Outage:
+    """A file system that fails, or has somebody leave, between a parcel's data and its facts."""
+
+    def __init__(self, fs: Any, between: Callable[[], None]) -> None:
+        self._fs = fs
+        self._between = between
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fs, name)
+
+    def put_file(self, *arguments: Any) -> None:
+        self._fs.put_file(*arguments)
+        self._between()
+
+
+async def test_a_store_that_fails_between_a_parcel_and_its_facts_keeps_neither(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    store = FsspecStore(f"file://{tmp_path}/store", tmp_path / "spool")
+
+    def fail() -> None:
+        raise ConnectionResetError("gone")
+
+    store._fs = Outage(store._fs, fail)
+    with pytest.raises(SandboxUnavailable, match="ConnectionResetError"):
+        await store.put("acme/one", chunks(b"x"))
+    assert files_of(store) == {}
+
+
+async def test_what_is_sent_when_nobody_waits_for_it_any_more_is_not_kept(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    store, sent, go_on = FsspecStore(f"file://{tmp_path}/store", tmp_path / "spool"), threading.Event(), threading.Event()
+
+    def stall() -> None:
+        sent.set()
+        go_on.wait(5)
+
+    plain, store._fs = store._fs, Outage(store._fs, stall)
+    sending = asyncio.ensure_future(store.put("acme/one", chunks(b"x")))
+    assert await asyncio.to_thread(sent.wait, 5)
+    sending.cancel()
+    await asyncio.wait({sending}, timeout=5)
+    go_on.set()
+    await asyncio.to_thread(join_threads)
+    assert (sending.cancelled(), plain.find(f"{tmp_path}/store")) == (True, [])
+
+
 async def test_a_folder_that_cannot_be_made_is_the_operators_to_know(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
     with pytest.raises(SandboxUnavailable, match="TOOLCREW_WORKSPACE_STORE"):
@@ -196,6 +281,21 @@ async def test_what_was_begun_long_ago_is_swept(tmp_path: Path) -> None:
         os.utime(path, (long_ago, long_ago)) if "new" not in name else None
     open_store(None, tmp_path)
     assert sorted(files_of(store)) == [".new.0.part", "whole.json", "whole.tar"]
+
+
+async def test_where_nobody_else_writes_all_that_was_begun_is_swept(tmp_path: Path) -> None:
+    await FolderStore(tmp_path).put("acme/whole", chunks(b"x"))
+    for name in (".begun.0.part", "no-facts.tar"):
+        (tmp_path / "acme" / name).touch()
+    assert sorted(files_of(open_own_store(tmp_path))) == ["whole.json", "whole.tar"]
+
+
+def test_what_a_killed_process_has_left_on_its_way_to_a_url_is_swept(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    (tmp_path / "spool").mkdir()
+    (tmp_path / "spool" / "parcel-abc").write_bytes(b"half")
+    open_store("memory://x", tmp_path)
+    assert list((tmp_path / "spool").iterdir()) == []
 
 
 def test_the_setting_chooses_the_store(tmp_path: Path) -> None:

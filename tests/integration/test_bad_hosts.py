@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from docker import APIClient
 from contract.errors import OperatorError, SandboxUnavailable
 from tests.containers import IMAGE, open_engine
 from tests.engine_stubs import answers_nothing, refuses, stub_engine
+from workers.sandboxd.__main__ import main
 from workers.sandboxd.classes import TenantClass
-from workers.sandboxd.engine import Engine, EngineFacts
+from workers.sandboxd.engine import AttachedContainer, Engine, EngineFacts
 from workers.sandboxd.engine_gate import Lane, Lanes
 from workers.sandboxd.examination import examine
 from workers.sandboxd.house import open_house
@@ -101,9 +103,54 @@ async def test_a_second_sandboxd_of_the_same_name_is_told_of_the_first_and_a_lat
     await open_on(settings)
 
 
+OTHER_RUNTIME = "io.containerd.runc.v2"
+"""Every engine's own second name for runc."""
+
+
+class EngineWithBadRuntime(Engine):
+    """Notes under which runtimes sandboxes were started; `bad` makes something else of the profile than was asked."""
+
+    def __init__(self, bad: str = "") -> None:
+        super().__init__()
+        self.bad = bad
+        self.started: list[str] = []
+
+    async def start(self, config: Mapping[str, Any], name: str) -> AttachedContainer:
+        runtime = str(config["HostConfig"]["Runtime"])
+        self.started.append(runtime)
+        weaker = {**config["HostConfig"], "PidsLimit": 4096} if runtime == self.bad else config["HostConfig"]
+        return await super().start({**config, "HostConfig": weaker}, name)
+
+
+async def test_the_profile_is_proved_under_the_runtime_of_every_class(api: APIClient, tmp_path: Path) -> None:
+    settings = build_settings(tmp_path, tenant_classes={"far": TenantClass(runtime=OTHER_RUNTIME)})
+    good, bad = EngineWithBadRuntime(), EngineWithBadRuntime(OTHER_RUNTIME)
+
+    await open_on(settings, good)
+    with pytest.raises(SandboxUnavailable, match=rf"under the runtime '{OTHER_RUNTIME}' of a tenant class: .*does not keep.*PidsLimit"):
+        await open_on(settings, bad)
+
+    assert good.started == bad.started == ["runc", OTHER_RUNTIME]
+
+
 def find_files(folder: Path) -> list[str]:
     """Also folders, but for the two that sandboxd keeps its own in."""
     return sorted(str(path) for path in folder.rglob("*") if path not in {folder / "leases", folder / "state"})
+
+
+async def test_the_check_judges_the_disk_of_the_state_folder_and_leaves_what_is_there(api: APIClient, tmp_path: Path) -> None:
+    settings, engine = build_settings(tmp_path, sandbox_workspace="folder"), Engine()
+    settings.state().mkdir(parents=True)
+    (settings.state() / "kept").touch()
+    before = settings.state().parent.stat().st_mtime_ns
+    try:
+        evidence = await examine(settings, Plans(settings), engine)
+    finally:
+        engine.close()
+
+    assert evidence.problem is None
+    assert settings.state().parent.stat().st_mtime_ns == before  # it may be a mount point: nothing is made beside it
+    assert [path.name for path in settings.state().iterdir()] == ["kept"]
 
 
 async def test_the_check_looks_at_a_real_sandbox_and_leaves_nothing(api: APIClient, tmp_path: Path) -> None:
@@ -142,9 +189,51 @@ async def test_the_check_of_a_host_without_engine_still_says_all_that_it_can(mon
     assert rows["large programs start"].state != "unknown"
 
 
+class SettingsOfAnother(SandboxdSettings):
+    """The proxy at the socket runs under a uid that it may not have."""
+
+    def proxy_uids(self) -> frozenset[int]:
+        return frozenset({os.geteuid() + 1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "words"),
+    [(SandboxdSettings, "holds", "through the egress proxy"), (SettingsOfAnother, "void", "which may not be the egress proxy")],
+)
+async def test_an_egress_proxy_counts_for_the_check_as_it_does_for_sandboxes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[SandboxdSettings], state: str, words: str
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody")
+    settings = kind(tenant_classes={"web": TenantClass(network="egress")}, egress_socket=tmp_path / "proxy")
+    engine = Engine()
+    try:
+        async with stub_engine(tmp_path / "proxy", answers_nothing):
+            evidence = await examine(settings, Plans(settings), engine)
+    finally:
+        engine.close()
+    row = next(row for row in judge(evidence) if row.name == "network is what the class says")
+
+    assert row.state == state
+    assert words in row.why
+
+
 def start_sandboxd(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "workers.sandboxd", *arguments]
     return subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("argument", ["--chek", "--json", "serve"])
+def test_an_argument_that_is_not_known_starts_no_daemon(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, argument: str
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody")
+    monkeypatch.setattr(sys, "argv", ["sandboxd", argument])
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+
+    assert ended.value.code == 2
+    assert "usage: python -m workers.sandboxd [-h] [--check] [--json]" in capsys.readouterr().err
 
 
 def test_the_program_ends_with_one_sentence_and_never_with_a_traceback(tmp_path: Path) -> None:

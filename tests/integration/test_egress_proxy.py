@@ -1,47 +1,18 @@
 """Real clients through the egress proxy: curl, pip and git against loopback servers over HTTP and TLS, and what each is told when refused."""
 
-import contextlib
 import os
-import ssl
 import subprocess
 import sys
-import threading
-import zipfile
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.egress_ground import Ground, build_rules, open_front, open_ground
+from tests.package_site import build_site, open_site
 from tests.web_certificate import server_context, write_authority
 
 RUN_S = 60.0
-
-
-class _Files(SimpleHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a test's output is for its failures."""
-
-
-@contextlib.contextmanager
-def serving(folder: Path, tls: ssl.SSLContext | None = None) -> Iterator[int]:
-    """The files of a folder at a loopback port."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Files, directory=str(folder)))
-    server.daemon_threads = True
-    if tls is not None:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -52,29 +23,13 @@ def ground() -> Iterator[Ground]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a big file, a package index and a git repository."""
-    folder = tmp_path_factory.mktemp("site")
-    (folder / "big").write_bytes(os.urandom(3_000_000))
-    packages = folder / "simple" / "tiny"
-    packages.mkdir(parents=True)
-    with zipfile.ZipFile(packages / "tiny-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("tiny.py", "x = 1\n")
-        wheel.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
-        wheel.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr("tiny-1.0.dist-info/RECORD", "")
-    work = folder / "work"
-    git = ["git", "-c", "user.name=x", "-c", "user.email=x@site.example", "-c", "init.defaultBranch=main"]
-    for command in (["init", "-q", str(work)], ["-C", str(work), "commit", "-q", "--allow-empty", "-m", "first"]):
-        subprocess.run([*git, *command], check=True, timeout=RUN_S)
-    subprocess.run(["git", "clone", "-q", "--bare", str(work), str(folder / "code.git")], check=True, timeout=RUN_S)
-    subprocess.run(["git", "-C", str(folder / "code.git"), "update-server-info"], check=True, timeout=RUN_S)
-    return folder
+    return build_site(tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture(scope="module", params=["http", "https"])
 def place(request: pytest.FixtureRequest, site: Path) -> Iterator[tuple[str, int]]:
     """Where the files are: the beginning of their URLs, and the port."""
-    with serving(site, server_context() if request.param == "https" else None) as port:
+    with open_site(site, server_context() if request.param == "https" else None) as port:
         yield f"{request.param}://site.example:{port}", port
 
 
@@ -133,7 +88,7 @@ def test_git_clones_a_repository(ground: Ground, place: tuple[str, int], authori
 
 
 def test_a_certificate_is_the_hosts_own_because_nobody_reads_along(ground: Ground, site: Path) -> None:
-    with serving(site, server_context()) as port, open_front(ground, build_rules(port)) as proxy:
+    with open_site(site, server_context()) as port, open_front(ground, build_rules(port)) as proxy:
         ran = run("curl", "-sS", "-x", proxy, f"https://site.example:{port}/big")
     # The test's own authority is not the system's: were it the proxy's certificate, this client could not tell either.
     assert "self" in ran.stderr
@@ -141,7 +96,7 @@ def test_a_certificate_is_the_hosts_own_because_nobody_reads_along(ground: Groun
 
 
 def test_a_client_that_fronts_another_server_is_cut_off(ground: Ground, site: Path) -> None:
-    with serving(site, server_context()) as port, open_front(ground, build_rules(port)) as proxy:
+    with open_site(site, server_context()) as port, open_front(ground, build_rules(port)) as proxy:
         # Greets search.example in a tunnel that was asked for site.example.
         ran = run(
             *("curl", "-sS", "-k", "-x", proxy, "--connect-to", f"search.example:{port}:site.example:{port}"),

@@ -29,6 +29,7 @@ from tests.engine_stubs import (
 )
 from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_PRODUCT, Engine
 from workers.sandboxd.engine_gate import EngineSilent, Lane, Lanes
+from workers.sandboxd.engine_volumes import PRODUCT_GUEST
 
 SOON_S = 20.0
 PATIENT_S = 15.0
@@ -258,11 +259,12 @@ def own_image(api: APIClient) -> Iterator[str]:
         api.commit(container, repository=name.partition(":")[0], tag="latest", changes=f"LABEL toolcrew.test={name.partition(':')[0]}")
         volume = f"toolcrew-guest-{api.inspect_image(name)['Id'].partition(':')[2][:12]}"  # type: ignore[no-untyped-call]
         yield name
-        api.remove_image(name, force=True)
         try:
-            api.remove_volume(volume)
+            api.remove_volume(volume)  # first: one without its image anybody removes
         except docker.errors.NotFound:
             pytest.fail("the volume was not there")
+        finally:
+            api.remove_image(name, force=True)
     finally:
         api.remove_container(container, force=True)
 
@@ -285,6 +287,31 @@ async def test_two_sandboxd_fill_a_guest_volume_at_once_and_a_half_filled_one_is
     finally:
         first.close()
         second.close()
+
+
+def add_guest_volume(api: APIClient, image: str) -> str:
+    """As for an image of that id, which the engine has or not."""
+    name = f"toolcrew-guest-{image.rpartition(':')[2][:12]}"
+    api.create_volume(name, labels={LABEL_PRODUCT: PRODUCT_GUEST})
+    return name
+
+
+async def test_with_a_new_guest_volume_those_go_whose_images_are_gone_and_that_nobody_has(api: APIClient, own_image: str) -> None:
+    gone, used = (add_guest_volume(api, secrets.token_hex(32)) for _ in range(2))
+    kept = add_guest_volume(api, api.inspect_image(IMAGE)["Id"])  # type: ignore[no-untyped-call]
+    host = api.create_host_config(mounts=[docker.types.Mount("/opt/toolcrew", used)], network_mode="none")
+    holder = api.create_container(IMAGE, host_config=host)["Id"]
+    engine = Engine()
+    try:
+        made = await engine.ensure_guest_volume(own_image)
+        left = {volume["Name"] for volume in api.volumes()["Volumes"]}
+
+        assert {made, kept, used} <= left
+        assert gone not in left
+    finally:
+        engine.close()
+        api.remove_container(holder, force=True)
+        api.remove_volume(used)
 
 
 def spoil(api: APIClient, image: str, volume: str) -> None:

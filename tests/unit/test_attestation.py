@@ -1,12 +1,17 @@
 """How sandboxd reads what a guest says of its sandbox: never more than the protocol has, and a clean one is told from any other."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
-from workers.sandboxd.attestation import Attestation, explain_lacks, find_dirt, find_misfits, parse_attestation
+from contract.errors import SandboxUnavailable
+from workers.sandboxd.attestation import Attestation, ask_attestation, explain_lacks, find_dirt, find_misfits, parse_attestation
+from workers.sandboxd.first_looks import FirstLooks, WorkspaceMissed
+from workers.sandboxd.workspaces.base import WorkspaceSize
 
 MIB = 1024 * 1024
 CLEAN: dict[str, Any] = {
@@ -70,8 +75,48 @@ def test_what_is_no_count_is_refused(value: object) -> None:
         parse_attestation(with_value("processes", value))
 
 
+class Telling:
+    """A guest that answers what it is given."""
+
+    def __init__(self, done: dict[str, Any]) -> None:
+        self.done = done
+
+    async def ask(self, request: Mapping[str, Any], /) -> dict[str, Any]:
+        assert request["op"] == "attest"
+        return self.done
+
+
+async def test_a_guest_that_does_not_tell_is_an_unavailable_sandbox() -> None:
+    for done in ({**CLEAN, "error": {"code": "INTERNAL", "message": "no"}}, with_value("jobs", "none")):
+        with pytest.raises(SandboxUnavailable, match="does not tell how its sandbox is .*build its image anew"):
+            await ask_attestation(Telling(done))
+
+
+SIZE = WorkspaceSize(256 * MIB, 65_536)
+
+
+async def test_an_image_that_hides_its_workspace_is_refused_each_time() -> None:
+    """As one whose /tmp is a link to /workspace: what is written there would be gone with the container."""
+    looks, guest = FirstLooks(is_hard=True), Telling(with_value("workspace", {"bytes": 64 * MIB, "inodes": 65_536, "type": "tmpfs"}))
+    for _ in range(2):
+        with pytest.raises(WorkspaceMissed, match=r"image acme/tools:1 does not get its workspace: .*must be folders in an image"):
+            await looks.look("acme/tools:1", SIZE, guest)
+
+
+async def test_only_a_hard_size_is_the_file_systems() -> None:
+    await FirstLooks(is_hard=False).look("i", SIZE, Telling(with_value("workspace", {"bytes": 1 << 40, "inodes": 0, "type": "ext4"})))
+
+
+async def test_what_an_image_lacks_is_logged_once() -> None:
+    looks = FirstLooks(is_hard=True)
+    with capture_logs() as logs:
+        await looks.look("i", SIZE, Telling({**CLEAN, "programs": ["bash", "ripgrep"]}))
+        await looks.look("i", SIZE, Telling({}))  # asked no more
+    assert [line["lack"].split(":")[0] for line in logs] == ["image i has no git"]
+
+
 def test_an_error_is_no_attestation() -> None:
-    with pytest.raises(ValueError, match="cannot tell"):
+    with pytest.raises(ValueError, match="it cannot"):
         parse_attestation({**CLEAN, "error": {"code": "INTERNAL", "message": "no"}})
 
 

@@ -1,8 +1,13 @@
 """How `toolcrew doctor` shows the table of promises."""
 
+from pathlib import Path
 from typing import Any
 
-from orchestrator.doctor import Report
+import pytest
+
+from orchestrator import doctor
+from orchestrator.doctor import Report, examine
+from orchestrator.settings import OrchestratorSettings
 
 
 def build_row(name: str, state: str, **fields: Any) -> dict[str, Any]:
@@ -35,3 +40,26 @@ def test_a_void_promise_makes_no_host_unhealthy_and_a_missing_need_does() -> Non
 def test_without_a_table_nothing_is_shown() -> None:
     assert Report().promise_lines() == []
     assert Report().to_json() == {"healthy": True, "findings": [], "promises": []}
+
+
+@pytest.mark.parametrize(("at_term", "left"), [("rm sandbox; exit 1", []), ("", ["sandbox"])], ids=["in order", "by force"])
+async def test_a_check_that_takes_too_long_is_ended_so_that_it_can_clear_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at_term: str, left: list[str]
+) -> None:
+    check = tmp_path / "check"
+    check.write_text(f"#!/bin/sh\ncd {tmp_path}\ntrap '{at_term}' TERM\ntouch sandbox\nwhile :; do sleep 0.02; done\n")
+    check.chmod(0o755)
+    monkeypatch.setattr(doctor, "python", lambda: str(check))
+    monkeypatch.setattr(doctor, "CHECK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(doctor, "CHECK_END_S", 0.3)
+
+    report = await examine(OrchestratorSettings())
+
+    assert [(found.is_good, found.text) for found in report.findings if found.name == "engine"] == [
+        (False, "the check of engine and sandbox was not done within 0.3 s: restart the Docker engine")
+    ]
+    assert list_folder(tmp_path) == ["check", *left]
+
+
+def list_folder(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

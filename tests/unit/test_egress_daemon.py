@@ -18,7 +18,6 @@ from contract.errors import ConfigError
 from tests.egress_ground import SOON_S, build_opening, get, open_ground, read_all
 from tests.web_servers import StubResolver
 from workers.egress.destinations import LOOKUPS_A_TENANT, Names
-from workers.egress.listening import open_listener, unlink_own
 from workers.egress.verdicts import Refusal
 from workers.settings import load_egress_settings
 from workers.web.limits import Deadline
@@ -92,24 +91,15 @@ def test_another_user_is_not_served_unless_named(tmp_path: Path) -> None:
         assert {"event": "peer_refused", "log_level": "warning", "uid": 4322} in ground.logs
 
 
-def test_the_socket_of_a_proxy_that_is_gone_is_replaced_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "egress.sock"
-    open_listener(path, 0o600).close()
-    with open_listener(path, 0o660):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o660
-        unlink_own(path, 1)
-        assert path.exists()
-    other = tmp_path / "file"
-    other.write_text("kept")
-    with pytest.raises(OSError, match="is no socket"):
-        open_listener(other, 0o600)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
-def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
-    os.chown(tmp_path, 4321, 4321)
-    with pytest.raises(OSError, match="belongs to another user"):
-        open_listener(tmp_path / "egress.sock", 0o600)
+def test_looking_whether_the_proxy_is_there_leaves_no_line() -> None:
+    with open_ground() as ground:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.connect(str(ground.path))
+            client.shutdown(socket.SHUT_WR)
+            assert read_all(client) == b""
+        ground.ask({}, get("site.example/"))
+        assert ground.wait_for_line()["host"] == "site.example"
+        assert ground.served == 1
 
 
 @pytest.mark.parametrize(

@@ -237,3 +237,105 @@ async def test_a_bug_in_a_call_is_raised_as_it_is_and_gives_its_turn_back() -> N
     with pytest.raises(ZeroDivisionError):
         await gate.run(LANE, lambda: 1 // 0)
     assert running_of(gate) == 0
+
+
+def end_threads(go: threading.Event) -> None:
+    """Afterwards what they have to say is the next thing that the loop does."""
+    threads = [thread for thread in threading.enumerate() if thread.name == "engine-starts"]
+    go.set()
+    for thread in threads:
+        thread.join(SOON_S)
+
+
+async def test_a_turn_that_is_given_back_as_the_next_caller_leaves_is_not_lost() -> None:
+    lane = replace(LANE, at_once=1)
+    gate, work = EngineGate(silent), Work()
+    first, leaving, last = (asyncio.create_task(gate.run(lane, work)) for _ in range(3))
+    await until(lambda: work.running == 1 and gate.describe()["waiting"]["starts"] == 2)
+
+    end_threads(work.go)
+    asyncio.get_running_loop().call_soon(leaving.cancel)
+
+    async with asyncio.timeout(SOON_S):
+        assert (await first, await last) == ("done", "done")
+    assert leaving.cancelled()
+    assert (running_of(gate), gate.describe()["waiting"]["starts"]) == (0, 0)
+
+
+async def test_the_breaker_opens_for_all_who_wait_though_one_of_them_leaves_in_that_moment() -> None:
+    lane = replace(LANE, at_once=1, deadline_s=SOON_S)
+    gate, go = EngineGate(silent, Breaker(threshold=1)), threading.Event()
+
+    def silent_at_last() -> str:
+        assert go.wait(SOON_S)
+        return silent()
+
+    first, leaving, last = (asyncio.create_task(gate.run(lane, silent_at_last)) for _ in range(3))
+    await until(lambda: gate.describe()["waiting"].get("starts") == 2)
+    end_threads(go)
+    asyncio.get_running_loop().call_soon(leaving.cancel)
+
+    async with asyncio.timeout(SOON_S):
+        ends = await asyncio.gather(first, leaving, last, return_exceptions=True)
+    assert [type(end) for end in ends] == [EngineSilent, asyncio.CancelledError, SandboxUnavailable]
+    assert running_of(gate) == 0
+
+
+@pytest.mark.parametrize("turns_later", range(4))
+async def test_a_result_is_handed_over_once_though_it_comes_as_its_caller_leaves(turns_later: int) -> None:
+    gate, work, late = EngineGate(silent), Work(), list[str]()
+    call = asyncio.create_task(gate.run(LANE, work, late.append))
+    await until(lambda: work.running == 1)
+    end_threads(work.go)
+    for _ in range(turns_later):
+        await asyncio.sleep(0)
+    is_left = call.cancel()
+    await asyncio.wait({call})
+    await until(lambda: running_of(gate) == 0)
+
+    assert late == (["done"] if is_left and call.cancelled() else [])
+
+
+async def test_a_host_without_threads_for_a_probe_is_said_and_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = EngineGate(lambda: "alive", Breaker(threshold=1, first_pause_s=0.0))
+    with pytest.raises(EngineSilent):
+        await gate.run(LANE, silent)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_more_threads)
+        with pytest.raises(SandboxUnavailable, match="no more threads"):
+            await gate.run(LANE, lambda: "done")
+
+    assert await gate.run(LANE, lambda: "done") == "done"
+
+
+async def test_a_host_without_threads_for_a_call_is_said_and_the_turn_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = EngineGate(silent)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_more_threads)
+        with pytest.raises(SandboxUnavailable, match="no more threads"):
+            await gate.run(LANE, lambda: "done")
+
+    assert running_of(gate) == 0
+
+
+def no_more_threads(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+async def test_a_hung_call_that_its_caller_left_early_is_overdue_all_the_same() -> None:
+    lane = replace(HASTY, at_once=1, max_wait_s=SOON_S)
+    gate, work = EngineGate(silent), Work()
+    left = asyncio.create_task(gate.run(lane, work))
+    await until(lambda: work.running == 1)
+    left.cancel()
+    await asyncio.wait({left})
+
+    with pytest.raises(SandboxUnavailable, match="does not get done with any of 1 starts"):
+        await gate.run(lane, work)
+    assert gate.describe()["failures"] == 1
+
+    work.go.set()
+    await until(lambda: running_of(gate) == 0)
+    assert await gate.run(lane, lambda: "done") == "done"

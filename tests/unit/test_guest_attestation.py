@@ -65,6 +65,16 @@ def test_a_folder_of_very_many_entries_is_counted_up_to_a_thousand(guest: Guest)
 
 
 @needs_namespace
+def test_a_workspace_that_may_not_be_read_is_no_empty_one_and_the_rest_is_told(guest: Guest) -> None:
+    """As where its mount was missed: who asked must learn the file system that is there instead."""
+    guest.workspace.chmod(0o500)
+    os.chown(guest.workspace, 0, 0)
+    found = attest(guest)
+    assert (found.entries["workspace"], found.entries["tmp"]) == (1000, 0)
+    assert found.workspace_bytes > 0
+
+
+@needs_namespace
 def test_a_running_command_and_its_supervisor_are_dirt(guest: Guest) -> None:
     call = guest.start_script("echo up > up; sleep 100", timeout_s=60)
     guest.wait_for_file("up")

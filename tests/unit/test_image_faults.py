@@ -24,6 +24,11 @@ WORDS = {
     "/usr/bin/python3: can't find '__main__' module in '/opt/toolcrew'": "no guest in /opt/toolcrew",
     "Fatal Python error: init_fs_encoding: failed to get the Python codec of the filesystem encoding": "does not start",
     "toolcrew guest: unknown option --life\n": "another version",
+    f'{RUNC}error during container init: error mounting "tmpfs" to rootfs at "/tmp": mount tmpfs:/tmp, data: size=64m: not a directory: unknown: '
+    "Are you trying to mount a directory onto a file (or vice-versa)?": "its /tmp is no folder",
+    f'{RUNC}error mounting "/srv/mount" to rootfs at "/workspace": "/x/proc" cannot be mounted because it is not of type proc': "its /workspace is",
+    "the Docker engine refused: Cannot mkdir: /workspace is not a directory": "its /workspace is no folder",
+    "evalSymlinksInScope: too many links in /var/lib/docker/overlay2/b8d9/merged/workspace": "its /workspace is no folder",
 }
 
 
@@ -38,7 +43,13 @@ def test_a_fault_of_the_image_is_told_with_its_name(words: str, says: str) -> No
 
 @pytest.mark.parametrize(
     "words",
-    ["", "No such container: 1234", "the engine does not answer", "OCI runtime create failed: cannot allocate memory: unknown"],
+    [
+        "",
+        "No such container: 1234",
+        "the engine does not answer",
+        "OCI runtime create failed: cannot allocate memory: unknown",
+        f'{RUNC}error mounting "/srv/mount" to rootfs at "/workspace": no such file or directory: unknown',
+    ],
 )
 def test_what_is_about_something_else_is_left_to_others(words: str) -> None:
     assert explain_start_failure(words, "acme/tools:1") is None

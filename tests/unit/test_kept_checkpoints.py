@@ -1,5 +1,6 @@
 """Checkpoints: what a sandbox held is held by another again, for its own tenant and nobody else."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,15 @@ async def test_one_that_is_too_large_is_not_kept(checkpoints: Checkpoints, root:
         await checkpoints.save("acme", LocalGuest(), roots=(str(root),), max_bytes=100)
     assert refused.value.code is ErrorCode.FILE_TOO_LARGE
     assert list((tmp_path / "store" / "acme").iterdir()) == []
+
+
+async def test_a_guest_that_never_ends_is_not_waited_for(root: Path, tmp_path: Path) -> None:
+    guest = LocalGuest()
+    slow = Checkpoints(FolderStore(tmp_path / "store"), save_s=0.2)
+    guest.hold(slow)  # as one whose answers do not come
+    with pytest.raises(ToolFailure) as refused:
+        await asyncio.wait_for(slow.save("acme", guest, roots=(str(root),)), 10)
+    assert (refused.value.code, list((tmp_path / "store" / "acme").iterdir())) == (ErrorCode.TIMEOUT, [])
 
 
 async def test_a_tenant_keeps_so_many_and_no_more(checkpoints: Checkpoints, root: Path) -> None:

@@ -65,7 +65,7 @@ async def test_a_session_that_could_not_be_closed_is_for_nobodys_use_and_is_swep
         with pytest.raises(SandboxUnavailable):
             await sessions.close("s")
         with pytest.raises(ToolFailure) as refused:
-            await sessions.use("s")
+            await sessions.use("s", "c")
         assert refused.value.code is ErrorCode.SESSION_NOT_FOUND
         for _ in range(3):
             await host.keeper.expire()

@@ -8,7 +8,7 @@ import pytest
 
 from contract.errors import SandboxUnavailable
 from tests.fake_engine import FakeGuest, echoing
-from tests.fake_sandboxd import PLAN, FakeHost, KeptWorkspaces, MemoryParking, build_host, end_host, open_host, running_sandboxd
+from tests.fake_sandboxd import PLAN, PLANS, FakeHost, KeptWorkspaces, MemoryParking, build_host, end_host, open_host, running_sandboxd
 from workers.sandboxd.disk_watch import DiskWatch
 from workers.sandboxd.keeping import IdleTimes, Keeper
 from workers.sandboxd.sandbox import Sandbox
@@ -55,7 +55,7 @@ async def test_a_call_that_saw_the_loss_says_that_the_files_are_kept_and_the_nex
 async def test_a_session_that_is_given_up_comes_back_with_what_was_packed(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
         entry = await host.sessions.open("acme:s", PLAN, 60)
-        assert await host.sessions.give_up(entry, must_be_idle=False)
+        assert await host.sessions.resting.give_up(entry, must_be_idle=False)
         assert (host.alive, list(host.parking.parcels.values())) == ([], ["acme:s"])
         _, sandbox = await host.sessions.use("acme:s")
         assert (sandbox.generation, host.parking.parcels, len(host.parking.unpacked)) == (2, {}, 1)
@@ -66,7 +66,7 @@ async def test_a_session_that_cannot_be_packed_keeps_its_container(tmp_path: Pat
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
         entry = await host.sessions.open("acme:s", PLAN, 60)
         host.parking.refuse = 1
-        assert not await host.sessions.give_up(entry, must_be_idle=False)
+        assert not await host.sessions.resting.give_up(entry, must_be_idle=False)
         assert (await host.sessions.use("acme:s"))[1] is entry.sandbox
 
 
@@ -74,8 +74,8 @@ async def test_a_session_with_a_background_job_is_neither_frozen_nor_given_up(tm
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
         entry = await host.sessions.open("acme:s", PLAN, 60)
         host.engine.guests[0].attests = {"jobs": 1}
-        assert not await host.sessions.pause(entry)
-        assert not await host.sessions.give_up(entry, must_be_idle=False)
+        assert not await host.sessions.resting.pause(entry)
+        assert not await host.sessions.resting.give_up(entry, must_be_idle=False)
         assert len(host.alive) == 1
 
 
@@ -84,7 +84,7 @@ async def test_a_frozen_session_is_thawed_by_its_next_call(tmp_path: Path) -> No
         client, name = await daemon.open()
         entry = daemon.sessions.find(name)
         assert entry is not None
-        assert await daemon.sessions.pause(entry)
+        assert await daemon.sessions.resting.pause(entry)
         assert daemon.engine.paused == set(daemon.host.alive)
         assert "error" not in (await asyncio.to_thread(client.call, name, EXEC)).done
         assert daemon.engine.paused == set()
@@ -101,7 +101,7 @@ async def test_a_call_that_comes_while_a_session_is_given_up_waits_and_runs(tmp_
 
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), parking=SlowParking()) as host:
         entry = await host.sessions.open("acme:s", PLAN, 60)
-        giving_up = asyncio.create_task(host.sessions.give_up(entry, must_be_idle=False))
+        giving_up = asyncio.create_task(host.sessions.resting.give_up(entry, must_be_idle=False))
         await packing.wait()
         using = asyncio.create_task(host.sessions.use("acme:s"))
         go_on.set()
@@ -135,7 +135,7 @@ async def test_the_next_sandboxd_takes_sessions_over_and_tells_what_they_lost(tm
     await first.sessions.open("acme:killed", PLAN, 60)
     first.lease.give_back()
     async with open_host(tmp_path, workspaces=workspaces) as second:
-        assert second.sessions.adopt() == 1
+        assert second.sessions.adopt(PLANS.revise) == 1
         entry, sandbox = await second.sessions.use("acme:killed")
         assert (sandbox.generation, entry.tenant) == (2, "acme")
         assert "sandboxd was started anew" in entry.describe_sandbox(sandbox)["news"]
@@ -151,7 +151,7 @@ async def test_a_sandboxd_that_ends_in_order_keeps_sessions_whole(tmp_path: Path
     first.lease.give_back()
     await first.engine.end()
     async with open_host(tmp_path, workspaces=workspaces, parking=parking) as second:
-        second.sessions.adopt()
+        second.sessions.adopt(PLANS.revise)
         entry, sandbox = await second.sessions.use("acme:s")
         assert (entry.describe_sandbox(sandbox).get("news"), len(parking.unpacked)) == (None, 1)
 
@@ -161,7 +161,7 @@ async def test_a_kept_session_whose_workspace_is_missing_is_not_taken_over(tmp_p
     await first.sessions.open("acme:s", PLAN, 60)
     first.lease.give_back()
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as second:
-        assert second.sessions.adopt() == 0
+        assert second.sessions.adopt(PLANS.revise) == 0
         assert second.records.sessions() == []
     await first.engine.end()
 
@@ -170,7 +170,7 @@ async def test_closing_deletes_the_workspace_the_parcel_and_the_record(tmp_path:
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
         entry = await host.sessions.open("acme:s", PLAN, 60)
-        await host.sessions.give_up(entry, must_be_idle=False)
+        await host.sessions.resting.give_up(entry, must_be_idle=False)
         await host.sessions.close("acme:s")
         assert (workspaces.alive, host.parking.parcels, host.records.sessions()) == ({}, {}, [])
 
@@ -219,7 +219,7 @@ async def test_a_restarted_host_with_memory_workspaces_keeps_what_was_packed(tmp
     first.lease.give_back()
     await first.engine.end()
     second = build_host(tmp_path, parking=parking)
-    assert second.sessions.adopt() == 1
+    assert second.sessions.adopt(PLANS.revise) == 1
     await second.sessions.use("acme:packed")
     assert (len(parking.unpacked), second.records.sessions()) == (1, [])
     await end_host(second)

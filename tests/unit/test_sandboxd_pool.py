@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.fake_engine import FakeGuest, echoing
-from tests.fake_sandboxd import PLAN, FakeHost, KeptWorkspaces, open_host
+from tests.fake_sandboxd import PLAN, SETTINGS, FakeHost, KeptWorkspaces, open_host
 from workers.sandboxd import pool as pool_module
+from workers.sandboxd.classes import TenantClass
+from workers.sandboxd.plans import Plans
 from workers.sandboxd.pool import PoolLimits
+from workers.sandboxd.pools import Pools
 
 QUICK = PoolLimits(target=2, refill_per_s=1000, memory_floor_bytes=0, keep_s=3600)
 SOON_S = 10.0
@@ -23,9 +26,8 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 async def filled(host: FakeHost, count: int = 2) -> "asyncio.Task[None]":
-    assert host.pool is not None
-    filling = asyncio.create_task(host.pool.keep_filled())
-    await until(lambda: len(host.pool or ()) == count)
+    filling = asyncio.create_task(host.pools.keep_filled())
+    await until(lambda: len(host.pools) == count)
     return filling
 
 
@@ -82,16 +84,14 @@ async def test_another_plan_gets_a_sandbox_of_its_own(tmp_path: Path) -> None:
         entry = await host.sessions.open("acme:s", replace(PLAN, image="python"), 60)
         assert entry.sandbox is not None
         assert host.engine.alive[entry.sandbox.container].config["Image"] == "python"
-        assert host.pool is not None
-        assert len(host.pool) == 2
+        assert len(host.pools) == 2
 
 
 async def test_the_pool_gives_its_places_up_for_sessions(tmp_path: Path) -> None:
     async with open_host(tmp_path, pool=QUICK, limit=2) as host:
         (await filled(host)).cancel()
         await host.sessions.open("acme:s", replace(PLAN, image="python"), 60)
-        assert host.pool is not None
-        assert (len(host.pool), len(host.alive)) == (1, 2)
+        assert (len(host.pools), len(host.alive)) == (1, 2)
 
 
 async def test_the_pool_is_not_filled_while_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +103,7 @@ async def test_the_pool_is_not_filled_while_memory_is_short(tmp_path: Path, monk
 
     monkeypatch.setattr(pool_module, "available_memory", short)
     async with open_host(tmp_path, pool=replace(QUICK, memory_floor_bytes=1)) as host:
-        assert host.pool is not None
-        filling = asyncio.create_task(host.pool.keep_filled())
+        filling = asyncio.create_task(host.pools.keep_filled())
         await asyncio.wait_for(asked.wait(), SOON_S)
         assert host.engine.guests == []
         filling.cancel()
@@ -137,3 +136,65 @@ async def test_a_sandbox_that_has_waited_too_long_is_replaced(tmp_path: Path) ->
         assert entry.sandbox is not None
         assert entry.sandbox.container != first
         filling.cancel()
+
+
+async def test_a_sandbox_that_is_taken_while_another_is_replaced_does_not_end_the_filling(tmp_path: Path) -> None:
+    async with open_host(tmp_path, pool=QUICK) as host:
+        (await filled(host)).cancel()
+        for guest in host.engine.guests:
+            guest.die()
+        pool = host.pools._pools[PLAN]
+        await until(lambda: all(warm.sandbox.is_removed for warm in pool._ready))
+        for warm in pool._ready:  # both would not go at first
+            warm.sandbox.is_removed = False
+        host.engine.remove_gate.clear()
+        host.engine.removing.clear()
+        filling = asyncio.create_task(host.pools.keep_filled())
+        await host.engine.removing.wait()
+        giving_up = asyncio.create_task(host.pools.give_up_one())
+        await asyncio.sleep(0)
+        host.engine.remove_gate.set()
+        await giving_up
+        await until(lambda: len(host.pools) == 2 and len(host.alive) == 2)
+        assert not filling.done()
+        filling.cancel()
+
+
+async def test_a_sandbox_whose_image_has_been_built_anew_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "RETRY_S", 0.01)
+    async with open_host(tmp_path, pool=QUICK) as host:
+        filling = await filled(host)
+        old = set(host.alive)
+        host.engine.image = "sha256:2"
+        await until(lambda: len(host.pools) == 2 and not old & set(host.alive))
+        filling.cancel()
+
+
+async def test_each_plan_of_a_class_has_a_pool_of_its_own_and_they_are_filled_at_one_rate(tmp_path: Path) -> None:
+    classes = {
+        "default": TenantClass(pool={"python": 1}),
+        "small": TenantClass(tenants=("acme",), pids=64, pool={"default": 1}),
+        "same": TenantClass(tenants=("globex",), pool={"default": 1}),
+    }
+    plans = Plans(SETTINGS.model_copy(update={"tenant_classes": classes, "pool_target": 1}))
+    small, python = plans.choose("acme"), plans.choose("other", "python")
+    assert plans.pooled() == {PLAN: 2, python: 1, small: 1}
+    async with open_host(tmp_path) as host:
+        pools = Pools(host.maker, plans.pooled(), replace(QUICK, refill_per_s=30))
+        started = asyncio.get_running_loop().time()
+        filling = asyncio.create_task(pools.keep_filled())
+        await until(lambda: len(pools) == 4)
+        assert asyncio.get_running_loop().time() - started >= 1 / 10
+        filling.cancel()
+        warm = await pools.take(small)
+        assert warm is not None
+        assert host.engine.alive[warm.sandbox.container].config["HostConfig"]["PidsLimit"] == 64
+        assert await pools.take(replace(small, cpus=9)) is None
+        await host.maker.discard(warm.sandbox, warm.workspace)
+        await pools.close()
+
+
+def test_a_pool_of_an_image_that_its_class_may_not_use_is_refused() -> None:
+    plans = Plans(SETTINGS.model_copy(update={"tenant_classes": {"default": TenantClass(pool={"evil": 1})}}))
+    with pytest.raises(ValueError, match="may not use"):
+        plans.pooled()

@@ -139,7 +139,7 @@ def test_a_record_that_cannot_be_read_is_set_aside(tmp_path: Path) -> None:
     for name, text in (("a", "{"), ("b", "[]"), ("c", '{"id": 1}')):
         (tmp_path / "sessions" / f"{name}.json").write_text(text)
     assert records.sessions() == []
-    assert len(list((tmp_path / "sessions").glob("*.bad"))) == 2
+    assert len(list((tmp_path / "sessions").glob("*.bad"))) == 3
 
 
 async def test_idle_sessions_are_frozen_then_given_up_and_working_ones_are_left(tmp_path: Path) -> None:
@@ -147,7 +147,8 @@ async def test_idle_sessions_are_frozen_then_given_up_and_working_ones_are_left(
         fresh, idle, long = [await host.sessions.open(f"acme:{name}", PLAN, 9999) for name in ("fresh", "idle", "long")]
         idle.used_at -= 20
         long.used_at -= 200
-        await host.keeper.rest_idle()
+        await host.keeper.evict_idle()
+        await host.keeper.freeze_idle()
         assert (fresh.is_ready, idle.is_paused, long.sandbox) == (True, True, None)
 
 
@@ -155,7 +156,7 @@ async def test_a_session_expires_after_its_time_also_when_its_container_is_given
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
         entry = await host.sessions.open("acme:s", PLAN, 60)
-        await host.sessions.give_up(entry, must_be_idle=False)
+        await host.sessions.resting.give_up(entry, must_be_idle=False)
         entry.used_at -= 61
         await host.keeper.expire()
         assert (len(host.sessions), workspaces.alive) == (0, {})

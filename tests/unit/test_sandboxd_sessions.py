@@ -42,8 +42,8 @@ async def test_a_loss_is_told_once_and_the_next_use_gets_a_fresh_sandbox(tmp_pat
         await sessions.open("s", PLAN, 60)
         await lose(sessions)
         with pytest.raises(SandboxUnavailable, match="files are lost"):
-            await sessions.use("s")
-        assert (await sessions.use("s"))[1].generation == 2
+            await sessions.use("s", "c")
+        assert (await sessions.use("s", "c"))[1].generation == 2
         assert len(engine.alive) == 1
 
 
@@ -53,8 +53,8 @@ async def test_every_loss_is_told(tmp_path: Path) -> None:
         for generation in (2, 3):
             await lose(sessions)
             with pytest.raises(SandboxUnavailable):
-                await sessions.use("s")
-            assert (await sessions.use("s"))[1].generation == generation
+                await sessions.use("s", "c")
+            assert (await sessions.use("s", "c"))[1].generation == generation
 
 
 async def test_a_call_that_was_running_at_the_loss_has_told_it(tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ async def test_calls_that_come_at_once_after_a_loss_rebuild_it_once(tmp_path: Pa
         await sessions.open("s", PLAN, 60)
         await lose(sessions)
         with pytest.raises(SandboxUnavailable):
-            await sessions.use("s")
-        entries = await asyncio.gather(*(sessions.use("s") for _ in range(5)))
+            await sessions.use("s", "c")
+        entries = await asyncio.gather(*(sessions.use("s", "c") for _ in range(5)))
         assert {sandbox.generation for _, sandbox in entries} == {2}
         assert len(engine.guests) == 2
 
@@ -101,8 +101,8 @@ async def test_a_session_whose_rebuilding_failed_tries_again(tmp_path: Path) -> 
         await lose(sessions)
         for _ in range(2):
             with pytest.raises(SandboxUnavailable):
-                await sessions.use("s")
-        assert (await sessions.use("s"))[1].generation == 2
+                await sessions.use("s", "c")
+        assert (await sessions.use("s", "c"))[1].generation == 2
         assert len(engine.alive) == 1
 
 
@@ -112,10 +112,10 @@ async def test_a_removal_that_failed_is_tried_again(tmp_path: Path) -> None:
         engine.refuse_removals = 2
         await lose(sessions)
         with pytest.raises(SandboxUnavailable, match="files are lost"):
-            await sessions.use("s")
+            await sessions.use("s", "c")
         with pytest.raises(SandboxUnavailable, match="device busy"):
-            await sessions.use("s")
-        assert (await sessions.use("s"))[1].generation == 2
+            await sessions.use("s", "c")
+        assert (await sessions.use("s", "c"))[1].generation == 2
 
 
 # Opening
@@ -193,7 +193,7 @@ async def test_a_closed_session_is_not_found(tmp_path: Path) -> None:
         await sessions.open("s", PLAN, 60)
         await sessions.close("s")
         with pytest.raises(ToolFailure) as refused:
-            await sessions.use("s")
+            await sessions.use("s", "c")
         assert refused.value.code is ErrorCode.SESSION_NOT_FOUND
 
 
@@ -229,10 +229,10 @@ async def test_a_session_closed_while_it_is_rebuilt_leaves_nothing(tmp_path: Pat
         await sessions.open("s", PLAN, 60)
         await lose(sessions)
         with pytest.raises(SandboxUnavailable):
-            await sessions.use("s")
+            await sessions.use("s", "c")
         engine.starting.clear()
         engine.start_gate.clear()
-        rebuilding = asyncio.create_task(sessions.use("s"))
+        rebuilding = asyncio.create_task(sessions.use("s", "c"))
         await engine.starting.wait()
         closing = asyncio.create_task(sessions.close("s"))
         engine.start_gate.set()

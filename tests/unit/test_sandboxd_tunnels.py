@@ -10,8 +10,11 @@ from structlog.testing import capture_logs
 
 from tests.tunnel_ends import PREAMBLE, SOON_S, running_tunnels, unreachable, wait_for_cut
 from workers.sandboxd import relay as relay_module
+from workers.sandboxd.classes import EgressRules, NetworkPolicy, TenantClass
 from workers.sandboxd.egress_link import open_proxy
+from workers.sandboxd.plans import Plans
 from workers.sandboxd.relay import GRANT, PIECE, WINDOW
+from workers.settings import SandboxdSettings
 
 
 @pytest.fixture(autouse=True)
@@ -248,6 +251,18 @@ async def test_a_socket_of_another_user_is_not_told_whose_connection_it_is(tmp_p
     server.close()
 
 
-async def test_a_missing_proxy_is_an_error_of_the_operating_system(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["none.sock", None])
+async def test_a_missing_proxy_is_an_error_of_the_operating_system(tmp_path: Path, name: str | None) -> None:
     with pytest.raises(OSError):
-        await open_proxy(tmp_path / "none.sock", PREAMBLE, frozenset({os.geteuid()}))
+        await open_proxy(tmp_path / name if name else None, PREAMBLE, frozenset({os.geteuid()}))
+
+
+# A class that has lost its network
+
+
+def test_a_kept_session_reaches_nothing_once_its_class_has_no_network(tmp_path: Path) -> None:
+    def hosts_with(network: NetworkPolicy) -> tuple[str, ...]:
+        terms = TenantClass(tenants=("acme",), network=network, egress=EgressRules(hosts=("site.example",)))
+        return Plans(SandboxdSettings(tenant_classes={"a": terms}, egress_socket=tmp_path / "egress.sock")).rules("acme").hosts
+
+    assert (hosts_with("egress"), hosts_with("none")) == (("site.example",), ())

@@ -16,7 +16,7 @@ from contract.errors import SandboxUnavailable
 from tests.workspace_ground import MIB, SMALL, assert_nothing_left_mounted, is_in_use, loop_devices_below, mounts_below, open_images
 from workers.sandboxd.workspaces.base import WorkspaceSize
 from workers.sandboxd.workspaces.choice import find_obstacle
-from workers.sandboxd.workspaces.ext4 import is_clean
+from workers.sandboxd.workspaces.ext4 import find_tool, is_clean
 from workers.sandboxd.workspaces.image import ImageWorkspace, ImageWorkspaces
 from workers.sandboxd.workspaces.loop_mounts import unmount
 
@@ -226,7 +226,43 @@ async def test_an_image_of_a_host_that_went_down_is_checked_and_mounted_again(im
 
     async with workspace.mounted() as mount:
         assert (Path(mount.bind or "") / "file").read_text() == "kept"
+        assert os.listdir(mount.bind or "") == ["file"]  # a repair adds nothing
     await released(image)
+
+
+async def test_what_a_repair_finds_without_a_name_is_the_sandboxes(images: ImageWorkspaces, tmp_path: Path) -> None:
+    workspace = await images.make("one", SMALL)
+    image = tmp_path / "one" / "image"
+    async with workspace.mounted() as mount:
+        (Path(mount.bind or "") / "file").write_text("kept")
+    await released(image)
+    for command in ("unlink file", "set_super_value state 0"):
+        subprocess.run([find_tool("debugfs") or "debugfs", "-w", "-R", command, str(image)], check=True, capture_output=True)
+
+    async with workspace.mounted() as mount:
+        (found,) = Path(mount.bind or "").iterdir()
+        (file,) = found.iterdir()
+        assert (found.name, found.stat().st_uid, file.read_text()) == ("lost+found", 1000, "kept")
+    await released(image)
+
+
+async def test_one_that_its_kernel_made_read_only_is_checked_and_can_be_written_by_the_next_container(
+    images: ImageWorkspaces, tmp_path: Path
+) -> None:
+    workspace = await images.make("one", SMALL)
+    async with workspace.mounted() as mount:
+        device = next(line.split(" - ")[1].split()[1] for line in mounts_below(tmp_path))
+        fault = Path("/sys/fs/ext4", Path(device).name, "trigger_fs_error")
+        if not fault.exists():
+            pytest.skip("this kernel cannot be made to find a fault")
+        fault.write_text("1")
+        with pytest.raises(OSError, match="Read-only file system"):
+            (Path(mount.bind or "") / "file").write_text("x")
+    await released(tmp_path / "one" / "image")
+
+    async with workspace.mounted() as mount:
+        (Path(mount.bind or "") / "file").write_text("x")
+    await released(tmp_path / "one" / "image")
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from contract.errors import ConfigError
 from workers.egress.allowances import Allowances
 from workers.egress.destinations import LOOKUPS_A_TENANT, Destinations, Names
 from workers.egress.limits import ProxyLimits
-from workers.egress.listening import find_peer_uid, open_listener, unlink_own
 from workers.egress.serving import Proxy
 from workers.lifeline import hold_lifeline
 from workers.settings import EgressSettings
+from workers.unix_listening import find_peer_uid, open_listener, unlink_own
 from workers.web.addresses import AddressRules
 from workers.web.resolver import SystemResolver
 
@@ -50,7 +50,7 @@ async def run(settings: EgressSettings) -> None:
 async def serve(settings: EgressSettings, proxy: Proxy, stop: asyncio.Event) -> None:
     """Listen until `stop`; then end every connection. Raises OSError when the socket cannot be had."""
     path = settings.egress_socket
-    listener = open_listener(path, settings.egress_socket_mode)
+    listener = open_listener(path, settings.egress_socket_mode, owner="egress proxy", variable="TOOLCREW_EGRESS_SOCKET")
     inode = path.stat().st_ino
     house = _House(proxy, settings.allowed_uids(), settings.egress_max_connections)
     accepting = asyncio.ensure_future(house.accept(listener))

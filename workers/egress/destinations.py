@@ -87,7 +87,8 @@ class Destinations:
         """One bad address refuses the host: which one is connected to must not decide."""
         may_be_private = _is_listed(target, rules.private_hosts)
         for address in addresses:
-            if not (may_be_private and _is_private(address)) and self._addresses.refusal(address) is not None:
+            is_excepted = may_be_private and _is_private(address) and not self._addresses.is_closed_by_operator(address)
+            if not is_excepted and self._addresses.refusal(address) is not None:
                 raise refuse(
                     Verdict.ADDRESS_REFUSED,
                     f"{target.host} does not lead to a public address, and others are closed to sandboxes: "

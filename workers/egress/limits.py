@@ -13,7 +13,8 @@ class ProxyLimits:
 
     opening_s: float = 5.0
     """For sandboxd's line."""
-    opening_bytes: int = 64 * KIB
+    opening_bytes: int = 1024 * KIB
+    """More than the longest rules have."""
     request_s: float = 60.0
     """For the first byte of a request: clients open connections ahead of their need."""
     header_s: float = 10.0

@@ -51,7 +51,7 @@ class Stream:
         line = b""
         while len(line) < at_most and not line.endswith(b"\n"):
             await self._until_readable()
-            seen = self._socket.recv(at_most - len(line), socket.MSG_PEEK)
+            seen = self._socket.recv(min(CHUNK_BYTES, at_most - len(line)), socket.MSG_PEEK)
             if not seen:
                 break
             line += self._socket.recv(seen.find(b"\n") + 1 or len(seen))

@@ -1,5 +1,6 @@
 """`python -m workers.sandboxd`: run the daemon; `--check` only says what this host can promise, with `--json` for programs."""
 
+import argparse
 import asyncio
 import json
 import sys
@@ -17,18 +18,29 @@ from workers.settings import SandboxdSettings, load_sandboxd_settings
 
 
 def main() -> int:
-    arguments = frozenset(sys.argv[1:])
+    arguments = _parse_arguments()
     try:
         settings = load_sandboxd_settings()
         # What a check finds is in its rows.
-        configure_logging("ERROR" if "--check" in arguments else settings.log_level)
-        if "--check" in arguments:
-            return asyncio.run(_check(settings, as_json="--json" in arguments))
+        configure_logging("ERROR" if arguments.check else settings.log_level)
+        if arguments.check:
+            return asyncio.run(_check(settings, as_json=arguments.json))
         asyncio.run(run(settings))
     except (OperatorError, OSError) as error:
         sys.stderr.write(f"sandboxd: {error}\n")
         return 1
     return 0
+
+
+def _parse_arguments() -> argparse.Namespace:
+    """Ends the process at an argument that there is not: whoever meant a check gets no daemon."""
+    parser = argparse.ArgumentParser("python -m workers.sandboxd", description="Serve sandboxes of this host until a signal.")
+    parser.add_argument("--check", action="store_true", help="only say what this host can promise; exit code 1: sandboxd would not start")
+    parser.add_argument("--json", action="store_true", help="of a check: for programs")
+    arguments = parser.parse_args()
+    if arguments.json and not arguments.check:
+        parser.error("--json goes with --check")
+    return arguments
 
 
 async def _check(settings: SandboxdSettings, *, as_json: bool) -> int:

@@ -3,7 +3,9 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from contract.errors import SandboxUnavailable
 
 _MOST = 2**63
 _KIND = re.compile(r"[a-z0-9_.?-]{1,40}")
@@ -37,10 +39,24 @@ class Attestation:
     programs: frozenset[str]
 
 
+class Guest(Protocol):
+    """Who can be asked: a sandbox."""
+
+    async def ask(self, request: Mapping[str, Any], /) -> Mapping[str, Any]: ...
+
+
+async def ask_attestation(guest: Guest, timeout_s: float = 5.0) -> Attestation:
+    """What the guest says now. Raises SandboxUnavailable when it says nothing, or not what the protocol has."""
+    try:
+        return parse_attestation(await guest.ask({"op": "attest", "timeout_s": timeout_s}))
+    except ValueError as error:
+        raise SandboxUnavailable(f"the guest does not tell how its sandbox is ({error}): build its image anew") from error
+
+
 def parse_attestation(done: Mapping[str, Any]) -> Attestation:
     """The answer to `attest`. Raises ValueError when it is an error, or anything in it is not what the protocol says."""
     if "error" in done:
-        raise ValueError(f"the guest cannot tell how its sandbox is: {str(done['error'])[:300]}")
+        raise ValueError(f"it cannot: {str(done['error'])[:300]}")
     entries, workspace = _mapping(done, "entries"), _mapping(done, "workspace")
     kind = workspace.get("type")
     if not isinstance(kind, str) or not _KIND.fullmatch(kind):

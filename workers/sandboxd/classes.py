@@ -11,6 +11,8 @@ HostPattern = Annotated[str, Field(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9.-]{0,251}[
 """A host name in ASCII; `*.example.org` is every name below example.org and not itself."""
 
 DEFAULT = "default"
+MAX_ENTRIES = 1000
+"""Of a list of rules: all of them go before each connection."""
 
 
 class EgressRules(BaseModel):
@@ -18,10 +20,10 @@ class EgressRules(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    hosts: tuple[HostPattern, ...] = ()
+    hosts: Annotated[tuple[HostPattern, ...], Field(max_length=MAX_ENTRIES)] = ()
     """The only hosts; none: nothing can be reached."""
-    ports: tuple[Annotated[int, Field(ge=1, le=65535)], ...] = (80, 443)
-    private_hosts: tuple[HostPattern, ...] = ()
+    ports: Annotated[tuple[Annotated[int, Field(ge=1, le=65535)], ...], Field(max_length=MAX_ENTRIES)] = (80, 443)
+    private_hosts: Annotated[tuple[HostPattern, ...], Field(max_length=MAX_ENTRIES)] = ()
     """Of the hosts, those that may lie on a private address: a package mirror of one's own."""
     max_bytes: int = Field(default=2 * 1024**3, ge=1)
     bytes_per_second: int = Field(default=50 * 1024**2, ge=1024)
@@ -43,6 +45,8 @@ class TenantClass(BaseModel):
     memory_reserve_bytes: int | None = Field(default=None, ge=64 * 1024 * 1024)
     cpus: float | None = Field(default=None, gt=0)
     pids: int | None = Field(default=None, ge=16)
+    pool: dict[str, Annotated[int, Field(ge=0, le=1000)]] = {}
+    """Image -> how many never-used sandboxes of it are kept ready for the class."""
 
 
 @dataclass(frozen=True)

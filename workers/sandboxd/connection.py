@@ -47,9 +47,12 @@ class Connection:
         request = check_request(frame.header.get("request"))
         if len(frame.body) > request["body_bytes"]:
             raise FrameError("more body than was declared")
-        session, sandbox = await self._sessions.use(parse_text(frame.header, "sandbox"))
+        call_id = str(frame.header.get("call", ""))
+        session, sandbox = await self._sessions.use(parse_text(frame.header, "sandbox"), call_id)
+        if self._link.is_gone:
+            raise ConnectionError("the worker left before its call began")
         started = time.monotonic()
-        call = sandbox.begin(str(frame.header.get("call", "")), request, count_budget(request), self._relay)
+        call = sandbox.begin(call_id, request, count_budget(request), self._relay)
         self._announce(sandbox, call, request, frame.body)
         self._link.watch(lambda: self._abandon(sandbox, call), lambda is_slow: self._set_pace(sandbox, is_slow))
         try:

@@ -4,15 +4,15 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import structlog
 
 from workers.lifeline import hold_lifeline
 from workers.sandboxd.engine import Engine
 from workers.sandboxd.house import House, open_house
-from workers.sandboxd.server import Server, refuse_second
+from workers.sandboxd.server import OWNER, Server
 from workers.settings import SandboxdSettings
+from workers.unix_listening import refuse_second, unlink_own
 
 log = structlog.get_logger(__name__)
 
@@ -57,7 +57,7 @@ def cancelled_by_signals() -> Iterator[None]:
 
 async def _run(settings: SandboxdSettings, engine: Engine) -> None:
     # Before anything is swept: the sandboxes of a sandboxd that lives are no leftovers.
-    await refuse_second(settings.sandboxd_socket)
+    refuse_second(settings.sandboxd_socket, owner=OWNER)
     async with open_house(settings, engine) as house:
         server = Server(house.sessions, house.plans, house.checkpoints, uids=settings.allowed_uids(), facts=house.describe)
         await _serve(settings, server, house)
@@ -72,17 +72,10 @@ async def _serve(settings: SandboxdSettings, server: Server, house: House) -> No
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(house.keeper.keep())
-            if house.pool is not None:
-                tasks.create_task(house.pool.keep_filled())
+            tasks.create_task(house.pools.keep_filled())
     finally:
         listening.close()
-        _unlink_own(path, inode)
+        # Before the long part of the end: a successor may listen at the same path by then.
+        unlink_own(path, inode)
         await house.close()
         await server.close_connections()
-
-
-def _unlink_own(path: Path, inode: int) -> None:
-    """Before the long part of the end: a successor may listen at the same path by then."""
-    with contextlib.suppress(FileNotFoundError):
-        if path.stat().st_ino == inode:
-            path.unlink()

@@ -2,11 +2,11 @@
 
 import asyncio
 import json
-import socket
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from workers.unix_listening import find_peer_uid
 
 CONNECT_S = 5.0
 _READ_BYTES = 32_768
@@ -15,8 +15,22 @@ _READ_BYTES = 32_768
 ProxyStreams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def open_proxy(path: Path, preamble: Mapping[str, Any], uids: frozenset[int]) -> ProxyStreams:
+async def open_proxy(path: Path | None, preamble: Mapping[str, Any], uids: frozenset[int]) -> ProxyStreams:
     """A connection to the proxy that listens at `path`, the preamble sent: one line of JSON, before the program's own bytes.
+
+    Raises OSError, in words for the operator: there is no proxy (None), and whatever `connect_proxy` raises.
+    """
+    if path is None:
+        raise OSError("a kept session has network egress, and TOOLCREW_EGRESS_SOCKET is not set any more")
+    reader, writer = await connect_proxy(path, uids)
+    # What waits to be written is counted where it comes from.
+    writer.transport.set_write_buffer_limits(high=0)
+    writer.write(json.dumps(dict(preamble), separators=(",", ":")).encode("ascii") + b"\n")
+    return reader, writer
+
+
+async def connect_proxy(path: Path, uids: frozenset[int]) -> ProxyStreams:
+    """A connection on which nothing was said yet.
 
     Raises OSError, in words for the operator: nobody listens or answers in time, or whoever does runs under a uid that is not one of `uids`.
     """
@@ -25,17 +39,8 @@ async def open_proxy(path: Path, preamble: Mapping[str, Any], uids: frozenset[in
             reader, writer = await asyncio.open_unix_connection(str(path), limit=_READ_BYTES)
     except TimeoutError:
         raise OSError(f"nobody took the connection to {path} in {CONNECT_S:g} s") from None
-    uid = _peer_uid(writer)
+    uid = find_peer_uid(writer.get_extra_info("socket"))
     if uid not in uids:
         writer.transport.abort()
-        raise OSError(f"{path} is served by uid {uid}, which may not be the egress proxy")
-    # What waits to be written is counted where it comes from.
-    writer.transport.set_write_buffer_limits(high=0)
-    writer.write(json.dumps(dict(preamble), separators=(",", ":")).encode("ascii") + b"\n")
+        raise OSError(f"{path} is served by uid {uid}, which may not be the egress proxy: add it to TOOLCREW_EGRESS_UIDS if it is")
     return reader, writer
-
-
-def _peer_uid(writer: asyncio.StreamWriter) -> int:
-    credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return int(uid)

@@ -268,7 +268,7 @@ def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: st
     try:
         container = str(api.create_container_from_config(config, name)["Id"])  # type: ignore[no-untyped-call]
     except docker.errors.ImageNotFound as error:
-        raise SandboxUnavailable(f"the engine has no image {config['Image']}: build it with scripts/build-image") from error
+        raise SandboxUnavailable(f"the engine has no image {config['Image']}: build it with scripts/build-image, or pull it") from error
     attached = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
     # A descriptor of our own: the SDK's object then goes its way without taking the connection with it.
     sock = socket.socket(fileno=os.dup(attached.fileno()))

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import structlog
 
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.engine_breaker import Admission, Breaker
+from workers.sandboxd.threads import in_thread
 
 log = structlog.get_logger(__name__)
 
@@ -93,10 +93,12 @@ class _Turns:
 
     def give_back(self) -> None:
         """The next that waits has the turn."""
-        if self._waiting:
-            self._waiting.popleft().set_result(None)
-        else:
-            self.running -= 1
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else its caller is leaving in this very moment
+                turn.set_result(None)
+                return
+        self.running -= 1
 
     def count_overdue(self) -> None:
         """One more is overdue; nobody waits for turns of which none may ever come back."""
@@ -107,7 +109,9 @@ class _Turns:
     def refuse_waiting(self, words: str) -> None:
         """Everybody who waits gets a SandboxUnavailable of these words."""
         while self._waiting:
-            self._waiting.popleft().set_exception(SandboxUnavailable(words))
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_exception(SandboxUnavailable(words))
 
     def _leave(self, turn: "asyncio.Future[None]") -> None:
         if turn in self._waiting:
@@ -148,21 +152,15 @@ class EngineGate:
             turns.give_back()
             raise SandboxUnavailable(self._silence())
         try:
-            call = _Call(self, turns, _in_thread(work, lane.name), late)
-        except RuntimeError as error:
+            call = _Call(self, turns, in_thread(work, f"engine-{lane.name}"), late)
+        except SandboxUnavailable:
             turns.give_back()
-            raise SandboxUnavailable(f"this host lets sandboxd have no more threads ({error}): raise its limit of tasks") from error
+            raise
         try:
-            done, _ = await asyncio.wait({call.running}, timeout=lane.deadline_s)
-        except BaseException:
+            return await call.answer
+        except asyncio.CancelledError:
             call.leave()
             raise
-        if not done:
-            silence = EngineSilent(f"the Docker engine did not answer within {lane.deadline_s:g} s: look after it, or restart it")
-            self._fail(silence)
-            call.leave(is_known_silent=True)
-            raise silence
-        return call.running.result()
 
     def describe(self) -> dict[str, Any]:
         """For `status`: what runs and waits by kind, and whether the engine is asked at all."""
@@ -186,10 +184,10 @@ class EngineGate:
 
     async def _ask_probe(self) -> None:
         # One that hangs is asked again for its answer: no two threads are in the hands of a silent engine for this.
-        if self._probing is None or self._probing.done():
-            self._probing = _in_thread(self._probe, "probe")
-            self._probing.add_done_callback(_look_at)
         try:
+            if self._probing is None or self._probing.done():
+                self._probing = in_thread(self._probe, "engine-probe")
+                self._probing.add_done_callback(_look_at)
             async with asyncio.timeout(self._probe_s):
                 await asyncio.shield(self._probing)
         except (SandboxUnavailable, TimeoutError) as error:
@@ -225,70 +223,59 @@ class EngineGate:
 
 
 class _Call(Generic[T]):
-    """A call in its thread. Whatever its caller does, its end gives the turn back and teaches the breaker."""
+    """A call in its thread. Whether its caller waits or has left: at the deadline it is silence, and its end gives the turn back."""
 
     def __init__(self, gate: EngineGate, turns: _Turns, running: "asyncio.Future[T]", late: Callable[[T], None] | None) -> None:
-        self.running = running
+        loop = asyncio.get_running_loop()
+        self.answer: asyncio.Future[T] = loop.create_future()
+        """What the caller waits for; cancelled when he leaves."""
         self._gate = gate
         self._turns = turns
         self._late = late
-        self._is_left = False
-        self._is_known_silent = False
+        self._is_overdue = False
+        self._timer = loop.call_later(turns.lane.deadline_s, self._give_up)
         running.add_done_callback(self._end)
 
-    def leave(self, *, is_known_silent: bool = False) -> None:
-        """The caller does not wait any more."""
-        self._is_left = True
-        self._is_known_silent = is_known_silent
-        if self.running.done():
-            self._hand_over()
-        elif is_known_silent:
-            self._turns.count_overdue()
+    def leave(self) -> None:
+        """The caller was cancelled, be it that the answer was there already."""
+        if not self.answer.cancelled() and self.answer.exception() is None:
+            self._hand_over(self.answer.result())
+
+    def _give_up(self) -> None:
+        self._is_overdue = True
+        silence = EngineSilent(f"the Docker engine did not answer within {self._turns.lane.deadline_s:g} s: look after it, or restart it")
+        self._gate.learn(silence)
+        self._turns.count_overdue()
+        if not self.answer.done():
+            self.answer.set_exception(silence)
 
     def _end(self, running: "asyncio.Future[T]") -> None:
-        if self._is_known_silent:
+        self._timer.cancel()
+        if self._is_overdue:
             self._turns.overdue -= 1
         self._turns.give_back()
         error = running.exception()
-        if not (self._is_known_silent and isinstance(error, EngineSilent)):
+        if not (self._is_overdue and isinstance(error, EngineSilent)):
             self._gate.learn(error)
-        if self._is_left:
-            self._hand_over()
+        if not self.answer.done():
+            _settle(self.answer, running)
+        elif error is None:
+            self._hand_over(running.result())
 
-    def _hand_over(self) -> None:
-        if self._late is not None and self.running.exception() is None:
-            self._late(self.running.result())
+    def _hand_over(self, result: T) -> None:
+        if self._late is not None:
+            self._late(result)
+
+
+def _settle(answer: "asyncio.Future[T]", running: "asyncio.Future[T]") -> None:
+    error = running.exception()
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(running.result())
 
 
 def _look_at(running: "asyncio.Future[Any]") -> None:
     """An exception that nobody waits for any more is no bug of ours."""
     if not running.cancelled():
         running.exception()
-
-
-def _in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
-    """A thread of its own, which the end of the process does not wait for: the pools of the standard library do, and an engine can hang."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]  # None only where T has it
-
-    def go() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001  # the thread's edge: whoever waits gets it
-            failure = error
-        try:
-            loop.call_soon_threadsafe(settle, result, failure)
-        except RuntimeError:
-            log.debug("engine_call_outlived_its_loop", lane=name)
-
-    threading.Thread(target=go, name=f"engine-{name}", daemon=True).start()
-    return future

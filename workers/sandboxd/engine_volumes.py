@@ -11,9 +11,12 @@ from typing import Final
 
 import docker
 import docker.errors
+import structlog
 
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.hardening import GUEST_FOLDER
+
+log = structlog.get_logger(__name__)
 
 LABEL_PRODUCT: Final = "toolcrew.product"
 PRODUCT_GUEST: Final = "guest"
@@ -36,15 +39,35 @@ class GuestVolumes:
         except docker.errors.ImageNotFound as error:
             words = f"the engine has no image {image}, from which other images get the guest: build it with scripts/build-image"
             raise SandboxUnavailable(words) from error
-        name = f"toolcrew-guest-{identity.rpartition(':')[2][:12]}"
+        name = _name_of(identity)
         # One that was made at another time is not ours: a container's start makes a volume that is missing, and makes it empty.
         if name not in self._filled or self._filled[name] != _made_at(api, name):
             _fill(api, image, identity, name)
             self._filled[name] = _made_at(api, name)
+            _remove_orphans(api)
         return name
 
 
+def _name_of(image: str) -> str:
+    return f"toolcrew-guest-{image.rpartition(':')[2][:12]}"
+
+
+def _remove_orphans(api: docker.APIClient) -> None:
+    """Remove volumes whose images the engine no longer has: nobody asks for them again. A container's is not removed by the engine."""
+    # In this order: the image of a volume that is made meanwhile is among those that are listed afterwards.
+    listed = api.volumes(filters={"label": [f"{LABEL_PRODUCT}={PRODUCT_GUEST}"]})["Volumes"] or []
+    wanted = {_name_of(str(image["Id"])) for image in api.images(all=True)}
+    for name in sorted({str(volume["Name"]) for volume in listed} - wanted):
+        try:
+            api.remove_volume(name)
+        except docker.errors.APIError as error:
+            log.info("guest_volume_not_removed", volume=name, error=str(error.explanation or error))
+        else:
+            log.info("guest_volume_removed", volume=name)
+
+
 def _fill(api: docker.APIClient, image: str, identity: str, volume: str) -> None:
+    _remove_old_fillers(api)
     # Its name is the lock: the engine gives it to one of all sandboxd that would fill this volume.
     with _filler(api, identity, f"toolcrew-fill-{volume}", None) as own:
         wanted = _read_guest(api, own)

@@ -6,17 +6,15 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
-from contract.errors import OperatorError, SandboxUnavailable
+from contract.errors import OperatorError
+from workers.sandboxd.egress_link import connect_proxy
 from workers.sandboxd.engine import Engine
 from workers.sandboxd.host_facts import read_host_facts
 from workers.sandboxd.house import open_house
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.promises import Evidence, WorkspaceFacts
 from workers.settings import SandboxdSettings
-
-_CONNECT_S = 3.0
 
 
 async def examine(settings: SandboxdSettings, plans: Plans, engine: Engine) -> Evidence:
@@ -40,9 +38,10 @@ async def _find_images(plans: Plans, engine: Engine) -> Mapping[str, str | None]
 
 async def _prove(settings: SandboxdSettings, engine: Engine) -> WorkspaceFacts:
     """One sandbox, as at the start of sandboxd. Raises SandboxUnavailable with what does not hold."""
-    # A name and folder of its own: its sandbox is nobody's leftover, and nobody's sandboxes are its.
+    # A name and folder of its own: its sandbox is nobody's leftover, and nobody's sandboxes are its. On the disk that it is to judge.
     name = f"doctor-{secrets.token_hex(8)}"
-    state = settings.state().parent / name
+    was_there = settings.state().exists()
+    state = settings.state() / name
     own = {"sandboxd_name": name, "sandboxd_state": state, "sandboxd_keep_sessions": False, "pool_target": 0}
     try:
         async with open_house(settings.model_copy(update=own), engine) as house:
@@ -50,6 +49,9 @@ async def _prove(settings: SandboxdSettings, engine: Engine) -> WorkspaceFacts:
             return WorkspaceFacts(workspaces.kind, workspaces.is_hard, house.choice.note)
     finally:
         await asyncio.to_thread(shutil.rmtree, state, ignore_errors=True)
+        if not was_there:
+            with contextlib.suppress(OSError):  # somebody has begun to use it
+                settings.state().rmdir()
         (settings.sandboxd_leases / f"{name}.name").unlink(missing_ok=True)
 
 
@@ -57,18 +59,13 @@ async def _find_egress_problem(settings: SandboxdSettings, plans: Plans) -> str 
     """None where the proxy answers, or no class uses one."""
     if all(terms.network != "egress" for terms in plans.classes.all.values()):
         return None
+    path = settings.egress_socket
+    assert path is not None  # Plans refuses a class with egress otherwise
     try:
-        if settings.egress_socket is None:
-            raise SandboxUnavailable("TOOLCREW_EGRESS_SOCKET is not set")
-        await _touch(settings.egress_socket)
-    except (OSError, SandboxUnavailable, TimeoutError) as error:
-        return str(error) or f"the proxy at {settings.egress_socket} does not answer"
-    return None
-
-
-async def _touch(path: Path) -> None:
-    async with asyncio.timeout(_CONNECT_S):
-        _, writer = await asyncio.open_unix_connection(str(path))
+        _, writer = await connect_proxy(path, settings.proxy_uids())
+    except OSError as error:
+        return f"no proxy at {path} ({error})"
     writer.close()
     with contextlib.suppress(ConnectionError):
         await writer.wait_closed()
+    return None

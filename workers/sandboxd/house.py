@@ -3,25 +3,27 @@
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import structlog
 
 from contract.errors import ConfigError, SandboxUnavailable
-from workers.sandboxd.attestation import find_dirt, find_misfits, parse_attestation
+from workers.sandboxd.attestation import ask_attestation, find_dirt
+from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.disk_watch import DiskWatch
 from workers.sandboxd.egress_link import open_proxy
-from workers.sandboxd.egress_link import open_proxy
 from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine, EngineFacts
+from workers.sandboxd.first_looks import FirstLooks, WorkspaceMissed
 from workers.sandboxd.hardening import find_drift
 from workers.sandboxd.keeping import IdleTimes, Keeper
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.making import Maker
-from workers.sandboxd.parking import StoreParking
+from workers.sandboxd.parking import open_parking
 from workers.sandboxd.plans import Plans, Profile
-from workers.sandboxd.pool import PoolLimits, WarmPool
+from workers.sandboxd.pool import PoolLimits
+from workers.sandboxd.pools import Pools
 from workers.sandboxd.reaper import Reaper
 from workers.sandboxd.records import Records
 from workers.sandboxd.room import Room
@@ -33,11 +35,13 @@ from workers.sandboxd.store.checkpoints import MOST_CHECKPOINTS, Checkpoints
 from workers.sandboxd.store.choice import open_store
 from workers.sandboxd.tunnels import Tunnels
 from workers.sandboxd.workspaces.base import WorkspaceMount
-from workers.sandboxd.workspaces.choice import Choice, choose_workspaces
+from workers.sandboxd.workspaces.choice import Choice, choose_without_images, choose_workspaces
 from workers.settings import SandboxdSettings
 
 log = structlog.get_logger(__name__)
 
+_NO_FOLDER = "bind source path does not exist"
+"""An engine's words where it does not see this process's folders."""
 SUSPEND_S = 8.0
 """How long the end of sandboxd may take to pack what containers alone have."""
 
@@ -52,7 +56,7 @@ class House:
     plans: Plans
     choice: Choice
     maker: Maker
-    pool: WarmPool | None
+    pools: Pools
     sessions: Sessions
     checkpoints: Checkpoints
     keeper: Keeper
@@ -60,7 +64,6 @@ class House:
 
     def describe(self) -> Mapping[str, Any]:
         """What `status` tells beside the sessions."""
-        pool = self.pool
         return {
             "boot": self.boot,
             "name": self.settings.sandboxd_name,
@@ -69,16 +72,13 @@ class House:
             "workspaces": {"kind": self.choice.workspaces.kind, "hard": self.choice.workspaces.is_hard, "note": self.choice.note},
             "room": {"taken": self.maker.room.taken, "limit": self.maker.room.limit},
             "sessions": len(self.sessions),
-            "pool": None
-            if pool is None
-            else {"ready": len(pool), "target": self.settings.pool_target, "handed_out": pool.handed_out, "turned_away": pool.turned_away},
+            "pool": self.pools.describe(),
             "engine_gate": self.maker.engine.describe(),
         }
 
     async def close(self) -> None:
         """Give up or remove every container."""
-        if self.pool is not None:
-            await self.pool.close()
+        await self.pools.close()
         if self.settings.sandboxd_keep_sessions:
             await self.sessions.suspend_all(SUSPEND_S)
         else:
@@ -105,12 +105,15 @@ async def open_house(settings: SandboxdSettings, engine: Engine) -> AsyncIterato
         house = _build(settings, engine, facts, plans, choice, profile, lease)
         stack.push_async_callback(house.close)
         await house.reaper.sweep()
-        house = await _prove(house, engine, profile, lambda other: _build(settings, engine, facts, plans, other, profile, lease))
+        proved = await _prove(house, engine, profile, lambda other: _build(settings, engine, facts, plans, other, profile, lease))
+        if proved is not house:
+            stack.push_async_callback(proved.close)
+            house = proved
+        await _prove_others(house, engine, profile)
         if house.choice.note is not None and settings.sandbox_workspace == "auto":
             log.warning("workspaces_weaker", kind=house.choice.workspaces.kind, why=house.choice.note)
-        adopted = house.sessions.adopt()
-        swept = await house.choice.workspaces.sweep({entry.workspace.name for entry in house.sessions.all()})
-        log.info("sessions_adopted", sessions=adopted, workspaces_removed=swept)
+        log.info("sessions_adopted", sessions=house.sessions.adopt(plans.revise))
+        await house.sessions.sweep()
         yield house
 
 
@@ -132,7 +135,9 @@ async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFa
 
 def _load_plans(settings: SandboxdSettings) -> Plans:
     try:
-        return Plans(settings)
+        plans = Plans(settings)
+        plans.pooled()
+        return plans
     except ValueError as error:
         raise ConfigError(f"TOOLCREW_TENANT_CLASSES: {error}") from None
 
@@ -142,10 +147,12 @@ def _build(
 ) -> House:
     records = Records(settings.state())
     owner = {LABEL_DEPLOYMENT: settings.deployment, LABEL_SANDBOXD: settings.sandboxd_name, LABEL_LEASE: lease.label}
-    maker = Maker(engine, profile, choice.workspaces, records, Room(settings.max_sandboxes), owner, settings.sandbox_image)
-    pool = _build_pool(settings, plans, maker)
-    parking = StoreParking(Checkpoints(open_store(None, settings.state() / "parcels", settings.host_free_bytes)))
-    sessions = Sessions(maker, pool, parking, records, limit=settings.max_sessions, equip=partial(_equip, settings, plans))
+    looks = FirstLooks(choice.workspaces.is_hard)
+    maker = Maker(engine, profile, choice.workspaces, records, Room(settings.max_sandboxes), owner, settings.sandbox_image, looks.look)
+    limits = PoolLimits(0, settings.pool_refill_per_s, settings.pool_memory_floor_bytes, settings.sandbox_max_life_s / 2)
+    pools = Pools(maker, plans.pooled(), limits)
+    parking = open_parking(settings.state() / "parcels", settings.host_free_bytes)
+    sessions = Sessions(maker, pools, parking, records, limit=settings.max_sessions, equip=partial(_equip, settings, plans))
     reaper = Reaper(engine, maker, records, lease, settings.deployment, settings.sandboxd_name)
     idle = IdleTimes(settings.idle_pause_s, settings.idle_evict_s)
     return House(
@@ -155,19 +162,12 @@ def _build(
         plans=plans,
         choice=choice,
         maker=maker,
-        pool=pool,
+        pools=pools,
         sessions=sessions,
         checkpoints=Checkpoints(open_store(settings.workspace_store, settings.state(), settings.host_free_bytes), most=MOST_CHECKPOINTS),
         keeper=Keeper(sessions, maker, reaper, idle, _build_watch(settings, choice)),
         reaper=reaper,
     )
-
-
-def _build_pool(settings: SandboxdSettings, plans: Plans, maker: Maker) -> WarmPool | None:
-    if not settings.pool_target:
-        return None
-    limits = PoolLimits(settings.pool_target, settings.pool_refill_per_s, settings.pool_memory_floor_bytes, settings.sandbox_max_life_s / 2)
-    return WarmPool(maker, plans.standard(), limits)
 
 
 def _build_watch(settings: SandboxdSettings, choice: Choice) -> DiskWatch | None:
@@ -177,7 +177,6 @@ def _build_watch(settings: SandboxdSettings, choice: Choice) -> DiskWatch | None
 def _equip(settings: SandboxdSettings, plans: Plans, session: Session, sandbox: Sandbox) -> None:
     if session.plan.network != "egress":
         return
-    assert settings.egress_socket is not None  # Plans refuses a class with egress otherwise
     rules = plans.rules(session.tenant).model_dump(mode="json")
     preamble = {"v": 1, "tenant": session.tenant, "session": session.id.partition(":")[2], "rules": rules}
     connect = partial(open_proxy, settings.egress_socket, preamble, settings.proxy_uids())
@@ -189,38 +188,54 @@ async def _prove(house: House, engine: Engine, profile: Profile, rebuild: Callab
 
     Raises SandboxUnavailable when the engine does not keep the profile.
     """
-    fault = await _try_sandbox(house, engine, profile)
+    fault = await _try_sandbox(house, engine, profile, house.plans.standard())
     if fault is None:
         return house
-    if house.settings.sandbox_workspace != "auto" or house.choice.workspaces.kind == "tmpfs":
-        raise SandboxUnavailable(f"a sandbox does not get its workspace: {fault}")
-    settings = house.settings.model_copy(update={"sandbox_workspace": "tmpfs"})
-    other = choose_workspaces("tmpfs", settings.state(), settings.sandbox_workspace_bytes, settings.host_free_bytes)
-    weaker = rebuild(replace(other, note=f"the engine does not see workspace images made here ({fault})"))
-    fault = await _try_sandbox(weaker, engine, profile)
+    settings = house.settings
+    if settings.sandbox_workspace != "auto" or house.choice.workspaces.kind != "image":
+        raise SandboxUnavailable(fault)
+    why = f"the engine does not see those that are made here ({fault})"
+    weaker = rebuild(choose_without_images(why, settings.state(), settings.sandbox_workspace_bytes, settings.host_free_bytes))
+    fault = await _try_sandbox(weaker, engine, profile, weaker.plans.standard())
     if fault is not None:
-        raise SandboxUnavailable(f"a sandbox does not get its workspace: {fault}")
+        raise SandboxUnavailable(fault)
     return weaker
 
 
-async def _try_sandbox(house: House, engine: Engine, profile: Profile) -> str | None:
-    """A real sandbox of the standard plan, inspected and asked; gives what is wrong with its workspace. Raises for all else."""
-    plan, maker = house.plans.standard(), house.maker
+async def _prove_others(house: House, engine: Engine, profile: Profile) -> None:
+    """The same under every other runtime that a class asks for. Raises SandboxUnavailable, which names it."""
+    for plan in house.plans.proofs()[1:]:
+        try:
+            fault = await _try_sandbox(house, engine, profile, plan)
+        except SandboxUnavailable as error:
+            fault = str(error)
+        if fault is not None:
+            raise SandboxUnavailable(f"under the runtime '{plan.runtime}' of a tenant class: {fault}")
+
+
+async def _try_sandbox(house: House, engine: Engine, profile: Profile, plan: SandboxPlan) -> str | None:
+    """A real sandbox of that plan, inspected and asked; why it does not get its workspace. Raises SandboxUnavailable for all else."""
+    maker = house.maker
     await maker.room.take()
     workspace = await maker.make_workspace(plan)
-    sandbox = await maker.make(plan, workspace, 1)
+    try:
+        sandbox = await maker.make(plan, workspace, 1)
+    except SandboxUnavailable as error:
+        await maker.discard_workspace(workspace)
+        if not isinstance(error, WorkspaceMissed) and _NO_FOLDER not in str(error):
+            raise
+        return str(error)
     try:
         inspected = await engine.inspect(sandbox.container)
-        attestation = parse_attestation(await sandbox.ask({"op": "attest", "timeout_s": 10.0}))
+        attestation = await ask_attestation(sandbox, timeout_s=10.0)
     finally:
         await maker.discard(sandbox, workspace)
     bind = next((str(found["Source"]) for found in inspected.get("Mounts") or [] if found.get("Destination") == "/workspace"), None)
     drift = find_drift(profile.build_config(plan, WorkspaceMount(bind), {}), inspected)
     if drift:
-        raise SandboxUnavailable("the engine does not keep the sandbox profile: " + "; ".join(drift))
+        words = "run none on it; look for a plugin of its that changes containers, or use another engine or runtime"
+        raise SandboxUnavailable(f"the engine does not keep the sandbox profile ({'; '.join(drift)}): {words}")
     dirt = find_dirt(attestation)
     if dirt:
-        raise SandboxUnavailable("a new sandbox is not clean: " + "; ".join(dirt))
-    is_hard = house.choice.workspaces.is_hard
-    misfits = find_misfits(attestation, plan.workspace_bytes, plan.workspace_inodes) if is_hard else []
-    return "; ".join(misfits) or None
+        raise SandboxUnavailable(f"a new sandbox is not clean ({'; '.join(dirt)}): build its image anew with scripts/build-image")
+    return None

@@ -8,6 +8,7 @@ from typing import Any
 from contract.errors import SandboxUnavailable
 
 _NEEDS = "an image needs python3, 3.9 or later, with its whole standard library, of this machine's kind of processor"
+FOLDERS = "/workspace, /tmp, /output and /opt/toolcrew must be folders in an image, or missing"
 _MOST_WORDS = 2000
 
 
@@ -85,6 +86,14 @@ _FAULTS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
     (
         re.compile(r"exec [^\n]{0,200}python3: permission denied|exec: \"[^\"]{0,200}python3\": permission denied", re.IGNORECASE),
         _say("its python3 may not be run by uid 1000; make it readable and executable for all"),
+    ),
+    (
+        re.compile(r'to rootfs at "(/[a-z/]{1,40})"[^\n]*(?:: not a directory|cannot be mounted because it is not of type proc)'),
+        lambda found: f"its {found[1]} is no folder; {FOLDERS}",
+    ),
+    (
+        re.compile(r"Cannot mkdir: /workspace is not a directory|evalSymlinksInScope: too many links"),
+        _say(f"its /workspace is no folder; {FOLDERS}"),
     ),
     (
         re.compile(r"can't find '__main__' module in '/opt/toolcrew'|can't open file '/opt/toolcrew'"),

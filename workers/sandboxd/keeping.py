@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import structlog
 
-from contract.errors import SandboxUnavailable
 from workers.sandboxd.disk_watch import DiskWatch
 from workers.sandboxd.making import Maker
 from workers.sandboxd.reaper import Reaper
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions
+from workers.sandboxd.settling import settle
 
 log = structlog.get_logger(__name__)
 
@@ -21,6 +21,7 @@ IDLE_EVERY_S = 1.0
 QUOTA_EVERY_S = 2.0
 DISK_EVERY_S = 0.5
 SWEEP_EVERY_S = 30.0
+_EVICTED_AT_ONCE = 4
 _OVERFULL_GROWTH = 1.1
 """How much more a workspace that was found overfull may hold before its sandbox ends again: room to delete something."""
 
@@ -48,7 +49,8 @@ class Keeper:
         """All rounds side by side, for ever."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_every(EXPIRE_EVERY_S, self.expire))
-            tasks.create_task(_every(min(IDLE_EVERY_S, self._idle.pause_s), self.rest_idle))
+            tasks.create_task(_every(min(IDLE_EVERY_S, self._idle.pause_s), self.freeze_idle))
+            tasks.create_task(_every(min(IDLE_EVERY_S, self._idle.evict_s), self.evict_idle))
             tasks.create_task(_every(SWEEP_EVERY_S, self._sweep))
             if self._disk is not None:
                 tasks.create_task(_every(DISK_EVERY_S, self.watch_disk))
@@ -57,7 +59,7 @@ class Keeper:
 
     async def expire(self) -> None:
         """Close sessions that no call has used for their time to live, and try again to remove what would not go."""
-        await asyncio.gather(*(_try(self._end(entry)) for entry in self._sessions.all() if not entry.lock.locked()))
+        await settle(self._end(entry) for entry in self._sessions.all() if not entry.lock.locked())
         await self._maker.retry_removals()
 
     async def _end(self, entry: Session) -> None:
@@ -70,19 +72,25 @@ class Keeper:
         elif entry.sandbox is not None and entry.sandbox.lost is not None and not entry.sandbox.is_removed:
             await entry.sandbox.remove()
 
-    async def rest_idle(self) -> None:
-        """Freeze what has been idle for a while, give up what has been for long."""
-        for entry in self._sessions.all():
-            if entry.is_closing or entry.sandbox is None:
-                continue
-            idle_s = entry.idle_s()
-            # One that had a background job is asked again only after the same time.
-            if idle_s < self._idle.pause_s or time.monotonic() - entry.looked_at < self._idle.pause_s:
-                continue
-            if idle_s >= self._idle.evict_s:
-                await self._sessions.give_up(entry)
-            else:
-                await _try(self._sessions.pause(entry))
+    async def freeze_idle(self) -> None:
+        """Freeze what has been idle for a while: a round of its own, packing another takes long."""
+        await settle(self._sessions.resting.pause(entry) for entry in self._find_idle(self._idle.pause_s))
+
+    async def evict_idle(self) -> None:
+        """Give up what has been idle for long, a few at a time."""
+        slots = asyncio.Semaphore(_EVICTED_AT_ONCE)
+        await settle(self._evict(entry, slots) for entry in self._find_idle(self._idle.evict_s))
+
+    async def _evict(self, entry: Session, slots: asyncio.Semaphore) -> None:
+        async with slots:
+            if entry.idle_s() >= self._idle.evict_s:
+                await self._sessions.resting.give_up(entry)
+
+    def _find_idle(self, idle_s: float) -> list[Session]:
+        """Those that have a container and nothing to do. One that had a background job is asked again only after the time of freezing."""
+        asked_before = time.monotonic() - self._idle.pause_s
+        candidates = [entry for entry in self._sessions.all() if entry.sandbox is not None and not entry.is_closing]
+        return [entry for entry in candidates if entry.idle_s() >= idle_s and entry.looked_at <= asked_before]
 
     async def end_overfull(self) -> None:
         """End the sandboxes whose workspaces hold more than they may, where the kernel does not see to it."""
@@ -112,7 +120,7 @@ class Keeper:
                 entry.sandbox.end(shortage or "")
 
     async def _sweep(self) -> None:
-        await _try(self._reaper.sweep())
+        await settle([self._reaper.sweep()])
 
 
 async def _every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
@@ -122,11 +130,3 @@ async def _every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
             await work()
         except Exception:  # the edge of a round: a bug in one must not end the others, and is loud
             log.exception("round_failed")
-
-
-async def _try(work: Awaitable[object]) -> None:
-    """What the engine refused has been logged where it was asked, and is asked again in the next round."""
-    try:
-        await work
-    except SandboxUnavailable as error:
-        log.warning("round_not_done", error=str(error))

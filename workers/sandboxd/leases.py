@@ -32,8 +32,8 @@ class Lease:
                 f"another sandboxd named '{name}' lives on this host: stop it, or give this one another TOOLCREW_SANDBOXD_NAME and socket"
             )
         file = f"{name}-{secrets.token_hex(8)}.lease"
-        fd = _lock(folder / file)
-        assert fd is not None  # nobody else knows the name
+        while (fd := _lock(folder / file)) is None:
+            pass  # a neighbour's sweep looks whether it is held, for a moment
         return cls(folder, name, file, fd, name_fd)
 
     @property

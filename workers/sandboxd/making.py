@@ -3,8 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Coroutine, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
 
@@ -22,6 +21,7 @@ from workers.sandboxd.plans import Profile
 from workers.sandboxd.records import Records
 from workers.sandboxd.room import Room
 from workers.sandboxd.sandbox import Sandbox
+from workers.sandboxd.settling import settle
 from workers.sandboxd.workspaces.base import Workspace, Workspaces, WorkspaceSize
 
 log = structlog.get_logger(__name__)
@@ -39,8 +39,11 @@ class Maker:
         room: Room,
         owner: Mapping[str, str],
         guest_image: str,
+        look: Callable[[str, WorkspaceSize, Sandbox], Awaitable[None]] | None = None,
     ) -> None:
-        """`owner`: the labels deployment, sandboxd and lease. `guest_image`: one of ours, whose guest images without one are given."""
+        """`owner`: the labels deployment, sandboxd and lease. `guest_image`: one of ours, whose guest images without one are given.
+        `look`: at a new sandbox, of an image and with a workspace of a size; raises SandboxUnavailable when it is not to be used.
+        """
         self.engine = engine
         self.workspaces = workspaces
         self.room = room
@@ -48,6 +51,7 @@ class Maker:
         self._records = records
         self._owner = dict(owner)
         self._guest_image = guest_image
+        self._look = look
         self._prefix = f"toolcrew-{owner[LABEL_SANDBOXD]}"
         self._known: set[str] = set()
         self._unwanted: dict[Sandbox, Workspace | None] = {}
@@ -90,8 +94,10 @@ class Maker:
         try:
             with explained(plan.image):
                 await sandbox.attach(attached.sock)
+            if self._look is not None:
+                await self._look(plan.image, workspace.size, sandbox)
         except BaseException:
-            await asyncio.shield(self._try_all([self.discard(sandbox)]))
+            await asyncio.shield(settle([self.discard(sandbox)]))
             raise
         return sandbox
 
@@ -119,7 +125,7 @@ class Maker:
     async def retry_removals(self) -> None:
         """Try again what would not go."""
         names = [self._confirm_gone(name) for name in list(self._unconfirmed)]
-        await self._try_all([*names, *(self.discard(*one) for one in list(self._unwanted.items()))])
+        await settle([*names, *(self.discard(*one) for one in list(self._unwanted.items()))])
         for workspace in list(self._unwanted_workspaces):
             await self.discard_workspace(workspace)
 
@@ -132,9 +138,13 @@ class Maker:
         """Whether a container of that name is one of this process's."""
         return name in self._known
 
-    def _check_may_start(self) -> None:
+    def check_ending(self) -> None:
+        """Raises SandboxUnavailable once sandboxd is ending."""
         if self.is_ending:
             raise SandboxUnavailable("sandboxd is ending: try again when it is back")
+
+    def _check_may_start(self) -> None:
+        self.check_ending()
         if self.shortage is not None:
             raise SandboxUnavailable(f"no sandbox is started now: {self.shortage}")
 
@@ -154,9 +164,3 @@ class Maker:
             self._known.discard(name)
             self._records.forget_container(name)
             self.room.give_back()
-
-    async def _try_all(self, work: list[Coroutine[Any, Any, Any]]) -> None:
-        """All of it, whatever some of it raises. A sandbox that would not go has been logged by itself."""
-        for result in await asyncio.gather(*work, return_exceptions=True):
-            if isinstance(result, Exception) and not isinstance(result, SandboxUnavailable):
-                log.error("sandbox_work_failed", error=repr(result))

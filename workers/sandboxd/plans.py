@@ -1,10 +1,11 @@
 """What a session of a tenant gets on this host: the plan of its sandbox, from the settings and the tenant's class."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.sandboxd.classes import EgressRules, NetworkPolicy, SandboxPlan, TenantClass, TenantClasses
+from workers.sandboxd.classes import DEFAULT, EgressRules, NetworkPolicy, SandboxPlan, TenantClass, TenantClasses
 from workers.sandboxd.hardening import SandboxLimits, Variant, build_container_config
 from workers.sandboxd.workspaces.base import WorkspaceMount
 from workers.settings import SandboxdSettings
@@ -26,14 +27,38 @@ class Plans:
         terms = self.classes.of(tenant)
         return self._plan(terms, self._image(terms, image), _network(terms, network))
 
+    def revise(self, tenant: str, plan: SandboxPlan) -> SandboxPlan:
+        """A kept session's plan as its class has it today: its image where that is still allowed, the size that its workspace has."""
+        terms = self.classes.of(tenant)
+        image = plan.image if plan.image in self._images(terms) else self._image(terms, None)
+        network = plan.network if plan.network == terms.network else "none"
+        return replace(self._plan(terms, image, network), workspace_bytes=plan.workspace_bytes, workspace_inodes=plan.workspace_inodes)
+
     def standard(self) -> SandboxPlan:
-        """The default class's plan: what the start-up check and the pool make."""
+        """The default class's plan: what the pool makes."""
         terms = self.classes.of("")
         return self._plan(terms, self._image(terms, None), terms.network)
 
+    def proofs(self) -> tuple[SandboxPlan, ...]:
+        """What the start-up check makes: the standard plan, then the same under every other runtime that a class asks for."""
+        first = self.standard()
+        return (first, *(replace(first, runtime=runtime) for runtime in sorted(self.runtimes() - {first.runtime})))
+
+    def pooled(self) -> Mapping[SandboxPlan, int]:
+        """How many sandboxes to keep ready of which plan; classes with equal plans share them. Raises ValueError for an image that is not allowed."""
+        wanted = {self.standard(): self._settings.pool_target}
+        for name, terms in self.classes.all.items():
+            for image, target in terms.pool.items():
+                if image not in self._images(terms):
+                    raise ValueError(f"class '{name}' has a pool of image '{image}', which it may not use: add it to its images")
+                plan = self._plan(terms, image, terms.network)
+                wanted[plan] = target if name == DEFAULT else wanted.get(plan, 0) + target
+        return wanted
+
     def rules(self, tenant: str) -> EgressRules:
-        """What the tenant's sessions may reach, if their plan has egress."""
-        return self.classes.of(tenant).egress
+        """What the tenant's sessions may reach now: nothing without egress, whatever an earlier sandboxd let a session have that it kept."""
+        terms = self.classes.of(tenant)
+        return terms.egress if terms.network == "egress" else EgressRules()
 
     def runtimes(self) -> frozenset[str]:
         """All that any class asks for."""

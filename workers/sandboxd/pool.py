@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.attestation import find_dirt, parse_attestation
+from workers.sandboxd.attestation import ask_attestation, find_dirt
 from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.making import Maker
 from workers.sandboxd.sandbox import Sandbox
@@ -28,6 +28,7 @@ class Warm:
 
     sandbox: Sandbox
     workspace: Workspace
+    image_id: str | None
     made_at: float = field(default_factory=time.monotonic)
 
 
@@ -57,10 +58,8 @@ class WarmPool:
     def __len__(self) -> int:
         return len(self._ready)
 
-    async def take(self, plan: SandboxPlan) -> Warm | None:
+    async def take(self) -> Warm | None:
         """A sandbox that has proved to be clean, or None: then the caller makes one."""
-        if plan != self.plan:
-            return None
         while self._ready:
             warm = self._ready.popleft()
             self._wanted.set()
@@ -92,10 +91,9 @@ class WarmPool:
             pause_s = await self._add_one()
             await asyncio.sleep(max(pause_s, 1 / self._limits.refill_per_s - (time.monotonic() - started)))
 
-    async def close(self) -> None:
-        """Remove all."""
-        while await self.give_up_one():
-            pass
+    def describe(self) -> dict[str, int]:
+        """For `status`."""
+        return {"ready": len(self), "target": self._limits.target, "handed_out": self.handed_out, "turned_away": self.turned_away}
 
     async def _add_one(self) -> float:
         """Gives how long to wait before the next, in seconds."""
@@ -104,7 +102,7 @@ class WarmPool:
         if not self._maker.room.try_take():
             return BUSY_RETRY_S
         try:
-            workspace = await self._make_workspace()
+            workspace, image_id = await self._prepare()
             try:
                 sandbox = await self._maker.make(self.plan, workspace, 1)
             except BaseException:
@@ -113,12 +111,14 @@ class WarmPool:
         except SandboxUnavailable as error:
             log.warning("pool_not_filled", error=str(error))
             return RETRY_S
-        self._ready.append(Warm(sandbox, workspace))
+        self._ready.append(Warm(sandbox, workspace, image_id))
         return 0.0
 
-    async def _make_workspace(self) -> Workspace:
+    async def _prepare(self) -> tuple[Workspace, str | None]:
+        """A workspace, and the image that its name stands for before the start: one that moves meanwhile is then found."""
         try:
-            return await self._maker.make_workspace(self.plan)
+            image_id = await self._maker.engine.image_id(self.plan.image)
+            return await self._maker.make_workspace(self.plan), image_id
         except BaseException:
             self._maker.room.give_back()
             raise
@@ -127,17 +127,27 @@ class WarmPool:
         if warm.sandbox.lost is not None or self._is_outworn(warm):
             return False
         try:
-            dirt = find_dirt(parse_attestation(await warm.sandbox.ask({"op": "attest", "timeout_s": 5.0})))
-        except (SandboxUnavailable, ValueError) as error:
+            dirt = find_dirt(await ask_attestation(warm.sandbox))
+        except SandboxUnavailable as error:
             dirt = [str(error)]
         if dirt:
             log.error("pool_sandbox_not_clean", container=warm.sandbox.container[:12], dirt=dirt)
         return not dirt
 
     async def _drop_outworn(self) -> None:
-        for warm in [one for one in self._ready if one.sandbox.lost is not None or self._is_outworn(one)]:
-            self._ready.remove(warm)
-            await self._drop(warm)
+        image_id = await self._find_image()
+        for warm in list(self._ready):
+            is_old = image_id not in (None, warm.image_id)  # its name stands for another image now
+            # Others take and give up meanwhile.
+            if (is_old or warm.sandbox.lost is not None or self._is_outworn(warm)) and warm in self._ready:
+                self._ready.remove(warm)
+                await self._drop(warm)
+
+    async def _find_image(self) -> str | None:
+        try:
+            return await self._maker.engine.image_id(self.plan.image) if self._ready else None
+        except SandboxUnavailable:
+            return None  # whoever starts something is told why
 
     def _is_outworn(self, warm: Warm) -> bool:
         return time.monotonic() - warm.made_at > self._limits.keep_s

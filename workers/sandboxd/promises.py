@@ -79,7 +79,8 @@ def _judge_profile(evidence: Evidence) -> HostPromise:
     name = "profile holds"
     if evidence.problem is not None:
         return HostPromise(name, "void", evidence.problem, "mend that and ask again: sandboxd does not start before", is_needed=True)
-    return HostPromise(name, "holds", "a sandbox was started, inspected, found clean and removed", is_needed=True)
+    runtimes = _list(plan.runtime for plan in evidence.plans.proofs())
+    return HostPromise(name, "holds", f"a sandbox was started, inspected, found clean and removed, under {runtimes}", is_needed=True)
 
 
 def _judge_filter(evidence: Evidence) -> HostPromise:
@@ -155,7 +156,8 @@ def _judge_tenants(evidence: Evidence) -> HostPromise:
     name = "hostile tenants are apart"
     sharing = _classes_on_shared_kernel(evidence)
     if not sharing:
-        return HostPromise(name, "holds", "every class has a runtime with a kernel of its own")
+        runtimes = _list(sorted(evidence.plans.runtimes()))
+        return HostPromise(name, "holds", f"every class has a runtime with a kernel of its own, going by its name: {runtimes}")
     why = f"class {_list(sharing)}: sandboxes share this host's kernel, whose faults are every tenant's"
     return HostPromise(name, "void", why, "a runtime as gVisor or Kata for the tenant class, or a host for each such tenant")
 
@@ -254,7 +256,7 @@ def _judge_kept(evidence: Evidence) -> HostPromise:
         return HostPromise(name, "unknown", "no workspace was made", "mend what is above and ask again")
     if workspaces.kind == "tmpfs":
         why = f"tmpfs: a sandbox that dies takes its session's files along{_note(workspaces)}"
-        return HostPromise(name, "void", why, "TOOLCREW_SANDBOX_WORKSPACE=image (as root) or folder")
+        return HostPromise(name, "void", why, "sandboxd as root with TOOLCREW_SANDBOX_WORKSPACE=auto or image, or as uid 1000 with folder")
     return HostPromise(name, "holds", f"{workspaces.kind}: kept below {evidence.settings.state()}")
 
 
@@ -317,7 +319,8 @@ def _judge_egress(evidence: Evidence) -> HostPromise:
         return HostPromise(name, "holds", "no class has network: none")
     if evidence.egress_problem is not None:
         why = f"class {_list(classes)} has none at all: {evidence.egress_problem}"
-        return HostPromise(name, "void", why, "start `python -m workers.egress` with the same TOOLCREW_EGRESS_SOCKET")
+        remedy = "start `python -m workers.egress` with the same TOOLCREW_EGRESS_SOCKET, under a uid that TOOLCREW_EGRESS_UIDS allows"
+        return HostPromise(name, "void", why, remedy)
     return HostPromise(name, "holds", f"class {_list(classes)} through the egress proxy, all others none")
 
 

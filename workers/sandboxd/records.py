@@ -8,32 +8,55 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import structlog
+from pydantic import ConfigDict, Field, TypeAdapter
 
+from contract.errors import SandboxUnavailable
 from workers.sandboxd.classes import SandboxPlan
+from workers.sandboxd.workspaces.base import Kind
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A session whose workspace outlives its container. `parcel`: what of the container was packed when it was given up; `used_at`: epoch seconds."""
+    """A session whose workspace outlives its container. `parcel`: what of the container was packed when it was given up; `used_at`: epoch
+    seconds; `news`: what no answer has told yet. A field more, or less, is another version's: it is not guessed at.
+    """
 
-    id: str
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}:[A-Za-z0-9_-]{1,64}$")]
     plan: SandboxPlan
     ttl_s: float
-    workspace: str
+    workspace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+    kind: Kind
     generation: int
-    parcel: str | None = None
-    used_at: float = 0.0
+    parcel: str | None
+    used_at: float
+    news: str | None
+
+
+@dataclass(frozen=True)
+class _ContainerRecord:
+    name: str
+    deadline: float
+
+
+_SESSION, _CONTAINER = TypeAdapter(SessionRecord), TypeAdapter(_ContainerRecord)
 
 
 class Records:
-    """A folder of them. A file that cannot be read is said, set aside and treated as absent."""
+    """A folder of them. A file that cannot be read is said, set aside and treated as absent; one that will not go is tried again.
+
+    Writing raises SandboxUnavailable when the disk does not take it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._containers = folder / "containers"
@@ -47,28 +70,21 @@ class Records:
 
     def forget_container(self, name: str) -> None:
         """Once the engine has confirmed that it is gone."""
-        (self._containers / f"{name}.json").unlink(missing_ok=True)
+        _unlink(self._containers / f"{name}.json")
 
     def containers(self) -> list[str]:
         """Names of those that were never confirmed gone."""
-        return [str(data["name"]) for data in _read_all(self._containers) if isinstance(data.get("name"), str)]
+        return [record.name for record in _read_all(self._containers, _CONTAINER)]
 
     def keep_session(self, record: SessionRecord) -> None:
         _write(self._session_path(record.id), asdict(record))
 
     def forget_session(self, session: str) -> None:
-        self._session_path(session).unlink(missing_ok=True)
+        _unlink(self._session_path(session))
 
     def sessions(self) -> list[SessionRecord]:
         """All that were kept."""
-        found = []
-        for data in _read_all(self._sessions):
-            try:
-                record = SessionRecord(**data)
-                found.append(replace(record, plan=SandboxPlan(**data["plan"])))
-            except (TypeError, KeyError) as error:
-                log.error("session_record_unreadable", error=str(error))
-        return found
+        return list(_read_all(self._sessions, _SESSION))
 
     def _session_path(self, session: str) -> Path:
         return self._sessions / f"{hashlib.sha256(session.encode()).hexdigest()[:40]}.json"
@@ -76,18 +92,27 @@ class Records:
 
 def _write(path: Path, data: dict[str, Any]) -> None:
     temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(data), encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(data), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise SandboxUnavailable(
+            f"sandboxd cannot write to its state folder ({error}): free space on its disk, or set TOOLCREW_SANDBOXD_STATE to another place"
+        ) from error
 
 
-def _read_all(folder: Path) -> Iterator[dict[str, Any]]:
+def _unlink(path: Path) -> None:
+    """What stays is found by the next sweep, or start: a record of what is gone does no harm."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.error("record_not_removed", record=path.name, error=str(error))
+
+
+def _read_all(folder: Path, kind: TypeAdapter[T]) -> Iterator[T]:
     for path in sorted(folder.glob("*.json")):
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(data, dict):
-                raise ValueError("not an object")
+            yield kind.validate_json(path.read_bytes())
         except (OSError, ValueError) as error:
             log.error("record_unreadable", record=path.name, error=str(error))
             path.replace(path.with_suffix(".bad"))
-            continue
-        yield data

@@ -1,5 +1,6 @@
 """What a worker may ask: fields checked, each wrong one answered as INVALID_ARGUMENTS."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ STREAM_FRAMES = 262_144
 FRAME_COST_BYTES = 64
 """What a data frame costs beside its body, so that frames without one are not free."""
 _STREAM_STDERR_BYTES = 65_536
+_SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}:[A-Za-z0-9_-]{1,64}")
 _JOB_OPS = ("job_start", "job_poll", "job_input", "job_kill", "job_list")
 _OPS = ("exec", "read_text", "read_file", "write_file", "write_text", "edit_text", "glob", "grep", "ping", *_JOB_OPS)
 
@@ -46,6 +48,16 @@ def parse_text(header: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str) or not value:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"'{name}' is missing")
     return value
+
+
+def parse_session(header: Mapping[str, Any]) -> str:
+    """The name of a session, `<tenant>:<session>`: neither has a colon, so that no two tenants share one."""
+    name = parse_text(header, "sandbox")
+    if _SESSION.fullmatch(name) is None:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"'{name[:200]}' is no name of a session: <tenant>:<session>, each of A-Z, a-z, 0-9, _ and -"
+        )
+    return name
 
 
 def parse_number(header: Mapping[str, Any], name: str, default: float, most: float) -> float:

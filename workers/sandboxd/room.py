@@ -8,6 +8,8 @@ from contract.errors import SandboxUnavailable
 
 ROOM_WAIT_S = 10.0
 """How long a session waits for a place that others may give up."""
+GIVE_UP_S = 10.0
+"""And for one that is about to give its place up."""
 _LOOK_S = 0.1
 
 
@@ -19,6 +21,7 @@ class Room:
         self.taken = 0
         self._wait_s = wait_s
         self.make_room: Callable[[], Awaitable[bool]] | None = None
+        self._making: set[asyncio.Future[bool]] = set()
 
     @property
     def is_full(self) -> bool:
@@ -35,7 +38,7 @@ class Room:
         """A place, for which others may have to give theirs up. Raises SandboxUnavailable when nobody can in time."""
         until = time.monotonic() + self._wait_s
         while not self.try_take():
-            if self.make_room is not None and await self.make_room():
+            if await self._has_made_room():
                 continue
             if time.monotonic() >= until:
                 raise SandboxUnavailable(
@@ -46,3 +49,13 @@ class Room:
 
     def give_back(self) -> None:
         self.taken -= 1
+
+    async def _has_made_room(self) -> bool:
+        """Who gives a place up does so to the end, also when it takes longer than anybody waits: half of it done is a session's state lost."""
+        if self.make_room is None:
+            return False
+        making = asyncio.ensure_future(self.make_room())
+        self._making.add(making)
+        making.add_done_callback(self._making.discard)
+        await asyncio.wait({making}, timeout=GIVE_UP_S)
+        return making.done() and making.result()

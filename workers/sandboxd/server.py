@@ -1,13 +1,9 @@
 """The unix socket that workers use: who may connect, and the verbs that are not a call."""
 
 import asyncio
-import contextlib
-import os
-import socket
-import stat
-import struct
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +15,16 @@ from workers.sandboxd.frames import FrameError
 from workers.sandboxd.link import WorkerLink
 from workers.sandboxd.parcels import count_most_bytes
 from workers.sandboxd.plans import Plans
-from workers.sandboxd.requests import MAX_TTL_S, parse_number, parse_text
+from workers.sandboxd.requests import MAX_TTL_S, parse_number, parse_session, parse_text
+from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions
 from workers.sandboxd.store.checkpoints import Checkpoints
+from workers.unix_listening import BACKLOG, find_peer_uid, open_listener
 
 log = structlog.get_logger(__name__)
 
-_BACKLOG = 1024
+OWNER = "sandboxd"
 
 
 class Server:
@@ -54,13 +52,8 @@ class Server:
 
     async def listen(self, path: Path, mode: int) -> asyncio.Server:
         """Listen at `path`. Raises OSError when another sandboxd already answers there, or something lies there that is no socket."""
-        await refuse_second(path)
-        _make_way(path)
-        before = os.umask(0o777 & ~mode)
-        try:
-            return await asyncio.get_running_loop().create_unix_server(lambda: WorkerLink(self._accept), path=str(path), backlog=_BACKLOG)
-        finally:
-            os.umask(before)
+        listener = open_listener(path, mode, owner=OWNER, variable="TOOLCREW_SANDBOXD_SOCKET")
+        return await asyncio.get_running_loop().create_unix_server(lambda: WorkerLink(self._accept), sock=listener, backlog=BACKLOG)
 
     async def close_connections(self) -> None:
         """End what is still connected."""
@@ -69,7 +62,8 @@ class Server:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     def _accept(self, link: WorkerLink) -> None:
-        uid = _peer_uid(link)
+        assert link.transport is not None
+        uid = find_peer_uid(link.transport.get_extra_info("socket"))
         if uid not in self._uids:
             log.warning("peer_refused", uid=uid)
             link.close()
@@ -109,17 +103,14 @@ class Server:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"unknown verb {str(verb)[:40]!r}")
 
     async def _open(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        name, ttl_s = parse_text(header, "sandbox"), parse_number(header, "ttl_s", 1800.0, MAX_TTL_S)
+        name, ttl_s = parse_session(header), parse_number(header, "ttl_s", 1800.0, MAX_TTL_S)
         plan = self._plans.choose(name.partition(":")[0], _parse_optional(header, "image"), _parse_optional(header, "network"))
         restore = _parse_optional(header, "restore")
         started = time.monotonic()
-        is_new = self._sessions.find(name) is None
-        session = await self._sessions.open(name, plan, ttl_s)
-        if restore is not None and is_new:
-            await self._restore(session, restore)
-        assert session.sandbox is not None or not is_new
+        fill = None if restore is None else partial(self._restore, restore)
+        session = await self._sessions.open(name, plan, ttl_s, fill)
         return {
-            "sandbox": session.describe_sandbox(session.sandbox) if session.sandbox is not None else None,
+            "sandbox": session.identify_sandbox(session.sandbox) if session.sandbox is not None else None,
             "image": session.plan.image,
             "network": session.plan.network,
             "hosts": list(self._plans.rules(session.tenant).hosts) if session.plan.network == "egress" else [],
@@ -127,23 +118,29 @@ class Server:
             "start_s": time.monotonic() - started,
         }
 
-    async def _restore(self, session: Session, checkpoint: str) -> None:
-        try:
-            _, sandbox = await self._sessions.use(session.id)
-            await self._checkpoints.load(session.tenant, checkpoint, sandbox)
-        except BaseException:
-            await asyncio.shield(self._sessions.close(session.id))
-            raise
+    async def _restore(self, checkpoint: str, session: Session, sandbox: Sandbox) -> None:
+        await self._checkpoints.load(session.tenant, checkpoint, sandbox)
 
     async def _checkpoint(self, name: str) -> dict[str, Any]:
-        session, sandbox = await self._sessions.use(name)
-        most = count_most_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
-        saved = await self._checkpoints.save(session.tenant, sandbox, max_bytes=most)
+        session, _ = await self._sessions.use(name)
+        # One at a time: files that their owner may not read are open while they are packed, and closed again by who opened them.
+        async with session.checkpointing:
+            _, sandbox = await self._sessions.use(name)
+            most = count_most_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
+            try:
+                saved = await self._checkpoints.save(session.tenant, sandbox, max_bytes=most)
+            finally:
+                session.used_at = time.monotonic()
         return {"checkpoint": saved.id, "bytes": saved.bytes, "sha256": saved.sha256, "skipped": saved.skipped, "torn": saved.is_torn}
 
     def _cancel(self, name: str, call_id: str) -> bool:
         session = self._sessions.find(name)
-        if session is None or session.sandbox is None:
+        if session is None:
+            return False
+        if call_id in session.waiting:
+            session.waiting.remove(call_id)
+            return True
+        if session.sandbox is None:
             return False
         for call in list(session.sandbox.calls.values()):
             if call.call_id == call_id:
@@ -152,33 +149,5 @@ class Server:
         return False
 
 
-async def refuse_second(path: Path) -> None:
-    """Raises OSError when another sandboxd already answers at `path`."""
-    with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-        _, writer = await asyncio.open_unix_connection(str(path))
-        writer.close()
-        raise OSError(f"another sandboxd already listens on {path}")
-
-
 def _parse_optional(header: Mapping[str, Any], name: str) -> str | None:
     return None if header.get(name) is None else parse_text(header, name)
-
-
-def _peer_uid(link: WorkerLink) -> int:
-    assert link.transport is not None
-    sock = link.transport.get_extra_info("socket")
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return int(uid)
-
-
-def _make_way(path: Path) -> None:
-    """Remove the socket of a sandboxd that is gone. Raises OSError for anything else that lies there, and for another user's folder."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.parent.stat().st_uid not in (os.geteuid(), 0):
-        # Who owns the folder could put a socket of his own in our place.
-        raise OSError(f"{path.parent} belongs to another user: set TOOLCREW_SANDBOXD_SOCKET to a path in a folder of your own")
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise OSError(f"{path} exists and is no socket: move it away, or set TOOLCREW_SANDBOXD_SOCKET to another path")
-        path.unlink()

@@ -10,6 +10,12 @@ from workers.sandboxd.records import SessionRecord
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.workspaces.base import Workspace
 
+KEPT = (
+    "the sandbox of this session had ended ({}) and was rebuilt around its workspace: the files in /workspace are kept; "
+    "background jobs, /tmp, kept outputs and the shell's folder and variables are gone"
+)
+FILES_LOST = "{} and its files are lost; the next call gets a fresh, empty one"
+
 
 @dataclass(eq=False)
 class Session:
@@ -17,9 +23,9 @@ class Session:
 
     `sandbox`: replaced when it was lost; None while the session's container is given up (evicted), or after sandboxd was started anew.
     `parcel`: what of the container was packed when it was given up, to be unpacked into the next. `lost`: why there is no sandbox, when it was
-    not given up in order. `news`: what the next answer tells. `is_closing`: it is in the list until its container is gone, for nobody's use.
+    not given up in order. `news`: what the next call's answer tells. `untold`: a loss of all files that no call has been told. `is_closing`: it is in the list until its container is gone, for nobody's use.
     `overfull_bytes`: what its workspace held when that was last found to be too much.
-    `is_moving`: its sandbox is being frozen or given up, and calls wait for the lock.
+    `is_moving`: its sandbox is being given up, and calls wait for the lock. `checkpointing`: held while a checkpoint is made, calls go on. `waiting`: ids of calls that wait; a cancel takes one out.
     """
 
     id: str
@@ -32,6 +38,8 @@ class Session:
     parcel: str | None = None
     lost: str | None = None
     news: str | None = None
+    untold: str | None = None
+    failed_unpacks: int = 0
     used_at: float = field(default_factory=time.monotonic)
     looked_at: float = 0.0
     is_paused: bool = False
@@ -39,7 +47,9 @@ class Session:
     is_closing: bool = False
     was_rebuilt: bool = False
     overfull_bytes: int = 0
+    waiting: list[str] = field(default_factory=list)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    checkpointing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def is_ready(self) -> bool:
@@ -48,7 +58,7 @@ class Session:
 
     @property
     def is_busy(self) -> bool:
-        return self.sandbox is not None and bool(self.sandbox.calls)
+        return (self.sandbox is not None and bool(self.sandbox.calls)) or self.checkpointing.locked()
 
     def idle_s(self) -> float:
         """Seconds since its last call; 0 while one runs."""
@@ -57,18 +67,31 @@ class Session:
     def record(self) -> SessionRecord:
         """What is kept of it over sandboxd's own death."""
         used_at = time.time() - (time.monotonic() - self.used_at)
-        return SessionRecord(self.id, self.plan, self.ttl_s, self.workspace.name, self.generation, self.parcel, used_at)
+        return SessionRecord(
+            id=self.id,
+            plan=self.plan,
+            ttl_s=self.ttl_s,
+            workspace=self.workspace.name,
+            kind=self.workspace.kind,
+            generation=self.generation,
+            parcel=self.parcel,
+            used_at=used_at,
+            news=self.news,
+        )
 
     def take_news(self) -> str | None:
         """Told once."""
         news, self.news = self.news, None
         return news
 
+    def identify_sandbox(self, sandbox: Sandbox) -> dict[str, Any]:
+        """Which it is; news are for a call, whose answer a model reads."""
+        return {"id": sandbox.container[:12], "generation": sandbox.generation, "rebuilt": self.was_rebuilt}
+
     def describe_sandbox(self, sandbox: Sandbox) -> dict[str, Any]:
-        """What a result tells of its sandbox."""
-        told = {"id": sandbox.container[:12], "generation": sandbox.generation, "rebuilt": self.was_rebuilt}
+        """What a call's result tells of its sandbox."""
         news = self.take_news()
-        return told | ({"news": news} if news else {})
+        return self.identify_sandbox(sandbox) | ({"news": news} if news else {})
 
     def describe(self) -> dict[str, Any]:
         """A row of `status`; no tenant's content."""

@@ -2,31 +2,31 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import structlog
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from workers.sandboxd.attestation import parse_attestation
+from workers.sandboxd.adoption import Revise, adopt
 from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.making import Maker
 from workers.sandboxd.parking import Parking
-from workers.sandboxd.pool import WarmPool
+from workers.sandboxd.pools import Pools
 from workers.sandboxd.records import Records
+from workers.sandboxd.resting import MIN_IDLE_S, Resting
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import Session
-from workers.sandboxd.workspaces.base import WorkspaceSize
+from workers.sandboxd.session import FILES_LOST, KEPT, Session
+from workers.sandboxd.settling import settle
 
 log = structlog.get_logger(__name__)
 
-MIN_IDLE_S = 1.0
-"""A session that has worked a moment ago keeps its container when others want a place."""
 _MAX_ROWS = 300
-_KEPT = (
-    "the sandbox of this session had ended ({}) and was rebuilt around its workspace: the files in /workspace are kept; "
-    "background jobs, /tmp, kept outputs and the shell's folder and variables are gone"
-)
+_STARTS_S = 5.0
+"""How long the end of sandboxd waits for starts under way; those that take longer are undone."""
+_PACKED_AT_ONCE = 8
+Fill = Callable[[Session, Sandbox], Awaitable[None]]
+"""Puts into a new session's sandbox what it begins with."""
 
 
 class Sessions:
@@ -35,7 +35,7 @@ class Sessions:
     def __init__(
         self,
         maker: Maker,
-        pool: WarmPool | None,
+        pools: Pools,
         parking: Parking,
         records: Records,
         *,
@@ -45,18 +45,19 @@ class Sessions:
         """`equip`: gives a session's new sandbox what only the session knows, its way out."""
         self._maker = maker
         self._equip = equip or (lambda _entry, _sandbox: None)
-        self._pool = pool
-        self._parking = parking
+        self._pools = pools
         self._records = records
+        self._parking = parking
+        self.resting = Resting(maker, parking, records)
         self._limit = limit
         self._sessions: dict[str, Session] = {}
         self._starting: dict[str, asyncio.Task[Session]] = {}
         maker.room.make_room = self._give_one_up
 
-    async def open(self, session: str, plan: SandboxPlan, ttl_s: float) -> Session:
-        """A session with a fresh sandbox; opening an open one gives it as it is (a repeated request).
+    async def open(self, session: str, plan: SandboxPlan, ttl_s: float, fill: Fill | None = None) -> Session:
+        """A session with a fresh sandbox, filled; opening an open one gives it as it is (a repeated request).
 
-        Raises SandboxUnavailable when the host is full or the engine refuses.
+        Raises SandboxUnavailable when the host is full or the engine refuses, and what `fill` raises; then nothing is left of it.
         """
         known = self._sessions.get(session)
         if known is not None and known.is_closing:
@@ -68,26 +69,24 @@ class Sessions:
         if session not in self._starting:
             self._check_room()
             # A task of its own: a worker that leaves meanwhile must not leave a container that nobody knows.
-            starting = asyncio.get_running_loop().create_task(self._open(session, plan, ttl_s))
+            starting = asyncio.get_running_loop().create_task(self._open(session, plan, ttl_s, fill))
             self._starting[session] = starting
             starting.add_done_callback(lambda task: self._forget_start(session, task))
         return await asyncio.shield(self._starting[session])
 
-    async def use(self, session: str) -> tuple[Session, Sandbox]:
-        """The session and its living sandbox, ready for a call that begins at once.
+    async def use(self, session: str, call_id: str | None = None) -> tuple[Session, Sandbox]:
+        """The session and its living sandbox, ready for what begins at once: the call of that id, or something else that no model reads.
 
-        Raises ToolFailure(SESSION_NOT_FOUND), and SandboxUnavailable once after a loss of files: the next call gets a fresh, empty sandbox.
+        Raises ToolFailure: SESSION_NOT_FOUND, CANCELLED; and SandboxUnavailable, after a loss of files for one call: the next gets a fresh,
+        empty sandbox.
         """
         entry = self._sessions.get(session)
         if entry is None or entry.is_closing:
             raise _not_found()
+        self._maker.check_ending()
         entry.used_at = time.monotonic()
         if not entry.is_ready:
-            async with entry.lock:
-                if entry.is_closing:
-                    raise _not_found()
-                await self._make_ready(entry)
-                entry.used_at = time.monotonic()
+            await self._wait_ready(entry, call_id)
         assert entry.sandbox is not None
         return entry, entry.sandbox
 
@@ -114,7 +113,7 @@ class Sessions:
                 if entry.sandbox is not None:
                     await entry.sandbox.remove()
                 await self._maker.discard_workspace(entry.workspace)
-                await self._forget_parcel(entry)
+                await self.resting.forget_parcel(entry, entry.parcel)
                 self._records.forget_session(session)
                 del self._sessions[session]
         return True
@@ -122,75 +121,36 @@ class Sessions:
     async def close_all(self) -> None:
         """Remove every sandbox and all files, also those that are being started; from now on none is made."""
         self._maker.is_ending = True
-        await asyncio.gather(*self._starting.values(), return_exceptions=True)
-        await self._settle([self.close(session) for session in list(self._sessions)])
+        await self._end_starts()
+        await settle(self.close(session) for session in list(self._sessions))
 
     async def suspend_all(self, within_s: float) -> None:
-        """Give every container up and keep what can be kept, for the next sandboxd; what cannot be packed in time loses what the container had."""
-        await asyncio.gather(*self._starting.values(), return_exceptions=True)
+        """Give every container up and keep what can be kept, for the next sandboxd; what cannot be packed in time loses what the container had.
+
+        From now on no call begins and no sandbox is made.
+        """
+        self._maker.is_ending = True
+        await self._end_starts()
         try:
             async with asyncio.timeout(within_s):
-                await self._settle([self.give_up(entry, must_be_idle=False) for entry in self.all()])
+                slots = asyncio.Semaphore(_PACKED_AT_ONCE)
+                await settle(self._suspend(entry, slots) for entry in self.all())
         except TimeoutError:
             log.warning("sessions_not_packed_in_time", within_s=within_s)
-        self._maker.is_ending = True
-        for entry in self.all():
-            if entry.sandbox is not None:
-                self._keep(entry)
-        await self._settle([entry.sandbox.remove() for entry in self.all() if entry.sandbox is not None])
-        await self._settle([self.close(entry.id) for entry in self.all() if not self._is_kept(entry)])
+        left = [entry for entry in self.all() if entry.sandbox is not None]
+        await settle(self._give_in(entry) for entry in left)
+        await settle(self.close(entry.id) for entry in self.all() if not self.resting.is_kept(entry))
 
-    def adopt(self) -> int:
+    def adopt(self, revise: Revise) -> int:
         """Take over the sessions that an earlier sandboxd of this name kept; their containers are gone. Gives how many."""
-        for record in self._records.sessions():
-            size = WorkspaceSize(record.plan.workspace_bytes, record.plan.workspace_inodes)
-            workspace = self._maker.workspaces.find(record.workspace, size)
-            if workspace is None:
-                log.error("workspace_missing", workspace=record.workspace)
-                self._records.forget_session(record.id)
-                continue
-            tenant = record.id.partition(":")[0]
-            entry = Session(record.id, tenant, record.plan, record.ttl_s, workspace, None, record.generation, record.parcel)
-            if record.parcel is not None:
-                entry.used_at -= max(0.0, time.time() - record.used_at)
-            else:  # nobody knows when it was last used before its sandboxd was killed: its time starts anew
-                entry.lost = "sandboxd was started anew"
-                entry.news = _KEPT.format(entry.lost)
-            self._sessions[record.id] = entry
+        self._sessions |= {entry.id: entry for entry in adopt(self._records, self._maker.workspaces, revise)}
         return len(self._sessions)
 
-    async def pause(self, entry: Session) -> bool:
-        """Freeze an idle session; its next call thaws it. False when it works after all, or has a background job."""
-        if not entry.is_ready or entry.is_busy or entry.lock.locked():
-            return False
-        async with entry.lock:
-            sandbox = entry.sandbox
-            if sandbox is None or not entry.is_ready or await self._has_jobs(entry, sandbox) or entry.is_busy:
-                return False
-            entry.is_moving = True
-            try:
-                await self._maker.engine.pause(sandbox.container)
-                entry.is_paused = True
-            finally:
-                entry.is_moving = False
-        return True
-
-    async def give_up(self, entry: Session, *, must_be_idle: bool = True) -> bool:
-        """Pack what the container alone has and remove it. False when the session works, has a background job, or could not be packed."""
-        if entry.sandbox is None or entry.is_closing or entry.lock.locked() or (must_be_idle and entry.idle_s() < MIN_IDLE_S):
-            return False
-        async with entry.lock:
-            sandbox = entry.sandbox
-            if sandbox is None or sandbox.lost is not None or entry.is_busy:
-                return False
-            entry.is_moving = True
-            try:
-                return await self._pack_and_remove(entry, sandbox)
-            except SandboxUnavailable as error:
-                log.warning("session_not_given_up", container=sandbox.container[:12], error=str(error))
-                return False
-            finally:
-                entry.is_moving = False
+    async def sweep(self) -> None:
+        """Delete workspaces and parcels that no record has; before the first session is opened. What would not go waits for the next start."""
+        kept = self._records.sessions()
+        parcels = {(record.id.partition(":")[0], record.parcel) for record in kept if record.parcel is not None}
+        await settle([self._maker.workspaces.sweep({record.workspace for record in kept}), self._parking.forget_all_but(parcels)])
 
     def describe(self) -> list[dict[str, Any]]:
         """One row a session, for `status`; no tenant's content. At most as many as an answer has room for."""
@@ -205,17 +165,25 @@ class Sessions:
                 f"this host already has {self._limit} sessions: close some, add a host, or raise TOOLCREW_MAX_SESSIONS"
             )
 
-    async def _open(self, session: str, plan: SandboxPlan, ttl_s: float) -> Session:
-        warm = await self._pool.take(plan) if self._pool is not None else None
+    async def _open(self, session: str, plan: SandboxPlan, ttl_s: float, fill: Fill | None) -> Session:
+        warm = await self._pools.take(plan)
         tenant = session.partition(":")[0]
         if warm is not None:
             entry = Session(session, tenant, plan, ttl_s, warm.workspace, warm.sandbox)
         else:
             entry = await self._open_cold(session, tenant, plan, ttl_s)
-        assert entry.sandbox is not None
-        self._equip(entry, entry.sandbox)
+        sandbox = entry.sandbox
+        assert sandbox is not None
+        try:
+            self._equip(entry, sandbox)
+            if fill is not None:
+                await fill(entry, sandbox)
+                entry.used_at = time.monotonic()
+            self.resting.keep(entry)
+        except BaseException:
+            await asyncio.shield(settle([self._maker.discard(sandbox, entry.workspace)]))
+            raise
         self._sessions[session] = entry
-        self._keep(entry)
         return entry
 
     async def _open_cold(self, session: str, tenant: str, plan: SandboxPlan, ttl_s: float) -> Session:
@@ -237,101 +205,108 @@ class Sessions:
         if not task.cancelled():
             task.exception()  # whoever asked may have left: then nobody else takes it
 
-    async def _make_ready(self, entry: Session) -> None:
+    async def _end_starts(self) -> None:
+        if not self._starting:
+            return
+        _, late = await asyncio.wait(self._starting.values(), timeout=_STARTS_S)
+        for start in late:
+            start.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
+    async def _wait_ready(self, entry: Session, call_id: str | None) -> None:
+        """Returns with a sandbox that is ready. Whoever waits may be cancelled: he is then no more among the waiting."""
+        if call_id is not None:
+            entry.waiting.append(call_id)
+        try:
+            async with entry.lock:
+                if entry.is_closing:
+                    raise _not_found()
+                await self._make_ready(entry, is_call=call_id is not None)
+        finally:
+            is_cancelled = call_id is not None and call_id not in entry.waiting
+            if call_id is not None and not is_cancelled:
+                entry.waiting.remove(call_id)
+        if is_cancelled:
+            raise ToolFailure(ErrorCode.CANCELLED, "the call was cancelled before it began")
+        entry.used_at = time.monotonic()
+
+    async def _make_ready(self, entry: Session, *, is_call: bool) -> None:
         sandbox = entry.sandbox
-        if sandbox is None:
+        lost = sandbox if sandbox is not None and sandbox.lost is not None else None
+        if lost is not None and not entry.workspace.outlives_container and not lost.loss_told:
+            lost.loss_told = True
+            entry.untold = FILES_LOST.format(f"the sandbox of this session died ({lost.lost})")
+        self._check_told(entry, is_call)
+        if lost is not None:
+            await self._take_away(entry, lost)
+        if entry.sandbox is None:
             await self._start_again(entry)
-        elif sandbox.lost is not None:
-            await self._rebuild(entry, sandbox)
         elif entry.is_paused:
-            await self._maker.engine.unpause(sandbox.container)
+            await self._maker.engine.unpause(entry.sandbox.container)
             entry.is_paused = False
 
-    async def _rebuild(self, entry: Session, sandbox: Sandbox) -> None:
-        if not entry.workspace.outlives_container and not sandbox.loss_told:
-            sandbox.loss_told = True
-            raise SandboxUnavailable(
-                f"the sandbox of this session died ({sandbox.lost}) and its files are lost; the next call gets a fresh, empty one"
-            )
+    def _check_told(self, entry: Session, is_call: bool) -> None:
+        """A model must not find an empty folder that it has not been told of: what is no call is refused until one has been."""
+        if entry.untold is not None:
+            untold = entry.untold
+            if is_call:
+                entry.untold = None
+            raise SandboxUnavailable(untold)
+
+    async def _take_away(self, entry: Session, sandbox: Sandbox) -> None:
         await sandbox.remove()
         # Whoever was told by his own call's result has no need of it again.
         entry.lost = sandbox.lost
         is_news = entry.workspace.outlives_container and not sandbox.loss_told
-        entry.news = _KEPT.format(sandbox.lost) if is_news else None
+        entry.news = KEPT.format(sandbox.lost) if is_news else None
         entry.sandbox, entry.is_paused = None, False
-        await self._start_again(entry)
 
     async def _start_again(self, entry: Session) -> None:
         """A new container around the session's workspace, with what was packed of the last one."""
         await self._maker.room.take()
         sandbox = await self._maker.make(entry.plan, entry.workspace, entry.generation + 1)
-        self._equip(entry, sandbox)
-        if entry.lost is not None:
-            entry.was_rebuilt = True
-        elif entry.parcel is not None:
-            await self._unpack(entry, sandbox)
-        entry.sandbox, entry.generation, entry.lost = sandbox, entry.generation + 1, None
-        await self._forget_parcel(entry)
-        self._keep(entry)
-
-    async def _unpack(self, entry: Session, sandbox: Sandbox) -> None:
         try:
-            await self._parking.unpack(entry, sandbox)
-        except SandboxUnavailable as error:
-            log.error("parcel_not_unpacked", container=sandbox.container[:12], error=str(error))
-            await self._maker.discard(sandbox)
+            self._equip(entry, sandbox)
+            if entry.lost is None and entry.parcel is not None:
+                await self.resting.unpack(entry, sandbox)
+            self._maker.check_ending()  # what is packed stays packed
+        except BaseException:
+            await asyncio.shield(settle([self._maker.discard(sandbox)]))
             raise
-
-    async def _pack_and_remove(self, entry: Session, sandbox: Sandbox) -> bool:
-        if entry.is_paused:
-            await self._maker.engine.unpause(sandbox.container)
-            entry.is_paused = False
-        if await self._has_jobs(entry, sandbox):
-            return False
-        entry.parcel = await self._parking.pack(entry, sandbox)
-        entry.sandbox = None
-        self._keep(entry)
-        await self._maker.discard(sandbox)
-        return True
-
-    async def _has_jobs(self, entry: Session, sandbox: Sandbox) -> bool:
-        entry.looked_at = time.monotonic()
+        entry.was_rebuilt = entry.was_rebuilt or entry.lost is not None
+        parcel, entry.parcel = entry.parcel, None
+        entry.sandbox, entry.generation, entry.lost, entry.looked_at = sandbox, entry.generation + 1, None, 0.0
         try:
-            return parse_attestation(await sandbox.ask({"op": "attest", "timeout_s": 5.0})).jobs > 0
-        except ValueError as error:
-            raise SandboxUnavailable(f"the guest does not say whether it has jobs: {error}") from error
+            self.resting.keep(entry)  # first: no record names a parcel that is gone
+        except SandboxUnavailable as error:
+            log.error("session_not_recorded", container=sandbox.container[:12], error=str(error))
+        await self.resting.forget_parcel(entry, parcel)
+
+    async def _suspend(self, entry: Session, slots: asyncio.Semaphore) -> None:
+        async with slots:
+            await self.resting.suspend(entry)
+
+    async def _give_in(self, entry: Session) -> None:
+        """Remove a container that could not be packed."""
+        try:
+            self.resting.keep(entry)
+        finally:
+            if entry.sandbox is not None:
+                await entry.sandbox.remove()
 
     async def _give_one_up(self) -> bool:
         """For another's sake: a warm sandbox, else the container of the session that has been idle for the longest time."""
-        if self._pool is not None and await self._pool.give_up_one():
+        if await self._pools.give_up_one():
             return True
-        idle = [entry for entry in self.all() if entry.sandbox is not None and entry.idle_s() >= MIN_IDLE_S]
+        # One that had a job, or would not be packed, a moment ago is not asked again by everybody who waits.
+        asked_before = time.monotonic() - MIN_IDLE_S
+        idle = [
+            entry for entry in self.all() if entry.sandbox is not None and entry.idle_s() >= MIN_IDLE_S and entry.looked_at < asked_before
+        ]
         for entry in sorted(idle, key=lambda one: one.used_at):
-            if await self.give_up(entry):
+            if await self.resting.give_up(entry):
                 return True
         return False
-
-    def _keep(self, entry: Session) -> None:
-        if self._is_kept(entry):
-            self._records.keep_session(entry.record())
-        else:
-            self._records.forget_session(entry.id)
-
-    def _is_kept(self, entry: Session) -> bool:
-        """Whether its files would be there without this process: as a workspace, or as a parcel."""
-        return entry.workspace.outlives_container or (entry.sandbox is None and entry.parcel is not None)
-
-    async def _forget_parcel(self, entry: Session) -> None:
-        try:
-            await self._parking.forget(entry)
-        except SandboxUnavailable as error:
-            log.error("parcel_not_removed", error=str(error))
-
-    async def _settle(self, work: list[Coroutine[Any, Any, Any]]) -> None:
-        """All of it, whatever some of it raises. A sandbox that would not go has been logged by itself."""
-        for result in await asyncio.gather(*work, return_exceptions=True):
-            if isinstance(result, Exception) and not isinstance(result, SandboxUnavailable):
-                log.error("sandbox_work_failed", error=repr(result))
 
 
 def _not_found() -> ToolFailure:

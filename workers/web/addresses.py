@@ -69,8 +69,13 @@ class AddressRules:
         """`nat64_prefix`: a /96. Raises ValueError when it is not."""
         if nat64_prefix is not None and nat64_prefix.prefixlen != 96:
             raise ValueError("a NAT64 prefix must be a /96")
-        self._refused = (*_REFUSED, *(_range(network, "closed by the operator") for network in own_ranges))
+        self._own = tuple(_range(network, "closed by the operator") for network in own_ranges)
+        self._refused = (*_REFUSED, *self._own)
         self._nat64_prefix = nat64_prefix
+
+    def is_closed_by_operator(self, address: Address) -> bool:
+        """Whether it is in a range of the operator's own, which no exception opens."""
+        return any(held.holds(address) for held in self._own)
 
     def refusal(self, address: Address) -> str | None:
         """Why nothing is fetched from this address; None when it may be."""

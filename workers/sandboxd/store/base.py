@@ -3,15 +3,21 @@
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from contract.errors import SandboxUnavailable
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}/[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 MAX_FACTS_BYTES = 4096
+CHECK_EVERY_BYTES = 16 * 1024 * 1024
+"""How much may be written between two looks at the free space of a disk."""
+_LAYOUT = 1
+"""Of what is kept: the names of files in a parcel, and the words of the facts."""
 
 
 class NotStored(Exception):
@@ -91,27 +97,41 @@ class Tally:
             )
 
 
+def check_room(folder: Path, free_bytes: int) -> None:
+    """Blocks. Raises SandboxUnavailable when the disk of a folder has less than this left, OSError."""
+    if shutil.disk_usage(folder).free < free_bytes:
+        raise SandboxUnavailable(
+            f"the disk of {folder} has less than {free_bytes} bytes free: make room there, or set TOOLCREW_WORKSPACE_STORE to a folder on another"
+        )
+
+
+def write_all(file: Any, data: bytes) -> None:
+    """To an unbuffered file, which may take less than it is given."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
 def encode_facts(facts: StoredFacts) -> bytes:
     """As they are kept beside a parcel."""
-    return json.dumps({"bytes": facts.bytes, "sha256": facts.sha256}).encode()
+    return json.dumps({"layout": _LAYOUT, "bytes": facts.bytes, "sha256": facts.sha256}).encode()
 
 
 def parse_facts(name: str, data: bytes) -> StoredFacts:
-    """Facts that were kept. Raises SandboxUnavailable when they are none."""
-    facts = _read_told(data)
-    if facts is None:
-        raise SandboxUnavailable(
-            f"what is kept about the stored files {name} is damaged: see the store's disk, and restore another checkpoint"
-        )
-    return facts
-
-
-def _read_told(data: bytes) -> StoredFacts | None:
+    """Facts that were kept. Raises SandboxUnavailable when they are none, or of a layout that this version does not know."""
     try:
         told = json.loads(data)
     except (ValueError, RecursionError):
-        return None
-    size, digest = (told.get("bytes"), told.get("sha256")) if isinstance(told, dict) else (None, None)
-    if type(size) is not int or size < 0 or not isinstance(digest, str) or _SHA256.fullmatch(digest) is None:
-        return None
+        told = None
+    told = told if isinstance(told, dict) else {}
+    size, digest, layout = told.get("bytes"), told.get("sha256"), told.get("layout")
+    if type(size) is not int or size < 0 or not isinstance(digest, str) or _SHA256.fullmatch(digest) is None or type(layout) is not int:
+        raise SandboxUnavailable(
+            f"what is kept about the stored files {name} is damaged: see the store's disk, and restore another checkpoint"
+        )
+    if layout != _LAYOUT:
+        raise SandboxUnavailable(
+            f"the stored files {name} have layout {layout}, and this version knows {_LAYOUT}: restore them by the version that kept them, "
+            "or restore another checkpoint"
+        )
     return StoredFacts(size, digest)

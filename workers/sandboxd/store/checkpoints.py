@@ -1,9 +1,10 @@
 """Checkpoints: parcels of a tenant's sessions in a store, by random ids that only their tenant can use."""
 
+import asyncio
 import contextlib
 import re
 import secrets
-from collections.abc import Set
+from collections.abc import AsyncIterator, Set
 from dataclasses import dataclass
 
 from contract.errors import ErrorCode, ToolFailure
@@ -11,6 +12,8 @@ from workers.sandboxd.parcels import ROOTS, Guest, Packing, unpack
 from workers.sandboxd.store.base import NotStored, WorkspaceStore
 
 MAX_PARCEL_BYTES = 16 * 1024**3
+WHOLE_S = 500.0
+"""For all of it, the guest's part and the store's: a little less than workers wait for an answer."""
 MOST_CHECKPOINTS = 100
 """Of one tenant in one store: what a tenant keeps is on the operator's disk."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -28,20 +31,21 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Saves sandboxes and loads them into others. `most`: a tenant may keep so many; None: no limit.
+    """Saves sandboxes and loads them into others. `most`: a tenant may keep so many; None: no limit. `save_s`: for one saving.
 
     All raise SandboxUnavailable when the store fails or the sandbox is lost.
     """
 
-    def __init__(self, store: WorkspaceStore, *, most: int | None = None) -> None:
+    def __init__(self, store: WorkspaceStore, *, most: int | None = None, save_s: float = WHOLE_S) -> None:
         self._store = store
         self._most = most
+        self._save_s = save_s
 
     async def save(self, tenant: str, sandbox: Guest, *, roots: tuple[str, ...] = ROOTS, max_bytes: int = MAX_PARCEL_BYTES) -> Checkpoint:
-        """Keep the roots of a sandbox. Raises ToolFailure: NO_SPACE when the tenant keeps too many, and as `Packing.chunks`."""
+        """Keep the roots of a sandbox. Raises ToolFailure: NO_SPACE when the tenant keeps too many, TIMEOUT, and as `Packing.chunks`."""
         await self._check_count(tenant)
         name, packing = secrets.token_urlsafe(18), Packing(sandbox, roots, max_bytes)
-        async with contextlib.aclosing(packing.chunks()) as chunks:
+        async with _in_time("kept", self._save_s), contextlib.aclosing(packing.chunks()) as chunks:
             stored = await self._store.put(f"{tenant}/{name}", chunks)
         facts = packing.facts
         assert facts is not None
@@ -50,12 +54,12 @@ class Checkpoints:
     async def load(self, tenant: str, checkpoint: str, sandbox: Guest, *, roots: tuple[str, ...] = ROOTS) -> None:
         """Unpack into a sandbox that is empty; when it raises, the sandbox holds a part and is of no use.
 
-        Raises ToolFailure(FILE_NOT_FOUND) for what is not the tenant's, and as `unpack`.
+        Raises ToolFailure: FILE_NOT_FOUND for what is not the tenant's, TIMEOUT, and as `unpack`.
         """
         name = _name(tenant, checkpoint)
         try:
             facts = await self._store.describe(name)
-            async with contextlib.aclosing(self._store.get(name)) as chunks:
+            async with _in_time("restored", WHOLE_S), contextlib.aclosing(self._store.get(name)) as chunks:
                 await unpack(sandbox, roots, chunks, facts.bytes)
         except NotStored:
             raise _no_such(checkpoint) from None
@@ -78,6 +82,19 @@ class Checkpoints:
                 ErrorCode.NO_SPACE,
                 f"tenant '{tenant}' keeps {self._most} checkpoints, the most that are allowed: delete one that is not needed",
             )
+
+
+@contextlib.asynccontextmanager
+async def _in_time(what: str, within_s: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(within_s) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise ToolFailure(
+            ErrorCode.TIMEOUT, f"the session's files were not {what} within {within_s:g} s: try again, or have fewer files in the session"
+        ) from None
 
 
 def _name(tenant: str, checkpoint: str) -> str:

@@ -13,7 +13,16 @@ def open_store(setting: str | None, state: Path, free_bytes: int = 0) -> Workspa
     Raises ConfigError when fsspec or the package of a URL's protocol is missing.
     """
     if setting is not None and "://" in setting:
-        return FsspecStore(setting, state / "spool")
+        remote = FsspecStore(setting, state / "spool", free_bytes)
+        remote.sweep()
+        return remote
     store = FolderStore(Path(setting) if setting is not None else state / "checkpoints", free_bytes)
     store.sweep()
+    return store
+
+
+def open_own_store(folder: Path, free_bytes: int = 0) -> FolderStore:
+    """A folder to which nobody else writes: what was not ended in it never will be."""
+    store = FolderStore(folder, free_bytes)
+    store.sweep(0.0)
     return store

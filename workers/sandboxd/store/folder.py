@@ -1,21 +1,31 @@
 """Parcels as files of a folder: of this host, or one that several hosts mount."""
 
-import asyncio
 import contextlib
 import functools
 import os
 import secrets
-import shutil
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.store.base import MAX_FACTS_BYTES, NotStored, StoredFacts, Tally, encode_facts, is_name, parse_facts, split_name
+from workers.sandboxd.store.base import (
+    CHECK_EVERY_BYTES,
+    MAX_FACTS_BYTES,
+    NotStored,
+    StoredFacts,
+    Tally,
+    check_room,
+    encode_facts,
+    is_name,
+    parse_facts,
+    split_name,
+    write_all,
+)
+from workers.sandboxd.store.threads import StoreThreads
 
 _READ_BYTES = 1024 * 1024
-_CHECK_EVERY_BYTES = 16 * 1024 * 1024
 _FORGOTTEN_S = 86_400.0
 _DATA, _FACTS, _PART = ".tar", ".json", ".part"
 
@@ -31,47 +41,48 @@ class FolderStore:
     def __init__(self, folder: Path, free_bytes: int = 0) -> None:
         self._folder = folder
         self._free_bytes = free_bytes
+        self._threads = StoreThreads()
 
     async def put(self, name: str, chunks: AsyncIterator[bytes]) -> StoredFacts:
         tenant, parcel = split_name(name)
         failed = f"the folder {self._folder} did not take the files of a session"
-        place = await _do(failed, lambda: self._make_folder(tenant))
+        place = await self._do(failed, lambda: self._make_folder(tenant))
         part = place / f".{parcel}.{secrets.token_hex(8)}{_PART}"
         try:
-            with await _do(failed, lambda: _create(part)) as file:
+            with await self._do(failed, lambda: _create(part)) as file:
                 facts = await self._write(file, chunks, failed)
-            await _do(failed, lambda: _publish(part, place / (parcel + _DATA), place / (parcel + _FACTS), facts))
+            await self._do(failed, lambda: _publish(part, place / (parcel + _DATA), place / (parcel + _FACTS), facts))
         finally:
-            await _do(failed, lambda: part.unlink(missing_ok=True))
+            await self._do(failed, lambda: part.unlink(missing_ok=True))
         return facts
 
     async def describe(self, name: str) -> StoredFacts:
         tenant, parcel = split_name(name)
         path = self._folder / tenant / (parcel + _FACTS)
-        return parse_facts(name, await _do(f"the stored files {name} cannot be read", lambda: _read_facts(path, name)))
+        return parse_facts(name, await self._do(f"the stored files {name} cannot be read", lambda: _read_facts(path, name)))
 
     async def get(self, name: str) -> AsyncGenerator[bytes]:
         wanted, tally, failed = await self.describe(name), Tally(), f"the stored files {name} cannot be read"
         tenant, parcel = split_name(name)
-        with await _do(failed, lambda: open(self._folder / tenant / (parcel + _DATA), "rb", 0)) as file:
-            while chunk := await _do(failed, lambda: file.read(_READ_BYTES)):
+        with await self._do(failed, lambda: open(self._folder / tenant / (parcel + _DATA), "rb", 0)) as file:
+            while chunk := await self._do(failed, lambda: file.read(_READ_BYTES)):
                 tally.add(chunk)
                 yield chunk
         tally.check(name, wanted)
 
     async def delete(self, name: str) -> bool:
         tenant, parcel = split_name(name)
-        return await _do(f"the stored files {name} cannot be deleted", lambda: _delete(self._folder / tenant, parcel))
+        return await self._do(f"the stored files {name} cannot be deleted", lambda: _delete(self._folder / tenant, parcel))
 
     async def list(self, prefix: str = "") -> list[str]:
-        return await _do(f"the folder {self._folder} cannot be listed", lambda: list(self._find(prefix)))
+        return await self._do(f"the folder {self._folder} cannot be listed", lambda: list(self._find(prefix)))
 
-    def sweep(self) -> None:
-        """Delete what was begun a day ago or more and never ended."""
+    def sweep(self, older_than_s: float = _FORGOTTEN_S) -> None:
+        """Delete what was begun so long ago, a day or more, and never ended. 0: for a folder to which nobody else writes."""
         without_facts = (path for path in self._folder.glob(f"*/*{_DATA}") if not path.with_suffix(_FACTS).exists())
         for path in [*self._folder.glob(f"*/.*{_PART}"), *without_facts]:
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > _FORGOTTEN_S:
+                if time.time() - path.stat().st_mtime >= older_than_s:
                     path.unlink()
 
     def _make_folder(self, tenant: str) -> Path:
@@ -81,46 +92,35 @@ class FolderStore:
         return place
 
     def _find(self, prefix: str) -> Sequence[str]:
-        names = (f"{path.parent.name}/{path.stem}" for path in self._folder.glob(f"*/*{_FACTS}"))
+        tenant, is_whole, _ = prefix.partition("/")
+        found = (self._folder / tenant).glob(f"*{_FACTS}") if is_whole else self._folder.glob(f"*/*{_FACTS}")
+        names = (f"{path.parent.name}/{path.stem}" for path in found)
         return sorted(name for name in names if is_name(name) and name.startswith(prefix))
 
     async def _write(self, file: BinaryIO, chunks: AsyncIterator[bytes], failed: str) -> StoredFacts:
-        tally, unchecked = Tally(), _CHECK_EVERY_BYTES
+        tally, unchecked = Tally(), CHECK_EVERY_BYTES
         async for chunk in chunks:
             tally.add(chunk)
             unchecked += len(chunk)
-            if unchecked >= _CHECK_EVERY_BYTES:
+            if unchecked >= CHECK_EVERY_BYTES:
                 unchecked = 0
-                await _do(failed, self._check_room)
-            await _do(failed, functools.partial(_write_all, file, chunk))
-        await _do(failed, lambda: os.fsync(file.fileno()))
+                await self._do(failed, lambda: check_room(self._folder, self._free_bytes))
+            await self._do(failed, functools.partial(write_all, file, chunk))
+        await self._do(failed, lambda: os.fsync(file.fileno()))
         return tally.facts()
 
-    def _check_room(self) -> None:
-        if shutil.disk_usage(self._folder).free < self._free_bytes:
+    async def _do(self, what: str, work: Callable[[], T]) -> T:
+        """In a thread: a disk may be slow, and a folder of another host's slower. Raises SandboxUnavailable, saying `what` could not be done."""
+        try:
+            return await self._threads.run(work)
+        except OSError as error:
             raise SandboxUnavailable(
-                f"the disk of {self._folder} has less than {self._free_bytes} bytes free: make room, or set TOOLCREW_WORKSPACE_STORE to another place"
-            )
-
-
-async def _do(what: str, work: Callable[[], T]) -> T:
-    """In a thread: a disk may be slow, and a folder of another host's slower. Raises SandboxUnavailable, saying `what` could not be done."""
-    try:
-        return await asyncio.to_thread(work)
-    except OSError as error:
-        raise SandboxUnavailable(
-            f"{what} ({error}): see its rights and its disk, or set TOOLCREW_WORKSPACE_STORE to another place"
-        ) from error
+                f"{what} ({error}): see its rights and its disk, or set TOOLCREW_WORKSPACE_STORE to another place"
+            ) from error
 
 
 def _create(path: Path) -> BinaryIO:
     return open(path, "xb", 0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600))
-
-
-def _write_all(file: BinaryIO, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
 
 
 def _read_facts(path: Path, name: str) -> bytes:
@@ -138,7 +138,7 @@ def _publish(part: Path, data: Path, facts_path: Path, facts: StoredFacts) -> No
     beside = facts_path.with_name(f".{facts_path.stem}.{secrets.token_hex(8)}{_PART}")
     try:
         with _create(beside) as file:
-            _write_all(file, encode_facts(facts))
+            write_all(file, encode_facts(facts))
             os.fsync(file.fileno())
         beside.rename(facts_path)
     finally:

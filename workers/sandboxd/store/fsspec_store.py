@@ -1,8 +1,9 @@
 """Parcels in whatever fsspec can write to: object stores, remote file systems. The only file that imports fsspec."""
 
-import asyncio
 import contextlib
+import functools
 import tempfile
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,36 +11,55 @@ from typing import Any, TypeVar
 import structlog
 
 from contract.errors import ConfigError, SandboxUnavailable
-from workers.sandboxd.store.base import MAX_FACTS_BYTES, NotStored, StoredFacts, Tally, encode_facts, is_name, parse_facts, split_name
+from workers.sandboxd.store.base import (
+    CHECK_EVERY_BYTES,
+    MAX_FACTS_BYTES,
+    NotStored,
+    StoredFacts,
+    Tally,
+    check_room,
+    encode_facts,
+    is_name,
+    parse_facts,
+    split_name,
+    write_all,
+)
+from workers.sandboxd.store.threads import StoreThreads
 
 log = structlog.get_logger(__name__)
 
 _READ_BYTES = 1024 * 1024
 _DATA, _FACTS = ".tar", ".json"
+_SPOOLED = "parcel-"
+_SEND_S = 480.0
+"""For a whole parcel on its way to the store."""
 
 T = TypeVar("T")
 
 
 class FsspecStore:
-    """A parcel is `<url>/<tenant>/<id>.tar` and, written last, `<id>.json`. It is gathered in `spool`, a folder of this host, and then sent.
+    """A parcel is `<url>/<tenant>/<id>.tar` and, written last, `<id>.json`. It is gathered in `spool`, a folder of this process alone, and then
+    sent. `free_bytes`: nothing is gathered when its disk would have less than this left.
 
     Raises ConfigError when fsspec, or the package that its protocol needs, is not installed.
     """
 
-    def __init__(self, url: str, spool: Path) -> None:
-        self._url = url
+    def __init__(self, url: str, spool: Path, free_bytes: int = 0) -> None:
         self._spool = spool
+        self._free_bytes = free_bytes
+        self._threads = StoreThreads()
         self._fs, self._root = _open_file_system(url)
 
     async def put(self, name: str, chunks: AsyncIterator[bytes]) -> StoredFacts:
         split_name(name)
-        tally = Tally()
         with _spooled(self._spool) as file:
-            async for chunk in chunks:
-                tally.add(chunk)
-                await asyncio.to_thread(_spool, file, chunk)
-            await self._do("did not take the files of a session", lambda: self._send(name, Path(file.name), tally.facts()))
-        return tally.facts()
+            facts, is_void = await self._gather(file, chunks), threading.Event()
+            try:
+                await self._do("did not take the files of a session", lambda: self._send(name, Path(file.name), facts, is_void), _SEND_S)
+            except BaseException:
+                is_void.set()
+                raise
+        return facts
 
     async def describe(self, name: str) -> StoredFacts:
         split_name(name)
@@ -53,7 +73,7 @@ class FsspecStore:
                 tally.add(chunk)
                 yield chunk
         finally:
-            await asyncio.to_thread(file.close)
+            await self._do(failed, file.close)
         tally.check(name, wanted)
 
     async def delete(self, name: str) -> bool:
@@ -63,13 +83,39 @@ class FsspecStore:
     async def list(self, prefix: str = "") -> list[str]:
         return await self._do("did not list what it holds", lambda: list(self._find(prefix)))
 
-    def _send(self, name: str, local: Path, facts: StoredFacts) -> None:
-        """Facts of an older parcel go first: what they would say of the new one is wrong."""
+    def sweep(self) -> None:
+        """Delete what a process that was killed has left in the spool."""
+        for path in self._spool.glob(f"{_SPOOLED}*"):
+            path.unlink(missing_ok=True)
+
+    async def _gather(self, file: Any, chunks: AsyncIterator[bytes]) -> StoredFacts:
+        tally, unchecked = Tally(), CHECK_EVERY_BYTES
+        async for chunk in chunks:
+            tally.add(chunk)
+            unchecked += len(chunk)
+            try:
+                if unchecked >= CHECK_EVERY_BYTES:
+                    unchecked = 0
+                    await self._threads.run(functools.partial(check_room, self._spool, self._free_bytes))
+                await self._threads.run(functools.partial(write_all, file, chunk))
+            except OSError as error:
+                raise _no_spool(error) from error
+        return tally.facts()
+
+    def _send(self, name: str, local: Path, facts: StoredFacts, is_void: threading.Event) -> None:
+        """Facts of an older parcel go first: what they would say of the new one is wrong. `is_void`: nobody waits for it any more."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name, _FACTS))
         self._fs.makedirs(self._path(name, "").rpartition("/")[0], exist_ok=True)
-        self._fs.put_file(str(local), self._path(name, _DATA))
-        self._fs.pipe_file(self._path(name, _FACTS), encode_facts(facts))
+        try:
+            self._fs.put_file(str(local), self._path(name, _DATA))
+            if is_void.is_set():
+                raise TimeoutError("sent too late")
+            self._fs.pipe_file(self._path(name, _FACTS), encode_facts(facts))
+        except Exception:  # whatever a store's package may raise: without facts nobody would find the rest to delete it
+            with contextlib.suppress(Exception):
+                self._delete(name)
+            raise
 
     def _read_facts(self, name: str) -> bytes:
         try:
@@ -88,8 +134,9 @@ class FsspecStore:
     def _find(self, prefix: str) -> Sequence[str]:
         """A store may keep what it lists, and others write to it: what it keeps is forgotten first."""
         self._fs.invalidate_cache()
+        tenant, is_whole, _ = prefix.partition("/")
         try:
-            found = self._fs.find(self._root)
+            found = self._fs.find(f"{self._root.rstrip('/')}/{tenant}" if is_whole else self._root)
         except FileNotFoundError:
             return []
         names = ("/".join(str(path).removesuffix(_FACTS).rsplit("/", 2)[-2:]) for path in found if str(path).endswith(_FACTS))
@@ -98,10 +145,10 @@ class FsspecStore:
     def _path(self, name: str, suffix: str) -> str:
         return f"{self._root.rstrip('/')}/{name}{suffix}"
 
-    async def _do(self, what: str, work: Callable[[], T]) -> T:
+    async def _do(self, what: str, work: Callable[[], T], within_s: float | None = None) -> T:
         """Each store's package raises errors of its own, and no two have a base in common. Their words are the operator's to read."""
         try:
-            return await asyncio.to_thread(work)
+            return await self._threads.run(work, within_s)
         except NotStored:
             raise
         except Exception as error:  # whatever a store's package may raise
@@ -134,20 +181,11 @@ def _spooled(folder: Path) -> Iterator[Any]:
     """A file that is gone afterwards."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = tempfile.NamedTemporaryFile(dir=folder, prefix="parcel-", buffering=0)  # noqa: SIM115  # closed just below
+        file = tempfile.NamedTemporaryFile(dir=folder, prefix=_SPOOLED, buffering=0)  # noqa: SIM115  # closed just below
     except OSError as error:
         raise _no_spool(error) from error
     with file:
         yield file
-
-
-def _spool(file: Any, data: bytes) -> None:
-    view = memoryview(data)
-    try:
-        while view:
-            view = view[file.write(view) :]
-    except OSError as error:
-        raise _no_spool(error) from error
 
 
 def _no_spool(error: OSError) -> SandboxUnavailable:

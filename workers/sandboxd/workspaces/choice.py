@@ -46,10 +46,16 @@ def choose_workspaces(wanted: WantedKind, state: Path, workspace_bytes: int, hos
         return Choice(ImageWorkspaces(folder, host_free_bytes))
     if wanted == "image":
         raise SandboxUnavailable(f"this host cannot have workspaces of the kind image: {missing}")
+    return choose_without_images(missing, state, workspace_bytes, host_free_bytes)
+
+
+def choose_without_images(why: str, state: Path, workspace_bytes: int, host_free_bytes: int) -> Choice:
+    """The next best kind for workspaces of that size. Raises SandboxUnavailable when there is none, with what is missing."""
     if workspace_bytes <= LARGEST_TMPFS_BYTES:
-        return Choice(TmpfsWorkspaces(), f"no images: {missing}. Files end with their container")
+        return Choice(TmpfsWorkspaces(), f"no images: {why}. Files end with their container")
+    folder = state / "workspaces"
     _check_folder(folder, host_free_bytes)
-    return Choice(FolderWorkspaces(folder, host_free_bytes), f"no images: {missing}. The size of a folder is only watched")
+    return Choice(FolderWorkspaces(folder, host_free_bytes), f"no images: {why}. The size of a folder is only watched")
 
 
 def find_obstacle(folder: Path, host_free_bytes: int) -> str | None:

@@ -121,7 +121,26 @@ def repair(image: Path) -> None:
     """Put right what a host's sudden end left, where that is possible without a doubt. Raises SandboxUnavailable."""
     status, words = _run("e2fsck", "-p", str(image))
     if status & ~3:
-        raise SandboxUnavailable(f"the file system of {image} was damaged when the host went down, and e2fsck -p cannot repair it: {words}")
+        raise SandboxUnavailable(
+            f"the file system of {image} was damaged when the host went down, and e2fsck -p cannot repair it ({words}): "
+            "open a new session, or repair it by hand with e2fsck"
+        )
+
+
+def clear_found(top: Path) -> None:
+    """Take away the folder of root's that a repair has made at the top of a mounted image. What lay nameless is in it: then it is the sandbox's.
+
+    Raises OSError.
+    """
+    found = top / "lost+found"
+    try:
+        if found.lstat().st_uid == 0:
+            found.rmdir()
+    except OSError as error:
+        if error.errno == errno.ENOTEMPTY:
+            os.chown(found, UID, UID, follow_symlinks=False)
+        elif error.errno != errno.ENOENT:
+            raise
 
 
 def find_tool(name: str) -> str | None:

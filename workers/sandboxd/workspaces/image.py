@@ -11,7 +11,7 @@ from pathlib import Path
 
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.workspaces.base import Kind, WorkspaceMount, WorkspaceSize
-from workers.sandboxd.workspaces.ext4 import Templates, is_clean, repair
+from workers.sandboxd.workspaces.ext4 import Templates, clear_found, is_clean, repair
 from workers.sandboxd.workspaces.loop_mounts import mount_image, try_lock, unmount
 from workers.sandboxd.workspaces.places import MOUNT, Places, refused, run_to_end
 
@@ -152,9 +152,12 @@ def _open_image(image: Path) -> int:
 def _mount(image: int, place: Path) -> None:
     """Mount the locked image, after a check where it needs one. Closes it: from then on the mount has the lock."""
     try:
-        if not is_clean(image):
+        was_clean = is_clean(image)
+        if not was_clean:
             repair(place / IMAGE)
         mount_image(image, place / MOUNT)
+        if not was_clean:
+            clear_found(place / MOUNT)
     except OSError as error:
         raise refused(f"workspace {place.name} cannot be mounted", error) from error
     finally:

@@ -1,0 +1,58 @@
+"""Checkpoints as workers ask for them: one at a time of a session, which is in use meanwhile."""
+
+import asyncio
+from pathlib import Path
+
+from tests.fake_sandboxd import running_sandboxd
+from workers.sandboxd.store.checkpoints import Checkpoint
+
+SOON_S = 10.0
+
+
+class GatedCheckpoints:
+    """Saves when it is let; knows how many it was asked for at once."""
+
+    def __init__(self) -> None:
+        self.saving = asyncio.Event()
+        self.go = asyncio.Event()
+        self.at_once = 0
+        self.most_at_once = 0
+
+    async def save(self, *_: object, **__: object) -> Checkpoint:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.saving.set()
+        await self.go.wait()
+        self.at_once -= 1
+        return Checkpoint("c1", 1, "0" * 64)
+
+
+async def test_two_checkpoints_of_a_session_are_made_one_after_the_other(tmp_path: Path) -> None:
+    """Each opens files that their owner may not read and closes them again: at once, one would find closed what it counts on."""
+    checkpoints = GatedCheckpoints()
+    async with running_sandboxd(tmp_path, checkpoints=checkpoints) as daemon:
+        _, name = await daemon.open()
+        asked = [asyncio.create_task(daemon.server._answer({"verb": "checkpoint", "sandbox": name})) for _ in range(2)]
+        await asyncio.wait_for(checkpoints.saving.wait(), SOON_S)
+        await asyncio.sleep(0)
+        checkpoints.go.set()
+        answers = await asyncio.wait_for(asyncio.gather(*asked), SOON_S)
+        assert ([answer["checkpoint"] for answer in answers], checkpoints.most_at_once) == (["c1", "c1"], 1)
+
+
+async def test_a_session_is_in_use_until_its_checkpoint_is_stored(tmp_path: Path) -> None:
+    checkpoints = GatedCheckpoints()
+    async with running_sandboxd(tmp_path, checkpoints=checkpoints) as daemon:
+        client, name = await daemon.open()
+        entry = daemon.sessions.find(name)
+        assert entry is not None
+        asked = asyncio.create_task(asyncio.to_thread(client.checkpoint, name))
+        await asyncio.wait_for(checkpoints.saving.wait(), SOON_S)
+        entry.used_at -= 2 * entry.ttl_s
+        assert not await daemon.sessions.resting.give_up(entry)
+        await daemon.host.keeper.expire()
+        checkpoints.go.set()
+        await asyncio.wait_for(asked, SOON_S)
+        await daemon.host.keeper.expire()
+        assert daemon.sessions.find(name) is entry
+        assert entry.idle_s() < SOON_S

@@ -1,0 +1,382 @@
+"""Sessions that are frozen, packed and brought back while something else happens: calls, cancels, ends, disks that refuse."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from tests.fake_engine import FakeGuest, echoing
+from tests.fake_sandboxd import PLAN, PLANS, FakeHost, KeptWorkspaces, MemoryParking, build_host, end_host, open_host, running_sandboxd
+from workers.sandboxd import room as room_module
+from workers.sandboxd.keeping import IdleTimes
+from workers.sandboxd.sandbox import Sandbox
+from workers.sandboxd.session import Session
+
+EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
+SOON_S = 10.0
+
+
+class SlowParking(MemoryParking):
+    """Packs and unpacks when it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def pack(self, session: Session, sandbox: Sandbox) -> str:
+        await self._wait()
+        return await super().pack(session, sandbox)
+
+    async def unpack(self, session: Session, sandbox: Sandbox) -> None:
+        await self._wait()
+        await super().unpack(session, sandbox)
+
+    async def _wait(self) -> None:
+        self.begun.set()
+        await self.go_on.wait()
+
+
+async def give_up(host: FakeHost, name: str = "acme:s") -> Session:
+    entry = await host.sessions.open(name, PLAN, 60)
+    assert await host.sessions.resting.give_up(entry, must_be_idle=False)
+    return entry
+
+
+async def next_life(host: FakeHost) -> None:
+    """Its process is gone; what it kept is there."""
+    host.lease.give_back()
+    await host.engine.end()
+
+
+# Freezing
+
+
+async def test_an_end_in_the_middle_of_freezing_still_packs_the_session(tmp_path: Path) -> None:
+    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+        entry = await host.sessions.open("acme:s", PLAN, 60)
+        host.engine.pause_gate.clear()
+        freezing = asyncio.create_task(host.sessions.resting.pause(entry))
+        await host.engine.pausing.wait()
+        freezing.cancel()
+        ending = asyncio.create_task(host.sessions.suspend_all(SOON_S))
+        await asyncio.sleep(0)
+        host.engine.pause_gate.set()
+        await ending
+        assert (entry.parcel is not None, host.engine.paused, host.alive) == (True, set(), [])
+
+
+async def test_one_session_that_is_packed_slowly_does_not_keep_others_from_being_frozen(tmp_path: Path) -> None:
+    parking = SlowParking()
+    async with open_host(tmp_path, workspaces=KeptWorkspaces(), parking=parking, idle=IdleTimes(10, 100)) as host:
+        slow, idle = await host.sessions.open("acme:slow", PLAN, 9999), await host.sessions.open("acme:idle", PLAN, 9999)
+        slow.used_at -= 200
+        idle.used_at -= 20
+        keeping = asyncio.create_task(host.keeper.evict_idle())
+        await parking.begun.wait()
+        await asyncio.wait_for(host.keeper.freeze_idle(), SOON_S)
+        assert idle.is_paused
+        parking.go_on.set()
+        await keeping
+
+
+# Places
+
+
+async def test_nobody_waits_for_a_place_longer_than_its_time_whatever_a_guest_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room_module, "GIVE_UP_S", 0.05)
+    parking = SlowParking()
+    async with open_host(tmp_path, workspaces=KeptWorkspaces(), parking=parking, limit=1) as host:
+        old = await host.sessions.open("acme:old", PLAN, 60)
+        old.used_at -= 100
+        with pytest.raises(SandboxUnavailable, match="already holds"):
+            await asyncio.wait_for(host.sessions.open("acme:new", PLAN, 60), SOON_S)
+        assert parking.begun.is_set()
+        parking.go_on.set()
+        async with old.lock:
+            assert (old.parcel is not None, old.sandbox) == (True, None)
+
+
+async def test_a_new_container_that_cannot_be_equipped_gives_its_place_back(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+
+        def refuse(entry: Session, sandbox: Sandbox) -> None:
+            raise RuntimeError("no way out")
+
+        host.sessions._equip = refuse
+        with pytest.raises(RuntimeError):
+            await host.sessions.open("acme:s", PLAN, 60)
+        assert (host.alive, host.maker.room.taken, len(host.sessions)) == ([], 0, 0)
+
+
+# Parcels
+
+
+async def test_a_parcel_that_cannot_be_unpacked_does_not_lock_its_session_up(tmp_path: Path) -> None:
+    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+        entry = await give_up(host)
+        host.parking.refuse_to_unpack = 99
+        for _ in range(3):
+            with pytest.raises(SandboxUnavailable, match="damaged"):
+                await host.sessions.use("acme:s", "c")
+        assert (host.alive, host.maker.room.taken) == ([], 0)
+        _, sandbox = await host.sessions.use("acme:s", "c")
+        told = entry.describe_sandbox(sandbox)
+        assert (told["rebuilt"], "cannot be unpacked" in told["news"], host.parking.parcels) == (True, True, {})
+
+
+async def test_a_lost_parcel_with_all_files_is_told_before_an_empty_sandbox_is_shown(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        await give_up(host)
+        host.parking.refuse_to_unpack = 99
+        for _ in range(3):
+            with pytest.raises(SandboxUnavailable, match="damaged"):
+                await host.sessions.use("acme:s", "c")
+        with pytest.raises(SandboxUnavailable, match="files are lost"):
+            await host.sessions.use("acme:s", "c")
+        await host.sessions.use("acme:s", "c")
+
+
+async def test_no_record_names_a_parcel_that_was_used(tmp_path: Path) -> None:
+    workspaces, parking = KeptWorkspaces(), MemoryParking()
+    first = build_host(tmp_path, workspaces=workspaces, parking=parking)
+    await give_up(first)
+    parking.refuse_to_forget = True
+    await first.sessions.use("acme:s", "c")
+    assert [record.parcel for record in first.records.sessions()] == [None]
+    await next_life(first)
+    parking.refuse_to_forget = False
+    async with open_host(tmp_path, workspaces=workspaces, parking=parking) as second:
+        second.sessions.adopt(PLANS.revise)
+        await second.sessions.sweep()
+        entry, sandbox = await second.sessions.use("acme:s", "c")
+        assert (parking.parcels, "started anew" in entry.describe_sandbox(sandbox)["news"]) == ({}, True)
+
+
+async def test_a_session_that_cannot_be_recorded_keeps_its_container(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        entry = await host.sessions.open("acme:s", PLAN, 60)
+        (tmp_path / "test" / "sessions").rmdir()
+        assert not await host.sessions.resting.give_up(entry, must_be_idle=False)
+        assert (entry.sandbox is not None, entry.parcel, host.parking.parcels) == (True, None, {})
+
+
+async def test_a_state_folder_that_takes_nothing_is_said_and_costs_no_place(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        (tmp_path / "test" / "containers").rmdir()
+        with pytest.raises(SandboxUnavailable, match="TOOLCREW_SANDBOXD_STATE"):
+            await host.sessions.open("acme:s", PLAN, 60)
+        assert host.maker.room.taken == 0
+
+
+# Ends
+
+
+async def test_a_background_job_costs_a_memory_workspace_nothing_but_itself_at_an_end_in_order(tmp_path: Path) -> None:
+    parking = MemoryParking()
+    first = build_host(tmp_path, parking=parking)
+    await first.sessions.open("acme:s", PLAN, 60)
+    first.engine.guests[0].attests = {"jobs": 1}
+    await first.sessions.suspend_all(SOON_S)
+    await next_life(first)
+    second = build_host(tmp_path, parking=parking)
+    assert second.sessions.adopt(PLANS.revise) == 1
+    entry, sandbox = await second.sessions.use("acme:s", "c")
+    assert "background jobs have ended" in entry.describe_sandbox(sandbox)["news"]
+    assert len(parking.unpacked) == 1
+    await end_host(second)
+
+
+async def test_a_call_that_wakes_a_session_while_sandboxd_ends_costs_it_nothing(tmp_path: Path) -> None:
+    parking = SlowParking()
+    async with open_host(tmp_path, parking=parking) as host:
+        parking.go_on.set()
+        entry = await give_up(host)
+        parking.begun.clear()
+        parking.go_on.clear()
+        waking = asyncio.create_task(host.sessions.use("acme:s", "c"))
+        await parking.begun.wait()
+        ending = asyncio.create_task(host.sessions.suspend_all(SOON_S))
+        await asyncio.sleep(0)
+        parking.go_on.set()
+        await ending
+        with pytest.raises(SandboxUnavailable, match="ending"):
+            await waking
+        assert (host.alive, entry.parcel in parking.parcels, len(host.records.sessions())) == ([], True, 1)
+
+
+async def test_no_call_begins_once_sandboxd_ends(tmp_path: Path) -> None:
+    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+        await host.sessions.open("acme:s", PLAN, 60)
+        host.maker.is_ending = True
+        with pytest.raises(SandboxUnavailable, match="ending"):
+            await host.sessions.use("acme:s", "c")
+
+
+# The next sandboxd
+
+
+async def test_a_workspace_of_another_kind_does_not_pass_for_the_one_that_was_kept(tmp_path: Path) -> None:
+    workspaces = KeptWorkspaces()
+    first = build_host(tmp_path, workspaces=workspaces)
+    await first.sessions.open("acme:s", PLAN, 60)
+    await next_life(first)
+    second = build_host(tmp_path)  # in memory
+    assert second.sessions.adopt(PLANS.revise) == 0
+    with pytest.raises(ToolFailure) as refused:
+        await second.sessions.use("acme:s", "c")
+    assert refused.value.code is ErrorCode.SESSION_NOT_FOUND
+    await end_host(second)
+    async with open_host(tmp_path, workspaces=workspaces) as third:
+        assert third.sessions.adopt(PLANS.revise) == 1
+
+
+async def test_a_kept_session_has_what_its_class_has_today(tmp_path: Path) -> None:
+    workspaces = KeptWorkspaces()
+    first = build_host(tmp_path, workspaces=workspaces)
+    await first.sessions.open("acme:s", replace(PLAN, runtime="weak", network="egress", image="gone", pids=9999), 60)
+    await next_life(first)
+    async with open_host(tmp_path, workspaces=workspaces) as second:
+        second.sessions.adopt(PLANS.revise)
+        await second.sessions.use("acme:s", "c")
+        config = second.engine.guests[0].config
+        assert (config["HostConfig"]["Runtime"], config["Image"], config["HostConfig"]["PidsLimit"]) == ("runc", "default", PLAN.pids)
+        assert "--proxy" not in config["Entrypoint"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("workspace", "../../etc"), ("id", "a:b:c"), ("ttl_s", "long"), ("plan", {}), ("version", 2), ("kind", "disk"), ("ttl_s", None)],
+)
+async def test_a_record_of_another_version_is_set_aside_and_not_guessed_at(tmp_path: Path, name: str, value: object) -> None:
+    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+        await host.sessions.open("acme:s", PLAN, 60)
+        (path,) = (tmp_path / "test" / "sessions").glob("*.json")
+        path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+        assert host.records.sessions() == []
+        assert path.with_suffix(".bad").exists()
+
+
+# Calls that wait
+
+
+async def test_a_call_whose_worker_left_while_it_waited_never_reaches_the_guest(tmp_path: Path) -> None:
+    ran: list[str] = []
+
+    async def noting(guest: FakeGuest) -> None:
+        await guest.hello()
+        while True:
+            request, _ = await guest.request()
+            ran.append(request["op"])
+            await guest.done(request)
+
+    parking = SlowParking()
+    async with running_sandboxd(tmp_path, echoing, noting, workspaces=KeptWorkspaces(), parking=parking) as daemon:
+        client, name = await daemon.open()
+        entry = daemon.sessions.find(name)
+        assert entry is not None
+        parking.go_on.set()
+        await daemon.sessions.resting.give_up(entry, must_be_idle=False)
+        parking.begun.clear()
+        parking.go_on.clear()
+        calling = asyncio.create_task(asyncio.to_thread(client.call, name, EXEC))
+        await parking.begun.wait()
+        assert client._sock is not None
+        client._sock.shutdown(2)
+        with pytest.raises(SandboxUnavailable):
+            await calling
+        parking.go_on.set()
+        async with entry.lock:
+            pass
+        assert (await asyncio.to_thread(daemon.client().status))["ok"] is True
+        assert ran == []
+
+
+async def test_a_call_that_waits_for_its_sandbox_can_be_cancelled(tmp_path: Path) -> None:
+    parking = SlowParking()
+    async with running_sandboxd(tmp_path, workspaces=KeptWorkspaces(), parking=parking) as daemon:
+        client, name = await daemon.open()
+        entry = daemon.sessions.find(name)
+        assert entry is not None
+        parking.go_on.set()
+        await daemon.sessions.resting.give_up(entry, must_be_idle=False)
+        parking.begun.clear()
+        parking.go_on.clear()
+        calling = asyncio.create_task(asyncio.to_thread(client.call, name, EXEC, call_id="c1"))
+        await parking.begun.wait()
+        assert await asyncio.to_thread(daemon.client().cancel, name, "c1") is True
+        parking.go_on.set()
+        with pytest.raises(ToolFailure) as refused:
+            await calling
+        assert (refused.value.code, entry.waiting) == (ErrorCode.CANCELLED, [])
+
+
+# Who is told
+
+
+async def test_a_loss_of_files_is_told_to_a_call_and_not_to_a_checkpoint_alone(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path) as daemon:
+        client, name = await daemon.open()
+        entry = daemon.sessions.find(name)
+        assert entry is not None
+        assert entry.sandbox is not None
+        await entry.sandbox.remove()
+        for _ in range(2):
+            with pytest.raises(SandboxUnavailable, match="files are lost"):
+                await asyncio.to_thread(client.checkpoint, name)
+        with pytest.raises(SandboxUnavailable, match="files are lost"):
+            await asyncio.to_thread(client.call, name, EXEC)
+        assert "error" not in (await asyncio.to_thread(client.call, name, EXEC)).done
+
+
+async def test_opening_an_open_session_leaves_the_news_to_its_next_call(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, workspaces=KeptWorkspaces()) as daemon:
+        client, name = await daemon.open()
+        entry = daemon.sessions.find(name)
+        assert entry is not None
+        entry.news = "something is gone"
+        assert "news" not in (await asyncio.to_thread(client.describe_open, name, None, 60))["sandbox"]
+        assert (await asyncio.to_thread(client.call, name, EXEC)).done["sandbox"]["news"] == "something is gone"
+
+
+# Restoring
+
+
+class SlowCheckpoints:
+    """Restores when it is told to, or fails."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on, self.loads, self.is_broken = asyncio.Event(), asyncio.Event(), 0, False
+
+    async def load(self, tenant: str, checkpoint: str, sandbox: Sandbox) -> None:
+        self.loads += 1
+        self.begun.set()
+        await self.go_on.wait()
+        if self.is_broken:
+            raise ToolFailure(ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
+
+
+async def test_a_session_is_nobodys_until_it_is_restored_and_is_restored_once(tmp_path: Path) -> None:
+    checkpoints = SlowCheckpoints()
+    async with running_sandboxd(tmp_path, checkpoints=checkpoints) as daemon:
+        opening = [asyncio.create_task(daemon.open(restore="c")) for _ in range(2)]
+        await checkpoints.begun.wait()
+        with pytest.raises(ToolFailure) as refused:
+            await asyncio.to_thread(daemon.client().call, "acme:s1", EXEC)
+        assert refused.value.code is ErrorCode.SESSION_NOT_FOUND
+        checkpoints.go_on.set()
+        await asyncio.gather(*opening)
+        assert (checkpoints.loads, len(daemon.host.alive)) == (1, 1)
+
+
+async def test_a_restore_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    checkpoints, workspaces = SlowCheckpoints(), KeptWorkspaces()
+    checkpoints.is_broken = True
+    checkpoints.go_on.set()
+    async with running_sandboxd(tmp_path, checkpoints=checkpoints, workspaces=workspaces) as daemon:
+        with pytest.raises(ToolFailure, match="no such checkpoint"):
+            await daemon.open(restore="c")
+        host = daemon.host
+        assert (host.alive, workspaces.alive, host.records.sessions(), host.maker.room.taken, len(host.sessions)) == ([], {}, [], 0, 0)

@@ -1,0 +1,220 @@
+"""The guest's tunnels and sandboxd's, joined as they are in a sandbox: whatever both ends do, bytes arrive in order and nothing is left."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.guest_harness import Guest, needs_namespace, running_guest
+from tests.tunnel_ends import PREAMBLE, SOON_S
+from workers.sandboxd import relay as relay_module
+from workers.sandboxd.egress_link import open_proxy
+from workers.sandboxd.frames import MAX_DOWN, MAX_UP, FrameDecoder, encode_frame
+from workers.sandboxd.tunnels import Tunnels
+
+pytestmark = needs_namespace
+
+PORT = 3128
+_OWN_NETWORK = 'exec unshare --net /bin/bash --norc -c \'ip link set lo up; exec "$@"\' bash "$@";'
+_RESET = struct.pack("ii", 1, 0)
+
+
+class _Pace(asyncio.BaseProtocol):
+    """Whether the guest takes what it is sent."""
+
+    def __init__(self) -> None:
+        self.takes = asyncio.Event()
+        self.takes.set()
+
+    def pause_writing(self) -> None:
+        self.takes.clear()
+
+    def resume_writing(self) -> None:
+        self.takes.set()
+
+
+@dataclass
+class Pair:
+    """A guest, the sandboxd's end of it, and where the proxy's connections come in."""
+
+    guest: Guest
+    loop: asyncio.AbstractEventLoop
+    listening: socket.socket
+    tunnels: Tunnels = field(init=False)
+    faults: list[str] = field(default_factory=list)
+
+    async def join(self) -> None:
+        stdin, stdout = self.guest.pipes
+        os.set_blocking(stdout.fileno(), False)
+        transport, pace = await self.loop.connect_write_pipe(_Pace, stdin)
+        decoder = FrameDecoder(MAX_UP)
+
+        def send(header: dict[str, Any], body: bytes) -> None:
+            transport.write(encode_frame(header, body, max_total=MAX_DOWN))
+
+        async def drain() -> None:
+            await pace.takes.wait()
+
+        def take() -> None:
+            data = os.read(stdout.fileno(), 1 << 18)
+            if not data:
+                self.faults.append("the guest has gone")
+                self.loop.remove_reader(stdout.fileno())
+            for frame in decoder.feed(data):
+                if str(frame.header["ev"]).startswith("net_"):
+                    self.tunnels.take(frame)
+                else:
+                    self.faults.append(str(frame.header))
+
+        connect = partial(open_proxy, Path(self.listening.getsockname()), PREAMBLE, frozenset({os.geteuid()}))
+        self.tunnels = Tunnels(send, drain, connect, self.faults.append)
+        self.loop.add_reader(stdout.fileno(), take)
+
+    async def connect(self) -> tuple[socket.socket, socket.socket]:
+        """A connection's two ends: the program's, and the proxy's behind its opening."""
+        program = await asyncio.to_thread(self.guest.connect, PORT)
+        program.setblocking(False)
+        proxy, _ = await asyncio.wait_for(self.loop.sock_accept(self.listening), SOON_S)
+        while await asyncio.wait_for(self.loop.sock_recv(proxy, 1), SOON_S) != b"\n":
+            pass
+        return program, proxy
+
+    async def until_over(self) -> None:
+        """Until neither side knows of a connection any more."""
+        async with asyncio.timeout(SOON_S):
+            while self.tunnels._relays:  # noqa: ASYNC110  # nobody tells of it
+                await asyncio.sleep(0.005)
+
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.guest.pid}/fd"))
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    loop = asyncio.new_event_loop()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_guest(_OWN_NETWORK, options=["--proxy", str(PORT)]) as guest,
+        socket.socket(socket.AF_UNIX) as listening,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(relay_module, "LINGER_S", 0.02)
+        listening.bind(f"{folder}/proxy.sock")
+        listening.listen(100)
+        listening.setblocking(False)
+        made = Pair(guest, loop, listening)
+        loop.run_until_complete(made.join())
+        yield made
+        made.tunnels.close()
+        loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What one end does: sends pieces and ends; reads pieces, to the end or until it leaves, in order or by a reset."""
+
+    sends: list[int]
+    reads: int
+    leaves_after: int | None
+    resets: bool
+
+
+@dataclass
+class End:
+    """One end at work. `got`: what it read; `is_cut`: the end of that was no clean one."""
+
+    sock: socket.socket
+    doing: Doing
+    sent: bytes = b""
+    got: bytearray = field(default_factory=bytearray)
+    is_cut: bool = False
+
+    async def work(self) -> None:
+        loop = asyncio.get_running_loop()
+        sending = loop.create_task(self._send(loop))
+        try:
+            await self._read(loop)
+            if self.doing.leaves_after is None:
+                await sending
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            if self.doing.resets and self.doing.leaves_after is not None and self.sock.family == socket.AF_INET:
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            self.sock.close()
+
+    async def _send(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(OSError):
+            for size in self.doing.sends:
+                data = os.urandom(size)
+                self.sent += data
+                await loop.sock_sendall(self.sock, data)
+            self.sock.shutdown(socket.SHUT_WR)
+
+    async def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            while self.doing.leaves_after is None or len(self.got) < self.doing.leaves_after:
+                data = await loop.sock_recv(self.sock, self.doing.reads)
+                if not data:
+                    return
+                self.got += data
+        except OSError:
+            self.is_cut = True
+
+
+_SIZES = st.integers(1, 40) | st.sampled_from([4096, 32_767, 32_768, 32_769, 65_535, 65_536, 65_537, 200_000])
+_DOINGS = st.builds(
+    Doing,
+    sends=st.lists(_SIZES, max_size=5),
+    reads=st.sampled_from([1000, 32_768, 300_000]),
+    leaves_after=st.none() | st.none() | st.none() | st.sampled_from([0, 1, 5000, 65_536, 100_000]),
+    resets=st.booleans(),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(_DOINGS, _DOINGS), min_size=1, max_size=4))
+def test_whatever_both_ends_do_every_byte_arrives_in_order_and_nothing_is_left(pair: Pair, doings: list[tuple[Doing, Doing]]) -> None:
+    async def play() -> None:
+        ends = []
+        for program, proxy in doings:
+            sockets = await pair.connect()
+            ends.append((End(sockets[0], program), End(sockets[1], proxy)))
+        async with asyncio.timeout(SOON_S):
+            await asyncio.gather(*(end.work() for both in ends for end in both))
+        for one, other in ends:
+            assert other.sent.startswith(bytes(one.got))
+            assert one.sent.startswith(bytes(other.got))
+            if one.doing.leaves_after is None and other.doing.leaves_after is None:
+                assert (one.is_cut, other.is_cut, len(one.got), len(other.got)) == (False, False, len(other.sent), len(one.sent))
+        await pair.until_over()
+
+    pair.loop.run_until_complete(play())
+    assert pair.faults == []
+
+
+def test_connections_leave_no_descriptor_behind(pair: Pair) -> None:
+    async def play() -> None:
+        before = pair.descriptors()
+        for number in range(60):
+            program, proxy = await pair.connect()
+            first, second = (program, proxy) if number % 2 else (proxy, program)
+            first.close()
+            second.close()
+        await pair.until_over()
+        assert pair.descriptors() == before
+
+    pair.loop.run_until_complete(play())
+    assert pair.faults == []

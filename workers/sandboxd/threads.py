@@ -1,0 +1,48 @@
+"""Blocking work in threads that nobody has to wait for: what hangs holds up neither other work nor the end of the process."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import structlog
+
+from contract.errors import SandboxUnavailable
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+
+def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
+    """A thread of its own, which the end of the process does not wait for: the pools of the standard library do, and an engine or a disk can hang.
+
+    Raises SandboxUnavailable when the host gives none.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]  # None only where T has it
+
+    def go() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  # the thread's edge: whoever waits gets it
+            failure = error
+        try:
+            loop.call_soon_threadsafe(settle, result, failure)
+        except RuntimeError:
+            log.debug("work_outlived_its_loop", thread=name)
+
+    try:
+        threading.Thread(target=go, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise SandboxUnavailable(f"this host lets sandboxd have no more threads ({error}): raise its limit of tasks") from error
+    return future
