@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,8 +12,9 @@ import typer
 from rich.console import Console
 
 from contract.calls import ToolResult
-from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.errors import ErrorCode, ToolFailure
 from orchestrator.agent import RunResult
+from orchestrator.cli_keeping import Keeping, check_store
 from orchestrator.cli_runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, open_client, run_work
 from orchestrator.cli_tools import tools_app
 from orchestrator.dispatcher import Terms
@@ -22,7 +22,6 @@ from orchestrator.doctor import Report, examine
 from orchestrator.events import CallFinished, RunEvent
 from orchestrator.limits import ReActOptions, StopReason
 from orchestrator.local_stack import StackInfo, keep, print_json
-from orchestrator.sessions import Checkpoint
 from orchestrator.settings import child_environment, load_settings, python
 from orchestrator.terminal import RunView, escape_controls, format_clocks
 from orchestrator.terminal_live import LiveOutput
@@ -68,7 +67,7 @@ def run(
 
     Exit code 0 answered, 1 error, 2 limit reached, 3 answered though a call was refused.
     """
-    view, refused, kept = RunView(Console(stderr=True)), list[str](), list[Checkpoint]()
+    view, refused, keeping = RunView(Console(stderr=True)), list[str](), Keeping(save_workspace, checkpoint)
 
     def on_event(event: RunEvent) -> None:
         if isinstance(event, CallFinished) and event.result.metadata.get("was_refused"):
@@ -78,24 +77,21 @@ def run(
 
     async def work() -> RunResult:
         if checkpoint:
-            _check_store()
+            check_store()
         async with open_client() as client, await client.open_session(workspace, restore=restore, network=network) as session:
             options = ReActOptions(max_iterations=max_iterations)
             result = await client.run(
                 text, session=session, model=model, dialect=dialect, options=options, on_event=on_event, shows_output=not as_json
             )
-            if save_workspace is not None:
-                await session.export(save_workspace)
-            if checkpoint:
-                kept.append(await session.checkpoint())
+            await keeping.keep(session)
             return result
 
     result = run_work(work(), as_json)
-    typer.echo(json.dumps(_run_json(result, kept)) if as_json else escape_controls(result.answer))
+    typer.echo(json.dumps(_run_json(result) | keeping.to_json()) if as_json else escape_controls(result.answer))
     if not as_json:
-        for one in kept:
-            typer.echo(f"checkpoint {one.id} ({one.bytes} bytes)", err=True)
-    raise typer.Exit(_exit_code(result.stop_reason, is_refused=bool(refused)))
+        for line in keeping.lines():
+            typer.echo(escape_controls(line), err=True)
+    raise typer.Exit(EXIT_ERROR if keeping.failure else _exit_code(result.stop_reason, is_refused=bool(refused)))
 
 
 @app.command()
@@ -199,15 +195,6 @@ def _read_json(source: str) -> dict[str, Any]:
     return value
 
 
-def _check_store() -> None:
-    """Raises ConfigError when a checkpoint would go with the stack of this command."""
-    settings = load_settings()
-    if settings.redis_url is None and settings.workspace_store is None:
-        raise ConfigError(
-            "a checkpoint would go with the stack of this command: set TOOLCREW_WORKSPACE_STORE to a folder that keeps it, or TOOLCREW_REDIS_URL to a pool"
-        )
-
-
 def _exit_code(reason: StopReason, *, is_refused: bool) -> int:
     if reason.is_limit:
         return EXIT_LIMIT
@@ -216,9 +203,8 @@ def _exit_code(reason: StopReason, *, is_refused: bool) -> int:
     return EXIT_REFUSED if is_refused else 0
 
 
-def _run_json(result: RunResult, checkpoints: list[Checkpoint]) -> dict[str, Any]:
+def _run_json(result: RunResult) -> dict[str, Any]:
     return {
-        **({"checkpoint": asdict(checkpoints[0])} if checkpoints else {}),
         "run": result.run,
         "answer": result.answer,
         "stop_reason": result.stop_reason.value,

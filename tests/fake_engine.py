@@ -127,6 +127,7 @@ class FakeEngine:
         self.refuse_removals = 0
         self.refuse_starts = 0
         self.paused: set[str] = set()
+        self.thawed: list[str] = []
         self.pausing = asyncio.Event()
         self.pause_gate = asyncio.Event()
         self.pause_gate.set()
@@ -173,6 +174,7 @@ class FakeEngine:
 
     async def unpause(self, container: str) -> None:
         self.paused.discard(container)
+        self.thawed.append(container)
 
     async def image_id(self, image: str) -> str | None:
         return f"{self.image}-{image}"

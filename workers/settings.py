@@ -117,7 +117,7 @@ class SandboxdSettings(BaseSettings):
     """Containers at a time. Idle sessions give theirs up for others and get one again at their next call."""
     max_sessions: int = Field(default=1000, ge=1)
     pool_target: int = Field(default=2, ge=0, le=1000)
-    """Never-used sandboxes kept ready for the default class."""
+    """Never-used sandboxes kept ready of the default class's image; of other images: `pool` of a class."""
     pool_memory_floor_bytes: int = Field(default=1024 * MIB, ge=0)
     """The pool is not filled while the host has less memory than this available."""
     pool_refill_per_s: float = Field(default=1.0, gt=0, le=100)

@@ -4,8 +4,9 @@ import asyncio
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,22 @@ async def test_an_engine_that_is_gone_is_said_with_what_to_look_at(monkeypatch: 
                 await call
         with pytest.raises(SandboxUnavailable, match=r"has not answered since .* \(3 times in a row"):
             await engine.pause("x")
+
+
+async def test_no_answer_that_is_none_of_an_engine_is_taken_for_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async with stub_engine(tmp_path / "engine", answers_something_else):
+        asked: tuple[Callable[[Engine], Awaitable[object]], ...] = (
+            Engine.facts,
+            partial(Engine.image_id, image=IMAGE),
+            partial(Engine.has_guest, image=IMAGE),
+            partial(Engine.inspect, container="x"),
+            partial(Engine.list_sandboxes, deployment="x"),
+            partial(Engine.ensure_guest_volume, image=IMAGE),
+        )
+        for ask in asked:
+            async with opened(monkeypatch, tmp_path / "engine") as engine:
+                with pytest.raises(EngineSilent, match="cannot be read"):
+                    await ask(engine)
 
 
 async def test_an_engine_that_refuses_is_quoted_and_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

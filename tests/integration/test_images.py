@@ -20,6 +20,7 @@ from tests.stack import eventually, missing
 from workers.sandboxd.attestation import Attestation, explain_lacks, find_dirt, find_misfits, parse_attestation
 from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine
+from workers.sandboxd.first_looks import FirstLooks
 from workers.sandboxd.making import Maker
 from workers.sandboxd.plans import Profile
 from workers.sandboxd.records import Records
@@ -55,7 +56,7 @@ class Host:
     def __init__(self, folder: Path, engine: Engine, cgroup_version: int, life_s: float) -> None:
         profile = Profile(seccomp=load_seccomp_profile(), cgroup_version=cgroup_version, life_s=life_s)
         owner = {LABEL_DEPLOYMENT: "images-test", LABEL_SANDBOXD: f"images-{secrets.token_hex(4)}", LABEL_LEASE: "none"}
-        self.maker = Maker(engine, profile, TmpfsWorkspaces(), Records(folder), Room(10), owner, IMAGE)
+        self.maker = Maker(engine, profile, TmpfsWorkspaces(), Records(folder), Room(10), owner, IMAGE, FirstLooks(is_hard=True).look)
         self.made: list[Sandbox] = []
 
     async def make(self, image: str) -> Sandbox:
@@ -316,6 +317,7 @@ FAULTY = {
     "without Python": (("etc/motd", 0o644, b"hello\n"), "it has no python3"),
     "with a Python nobody may run": (("usr/bin/python3", 0o644, b"x"), "it has no python3 that may be run"),
     "of another processor": (("usr/bin/python3", 0o755, OTHER_MACHINE), "for another processor"),
+    "with a file in the place of its workspace": (("workspace", 0o644, b""), "its /workspace is no folder"),
     "with a script that has no interpreter": (("usr/bin/python3", 0o755, b"#!/no/such/thing\n"), "cannot be loaded"),
 }
 

@@ -1,6 +1,7 @@
 """How sandboxd reads what a guest says of its sandbox: never more than the protocol has, and a clean one is told from any other."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from structlog.testing import capture_logs
 
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.attestation import Attestation, ask_attestation, explain_lacks, find_dirt, find_misfits, parse_attestation
+from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.first_looks import FirstLooks, WorkspaceMissed
 from workers.sandboxd.workspaces.base import WorkspaceSize
 
@@ -88,11 +90,12 @@ class Telling:
 
 async def test_a_guest_that_does_not_tell_is_an_unavailable_sandbox() -> None:
     for done in ({**CLEAN, "error": {"code": "INTERNAL", "message": "no"}}, with_value("jobs", "none")):
-        with pytest.raises(SandboxUnavailable, match="does not tell how its sandbox is .*build its image anew"):
+        with pytest.raises(SandboxUnavailable, match=r"does not tell how its sandbox is .*build its image anew"):
             await ask_attestation(Telling(done))
 
 
 SIZE = WorkspaceSize(256 * MIB, 65_536)
+PLAN = SandboxPlan("acme/tools:1", "runc", "none", SIZE.bytes, SIZE.inodes, 128 * MIB, cpus=1.0, pids=64)
 
 
 async def test_an_image_that_hides_its_workspace_is_refused_each_time() -> None:
@@ -100,19 +103,20 @@ async def test_an_image_that_hides_its_workspace_is_refused_each_time() -> None:
     looks, guest = FirstLooks(is_hard=True), Telling(with_value("workspace", {"bytes": 64 * MIB, "inodes": 65_536, "type": "tmpfs"}))
     for _ in range(2):
         with pytest.raises(WorkspaceMissed, match=r"image acme/tools:1 does not get its workspace: .*must be folders in an image"):
-            await looks.look("acme/tools:1", SIZE, guest)
+            await looks.look(PLAN, SIZE, guest)
 
 
 async def test_only_a_hard_size_is_the_file_systems() -> None:
-    await FirstLooks(is_hard=False).look("i", SIZE, Telling(with_value("workspace", {"bytes": 1 << 40, "inodes": 0, "type": "ext4"})))
+    await FirstLooks(is_hard=False).look(PLAN, SIZE, Telling(with_value("workspace", {"bytes": 1 << 40, "inodes": 0, "type": "ext4"})))
 
 
-async def test_what_an_image_lacks_is_logged_once() -> None:
+async def test_what_an_image_lacks_is_logged_once_a_runtime() -> None:
     looks = FirstLooks(is_hard=True)
     with capture_logs() as logs:
-        await looks.look("i", SIZE, Telling({**CLEAN, "programs": ["bash", "ripgrep"]}))
-        await looks.look("i", SIZE, Telling({}))  # asked no more
-    assert [line["lack"].split(":")[0] for line in logs] == ["image i has no git"]
+        await looks.look(PLAN, SIZE, Telling({**CLEAN, "programs": ["bash", "ripgrep"]}))
+        await looks.look(PLAN, SIZE, Telling({}))  # asked no more
+        await looks.look(replace(PLAN, runtime="runsc"), SIZE, Telling({**CLEAN, "programs": ["bash", "ripgrep"]}))
+    assert [line["lack"].split(":")[0] for line in logs] == ["image acme/tools", "image acme/tools"]
 
 
 def test_an_error_is_no_attestation() -> None:

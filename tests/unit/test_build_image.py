@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import os
 import subprocess
 import sys
 import tarfile
@@ -70,6 +71,36 @@ def test_an_image_that_is_not_ours_to_build_is_a_usage_error(option: str) -> Non
     done = subprocess.run([str(ROOT / "scripts" / "build-image"), option], capture_output=True, text=True, timeout=30)
     assert done.returncode == 64
     assert "usage: scripts/build-image [--force] [--digests] [base|python|node|all]..." in done.stderr
+
+
+ENGINE = """#!/bin/sh
+echo "$*" >>"$CALLS"
+case "$*" in
+    'pull '*) exit "$PULLS" ;;
+    'buildx version' | 'image inspect toolcrew-sandbox:'*) exit 1 ;;
+    'image inspect --format'*) echo 1000000 ;;
+    'build '*) cat >/dev/null ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "pulls", "asked"), [([], 0, False), (["--force"], 0, True), (["--force"], 1, True)], ids=["plain", "force", "no registry"]
+)
+def test_only_a_forced_build_asks_the_registry_for_a_debian_that_is_here(
+    tmp_path: Path, options: list[str], pulls: int, asked: bool
+) -> None:
+    engine, calls = tmp_path / "docker", tmp_path / "calls"
+    engine.write_text(ENGINE)
+    engine.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls), "PULLS": str(pulls), "TMPDIR": str(tmp_path)}
+    command = [str(ROOT / "scripts" / "build-image"), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = calls.read_text()
+    assert ("pull --quiet debian:bookworm-slim" in said) == asked
+    assert "BASE=debian:bookworm-slim" in said
 
 
 def test_every_image_starts_from_what_it_is_given_and_ends_as_the_sandboxs_user() -> None:

@@ -1,9 +1,22 @@
-"""`toolcrew run --checkpoint`: refused before anything starts where the checkpoint would not be there afterwards."""
+"""`toolcrew run --checkpoint`: refused before anything starts where it would not be there afterwards; what is not kept costs no answer."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from contract.calls import Clocks
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from contract.functions.completions import Usage
+from orchestrator.agent import RunResult
 from orchestrator.cli import app
+from orchestrator.cli_keeping import Keeping
+from orchestrator.limits import StopReason
+from orchestrator.sessions import Checkpoint
 
 
 @pytest.mark.parametrize("name", ["TOOLCREW_REDIS_URL", "TOOLCREW_WORKSPACE_STORE"])
@@ -17,3 +30,78 @@ def test_a_checkpoint_that_would_go_with_the_stack_is_refused(name: str, monkeyp
 def test_a_network_that_there_is_not_is_a_mistake_of_usage() -> None:
     done = CliRunner().invoke(app, ["call", "bash_tool", "command=true", "--network", "host"])
     assert (done.exit_code, "egress" in done.stderr) == (2, True)
+
+
+class FailingSession:
+    """Gives what it is told to, or raises it."""
+
+    def __init__(self, checkpoint: Any, export: Any) -> None:
+        self._answers = {"checkpoint": checkpoint, "export": export}
+
+    async def checkpoint(self) -> Any:
+        return self._answer("checkpoint")
+
+    async def export(self, _: Path) -> Any:
+        return self._answer("export")
+
+    def _answer(self, name: str) -> Any:
+        answer = self._answers[name]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+KEPT = Checkpoint("c1", 10, "0" * 64)
+FULL = ToolFailure(ErrorCode.NO_SPACE, "100 checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("session", "told", "code"),
+    [
+        (FailingSession(KEPT, []), ["checkpoint c1 (10 bytes)"], None),
+        (FailingSession(KEPT, ["link"]), ["checkpoint c1", "not copied", "link"], None),
+        (FailingSession(FULL, ["link"]), ["not copied", "100 checkpoints"], "NO_SPACE"),
+        (FailingSession(KEPT, SandboxUnavailable("gone")), ["checkpoint c1", "gone"], "SANDBOX_UNAVAILABLE"),
+        (FailingSession(KEPT, NotADirectoryError(20, "Not a directory")), ["checkpoint c1", "give another folder"], "CONFIG_MISSING"),
+    ],
+)
+async def test_what_could_not_be_kept_is_told_beside_what_could(session: Any, told: list[str], code: str | None) -> None:
+    keeping = Keeping(Path("copy"), wants_checkpoint=True)
+    await keeping.keep(session)
+    text = "\n".join(keeping.lines())
+    assert [words for words in told if words not in text] == []
+    assert keeping.to_json().get("error", {}).get("code") == code
+
+
+def test_a_run_whose_checkpoint_fails_still_gives_its_answer_and_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = RunResult(run="r", answer="42", stop_reason=StopReason.ANSWERED, steps=1, usage=Usage(), clocks=Clocks(), transcript=())
+
+    @asynccontextmanager
+    async def open_client() -> AsyncIterator[Any]:
+        yield FakeClient(result)
+
+    monkeypatch.setattr("orchestrator.cli.open_client", open_client)
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://127.0.0.1:1/0")
+    plain = CliRunner().invoke(app, ["run", "hello", "--checkpoint"])
+    assert (plain.exit_code, plain.stdout, "100 checkpoints" in plain.stderr) == (1, "42\n", True)
+    told = json.loads(CliRunner().invoke(app, ["run", "hello", "--checkpoint", "--json"]).stdout)
+    assert (told["answer"], told["error"]["code"], "checkpoint" in told) == ("42", "NO_SPACE", False)
+
+
+class FakeClient:
+    """Answers every run with one result, in a session that keeps nothing."""
+
+    def __init__(self, result: RunResult) -> None:
+        self._result = result
+
+    async def open_session(self, *_: object, **__: object) -> Any:
+        session = FailingSession(FULL, [])
+
+        @asynccontextmanager
+        async def opened() -> AsyncIterator[Any]:
+            yield session
+
+        return opened()
+
+    async def run(self, *_: object, **__: object) -> RunResult:
+        return self._result

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from tests.unit.test_doctor_promises import build_evidence
+from workers.sandboxd.classes import TenantClass
 from workers.sandboxd.promises import judge
 from workers.settings import SandboxdSettings
 
@@ -14,6 +15,13 @@ def test_every_setting_of_sandboxd_is_on_the_operators_page() -> None:
     page = (ROOT / "docs/operations-sandboxes.md").read_text()
 
     assert [name for name in SandboxdSettings.model_fields if f"`TOOLCREW_{name.upper()}`" not in page] == []
+
+
+def test_every_field_of_a_tenant_class_is_on_the_operators_page() -> None:
+    page = (ROOT / "docs/operations-sandboxes.md").read_text()
+    section = page.partition("## Tenant classes")[2].partition("\n## ")[0]
+
+    assert [name for name in TenantClass.model_fields if f"`{name}`" not in section] == []
 
 
 def test_the_operators_page_names_no_setting_that_does_not_exist() -> None:

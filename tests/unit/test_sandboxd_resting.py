@@ -62,10 +62,20 @@ async def test_an_end_in_the_middle_of_freezing_still_packs_the_session(tmp_path
         await host.engine.pausing.wait()
         freezing.cancel()
         ending = asyncio.create_task(host.sessions.suspend_all(SOON_S))
-        await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not freezing.done()  # the engine is about to freeze it: to thaw it now would be too early
         host.engine.pause_gate.set()
         await ending
         assert (entry.parcel is not None, host.engine.paused, host.alive) == (True, set(), [])
+
+
+async def test_a_frozen_session_is_thawed_before_it_is_asked_for_its_files(tmp_path: Path) -> None:
+    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+        entry = await host.sessions.open("acme:s", PLAN, 60)
+        await host.sessions.resting.pause(entry)
+        assert await host.sessions.resting.give_up(entry, must_be_idle=False)
+        assert len(host.engine.thawed) == 1
 
 
 async def test_one_session_that_is_packed_slowly_does_not_keep_others_from_being_frozen(tmp_path: Path) -> None:

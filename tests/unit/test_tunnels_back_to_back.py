@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import select
 import socket
 import struct
 import tempfile
@@ -22,6 +23,9 @@ from workers.sandboxd import relay as relay_module
 from workers.sandboxd.egress_link import open_proxy
 from workers.sandboxd.frames import MAX_DOWN, MAX_UP, FrameDecoder, encode_frame
 from workers.sandboxd.tunnels import Tunnels
+
+from guest.outbox import Outbox  # noqa: E402
+from guest.tunnels.tunnels import Tunnels as GuestTunnels  # noqa: E402
 
 pytestmark = needs_namespace
 
@@ -218,3 +222,22 @@ def test_connections_leave_no_descriptor_behind(pair: Pair) -> None:
 
     pair.loop.run_until_complete(play())
     assert pair.faults == []
+
+
+def test_a_new_connection_is_not_taken_for_the_one_that_had_its_descriptor() -> None:
+    """Those that are there are served before others are let in, or word of a lost one would reach its successor."""
+    tunnels = GuestTunnels(Outbox(os.open(os.devnull, os.O_WRONLY)), PORT)
+
+    def serve_one_turn() -> list[int]:
+        poller = select.poll()
+        tunnels.register(poller)
+        events = poller.poll(SOON_S * 1000)
+        for fd, seen in events:
+            tunnels.serve(fd, seen)
+        return [fd for fd, _ in events]
+
+    with socket.create_connection(("127.0.0.1", PORT)) as first:
+        (listener,) = serve_one_turn()
+        first.sendall(b"x")
+        with socket.create_connection(("127.0.0.1", PORT)):
+            assert serve_one_turn()[1:] == [listener]

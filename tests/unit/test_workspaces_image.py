@@ -14,7 +14,7 @@ import pytest
 
 from contract.errors import SandboxUnavailable
 from tests.workspace_ground import MIB, SMALL, assert_nothing_left_mounted, is_in_use, loop_devices_below, mounts_below, open_images
-from workers.sandboxd.workspaces.base import WorkspaceSize
+from workers.sandboxd.workspaces.base import WorkspaceMount, WorkspaceSize
 from workers.sandboxd.workspaces.choice import find_obstacle
 from workers.sandboxd.workspaces.ext4 import find_tool, is_clean
 from workers.sandboxd.workspaces.image import ImageWorkspace, ImageWorkspaces
@@ -41,6 +41,24 @@ def flush(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
+
+
+def change(image: Path, command: str) -> None:
+    """Below the file system, which nobody has mounted."""
+    subprocess.run([find_tool("debugfs") or "debugfs", "-w", "-R", command, str(image)], check=True, capture_output=True)
+
+
+def files_below(mount: WorkspaceMount) -> list[Path]:
+    return [path for path in Path(mount.bind or "").rglob("*") if path.is_file()]
+
+
+def find_fault(folder: Path) -> None:
+    """The kernel finds one in the file system that is mounted below the folder."""
+    (mounted,) = mounts_below(folder)
+    fault = Path("/sys/fs/ext4", Path(mounted.split(" - ")[1].split()[1]).name, "trigger_fs_error")
+    if not fault.exists():
+        pytest.skip("this kernel cannot be made to find a fault")
+    fault.write_text("1")
 
 
 def is_in_order(image: Path) -> bool:
@@ -236,13 +254,13 @@ async def test_what_a_repair_finds_without_a_name_is_the_sandboxes(images: Image
     async with workspace.mounted() as mount:
         (Path(mount.bind or "") / "file").write_text("kept")
     await released(image)
-    for command in ("unlink file", "set_super_value state 0"):
-        subprocess.run([find_tool("debugfs") or "debugfs", "-w", "-R", command, str(image)], check=True, capture_output=True)
+    # As after a crash: the file reached the disk, and its name did not.
+    change(image, "unlink file")
+    change(image, "set_super_value state 0")
 
     async with workspace.mounted() as mount:
-        (found,) = Path(mount.bind or "").iterdir()
-        (file,) = found.iterdir()
-        assert (found.name, found.stat().st_uid, file.read_text()) == ("lost+found", 1000, "kept")
+        (found,) = files_below(mount)
+        assert (found.parent.name, found.parent.stat().st_uid, found.read_text()) == ("lost+found", 1000, "kept")
     await released(image)
 
 
@@ -251,11 +269,7 @@ async def test_one_that_its_kernel_made_read_only_is_checked_and_can_be_written_
 ) -> None:
     workspace = await images.make("one", SMALL)
     async with workspace.mounted() as mount:
-        device = next(line.split(" - ")[1].split()[1] for line in mounts_below(tmp_path))
-        fault = Path("/sys/fs/ext4", Path(device).name, "trigger_fs_error")
-        if not fault.exists():
-            pytest.skip("this kernel cannot be made to find a fault")
-        fault.write_text("1")
+        find_fault(tmp_path)
         with pytest.raises(OSError, match="Read-only file system"):
             (Path(mount.bind or "") / "file").write_text("x")
     await released(tmp_path / "one" / "image")

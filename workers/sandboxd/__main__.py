@@ -7,12 +7,12 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from contract.errors import ConfigError, OperatorError
+from contract.errors import OperatorError
 from workers.logs import configure_logging
 from workers.sandboxd.daemon import cancelled_by_signals, run
 from workers.sandboxd.engine import Engine
 from workers.sandboxd.examination import examine
-from workers.sandboxd.plans import Plans
+from workers.sandboxd.plans import load_plans
 from workers.sandboxd.promises import Evidence, HostPromise, judge
 from workers.settings import SandboxdSettings, load_sandboxd_settings
 
@@ -45,10 +45,7 @@ def _parse_arguments() -> argparse.Namespace:
 
 async def _check(settings: SandboxdSettings, *, as_json: bool) -> int:
     """Print the table of promises; 1 when sandboxd would not start."""
-    try:
-        plans = Plans(settings)
-    except ValueError as error:
-        raise ConfigError(f"TOOLCREW_TENANT_CLASSES: {error}") from None
+    plans = load_plans(settings)
     engine = Engine()
     try:
         with cancelled_by_signals():

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the engine says of itself. `components`: versions by name, as `runc`; sizes in bytes; empty or 0 where it says nothing."""
+    """What the engine says of itself. `components`: versions by name, as `runc`; empty where it says nothing."""
 
     version: str
     cgroup_version: int
@@ -55,12 +55,9 @@ class EngineFacts:
     security: frozenset[str] = frozenset()
     """Of apparmor, selinux, userns, rootless, cgroupns, seccomp."""
     storage_driver: str = ""
-    operating_system: str = ""
     has_memory_limit: bool = True
     has_swap_limit: bool = True
     has_pids_limit: bool = True
-    memory_bytes: int = 0
-    cpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ class Engine:
 
     async def inspect(self, container: str) -> dict[str, Any]:
         """The engine's description of a container."""
-        return dict(await self._run(self._lanes.looks, lambda api: api.inspect_container(container)))
+        return await self._run(self._lanes.looks, lambda api: dict(api.inspect_container(container)))
 
     async def pause(self, container: str) -> None:
         """Freeze all its processes; a frozen one is fine. Raises SandboxUnavailable when it is gone or does not run."""
@@ -158,8 +155,11 @@ class Engine:
     async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
         """All containers of the product and that deployment, in any state, whichever sandboxd made them."""
         filters = {"label": [f"{LABEL_PRODUCT}={PRODUCT}", f"{LABEL_DEPLOYMENT}={deployment}"]}
-        found = await self._run(self._lanes.looks, lambda api: api.containers(all=True, filters=filters))
-        return [_build_listed(container) for container in found]
+
+        def work(api: docker.APIClient) -> list[ListedContainer]:
+            return [_build_listed(container) for container in api.containers(all=True, filters=filters)]
+
+        return await self._run(self._lanes.looks, work)
 
     async def ensure_guest_volume(self, image: str) -> str:
         """Name of a volume that holds the guest of that image of ours, for images that have none; made and filled where it is not there.
@@ -237,12 +237,9 @@ def _build_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineF
         components=components,
         security=frozenset(option.partition("name=")[2].partition(",")[0] for option in options) - {""},
         storage_driver=str(info.get("Driver") or ""),
-        operating_system=str(info.get("OperatingSystem") or ""),
         has_memory_limit=info.get("MemoryLimit") is not False,
         has_swap_limit=info.get("SwapLimit") is not False,
         has_pids_limit=info.get("PidsLimit") is not False,
-        memory_bytes=int(info.get("MemTotal") or 0),
-        cpus=int(info.get("NCPU") or 0),
     )
 
 

@@ -4,8 +4,11 @@ import asyncio
 import contextlib
 import secrets
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Final
 
 from contract.errors import OperatorError
 from workers.sandboxd.egress_link import connect_proxy
@@ -15,6 +18,8 @@ from workers.sandboxd.house import open_house
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.promises import Evidence, WorkspaceFacts
 from workers.settings import SandboxdSettings
+
+_KILLED_S: Final = 3600.0
 
 
 async def examine(settings: SandboxdSettings, plans: Plans, engine: Engine) -> Evidence:
@@ -42,6 +47,7 @@ async def _prove(settings: SandboxdSettings, engine: Engine) -> WorkspaceFacts:
     name = f"doctor-{secrets.token_hex(8)}"
     was_there = settings.state().exists()
     state = settings.state() / name
+    await asyncio.to_thread(_clear_killed, settings.state(), settings.sandboxd_leases)
     own = {"sandboxd_name": name, "sandboxd_state": state, "sandboxd_keep_sessions": False, "pool_target": 0}
     try:
         async with open_house(settings.model_copy(update=own), engine) as house:
@@ -53,6 +59,14 @@ async def _prove(settings: SandboxdSettings, engine: Engine) -> WorkspaceFacts:
             with contextlib.suppress(OSError):  # somebody has begun to use it
                 settings.state().rmdir()
         (settings.sandboxd_leases / f"{name}.name").unlink(missing_ok=True)
+
+
+def _clear_killed(state: Path, leases: Path) -> None:
+    """Remove what checks have left that were killed: none takes an hour."""
+    for left in (*state.glob("doctor-*"), *leases.glob("doctor-*.name")):
+        with contextlib.suppress(OSError):  # another check was quicker
+            if left.stat().st_mtime < time.time() - _KILLED_S:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 async def _find_egress_problem(settings: SandboxdSettings, plans: Plans) -> str | None:

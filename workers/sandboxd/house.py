@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from contract.errors import ConfigError, SandboxUnavailable
+from contract.errors import SandboxUnavailable
 from workers.sandboxd.attestation import ask_attestation, find_dirt
 from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.disk_watch import DiskWatch
@@ -21,7 +21,7 @@ from workers.sandboxd.keeping import IdleTimes, Keeper
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.making import Maker
 from workers.sandboxd.parking import open_parking
-from workers.sandboxd.plans import Plans, Profile
+from workers.sandboxd.plans import Plans, Profile, load_plans
 from workers.sandboxd.pool import PoolLimits
 from workers.sandboxd.pools import Pools
 from workers.sandboxd.reaper import Reaper
@@ -93,7 +93,7 @@ async def open_house(settings: SandboxdSettings, engine: Engine) -> AsyncIterato
     Raises SandboxUnavailable and ConfigError with what is missing and how to mend it.
     """
     facts = await engine.facts()
-    plans = _load_plans(settings)
+    plans = load_plans(settings)
     await check_host(settings, engine, facts, plans)
     state = settings.state()
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -131,15 +131,6 @@ async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFa
         raise SandboxUnavailable(
             f"the engine has no image {settings.sandbox_image}: build it with scripts/build-image, or set TOOLCREW_SANDBOX_IMAGE"
         )
-
-
-def _load_plans(settings: SandboxdSettings) -> Plans:
-    try:
-        plans = Plans(settings)
-        plans.pooled()
-        return plans
-    except ValueError as error:
-        raise ConfigError(f"TOOLCREW_TENANT_CLASSES: {error}") from None
 
 
 def _build(
@@ -233,8 +224,8 @@ async def _try_sandbox(house: House, engine: Engine, profile: Profile, plan: San
     bind = next((str(found["Source"]) for found in inspected.get("Mounts") or [] if found.get("Destination") == "/workspace"), None)
     drift = find_drift(profile.build_config(plan, WorkspaceMount(bind), {}), inspected)
     if drift:
-        words = "run none on it; look for a plugin of its that changes containers, or use another engine or runtime"
-        raise SandboxUnavailable(f"the engine does not keep the sandbox profile ({'; '.join(drift)}): {words}")
+        words = "Run none on it: look for a plugin of its that changes containers, or use another engine or runtime"
+        raise SandboxUnavailable(f"the engine does not keep the sandbox profile: {' '.join(drift)} {words}")
     dirt = find_dirt(attestation)
     if dirt:
         raise SandboxUnavailable(f"a new sandbox is not clean ({'; '.join(dirt)}): build its image anew with scripts/build-image")

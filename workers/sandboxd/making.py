@@ -39,10 +39,10 @@ class Maker:
         room: Room,
         owner: Mapping[str, str],
         guest_image: str,
-        look: Callable[[str, WorkspaceSize, Sandbox], Awaitable[None]] | None = None,
+        look: Callable[[SandboxPlan, WorkspaceSize, Sandbox], Awaitable[None]] | None = None,
     ) -> None:
         """`owner`: the labels deployment, sandboxd and lease. `guest_image`: one of ours, whose guest images without one are given.
-        `look`: at a new sandbox, of an image and with a workspace of a size; raises SandboxUnavailable when it is not to be used.
+        `look`: at a new sandbox of a plan, with a workspace of a size; raises SandboxUnavailable when it is not to be used.
         """
         self.engine = engine
         self.workspaces = workspaces
@@ -95,7 +95,7 @@ class Maker:
             with explained(plan.image):
                 await sandbox.attach(attached.sock)
             if self._look is not None:
-                await self._look(plan.image, workspace.size, sandbox)
+                await self._look(plan, workspace.size, sandbox)
         except BaseException:
             await asyncio.shield(settle([self.discard(sandbox)]))
             raise

@@ -23,7 +23,7 @@ _PIECE_BYTES = 4 * 1024 * 1024
 """What the guest holds of a parcel in memory while it is unpacked."""
 _FIFO_FOLDER = "/tmp"
 _FRAME_BYTES = 512 * 1024
-_WAITING_BYTES = 4 * 1024 * 1024
+_WAITING_BYTES = 1024 * 1024
 """Nothing more is read from the guest while this much has come that nobody has taken."""
 _WORDS_BYTES = 65_536
 _LAST_WORDS_S = 5.0

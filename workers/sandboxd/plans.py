@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from contract.errors import ErrorCode, ToolFailure
+from contract.errors import ConfigError, ErrorCode, ToolFailure
 from workers.sandboxd.classes import DEFAULT, EgressRules, NetworkPolicy, SandboxPlan, TenantClass, TenantClasses
 from workers.sandboxd.hardening import SandboxLimits, Variant, build_container_config
 from workers.sandboxd.workspaces.base import WorkspaceMount
@@ -92,6 +92,16 @@ class Plans:
             cpus=terms.cpus or settings.sandbox_cpus,
             pids=terms.pids or settings.sandbox_pids,
         )
+
+
+def load_plans(settings: SandboxdSettings) -> Plans:
+    """The plans of those settings. Raises ConfigError for classes that cannot be."""
+    try:
+        plans = Plans(settings)
+        plans.pooled()
+        return plans
+    except ValueError as error:
+        raise ConfigError(f"TOOLCREW_TENANT_CLASSES: {error}") from None
 
 
 def _network(terms: TenantClass, asked: str | None) -> NetworkPolicy:

@@ -204,7 +204,8 @@ def _judge_room(evidence: Evidence) -> HostPromise:
     if total is None:
         return HostPromise(name, "unknown", "the size of this host's memory cannot be read", "mount /proc")
     is_tmpfs = evidence.workspaces is None or evidence.workspaces.kind == "tmpfs"
-    one = limits_of(evidence.plans.standard()).memory_bytes(has_tmpfs_workspace=is_tmpfs)
+    tenants = ("", *(terms.tenants[0] for terms in evidence.plans.classes.all.values() if terms.tenants))
+    one = max(limits_of(evidence.plans.choose(tenant)).memory_bytes(has_tmpfs_workspace=is_tmpfs) for tenant in tenants)
     most = evidence.settings.max_sandboxes
     sum_text = f"{most} sandboxes of up to {one // _MIB} MiB on {total // _MIB} MiB"
     if most * one <= total:

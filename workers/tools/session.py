@@ -86,7 +86,11 @@ def _export(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     if done["exit_code"] != 0:
         raise ToolFailure(ErrorCode.INTERNAL, f"tar failed in the sandbox: {_words(response)[-500:] or done['exit_code']}")
     if int(done["streams"]["stdout"]["total"]) > len(data):
-        raise ToolFailure(ErrorCode.FILE_TOO_LARGE, f"the folder is larger than {MAX_BLOB_BYTES} bytes: export a smaller one")
+        raise ToolFailure(
+            ErrorCode.FILE_TOO_LARGE,
+            f"the folder is larger than the {MAX_BLOB_BYTES} bytes that can be copied out: delete what is not needed, read single files, or keep all of "
+            "it as a checkpoint",
+        )
     return Outcome(metadata={"size_bytes": len(data)}, blob=data)
 
 

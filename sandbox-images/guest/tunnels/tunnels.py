@@ -45,13 +45,14 @@ class Tunnels:
     def register(self, poller: select.poll) -> None:
         if self._listener is None:
             return
-        if self._pace.has(_OPEN_COST):
-            poller.register(self._listener.fileno(), select.POLLIN)
         may_read = self._may_read()
         for fd, tunnel in self._by_fd.items():
             events = tunnel.interest(may_read)
             if events is not None:
                 poller.register(fd, events)
+        # Last, and so served last: a new connection may get the descriptor of one that word has just come of.
+        if self._pace.has(_OPEN_COST):
+            poller.register(self._listener.fileno(), select.POLLIN)
 
     def serve(self, fd: int, events: int) -> None:
         """One event of the poller, of whatever descriptor."""

@@ -12,11 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import structlog
+
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.hardening import UID
 from workers.sandboxd.workspaces.base import WorkspaceSize
 from workers.sandboxd.workspaces.loop_mounts import mount_image, try_lock, unmount
 from workers.sandboxd.workspaces.trees import remove_tree
+
+log = structlog.get_logger(__name__)
 
 _PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
 _WORK = ".work-"
@@ -34,6 +38,9 @@ _EXTENDED = f"root_owner={UID}:{UID},lazy_itable_init=1,nodiscard"
 _SUPERBLOCK = 1024
 _MAGIC = 0xEF53
 _CLEAN = 1
+
+_CORRECTED = 1 | 2
+_UNCORRECTED = 4
 
 
 class Templates:
@@ -118,12 +125,17 @@ def is_clean(image: int) -> bool:
 
 
 def repair(image: Path) -> None:
-    """Put right what a host's sudden end left, where that is possible without a doubt. Raises SandboxUnavailable."""
+    """Put right what a host's sudden end left. Of what was just being made, that may cost the name: then it is in `lost+found`, and logged.
+
+    Raises SandboxUnavailable.
+    """
     status, words = _run("e2fsck", "-p", str(image))
-    if status & ~3:
+    if status & ~_CORRECTED == _UNCORRECTED:
+        log.warning("workspace_damaged", image=str(image), said=words)
+        status, words = _run("e2fsck", "-y", str(image))
+    if status & ~_CORRECTED:
         raise SandboxUnavailable(
-            f"the file system of {image} was damaged when the host went down, and e2fsck -p cannot repair it ({words}): "
-            "open a new session, or repair it by hand with e2fsck"
+            f"the file system of {image} was damaged when the host went down, and e2fsck cannot repair it ({words}): open a new session"
         )
 
 

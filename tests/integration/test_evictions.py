@@ -1,0 +1,78 @@
+"""A session whose container was given up is, to who works in it, the same one: its shell, what it knows of files, its kept outputs."""
+
+import re
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from docker import APIClient
+
+from orchestrator.client import ToolClient
+from orchestrator.sessions import Session
+from tests.stack import Stack, eventually, open_stack
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
+
+SOON_S = 30.0
+FILL = """
+mkdir -p sub/deep && printf 'seen\\n' > seen && printf 'unseen\\n' > unseen && printf 'changed\\n' > changed
+printf '#!/bin/sh\\necho ran\\n' > sub/run && chmod 6751 sub/run && ln sub/run sub/same && ln -s ../nowhere sub/link && mkfifo sub/pipe
+truncate -s 100M sub/sparse && printf x | dd of=sub/sparse bs=1 seek=50000000 conv=notrunc status=none
+touch sub/$'odd\\n\\377 -name' sub/-rf 'sub/*' && touch -d '2001-02-03 04:05:06.789012345' sub/run sub/deep
+printf hidden > sub/none && chmod 000 sub/none && printf in > sub/deep/in
+echo scratch > /tmp/file
+export COLOUR=blue; greet() { echo "hello $1"; }; cd sub
+"""
+LOOK = """
+pwd; echo "$COLOUR"; greet you; cat /tmp/file; ./run
+stat -c '%a %h %.9Y' run; readlink link; stat -c '%F' pipe; stat -c '%s %b' sparse; ls -1A --quoting-style=c
+"""
+
+
+@pytest.fixture(scope="module")
+def evicting(engine: APIClient) -> Iterator[Stack]:
+    """With workspaces that go with their containers: everything has to be packed."""
+    environment = {"TOOLCREW_SANDBOX_WORKSPACE": "tmpfs", "TOOLCREW_IDLE_PAUSE_S": "0.5", "TOOLCREW_IDLE_EVICT_S": "1"}
+    with open_stack(engine, environment) as stack:
+        yield stack
+
+
+@pytest.fixture
+async def session(evicting: Stack) -> AsyncIterator[Session]:
+    async with ToolClient.connect(evicting.redis_url) as client, await client.open_session() as opened:
+        yield opened
+
+
+async def bash(session: Session, command: str) -> str:
+    result = await session.call("bash_tool", {"command": command})
+    assert result.success, result.error
+    return str(result.metadata["stdout"])
+
+
+async def evicted(session: Session, stack: Stack) -> None:
+    sandbox = (await session.call("bash_tool", {"command": "true"})).sandbox
+    assert sandbox is not None
+    await eventually(lambda: not stack.has_container(sandbox.id), SOON_S, "the idle session's container is given up")
+
+
+async def test_the_next_call_finds_everything_as_it_was(evicting: Stack, session: Session) -> None:
+    await bash(session, FILL)
+    await session.call("read_tool", {"file_path": "/workspace/seen"})
+    await session.call("read_tool", {"file_path": "/workspace/changed"})
+    spilled = await session.call("bash_tool", {"command": "seq 100000"})
+    before = await bash(session, LOOK)
+
+    await evicted(session, evicting)
+
+    result = await session.call("bash_tool", {"command": LOOK})
+    assert result.metadata["stdout"] == before
+    assert result.sandbox is not None
+    assert (result.sandbox.generation, result.sandbox.rebuilt, result.sandbox.news) == (2, False, None)
+    await bash(session, "echo changed >> /workspace/changed")
+    written = {
+        name: (await session.call("write_tool", {"file_path": f"/workspace/{name}", "content": "new\n"})).error_code
+        for name in ("seen", "changed")
+    }
+    assert written == {"seen": None, "changed": "STALE_FILE"}
+    kept = re.search(r"/output/\S+?(?=[\s\])]|$)", spilled.output or "")
+    assert kept is not None, spilled.output
+    assert (await bash(session, f"wc -l < {kept[0].rstrip('.:,')}")).strip() == "100000"

@@ -1,0 +1,51 @@
+"""A sandboxd whose mounts the engine does not see, as one in a mount namespace of its own: it finds out before it serves."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from contract.errors import SandboxUnavailable
+from tests.containers import IMAGE, open_engine
+from tests.workspace_ground import MIB, require_images
+from workers.sandboxd.engine import Engine
+from workers.sandboxd.house import open_house
+from workers.sandboxd.workspaces import image as image_module
+from workers.sandboxd.workspaces.image import TEMPLATES
+from workers.settings import SandboxdSettings
+
+DEPLOYMENT = "unseen"
+
+
+@pytest.fixture(autouse=True)
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine then sees: the folder, and nothing mounted there."""
+    open_engine()
+    require_images()
+    monkeypatch.setattr(image_module, "_mount", lambda image, _place: os.close(image))
+
+
+async def open_on(folder: Path, **fields: object) -> str:
+    """The kind of workspace that it serves with, and why."""
+    own = {"sandboxd_state": folder / "state", "sandboxd_leases": folder / "leases", "deployment": DEPLOYMENT, "sandbox_image": IMAGE}
+    engine = Engine()
+    try:
+        async with open_house(SandboxdSettings.model_validate({**own, **fields}), engine) as house:
+            return f"{house.choice.workspaces.kind}: {house.choice.note}"
+    finally:
+        assert await engine.list_sandboxes(DEPLOYMENT) == []
+        assert {path.name for path in (folder / "state" / "workspaces").iterdir()} <= {TEMPLATES}
+        engine.close()
+
+
+async def test_it_takes_the_next_best_kind_and_says_why(tmp_path: Path) -> None:
+    served = await open_on(tmp_path, sandbox_workspace_bytes=300 * MIB)
+
+    # Not memory: that much of it nobody has asked for.
+    assert served.startswith("folder: no images: the engine does not see those that are made here (a sandbox of image")
+    assert "its quota is not in force" in served
+
+
+async def test_it_does_not_start_where_images_were_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(SandboxUnavailable, match=r"does not get its workspace: .*its quota is not in force"):
+        await open_on(tmp_path, sandbox_workspace="image")
