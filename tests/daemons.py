@@ -20,15 +20,12 @@ from tests.stack import ROOT, UP_S, Footprint, commands_in, end_process, open_fo
 from workers.sandbox_client import GuestResponse, SandboxClient
 
 _QUICK = """
-import docker.api.client
-docker.api.client.DEFAULT_NUM_POOLS = 1
 from workers.sandboxd import keeping
 keeping.EXPIRE_EVERY_S = keeping.SWEEP_EVERY_S = 0.3
 from workers.sandboxd.__main__ import main
 raise SystemExit(main())
 """
-"""sandboxd with its rounds at shorter intervals: what it does by itself is waited for. And the engine's client does not keep a connection
-for each of the last 25 addresses that it asked, among which a few that leak would not be seen."""
+"""sandboxd with its rounds at shorter intervals: what it does by itself is waited for."""
 
 
 class Daemon:

@@ -64,6 +64,10 @@ class LocalGuest:
         self._held.add(holder)
         self._may_read.clear()
 
+    @property
+    def is_held(self) -> bool:
+        return bool(self._held)
+
     def release(self, holder: object) -> None:
         self._held.discard(holder)
         if not self._held:

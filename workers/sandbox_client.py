@@ -174,6 +174,12 @@ class SandboxClient:
         """A connection that failed in the middle is of no more use: drop it, and say what to check."""
         try:
             yield
+        except TimeoutError as error:
+            self.disconnect()
+            raise SandboxUnavailable(
+                f"sandboxd at {self._path} gave no answer in time: the host is busy, or the session is still being brought back; try again, and see "
+                "sandboxd's log when it stays so"
+            ) from error
         except (OSError, FrameError) as error:
             self.disconnect()
             raise SandboxUnavailable(f"sandboxd does not answer at {self._path} ({error}): is it running on this host?") from error

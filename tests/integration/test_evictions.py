@@ -1,14 +1,18 @@
-"""A session whose container was given up is, to who works in it, the same one: its shell, what it knows of files, its kept outputs."""
+"""What is packed, and what cannot be: a session given up is, to who works in it, the same one, and one whose files no store takes goes on."""
 
+import os
 import re
+import subprocess
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 from docker import APIClient
 
+from contract.errors import SandboxUnavailable
 from orchestrator.client import ToolClient
 from orchestrator.sessions import Session
-from tests.stack import Stack, eventually, open_stack
+from tests.stack import Stack, eventually, missing, open_stack
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
 
@@ -29,9 +33,26 @@ stat -c '%a %h %.9Y' run; readlink link; stat -c '%F' pipe; stat -c '%s %b' spar
 
 
 @pytest.fixture(scope="module")
-def evicting(engine: APIClient) -> Iterator[Stack]:
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        missing("a small disk is mounted by root: run the tests as root")
+    path = tmp_path_factory.mktemp("small-disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "toolcrew-test", str(path)], check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture(scope="module")
+def evicting(engine: APIClient, small_disk: Path) -> Iterator[Stack]:
     """With workspaces that go with their containers: everything has to be packed."""
-    environment = {"TOOLCREW_SANDBOX_WORKSPACE": "tmpfs", "TOOLCREW_IDLE_PAUSE_S": "0.5", "TOOLCREW_IDLE_EVICT_S": "1"}
+    environment = {
+        "TOOLCREW_SANDBOX_WORKSPACE": "tmpfs",
+        "TOOLCREW_IDLE_PAUSE_S": "0.5",
+        "TOOLCREW_IDLE_EVICT_S": "1",
+        "TOOLCREW_WORKSPACE_STORE": str(small_disk),
+    }
     with open_stack(engine, environment) as stack:
         yield stack
 
@@ -46,6 +67,10 @@ async def bash(session: Session, command: str) -> str:
     result = await session.call("bash_tool", {"command": command})
     assert result.success, result.error
     return str(result.metadata["stdout"])
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 async def evicted(session: Session, stack: Stack) -> None:
@@ -76,3 +101,12 @@ async def test_the_next_call_finds_everything_as_it_was(evicting: Stack, session
     kept = re.search(r"/output/\S+?(?=[\s\])]|$)", spilled.output or "")
     assert kept is not None, spilled.output
     assert (await bash(session, f"wc -l < {kept[0].rstrip('.:,')}")).strip() == "100000"
+
+
+async def test_a_store_that_is_full_costs_a_session_nothing(session: Session, small_disk: Path) -> None:
+    await bash(session, "head -c 100000000 /dev/urandom > large; export word=kept")
+    with pytest.raises(SandboxUnavailable, match="make room"):
+        await session.checkpoint()
+    result = await session.call("bash_tool", {"command": 'stat -c %s large; echo "$word"; rm large'})
+    assert (result.metadata["stdout"], result.sandbox and result.sandbox.generation) == ("100000000\nkept\n", 1)
+    assert files_in(small_disk) == []

@@ -194,7 +194,6 @@ async def test_the_python_image_installs_packages_into_the_workspace(api: APICli
         " && printf 'tiny.py,,\\ntiny-1.dist-info/METADATA,,\\ntiny-1.dist-info/WHEEL,,\\ntiny-1.dist-info/RECORD,,\\n' > RECORD"
         " && cd .. && zip -q -r ../tiny-1-py3-none-any.whl tiny-1.dist-info",
     )
-    assert "pip 2" in await shell(sandbox, "pip --version")
     await shell(sandbox, "pip install -q --no-index ./tiny-1-py3-none-any.whl")
     assert await shell(sandbox, "cd /tmp && python -c 'import tiny; print(tiny.x, tiny.__file__)'") == (
         "42 /workspace/.local/lib/python3.11/site-packages/tiny.py\n"

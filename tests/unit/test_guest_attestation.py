@@ -193,12 +193,12 @@ def _is_alive(pid: int) -> bool:
 
 @needs_namespace
 def test_its_end_does_not_wait_for_a_host_that_reads_nothing() -> None:
-    with running_guest(options=("--life", "1")) as guest:
+    with running_guest(options=("--life", "0.5")) as guest:
         started_at = time.monotonic()
         capture = {"stream": 1 << 30}
         guest.start("exec", argv=["cat", "/dev/zero"], script_bytes=0, cwd=".", env={}, timeout_s=60, capture=capture)
         assert guest.wait_exit() != 0
-        assert 0.5 < time.monotonic() - started_at < 4
+        assert 0.4 < time.monotonic() - started_at < 4
 
 
 @needs_namespace

@@ -165,6 +165,28 @@ async def test_a_guest_that_sends_without_end_is_stopped_at_the_limit() -> None:
     assert guest.cancelled == 1
 
 
+async def test_a_guest_whose_stream_nobody_takes_any_more_is_read_on_to_its_end() -> None:
+    """Unread, it could not say that it has ended: its container would be removed, and a store's failure cost a session its files."""
+
+    async def full_of_data(_: Any, sink: Callable[[Frame], None]) -> dict[str, Any]:
+        try:
+            for _ in range(100):
+                sink(Frame({"ev": "data", "stream": "stdout"}, bytes(65_536)))
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(100):  # what was on its way
+                sink(Frame({"ev": "data", "stream": "stdout"}, bytes(65_536)))
+        return {}
+
+    async def failing(_: bytes) -> None:
+        raise SandboxUnavailable("the disk is full")
+
+    guest = ScriptedGuest(full_of_data)
+    with pytest.raises(SandboxUnavailable, match="disk is full"):
+        await pack(guest, ("/workspace",), failing, 64 * MIB)
+    assert (guest.cancelled, guest.was_held.is_set(), guest.is_held) == (1, True, False)
+
+
 @pytest.mark.parametrize(
     ("done", "code"),
     [

@@ -17,13 +17,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.guest_harness import Guest, needs_namespace, running_guest
+from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace, running_guest
 from tests.tunnel_ends import PREAMBLE, SOON_S
 from workers.sandboxd import relay as relay_module
 from workers.sandboxd.egress_link import open_proxy
 from workers.sandboxd.frames import MAX_DOWN, MAX_UP, FrameDecoder, encode_frame
 from workers.sandboxd.tunnels import Tunnels
 
+assert GUEST_PARENT
 from guest.outbox import Outbox  # noqa: E402
 from guest.tunnels.tunnels import Tunnels as GuestTunnels  # noqa: E402
 
@@ -226,18 +227,21 @@ def test_connections_leave_no_descriptor_behind(pair: Pair) -> None:
 
 def test_a_new_connection_is_not_taken_for_the_one_that_had_its_descriptor() -> None:
     """Those that are there are served before others are let in, or word of a lost one would reach its successor."""
-    tunnels = GuestTunnels(Outbox(os.open(os.devnull, os.O_WRONLY)), PORT)
+    with open(os.devnull, "wb") as nowhere:
+        tunnels = GuestTunnels(Outbox(nowhere.fileno()), 0)
+        assert tunnels._listener is not None
+        place = tunnels._listener.getsockname()
 
-    def serve_one_turn() -> list[int]:
-        poller = select.poll()
-        tunnels.register(poller)
-        events = poller.poll(SOON_S * 1000)
-        for fd, seen in events:
-            tunnels.serve(fd, seen)
-        return [fd for fd, _ in events]
+        def serve_one_turn() -> list[int]:
+            poller = select.poll()
+            tunnels.register(poller)
+            events = poller.poll(SOON_S * 1000)
+            for fd, seen in events:
+                tunnels.serve(fd, seen)
+            return [fd for fd, _ in events]
 
-    with socket.create_connection(("127.0.0.1", PORT)) as first:
-        (listener,) = serve_one_turn()
-        first.sendall(b"x")
-        with socket.create_connection(("127.0.0.1", PORT)):
-            assert serve_one_turn()[1:] == [listener]
+        with socket.create_connection(place) as first:
+            (listener,) = serve_one_turn()
+            first.sendall(b"x")
+            with socket.create_connection(place):
+                assert serve_one_turn()[1:] == [listener]

@@ -5,10 +5,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from contract.errors import SandboxUnavailable
 from tests.workspace_ground import MIB, SMALL, run_as
 from workers.sandboxd.workspaces import folder as folder_module
+from workers.sandboxd.workspaces import places as places_module
 from workers.sandboxd.workspaces.base import WorkspaceSize
 from workers.sandboxd.workspaces.folder import FolderWorkspaces
 
@@ -39,6 +41,24 @@ async def test_too_many_files_are_found(workspaces: FolderWorkspaces) -> None:
         (files / str(number)).touch()
 
     assert list(await workspaces.find_overfull()) == ["many"]
+
+
+async def test_a_cancellation_is_one_also_when_what_was_made_will_not_go(
+    workspaces: FolderWorkspaces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_folder: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(places_module, "remove_tree", refuse)
+    making = asyncio.ensure_future(workspaces.make("one", SMALL))
+    await asyncio.sleep(0)
+    with capture_logs() as logs:
+        making.cancel()
+        await asyncio.wait([making])
+
+    assert making.cancelled()
+    assert [line["event"] for line in logs] == ["not_undone"]
+    assert (tmp_path / "one").exists()
 
 
 async def test_what_no_container_has_had_is_not_counted(workspaces: FolderWorkspaces, tmp_path: Path) -> None:

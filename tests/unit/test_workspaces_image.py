@@ -20,7 +20,7 @@ from workers.sandboxd.workspaces.ext4 import find_tool, is_clean
 from workers.sandboxd.workspaces.image import ImageWorkspace, ImageWorkspaces
 from workers.sandboxd.workspaces.loop_mounts import unmount
 
-ROUNDS = 100
+ROUNDS = 40
 SOON_S = 10.0
 
 

@@ -207,11 +207,17 @@ class Engine:
         try:
             yield api
         except (docker.errors.APIError, SandboxUnavailable):
-            self._clients.append(api)
+            self._put_back(api)
             raise
         except BaseException:
             api.close()
             raise
+        self._put_back(api)
+
+    def _put_back(self, api: docker.APIClient) -> None:
+        """Keep the client for the next call. Over a socket of this host its connections go: it would keep one for each address it has asked."""
+        if not str(api.base_url).startswith(("http://", "https://")):
+            api.close()
         self._clients.append(api)
 
     async def _remove_by_name(self, name: str) -> bool:

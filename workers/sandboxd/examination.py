@@ -65,8 +65,12 @@ def _clear_killed(state: Path, leases: Path) -> None:
     """Remove what checks have left that were killed: none takes an hour."""
     for left in (*state.glob("doctor-*"), *leases.glob("doctor-*.name")):
         with contextlib.suppress(OSError):  # another check was quicker
-            if left.stat().st_mtime < time.time() - _KILLED_S:
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            if left.stat().st_mtime >= time.time() - _KILLED_S:
+                continue
+            if left.is_dir():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
 
 
 async def _find_egress_problem(settings: SandboxdSettings, plans: Plans) -> str | None:

@@ -116,7 +116,7 @@ class Packing:
                 yield chunk
             done = await packing
         finally:
-            self._guest.release(flow)
+            flow.close()
             await _cancelled(packing)
         _check(done, flow.words, "packed", (0, _CHANGED))
         whole = tally.facts()
@@ -186,9 +186,12 @@ class _Outflow:
         self._waiting_bytes = 0
         self._news = asyncio.Event()
         self._is_over = False
+        self._is_closed = False
         self.words = bytearray()
 
     def take(self, frame: Frame) -> None:
+        if self._is_closed:
+            return
         if frame.header.get("stream") != "stdout":
             self.words += frame.body[: _WORDS_BYTES - len(self.words)]
             return
@@ -201,6 +204,11 @@ class _Outflow:
     def end(self) -> None:
         self._is_over = True
         self._news.set()
+
+    def close(self) -> None:
+        """Drop what comes from now on: unread, the guest could not say that it has ended, and would pass for one that does not end."""
+        self._is_closed = True
+        self._guest.release(self)
 
     async def next(self) -> bytes | None:
         """None after the last."""

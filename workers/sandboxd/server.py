@@ -96,7 +96,7 @@ class Server:
         if verb == "checkpoint":
             return await self._checkpoint(parse_text(header, "sandbox"))
         if verb == "delete_checkpoint":
-            tenant = parse_text(header, "sandbox").partition(":")[0]
+            tenant = parse_session(header).partition(":")[0]
             return {"deleted": await self._checkpoints.forget(tenant, parse_text(header, "checkpoint"))}
         if verb == "status":
             return {**self._facts(), "sandboxes": self._sessions.describe()}

@@ -9,9 +9,13 @@ from collections.abc import Callable, Set
 from pathlib import Path
 from typing import TypeVar
 
+import structlog
+
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.workspaces.loop_mounts import unmount
 from workers.sandboxd.workspaces.trees import remove_tree
+
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 MOUNT = "mount"
@@ -32,7 +36,10 @@ async def run_to_end(work: Callable[[], T], undo: Callable[[], object] | None = 
                 continue
         # An error of the work is not told: the cancellation is.
         if not running.cancelled() and running.exception() is None and undo is not None:
-            await run_to_end(undo)
+            try:
+                await run_to_end(undo)
+            except SandboxUnavailable as error:  # whoever cancelled must still see that it was; the next start clears what is left
+                log.error("not_undone", error=str(error))
         raise
 
 
