@@ -290,6 +290,15 @@ async def test_where_nobody_else_writes_all_that_was_begun_is_swept(tmp_path: Pa
     assert sorted(files_of(open_own_store(tmp_path))) == ["whole.json", "whole.tar"]
 
 
+async def test_who_reads_of_a_full_disk_is_told_the_setting_of_that_disk(tmp_path: Path) -> None:
+    for store, setting in (
+        (FolderStore(tmp_path / "a", 2**62), "TOOLCREW_WORKSPACE_STORE"),
+        (open_own_store(tmp_path / "b", 2**62), "TOOLCREW_SANDBOXD_STATE"),
+    ):
+        with pytest.raises(SandboxUnavailable, match=f"set {setting} to another place"):
+            await store.put("acme/one", chunks(b"x"))
+
+
 def test_what_a_killed_process_has_left_on_its_way_to_a_url_is_swept(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     (tmp_path / "spool").mkdir()

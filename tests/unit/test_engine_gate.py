@@ -113,7 +113,7 @@ async def test_a_caller_that_leaves_the_queue_takes_no_turn_along() -> None:
     await asyncio.wait({calls[2]})
     work.go.set()
 
-    assert await calls[3] == "done"
+    assert await asyncio.gather(*calls[:2], calls[3]) == ["done"] * 3
     assert work.begun == 3
     assert running_of(gate) == 0
 

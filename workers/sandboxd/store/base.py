@@ -14,6 +14,7 @@ from contract.errors import SandboxUnavailable
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}/[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 MAX_FACTS_BYTES = 4096
+STORE_SETTING, STATE_SETTING = "TOOLCREW_WORKSPACE_STORE", "TOOLCREW_SANDBOXD_STATE"
 CHECK_EVERY_BYTES = 16 * 1024 * 1024
 """How much may be written between two looks at the free space of a disk."""
 _LAYOUT = 1
@@ -97,11 +98,11 @@ class Tally:
             )
 
 
-def check_room(folder: Path, free_bytes: int) -> None:
-    """Blocks. Raises SandboxUnavailable when the disk of a folder has less than this left, OSError."""
+def check_room(folder: Path, free_bytes: int, setting: str) -> None:
+    """Blocks. Raises SandboxUnavailable when the disk of a folder, which `setting` names, has less than this left; OSError."""
     if shutil.disk_usage(folder).free < free_bytes:
         raise SandboxUnavailable(
-            f"the disk of {folder} has less than {free_bytes} bytes free: make room there, or set TOOLCREW_WORKSPACE_STORE to a folder on another"
+            f"the disk of {folder} has less than {free_bytes} bytes free: make room there, or set {setting} to another place"
         )
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from workers.sandboxd.store.base import WorkspaceStore
+from workers.sandboxd.store.base import STATE_SETTING, WorkspaceStore
 from workers.sandboxd.store.folder import FolderStore
 from workers.sandboxd.store.fsspec_store import FsspecStore
 
@@ -22,7 +22,7 @@ def open_store(setting: str | None, state: Path, free_bytes: int = 0) -> Workspa
 
 
 def open_own_store(folder: Path, free_bytes: int = 0) -> FolderStore:
-    """A folder to which nobody else writes: what was not ended in it never will be."""
-    store = FolderStore(folder, free_bytes)
+    """A folder below the state folder, to which nobody else writes: what was not ended in it never will be."""
+    store = FolderStore(folder, free_bytes, STATE_SETTING)
     store.sweep(0.0)
     return store

@@ -13,6 +13,7 @@ from contract.errors import SandboxUnavailable
 from workers.sandboxd.store.base import (
     CHECK_EVERY_BYTES,
     MAX_FACTS_BYTES,
+    STORE_SETTING,
     NotStored,
     StoredFacts,
     Tally,
@@ -35,12 +36,13 @@ T = TypeVar("T")
 class FolderStore:
     """A parcel is `<tenant>/<id>.tar` and, written last, `<tenant>/<id>.json`. Folders are 0700, files 0600, all on the disk before `put` returns.
 
-    `free_bytes`: nothing is kept when the disk would have less than this left.
+    `free_bytes`: nothing is kept when the disk would have less than this left. `setting`: of the operator's, which names the folder.
     """
 
-    def __init__(self, folder: Path, free_bytes: int = 0) -> None:
+    def __init__(self, folder: Path, free_bytes: int = 0, setting: str = STORE_SETTING) -> None:
         self._folder = folder
         self._free_bytes = free_bytes
+        self._setting = setting
         self._threads = StoreThreads()
 
     async def put(self, name: str, chunks: AsyncIterator[bytes]) -> StoredFacts:
@@ -104,7 +106,7 @@ class FolderStore:
             unchecked += len(chunk)
             if unchecked >= CHECK_EVERY_BYTES:
                 unchecked = 0
-                await self._do(failed, lambda: check_room(self._folder, self._free_bytes))
+                await self._do(failed, lambda: check_room(self._folder, self._free_bytes, self._setting))
             await self._do(failed, functools.partial(write_all, file, chunk))
         await self._do(failed, lambda: os.fsync(file.fileno()))
         return tally.facts()
@@ -114,9 +116,7 @@ class FolderStore:
         try:
             return await self._threads.run(work)
         except OSError as error:
-            raise SandboxUnavailable(
-                f"{what} ({error}): see its rights and its disk, or set TOOLCREW_WORKSPACE_STORE to another place"
-            ) from error
+            raise SandboxUnavailable(f"{what} ({error}): see its rights and its disk, or set {self._setting} to another place") from error
 
 
 def _create(path: Path) -> BinaryIO:

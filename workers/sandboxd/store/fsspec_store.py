@@ -14,6 +14,7 @@ from contract.errors import ConfigError, SandboxUnavailable
 from workers.sandboxd.store.base import (
     CHECK_EVERY_BYTES,
     MAX_FACTS_BYTES,
+    STATE_SETTING,
     NotStored,
     StoredFacts,
     Tally,
@@ -96,7 +97,7 @@ class FsspecStore:
             try:
                 if unchecked >= CHECK_EVERY_BYTES:
                     unchecked = 0
-                    await self._threads.run(functools.partial(check_room, self._spool, self._free_bytes))
+                    await self._threads.run(functools.partial(check_room, self._spool, self._free_bytes, STATE_SETTING))
                 await self._threads.run(functools.partial(write_all, file, chunk))
             except OSError as error:
                 raise _no_spool(error) from error
