@@ -3,6 +3,9 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
+from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_sandboxd import running_sandboxd
 from workers.sandboxd.store.checkpoints import Checkpoint
 
@@ -56,3 +59,18 @@ async def test_a_session_is_in_use_until_its_checkpoint_is_stored(tmp_path: Path
         await daemon.host.keeper.expire()
         assert daemon.sessions.find(name) is entry
         assert entry.idle_s() < SOON_S
+
+
+async def test_who_waits_for_too_long_is_not_told_that_sandboxd_is_gone(tmp_path: Path) -> None:
+    checkpoints = GatedCheckpoints()
+    async with running_sandboxd(tmp_path, checkpoints=checkpoints) as daemon:
+        client, name = await daemon.open()
+        with pytest.raises(SandboxUnavailable, match="gave no answer in time: the host is busy"):
+            await asyncio.to_thread(client._ask, {"verb": "checkpoint", "sandbox": name}, 0.1)
+        checkpoints.go.set()
+
+
+async def test_a_tenant_that_is_none_deletes_nothing(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, checkpoints=GatedCheckpoints()) as daemon:
+        with pytest.raises(ToolFailure, match="no name of a session"):
+            await asyncio.to_thread(daemon.client().delete_checkpoint, "../acme:s", "c1")
