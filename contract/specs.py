@@ -6,7 +6,6 @@ from pydantic import Field, JsonValue
 
 from contract.calls import MAX_TIMEOUT_S, Record, ToolName
 
-
 NO_NETWORK = "without network"
 """What a sandbox has of the network unless its session is told otherwise, as descriptions say it."""
 

@@ -1,13 +1,12 @@
 """Fakes that stand where a process of ours would: catalog, transport, ledger, blobs, sandbox client."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from contract.errors import ErrorCode, ToolFailure
 from contract.specs import ToolSpec
 from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.results import ResultHub
