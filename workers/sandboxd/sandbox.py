@@ -147,7 +147,7 @@ class Sandbox:
         finally:
             self.cancel(call)
         if "sandbox_lost" in done:
-            raise SandboxUnavailable(str(done["error"]["message"] if "error" in done else done["sandbox_lost"]))
+            raise SandboxUnavailable(f"the sandbox is lost: {done['error']['message'] if 'error' in done else done['sandbox_lost']}")
         return done
 
     async def _feed_all(self, call: RunningCall, body: AsyncIterator[bytes]) -> None:
