@@ -6,6 +6,7 @@ import json
 import os
 import select
 import struct
+import time
 
 STREAMS = ("stdout", "stderr", "merged", "file", "live", "live_stderr", "lines")
 DONE = 255
@@ -43,6 +44,13 @@ class ReportWriter:
         except BlockingIOError:
             return
 
+    def finish(self) -> float:
+        """Wait until PID 1 has room for what was offered; gives for how many seconds."""
+        started = time.monotonic()
+        self._write_all(self._pending)
+        self._pending = memoryview(b"")
+        return time.monotonic() - started
+
     def send(self, stream: str, data: bytes) -> None:
         """Send all of `data`, waiting for PID 1 where it must."""
         view = memoryview(data)
@@ -56,8 +64,7 @@ class ReportWriter:
         self._send_record(FACTS, json.dumps(facts).encode())
 
     def _send_record(self, kind: int, data: bytes | memoryview) -> None:
-        self._write_all(self._pending)
-        self._pending = memoryview(b"")
+        self.finish()
         self._write_all(memoryview(_RECORD.pack(kind, len(data)) + data))
 
     def _write_all(self, view: memoryview) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from docker import APIClient
 
-from tests.attack_ground import Ground, Hostile, is_empty, open_ground
+from tests.attack_ground import SOON_S, Ground, Hostile, is_empty, open_ground
 from tests.stack import wait_until
 from workers.sandbox_client import GuestResponse
 
@@ -89,8 +89,8 @@ def busy(ground: Ground) -> Iterator[Hostile]:
     with ground.session(session="timeouts") as session:
         session.start("exec sleep 777", state="use", timeout_s=500.0)
         session.start_job("exec sleep 888")
-        session.wait_for("sleep 777")
-        session.wait_for("sleep 888")
+        # Not before the shells have become what they run: their command lines are compared afterwards.
+        wait_until(lambda: {"sleep 777", "sleep 888"} <= set(session.programs().values()), SOON_S, lambda: str(session.programs()))
         yield session
 
 

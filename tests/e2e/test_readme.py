@@ -2,11 +2,13 @@
 
 import os
 import re
+import secrets
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from docker import APIClient
 
 from tests.stack import require_engine
 
@@ -74,13 +76,13 @@ def test_the_program_with_its_own_function_works_with_the_local_model() -> None:
 @pytest.mark.model
 def test_the_demo_answers_all_three_jobs_with_the_local_model_and_leaves_nothing() -> None:
     engine = require_engine()
-    before = leftovers(engine)
+    mark = f"demo-{secrets.token_hex(4)}"
 
-    done = run("scripts/demo")
+    done = run("scripts/demo", TOOLCREW_DEPLOYMENT=mark)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 of 3 answers are right" in done.stdout
-    assert leftovers(engine) == before
+    assert leftovers(engine, mark) == []
 
 
 @pytest.mark.model
@@ -95,6 +97,7 @@ def test_the_run_command_of_the_readme_answers() -> None:
     assert str(lines) in done.stdout.splitlines()[-1]
 
 
-def leftovers(engine: object) -> set[str]:
-    containers = engine.containers(all=True, filters={"label": "toolcrew.product=sandbox"})  # type: ignore[attr-defined]
-    return {container["Id"] for container in containers}
+def leftovers(engine: APIClient, deployment: str) -> list[str]:
+    """Containers of that deployment; other tests have theirs meanwhile."""
+    filters = {"label": [f"toolcrew.deployment={deployment}"]}
+    return [str(container["Names"]) for container in engine.containers(all=True, filters=filters)]

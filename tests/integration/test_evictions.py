@@ -89,6 +89,7 @@ async def test_the_next_call_finds_everything_as_it_was(evicting: Stack, session
     await evicted(session, evicting)
 
     result = await session.call("bash_tool", {"command": LOOK})
+    assert result.success, result.error
     assert result.metadata["stdout"] == before
     assert result.sandbox is not None
     assert (result.sandbox.generation, result.sandbox.rebuilt, result.sandbox.news) == (2, False, None)

@@ -120,6 +120,8 @@ class Outputs:
         """Take what is in the pipes. Who still holds them is not waited for, nor heard for more than the window."""
         give_up_at = time.monotonic() + DRAIN_WINDOW_S
         while time.monotonic() < give_up_at:
+            # PID 1 may not have taken the last piece of a stream yet: its pipe is not read until then, and is not empty for that.
+            give_up_at += self._writer.finish()
             took = [self.read(fd) for fd in self.readable_fds()]
             if not any(took):
                 return

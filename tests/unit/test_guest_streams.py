@@ -1,0 +1,57 @@
+"""A streamed output comes whole, also when PID 1 is slow to take its last pieces."""
+
+import fcntl
+import os
+import threading
+
+import pytest
+
+from tests.guest_harness import GUEST_PARENT
+
+assert GUEST_PARENT
+from guest.commands.exec_requests import ExecRequest  # noqa: E402
+from guest.commands.outputs import DRAIN_WINDOW_S, Outputs  # noqa: E402
+from guest.places import Places  # noqa: E402
+from guest.reports import ReportReader, ReportWriter  # noqa: E402
+
+_F_SETPIPE_SZ = 1031
+PIECE = 30_000
+
+
+def stream_request() -> ExecRequest:
+    return ExecRequest({
+        "id": "a" * 32, "op": "exec", "argv": ["true"], "cwd": "/workspace", "env": {}, "timeout_s": 5, "script_bytes": 0,
+        "capture": {"stream": 1_000_000},
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("slow_s", [0.0, 2 * DRAIN_WINDOW_S])
+def test_what_lies_in_the_pipe_at_the_programs_end_is_sent_however_late_the_last_piece_is_taken(slow_s: float) -> None:
+    read_fd, write_fd = os.pipe()
+    fcntl.fcntl(write_fd, _F_SETPIPE_SZ, 4096)
+    os.set_blocking(write_fd, False)
+    writer = ReportWriter(write_fd)
+    outputs = Outputs(stream_request(), writer, Places())
+    os.write(outputs.stdout, b"a" * PIECE)
+    (fd,) = [fd for fd, name in outputs.open_fds.items() if name == "stdout"]
+    outputs.read(fd)
+    assert writer.is_full, "the pipe to PID 1 took all: nothing is tested"
+    os.write(outputs.stdout, b"b" * PIECE)
+    outputs.close_write_ends()
+    came: list[bytes] = []
+
+    def take() -> None:
+        reader = ReportReader()
+        threading.Event().wait(slow_s)
+        while data := os.read(read_fd, 4096):
+            came.extend(body for _, body in reader.feed(data))
+
+    taking = threading.Thread(target=take)
+    taking.start()
+    outputs.drain()
+    os.close(write_fd)
+    taking.join()
+    os.close(read_fd)
+
+    assert b"".join(came) == b"a" * PIECE + b"b" * PIECE
+    assert outputs.sizes()["stdout"] == {"total": 2 * PIECE, "head": 2 * PIECE, "tail": 0}
