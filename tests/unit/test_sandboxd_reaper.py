@@ -89,7 +89,9 @@ async def test_what_a_dead_sandboxd_left_goes_and_what_a_living_one_has_stays(tm
         go.send("end")
         process.join()
         assert await host.reaper.sweep() == 1
-        assert not [path for path in (tmp_path / "leases").glob("neighbour-*.lease")]
+        assert not [*(tmp_path / "leases").glob("neighbour*")]
+        with pytest.raises(SandboxUnavailable, match="lives on this host"):
+            Lease.take(tmp_path / "leases", "test")
 
 
 @pytest.mark.parametrize("label", ["", "x", "elsewhere/1.lease", "a/b/../../etc/passwd", "/gone.lease"])

@@ -7,9 +7,13 @@ very same folder (its device and inode number are part of the lease): for a sand
 import fcntl
 import os
 import secrets
+import time
 from pathlib import Path
 
 from contract.errors import SandboxUnavailable
+
+_LOOKS = 3
+_LOOK_S = 0.02
 
 
 class Lease:
@@ -26,7 +30,7 @@ class Lease:
     def take(cls, folder: Path, name: str) -> "Lease":
         """Hold the name and a lease of one's own. Raises SandboxUnavailable when a living sandboxd has the name."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        name_fd = _lock(folder / f"{name}.name")
+        name_fd = _lock_patiently(folder / f"{name}.name")
         if name_fd is None:
             raise SandboxUnavailable(
                 f"another sandboxd named '{name}' lives on this host: stop it, or give this one another TOOLCREW_SANDBOXD_NAME and socket"
@@ -65,6 +69,10 @@ class Lease:
         for path in self._folder.glob("*.lease"):
             if self.is_dead(f"{self._domain}/{path.name}"):
                 path.unlink(missing_ok=True)
+        for path in self._folder.glob("*.name"):
+            if (fd := _lock(path)) is not None:  # nobody has the name: whoever takes it meanwhile sees that the file went
+                path.unlink(missing_ok=True)
+                os.close(fd)
 
     def give_back(self) -> None:
         """The name is free for another."""
@@ -86,6 +94,17 @@ def _lock(path: Path) -> int | None:
         if _is_file_of(fd, path):
             return fd
         os.close(fd)  # whoever had it deleted it in between
+
+
+def _lock_patiently(path: Path) -> int | None:
+    """As `_lock`; a neighbour who looks whether the name is free holds it for a moment."""
+    fd = _lock(path)
+    for _ in range(_LOOKS):
+        if fd is not None:
+            break
+        time.sleep(_LOOK_S)
+        fd = _lock(path)
+    return fd
 
 
 def _is_file_of(fd: int, path: Path) -> bool:
