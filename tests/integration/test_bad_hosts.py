@@ -177,20 +177,23 @@ async def test_the_check_looks_at_a_real_sandbox_and_leaves_nothing(api: APIClie
 
 async def test_a_check_removes_what_one_left_that_was_killed_and_not_what_one_has_that_runs(api: APIClient, tmp_path: Path) -> None:
     settings, engine = build_settings(tmp_path), Engine()
-    for folder, mark in ((settings.state(), "state"), (settings.sandboxd_leases, "name")):
-        folder.mkdir(parents=True)
-        for who, age_s in (("killed", 7200), ("running", 60)):
-            left = folder / f"doctor-{who}.{mark}"
-            left.touch() if mark == "name" else (left / "workspaces").mkdir(parents=True)
-            os.utime(left, (time.time() - age_s,) * 2)
+    for who, age_s in (("killed", 7200), ("running", 60)):
+        left = settings.state() / f"doctor-{who}.state"
+        (left / "workspaces").mkdir(parents=True)
+        os.utime(left, (time.time() - age_s,) * 2)
+    settings.sandboxd_leases.mkdir(parents=True)
+    (settings.sandboxd_leases / "doctor-killed.name").touch()
+    running = Lease.take(settings.sandboxd_leases, "doctor-running")
     try:
         evidence = await examine(settings, Plans(settings), engine)
+        names = [path.name for path in settings.sandboxd_leases.glob("*.name")]
     finally:
+        running.give_back()
         engine.close()
 
     assert evidence.problem is None
     assert [path.name for path in settings.state().iterdir()] == ["doctor-running.state"]
-    assert [path.name for path in settings.sandboxd_leases.iterdir()] == ["doctor-running.name"]
+    assert names == ["doctor-running.name"]
 
 
 async def test_the_check_of_a_host_without_engine_still_says_all_that_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

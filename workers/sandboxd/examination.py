@@ -47,7 +47,7 @@ async def _prove(settings: SandboxdSettings, engine: Engine) -> WorkspaceFacts:
     name = f"doctor-{secrets.token_hex(8)}"
     was_there = settings.state().exists()
     state = settings.state() / name
-    await asyncio.to_thread(_clear_killed, settings.state(), settings.sandboxd_leases)
+    await asyncio.to_thread(_clear_killed, settings.state())
     own = {"sandboxd_name": name, "sandboxd_state": state, "sandboxd_keep_sessions": False, "pool_target": 0}
     try:
         async with open_house(settings.model_copy(update=own), engine) as house:
@@ -58,19 +58,14 @@ async def _prove(settings: SandboxdSettings, engine: Engine) -> WorkspaceFacts:
         if not was_there:
             with contextlib.suppress(OSError):  # somebody has begun to use it
                 settings.state().rmdir()
-        (settings.sandboxd_leases / f"{name}.name").unlink(missing_ok=True)
 
 
-def _clear_killed(state: Path, leases: Path) -> None:
+def _clear_killed(state: Path) -> None:
     """Remove what checks have left that were killed: none takes an hour."""
-    for left in (*state.glob("doctor-*"), *leases.glob("doctor-*.name")):
+    for left in state.glob("doctor-*"):
         with contextlib.suppress(OSError):  # another check was quicker
-            if left.stat().st_mtime >= time.time() - _KILLED_S:
-                continue
-            if left.is_dir():
+            if left.stat().st_mtime < time.time() - _KILLED_S:
                 shutil.rmtree(left)
-            else:
-                left.unlink()
 
 
 async def _find_egress_problem(settings: SandboxdSettings, plans: Plans) -> str | None:
