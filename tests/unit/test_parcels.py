@@ -1,9 +1,10 @@
 """Parcels: files leave one place and come back as they were, streamed; a guest that lies or stops costs its own session only."""
 
 import asyncio
+import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,19 @@ from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.local_guest import LocalGuest
 from workers.sandboxd import parcels
 from workers.sandboxd.frames import Frame
-from workers.sandboxd.parcels import Packing, count_most_bytes, pack, unpack
+from workers.sandboxd.parcels import Guest, Packing, ParcelFacts, count_most_bytes, unpack
 
 MIB = 1024 * 1024
+
+
+async def pack(guest: Guest, roots: tuple[str, ...], write: Callable[[bytes], Awaitable[None]], max_bytes: int) -> ParcelFacts:
+    """The roots as one parcel, written by `write`."""
+    packing = Packing(guest, roots, max_bytes)
+    async with contextlib.aclosing(packing.chunks()) as chunks:
+        async for chunk in chunks:
+            await write(chunk)
+    assert packing.facts is not None
+    return packing.facts
 
 
 class ScriptedGuest(LocalGuest):

@@ -4,9 +4,8 @@ Both ends run the image's own tar inside the sandbox. What a guest sends is kept
 """
 
 import asyncio
-import contextlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -121,16 +120,6 @@ class Packing:
         _check(done, flow.words, "packed", (0, _CHANGED))
         whole = tally.facts()
         self.facts = ParcelFacts(whole.bytes, whole.sha256, flow.words.count(b"socket ignored"), done["exit_code"] == _CHANGED)
-
-
-async def pack(guest: Guest, roots: tuple[str, ...], write: Callable[[bytes], Awaitable[None]], max_bytes: int) -> ParcelFacts:
-    """Write the roots as one parcel. Raises as `Packing.chunks`."""
-    packing = Packing(guest, roots, max_bytes)
-    async with contextlib.aclosing(packing.chunks()) as chunks:
-        async for chunk in chunks:
-            await write(chunk)
-    assert packing.facts is not None
-    return packing.facts
 
 
 async def unpack(guest: Guest, roots: tuple[str, ...], read: AsyncIterator[bytes], total: int) -> None:
