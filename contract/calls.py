@@ -49,6 +49,8 @@ class ToolContext(Record):
     tenant: Identifier
     run: Identifier | None = None
     session: Identifier | None = None
+    fence: int | None = Field(default=None, ge=1)
+    """Of the session's place as the sender knew it: a worker refuses the call when the session has moved since."""
     attempt: int = Field(default=1, ge=1)
     sent_at: float
     deadline_at: float

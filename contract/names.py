@@ -35,9 +35,64 @@ def pool_worker(host: str, boot: str) -> str:
     return f"pool.{host}.{boot}"
 
 
-def run_marker_key(deployment: str, tenant: str, call_id: str) -> str:
-    """Set once when a call starts to run: who finds it there does not run the call again."""
-    return f"toolcrew:{deployment}:{tenant}:call:{call_id}:run"
+def call_key(deployment: str, tenant: str, call_id: str) -> str:
+    """The hash of what is known of a call (contract/ledger.py)."""
+    return f"toolcrew:{deployment}:{tenant}:call:{call_id}"
+
+
+def place_key(deployment: str, tenant: str, session: str) -> str:
+    """The hash of where a session lives (contract/places.py)."""
+    return f"toolcrew:{deployment}:{tenant}:session:{session}:place"
+
+
+def tenant_sessions_key(deployment: str, tenant: str) -> str:
+    """The set of a tenant's open sessions; one whose place has expired is none any more."""
+    return f"toolcrew:{deployment}:{tenant}:sessions"
+
+
+def host_key(deployment: str, queue: str) -> str:
+    """The report of one living worker incarnation (contract/hosts.py); gone when the worker is."""
+    return f"toolcrew:{deployment}:host:{queue}"
+
+
+def hosts_key(deployment: str) -> str:
+    """The sorted set of all worker incarnations, by the Unix time of their last report: what the reaper goes through."""
+    return f"toolcrew:{deployment}:hosts"
+
+
+def tombstone_key(deployment: str, queue: str) -> str:
+    """There once an incarnation was given up for lost: whoever finds its own stops under that name."""
+    return f"toolcrew:{deployment}:tombstone:{queue}"
+
+
+def worker_slots_key(deployment: str, queue: str) -> str:
+    """The hash of who serves a queue: worker incarnation to `<slots> <expires at>`."""
+    return f"toolcrew:{deployment}:slots:{queue}:workers"
+
+
+def slots_key(deployment: str, queue: str) -> str:
+    """How many calls at a time the living workers of a queue serve together; gone when none lives."""
+    return f"toolcrew:{deployment}:slots:{queue}"
+
+
+def tenants_key(deployment: str) -> str:
+    """The hash of the registered tenants, name to TenantPolicy."""
+    return f"toolcrew:{deployment}:tenants"
+
+
+def api_keys_key(deployment: str) -> str:
+    """The hash of the API keys, key id to its record; never a key itself."""
+    return f"toolcrew:{deployment}:api-keys"
+
+
+def refusals_key(deployment: str) -> str:
+    """The hash of how often what was refused at the queue, by reason."""
+    return f"toolcrew:{deployment}:refusals"
+
+
+def admission_prefix(deployment: str) -> str:
+    """What the keys of admission begin with."""
+    return f"toolcrew:{deployment}:admission:"
 
 
 def blob_key(deployment: str, tenant: str, name: str) -> str:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
@@ -24,21 +24,51 @@ CANCEL_GRACE_S = 1.0
 
 
 @dataclass(frozen=True)
-class Delivery:
-    """One envelope on its way. `start_by`: Unix seconds after which it must not start; `wait_s`: when the sender gives up.
+class Sticky:
+    """Where a call of a session must go: the queue of the host that holds it, as the sender knew it. `fence`: of the session's place then."""
 
-    `marker`: the key that exists once the call has started. `limit_s`: the call's limit where the queue's workers enforce it themselves; None:
-    where a sandbox does.
+    tenant: str
+    session: str
+    fence: int
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One envelope on its way. `start_by`: Unix seconds of the shared clock after which it must not start; `wait_s`: when the sender gives up.
+
+    `attempt`: 1, and more when a lost call is sent again. `sticky` None: any worker of the queue may run it. `limit_s`: the call's limit where the queue's
+    workers enforce it themselves; None: where a sandbox does.
     """
 
     task: str
     queue: str
+    tenant: str
     call_id: str
     envelope: str
     start_by: float
     wait_s: float
-    marker: str
+    attempt: int = 1
+    sticky: Sticky | None = None
     limit_s: float | None = None
+
+
+class NotSent(Exception):
+    """Nothing was published. `host_lost`: the queue's host does not live; `moved`: the session is elsewhere, or on its way; `duplicate`: the call id
+    was used before."""
+
+    def __init__(self, reason: Literal["host_lost", "moved", "duplicate"]) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class CallLost(Exception):
+    """Whoever had the call is gone, and no result will come. `has_started`: it may have acted; `told`: what is known, for the result's sentence."""
+
+    def __init__(self, told: str, *, has_started: bool, is_moved: bool = False) -> None:
+        super().__init__(told)
+        self.told = told
+        self.has_started = has_started
+        self.is_moved = is_moved
 
 
 class DeliveryFailed(Exception):
@@ -51,7 +81,7 @@ class DeliveryFailed(Exception):
 
 
 class Transport(Protocol):
-    """Carries envelopes. `deliver` gives the encoded result, raises DeliveryFailed, or TimeoutError after `wait_s`."""
+    """Carries envelopes. `deliver` gives the encoded result. Raises DeliveryFailed, NotSent, CallLost, BrokerUnavailable, or TimeoutError after `wait_s`."""
 
     async def deliver(self, delivery: Delivery) -> Any: ...
 

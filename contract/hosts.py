@@ -1,0 +1,57 @@
+"""What a worker tells of itself while it lives, and who is meant by the names of workers in the ledger."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from contract.calls import Record
+
+RELEASE = "1"
+"""Changes when two sides of different releases would misunderstand one another; calls go only to workers that tell the same."""
+HEARTBEAT_S = 3.0
+HOST_TTL_S = 10
+"""How long a worker counts as alive after its last report."""
+TOMBSTONE_TTL_S = 24 * 3600
+"""How long an incarnation that was given up is remembered: it may wake up and must not go on under its name."""
+
+
+class HostReport(Record):
+    """One living worker, reported every HEARTBEAT_S seconds; it vanishes HOST_TTL_S after the last one. Sizes in bytes, instants in Unix seconds.
+
+    `queue`: of its incarnation, `host.<host>.<boot>`, or `pool.<host>.<boot>` without sandboxes. `worker`: a word of its own for each process that
+    serves the queue, one after another. `slots`: calls at a time; `pools`: the shared queues that it serves besides.
+    """
+
+    host: str = Field(max_length=64)
+    queue: str = Field(max_length=256)
+    worker: str = Field(max_length=64)
+    kind: Literal["sandbox", "web"]
+    release: str = Field(default=RELEASE, max_length=32)
+    pools: tuple[str, ...] = ()
+    slots: int = Field(ge=1)
+    busy: int = Field(default=0, ge=0)
+    sessions: int = Field(default=0, ge=0)
+    max_sessions: int = Field(default=0, ge=0)
+    sandboxes: int = Field(default=0, ge=0)
+    max_sandboxes: int = Field(default=0, ge=0)
+    memory_free_bytes: int = Field(default=0, ge=0)
+    disk_free_bytes: int = Field(default=0, ge=0)
+    classes: tuple[str, ...] = ()
+    """Tenant classes that this host knows."""
+    images: tuple[str, ...] = ()
+    """Images that any class of this host may use."""
+    draining: bool = False
+    """It takes no new sessions, and its own go elsewhere."""
+    started_at: float
+    reported_at: float
+
+
+def holder_name(queue: str, worker: str) -> str:
+    """How the ledger names who runs a call: the worker's incarnation and the process of it."""
+    return f"{queue}/{worker}"
+
+
+def parse_holder(holder: str) -> tuple[str, str]:
+    """Queue and worker of a holder's name."""
+    queue, _, worker = holder.partition("/")
+    return queue, worker

@@ -1,0 +1,70 @@
+"""What is known of every call id: one hash in Redis a call, written by both sides, each change in one atomic step.
+
+::
+
+    queued --claim--> running --finish--> done
+       |                 |
+       |                 '--its worker is gone--> lost (sent again, next attempt) or unknown (it may have acted)
+       '--forbid--> forbidden: cancelled, or too late; it never starts
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from pydantic import Field
+
+from contract.calls import Record
+
+CALL_TTL_S = 24 * 3600
+"""How long a call id is remembered, and so cannot be used again."""
+MAX_ATTEMPTS = 3
+"""How often a call that is lost is sent: again only when nothing can have acted, or its tool is idempotent."""
+
+
+class CallState(StrEnum):
+    """Where a call is."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    LOST = "lost"
+    UNKNOWN = "unknown"
+    FORBIDDEN = "forbidden"
+
+
+class Claim(StrEnum):
+    """What a worker is told that wants to start a call."""
+
+    GRANTED = "granted"
+    STARTED = "started"
+    """It has been started, or forbidden, before: this message is a repetition, and nobody waits for its answer."""
+    SUPERSEDED = "superseded"
+    """A later attempt of the same call is on its way."""
+    MOVED = "moved"
+    """Its session lives on another host by now, or was closed."""
+
+
+class CallRecord(Record):
+    """The fields of the hash, all text in Redis; absent ones are not known. Instants in Unix seconds of the shared clock.
+
+    `holder`: who runs it (contract/hosts.py: holder_name); `code`: the result's error code, "" when it succeeded.
+    """
+
+    state: CallState
+    attempt: int = Field(default=1, ge=1)
+    tool: str = ""
+    session: str = ""
+    queue: str = ""
+    holder: str = ""
+    sandbox: str = ""
+    queued_at: float = 0.0
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    code: str = ""
+
+
+def parse_record(fields: Mapping[bytes, bytes]) -> CallRecord | None:
+    """The record of a hash; None for no hash. Raises ValidationError for one that is none of ours."""
+    if not fields:
+        return None
+    return CallRecord.model_validate({name.decode(): value.decode(errors="replace") for name, value in fields.items()}, strict=False)

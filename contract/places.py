@@ -1,0 +1,43 @@
+"""Where a session lives: one hash in Redis a session, with a fence that grows at every move. What carries an older fence is refused.
+
+::
+
+    (none) --open--> open --its host is lost, or drains--> moving --reopened elsewhere--> open (fence + 1) --close--> (none)
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from pydantic import Field
+
+from contract.calls import Record
+
+PLACE_MARGIN_S = 3600
+"""How long a session's place is remembered beyond its time to live without a call."""
+
+
+class PlaceState(StrEnum):
+    OPEN = "open"
+    MOVING = "moving"
+    """It has no host now: parked by a drain, or being opened elsewhere. The next call opens it."""
+
+
+class SessionPlace(Record):
+    """The fields of the hash, all text in Redis. `start`: JSON of the arguments of `session.open`. `checkpoint`: the last one, "" for none,
+    taken at `checkpoint_at`. `ttl_s`: without a call; `changed_at`: when a call that may have changed files was sent last."""
+
+    state: PlaceState
+    queue: str
+    fence: int = Field(ge=1)
+    start: str = "{}"
+    checkpoint: str = ""
+    checkpoint_at: float = 0.0
+    ttl_s: float = 1800.0
+    opened_at: float = 0.0
+
+
+def parse_place(fields: Mapping[bytes, bytes]) -> SessionPlace | None:
+    """The place of a hash; None for no hash. Raises ValidationError for one that is none of ours."""
+    if not fields:
+        return None
+    return SessionPlace.model_validate({name.decode(): value.decode(errors="replace") for name, value in fields.items()}, strict=False)

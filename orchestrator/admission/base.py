@@ -1,0 +1,63 @@
+"""Who may have a slot now: what the dispatcher asks before a call is sent."""
+
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from contract.tenancy import TenantPolicy
+
+Priority = Literal["interactive", "batch"]
+
+
+@dataclass(frozen=True)
+class SlotRequest:
+    """One call that wants to be sent. `queue`: whose slots it needs; `wait_s`: how long it may wait; `limit_s`: the longest it can run.
+
+    `is_urgent`: it frees what others wait for (closing a session), and is let through at once.
+    """
+
+    tenant: str
+    policy: TenantPolicy
+    queue: str
+    call_id: str
+    tool: str
+    priority: Priority
+    wait_s: float
+    limit_s: float
+    is_urgent: bool = False
+
+
+class Slot:
+    """A slot that is held. `used_s`: what the tenant is charged when it is given back: seconds of a worker, as the result's clocks tell; None: as long
+    as it was held."""
+
+    def __init__(self) -> None:
+        self.used_s: float | None = None
+
+
+class Admission(Protocol):
+    """Slots in fair shares."""
+
+    def slot(self, request: SlotRequest) -> AbstractAsyncContextManager[Slot]:
+        """Waits for a slot and holds it until the block ends.
+
+        Raises ToolFailure(RATE_LIMITED) with `retry_after_s` in its metadata when the tenant has too many calls waiting, or none became free within `wait_s`;
+        BrokerUnavailable.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class Unlimited:
+    """For programs without a pool: everybody has a slot at once."""
+
+    @asynccontextmanager
+    async def slot(self, request: SlotRequest) -> AsyncIterator[Slot]:
+        yield Slot()
+
+    async def aclose(self) -> None:
+        """Nothing is held."""
