@@ -18,6 +18,7 @@ Anything else is the developer's: a bug, loud.
 """
 
 from enum import StrEnum
+from typing import Literal
 
 
 class ErrorCode(StrEnum):
@@ -138,5 +139,13 @@ class ModelRefused(ModelUnavailable):
         self.detail = detail
 
 
+RefusalReason = Literal["malformed", "oversized", "version", "signature", "expired", "wrong_task", "wrong_tenant", "repeated"]
+"""Why something in a queue was not run: what is counted."""
+
+
 class EnvelopeRefused(ToolcrewError):
-    """Bytes from the queue that are not a valid, signed call of this version. Never run."""
+    """Bytes from the queue that are not a valid, signed call of this version. Never run, and counted by `reason`."""
+
+    def __init__(self, message: str, reason: RefusalReason = "malformed") -> None:
+        super().__init__(message)
+        self.reason = reason

@@ -40,6 +40,8 @@ class HostReport(Record):
     """Tenant classes that this host knows."""
     images: tuple[str, ...] = ()
     """Images that any class of this host may use."""
+    healthy: bool = True
+    """False while its sandboxd is silent: nothing new is placed there."""
     draining: bool = False
     """It takes no new sessions, and its own go elsewhere."""
     started_at: float

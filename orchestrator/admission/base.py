@@ -1,7 +1,7 @@
 """Who may have a slot now: what the dispatcher asks before a call is sent."""
 
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
