@@ -71,7 +71,7 @@ def _close(path: Path, number: int) -> None:
 
 def _wait_frozen(path: Path) -> None:
     with SandboxClient(path) as client:
-        while any(row["state"] != "paused" for row in client.status()["sandboxes"]):
+        while any(row["state"] != "paused" for row in client.sessions()):
             time.sleep(0.5)
 
 

@@ -1,67 +1,137 @@
 """Record <-> bytes: version, size cap, unknown fields are errors, HMAC signature over what must not change on the way."""
 
-import hashlib
-import hmac
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from contract.calls import Record, ToolCall, ToolContext, ToolResult
 from contract.errors import EnvelopeRefused
+from contract.signing import SigningKey, SigningKeys
 
-VERSION = 1
+VERSION = 2
+PURPOSE = "call"
+"""What a call's signature is for: no other signed text passes as a call."""
 MAX_ENVELOPE_BYTES = 1024 * 1024
+INLINE_BYTES = 64 * 1024
+"""How large a result's record may be to travel with its message; a larger one lies beside, and the message names where."""
+_UTF8_BYTES = 4
+"""A character has at most so many."""
 MAX_DEPTH = 100
 """How deep arguments may nest; JSON readers of both sides give up somewhere beyond it."""
+
+_SHAPE = re.compile(r"(?P<version>v[0-9]{1,8})\.(?P<key_id>[0-9a-f]{12})\.(?P<signature>[0-9a-f]{64})\.")
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
-def encode_call(call: ToolCall, context: ToolContext, key: bytes) -> str:
-    """The signed envelope of a call, as JSON text.
+def encode_call(call: ToolCall, context: ToolContext, keys: SigningKeys) -> str:
+    """The signed envelope of a call: `v2.<key id>.<signature>.<JSON>`, signed over all but the signature itself.
 
     Raises ValueError, with what to do, when a worker would refuse it: too large, too deep, half a surrogate pair, NaN or Infinity.
     """
     if _is_deeper(call.arguments, MAX_DEPTH) or _is_deeper(context.config, MAX_DEPTH):
         raise ValueError(f"the call's arguments nest deeper than {MAX_DEPTH}: send a flatter value, or a file with it")
     payload = {
-        "v": VERSION,
         # Taken as they are: dumping the record would change a key that is no text without a word.
         "call": {**call.model_dump(mode="json", exclude={"arguments"}), "arguments": call.arguments},
         "context": {**context.model_dump(mode="json", exclude={"config"}), "config": context.config},
     }
-    payload["sig"] = _signature(payload, key)
-    return _bounded(json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+    body = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    head = f"v{VERSION}.{keys.current.id}"
+    return _bounded(f"{head}.{_signature(keys.current, head, body)}.{body}")
 
 
-def decode_call(text: str, key: bytes) -> tuple[ToolCall, ToolContext]:
-    """The call and context of an envelope whose signature holds. Raises EnvelopeRefused, whatever is wrong with it."""
-    payload = _open(text, {"v", "call", "context", "sig"})
-    claimed = payload.pop("sig")
-    if not isinstance(claimed, str) or not hmac.compare_digest(claimed.encode(errors="surrogatepass"), _signature(payload, key).encode()):
-        raise EnvelopeRefused("signature does not match: sender and worker do not share TOOLCREW_SECRET, or the envelope was changed")
-    return _record(ToolCall, payload["call"]), _record(ToolContext, payload["context"])
+def decode_call(text: str, keys: SigningKeys) -> tuple[ToolCall, ToolContext]:
+    """The call and context of an envelope whose signature holds. Raises EnvelopeRefused, whatever is wrong with it.
+
+    Nothing of the JSON is read before the signature was found good.
+    """
+    if len(text) > MAX_ENVELOPE_BYTES or len(text.encode(errors="surrogatepass")) > MAX_ENVELOPE_BYTES:
+        raise EnvelopeRefused(f"envelope larger than {MAX_ENVELOPE_BYTES} bytes", "oversized")
+    version, key_id, signature, body = _parts(text)
+    if keys.find(key_id) is None:
+        raise EnvelopeRefused(
+            "signed by a key that is not known here: sender and worker do not share TOOLCREW_SECRET, or a changed one is missing from "
+            "TOOLCREW_SECRETS_PREVIOUS",
+            "signature",
+        )
+    if not keys.holds(key_id, PURPOSE, f"{version}.{key_id}.{body}".encode(errors="surrogatepass"), signature):
+        raise EnvelopeRefused("signature does not match: the envelope was changed, or its key was guessed", "signature")
+    try:
+        signed = _SignedCall.model_validate(from_json(body, allow_inf_nan=False))
+    except (ValidationError, ValueError) as error:
+        raise EnvelopeRefused(f"not a valid call: {_first_complaint(error)}") from error
+    return signed.call, signed.context
 
 
-def encode_result(result: ToolResult) -> dict[str, Any]:
-    """A result as the plain data that Celery stores: a few harmless fields, then the record.
+class _SignedCall(Record):
+    """What lies in an envelope."""
+
+    call: ToolCall
+    context: ToolContext
+
+
+def _parts(text: str) -> tuple[str, str, str, str]:
+    """Version, key id, signature, body. Raises EnvelopeRefused."""
+    found = _SHAPE.match(text)
+    if found is None:
+        if text.startswith("{"):
+            raise EnvelopeRefused("envelope of another release: run the same release on both sides", "version")
+        raise EnvelopeRefused("envelope is not of the form v<version>.<key id>.<signature>.<JSON>")
+    if found["version"] != f"v{VERSION}":
+        told = f"envelope of version {found['version'][:8]}; this side speaks v{VERSION}: run the same release on both sides"
+        raise EnvelopeRefused(told, "version")
+    return found["version"], found["key_id"], found["signature"], text[found.end() :]
+
+
+def _signature(key: SigningKey, head: str, body: str) -> str:
+    """Over tool, arguments, tenant, deadline and call id alike, and over which key it is."""
+    return key.sign(PURPOSE, f"{head}.{body}".encode(errors="surrogatepass"))
+
+
+def encode_result(result: ToolResult, keep: Callable[[bytes], str] | None = None) -> dict[str, Any]:
+    """A result as the plain data that Celery stores: a few harmless fields, then the record as text.
+
+    `keep` puts what is larger than INLINE_BYTES elsewhere and gives the key under which it lies; without it everything travels inline. What it raises is
+    raised here.
 
     Celery shows the beginning of what a task returned in its log and in its events. The record is nested deeper than that goes, so that
     neither output nor arguments show there, however short they are.
     """
-    record = result.model_dump(mode="json")
-    return {**_head(result), "data": [[record]]}
+    text = _record_text(result)
+    if keep is not None and len(text) > INLINE_BYTES // _UTF8_BYTES:
+        data = text.encode()
+        if len(data) > INLINE_BYTES:
+            return {**_head(result), "kept": [[[keep(data)]]]}
+    return {**_head(result), "data": [[[text]]]}
+
+
+def kept_result_key(data: Any) -> str | None:
+    """Where the record of an encoded result lies when it does not travel with it. Whose key it is must be checked before it is read."""
+    match data:
+        case {"kept": [[[str() as key]]]}:
+            return key
+        case _:
+            return None
+
+
+def join_result(data: Mapping[str, Any], record: bytes) -> dict[str, Any]:
+    """An encoded result whose record was kept elsewhere, with that record."""
+    head = {name: value for name, value in data.items() if name != "kept"}
+    return {**head, "data": [[[record.decode(errors="replace")]]]}
 
 
 def decode_result(data: Any) -> ToolResult:
     """The result of a worker. Raises EnvelopeRefused when version, shape or fields are not ours."""
     if not isinstance(data, dict) or data.get("v") != VERSION:
-        raise EnvelopeRefused(f"result of an unknown version; this side speaks {VERSION}: run the same release on both sides")
+        raise EnvelopeRefused(f"result of an unknown version; this side speaks {VERSION}: run the same release on both sides", "version")
     match data.get("data"):
-        case [[dict() as record]]:
-            result = _record(ToolResult, record)
+        case [[[str() as text]]]:
+            result = _record(ToolResult, text)
         case _:
             raise EnvelopeRefused("result of another shape: its record is missing")
     if {name: value for name, value in data.items() if name != "data"} != _head(result):
@@ -69,37 +139,22 @@ def decode_result(data: Any) -> ToolResult:
     return result
 
 
+def _record_text(result: ToolResult) -> str:
+    try:
+        return result.model_dump_json()
+    except ValueError:
+        # Half a surrogate pair in its metadata, which no UTF-8 carries.
+        return json.dumps(result.model_dump(mode="json"), ensure_ascii=False).encode(errors="replace").decode()
+
+
 def _head(result: ToolResult) -> dict[str, Any]:
     code = result.error_code.value if result.error_code is not None else None
     return {"v": VERSION, "call_id": result.call_id, "name": result.name, "success": result.success, "error_code": code}
 
 
-def derive_key(secret: str) -> bytes:
-    """The signing key of a secret text."""
-    return hashlib.sha256(b"toolcrew envelope v1\0" + secret.encode()).digest()
-
-
-def _open(text: str, fields: set[str]) -> dict[str, Any]:
-    if len(text.encode(errors="surrogatepass")) > MAX_ENVELOPE_BYTES:
-        raise EnvelopeRefused(f"envelope larger than {MAX_ENVELOPE_BYTES} bytes")
+def _record(kind: type[AnyRecord], text: str) -> AnyRecord:
     try:
-        payload = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise EnvelopeRefused("envelope is not JSON") from error
-    if not isinstance(payload, dict) or payload.get("v") != VERSION:
-        raise EnvelopeRefused(f"envelope of an unknown version; this side speaks {VERSION}: run the same release on both sides")
-    if set(payload) != fields:
-        raise EnvelopeRefused(f"envelope has unknown or missing fields: {sorted(set(payload) ^ fields)}")
-    return payload
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _record(kind: type[AnyRecord], data: Any) -> AnyRecord:
-    try:
-        return kind.model_validate_json(json.dumps(data))
+        return kind.model_validate_json(text)
     except (ValidationError, ValueError) as error:
         raise EnvelopeRefused(f"not a valid {kind.__name__}: {_first_complaint(error)}") from error
 
@@ -109,12 +164,6 @@ def _first_complaint(error: Exception) -> str:
         first = error.errors(include_url=False, include_input=False)[0]
         return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
     return str(error)
-
-
-def _signature(payload: dict[str, Any], key: bytes) -> str:
-    """HMAC over the canonical form of the whole payload: tool, arguments, tenant, deadline and call id are all inside."""
-    canonical = json.dumps(payload, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-    return hmac.new(key, canonical.encode(), hashlib.sha256).hexdigest()
 
 
 def _bounded(text: str) -> str:

@@ -11,20 +11,30 @@ RELEASE = "1"
 HEARTBEAT_S = 3.0
 HOST_TTL_S = 10
 """How long a worker counts as alive after its last report."""
+RESTART_GRACE_S = 30
+"""How long a host that ended in order, with sessions, still counts as alive: its sandboxd keeps them, and its worker is mostly started again."""
 TOMBSTONE_TTL_S = 24 * 3600
 """How long an incarnation that was given up is remembered: it may wake up and must not go on under its name."""
+
+HOST_LOST_TYPE = "HostLost"
+"""What stands as the exception's type in the stored result of a call whose host was given up while it waited."""
+
+DRAIN_ORDER = "worker.drain"
+"""The order, on a worker's control list, to be taken out of service: arguments `queue`, whom it is for, and `lossy`, whether files may be lost."""
 
 
 class HostReport(Record):
     """One living worker, reported every HEARTBEAT_S seconds; it vanishes HOST_TTL_S after the last one. Sizes in bytes, instants in Unix seconds.
 
     `queue`: of its incarnation, `host.<host>.<boot>`, or `pool.<host>.<boot>` without sandboxes. `worker`: a word of its own for each process that
-    serves the queue, one after another. `slots`: calls at a time; `pools`: the shared queues that it serves besides.
+    serves the queue, one after another; "" when the last one has ended in order and the next is awaited. `slots`: calls at a time; `pools`: the shared
+    queues that it serves besides. `process`: by which its successor on the same machine sees at once that it is gone (workers/processes.py).
     """
 
     host: str = Field(max_length=64)
     queue: str = Field(max_length=256)
     worker: str = Field(max_length=64)
+    process: str = Field(default="", max_length=128)
     kind: Literal["sandbox", "web"]
     release: str = Field(default=RELEASE, max_length=32)
     pools: tuple[str, ...] = ()
@@ -43,7 +53,11 @@ class HostReport(Record):
     healthy: bool = True
     """False while its sandboxd is silent: nothing new is placed there."""
     draining: bool = False
-    """It takes no new sessions, and its own go elsewhere."""
+    """It takes no new sessions: its own go elsewhere, or it is being restarted."""
+    store: Literal["local", "shared"] = "local"
+    """Where its checkpoints go: `local` ones cannot be restored on another host."""
+    trouble: str = Field(default="", max_length=500)
+    """What its operator should know: why it is not healthy, or what its drain waits for."""
     started_at: float
     reported_at: float
 

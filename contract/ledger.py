@@ -17,6 +17,8 @@ from contract.calls import Record
 
 CALL_TTL_S = 24 * 3600
 """How long a call id is remembered, and so cannot be used again."""
+RESULT_TTL_S = 3600
+"""How long a result waits in Redis for whoever awaits it."""
 MAX_ATTEMPTS = 3
 """How often a call that is lost is sent: again only when nothing can have acted, or its tool is idempotent."""
 
@@ -42,12 +44,15 @@ class Claim(StrEnum):
     """A later attempt of the same call is on its way."""
     MOVED = "moved"
     """Its session lives on another host by now, or was closed."""
+    EXPIRED = "expired"
+    """Its deadline had passed; it is forbidden by now."""
 
 
 class CallRecord(Record):
     """The fields of the hash, all text in Redis; absent ones are not known. Instants in Unix seconds of the shared clock.
 
-    `holder`: who runs it (contract/hosts.py: holder_name); `code`: the result's error code, "" when it succeeded.
+    `holder`: who runs it (contract/hosts.py: holder_name); `claim`: a word of the claim that started it, by which one that is sent again knows itself;
+    `code`: the result's error code, "" when it succeeded.
     """
 
     state: CallState
@@ -56,11 +61,13 @@ class CallRecord(Record):
     session: str = ""
     queue: str = ""
     holder: str = ""
+    claim: str = ""
     sandbox: str = ""
     queued_at: float = 0.0
     started_at: float = 0.0
     ended_at: float = 0.0
     code: str = ""
+    nonce: str = ""
 
 
 def parse_record(fields: Mapping[bytes, bytes]) -> CallRecord | None:

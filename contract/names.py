@@ -1,7 +1,5 @@
 """Queues, task names and Redis keys that both sides read."""
 
-POOL_SANDBOX = "pool.sandbox"
-"""Any sandbox host: where sessions are opened."""
 POOL_WEB = "pool.web"
 POOL_TOOLS = "pool.tools"
 POOL_QUEUES = {"web": POOL_WEB, "tools": POOL_TOOLS}
@@ -13,6 +11,16 @@ CATALOG_POOLS = ("sandbox", "web", "tools")
 def host_queue(host: str, boot: str) -> str:
     """The queue of one incarnation of a host: a rebooted host never eats calls meant for sandboxes it no longer has."""
     return f"host.{host}.{boot}"
+
+
+def host_prefix(host: str) -> str:
+    """What the queues of all incarnations of a host begin with; a host's name has no dot."""
+    return f"host.{host}."
+
+
+def host_of(queue: str) -> str:
+    """The host whose queue it is."""
+    return queue.split(".")[1] if queue.count(".") >= 2 else queue
 
 
 def task_name(tool: str) -> str:
@@ -105,9 +113,16 @@ def is_blob_of(key: str, deployment: str, tenant: str) -> bool:
     return key.startswith(blob_key(deployment, tenant, ""))
 
 
+HUB_SHARDS = tuple(f"{shard:02x}" for shard in range(256))
+"""What the random id of a hub begins with."""
+
+
 def result_channel_pattern(hub: str) -> str:
-    """The one pub/sub pattern on which a hub hears its results."""
-    return f"celery-task-meta-{hub}-*"
+    """The one pub/sub pattern on which a hub hears its results, and those of the few others whose id begins with the same two hex digits.
+
+    Not the hub's whole id: Redis's users may subscribe only to patterns that are written out in their rules, so there is a fixed number of them.
+    """
+    return f"celery-task-meta-{hub[:2]}*"
 
 
 def result_key(task_id: str) -> str:

@@ -24,7 +24,8 @@ class PlaceState(StrEnum):
 
 class SessionPlace(Record):
     """The fields of the hash, all text in Redis. `start`: JSON of the arguments of `session.open`. `checkpoint`: the last one, "" for none,
-    taken at `checkpoint_at`. `ttl_s`: without a call; `changed_at`: when a call that may have changed files was sent last."""
+    taken at `checkpoint_at`. `ttl_s`: how long it lives without a call; `moving_until`: when whoever opens it elsewhere is given up, Unix seconds.
+    `automatic`: the last checkpoint that a worker took by itself, "" for none; it may be older than `checkpoint`, and is deleted when another was taken."""
 
     state: PlaceState
     queue: str
@@ -34,6 +35,8 @@ class SessionPlace(Record):
     checkpoint_at: float = 0.0
     ttl_s: float = 1800.0
     opened_at: float = 0.0
+    moving_until: float = 0.0
+    automatic: str = ""
 
 
 def parse_place(fields: Mapping[bytes, bytes]) -> SessionPlace | None:

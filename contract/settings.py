@@ -1,42 +1,172 @@
 """BrokerSettings: only what must be equal on both sides of the queue. Values come from the settings files of each side."""
 
-from urllib.parse import unquote, urlsplit
+from typing import Annotated, Any
+from urllib.parse import SplitResult, unquote, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from contract.envelope import derive_key
 from contract.errors import ConfigError
+from contract.signing import SigningKeys
+
+SCHEMES = ("redis", "rediss", "sentinel")
+REDIS_PORT, SENTINEL_PORT = 6379, 26379
 
 
 class BrokerSettings(BaseModel):
-    """Where Redis is, which deployment this is, and the secret that signs envelopes."""
+    """Where Redis is and how it is spoken to, which deployment this is, and the secrets that sign what crosses the queue.
+
+    `redis_url`: `redis://`, `rediss://` for TLS, or `sentinel://user:password@host:port/db;sentinel://host:port` with `redis_sentinel_master`, where TLS
+    is spoken when `redis_ca` is given. `redis_ca`, `redis_cert`, `redis_key`: paths of PEM files. Certificate and host name are always checked.
+    `secrets_previous` are still accepted, and sign nothing.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     redis_url: SecretStr
     deployment: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     secret: SecretStr | None = None
+    secrets_previous: Annotated[tuple[SecretStr, ...], Field(max_length=8)] = ()
+    redis_ca: str | None = None
+    redis_cert: str | None = None
+    redis_key: str | None = None
+    redis_sentinel_master: str | None = None
+    redis_sentinel_password: SecretStr | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "BrokerSettings":
+        """Raises ConfigError for what would connect otherwise than it reads."""
+        for part in self._parts():
+            _check_address(part)
+        if self.is_sentinel and not self.redis_sentinel_master:
+            raise ConfigError("TOOLCREW_REDIS_URL names sentinels: set TOOLCREW_REDIS_SENTINEL_MASTER to the name under which they watch the master")
+        if not self.is_sentinel and self.redis_sentinel_master:
+            raise ConfigError("TOOLCREW_REDIS_SENTINEL_MASTER is for a TOOLCREW_REDIS_URL of sentinel://: name the sentinels there, or unset it")
+        given = [name for name in ("redis_ca", "redis_cert", "redis_key") if getattr(self, name)]
+        if given and not self.is_tls:
+            name = f"TOOLCREW_{given[0].upper()}"
+            raise ConfigError(f"{name} is set, but nothing would be encrypted: write TOOLCREW_REDIS_URL as rediss://, or unset it")
+        if bool(self.redis_cert) != bool(self.redis_key):
+            raise ConfigError("TOOLCREW_REDIS_CERT and TOOLCREW_REDIS_KEY belong together: set both, or neither")
+        return self
+
+    @property
+    def is_sentinel(self) -> bool:
+        """Whether sentinels are asked where Redis is."""
+        return self._parts()[0].scheme == "sentinel"
+
+    @property
+    def is_tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return self._parts()[0].scheme == "rediss" or (self.is_sentinel and bool(self.redis_ca))
+
+    @property
+    def user(self) -> str | None:
+        """Redis's user, None for its default one."""
+        name = self._parts()[0].username
+        return unquote(name) if name and name != "default" else None
+
+    @property
+    def password(self) -> str | None:
+        """Redis's password, as Redis gets it: two spellings of one URL must sign alike."""
+        password = self._parts()[0].password
+        return unquote(password) if password else None
+
+    @property
+    def database(self) -> int:
+        """Number of the database."""
+        return int(self._parts()[0].path.strip("/") or 0)
+
+    @property
+    def addresses(self) -> tuple[tuple[str, int], ...]:
+        """Host and port of Redis, or of each sentinel."""
+        usual = SENTINEL_PORT if self.is_sentinel else REDIS_PORT
+        return tuple((part.hostname or "", part.port or usual) for part in self._parts())
 
     def has_password(self) -> bool:
         """Whether the Redis URL carries a password."""
-        return bool(urlsplit(self.redis_url.get_secret_value()).password)
+        return self.password is not None
 
-    def signing_key(self) -> bytes:
-        """Key of the envelope signature: from the secret, else from the Redis password, which whoever may call already holds.
+    def signing_keys(self) -> SigningKeys:
+        """Keys of the signatures: of the secret, else of the Redis password, which whoever may call already holds.
 
-        Raises ConfigError when there is neither: a queue that anyone may write to must not run commands.
+        Raises ConfigError when there is neither, for a queue that anyone may write to must not run commands; and for a Redis user without a secret:
+        the others have other passwords.
         """
+        previous = [secret.get_secret_value() for secret in self.secrets_previous]
         if self.secret is not None and self.secret.get_secret_value():
-            return derive_key(self.secret.get_secret_value())
-        password = urlsplit(self.redis_url.get_secret_value()).password
-        if not password:
+            return SigningKeys.of(self.secret.get_secret_value(), previous)
+        if self.user is not None:
+            raise ConfigError(
+                f"TOOLCREW_SECRET is not set, and the password of Redis's user '{self.user}' is not everybody's: set it to the same random text on both sides"
+            )
+        if self.password is None:
             raise ConfigError(
                 "Redis has no password and TOOLCREW_SECRET is not set, so calls cannot be signed: set TOOLCREW_SECRET to the same random text on both sides"
             )
-        # As Redis gets it: two spellings of one URL must sign alike.
-        return derive_key(unquote(password))
+        return SigningKeys.of(self.password, previous)
 
     def redis_address(self) -> str:
-        """The URL without its password, for messages."""
-        parts = urlsplit(self.redis_url.get_secret_value())
-        return f"{parts.scheme}://{parts.hostname or ''}{':' + str(parts.port) if parts.port else ''}{parts.path}"
+        """The URL without user and password, for messages."""
+        return ";".join(_address(part) for part in self._parts())
+
+    def connection_advice(self, said: str) -> str:
+        """What to check when a connection failed, by what was said."""
+        if "CERTIFICATE_VERIFY_FAILED" in said:
+            return (
+                "its certificate must be valid, name the host of TOOLCREW_REDIS_URL, and come from an authority of this system or the one in TOOLCREW_REDIS_CA"
+            )
+        if self.is_tls and "No such file" in said:
+            return "TOOLCREW_REDIS_CA, TOOLCREW_REDIS_CERT or TOOLCREW_REDIS_KEY names a file that is not there"
+        if self.is_tls:
+            return "does it run, does it speak TLS there, and does it ask for a certificate of ours (TOOLCREW_REDIS_CERT, TOOLCREW_REDIS_KEY)?"
+        if self.is_sentinel:
+            return "do the sentinels run, and do they watch a master by the name in TOOLCREW_REDIS_SENTINEL_MASTER?"
+        return "does it run, without TLS, and are address, user and password in TOOLCREW_REDIS_URL right?"
+
+    def tls_options(self) -> dict[str, Any]:
+        """What redis-py is told of TLS; empty without it. The system's authorities are trusted beside `redis_ca`."""
+        if not self.is_tls:
+            return {}
+        files = {"ssl_ca_certs": self.redis_ca, "ssl_certfile": self.redis_cert, "ssl_keyfile": self.redis_key}
+        return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **{name: path for name, path in files.items() if path}}
+
+    def sentinel_options(self) -> dict[str, Any]:
+        """What the connections to the sentinels themselves are told beside their addresses."""
+        password = self.redis_sentinel_password
+        told: dict[str, Any] = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
+        if password is not None and password.get_secret_value():
+            told["password"] = password.get_secret_value()
+        return {**told, "ssl": True, **self.tls_options()} if self.is_tls else told
+
+    def celery_options(self) -> dict[str, Any]:
+        """Settings of a Celery app that say where broker and results are. Transport options of its own are to be joined with these."""
+        url = self.redis_url.get_secret_value()
+        where: dict[str, Any] = {"broker_url": url, "result_backend": url, "broker_transport_options": {}}
+        if self.is_tls:
+            where |= {"broker_use_ssl": self.tls_options(), "redis_backend_use_ssl": self.tls_options()}
+        if self.is_sentinel:
+            found = {"master_name": self.redis_sentinel_master, "sentinel_kwargs": self.sentinel_options()}
+            where |= {"broker_transport_options": found, "result_backend_transport_options": found}
+        return where
+
+    def _parts(self) -> list[SplitResult]:
+        return [urlsplit(url) for url in self.redis_url.get_secret_value().split(";")]
+
+
+def _check_address(part: SplitResult) -> None:
+    if part.scheme not in SCHEMES:
+        raise ConfigError(f"TOOLCREW_REDIS_URL begins with '{part.scheme}://': write redis://, rediss:// for TLS, or sentinel://")
+    if part.query or part.fragment:
+        raise ConfigError(
+            "TOOLCREW_REDIS_URL has options behind a '?': leave them out. TLS has TOOLCREW_REDIS_CA, _CERT and _KEY, and always checks certificates"
+        )
+    try:
+        port, database = part.port, int(part.path.strip("/") or 0)
+    except ValueError:
+        port, database = 0, -1
+    if not part.hostname or port == 0 or database < 0:
+        raise ConfigError("TOOLCREW_REDIS_URL is none: write it as redis://user:password@host:6379/0, with % for special characters of a password")
+
+
+def _address(part: SplitResult) -> str:
+    return f"{part.scheme}://{part.hostname or ''}{':' + str(part.port) if part.port else ''}{part.path}"

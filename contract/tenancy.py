@@ -1,16 +1,27 @@
 """Tenants: what each may have, as data in Redis that both sides read. Adding one is no restart."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from contract.calls import Record
+from contract.errors import ConfigError, ErrorCode, ToolFailure
 
 DEFAULT_TENANT = "default"
 """Always known. While no other tenant is registered every name is served, by this one's policy; from the first on only registered ones are."""
 POLICY_FRESH_S = 1.0
 """How old what a process knows of the tenants may be."""
+MAX_POLICY_BYTES = 256 * 1024
+"""As JSON. A longer one is neither kept nor read."""
+VERSION_FIELD = "#version"
+"""Of the hash of tenants, no tenant's name: a new word with every change, so that one small read tells whether anything has changed."""
+VERB_TOOLS = {"session.exec": "bash_tool", "session.write_file": "write_tool", "session.read_file": "read_tool"}
+"""Verbs of sessions that do what a tool does: what forbids the tool forbids them. All other verbs are every tenant's."""
 NetworkPolicy = Literal["none", "egress"]
+ToolPattern = Annotated[str, Field(pattern=r"^[^*]{0,127}\*?$", min_length=1)]
 
 
 class CommandRule(Record):
@@ -18,7 +29,11 @@ class CommandRule(Record):
 
     action: Literal["deny", "ask", "allow"]
     tool: str = Field(default="*", min_length=1, max_length=128)
-    argv_prefix: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ()
+    argv_prefix: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=32)] = ()
+
+    def is_about(self, name: str) -> bool:
+        """Whether the tool, or the verb of sessions that does the same, is meant. Case counts."""
+        return any(fnmatchcase(known, self.tool) for known in _names(name))
 
 
 class SandboxTerms(Record):
@@ -28,9 +43,9 @@ class SandboxTerms(Record):
     """
 
     tenant_class: str = Field(default="default", min_length=1, max_length=64)
-    images: tuple[str, ...] | None = None
+    images: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=100)] | None = None
     network: NetworkPolicy | None = None
-    workspace_bytes: int | None = Field(default=None, ge=1024 * 1024)
+    workspace_bytes: int | None = Field(default=None, ge=1024 * 1024, le=2**50)
 
 
 class TenantPolicy(Record):
@@ -40,19 +55,85 @@ class TenantPolicy(Record):
     `rate_per_s`: calls begun a second, `burst` at once. `sandboxes`: sessions open at a time, on all hosts together.
     """
 
-    tools: tuple[str, ...] | None = None
+    tools: Annotated[tuple[ToolPattern, ...], Field(max_length=1000)] | None = None
     """Names, with `*` at the end standing for any rest."""
-    weight: float = Field(default=1.0, gt=0, le=1000)
+    weight: float = Field(default=1.0, ge=0.001, le=1000)
     in_flight: int = Field(default=1000, ge=1, le=1_000_000)
     queued: int = Field(default=10_000, ge=1, le=1_000_000)
-    rate_per_s: float | None = Field(default=None, gt=0, le=1_000_000)
+    rate_per_s: float | None = Field(default=None, ge=0.001, le=1_000_000)
     burst: int = Field(default=100, ge=1, le=1_000_000)
     sandboxes: int = Field(default=1000, ge=0, le=1_000_000)
     commands: Annotated[tuple[CommandRule, ...], Field(max_length=1000)] = ()
     sandbox: SandboxTerms = SandboxTerms()
 
     def allows_tool(self, name: str) -> bool:
-        """Whether calls of that tool are served at all."""
-        if self.tools is None:
+        """Whether calls of that tool, or verb of sessions, are served at all."""
+        names = _names(name)
+        if self.tools is None or not names:
             return True
-        return any(name.startswith(rule[:-1]) if rule.endswith("*") else name == rule for rule in self.tools)
+        return any(_fits(known, pattern) for known in names for pattern in self.tools)
+
+
+@dataclass(frozen=True)
+class TenantLook:
+    """What one look into the hash of tenants told of one of them. `fields`: how many the hash has in all."""
+
+    version: bytes | None
+    own: bytes | None
+    default: bytes | None
+    fields: int
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody but the default tenant is registered, so that any name is served."""
+        return self.fields == (self.version is not None) + (self.default is not None)
+
+    def policy(self, tenant: str) -> TenantPolicy:
+        """What the tenant may have. Raises ToolFailure(UNKNOWN_TENANT), ConfigError when what is kept cannot be read: then it may nothing."""
+        if self.own is not None:
+            return parse_policy(tenant, self.own)
+        if tenant == DEFAULT_TENANT or self.is_open:
+            return parse_policy(DEFAULT_TENANT, self.default) if self.default is not None else TenantPolicy()
+        raise ToolFailure(
+            ErrorCode.UNKNOWN_TENANT,
+            f"there is no tenant {tenant}: call for one that is registered, or have the operator register it (toolcrew tenants add {tenant})",
+        )
+
+
+def parse_policy(tenant: str, text: bytes | str) -> TenantPolicy:
+    """The policy that is kept for the tenant. Raises ConfigError with what is wrong and what to do."""
+    advice = f"run the same release everywhere, or set it anew (toolcrew tenants set {tenant} --from FILE)"
+    if len(text) > MAX_POLICY_BYTES:
+        raise ConfigError(f"the policy of tenant {tenant} is larger than {MAX_POLICY_BYTES} bytes, so nothing is served for it: {advice}")
+    try:
+        return TenantPolicy.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        told = f"{where}: {first['msg']}" if where else first["msg"]
+        raise ConfigError(f"the policy of tenant {tenant} cannot be read ({told}), so nothing is served for it: {advice}") from error
+
+
+def parse_tenants(told: Mapping[bytes, bytes]) -> dict[str, TenantPolicy | ConfigError]:
+    """All registered tenants of the hash, by name; in place of a policy that cannot be read: why."""
+    found: dict[str, TenantPolicy | ConfigError] = {}
+    for field in sorted(told):
+        name = field.decode(errors="replace")
+        if name == VERSION_FIELD:
+            continue
+        try:
+            found[name] = parse_policy(name, told[field])
+        except ConfigError as error:
+            found[name] = error
+    return found
+
+
+def _names(name: str) -> tuple[str, ...]:
+    """By what a policy may mean a tool or verb; nothing for a verb that is every tenant's."""
+    if not name.startswith("session."):
+        return (name,)
+    return (name, VERB_TOOLS[name]) if name in VERB_TOOLS else ()
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern

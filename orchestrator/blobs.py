@@ -1,5 +1,6 @@
 """Bytes that are too large or too raw for an envelope: left for a worker, or taken from one, in Redis under the tenant's keys."""
 
+import contextlib
 import secrets
 
 import redis.asyncio
@@ -18,7 +19,7 @@ class Blobs:
         self._deployment = deployment
 
     async def leave(self, tenant: str, data: bytes) -> str:
-        """Keep bytes for a worker; gives the key. Raises ToolFailure when they are more than MAX_BLOB_BYTES."""
+        """Keep bytes for a worker until the call has ended (`drop`); gives the key. Raises ToolFailure when they are more than MAX_BLOB_BYTES."""
         if len(data) > MAX_BLOB_BYTES:
             raise ToolFailure(
                 ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes; at most {MAX_BLOB_BYTES} travel in one call: send them in parts"
@@ -26,19 +27,25 @@ class Blobs:
         key = blob_key(self._deployment, tenant, secrets.token_urlsafe(18))
         try:
             await self._client.set(key, data, ex=BLOB_TTL_S)
-        except RedisError as error:
+        except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"Redis did not take the call's content ({error})") from error
         return key
 
+    async def drop(self, key: str) -> None:
+        """Delete what was left for a call that has ended. When Redis is away it expires by itself."""
+        with contextlib.suppress(RedisError, OSError):
+            await self._client.unlink(key)
+
     async def take(self, tenant: str, key: str) -> bytes:
-        """A result's bytes; they are deleted."""
+        """A result's bytes; they are deleted once they have arrived."""
         if not is_blob_of(key, self._deployment, tenant):
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the result's content belongs to another tenant")
         try:
-            data = await self._client.getdel(key)
-        except RedisError as error:
+            data = await self._client.get(key)
+        except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"Redis did not give the result's content ({error})") from error
         if data is None:
             raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, f"the result's content is gone: it lay more than {BLOB_TTL_S} s")
         assert isinstance(data, bytes)
+        await self.drop(key)
         return data

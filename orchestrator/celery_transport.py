@@ -1,65 +1,118 @@
-"""Envelopes over Celery: published without a result backend, awaited through the hub. The only file here that imports celery."""
+"""Envelopes over Celery's queues: published without Celery, awaited through the hub."""
 
 import asyncio
-import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from typing import Any
 
-from celery import Celery
-from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from contract.calls import POOL_GRACE_S
+from contract.clock import SharedClock
+from contract.envelope import join_result, kept_result_key
 from contract.errors import BrokerUnavailable, ErrorCode
-from contract.names import control_queue
+from contract.names import control_queue, is_blob_of
 from contract.settings import BrokerSettings
+from orchestrator.call_watch import CallWatch
+from orchestrator.publishing import Publisher
 from orchestrator.redis_connection import open_redis
 from orchestrator.results import ResultHub
 from orchestrator.transport import Delivery, DeliveryFailed
 
-PUBLISH_THREADS = 4
 START_GRACE_S = 2.0
-"""Beyond a call's deadline for starting: clocks of two hosts differ a little."""
+"""Beyond a call's deadline for starting: a worker that took it in the last moment notes that first."""
+ASK_AGAIN_S = 0.5
 CONTROL_TTL_S = 60
 
 
 class CeleryTransport:
     """Publishes to a queue by name and awaits the stored result.
 
-    The app has no result backend on purpose: with one, every publish would subscribe to its own channel and keep it.
+    `clock` learns Redis's time from every publish. `watch` sees when whoever has a call is gone; without it that is known when the wait is over.
     """
 
-    def __init__(self, broker: BrokerSettings, hub: ResultHub) -> None:
+    def __init__(self, broker: BrokerSettings, hub: ResultHub, watch: CallWatch | None = None, clock: SharedClock | None = None) -> None:
         self._hub = hub
+        self._deployment = broker.deployment
+        self._clock = clock or SharedClock()
+        self._watch = watch
         self._redis = open_redis(broker)
-        self._threads = ThreadPoolExecutor(PUBLISH_THREADS, thread_name_prefix="publish")
-        self._app = _build_publisher(broker)
+        self._publisher = Publisher(self._redis, broker.deployment, self._clock)
+        self._in_flight: set[tuple[str, str]] = set()
 
     async def deliver(self, delivery: Delivery) -> Any:
-        """The encoded result. Raises DeliveryFailed, TimeoutError after `wait_s`, BrokerUnavailable when Redis is away."""
-        task_id = self._hub.task_id(delivery.call_id)
+        """The encoded result. Raises NotSent, CallLost, DeliveryFailed, TimeoutError after `wait_s`, BrokerUnavailable when Redis is away."""
+        name = (delivery.tenant, delivery.call_id)
+        if name in self._in_flight:
+            raise DeliveryFailed(
+                ErrorCode.INVALID_ARGUMENTS, f"the call id '{delivery.call_id}' is in use by a call in flight: give each call its own"
+            )
+        self._in_flight.add(name)
         try:
-            with self._hub.expect(task_id) as stored:
-                async with asyncio.timeout(delivery.wait_s):
-                    await asyncio.get_running_loop().run_in_executor(self._threads, self._publish, delivery, task_id)
-                    return _unpack(await self._await_stored(stored, delivery), delivery)
-        except ValueError as error:
-            raise DeliveryFailed(ErrorCode.INVALID_ARGUMENTS, f"the call id '{delivery.call_id}' is in use by a call in flight") from error
+            async with asyncio.timeout(delivery.wait_s):
+                return await self._deliver(delivery)
+        finally:
+            self._in_flight.discard(name)
+
+    async def _deliver(self, delivery: Delivery) -> Any:
+        # No two attempts share a task: what comes late of the first would be taken for the second's.
+        task_id = self._hub.task_id(f"{delivery.call_id}.{delivery.attempt}.{delivery.tenant}")
+        with self._hub.expect(task_id) as stored:
+            await self._publisher.publish(delivery, task_id)
+            if self._watch is None:
+                ended = await self._await_stored(stored, delivery)
+            else:
+                with self._watch.over(task_id, delivery):
+                    ended = await self._await_stored(stored, delivery)
+        return await self._complete(_unpack(ended, delivery), delivery)
 
     async def _await_stored(self, stored: "asyncio.Future[dict[str, Any]]", delivery: Delivery) -> dict[str, Any]:
-        """The result; when it has not even started by its deadline, that is known at once and need not be waited for."""
-        done, _ = await asyncio.wait({stored}, timeout=max(0.0, delivery.start_by - time.time()) + START_GRACE_S)
-        if not done:
+        """The result. A call that has not started by its deadline is forbidden to, which need not be waited for."""
+        wait_s = max(0.0, delivery.start_by - self._clock()) + START_GRACE_S
+        has_asked = False
+        while not (await asyncio.wait({stored}, timeout=wait_s))[0]:
             try:
-                has_started = bool(await self._redis.exists(delivery.marker))
-            except (RedisError, OSError):
-                has_started = True  # not known: wait on
-            if not has_started:
+                state = await self._publisher.forbid(delivery)
+            except BrokerUnavailable:
+                has_asked, wait_s = True, ASK_AGAIN_S
+                continue
+            if state == "queued" or (state == "forbidden" and has_asked):
                 raise DeliveryFailed(
                     ErrorCode.TIMEOUT, "no worker took the call before its deadline, and it was not run: is a worker running?"
                 )
+            if state != "forbidden":
+                break
+            # By whoever cancelled it, or by a worker that found it too late and is about to say so.
+            if not (await asyncio.wait({stored}, timeout=START_GRACE_S))[0]:
+                raise DeliveryFailed(ErrorCode.CANCELLED, "the call was cancelled before a worker took it, and was not run")
         return await stored
+
+    async def _complete(self, result: Any, delivery: Delivery) -> Any:
+        """The encoded result with its record, wherever that lies."""
+        key = kept_result_key(result)
+        if key is None:
+            return result
+        if not is_blob_of(key, self._deployment, delivery.tenant):
+            raise DeliveryFailed(
+                ErrorCode.ENVELOPE_REFUSED,
+                "the result names a record that is not the tenant's, and was refused: look at the worker that sent it",
+            )
+        record = await self._read(key)
+        if record is None:
+            raise DeliveryFailed(
+                ErrorCode.OUTCOME_UNKNOWN,
+                "the call has ended, and its result is gone from Redis before it was read: see that Redis evicts nothing",
+            )
+        self._hub.discard(key)
+        return join_result(result, record)
+
+    async def _read(self, key: str) -> bytes | None:
+        """A kept record, as soon as Redis answers."""
+        while True:
+            try:
+                data = await self._redis.get(key)
+            except (RedisError, OSError):
+                await asyncio.sleep(ASK_AGAIN_S)
+            else:
+                return data if isinstance(data, bytes) else None
 
     async def command(self, queue: str, envelope: str) -> None:
         """Put an envelope on the host's control list, which its worker reads at once, however busy its pool is."""
@@ -74,54 +127,8 @@ class CeleryTransport:
 
     async def aclose(self) -> None:
         """Close the connections to the broker."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._app.close()
+        await self._publisher.aclose()
         await self._redis.aclose()
-
-    def _publish(self, delivery: Delivery, task_id: str) -> None:
-        try:
-            self._app.send_task(
-                delivery.task,
-                kwargs={"envelope": delivery.envelope},
-                task_id=task_id,
-                # A queue by name goes through the default exchange: one LPUSH, never dropped for want of a binding.
-                queue=delivery.queue,
-                expires=datetime.fromtimestamp(delivery.start_by, UTC),
-                **_limits(delivery),
-                # What people see of a call in Flower and in logs: its id, never its arguments.
-                argsrepr="()",
-                kwargsrepr=f"call {delivery.call_id}",
-            )
-        except (OperationalError, OSError) as error:
-            raise BrokerUnavailable(f"the call was not sent: Redis does not answer ({error})") from error
-
-
-def _limits(delivery: Delivery) -> dict[str, Any]:
-    """Celery's own limits of a call that no sandbox limits; else those that its task has in the worker."""
-    if delivery.limit_s is None:
-        return {}
-    return {"soft_time_limit": delivery.limit_s, "time_limit": delivery.limit_s + POOL_GRACE_S}
-
-
-def _build_publisher(broker: BrokerSettings) -> Celery:
-    app = Celery("toolcrew-publisher", broker=broker.redis_url.get_secret_value(), backend=None, set_as_current=False)
-    app.conf.update(
-        task_serializer="json",
-        accept_content=["json"],
-        task_send_sent_event=False,
-        broker_pool_limit=PUBLISH_THREADS,
-        broker_pool_acquire_timeout=5,
-        task_publish_retry=True,
-        task_publish_retry_policy={"max_retries": 3, "interval_start": 0.1, "interval_step": 0.2, "interval_max": 0.5},
-        broker_transport_options={
-            "priority_steps": [0],
-            "socket_timeout": 10,
-            "socket_connect_timeout": 5,
-            "socket_keepalive": True,
-            "health_check_interval": 15,
-        },
-    )
-    return app
 
 
 def _unpack(stored: dict[str, Any], delivery: Delivery) -> Any:

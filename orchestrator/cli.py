@@ -14,8 +14,11 @@ from rich.console import Console
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.agent import RunResult
+from orchestrator.cli_hosts import hosts_list, worker_drain, worker_status
 from orchestrator.cli_keeping import Keeping, check_store
+from orchestrator.cli_redis import redis_app
 from orchestrator.cli_runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, open_client, run_work
+from orchestrator.cli_tenants import tenants_app
 from orchestrator.cli_tools import tools_app
 from orchestrator.dispatcher import Terms
 from orchestrator.doctor import Report, examine
@@ -27,9 +30,14 @@ from orchestrator.terminal import RunView, escape_controls, format_clocks
 from orchestrator.terminal_live import LiveOutput
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Runs the tools of LLM agents at scale.", pretty_exceptions_enable=False)
-worker_app = typer.Typer(no_args_is_help=True, help="The worker of this host.")
+worker_app = typer.Typer(no_args_is_help=True, help="Workers: starting this host's, and taking any out of service.")
 app.add_typer(tools_app, name="tools")
+app.add_typer(tenants_app, name="tenants")
+app.add_typer(redis_app, name="redis")
 app.add_typer(worker_app, name="worker")
+app.command("hosts")(hosts_list)
+worker_app.command("status")(worker_status)
+worker_app.command("drain")(worker_drain)
 
 Workspace = Annotated[
     Path | None, typer.Option("--workspace", help="A folder, an archive (tar, tar.gz, ..., zip) or a git bundle to begin with.")

@@ -14,17 +14,14 @@ from contract.calls import ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.registry import ToolState, filter_specs
 from contract.schema import find_aliases
-from contract.settings import BrokerSettings
 from contract.specs import ToolSpec
+from contract.tenancy import DEFAULT_TENANT
 from orchestrator.agent import Agent, RunResult
+from orchestrator.api_keys import ApiKeys, Credential
 from orchestrator.approvals import DEFAULT_POLICY, Approver, choose_approver, review
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
-from orchestrator.blobs import Blobs
-from orchestrator.call_events import CallEvents
-from orchestrator.catalog import RedisCatalog
-from orchestrator.celery_transport import CeleryTransport
 from orchestrator.dialects.choice import choose_dialect, know_model, with_window
-from orchestrator.dispatcher import Dispatcher, Terms, find_nearest, note_aliases
+from orchestrator.dispatcher import Terms, find_nearest, note_aliases
 from orchestrator.events import OnEvent, OutputArrived
 from orchestrator.heard_calls import OnOutput
 from orchestrator.limits import ReActOptions
@@ -33,11 +30,11 @@ from orchestrator.model_requests import ModelRequests
 from orchestrator.models.base import Model
 from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_model
-from orchestrator.redis_connection import check_redis, open_redis
-from orchestrator.results import ResultHub
+from orchestrator.pool_connection import PoolConnection, open_pool
 from orchestrator.sessions import Checkpoint, Session, Start, delete_checkpoint
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings
-from orchestrator.switches import RedisSwitches, build_switch
+from orchestrator.switches import build_switch
+from orchestrator.tenant_rules import with_tenant_rules
 
 
 class ToolClient:
@@ -46,21 +43,20 @@ class ToolClient:
     def __init__(
         self,
         settings: OrchestratorSettings,
-        dispatcher: Dispatcher,
-        catalog: RedisCatalog,
-        blobs: Blobs,
+        pool: PoolConnection,
         tenant: str,
         approver: Approver | None,
         stack: StackInfo | None,
         policy: ApprovalPolicy | None = None,
-        *,
-        switches: RedisSwitches,
+        credential: Credential | None = None,
     ) -> None:
         self._settings = settings
-        self._dispatcher = dispatcher
-        self._catalog = catalog
-        self._blobs = blobs
-        self._switches = switches
+        self._dispatcher = pool.dispatcher
+        self._catalog = pool.catalog
+        self._blobs = pool.blobs
+        self._switches = pool.switches
+        self._tenants = pool.tenants
+        self._credential = credential
         self._approver = approver or choose_approver(settings.approvals, is_interactive=is_interactive())
         self._policy = policy or (load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY)
         self._capabilities = CapabilityCache(settings.capability_folder)
@@ -79,16 +75,21 @@ class ToolClient:
         policy: ApprovalPolicy | None = None,
         settings: OrchestratorSettings | None = None,
     ) -> "AsyncIterator[ToolClient]":
-        """A client of a running pool. `url` None: TOOLCREW_REDIS_URL. `approver` None: as TOOLCREW_APPROVALS says. `policy` None: the rules of the
+        """A client of a running pool. `url` None: TOOLCREW_REDIS_URL. `api_key`: then the client is its tenant's, and `tenant` must be that or left out. `approver` None: as TOOLCREW_APPROVALS says. `policy` None: the rules of the
         file that TOOLCREW_APPROVAL_POLICY names, else none.
 
-        Raises ConfigError (a bad policy file, no Redis named, nothing to sign with, no worker), BrokerUnavailable (no answer, wrong password).
+        Raises ConfigError (a bad policy file, no Redis named, nothing to sign with, no worker), BrokerUnavailable (no answer, wrong password),
+        ToolFailure (UNAUTHENTICATED for a key that is none, PERMISSION_DENIED for another tenant's).
         """
-        if api_key is not None:
-            # A key that nobody checks must not look as if it were.
-            raise ConfigError("this release has no API keys: leave api_key out; who has the Redis URL and the secret may call")
-        async with _open(settings or load_settings(), url, tenant, approver, None, policy) as client:
-            yield client
+        settings = settings or load_settings()
+        async with open_pool(settings.broker(url), queue_wait_s=settings.queue_wait_s) as pool:
+            credential = None
+            if api_key is not None:
+                keys = ApiKeys(pool.redis, settings.deployment)
+                credential = Credential(keys, api_key)
+                tenant = (await keys.authenticate(api_key)).tenant if tenant == DEFAULT_TENANT else tenant
+                await credential.check(tenant)
+            yield cls(settings, pool, tenant, approver, None, policy, credential)
 
     @classmethod
     @asynccontextmanager
@@ -107,9 +108,9 @@ class ToolClient:
         settings = _with_secret(settings or load_settings())
         async with (
             embedded_stack(settings.for_children()) as stack,
-            _open(settings, stack.redis_url, tenant, approver, stack, policy) as client,
+            open_pool(settings.broker(stack.redis_url), queue_wait_s=settings.queue_wait_s) as pool,
         ):
-            yield client
+            yield cls(settings, pool, tenant, approver, stack, policy)
 
     async def open_session(
         self,
@@ -137,17 +138,21 @@ class ToolClient:
             restore=restore.id if isinstance(restore, Checkpoint) else restore,
             network=network,
         )
-        return await Session.open(self._dispatcher, self._blobs, tenant=tenant or self.tenant, start=start)
+        return await Session.open(
+            self._dispatcher, self._blobs, tenant=await self._as_tenant(tenant), start=start, credential=self._credential
+        )
 
     async def delete_checkpoint(self, checkpoint: Checkpoint | str, *, tenant: str | None = None) -> bool:
         """Delete a checkpoint, or the one of that id. False when the tenant has none of it. Raises SandboxUnavailable."""
         return await delete_checkpoint(
-            self._dispatcher, tenant or self.tenant, checkpoint.id if isinstance(checkpoint, Checkpoint) else checkpoint
+            self._dispatcher, await self._as_tenant(tenant), checkpoint.id if isinstance(checkpoint, Checkpoint) else checkpoint
         )
 
     async def tools(self, names: Iterable[str] | Literal["all"] = "all") -> list[ToolSpec]:
-        """The tools a model may call: as the workers publish them, without those that are turned off."""
-        return filter_specs([state.spec for state in await self.tool_states() if state.switch is None], names)
+        """The tools a model of the client's tenant may call: as the workers publish them, without those that are turned off."""
+        policy = await self._tenants.policy(self.tenant)
+        states = await self.tool_states()
+        return filter_specs([state.spec for state in states if state.switch is None and policy.allows_tool(state.name)], names)
 
     async def tool_states(self) -> list[ToolState]:
         """Every tool that the workers publish, by name order, on or off."""
@@ -170,12 +175,14 @@ class ToolClient:
         Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ToolFailure(INVALID_ARGUMENTS), BrokerUnavailable.
         """
         spec = await self._find_tool(name)
+        await self._check_operator()
         switch = build_switch(by or self.tenant, reason)
         await self._switches.turn_off(name, switch)
         return ToolState(spec, switch) if spec is not None else None
 
     async def enable(self, name: str) -> ToolState | None:
         """Turn a tool on again. None: it is on, and no worker serves it now. Raises as `disable`."""
+        await self._check_operator()
         was_off = await self._switches.turn_on(name)
         try:
             spec = await self._find_tool(name)
@@ -184,6 +191,18 @@ class ToolClient:
                 raise
             return None
         return ToolState(spec) if spec is not None else None
+
+    async def _as_tenant(self, tenant: str | None) -> str:
+        """For whom something is done. Raises ToolFailure when the client's key is not good for it."""
+        chosen = tenant or self.tenant
+        if self._credential is not None:
+            await self._credential.check(chosen)
+        return chosen
+
+    async def _check_operator(self) -> None:
+        """Raises ToolFailure when the client's key is a tenant's: what holds for everybody is not a tenant's to change."""
+        if self._credential is not None and (await self._credential.check(self.tenant)).role == "tenant":
+            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "a tenant's API key cannot switch tools: use one of the role operator or admin")
 
     async def _find_tool(self, name: str) -> ToolSpec | None:
         """The tool; None when there is one that no worker serves now."""
@@ -227,7 +246,8 @@ class ToolClient:
             options = with_window(options, self._settings, known)
             states = await self.tool_states()
             reach = (await session.info()).describe_network()
-            there = [state.spec.with_network(reach) for state in states if state.switch is None]
+            allowed = await self._tenants.policy(session.tenant)
+            there = [state.spec.with_network(reach) for state in states if state.switch is None and allowed.allows_tool(state.name)]
             specs = filter_specs(there, chosen.tools if tools is None else tools)
             questions = ModelRequests(chosen.model)
             agent = Agent(
@@ -262,7 +282,8 @@ class ToolClient:
             switch = (await self._switches.switches()).get(call.name)
             if switch is not None:
                 return ToolResult.failed(call, ErrorCode.TOOL_DISABLED, switch.refusal(call.name))
-            reviewed = await review(call, spec, self._approver, policy=self._policy, tenant=session.tenant, session=session.id)
+            policy = with_tenant_rules(self._policy, await self._tenants.policy(session.tenant), session.tenant)
+            reviewed = await review(call, spec, self._approver, policy=policy, tenant=session.tenant, session=session.id)
             if isinstance(reviewed, ToolResult):
                 return reviewed
             on_output = tell_output(call.id) if tell_output is not None else None
@@ -283,43 +304,3 @@ def _with_secret(settings: OrchestratorSettings) -> OrchestratorSettings:
     if settings.redis_url is None or settings.secret is not None or settings.broker().has_password():
         return settings
     return settings.model_copy(update={"secret": SecretStr(secrets.token_urlsafe(32))})
-
-
-@asynccontextmanager
-async def _open(
-    settings: OrchestratorSettings,
-    url: str | None,
-    tenant: str,
-    approver: Approver | None,
-    stack: StackInfo | None,
-    policy: ApprovalPolicy | None,
-) -> AsyncIterator[ToolClient]:
-    broker: BrokerSettings = settings.broker(url)
-    key = broker.signing_key()
-    redis = open_redis(broker)
-    try:
-        await check_redis(redis, broker)
-        catalog = RedisCatalog(redis, broker.deployment)
-        await catalog.specs()
-        hub = ResultHub(redis)
-        await hub.start()
-        transport = CeleryTransport(broker, hub)
-        events, switches = CallEvents(redis, broker.deployment), RedisSwitches(redis, broker.deployment)
-        try:
-            dispatcher = Dispatcher(
-                transport,
-                catalog,
-                key,
-                queue_wait_s=settings.queue_wait_s,
-                deployment=broker.deployment,
-                events=events,
-                switches=switches,
-            )
-            blobs = Blobs(redis, broker.deployment)
-            yield ToolClient(settings, dispatcher, catalog, blobs, tenant, approver, stack, policy, switches=switches)
-        finally:
-            await transport.aclose()
-            await hub.close()
-            await events.close()
-    finally:
-        await redis.aclose()

@@ -5,38 +5,47 @@ import contextlib
 import difflib
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import JsonValue, ValidationError
 
-from contract.calls import DEFAULT_TIMEOUT_S, GRACE_S, ToolCall, ToolContext, ToolResult
-from contract.envelope import decode_result, encode_call
-from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
-from contract.names import POOL_QUEUES, run_marker_key, task_name
+from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolContext, ToolResult
+from contract.clock import SharedClock
+from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, OperatorError, ToolFailure
+from contract.names import POOL_QUEUES
 from contract.schema import prepare_arguments
+from contract.signing import SigningKeys
 from contract.specs import ToolSpec
+from orchestrator.admission import Admission, Priority, Unlimited
 from orchestrator.call_events import CallEvents
+from orchestrator.carrier import Carrier, Errand
 from orchestrator.catalog import CatalogSource
 from orchestrator.heard_calls import Handler
+from orchestrator.homes import HostSource, Opening, SessionHomes
 from orchestrator.logs import get_logger
+from orchestrator.places import Home, PlaceBook
+from orchestrator.recovery import CallBook, Recovery
 from orchestrator.switches import SwitchSource
-from orchestrator.transport import Delivery, DeliveryFailed, Transport
+from orchestrator.tenant_rules import policy_for, refuse_by_policy
+from orchestrator.tenants import OpenTenants, TenantSource
+from orchestrator.transport import CallLost, DeliveryFailed, NotSent, Transport
 
 log = get_logger(__name__)
 
-SANDBOX_GRACE_S = 20.0
-"""Beyond a call's limit and grace: sandboxd may have to remove a container, which the engine may do slowly."""
+OPEN_TIMEOUT_S = 60.0
+PARCEL_TIMEOUT_S = 540.0
+"""For keeping all of a session's files, or restoring them."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """For whom a call runs, and on which queue when its tool has none of its own (contract/names.py: POOL_QUEUES)."""
+    """For whom a call runs. `queue` None: where its session lives, or its tool's pool; else straight there, whoever reads it."""
 
     tenant: str
     session: str | None
-    queue: str
+    queue: str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,39 +59,104 @@ class Terms:
     blob: str | None = None
     text_arguments: bool = False
     audience: Literal["model", "session"] = "model"
+    priority: Priority = "interactive"
+    """batch: after the tenant's interactive calls, when slots are few."""
     handlers: Mapping[str, Handler] = field(default_factory=dict)
     """By kind (contract/call_events.py): who is told what the call says while it runs."""
     config: Mapping[str, JsonValue] = field(default_factory=dict)
     """What tools find in their context's configuration."""
 
 
+@dataclass(frozen=True)
+class Pool:
+    """What is known of a pool of hosts: where sessions live, who lives, what became of calls."""
+
+    places: PlaceBook
+    hosts: HostSource
+    ledger: CallBook
+
+
 class Dispatcher:
-    """Checks, signs, sends, awaits. Never raises for a call's failure, whoever's it is."""
+    """Checks, signs, sends, awaits. Never raises for a call's failure, whoever's it is.
+
+    `pool` None: there are no hosts to choose from; calls go to their route's queue, and what is lost there is lost.
+    """
 
     def __init__(
         self,
         transport: Transport,
         catalog: CatalogSource,
-        key: bytes,
+        keys: SigningKeys,
         *,
         queue_wait_s: float,
-        deployment: str = "default",
         events: CallEvents | None = None,
         switches: SwitchSource | None = None,
+        tenants: TenantSource | None = None,
+        admission: Admission | None = None,
+        pool: Pool | None = None,
+        clock: SharedClock | None = None,
     ) -> None:
-        self._transport = transport
         self._catalog = catalog
-        self._key = key
         self._queue_wait_s = queue_wait_s
-        self._deployment = deployment
-        self._events = events
+        self._listener = events.listener if events is not None else None
         self._switches = switches
+        self._tenants = tenants or OpenTenants()
+        self._clock = clock or SharedClock()
+        self._carrier = Carrier(transport, keys, admission or Unlimited(), self._clock, events)
+        self._homes = SessionHomes(pool.places, pool.hosts, self._send_open) if pool is not None else None
+        self._recovery = Recovery(self._carrier, self._homes, pool.ledger) if pool is not None and self._homes is not None else None
 
     async def dispatch(self, call: ToolCall, route: Route, terms: Terms | None = None) -> ToolResult:
         """The one result of the call."""
         started = time.monotonic()
+        result = await self._answered(call, self._dispatch(call, route, terms or Terms()))
+        clocks = result.clocks
+        known = clocks.queued_s + clocks.sandbox_s + clocks.run_s
+        return result.model_copy(update={"clocks": clocks.model_copy(update={"transfer_s": max(0.0, time.monotonic() - started - known)})})
+
+    async def open_session(self, tenant: str, session: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Open a session on a host chosen for it. The result of `session.open`, whatever happened."""
+        call = ToolCall(id=secrets.token_hex(16), name="session.open", arguments=dict(arguments))
+        return await self._answered(call, self._open_session(tenant, session, arguments))
+
+    async def close_session(self, tenant: str, session: str) -> ToolResult:
+        """Close a session where it lives, and forget it; one whose host is lost is closed as well. The result of `session.close`."""
+        call = ToolCall(id=secrets.token_hex(16), name="session.close")
+        return await self._answered(call, self._close_session(call, tenant, session))
+
+    async def abandon_session(self, tenant: str, session: str) -> None:
+        """Have a session closed at once, past its host's queue, and forget it. Raises BrokerUnavailable."""
+        await self.command(ToolCall(id=secrets.token_hex(16), name="session.close"), Route(tenant, session))
+        await self._in_pool().forget(tenant, session)
+
+    def session_queue(self, tenant: str, session: str) -> str | None:
+        """Where the last call of the session went."""
+        home = self._homes.known(tenant, session) if self._homes is not None else None
+        return home.queue if home is not None else None
+
+    async def any_queue(self, tenant: str) -> str:
+        """Of some host, for what any may do. Raises ToolFailure, OperatorError."""
+        return await self._in_pool().any_queue(await self._tenants.policy(tenant))
+
+    async def command(self, call: ToolCall, route: Route) -> None:
+        """Tell the session's host, or a queue's workers, at once, past the queue: `session.cancel` or `session.close`. Nothing comes back.
+
+        Raises BrokerUnavailable.
+        """
+        queue = route.queue
+        if queue is None and self._homes is not None and route.session is not None:
+            home = self._homes.known(route.tenant, route.session)
+            queue = home.queue if home is not None else None
+        if queue is None:
+            return  # nobody is known to have it
+        now = self._clock()
+        context = ToolContext(tenant=route.tenant, session=route.session, sent_at=now, deadline_at=now + self._queue_wait_s)
+        await self._carrier.command(queue, call, context)
+
+    async def _answered(self, call: ToolCall, work: Awaitable[ToolResult]) -> ToolResult:
+        """What it gives, or a result that says why it gives none."""
         try:
-            result = await self._dispatch(call, route, terms or Terms())
+            return await work
         except ToolFailure as failure:
             return ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
         except ValidationError as error:
@@ -92,55 +166,79 @@ class Dispatcher:
         except (DeliveryFailed, OperatorError) as error:
             log.error("call_not_served", tool=call.name, call=call.id, code=error.code.value, error=str(error))
             return ToolResult.failed(call, error.code, str(error))
-        clocks = result.clocks
-        known = clocks.queued_s + clocks.sandbox_s + clocks.run_s
-        return result.model_copy(update={"clocks": clocks.model_copy(update={"transfer_s": max(0.0, time.monotonic() - started - known)})})
 
-    async def command(self, call: ToolCall, route: Route) -> None:
-        """Tell the session's host, or a pool, at once, past its queue: `session.cancel` or `session.close`. Nothing comes back.
+    async def _open_session(self, tenant: str, session: str, arguments: Mapping[str, Any]) -> ToolResult:
+        return await self._in_pool().open(tenant, session, await self._tenants.policy(tenant), arguments)
 
-        Raises BrokerUnavailable.
-        """
-        now = time.time()
-        context = ToolContext(tenant=route.tenant, session=route.session, sent_at=now, deadline_at=now + self._queue_wait_s)
-        await self._transport.command(route.queue, encode_call(call, context, self._key))
+    async def _close_session(self, call: ToolCall, tenant: str, session: str) -> ToolResult:
+        homes = self._in_pool()
+        home = homes.known(tenant, session)
+        closed = ToolResult(call_id=call.id, name=call.name, success=True, metadata={"closed": False})
+        try:
+            if home is not None:
+                closed = await self._carrier.carry(await self._errand(call, Route(tenant, session), _verb(OPEN_TIMEOUT_S)), home)
+        except (NotSent, CallLost) as lost:
+            log.info("session_closed_without_its_host", session=session, reason=str(lost))
+        await homes.forget(tenant, session)
+        return closed
 
     async def _dispatch(self, call: ToolCall, route: Route, terms: Terms) -> ToolResult:
+        errand = await self._errand(call, route, terms)
+        pool = POOL_QUEUES.get(errand.spec.pool)
+        try:
+            return note_aliases(await self._carried(errand, pool or route.queue), errand.aliases)
+        except asyncio.CancelledError:
+            if pool is not None:
+                # The host of the session, whom the session tells, does not run it.
+                await asyncio.shield(self._cancel(call, Route(route.tenant, route.session, pool)))
+            raise
+
+    async def _carried(self, errand: Errand, queue: str | None) -> ToolResult:
+        if self._recovery is not None and (queue is None or not errand.is_sticky):
+            return await self._recovery.carry(errand)
+        if queue is None:
+            raise ConfigError(f"{errand.call.name} runs where its session lives, and this program has no pool of hosts")
+        try:
+            return await self._carrier.carry(errand, queue)
+        except NotSent as refused:
+            raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"the call was not sent: {refused}") from None
+        except CallLost as lost:
+            code = ErrorCode.OUTCOME_UNKNOWN if lost.has_started else ErrorCode.HOST_LOST
+            raise DeliveryFailed(code, lost.told) from None
+
+    async def _errand(self, call: ToolCall, route: Route, terms: Terms) -> Errand:
+        """Raises ToolFailure for a call that may not be made, whatever the reason; ConfigError, BrokerUnavailable."""
+        policy = await policy_for(self._tenants, route.tenant, call.name)
         spec = await self._find(call.name, terms.audience)
         await self._check_switch(spec)
         arguments, aliases = prepare_arguments(spec, call.arguments, text=terms.text_arguments)
-        limit_s = effective_limit(spec, arguments, terms)
-        sent_at = time.time()
+        await refuse_by_policy(policy, route.tenant, spec, arguments)
+        sent_at = self._clock()
         context = ToolContext(
             tenant=route.tenant,
             run=terms.run,
             session=route.session,
             sent_at=sent_at,
             deadline_at=sent_at + self._queue_wait_s,
-            timeout_s=limit_s,
+            timeout_s=effective_limit(spec, arguments, terms),
             blob=terms.blob,
             model=terms.model,
             config=dict(terms.config),
-            events=self._events.listener if self._events is not None and terms.handlers else None,
+            events=self._listener if terms.handlers else None,
         )
-        pool = POOL_QUEUES.get(spec.pool)
-        delivery = Delivery(
-            task=task_name(spec.name),
-            queue=pool or route.queue,
-            call_id=call.id,
-            envelope=self._encode(call.model_copy(update={"arguments": arguments}), context),
-            start_by=context.deadline_at,
-            wait_s=self._queue_wait_s + limit_s + GRACE_S + SANDBOX_GRACE_S,
-            marker=run_marker_key(self._deployment, route.tenant, call.id),
-            limit_s=limit_s if pool else None,
-        )
-        try:
-            return note_aliases(await self._deliver_heard(delivery, call, route, terms), aliases)
-        except asyncio.CancelledError:
-            if pool is not None:
-                # The host of the session, whom the session tells, does not run it.
-                await asyncio.shield(self._cancel(call, Route(route.tenant, route.session, pool)))
-            raise
+        prepared = call.model_copy(update={"arguments": arguments})
+        return Errand(prepared, context, spec, policy, self._queue_wait_s, terms.priority, dict(terms.handlers), aliases)
+
+    async def _send_open(self, opening: Opening, home: Home) -> ToolResult:
+        """One attempt at `session.open`, at that home."""
+        call = ToolCall(id=secrets.token_hex(16), name="session.open", arguments=dict(opening.arguments))
+        terms = _verb(PARCEL_TIMEOUT_S if "restore" in call.arguments else OPEN_TIMEOUT_S)
+        return await self._carrier.carry(await self._errand(call, Route(opening.tenant, opening.session), terms), home)
+
+    def _in_pool(self) -> SessionHomes:
+        if self._homes is None:
+            raise ConfigError("sessions need a pool of hosts, and this program has none")
+        return self._homes
 
     async def _cancel(self, call: ToolCall, route: Route) -> None:
         """Best effort: when Redis is away the call runs into its own limit."""
@@ -148,34 +246,12 @@ class Dispatcher:
         with contextlib.suppress(BrokerUnavailable):
             await self.command(order, route)
 
-    async def _deliver_heard(self, delivery: Delivery, call: ToolCall, route: Route, terms: Terms) -> ToolResult:
-        """The result; before it come all events of the call, when somebody wants them."""
-        if self._events is None:
-            return await self._deliver(delivery, call)
-        async with self._events.listen(route.tenant, call.id, terms.handlers, delivery.wait_s) as heard:
-            result = await self._deliver(delivery, call)
-        return result if heard is None else heard.note(result)
-
     async def _check_switch(self, spec: ToolSpec) -> None:
         """Raises ToolFailure for a tool that an administrator has turned off, BrokerUnavailable when that is not known."""
         if self._switches is not None and spec.audience == "model":
             switch = (await self._switches.switches()).get(spec.name)
             if switch is not None:
                 raise ToolFailure(ErrorCode.TOOL_DISABLED, switch.refusal(spec.name))
-
-    async def _deliver(self, delivery: Delivery, call: ToolCall) -> ToolResult:
-        try:
-            result = decode_result(await self._transport.deliver(delivery))
-        except TimeoutError:
-            raise DeliveryFailed(
-                ErrorCode.OUTCOME_UNKNOWN,
-                f"no result within {delivery.wait_s:.0f} s: the worker or its host may be gone, and the call may or may not have acted",
-            ) from None
-        except EnvelopeRefused as error:
-            raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, f"the result was refused: {error}") from error
-        if result.call_id != call.id:
-            raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, "the result belongs to another call")
-        return result
 
     async def _find(self, name: str, audience: str) -> ToolSpec:
         specs = [spec for spec in await self._catalog.specs() if spec.audience == audience]
@@ -187,11 +263,9 @@ class Dispatcher:
             raise ConfigError(missing)
         raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}", nearest=find_nearest(name, [spec.name for spec in specs]))
 
-    def _encode(self, call: ToolCall, context: ToolContext) -> str:
-        try:
-            return encode_call(call, context, self._key)
-        except ValueError as error:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, str(error)) from error
+
+def _verb(timeout_s: float) -> Terms:
+    return Terms(timeout_s=timeout_s, audience="session")
 
 
 def find_nearest(name: str, names: Iterable[str]) -> list[str]:

@@ -137,7 +137,7 @@ async def _examine_redis(settings: OrchestratorSettings, report: Report) -> None
         client = open_redis(broker)
         try:
             await check_redis(client, broker)
-            broker.signing_key()
+            broker.signing_keys()
             report.add("redis", True, broker.redis_address())
             await examine_workers(RedisCatalog(client, broker.deployment), report)
         finally:

@@ -1,6 +1,6 @@
 """The embedded stack: redis-server, sandboxd, a worker of each kind and Flower as child processes of one keeper, taken down with it.
 
-Where a class of tenants has network egress, the egress proxy is one of them.
+Where a class of tenants has network egress, the egress proxy is one of them. What ends by itself is started again (supervision.py).
 
 `python -m orchestrator.local_stack` is the keeper: its first line on stdout is StackInfo as JSON; it takes everything down on
 SIGTERM, SIGINT, or when its stdin ends, so that a stack never outlives whoever started it.
@@ -8,7 +8,6 @@ SIGTERM, SIGINT, or when its stdin ends, so that a stack never outlives whoever 
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import secrets
 import shutil
@@ -16,9 +15,8 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -29,9 +27,12 @@ from contract.settings import BrokerSettings
 from orchestrator.redis_connection import check_redis, open_redis
 from orchestrator.redis_server import find_redis_server, write_redis_config
 from orchestrator.settings import OrchestratorSettings, child_environment, load_settings, python
+from orchestrator.supervision import ChildPlan, Supervisor
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
+SWEEP_TIMEOUT_S = 10.0
+"""How long the end of a stack waits for a sandboxd that was just started again: it alone finds what the one before has left."""
 WEB_STOP_TIMEOUT_S = 5.0
 """Nobody awaits its calls any more, and they have nothing to hand back."""
 WEB_CONCURRENCY = 2
@@ -43,20 +44,14 @@ FLOWER_OPTIONS = {
     "FLOWER_TASK_RUNTIME_METRIC_BUCKETS": "0.1,0.5,1,2,5,10,30,60,120,300,600",
 }
 """Read-only, bounded memory, buckets that fit tool calls. docker-compose.yml says the same."""
-_PR_SET_PDEATHSIG = 1
-_DEATH_SIGNALS = {
-    "redis": signal.SIGKILL,
-    "flower": signal.SIGKILL,
-    "sandboxd": signal.SIGTERM,
-    "egress": signal.SIGTERM,
-    "worker": signal.SIGTERM,
-    "web": signal.SIGTERM,
-}
-"""What a child gets when the keeper is killed outright. The foreign two have nothing to save. Ours bound their end (workers/lifeline.py)."""
+END_FOR_GOOD = signal.SIGUSR1
+"""To sandboxd: end, and keep nothing. By any other signal it keeps its sessions, for the one that is started after it."""
+STACK_FILE = "stack.json"
+KEEPER_LOG = "keeper.log"
 
 
 class StackInfo(BaseModel):
-    """Where a stack's parts are. `pids`: role -> process ids."""
+    """Where a stack's parts are. `pids`: role -> process ids, of the moment; `read_stack` gives the present ones."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -70,6 +65,11 @@ class StackInfo(BaseModel):
     logs: str
 
 
+def read_stack(logs: str) -> StackInfo:
+    """A running stack as it is now; `logs` is its folder. Raises FileNotFoundError when it has gone."""
+    return StackInfo.model_validate_json((Path(logs) / STACK_FILE).read_text())
+
+
 class LocalStack:
     """Starts and stops the children. Everything it writes lies in one folder of its own, mode 0700, that goes with it."""
 
@@ -77,7 +77,8 @@ class LocalStack:
         self._settings = settings
         self._flower = flower
         self._folder = Path(tempfile.mkdtemp(prefix="toolcrew-"))
-        self._children: dict[str, asyncio.subprocess.Process] = {}
+        self._supervisor = Supervisor(self._folder, tell=self._tell, changed=self._write_info)
+        self._info: StackInfo | None = None
 
     async def start(self) -> StackInfo:
         """Start all; returns when a call would be served. Raises OperatorError with the last words of what did not start."""
@@ -87,58 +88,73 @@ class LocalStack:
         place = {"TOOLCREW_SANDBOXD_SOCKET": str(sandboxd_socket)}
         # Not the broker's: sandboxd neither speaks to Redis nor checks signatures.
         nothing = {"TOOLCREW_REDIS_URL": "", "TOOLCREW_SECRET": ""}
-        broker.signing_key()  # says now, not at the first call, that nothing can be signed
+        broker.signing_keys()  # says now, not at the first call, that nothing can be signed
         place |= await self._start_egress(nothing)
-        await self._spawn(
-            "sandboxd",
-            [python(), "-m", "workers.sandboxd"],
-            {**place, **nothing, **self._sandboxd_environment()},
-        )
+        await self._start_python("sandboxd", "workers.sandboxd", {**place, **nothing, **self._sandboxd_environment()})
         shared = {**self._settings.for_children(), "TOOLCREW_REDIS_URL": redis_url}
-        await self._spawn("worker", [python(), "-m", "workers"], {**place, **shared, "TOOLCREW_WORKER_KIND": "sandbox"})
+        await self._start_python("worker", "workers", {**place, **shared, "TOOLCREW_WORKER_KIND": "sandbox"})
         web = {"TOOLCREW_WORKER_KIND": "web", "TOOLCREW_WORKER_QUEUES": "", "TOOLCREW_CONCURRENCY": str(WEB_CONCURRENCY)}
-        await self._spawn("web", [python(), "-m", "workers"], {**shared, **web})
+        await self._start_python("web", "workers", {**shared, **web})
         await self._until_workers_ready(broker)
         flower_url = await self._start_flower(redis_url) if self._flower else None
-        pids = {role: [child.pid] for role, child in self._children.items()} | {"orchestrator": [os.getpid()]}
-        return StackInfo(
+        self._info = StackInfo(
             deployment=self._settings.deployment,
             redis_url=redis_url,
             sandboxd_socket=str(sandboxd_socket),
             flower_url=flower_url,
-            pids=pids,
+            pids=self._pids(),
             logs=str(self._folder),
         )
+        self._write_info()
+        return self._info
 
     def _sandboxd_environment(self) -> dict[str, str]:
-        """A name and a place of its own; nothing of it is for a next stack."""
+        """A name and a place of its own. Its sessions are kept over its own end, not over the stack's: the folder goes."""
         return {
             "TOOLCREW_DEPLOYMENT": self._settings.deployment,
             "TOOLCREW_SANDBOXD_NAME": f"local-{secrets.token_hex(4)}",
             "TOOLCREW_SANDBOXD_STATE": str(self._folder / "sandboxd"),
-            "TOOLCREW_SANDBOXD_KEEP_SESSIONS": "false",
+            "TOOLCREW_SANDBOXD_KEEP_SESSIONS": "true",
         }
 
-    async def wait_for_loss(self) -> str:
-        """Returns when a child that calls need has ended by itself, with a sentence about it."""
-        watched = {asyncio.create_task(child.wait()): role for role, child in self._children.items() if role != "flower"}
-        try:
-            done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in watched:
-                task.cancel()
-        return self._last_words(watched[done.pop()])
+    async def watch(self) -> str:
+        """Start again what ends by itself. Returns when that does not help, with a sentence about it; cancel it before `stop`."""
+        return self._last_words(await self._supervisor.watch())
 
     async def stop(self) -> None:
         """Take all down: sandboxes first, so that no task of the worker waits for one; Redis last."""
+        await self._let_sandboxd_sweep()
         for roles in (("sandboxd",), ("worker", "web", "flower", "egress"), ("redis",)):
-            await asyncio.gather(*(self._end_child(role) for role in roles))
+            await asyncio.gather(*(self._supervisor.stop(role) for role in roles))
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _end_child(self, role: str) -> None:
-        child = self._children.get(role)
-        if child is not None:
-            await _end(child, WEB_STOP_TIMEOUT_S if role == "web" else STOP_TIMEOUT_S)
+    async def _let_sandboxd_sweep(self) -> None:
+        """Frozen sandboxes of a sandboxd that was killed see nothing of its end: the next one removes them before it listens."""
+        if not self._supervisor.has_ended("sandboxd"):
+            return
+        await self._supervisor.start_again("sandboxd")
+        with contextlib.suppress(SandboxUnavailable):
+            async for _ in self._attempts("sandboxd", within_s=SWEEP_TIMEOUT_S):
+                if _is_listening(self._folder / "sandboxd.sock"):
+                    break
+
+    def _pids(self) -> dict[str, list[int]]:
+        return self._supervisor.pids() | {"orchestrator": [os.getpid()]}
+
+    def _write_info(self) -> None:
+        """Tell outside which processes there are now."""
+        if self._info is None:
+            return
+        temporary = self._folder / f"{STACK_FILE}.new"
+        temporary.write_text(self._info.model_copy(update={"pids": self._pids()}).model_dump_json())
+        os.replace(temporary, self._folder / STACK_FILE)
+
+    def _tell(self, sentence: str) -> None:
+        line = f"toolcrew: {sentence}\n"
+        sys.stderr.write(line)
+        sys.stderr.flush()
+        with open(self._folder / KEEPER_LOG, "a") as log:
+            log.write(line)
 
     async def _start_redis(self) -> str:
         if self._settings.redis_url is not None:
@@ -147,7 +163,7 @@ class LocalStack:
             return broker.redis_url.get_secret_value()
         password, port = secrets.token_urlsafe(24), _free_port()
         config = write_redis_config(self._folder, port, password)
-        await self._spawn("redis", [find_redis_server(), str(config)], {})
+        await self._supervisor.start(ChildPlan("redis", (find_redis_server(), str(config)), {}, signal.SIGKILL))
         url = f"redis://:{password}@127.0.0.1:{port}/0"
         await self._until_redis_ready(self._settings.broker(url))
         return url
@@ -159,7 +175,7 @@ class LocalStack:
         path = self._folder / "egress.sock"
         place = {"TOOLCREW_EGRESS_SOCKET": str(path)}
         # Who may connect is the sandboxd of this stack, which runs as we do.
-        await self._spawn("egress", [python(), "-m", "workers.egress"], {**place, **nothing, "TOOLCREW_EGRESS_ALLOW_UIDS": ""})
+        await self._start_python("egress", "workers.egress", {**place, **nothing, "TOOLCREW_EGRESS_ALLOW_UIDS": ""})
         async for _ in self._attempts("egress"):
             if path.exists():
                 break
@@ -174,7 +190,7 @@ class LocalStack:
             "FLOWER_PORT": str(port),
             "FLOWER_BASIC_AUTH": f"toolcrew:{password}",
         }
-        await self._spawn("flower", [python(), "-m", "celery", "flower"], environment)
+        await self._supervisor.start(ChildPlan("flower", (python(), "-m", "celery", "flower"), environment, signal.SIGKILL))
         return f"http://toolcrew:{password}@127.0.0.1:{port}/"
 
     async def _until_redis_ready(self, broker: BrokerSettings) -> None:
@@ -197,29 +213,31 @@ class LocalStack:
         finally:
             await client.aclose()
 
-    async def _attempts(self, *roles: str) -> AsyncIterator[None]:
+    async def _attempts(self, *roles: str, within_s: float = READY_TIMEOUT_S) -> AsyncIterator[None]:
         """Tries every 50 ms while the children live. Raises SandboxUnavailable with a child's last words when it ends or time is up."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + READY_TIMEOUT_S
+        until = loop.time() + within_s
         while loop.time() < until:
             for role in roles:
-                if self._children[role].returncode is not None:
+                if not self._supervisor.is_running(role):
                     raise SandboxUnavailable(self._last_words(role))
             yield
             await asyncio.sleep(0.05)
-        raise SandboxUnavailable(f"{' and '.join(roles)} were not ready within {READY_TIMEOUT_S:g} s; logs: {self._folder}")
+        raise SandboxUnavailable(f"{' and '.join(roles)} were not ready within {within_s:g} s; logs: {self._folder}")
 
-    async def _spawn(self, role: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
-        with open(self._folder / f"{role}.log", "ab") as logfile:  # noqa: ASYNC230  # once a process, before anything runs
-            self._children[role] = await asyncio.create_subprocess_exec(
-                *argv,
-                env=child_environment(environment),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=logfile,
-                stderr=logfile,
-                start_new_session=True,
-                preexec_fn=partial(_die_with_keeper, os.getpid(), _DEATH_SIGNALS[role]),
-            )
+    async def _start_python(self, role: str, module: str, environment: Mapping[str, str]) -> None:
+        """A process of ours: told to end, by the kernel when the keeper is killed outright, it bounds its end itself (workers/lifeline.py)."""
+        ask = END_FOR_GOOD if role == "sandboxd" else signal.SIGTERM
+        plan = ChildPlan(
+            role,
+            (python(), "-m", module),
+            environment,
+            orphan_signal=ask,
+            stop_signal=ask,
+            stop_within_s=WEB_STOP_TIMEOUT_S if role == "web" else STOP_TIMEOUT_S,
+            may_finish=role in ("worker", "web"),
+        )
+        await self._supervisor.start(plan)
 
     def _last_words(self, role: str) -> str:
         text = (self._folder / f"{role}.log").read_text(errors="replace").strip()
@@ -228,27 +246,11 @@ class LocalStack:
         return told[-1] if told else f"{role} ended by itself: {' | '.join(lines) or 'it said nothing'}"
 
 
-async def _end(child: asyncio.subprocess.Process, within_s: float) -> None:
-    if child.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            child.terminate()
-        try:
-            async with asyncio.timeout(within_s):
-                await child.wait()
-        except TimeoutError:
-            sys.stderr.write(f"process {child.pid} did not stop in {within_s:g} s and is killed\n")
-    # Its own session: what a killed parent left of its pool goes, too.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
-    await child.wait()
-
-
-def _die_with_keeper(keeper: int, number: int) -> None:
-    """In the child: a keeper that is killed outright takes its children with it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != keeper:
-        # It died before the wish was made, and no signal will come.
-        os._exit(1)
+def _is_listening(path: Path) -> bool:
+    """Whether somebody takes connections there; a socket that was left by a killed process is none."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(str(path)) == 0
 
 
 def _free_port() -> int:
@@ -282,12 +284,13 @@ async def keep(settings: OrchestratorSettings, announce: Callable[[StackInfo], N
             await asyncio.gather(starting, return_exceptions=True)
             return 130
         announce(await starting)
-        lost = asyncio.create_task(stack.wait_for_loss())
+        lost = asyncio.create_task(stack.watch())
         await asyncio.wait({lost, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if lost.done():
             sys.stderr.write(f"toolcrew: {lost.result()}\n")
             return 1
         lost.cancel()
+        await asyncio.gather(lost, return_exceptions=True)
         return 0
     finally:
         await stack.stop()

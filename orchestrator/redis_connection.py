@@ -1,25 +1,22 @@
 """asyncio Redis clients of the orchestrator, with every time-out set and errors in plain words."""
 
+from typing import Any
+
 import redis.asyncio
+from redis.asyncio.connection import BlockingConnectionPool, Connection, SSLConnection
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.exceptions import AuthenticationError, RedisError
 
 from contract.errors import BrokerUnavailable
 from contract.settings import BrokerSettings
 
 TIMEOUT_S = 10.0
+MAX_CONNECTIONS = 16
 
 
 def open_redis(broker: BrokerSettings) -> "redis.asyncio.Redis":
-    """A client whose callers wait for a connection instead of failing when all are busy."""
-    pool = redis.asyncio.BlockingConnectionPool.from_url(
-        broker.redis_url.get_secret_value(),
-        socket_timeout=TIMEOUT_S,
-        socket_connect_timeout=5.0,
-        health_check_interval=15,
-        max_connections=16,
-        timeout=TIMEOUT_S,
-    )
-    return redis.asyncio.Redis(connection_pool=pool)
+    """A client whose callers wait for a connection instead of failing when all are busy. Behind sentinels it follows the master."""
+    return redis.asyncio.Redis.from_pool(_open_pool(broker))
 
 
 async def check_redis(client: "redis.asyncio.Redis", broker: BrokerSettings) -> None:
@@ -27,8 +24,34 @@ async def check_redis(client: "redis.asyncio.Redis", broker: BrokerSettings) -> 
     try:
         await client.ping()
     except AuthenticationError as error:
-        raise BrokerUnavailable(f"Redis at {broker.redis_address()} refuses the password: check TOOLCREW_REDIS_URL") from error
+        raise BrokerUnavailable(f"Redis at {broker.redis_address()} refuses user or password: check TOOLCREW_REDIS_URL") from error
     except (RedisError, OSError) as error:
-        raise BrokerUnavailable(
-            f"Redis at {broker.redis_address()} does not answer ({error}): is it running, and is TOOLCREW_REDIS_URL right?"
-        ) from error
+        raise BrokerUnavailable(f"Redis at {broker.redis_address()} does not answer ({error}): {broker.connection_advice(str(error))}") from error
+
+
+class _BlockingSentinelPool(SentinelConnectionPool, BlockingConnectionPool):
+    """Connections to whoever is the master now; closing them closes those to the sentinels, too."""
+
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        await super().disconnect(inuse_connections)
+        if inuse_connections:
+            await self.sentinel_manager.aclose()
+
+
+def _open_pool(broker: BrokerSettings) -> BlockingConnectionPool:
+    options: dict[str, Any] = {
+        "username": broker.user,
+        "password": broker.password,
+        "db": broker.database,
+        "socket_timeout": TIMEOUT_S,
+        "socket_connect_timeout": 5.0,
+        "health_check_interval": 15,
+        "max_connections": MAX_CONNECTIONS,
+        "timeout": TIMEOUT_S,
+        **broker.tls_options(),
+    }
+    if broker.is_sentinel:
+        sentinel = Sentinel(broker.addresses, sentinel_kwargs=broker.sentinel_options())
+        return _BlockingSentinelPool(broker.redis_sentinel_master, sentinel, ssl=broker.is_tls, **options)
+    host, port = broker.addresses[0]
+    return BlockingConnectionPool(connection_class=SSLConnection if broker.is_tls else Connection, host=host, port=port, **options)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import secrets
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,22 +18,34 @@ log = get_logger(__name__)
 
 SWEEP_EVERY_S = 5.0
 SWEEP_BATCH = 500
+QUIET_S = 5.0
+SILENCE_S = 20.0
+"""A subscription that says nothing for so long, though it is asked every QUIET_S, is dead: its other end may be gone without a word."""
 RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 OUTAGE_LIMIT_S = 30.0
 """How long Redis may be away before calls in flight are given up: a restart takes seconds, and results outlive it."""
+DISCARD_EVERY_S = 0.2
+DISCARD_BATCH = 500
+MAX_UNDELETED = 10_000
+"""Keys kept for deletion while Redis is away; what is beyond expires by itself."""
 _READY = frozenset({"SUCCESS", "FAILURE", "REVOKED"})
 
 
 class ResultHub:
     """Futures of results by task id. Task ids start with the hub's own id, so one subscription, made before the first publish, hears them all.
 
-    Pub/sub delivers at most once; after every (re)connection and every SWEEP_EVERY_S the keys of what is still awaited are read.
+    Pub/sub delivers at most once; after every (re)connection and every SWEEP_EVERY_S the keys of what is still awaited are read. A result that was
+    taken, or that nobody awaits, is deleted. `dropped`: results that came twice, or too late.
     """
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.id = secrets.token_hex(6)
+        self.dropped = 0
         self._client = client
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._taken: list[str] = []
+        self._channel_start = result_key(f"{self.id}-").encode()
+        self._key_chars = len(result_key(""))
         self._subscribed = asyncio.Event()
         self._lost_at: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -44,6 +55,7 @@ class ResultHub:
         self._tasks = [
             asyncio.create_task(self._listen(), name="results"),
             asyncio.create_task(self._sweep_regularly(), name="results-sweep"),
+            asyncio.create_task(self._delete_regularly(), name="results-discard"),
         ]
         try:
             async with asyncio.timeout(10):
@@ -62,14 +74,16 @@ class ResultHub:
             for task in pending:
                 task.cancel()
             _, pending = await asyncio.wait(pending, timeout=0.1)
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(BrokerUnavailable("the client was closed while this call was awaited: it may or may not have acted"))
+        self._fail_all("the client was closed while this call was awaited: it may or may not have acted")
         self._waiting.clear()
+        # What was taken goes; when Redis is away it expires by itself.
+        with contextlib.suppress(RedisError, OSError, TimeoutError):
+            async with asyncio.timeout(1):
+                await self._delete_taken()
 
-    def task_id(self, call_id: str) -> str:
-        """The task id under which a call's result comes back to this hub."""
-        return f"{self.id}-{call_id}"
+    def task_id(self, name: str) -> str:
+        """The task id under which a result comes back to this hub."""
+        return f"{self.id}-{name}"
 
     @contextlib.contextmanager
     def expect(self, task_id: str) -> Iterator[asyncio.Future[dict[str, Any]]]:
@@ -83,11 +97,23 @@ class ResultHub:
         finally:
             self._waiting.pop(task_id, None)
 
+    def fail(self, task_id: str, error: Exception) -> None:
+        """Raise `error` to whoever still waits for that task; a result that comes later is dropped."""
+        future = self._waiting.get(task_id)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    def discard(self, key: str) -> None:
+        """Have a key deleted soon, together with others."""
+        if len(self._taken) < MAX_UNDELETED:
+            self._taken.append(key)
+
     async def _listen(self) -> None:
         attempt = 0
         while True:
             try:
-                async with self._client.pubsub() as pubsub:
+                # Told what to do with a message, the client does not write each down for a log that nobody reads.
+                async with self._client.pubsub(push_handler_func=_as_it_is) as pubsub:
                     await pubsub.psubscribe(result_channel_pattern(self.id))
                     await self._read(pubsub)
             except (RedisError, OSError) as error:
@@ -98,29 +124,38 @@ class ResultHub:
 
     def _note_loss(self, error: Exception, delay: float) -> None:
         """Say it once an outage; give up who waits when it lasts."""
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         if self._lost_at is None:
             self._lost_at = now
             log.warning("results_connection_lost", error=str(error), retry_in_s=delay)
         self._subscribed.clear()
         if now - self._lost_at > OUTAGE_LIMIT_S:
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(
-                        BrokerUnavailable(f"Redis has been away for {OUTAGE_LIMIT_S:g} s ({error}); the call may or may not have acted")
-                    )
+            self._fail_all(f"Redis has been away for {OUTAGE_LIMIT_S:g} s ({error}); the call may or may not have acted")
+
+    def _fail_all(self, sentence: str) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(BrokerUnavailable(sentence))
 
     async def _read(self, pubsub: Any) -> None:
+        """Take what comes, as the connection gives it: `get_message` would cost as much again for each."""
+        clock = asyncio.get_running_loop().time
+        heard_at = clock()
         while True:
-            message = await pubsub.get_message(timeout=SWEEP_EVERY_S)
-            if message is None:
+            answer = await pubsub.parse_response(block=False, timeout=QUIET_S)
+            if answer is None:
+                if clock() - heard_at > SILENCE_S:
+                    raise ConnectionError(f"nothing was heard for {SILENCE_S:g} s")
+                await pubsub.ping("results")
                 continue
-            if message["type"] == "psubscribe":
-                self._lost_at = None
-                self._subscribed.set()
-                await self._sweep()
-            elif message["type"] == "pmessage":
-                self._deliver(message["data"])
+            heard_at = clock()
+            match answer:
+                case [b"pmessage", _, bytes(channel), bytes(data)]:
+                    self._take_message(channel, data)
+                case [b"psubscribe", *_]:
+                    self._lost_at = None
+                    self._subscribed.set()
+                    await self._sweep()
 
     async def _sweep_regularly(self) -> None:
         while True:
@@ -131,20 +166,53 @@ class ResultHub:
                 log.warning("results_sweep_failed", error=str(error))
 
     async def _sweep(self) -> None:
-        awaited = list(self._waiting)
+        awaited = [task_id for task_id, future in self._waiting.items() if not future.done()]
         for at in range(0, len(awaited), SWEEP_BATCH):
-            keys = [result_key(task_id) for task_id in awaited[at : at + SWEEP_BATCH]]
-            for value in await self._client.mget(keys):
-                if value is not None:
-                    self._deliver(value)
+            batch = awaited[at : at + SWEEP_BATCH]
+            stored = await self._client.mget([result_key(task_id) for task_id in batch])
+            for task_id, value in zip(batch, stored, strict=True):
+                future = self._waiting.get(task_id)
+                if isinstance(value, bytes) and future is not None and not future.done():
+                    self._take(task_id, value)
 
-    def _deliver(self, data: bytes | str) -> None:
+    def _take_message(self, channel: bytes, data: bytes) -> None:
+        if not channel.startswith(self._channel_start):
+            log.error("result_on_a_foreign_channel", channel=channel[:128].decode(errors="replace"))
+            return
+        self._take(channel[self._key_chars :].decode(errors="replace"), data)
+
+    def _take(self, task_id: str, data: bytes) -> None:
+        """Give a result to whoever waits for it. Whose it is tells where it lay or came from; what it says of itself must be the same."""
+        future = self._waiting.get(task_id)
+        if future is None or future.done():
+            self.dropped += 1
+            log.debug("result_dropped", task=task_id, size=len(data))
+            self.discard(result_key(task_id))
+            return
         try:
             stored = json.loads(data)
-            task_id, status = str(stored["task_id"]), str(stored["status"])
+            is_ready = stored["task_id"] == task_id and stored["status"] in _READY
         except (ValueError, KeyError, TypeError, RecursionError):
-            log.error("result_unreadable", size=len(data))
+            log.error("result_unreadable", task=task_id, size=len(data))
             return
-        future = self._waiting.get(task_id)
-        if status in _READY and future is not None and not future.done():
+        if is_ready:
             future.set_result(stored)
+            self.discard(result_key(task_id))
+
+    async def _delete_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(DISCARD_EVERY_S)
+            try:
+                await self._delete_taken()
+            except (RedisError, OSError) as error:
+                log.debug("results_not_deleted", error=str(error), keys=len(self._taken))
+
+    async def _delete_taken(self) -> None:
+        while self._taken:
+            batch = self._taken[:DISCARD_BATCH]
+            await self._client.unlink(*batch)
+            del self._taken[: len(batch)]
+
+
+async def _as_it_is(message: Any) -> Any:
+    return message

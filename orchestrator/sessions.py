@@ -13,19 +13,18 @@ from pydantic import ValidationError
 from contract.call_events import OUTPUT
 from contract.calls import ExecResult, SandboxInfo, ToolCall, ToolResult
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
-from contract.names import POOL_SANDBOX
+from contract.names import host_of
 from contract.specs import NO_NETWORK
+from orchestrator.api_keys import Credential
 from orchestrator.blobs import Blobs
-from orchestrator.dispatcher import Dispatcher, Route, Terms
+from orchestrator.dispatcher import OPEN_TIMEOUT_S, PARCEL_TIMEOUT_S, Dispatcher, Route, Terms
 from orchestrator.folders import unpack_archive
 from orchestrator.heard_calls import OnOutput, output_handler
+from orchestrator.homes import new_session_name
 from orchestrator.workspace_sources import load_source
 
-OPEN_TIMEOUT_S = 60.0
 COPY_TIMEOUT_S = 120.0
 CANCEL_WAIT_S = 5.0
-PARCEL_TIMEOUT_S = 540.0
-"""For keeping all of a session's files, or restoring them."""
 
 
 @dataclass(frozen=True)
@@ -81,31 +80,34 @@ class SessionInfo:
 class Session:
     """A sandbox of one's own. `call` never raises for a tool's failure; the methods that give bytes raise ToolFailure or SandboxUnavailable."""
 
-    def __init__(self, dispatcher: Dispatcher, blobs: Blobs, tenant: str, info: SessionInfo) -> None:
+    def __init__(self, dispatcher: Dispatcher, blobs: Blobs, tenant: str, info: SessionInfo, credential: Credential | None = None) -> None:
+        self._credential = credential
         self._dispatcher = dispatcher
         self._blobs = blobs
         self._info = info
         self.id = info.session
         self.tenant = tenant
-        self._route = Route(tenant, self.id, info.queue)
+        self._route = Route(tenant, self.id)
         self._closed = False
 
     @classmethod
-    async def open(cls, dispatcher: Dispatcher, blobs: Blobs, *, tenant: str, start: Start) -> "Session":
+    async def open(
+        cls, dispatcher: Dispatcher, blobs: Blobs, *, tenant: str, start: Start, credential: Credential | None = None
+    ) -> "Session":
         """A session with a fresh sandbox and, when given, what `start.workspace` holds in /workspace.
 
         Raises ConfigError for a workspace that is no source, SandboxUnavailable, ToolFailure.
         """
         source = await asyncio.to_thread(load_source, start.workspace) if start.workspace is not None else None
-        name = secrets.token_urlsafe(18)
-        opening = asyncio.ensure_future(_open_sandbox(dispatcher, Route(tenant, name, POOL_SANDBOX), start))
+        name = new_session_name()
+        opening = asyncio.ensure_future(dispatcher.open_session(tenant, name, start.arguments()))
         try:
-            result = await asyncio.shield(opening)
+            result = _checked(await asyncio.shield(opening))
         except asyncio.CancelledError:
             # Somewhere a sandbox is being made: wait for it, or it would live until its time is up.
             await asyncio.shield(_close_when_open(dispatcher, tenant, name, opening))
             raise
-        session = cls(dispatcher, blobs, tenant, _info(name, tenant, result))
+        session = cls(dispatcher, blobs, tenant, _info(name, tenant, result), credential)
         if source is not None:
             try:
                 await session._verb("import", {"kind": source.kind}, content=source.content, timeout_s=COPY_TIMEOUT_S)
@@ -189,14 +191,17 @@ class Session:
         )
 
     async def info(self) -> SessionInfo:
-        """Where the session lives."""
+        """Where the session lives, as its last call found it."""
+        queue = self._dispatcher.session_queue(self.tenant, self.id)
+        if queue is not None and queue != self._info.queue:
+            self._info = replace(self._info, queue=queue, host=host_of(queue))
         return self._info
 
     async def close(self) -> None:
         """Remove the sandbox; returns when its container is gone. Closing again does nothing."""
         if not self._closed:
             self._closed = True
-            await self._verb("close", {}, timeout_s=OPEN_TIMEOUT_S)
+            _checked(await self._dispatcher.close_session(self.tenant, self.id))
 
     async def __aenter__(self) -> "Session":
         return self
@@ -217,10 +222,22 @@ class Session:
 
     async def _dispatch(self, call: ToolCall, terms: Terms) -> ToolResult:
         try:
-            return await self._dispatcher.dispatch(call, self._route, terms)
+            await self._check_credential()
+        except (ToolFailure, OperatorError) as error:
+            return ToolResult.failed(call, error.code, str(error))
+        try:
+            result = await self._dispatcher.dispatch(call, self._route, terms)
+            if result.sandbox is not None:
+                self._info = replace(self._info, sandbox=result.sandbox)
+            return result
         except asyncio.CancelledError:
             await asyncio.shield(self._command(ToolCall(id=_call_id(), name="session.cancel", arguments={"call_id": call.id})))
             raise
+
+    async def _check_credential(self) -> None:
+        """A key that was revoked is good for nothing more, in sessions that are open as well."""
+        if self._credential is not None:
+            await self._credential.check(self.tenant)
 
     async def _command(self, call: ToolCall) -> None:
         """Best effort: when Redis is away the call runs into its own limit, and the sandbox into its time to live."""
@@ -236,16 +253,10 @@ class Session:
         return await self._blobs.take(self.tenant, result.blob) if result.blob else b""
 
 
-async def _open_sandbox(dispatcher: Dispatcher, route: Route, start: Start) -> ToolResult:
-    call = ToolCall(id=_call_id(), name="session.open", arguments=start.arguments())
-    timeout_s = OPEN_TIMEOUT_S if start.restore is None else PARCEL_TIMEOUT_S
-    return _checked(await dispatcher.dispatch(call, route, Terms(timeout_s=timeout_s, audience="session")))
-
-
 async def delete_checkpoint(dispatcher: Dispatcher, tenant: str, checkpoint: str) -> bool:
     """Delete a tenant's checkpoint by any host. False when there is none of that id. Raises SandboxUnavailable, ToolFailure."""
     # A verb needs a session to name its tenant; this one is never opened.
-    route = Route(tenant, secrets.token_urlsafe(18), POOL_SANDBOX)
+    route = Route(tenant, new_session_name(), await dispatcher.any_queue(tenant))
     call = ToolCall(id=_call_id(), name="session.delete_checkpoint", arguments={"checkpoint": checkpoint})
     result = _checked(await dispatcher.dispatch(call, route, Terms(timeout_s=OPEN_TIMEOUT_S, audience="session")))
     return result.metadata["deleted"] is True
@@ -272,12 +283,9 @@ def _hosts(told: object) -> tuple[str, ...]:
 
 
 async def _close_when_open(dispatcher: Dispatcher, tenant: str, name: str, opening: "asyncio.Future[ToolResult]") -> None:
-    try:
-        result = await opening
-        route = Route(tenant, name, str(result.metadata["queue"]))
-        await dispatcher.command(ToolCall(id=_call_id(), name="session.close"), route)
-    except (ToolFailure, OperatorError):
-        return
+    if (await opening).success:
+        with contextlib.suppress(BrokerUnavailable):
+            await dispatcher.abandon_session(tenant, name)
 
 
 def _checked(result: ToolResult) -> ToolResult:

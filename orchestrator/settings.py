@@ -1,5 +1,6 @@
 """The only reader of the environment on the orchestrator side: one frozen settings object a process."""
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,15 @@ class OrchestratorSettings(BaseSettings):
     redis_url: SecretStr | None = None
     deployment: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     secret: SecretStr | None = None
+    secrets_previous: list[SecretStr] = []
+    """Secrets that are still accepted while one is changed (docs/wire-security.md); a JSON list."""
+    redis_ca: str | None = None
+    """PEM file of the authority that Redis's certificate is from; for `rediss://` and for sentinels that speak TLS."""
+    redis_cert: str | None = None
+    redis_key: str | None = None
+    redis_sentinel_master: str | None = None
+    """The name under which sentinels watch Redis, when `redis_url` names sentinels."""
+    redis_sentinel_password: SecretStr | None = None
     model: str | None = None
     dialect: Literal["native", "tags", "json", "auto"] = "native"
     approvals: Literal["auto", "ask", "never"] = "ask"
@@ -56,7 +66,7 @@ class OrchestratorSettings(BaseSettings):
         chosen = SecretStr(url) if url else self.redis_url
         if chosen is None:
             raise ConfigError("TOOLCREW_REDIS_URL is not set: set it to the pool's Redis, or use ToolClient.embedded() or `toolcrew up`")
-        return BrokerSettings(redis_url=chosen, deployment=self.deployment, secret=self.secret)
+        return BrokerSettings.model_validate({name: getattr(self, name) for name in BrokerSettings.model_fields} | {"redis_url": chosen})
 
     def needs_egress(self) -> bool:
         """Whether an embedded stack has to have an egress proxy of its own."""
@@ -64,11 +74,12 @@ class OrchestratorSettings(BaseSettings):
 
     def for_children(self) -> dict[str, str]:
         """What the processes of an embedded stack must share with this one, as environment variables."""
-        shared = {"TOOLCREW_DEPLOYMENT": self.deployment}
-        if self.redis_url is not None:
-            shared["TOOLCREW_REDIS_URL"] = self.redis_url.get_secret_value()
-        if self.secret is not None:
-            shared["TOOLCREW_SECRET"] = self.secret.get_secret_value()
+        secrets = [secret.get_secret_value() for secret in self.secrets_previous]
+        shared = {"TOOLCREW_DEPLOYMENT": self.deployment, "TOOLCREW_SECRETS_PREVIOUS": json.dumps(secrets)}
+        for name in ("redis_url", "secret", "redis_ca", "redis_cert", "redis_key", "redis_sentinel_master", "redis_sentinel_password"):
+            value = getattr(self, name)
+            if value is not None:
+                shared[f"TOOLCREW_{name.upper()}"] = value.get_secret_value() if isinstance(value, SecretStr) else value
         return shared
 
 

@@ -15,6 +15,7 @@ from contract.functions.call_context import CallContext
 from contract.functions.call_outputs import build_failure, build_result
 from contract.functions.function_schemas import is_async
 from contract.registry import Tool
+from contract.signing import SigningKeys
 from orchestrator.functions.blocking_calls import BlockingCall, BlockingCalls, Ended
 from orchestrator.functions.loop_waits import LoopRunner
 from orchestrator.functions.session_state import MemoryState
@@ -109,7 +110,7 @@ class InProcessTransport:
     in daemon threads, which nothing can stop: their result then says that they may still run.
     """
 
-    def __init__(self, functions: Lookup, key: bytes, *, contexts: ContextFor | None = None, threads: BlockingCalls | None = None) -> None:
+    def __init__(self, functions: Lookup, key: SigningKeys, *, contexts: ContextFor | None = None, threads: BlockingCalls | None = None) -> None:
         self._functions = functions
         self._key = key
         self._contexts = contexts or _bare_context

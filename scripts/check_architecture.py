@@ -45,26 +45,31 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 }
 
 # Module -> the only files of ours that may import it.
-_CELERY = ("orchestrator/celery_transport.py", "workers/app.py", "workers/tasks.py")
+_CELERY = ("orchestrator/celery_transport.py", "orchestrator/flower.py", "workers/app.py", "workers/celery_state.py", "workers/remote_control.py", "workers/tasks.py")
 _REDIS = (
     *(
         f"orchestrator/{name}.py"
         for name in (
+            "api_keys",
             "blobs",
             "call_events",
             "catalog",
             "celery_transport",
             "heard_calls",
+            "hosts",
+            "publishing",
             "redis_connection",
             "redis_errands",
             "results",
             "switches",
+            "tenants",
         )
     ),
     *(
         f"workers/{name}.py"
-        for name in ("blobs", "call_events", "catalog", "control", "ledger", "pool_control", "redis_connection", "switches", "tasks")
+        for name in ("blobs", "call_events", "catalog", "control", "ledger", "pool_control", "redis_connection", "refusals", "switches", "tasks", "tenants")
     ),
+    *(f"workers/{name}.py" for name in ("adoption", "checkpointing", "checkpoints", "draining", "heartbeat", "incarnation", "places", "reporting")),
     "workers/custom/state.py",
     "workers/web/cache.py",
 )

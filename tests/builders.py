@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from contract.calls import ToolCall, ToolContext
+from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from workers.sandbox_client import GuestResponse
 
-KEY = b"k" * 32
+KEY = SigningKeys.of("k" * 32)
 
 
 def known_bug(reason: str) -> pytest.MarkDecorator:

@@ -93,7 +93,8 @@ class Daemon:
 
     def states(self) -> dict[str, str]:
         """Container -> state of its session; without those that have none."""
-        return {row["container"]: row["state"] for row in self.status()["sandboxes"] if row["container"] is not None}
+        with self.client() as client:
+            return {row["container"]: row["state"] for row in client.sessions() if row["container"] is not None}
 
     def containers(self) -> dict[str, str]:
         """Full id -> state, as the engine lists all that carry the name."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -160,6 +160,8 @@ def build_host(
     name: str = "test",
     engine: FakeEngine | None = None,
     parking: MemoryParking | None = None,
+    plans: Plans = PLANS,
+    equip: Callable[[Session, Sandbox], None] | None = None,
 ) -> FakeHost:
     """All parts, over a fake engine; `folder` is what a next host of that name finds again."""
     engine = engine or FakeEngine(*behaviours)
@@ -171,7 +173,7 @@ def build_host(
     maker = Maker(engine, profile, workspaces or TmpfsWorkspaces(), records, room, owner, "default")  # type: ignore[arg-type]
     pools = Pools(maker, {PLAN: pool.target} if pool is not None else {}, pool or PoolLimits(0, 1, 0, 1))
     parking = parking or MemoryParking()
-    sessions = Sessions(maker, pools, parking, records, limit=100)
+    sessions = Sessions(maker, pools, parking, records, limit=100, revise=plans.revise, equip=equip)
     reaper = Reaper(engine, maker, records, lease, "default", name)  # type: ignore[arg-type]
     keeper = Keeper(sessions, maker, reaper, idle or IdleTimes(3600, 7200))
     return FakeHost(engine, maker.workspaces, records, maker, pools, parking, sessions, reaper, keeper, lease)
@@ -228,12 +230,12 @@ class Sandboxd:
 
 @asynccontextmanager
 async def running_sandboxd(
-    path: Path, *behaviours: Behaviour, uids: frozenset[int] | None = None, checkpoints: Any = None, **how: Any
+    path: Path, *behaviours: Behaviour, uids: frozenset[int] | None = None, checkpoints: Any = None, plans: Plans = PLANS, **how: Any
 ) -> AsyncIterator[Sandboxd]:
     """sandboxd without a container engine. `behaviours`: of the guests, in the order in which they are started."""
-    host = build_host(path, *behaviours, **how)
+    host = build_host(path, *behaviours, plans=plans, **how)
     allowed = frozenset({os.geteuid()}) if uids is None else uids
-    server = Server(host.sessions, PLANS, checkpoints, uids=allowed, facts=lambda: {"boot": "b00t"})
+    server = Server(host.sessions, plans, checkpoints, uids=allowed, facts=lambda: {"boot": "b00t"})
     listening = await server.listen(path / "sandboxd.sock", 0o600)
     daemon = Sandboxd(path / "sandboxd.sock", host, server)
     try:

@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
-from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.calls import BLOB_TTL_S, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
 from contract.errors import ErrorCode, ToolFailure
+from contract.ledger import Claim
 from contract.specs import ToolSpec
 from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.results import ResultHub
@@ -101,17 +102,40 @@ async def close_hub(hub: ResultHub) -> None:
 
 
 class MemoryLedger:
-    """Claims in a set."""
+    """Claims in a set. `verdict`: what claims are told instead of being granted."""
 
-    def __init__(self) -> None:
+    def __init__(self, verdict: Claim | None = None) -> None:
+        self.verdict = verdict
         self.claimed: set[tuple[str, str]] = set()
+        self.refused: set[tuple[str, str]] = set()
+        self.ended: list[tuple[str, ErrorCode | None, str]] = []
+        self.is_wanted = True
 
-    def claim(self, tenant: str, call_id: str, host: str) -> bool:
-        key = (tenant, call_id)
-        if key in self.claimed:
-            return False
+    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
+        key = (context.tenant, call.id)
+        if self.verdict is not None:
+            return self.verdict
+        if key in self.claimed | self.refused:
+            return Claim.STARTED
         self.claimed.add(key)
+        return Claim.GRANTED
+
+    def refuse(self, call: ToolCall, context: ToolContext) -> Claim:
+        key = (context.tenant, call.id)
+        if key in self.claimed | self.refused:
+            return Claim.STARTED
+        self.refused.add(key)
+        return Claim.GRANTED
+
+    def forbid(self, tenant: str, call_id: str) -> bool:
+        if (tenant, call_id) in self.claimed:
+            return False
+        self.refused.add((tenant, call_id))
         return True
+
+    def finish(self, tenant: str, call_id: str, attempt: int, code: ErrorCode | None, sandbox: str = "") -> bool:
+        self.ended.append((call_id, code, sandbox))
+        return self.is_wanted
 
 
 class MemoryBlobs:
@@ -125,7 +149,7 @@ class MemoryBlobs:
             raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, "gone")
         return self.kept.pop(key)
 
-    def leave(self, tenant: str, data: bytes) -> str:
+    def leave(self, tenant: str, data: bytes, ttl_s: int = BLOB_TTL_S) -> str:
         key = f"{tenant}:{len(self.kept)}"
         self.kept[key] = data
         return key
@@ -155,17 +179,16 @@ class FakeSandboxClient(SandboxClient):
         assert isinstance(answer, GuestResponse)
         return answer
 
-    def describe_open(
-        self, name: str, image: str | None, ttl_s: float, *, restore: str | None = None, network: str | None = None
-    ) -> dict[str, Any]:
+    def describe_open(self, name: str, image: str | None, ttl_s: float, **asked: Any) -> dict[str, Any]:
         self.names.append(name)
-        given = {field: value for field, value in {"restore": restore, "network": network}.items() if value is not None}
+        given = {field: value for field, value in asked.items() if value is not None}
         self.requests.append({"image": image, "ttl_s": ttl_s, **given})
         sandbox = {"id": "c0ffee", "generation": 1, "rebuilt": False}
-        facts = {"image": image or "default", "network": network or "none", "hosts": [], "workspace": "image", "start_s": 0.25}
+        network = asked.get("network") or "none"
+        facts = {"image": image or "default", "network": network, "hosts": [], "workspace": "image", "start_s": 0.25}
         return {"ok": True, "sandbox": sandbox, **facts}
 
-    def checkpoint(self, name: str) -> dict[str, Any]:
+    def checkpoint(self, name: str, *, automatic: bool = False) -> dict[str, Any]:
         self.names.append(name)
         return {"ok": True, "checkpoint": "c1", "bytes": 10240, "sha256": "0" * 64, "skipped": 0, "torn": False}
 

@@ -13,6 +13,7 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_result, encode_call
 from contract.names import result_key
 from contract.settings import BrokerSettings
+from contract.signing import SigningKeys
 from orchestrator.catalog import RedisCatalog
 from orchestrator.celery_transport import CeleryTransport
 from orchestrator.dispatcher import Dispatcher
@@ -20,11 +21,11 @@ from orchestrator.redis_connection import open_redis
 from orchestrator.results import ResultHub
 
 
-def make_envelope(broker: BrokerSettings, call: ToolCall, *, tenant: str, session: str, key: bytes | None = None, **fields: Any) -> str:
+def make_envelope(broker: BrokerSettings, call: ToolCall, *, tenant: str, session: str, key: SigningKeys | None = None, **fields: Any) -> str:
     """A signed envelope as the dispatcher makes it; `fields` replace fields of its context."""
     now = time.time()
     told: dict[str, Any] = {"tenant": tenant, "session": session, "sent_at": now, "deadline_at": now + 60, **fields}
-    return encode_call(call, ToolContext(**told), key or broker.signing_key())
+    return encode_call(call, ToolContext(**told), key or broker.signing_keys())
 
 
 def publish(broker: BrokerSettings, task: str, queue: str, envelope: object, **options: Any) -> str:
@@ -52,14 +53,14 @@ def stored_result(client: "redis.Redis", task_id: str) -> ToolResult | None:
 
 
 @contextlib.asynccontextmanager
-async def open_dispatcher(broker: BrokerSettings, *, queue_wait_s: float = 60.0, key: bytes | None = None) -> Any:
+async def open_dispatcher(broker: BrokerSettings, *, queue_wait_s: float = 60.0, key: SigningKeys | None = None) -> Any:
     """The door to the workers without a client around it: for routes made by hand."""
     client = open_redis(broker)
     hub = ResultHub(client)
     await hub.start()
     transport = CeleryTransport(broker, hub)
     try:
-        yield Dispatcher(transport, RedisCatalog(client, broker.deployment), key or broker.signing_key(), queue_wait_s=queue_wait_s)
+        yield Dispatcher(transport, RedisCatalog(client, broker.deployment), key or broker.signing_keys(), queue_wait_s=queue_wait_s)
     finally:
         await transport.aclose()
         await hub.close()

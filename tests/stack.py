@@ -23,7 +23,7 @@ from docker import APIClient
 
 from contract.errors import ConfigError
 from contract.settings import BrokerSettings
-from orchestrator.local_stack import StackInfo
+from orchestrator.local_stack import StackInfo, read_stack
 from orchestrator.redis_server import find_redis_server, write_redis_config
 from tests.containers import open_engine
 
@@ -237,7 +237,13 @@ class Stack:
         return self.info.redis_url
 
     def pid(self, role: str) -> int:
-        return self.info.pids[role][0]
+        """Of the process that has the role now; waits for one that is being started again."""
+        pids: list[int] = wait_until(lambda: read_stack(self.info.logs).pids[role], UP_S, f"{role} runs")
+        return pids[0]
+
+    def wait_for_another(self, role: str, than: int) -> int:
+        """The process that has taken the place of that one."""
+        return int(wait_until(lambda: (pid := self.pid(role)) != than and pid, UP_S, lambda: f"another {role}: {self.errors()}"))
 
     def open_redis(self) -> "redis.Redis":
         return redis.Redis.from_url(self.redis_url, socket_timeout=10)

@@ -3,23 +3,46 @@
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from celery import Celery
 from celery.signals import worker_ready, worker_shutdown
 
+from contract.errors import ConfigError, RefusalReason
 from contract.settings import BrokerSettings
-from workers.broker_transport import register_transport
+from workers.broker_transport import INTAKE, Intake, register_transport
+from workers.remote_control import restrict_remote_control
 
 CELERY_MARGIN_S = 30.0
 """Beside sandboxes Celery's own limit comes this much after a call's: a backstop, the guest and sandboxd are first."""
 
 
-def build_app(broker: BrokerSettings) -> Celery:
-    """An app with no tasks yet. Why each setting: docs/queue.md."""
+Pool = Literal["threads", "prefork"]
+
+
+def choose_pool(kind: Literal["sandbox", "web"], asked: Literal["auto", "threads", "prefork"]) -> Pool:
+    """Where calls run: beside sandboxes, which limit them, in threads of one process; else each in a process that can be killed.
+
+    Raises ConfigError for threads without sandboxes.
+    """
+    if kind == "sandbox":
+        return "threads" if asked == "auto" else asked
+    if asked == "threads":
+        raise ConfigError(
+            "TOOLCREW_WORKER_POOL=threads is for workers beside sandboxes: without one nothing could end a tool that runs past its limit. Unset it, or "
+            "set it to prefork"
+        )
+    return "prefork"
+
+
+def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None] | None = None) -> Celery:
+    """An app with no tasks yet; `on_refused` is told what is dropped from a queue as no message. Why each setting: docs/queue.md."""
     register_transport()
-    url = broker.redis_url.get_secret_value()
-    app = Celery("toolcrew", broker=url, backend=url, set_as_current=False)
+    where = broker.celery_options()
+    found_by = where.pop("broker_transport_options")
+    app = Celery("toolcrew", set_as_current=False)
     app.conf.update(
+        **where,
         # At most once: a tool may have acted, so recovery is the orchestrator's, never the broker's.
         task_acks_late=False,
         task_reject_on_worker_lost=False,
@@ -51,9 +74,10 @@ def build_app(broker: BrokerSettings) -> Celery:
         broker_pool_acquire_timeout=5,
         task_create_missing_queues=True,
         broker_transport_options={
-            "visibility_timeout": 120,
-            "unacked_restore_interval": 5,
-            "unacked_restore_throttle": 1,
+            **found_by,
+            INTAKE: Intake(on_refused),
+            # Nothing is ever in the book of what is not acknowledged (workers/broker_transport.py): it need not be searched.
+            "unacked_restore_interval": 3600,
             "priority_steps": [0],
             "queue_order_strategy": "round_robin",
             "socket_timeout": 10,
@@ -76,18 +100,20 @@ def run_worker(
     concurrency: int,
     log_level: str,
     *,
+    pool: Pool = "prefork",
     on_ready: Callable[[], None],
     on_stop: Callable[[], None],
 ) -> None:
-    """Run a prefork worker on these queues until it is told to stop, as the Celery node `node`@<host name>. `on_ready` once it consumes,
+    """Run a worker on these queues until it is told to stop, as the Celery node `node`@<host name>. `on_ready` once it consumes,
     `on_stop` at its end. Ends the process when Celery asks for an exit code other than 0."""
+    restrict_remote_control()
     worker_ready.connect(lambda **_: on_ready(), weak=False)
     worker_shutdown.connect(lambda **_: on_stop(), weak=False)
     # What `celery worker` does; that command loads Celery's whole command line and Flower's with it, which costs time and memory.
     worker = app.Worker(
         hostname=f"{node}@{socket.gethostname()}",
         queues=",".join(queues),
-        pool_cls="prefork",
+        pool_cls=pool,
         concurrency=concurrency,
         optimization="fair",
         without_gossip=True,

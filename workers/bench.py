@@ -8,6 +8,7 @@ import structlog
 
 from contract.calls import KillReport, SandboxInfo, ToolCall, ToolContext
 from contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
+from contract.tenancy import SandboxTerms
 from workers.call_events import CallEvents, Unwatched
 from workers.guest_answers import GuestNonsense, Told, parse_error, parse_told
 from workers.sandbox_client import GuestResponse, SandboxClient, sandbox_id
@@ -51,7 +52,15 @@ class Bench:
     def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
         self._refuse()
 
-    def open_sandbox(self, image: str | None, ttl_s: float, *, restore: str | None = None, network: str | None = None) -> Mapping[str, Any]:
+    def open_sandbox(
+        self,
+        image: str | None,
+        ttl_s: float,
+        *,
+        restore: str | None = None,
+        network: str | None = None,
+        moved: Mapping[str, Any] | None = None,
+    ) -> Mapping[str, Any]:
         self._refuse()
 
     def checkpoint(self) -> Mapping[str, Any]:
@@ -69,9 +78,13 @@ class Bench:
 
 @dataclass
 class SandboxBench(Bench):
-    """Binds the sandbox of the call's session, and remembers what the sandbox told. Raises ToolFailure when the call has no session."""
+    """Binds the sandbox of the call's session, and remembers what the sandbox told. Raises ToolFailure when the call has no session.
+
+    `terms`: what the tenant's policy says of its sandboxes now; None: sessions have what the class `default` has.
+    """
 
     client: SandboxClient = field(kw_only=True)
+    terms: SandboxTerms | None = None
     sandbox_lost: str | None = None
     workspace_kept: bool = False
     _name: str = field(init=False, default="")
@@ -82,7 +95,7 @@ class SandboxBench(Bench):
         self._name = sandbox_id(self.context.tenant, self.context.session)
 
     def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
-        response = self.client.call(self._name, request, body, call_id=self.call.id, on_data=on_data)
+        response = self.client.call(self._name, request, body, call_id=self.call.id, on_data=on_data, terms=self.terms)
         try:
             told = parse_told(request, response.done)
         except GuestNonsense as nonsense:
@@ -121,8 +134,16 @@ class SandboxBench(Bench):
             return f" ({reason}the sandbox is gone; {left} folder and variables are lost)"
         return f" ({reason}the sandbox and its files are lost; the next call gets a fresh, empty one)"
 
-    def open_sandbox(self, image: str | None, ttl_s: float, *, restore: str | None = None, network: str | None = None) -> Mapping[str, Any]:
-        answer = self.client.describe_open(self._name, image, ttl_s, restore=restore, network=network)
+    def open_sandbox(
+        self,
+        image: str | None,
+        ttl_s: float,
+        *,
+        restore: str | None = None,
+        network: str | None = None,
+        moved: Mapping[str, Any] | None = None,
+    ) -> Mapping[str, Any]:
+        answer = self.client.describe_open(self._name, image, ttl_s, restore=restore, network=network, terms=self.terms, moved=moved)
         # A session that was open already may have no container now.
         self.sandbox = SandboxInfo.model_validate(answer["sandbox"]) if answer["sandbox"] is not None else None
         return {name: answer[name] for name in ("image", "network", "hosts", "workspace", "start_s")}

@@ -17,27 +17,30 @@ class Blobs:
         self._deployment = deployment
 
     def take(self, tenant: str, key: str) -> bytes:
-        """The blob's bytes; it is deleted. Raises ToolFailure when it is not the tenant's or has expired, BrokerUnavailable."""
+        """The bytes that came with a call. Its caller deletes them when it has ended: a call that is lost with its worker is sent again with them.
+
+        Raises ToolFailure when they are not the tenant's or have expired, BrokerUnavailable.
+        """
         if not is_blob_of(key, self._deployment, tenant):
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the content of this call belongs to another tenant")
         try:
-            data = self._client.getdel(key)
+            data = self._client.get(key)
         except redis.RedisError as error:
             raise BrokerUnavailable(f"the call was not run: Redis did not give its content ({error}); see that Redis is up") from error
         if data is None:
             raise ToolFailure(
-                ErrorCode.OUTCOME_UNKNOWN, f"the content of this call is gone: it was taken before, or lay more than {BLOB_TTL_S} s"
+                ErrorCode.OUTCOME_UNKNOWN, f"the content of this call is gone: its caller gave it up, or it lay more than {BLOB_TTL_S} s"
             )
         assert isinstance(data, bytes)
         return data
 
-    def leave(self, tenant: str, data: bytes) -> str:
+    def leave(self, tenant: str, data: bytes, ttl_s: int = BLOB_TTL_S) -> str:
         """Keep bytes for the orchestrator; gives the key. Raises ToolFailure when they are more than MAX_BLOB_BYTES, BrokerUnavailable."""
         if len(data) > MAX_BLOB_BYTES:
             raise ToolFailure(ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes; at most {MAX_BLOB_BYTES} travel in one call")
         key = blob_key(self._deployment, tenant, secrets.token_urlsafe(18))
         try:
-            self._client.set(key, data, ex=BLOB_TTL_S)
+            self._client.set(key, data, ex=ttl_s)
         except redis.RedisError as error:
             raise BrokerUnavailable(f"Redis did not take the bytes of a result ({error}); see that Redis is up") from error
         return key

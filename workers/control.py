@@ -4,15 +4,17 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import redis
 import structlog
 
 from contract.calls import ToolCall, ToolContext
 from contract.envelope import decode_call
-from contract.errors import EnvelopeRefused, ToolcrewError
+from contract.errors import EnvelopeRefused, RefusalReason, ToolcrewError
+from contract.hosts import DRAIN_ORDER
 from contract.names import control_queue
-from workers.executor import CallLedger
+from contract.signing import SigningKeys
 from workers.sandbox_client import SandboxClient, sandbox_id
 
 log = structlog.get_logger(__name__)
@@ -29,20 +31,35 @@ _WAKE = b"stop"
 class ControlReader:
     """A thread of the worker's parent process that reads control lists and has every order in them obeyed at once, side by side.
 
-    An item is a signed envelope of one of `verbs`. No result is stored. Anything else is logged and dropped.
+    An item is a signed envelope of one of `verbs`, or of the order to drain this very worker (`serve_drain`), the first of `queues`. No result is
+    stored. Anything else is logged and dropped, and `on_refused` is told why.
     """
 
     verbs: frozenset[str] = frozenset()
     needs_session = True
 
-    def __init__(self, client: "redis.Redis", queues: Sequence[str], key: bytes, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        client: "redis.Redis",
+        queues: Sequence[str],
+        key: SigningKeys,
+        clock: Callable[[], float] = time.time,
+        on_refused: Callable[[RefusalReason], None] | None = None,
+    ) -> None:
         self._client = client
+        self._on_refused = on_refused
+        self._own = queues[0]
+        self._drain: Callable[[bool], bool] | None = None
         self._lists = [control_queue(queue) for queue in queues]
         self._key = key
         self._clock = clock
         self._stop = threading.Event()
         self._slots = threading.BoundedSemaphore(MAX_AT_ONCE)
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    def serve_drain(self, drain: Callable[[bool], bool]) -> None:
+        """Obey orders to take this worker out of service. `drain` gets whether files may be lost, and gives whether it has begun."""
+        self._drain = drain
 
     def start(self) -> None:
         self._thread.start()
@@ -79,7 +96,9 @@ class ControlReader:
         try:
             call, context = self._opened(data)
         except EnvelopeRefused as error:
-            log.error("control_refused", reason=str(error))
+            log.error("control_refused", reason=error.reason, error=str(error))
+            if self._on_refused is not None:
+                self._on_refused(error.reason)
             return
         self._slots.acquire()
         threading.Thread(target=self._obey, args=(call, context, data), name="control-call", daemon=True).start()
@@ -90,19 +109,29 @@ class ControlReader:
             call, context = decode_call(data.decode(), self._key)
         except UnicodeDecodeError as error:
             raise EnvelopeRefused("envelope is not text") from error
-        if call.name not in self.verbs:
-            raise EnvelopeRefused(f"only {' and '.join(sorted(self.verbs))} are served here")
-        if (context.session is None and self.needs_session) or (
+        if call.name == DRAIN_ORDER and self._drain is not None:
+            self._check_drain(call)
+        elif call.name not in self.verbs:
+            raise EnvelopeRefused(f"only {' and '.join(sorted(self.verbs))} are served here", "wrong_task")
+        elif (context.session is None and self.needs_session) or (
             call.name == "session.cancel" and not isinstance(call.arguments.get("call_id"), str)
         ):
             raise EnvelopeRefused(f"{call.name} does not say which session or call it means")
         if self._clock() > context.deadline_at:
-            raise EnvelopeRefused(f"{call.name} came past its deadline")
+            raise EnvelopeRefused(f"{call.name} came past its deadline", "expired")
         return call, context
+
+    def _check_drain(self, call: ToolCall) -> None:
+        """An order for another worker may lie in a list that several read."""
+        if call.arguments.get("queue") != self._own:
+            raise EnvelopeRefused(f"the order to drain is not for {self._own}", "wrong_task")
 
     def _obey(self, call: ToolCall, context: ToolContext, data: bytes) -> None:
         try:
-            is_done = self.obey(call, context, data)
+            if call.name == DRAIN_ORDER and self._drain is not None:
+                is_done = self._drain(call.arguments.get("lossy") is True)
+            else:
+                is_done = self.obey(call, context, data)
             log.info("control_obeyed", verb=call.name, call=call.id, done=is_done)
         except ToolcrewError as error:
             log.error("control_failed", verb=call.name, call=call.id, error=str(error))
@@ -110,10 +139,16 @@ class ControlReader:
             self._slots.release()
 
 
+class CancelLedger(Protocol):
+    """Who may start a call."""
+
+    def forbid(self, tenant: str, call_id: str) -> bool: ...
+
+
 class ControlListener(ControlReader):
     """Reads the control list of a host queue: `session.cancel` (argument `call_id`) and `session.close`.
 
-    A cancelled call that still waits in the queue is claimed, so that it never starts.
+    A cancelled call that still waits in the queue is forbidden, so that it never starts.
     """
 
     verbs = frozenset({"session.cancel", "session.close"})
@@ -122,15 +157,15 @@ class ControlListener(ControlReader):
         self,
         client: "redis.Redis",
         open_sandboxd: Callable[[], SandboxClient],
-        ledger: CallLedger,
+        ledger: CancelLedger,
         queue: str,
-        key: bytes,
+        key: SigningKeys,
         clock: Callable[[], float] = time.time,
+        on_refused: Callable[[RefusalReason], None] | None = None,
     ) -> None:
-        super().__init__(client, (queue,), key, clock)
+        super().__init__(client, (queue,), key, clock, on_refused)
         self._open_sandboxd = open_sandboxd
         self._ledger = ledger
-        self._queue = queue
 
     def obey(self, call: ToolCall, context: ToolContext, data: bytes) -> bool:
         assert context.session is not None
@@ -142,6 +177,6 @@ class ControlListener(ControlReader):
 
     def _cancel(self, client: SandboxClient, name: str, context: ToolContext, call_id: str) -> bool:
         """True when the call was running and is being killed, or had not started and never will."""
-        if self._ledger.claim(context.tenant, call_id, self._queue):
+        if self._ledger.forbid(context.tenant, call_id):
             return True
         return client.cancel(name, call_id)

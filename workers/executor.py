@@ -1,16 +1,20 @@
-"""(ToolCall, ToolContext) -> ToolResult: look up, check again, claim, run, classify. Any outcome becomes a result."""
+"""(ToolCall, ToolContext) -> ToolResult: look up, check again, claim, run, classify, note the end. Any outcome becomes a result."""
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
 from contract.call_events import HIDDEN
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from contract.ledger import Claim
 from contract.registry import Switch
 from contract.schema import prepare_arguments
+from contract.specs import ToolSpec
+from contract.tenancy import SandboxTerms
 from workers.bench import Bench, SandboxBench
 from workers.call_events import CallEvents, Unwatched
 from workers.interrupts import CallInterrupted
@@ -19,11 +23,25 @@ from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
+
+
+class CallRepeated(Exception):
+    """Nobody waits for an answer to this message: the call has been started or refused before, or was sent again. `claim` says which."""
+
+    def __init__(self, claim: Claim) -> None:
+        super().__init__(claim.value)
+        self.claim = claim
+
 
 class CallLedger(Protocol):
-    """Who may start a call."""
+    """Who may start a call, or refuse it; and that it has ended. As workers/ledger.py has it."""
 
-    def claim(self, tenant: str, call_id: str, host: str) -> bool: ...
+    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim: ...
+
+    def refuse(self, call: ToolCall, context: ToolContext) -> Claim: ...
+
+    def finish(self, tenant: str, call_id: str, attempt: int, code: ErrorCode | None, sandbox: str = "") -> bool: ...
 
 
 class BlobStore(Protocol):
@@ -31,13 +49,19 @@ class BlobStore(Protocol):
 
     def take(self, tenant: str, key: str) -> bytes: ...
 
-    def leave(self, tenant: str, data: bytes) -> str: ...
+    def leave(self, tenant: str, data: bytes, ttl_s: int = ...) -> str: ...
 
 
 class SwitchBoard(Protocol):
     """Which tools an administrator has turned off."""
 
     def find(self, name: str) -> Switch | None: ...
+
+
+class TenantDoor(Protocol):
+    """Which calls of which tenants are served."""
+
+    def admit(self, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> SandboxTerms: ...
 
 
 class CallGuard(Protocol):
@@ -48,10 +72,21 @@ class CallGuard(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A call that may be started. `aliases`: by which other names its parameters were given. `terms`: what its tenant's sandboxes may have."""
+
+    tool: WorkerTool
+    arguments: dict[str, Any]
+    aliases: list[str]
+    terms: SandboxTerms | None
+
+
 class Executor:
     """Runs calls on this host. Never raises for a call's failure.
 
-    `client` None: a worker without sandboxes; its calls need no session. `guard` ends the calls that no sandbox would end.
+    `client` None: a worker without sandboxes; its calls need no session. `holder`: how the ledger names whoever runs calls here; `clock`: shared by all
+    hosts. `guard` ends the calls that no sandbox would end.
     """
 
     def __init__(
@@ -61,53 +96,84 @@ class Executor:
         ledger: CallLedger,
         blobs: BlobStore,
         facts: Mapping[str, str],
+        holder: str = "",
         clock: Callable[[], float] = time.time,
         guard: CallGuard | None = None,
         switches: SwitchBoard | None = None,
         open_events: Callable[[ToolCall, ToolContext], CallEvents] | None = None,
+        tenants: TenantDoor | None = None,
     ) -> None:
         self._registry = registry
         self._client = client
         self._ledger = ledger
-        self._blobs = blobs
+        self.blobs = blobs
         self._facts = facts
+        self._holder = holder
         self._clock = clock
         self._guard = guard
         self._switches = switches
         self._open_events = open_events
+        self._tenants = tenants
 
     def execute(self, call: ToolCall, context: ToolContext) -> ToolResult:
-        """The one result of the call, whatever happens."""
-        taken_at = self._clock()
-        queued_s = max(0.0, taken_at - context.sent_at)
+        """The one result of the call, whatever happens. Raises CallRepeated when this message is not to be answered."""
+        taken = time.monotonic()
+        prepared = self._attempt(call, lambda: self._prepare(call, context))
+        if isinstance(prepared, ToolResult):
+            refused = self._attempt(call, lambda: self._ledger.refuse(call, context))
+            return self._answer(prepared, refused if isinstance(refused, Claim) else Claim.GRANTED, context, taken)
+        claim = self._attempt(call, lambda: self._ledger.claim(call, context, self._holder))
+        if isinstance(claim, ToolResult):
+            return _not_run(claim, "broker")
+        if claim is not Claim.GRANTED:
+            return self._answer(_refusal(call, claim), claim, context, taken)
+        queued_s = self._queued_s(context, taken)
+        result = self._attempt(call, lambda: self._serve(prepared, call, context))
+        sandbox = result.sandbox.id if result.sandbox is not None else ""
+        if not self._ledger.finish(context.tenant, call.id, context.attempt, result.error_code, sandbox):
+            raise CallRepeated(Claim.SUPERSEDED)
+        return _queued(result, queued_s)
+
+    def _answer(self, result: ToolResult, claim: Claim, context: ToolContext, taken: float) -> ToolResult:
+        """The result of a call that was not run, when it is this message's to tell."""
+        if claim in (Claim.STARTED, Claim.SUPERSEDED):
+            raise CallRepeated(claim)
+        return _queued(result, self._queued_s(context, taken))
+
+    def _queued_s(self, context: ToolContext, taken: float) -> float:
+        """How long the call was on its way. Asked after its claim, which tells the clock what it has to know."""
+        return max(0.0, self._clock() - (time.monotonic() - taken) - context.sent_at)
+
+    def _attempt(self, call: ToolCall, work: Callable[[], T]) -> T | ToolResult:
+        """What `work` gives, or the result of its failure."""
         try:
-            result = self._execute(call, context, taken_at)
+            return work()
         except (ToolFailure, OperatorError) as error:
-            result = _failed(call, error)
+            return _failed(call, error)
         except Exception as error:  # the edge: a bug in a tool must cost this call only, and be loud
             log.exception("tool_bug", tool=call.name, call=call.id)
-            result = ToolResult.failed(
+            return ToolResult.failed(
                 call,
                 ErrorCode.INTERNAL,
                 f"{call.name} failed by a bug of ours ({type(error).__name__}); the log has it under call {call.id}",
             )
-        return result.model_copy(update={"clocks": result.clocks.model_copy(update={"queued_s": queued_s})})
 
-    def _execute(self, call: ToolCall, context: ToolContext, taken_at: float) -> ToolResult:
+    def _prepare(self, call: ToolCall, context: ToolContext) -> _Prepared:
+        """Everything that may be wrong with a call before it starts."""
         tool = self._registry.get(call.name)
         if tool is None:
             raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}")
         self._check_switch(tool)
-        if taken_at > context.deadline_at:
-            raise ToolFailure(ErrorCode.TIMEOUT, "the call waited in the queue past its deadline and was not run")
         arguments, aliases = prepare_arguments(tool.spec, call.arguments, text=context.text_arguments, checks=tool.validators)
-        if not self._ledger.claim(context.tenant, call.id, self._facts["host"]):
-            raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, "this call has been started before and was not run again")
-        content = self._blobs.take(context.tenant, context.blob) if context.blob else b""
+        terms = self._tenants.admit(context.tenant, tool.spec, arguments) if self._tenants is not None else None
+        return _Prepared(tool, arguments, aliases, terms)
+
+    def _serve(self, prepared: _Prepared, call: ToolCall, context: ToolContext) -> ToolResult:
+        content = self.blobs.take(context.tenant, context.blob) if context.blob else b""
         # Only now: the caller of a repetition hears the first one's events.
         events = self._open_events(call, context) if self._open_events is not None else Unwatched()
         try:
-            result = self._run(tool, arguments, aliases, self._open_bench(call, context, content, events))
+            result = self._run(prepared, self._open_bench(call, context, content, events, prepared.terms))
         finally:
             hidden = events.close()
         return result.model_copy(update={"metadata": {**result.metadata, HIDDEN: hidden}}) if hidden else result
@@ -120,19 +186,19 @@ class Executor:
         if switch is not None:
             raise ToolFailure(ErrorCode.TOOL_DISABLED, switch.refusal(tool.name))
 
-    def _open_bench(self, call: ToolCall, context: ToolContext, content: bytes, events: CallEvents) -> Bench:
+    def _open_bench(self, call: ToolCall, context: ToolContext, content: bytes, events: CallEvents, terms: SandboxTerms | None) -> Bench:
         if self._client is None:
             return Bench(call, context, self._facts, content, events=events)
-        return SandboxBench(call, context, self._facts, content, events=events, client=self._client)
+        return SandboxBench(call, context, self._facts, content, events=events, client=self._client, terms=terms)
 
-    def _run(self, tool: WorkerTool, arguments: dict[str, Any], aliases: list[str], bench: Bench) -> ToolResult:
+    def _run(self, prepared: _Prepared, bench: Bench) -> ToolResult:
         call = bench.call
         try:
-            result = self._result(call, self._handled(tool, arguments, bench), bench)
+            result = self._result(call, self._handled(prepared.tool, prepared.arguments, bench), bench)
         except (ToolFailure, OperatorError) as error:
             result = _failed(call, error, bench.news())
-        if aliases:
-            result = result.model_copy(update={"metadata": {**result.metadata, "aliases_used": aliases}})
+        if prepared.aliases:
+            result = result.model_copy(update={"metadata": {**result.metadata, "aliases_used": prepared.aliases}})
         clocks = Clocks(sandbox_s=max(0.0, bench.sandbox_s - bench.run_s), run_s=bench.run_s)
         return result.model_copy(update={"clocks": clocks, "kill": bench.kill, "sandbox": bench.sandbox})
 
@@ -166,7 +232,7 @@ class Executor:
 
     def _leave(self, data: bytes, bench: Bench) -> str:
         try:
-            return self._blobs.leave(bench.context.tenant, data)
+            return self.blobs.leave(bench.context.tenant, data)
         except BrokerUnavailable as error:
             # The call has acted: whoever reads that Redis was away would send it again.
             raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, f"the call has run, and its result is lost: {error}") from error
@@ -178,3 +244,23 @@ def _failed(call: ToolCall, error: ToolFailure | OperatorError, news: str = "") 
         log.error("call_not_served", tool=call.name, call=call.id, code=error.code.value, error=str(error))
     metadata = dict(error.metadata) if isinstance(error, ToolFailure) else {}
     return ToolResult.failed(call, error.code, str(error) + news, metadata=metadata)
+
+
+def _refusal(call: ToolCall, claim: Claim) -> ToolResult:
+    """What a claim that was not granted tells the caller."""
+    if claim is Claim.EXPIRED:
+        told = ToolResult.failed(
+            call, ErrorCode.TIMEOUT, f"{call.name} waited in the queue past its deadline and was not run: send it again"
+        )
+        return _not_run(told, "expired")
+    told = ToolResult.failed(call, ErrorCode.HOST_LOST, f"{call.name} was not run: its session has moved to another host, or was closed")
+    return _not_run(told, "moved")
+
+
+def _not_run(result: ToolResult, why: str) -> ToolResult:
+    """The result, telling whoever dispatched the call that it cannot have acted."""
+    return result.model_copy(update={"metadata": {**result.metadata, "not_run": why}})
+
+
+def _queued(result: ToolResult, queued_s: float) -> ToolResult:
+    return result.model_copy(update={"clocks": result.clocks.model_copy(update={"queued_s": queued_s})})

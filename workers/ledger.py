@@ -1,32 +1,160 @@
-"""What is known of every call id: a call that has started anywhere is never started again."""
+"""The worker's side of the ledger: a call is started once, refused once, and noted as done, whatever a queue repeats."""
+
+import secrets
+from typing import Any
 
 import redis
+import structlog
 
-from contract.errors import BrokerUnavailable
-from contract.names import run_marker_key
+from contract.calls import ToolCall, ToolContext
+from contract.clock import SharedClock
+from contract.errors import BrokerUnavailable, ErrorCode
+from contract.ledger import CALL_TTL_S, CallState, Claim
+from contract.names import call_key, place_key
 
-MARKER_TTL_S = 24 * 3600
+log = structlog.get_logger(__name__)
+
+# Of every script: KEYS[1] the call; ARGV[1] its attempt. `verdict` tells whether this message may decide about the call, "granted", or not.
+_GATE = """
+local time = redis.call('TIME')
+local now = string.format('%d.%06d', time[1], time[2])
+local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'claim')
+local state, known, attempt = record[1], tonumber(record[2] or '1') or 1e9, tonumber(ARGV[1])
+local verdict = 'granted'
+if state and known > attempt then verdict = 'superseded'
+elseif state and known == attempt and state ~= 'queued' then verdict = 'started'
+elseif state and known < attempt and state ~= 'queued' and state ~= 'lost' then verdict = 'started' end
+local function note(...)
+  redis.call('HSET', KEYS[1], 'attempt', ARGV[1], ...)
+  redis.call('EXPIRE', KEYS[1], ARGV[2])
+end
+"""
+
+# KEYS: call, place. ARGV: attempt, ttl, claim, holder, deadline, fence, whether a session that moves will do, tool, session.
+_CLAIM = (
+    _GATE
+    + """
+if verdict == 'started' and state == 'running' and record[3] == ARGV[3] then return {'granted', now} end
+if verdict ~= 'granted' then return {verdict, now} end
+if tonumber(now) > tonumber(ARGV[5]) then
+  note('state', 'forbidden', 'ended_at', now)
+  return {'expired', now}
+end
+if ARGV[6] ~= '' then
+  local place = redis.call('HMGET', KEYS[2], 'fence', 'state')
+  if place[1] ~= ARGV[6] or (place[2] ~= 'open' and not (ARGV[7] == '1' and place[2] == 'moving')) then return {'moved', now} end
+end
+note('state', 'running', 'holder', ARGV[4], 'claim', ARGV[3], 'started_at', now, 'tool', ARGV[8], 'session', ARGV[9])
+return {'granted', now}
+"""
+)
+
+# ARGV: attempt, ttl.
+_REFUSE = (
+    _GATE
+    + """
+if verdict == 'granted' then note('state', 'forbidden', 'ended_at', now) end
+return {verdict, now}
+"""
+)
+
+# KEYS: call. ARGV: ttl. A call that is not known yet may be on its way.
+_FORBID = """
+local state = redis.call('HGET', KEYS[1], 'state')
+if state == 'forbidden' then return 1 end
+if state and state ~= 'queued' then return 0 end
+local time = redis.call('TIME')
+redis.call('HSET', KEYS[1], 'state', 'forbidden', 'ended_at', string.format('%d.%06d', time[1], time[2]))
+if not state then redis.call('HSET', KEYS[1], 'attempt', 1) end
+redis.call('EXPIRE', KEYS[1], ARGV[1])
+return 1
+"""
+
+# KEYS: call. ARGV: attempt, ttl, code, sandbox.
+_FINISH = """
+local known = redis.call('HGET', KEYS[1], 'attempt')
+if known and known ~= ARGV[1] then return 0 end
+local time = redis.call('TIME')
+redis.call('HSET', KEYS[1], 'state', 'done', 'attempt', ARGV[1], 'code', ARGV[3], 'sandbox', ARGV[4],
+  'ended_at', string.format('%d.%06d', time[1], time[2]))
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return 1
+"""
 
 
 class Ledger:
-    """Run markers in Redis, one a call id, set once."""
+    """Records of calls in Redis (contract/ledger.py), each changed by one script. Every answer tells the shared clock what Redis's says.
 
-    def __init__(self, client: "redis.Redis", deployment: str) -> None:
-        self._client = client
+    What becomes of a message of attempt N, by the record that it finds:
+
+    ==================================  ====================================================================================
+    no record                           decides: Redis has lost its last second, or somebody else has published the message
+    `queued`, attempt N                 decides: the rule
+    `queued` or `lost`, attempt < N     decides: Redis has lost what renewed the call, and the earlier attempt was given up
+    any other state, attempt < N        STARTED: Redis has lost what renewed the call, and an earlier attempt may have acted; who
+                                        waits for the call sees its holder die, or its result
+    `running` by this very claim        GRANTED: the client has sent the claim again, because the first answer was lost
+    any other state, attempt N          STARTED: a repetition; or forbidden, given up, lost with its host's queue
+    attempt > N                         SUPERSEDED
+    ==================================  ====================================================================================
+
+    To decide is to start (`claim`) or to refuse (`refuse`). A claim past the call's deadline forbids the call: EXPIRED. A claim for a session that is
+    elsewhere by now changes nothing: MOVED. A repetition that Redis has forgotten altogether is caught before it comes here (workers/broker_transport.py).
+    """
+
+    def __init__(self, client: "redis.Redis", deployment: str, clock: SharedClock) -> None:
         self._deployment = deployment
+        self._client = client
+        self._clock = clock
+        self._claim = client.register_script(_CLAIM)
+        self._refuse = client.register_script(_REFUSE)
+        self._forbid = client.register_script(_FORBID)
+        self._finish = client.register_script(_FINISH)
 
-    def claim(self, tenant: str, call_id: str, host: str) -> bool:
-        """True for the first to claim the call; False when it has started before, here or elsewhere. Raises BrokerUnavailable."""
-        key = run_marker_key(self._deployment, tenant, call_id)
+    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
+        """Whether the call may start now, on behalf of `holder`. Raises BrokerUnavailable: then it must not."""
+        key = self._key(context.tenant, call.id)
+        fence = context.fence if context.session is not None and context.fence is not None else ""
+        place = place_key(self._deployment, context.tenant, context.session) if fence and context.session else key
+        may_move = int(call.name == "session.open")
+        arguments = [holder, repr(context.deadline_at), fence, may_move, call.name, context.session or ""]
+        return self._decided(self._claim, [key, place], [context.attempt, CALL_TTL_S, secrets.token_hex(8), *arguments])
+
+    def refuse(self, call: ToolCall, context: ToolContext) -> Claim:
+        """Whether a refusal is the call's answer: GRANTED, and then it will never start. Raises BrokerUnavailable."""
+        return self._decided(self._refuse, [self._key(context.tenant, call.id)], [context.attempt, CALL_TTL_S])
+
+    def forbid(self, tenant: str, call_id: str) -> bool:
+        """True when the call had not started and never will. Raises BrokerUnavailable."""
         try:
-            return bool(self._client.set(key, host, nx=True, ex=MARKER_TTL_S))
+            return bool(self._forbid(keys=[self._key(tenant, call_id)], args=[CALL_TTL_S]))
         except redis.RedisError as error:
-            raise BrokerUnavailable(f"the call was not run: Redis did not take its run marker ({error}); see that Redis is up") from error
+            raise BrokerUnavailable(f"Redis did not take that the call is cancelled ({error}); see that Redis is up") from error
+
+    def finish(self, tenant: str, call_id: str, attempt: int, code: ErrorCode | None, sandbox: str = "") -> bool:
+        """Note that the call has ended. False when it has been sent again meanwhile, and nobody wants this result. Never raises for Redis being away."""
+        try:
+            return bool(self._finish(keys=[self._key(tenant, call_id)], args=[attempt, CALL_TTL_S, code or "", sandbox]))
+        except redis.RedisError as error:
+            # Whoever waits goes by the result itself, which is stored again and again until Redis takes it.
+            log.warning("call_end_not_noted", call=call_id, error=str(error))
+            return True
 
     def holder(self, tenant: str, call_id: str) -> str | None:
-        """Who has claimed the call, as it called itself; None when nobody has. Raises BrokerUnavailable."""
+        """Who runs the call, as it called itself; None when nobody does. Raises BrokerUnavailable."""
         try:
-            value = self._client.get(run_marker_key(self._deployment, tenant, call_id))
+            state, holder = self._client.hmget(self._key(tenant, call_id), "state", "holder")
         except redis.RedisError as error:
-            raise BrokerUnavailable(f"Redis did not give the call's run marker ({error})") from error
-        return value.decode(errors="replace") if isinstance(value, bytes) else None
+            raise BrokerUnavailable(f"Redis did not say who runs the call ({error})") from error
+        return holder.decode(errors="replace") if state == CallState.RUNNING.encode() and isinstance(holder, bytes) else None
+
+    def _key(self, tenant: str, call_id: str) -> str:
+        return call_key(self._deployment, tenant, call_id)
+
+    def _decided(self, script: Any, keys: list[str], arguments: list[Any]) -> Claim:
+        try:
+            verdict, now = script(keys=keys, args=arguments)
+        except redis.RedisError as error:
+            raise BrokerUnavailable(f"the call was not run: Redis did not take its claim ({error}); see that Redis is up") from error
+        self._clock.learn(float(now))
+        return Claim(verdict.decode())

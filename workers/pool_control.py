@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -9,28 +10,30 @@ from typing import Protocol
 import redis
 
 from contract.calls import ToolCall, ToolContext
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerUnavailable, RefusalReason
+from contract.hosts import holder_name
 from contract.names import control_queue
+from contract.signing import SigningKeys
 from workers.control import ControlReader
 from workers.interrupts import END_SIGNAL, CancelBoard
 
 ORDER_TTL_S = 60
 """What is passed on to a worker that is gone vanishes."""
 _HOLDER = re.compile(r"(pool\.[^/\s]{1,128})/([1-9][0-9]{0,9})")
-"""As `process_holder` writes it. The marker comes from Redis: it may only name a worker of ours, and a process."""
+"""As `process_holder` writes it. It comes from Redis: it may only name a worker of ours, and a process."""
 
 
 class HolderLedger(Protocol):
     """Who may start a call, and who has."""
 
-    def claim(self, tenant: str, call_id: str, host: str) -> bool: ...
+    def forbid(self, tenant: str, call_id: str) -> bool: ...
 
     def holder(self, tenant: str, call_id: str) -> str | None: ...
 
 
 def process_holder(worker: str, pid: int) -> str:
-    """The run marker of a call that one process of a worker without sandboxes runs."""
-    return f"{worker}/{pid}"
+    """Who runs a call, for the ledger, when it is one process of a worker without sandboxes."""
+    return holder_name(worker, str(pid))
 
 
 class PoolControlListener(ControlReader):
@@ -46,10 +49,12 @@ class PoolControlListener(ControlReader):
         board: CancelBoard,
         worker: str,
         pools: Sequence[str],
-        key: bytes,
+        key: SigningKeys,
         end_process: Callable[[int], bool] | None = None,
+        clock: Callable[[], float] = time.time,
+        on_refused: Callable[[RefusalReason], None] | None = None,
     ) -> None:
-        super().__init__(client, (worker, *pools), key)
+        super().__init__(client, (worker, *pools), key, clock, on_refused)
         self._ledger = ledger
         self._board = board
         self._worker = worker
@@ -58,7 +63,7 @@ class PoolControlListener(ControlReader):
     def obey(self, call: ToolCall, context: ToolContext, data: bytes) -> bool:
         """True when the call had not started and never will, or is being ended, here or by whoever runs it."""
         call_id = str(call.arguments["call_id"])
-        if self._ledger.claim(context.tenant, call_id, self._worker):
+        if self._ledger.forbid(context.tenant, call_id):
             return True
         found = _HOLDER.fullmatch(self._ledger.holder(context.tenant, call_id) or "")
         if found is None:

@@ -1,10 +1,13 @@
-"""One blocking Redis client for a worker process, with every time-out set."""
+"""Blocking Redis clients for a worker process, with every time-out set."""
 
 import weakref
+from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
+from redis.connection import Connection, ConnectionPool, SSLConnection
 from redis.retry import Retry
+from redis.sentinel import Sentinel, SentinelConnectionPool
 
 from contract.errors import BrokerUnavailable
 from contract.settings import BrokerSettings
@@ -15,15 +18,8 @@ _clients: "weakref.WeakSet[redis.Redis]" = weakref.WeakSet()
 
 
 def connect(broker: BrokerSettings) -> "redis.Redis":
-    """A client with its own pool; bytes in, bytes out."""
-    client = redis.Redis.from_url(
-        broker.redis_url.get_secret_value(),
-        socket_timeout=TIMEOUT_S,
-        socket_connect_timeout=5.0,
-        health_check_interval=15,
-    )
-    _clients.add(client)
-    return client
+    """A client with its own pool; bytes in, bytes out. Behind sentinels it follows the master."""
+    return _open(broker, socket_timeout=TIMEOUT_S, socket_connect_timeout=5.0, health_check_interval=15)
 
 
 def drop_connections() -> None:
@@ -35,14 +31,7 @@ def drop_connections() -> None:
 
 def connect_once(broker: BrokerSettings) -> "redis.Redis":
     """A client that sends every command once, for what must not arrive twice and is not worth waiting for. It connects when first used."""
-    client = redis.Redis.from_url(
-        broker.redis_url.get_secret_value(),
-        socket_timeout=5.0,
-        socket_connect_timeout=2.0,
-        retry=Retry(NoBackoff(), 0),
-    )
-    _clients.add(client)
-    return client
+    return _open(broker, socket_timeout=5.0, socket_connect_timeout=2.0, retry=Retry(NoBackoff(), 0))
 
 
 def check_redis(broker: BrokerSettings) -> None:
@@ -51,8 +40,27 @@ def check_redis(broker: BrokerSettings) -> None:
     try:
         client.ping()
     except redis.RedisError as error:
-        raise BrokerUnavailable(
-            f"Redis at {broker.redis_address()} does not answer ({error}): check TOOLCREW_REDIS_URL and its password"
-        ) from error
+        raise BrokerUnavailable(f"Redis at {broker.redis_address()} does not answer ({error}): {broker.connection_advice(str(error))}") from error
     finally:
         client.close()
+
+
+def _open(broker: BrokerSettings, **timing: Any) -> "redis.Redis":
+    options: dict[str, Any] = {
+        "username": broker.user,
+        "password": broker.password,
+        "db": broker.database,
+        **timing,
+        **broker.tls_options(),
+    }
+    client = redis.Redis.from_pool(_open_pool(broker, options))
+    _clients.add(client)
+    return client
+
+
+def _open_pool(broker: BrokerSettings, options: dict[str, Any]) -> ConnectionPool:
+    if broker.is_sentinel:
+        sentinel = Sentinel(broker.addresses, sentinel_kwargs=broker.sentinel_options())
+        return SentinelConnectionPool(broker.redis_sentinel_master, sentinel, ssl=broker.is_tls, **options)
+    host, port = broker.addresses[0]
+    return ConnectionPool(connection_class=SSLConnection if broker.is_tls else Connection, host=host, port=port, **options)

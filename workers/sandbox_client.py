@@ -1,6 +1,7 @@
 """Talks to sandboxd: blocking, one connection, one request at a time. Not to be shared between threads or over a fork."""
 
 import contextlib
+import json
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from contract.tenancy import SandboxTerms
 from workers.sandboxd.frames import MAX_DOWN, Frame, FrameDecoder, FrameError, encode_frame
 
 OPEN_TIMEOUT_S = 60.0
@@ -51,26 +53,42 @@ class SandboxClient:
         ttl_s: float = 1800.0,
         restore: str | None = None,
         network: str | None = None,
+        terms: SandboxTerms | None = None,
+        moved: Mapping[str, Any] | None = None,
     ) -> str:
         """A sandbox for the session; gives its id. Opening an open session gives the same."""
         name = sandbox_id(tenant, session)
-        self.describe_open(name, image, ttl_s, restore=restore, network=network)
+        self.describe_open(name, image, ttl_s, restore=restore, network=network, terms=terms, moved=moved)
         return name
 
     def describe_open(
-        self, name: str, image: str | None, ttl_s: float, *, restore: str | None = None, network: str | None = None
+        self,
+        name: str,
+        image: str | None,
+        ttl_s: float,
+        *,
+        restore: str | None = None,
+        network: str | None = None,
+        terms: SandboxTerms | None = None,
+        moved: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Open by id and tell of the sandbox: container id, generation, image, network, kind of workspace, seconds it took.
 
-        `restore`: a checkpoint of the tenant's, unpacked into a new session; an open one is given as it is.
+        `restore`: a checkpoint of the tenant's, unpacked into a new session; an open one is given as it is. `terms`: of the tenant; None: what the
+        class `default` has, and of an open session those that it has. `moved`: another host had the session: `generation`, the fence of its new
+        place; `checkpoint_at`, when what is restored was kept, ISO 8601 or None; `is_planned`, that host was drained and not lost. Its first call is
+        told what is gone; without `restore` it is refused with that. What this host still has of it of an older generation is closed first.
         """
-        wanted = {"image": image, "ttl_s": ttl_s, "restore": restore, "network": network}
-        asked = {field: value for field, value in wanted.items() if value is not None}
+        wanted = {"image": image, "ttl_s": ttl_s, "restore": restore, "network": network, "moved": moved}
+        asked = {field: value for field, value in wanted.items() if value is not None} | _told(terms)
         return self._ask({"verb": "open", "sandbox": name, **asked}, OPEN_TIMEOUT_S if restore is None else PARCEL_TIMEOUT_S)
 
-    def checkpoint(self, name: str) -> dict[str, Any]:
-        """Keep the session's files and shell state; gives the checkpoint's id, size and sha256."""
-        return self._ask({"verb": "checkpoint", "sandbox": name}, PARCEL_TIMEOUT_S)
+    def checkpoint(self, name: str, *, automatic: bool = False) -> dict[str, Any]:
+        """Keep the session's files and shell state; gives the checkpoint's id, size and sha256.
+
+        `automatic`: nobody asked for it. It neither counts as one of the tenant's nor as a use of the session, and is deleted after a week.
+        """
+        return self._ask({"verb": "checkpoint", "sandbox": name, "automatic": automatic}, PARCEL_TIMEOUT_S)
 
     def delete_checkpoint(self, name: str, checkpoint: str) -> bool:
         """Delete a checkpoint of the tenant whose sandbox `name` is or could be. False when there is none of that id."""
@@ -84,13 +102,15 @@ class SandboxClient:
         *,
         call_id: str = "",
         on_data: Callable[[str, bytes], None] | None = None,
+        terms: SandboxTerms | None = None,
     ) -> GuestResponse:
         """Run one request of docs/guest-protocol.md in the sandbox. `on_data` gets stream pieces as they come, else they are gathered.
+        `terms`: of the tenant now; None: as they were.
 
         Raises ToolFailure with the guest's code, SandboxUnavailable when the sandbox or sandboxd is gone.
         """
         timeout_s = float(request.get("timeout_s", 30.0)) + CALL_GRACE_S
-        header = {"verb": "call", "sandbox": name, "call": call_id, "request": {**request, "body_bytes": len(body)}}
+        header = {"verb": "call", "sandbox": name, "call": call_id, "request": {**request, "body_bytes": len(body)}, **_told(terms)}
         gathered: dict[str, bytearray] = {}
         first = _encoded(header, body[:_BODY_CHUNK])
         with self._errors():
@@ -116,9 +136,25 @@ class SandboxClient:
         """Remove the sandbox; returns when its container is gone. False when there was none."""
         return bool(self._ask({"verb": "close", "sandbox": name}, OPEN_TIMEOUT_S)["closed"])
 
+    def tell_terms(self, tenant: str, terms: SandboxTerms) -> int:
+        """The terms of a tenant have changed, for all of its sessions here; gives how many there are."""
+        return int(self._ask({"verb": "terms", "tenant": tenant, **_told(terms)}, 10.0)["sessions"])
+
     def status(self) -> dict[str, Any]:
-        """Facts of sandboxd (boot id, engine, runtime) and a row for each sandbox."""
+        """Facts of sandboxd: `boot`, `classes`, `images`, `sessions` and `sandboxes` with the most of each (`max_`), `memory_free_bytes`,
+        `disk_free_bytes`, `store` (local or shared), engine, runtime, pool."""
         return self._ask({"verb": "status"}, 10.0)
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """A row for each session: `name` (`<tenant>:<session>`), `generation`, `fence`, `calls` that run, `jobs` in the background, `idle_s`, `ttl_s`,
+        `changed` (files may differ from the last checkpoint), `checkpoint` (the last one made here), `image`, `container`, `state`, `lost`."""
+        rows: list[dict[str, Any]] = []
+        after: str | None = ""
+        while after is not None:
+            page = self._exchange({"verb": "sessions", "after": after}, 10.0)
+            after = _checked(page.header)["next"]
+            rows += json.loads(page.body)
+        return rows
 
     def disconnect(self) -> None:
         """Close the connection; the next request opens a new one."""
@@ -135,12 +171,14 @@ class SandboxClient:
         self.disconnect()
 
     def _ask(self, header: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        return _checked(self._exchange(header, timeout_s).header)
+
+    def _exchange(self, header: Mapping[str, Any], timeout_s: float) -> Frame:
         with self._errors():
             sock = self._connected()
             sock.settimeout(timeout_s)
             sock.sendall(_encoded(header, b""))
-            frame = self._next(time.monotonic() + timeout_s)
-        return _checked(frame.header)
+            return self._next(time.monotonic() + timeout_s)
 
     def _connected(self) -> socket.socket:
         if self._sock is not None and (self._waiting or not _is_quiet(self._sock)):
@@ -186,6 +224,11 @@ class SandboxClient:
         except BaseException:
             self.disconnect()
             raise
+
+
+def _told(terms: SandboxTerms | None) -> dict[str, Any]:
+    """The field of a request that tells them."""
+    return {"terms": terms.model_dump(mode="json", exclude_none=True)} if terms is not None else {}
 
 
 def _is_quiet(sock: socket.socket) -> bool:

@@ -1,88 +1,83 @@
-"""The worker of a sandbox host: serves its own queue and the opening of sessions, beside the host's sandboxd."""
+"""The worker of a sandbox host: serves the queue of its incarnation, beside the host's sandboxd."""
 
-import time
 from functools import partial
 
 import structlog
 
-from contract.errors import SandboxUnavailable
-from contract.names import POOL_SANDBOX, host_queue
+from contract.clock import SharedClock
+from contract.hosts import holder_name
 from contract.specs import Catalog
-from workers.app import build_app, run_worker
+from workers.app import build_app, choose_pool, run_worker
 from workers.blobs import Blobs
 from workers.call_events import open_events
 from workers.catalog import CatalogPublisher
 from workers.control import ControlListener
 from workers.executor import Executor
+from workers.host_life import HostLife
 from workers.ledger import Ledger
 from workers.redis_connection import connect, connect_once
+from workers.refusals import Refusals
 from workers.sandbox_client import SandboxClient
 from workers.settings import WorkerSettings
 from workers.switches import Switches
 from workers.tasks import register_tasks
+from workers.tenants import TenantGate, Tenants
 from workers.tools.base import WorkerRegistry
 from workers.tools.builtin import build_registry
 
 log = structlog.get_logger(__name__)
 
-SANDBOXD_WAIT_S = 60.0
-
 
 def run_sandbox_worker(settings: WorkerSettings) -> None:
     """Serves until it is told to stop. Raises OperatorError when it cannot start."""
-    key = settings.broker().signing_key()
-    boot = _await_sandboxd(settings)
-    queue = host_queue(settings.host, boot)
+    key = settings.broker().signing_keys()
     registry = build_registry()
-    app = build_app(settings.broker())
-    facts = {"host": settings.host, "queue": queue}
-    register_tasks(app, registry, key, partial(_build_executor, settings, registry, facts))
+    clock = SharedClock()
+    life = HostLife(settings, clock)
+    refusals = Refusals(connect_once(settings.broker()), settings.deployment)
+    app = build_app(settings.broker(), refusals.count)
+    register_tasks(app, registry, key, partial(_build_executor, settings, registry, life, clock), refusals.count)
     catalogs = {"sandbox": Catalog(tools=tuple(registry.specs()))}
     publisher = CatalogPublisher(connect(settings.broker()), settings.deployment, catalogs)
-    ledger = Ledger(connect(settings.broker()), settings.deployment)
-    control = ControlListener(connect(settings.broker()), partial(SandboxClient, settings.sandboxd_socket), ledger, queue, key)
+    ledger = Ledger(connect(settings.broker()), settings.deployment, clock)
+    open_sandboxd = partial(SandboxClient, settings.sandboxd_socket)
+    control = ControlListener(connect(settings.broker()), open_sandboxd, ledger, life.queue, key, clock, refusals.count)
+    control.serve_drain(life.drain)
 
     def start_threads() -> None:
         publisher.start()
         control.start()
+        life.start()
 
     def stop_threads() -> None:
         control.stop()
         publisher.stop()
+        life.stop()
 
-    log.info("worker_starting", queue=queue, concurrency=settings.concurrency)
+    log.info("worker_starting", queue=life.queue, worker=life.worker, concurrency=settings.concurrency)
     run_worker(
         app,
         settings.host,
-        (queue, POOL_SANDBOX),
+        (life.queue,),
         settings.concurrency,
         settings.log_level,
+        pool=choose_pool("sandbox", settings.worker_pool),
         on_ready=start_threads,
         on_stop=stop_threads,
     )
 
 
-def _await_sandboxd(settings: WorkerSettings) -> str:
-    """The boot id of this host's sandboxd, which may still be starting. Raises SandboxUnavailable when it stays silent."""
-    until = time.monotonic() + SANDBOXD_WAIT_S
-    while True:
-        try:
-            with SandboxClient(settings.sandboxd_socket) as client:
-                return str(client.status()["boot"])
-        except SandboxUnavailable:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.1)
-
-
-def _build_executor(settings: WorkerSettings, registry: WorkerRegistry, facts: dict[str, str]) -> Executor:
+def _build_executor(settings: WorkerSettings, registry: WorkerRegistry, life: HostLife, clock: SharedClock) -> Executor:
     client = connect(settings.broker())
     return Executor(
         registry,
-        SandboxClient(settings.sandboxd_socket),
-        Ledger(client, settings.deployment),
+        life.open_call_client(),
+        Ledger(client, settings.deployment, clock),
         Blobs(client, settings.deployment),
-        facts,
+        {"host": settings.host, "queue": life.queue},
+        holder_name(life.queue, life.worker),
+        clock,
         switches=Switches(client, settings.deployment),
         open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
+        tenants=TenantGate(Tenants(client, settings.deployment), Refusals(connect_once(settings.broker()), settings.deployment).count),
     )

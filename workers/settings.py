@@ -64,11 +64,27 @@ class WorkerSettings(BaseSettings):
     redis_url: SecretStr
     deployment: str = "default"
     secret: SecretStr | None = None
+    secrets_previous: list[SecretStr] = []
+    """Secrets that are still accepted while one is changed (docs/wire-security.md); a JSON list."""
+    redis_ca: str | None = None
+    """PEM file of the authority that Redis's certificate is from; for `rediss://` and for sentinels that speak TLS."""
+    redis_cert: str | None = None
+    redis_key: str | None = None
+    redis_sentinel_master: str | None = None
+    """The name under which sentinels watch Redis, when `redis_url` names sentinels."""
+    redis_sentinel_password: SecretStr | None = None
     sandboxd_socket: Path = Field(default_factory=default_socket)
-    host: str = Field(default_factory=lambda: "".join(c if c.isalnum() else "-" for c in socket.gethostname())[:40] or "host")
+    host: str = Field(default_factory=lambda: re.sub("[^A-Za-z0-9-]", "-", socket.gethostname())[:40] or "host", pattern=r"^[A-Za-z0-9_-]{1,40}$")
+    """Its name in queues, reports and orders; no two hosts of a deployment may have the same."""
+    checkpoint_every_s: float | None = Field(default=None, ge=0, le=86_400)
+    """The least time between two checkpoints that the worker takes of a session whose files change; 0: none. None: 60 where TOOLCREW_WORKSPACE_STORE is shared."""
+    drain_s: float = Field(default=600.0, gt=0, le=86_400)
+    """How long a drain waits for sessions that are busy, or cannot be kept; then they move from their last checkpoint."""
     concurrency: int = Field(default=4, ge=1, le=512)
     worker_kind: Literal["sandbox", "web"] = "sandbox"
     """sandbox: beside a sandboxd. web: with the network and without sandboxes, for web tools and operators' tools."""
+    worker_pool: Literal["auto", "threads", "prefork"] = "auto"
+    """Where calls run (docs/queue.md); auto: in threads beside sandboxes, in processes that can be killed without them."""
     worker_queues: list[Literal["pool.web", "pool.tools"]] | None = Field(default=None, min_length=1)
     """What a web worker serves; None: pool.web, and pool.tools where there are operators' tools."""
     tool_modules: list[str] = []
@@ -79,7 +95,7 @@ class WorkerSettings(BaseSettings):
 
     def broker(self) -> BrokerSettings:
         """What both sides must agree on."""
-        return BrokerSettings(redis_url=self.redis_url, deployment=self.deployment, secret=self.secret)
+        return BrokerSettings.model_validate({name: getattr(self, name) for name in BrokerSettings.model_fields})
 
 
 class SandboxdSettings(BaseSettings):

@@ -6,30 +6,44 @@ from typing import Any
 
 import structlog
 from celery import Celery
+from celery.exceptions import Ignore
+from celery.signals import task_unknown
 
-from contract.calls import POOL_GRACE_S, ToolCall, ToolContext, ToolResult
-from contract.envelope import decode_call, encode_result
-from contract.errors import EnvelopeRefused
+from contract.calls import POOL_GRACE_S, ToolCall, ToolContext
+from contract.envelope import decode_call
+from contract.errors import EnvelopeRefused, RefusalReason
 from contract.names import POOL_QUEUES, task_name
+from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from workers.app import CELERY_MARGIN_S
-from workers.executor import Executor
+from workers.executor import CallRepeated, Executor
+from workers.result_parcels import encode_parcel
 from workers.tools.base import WorkerRegistry
 
 log = structlog.get_logger(__name__)
 
 ExecutorFactory = Callable[[], Executor]
+OnRefused = Callable[[RefusalReason], None]
 Body = Callable[..., Mapping[str, Any]]
 
 
-def register_tasks(app: Celery, registry: WorkerRegistry, key: bytes, build_executor: ExecutorFactory) -> None:
-    """Give `app` a task for every tool of `registry`. Executors are made lazily: after the fork, one a thread."""
-    executors = _PerThread(build_executor)
+def register_tasks(app: Celery, registry: WorkerRegistry, key: SigningKeys, build_executor: ExecutorFactory, on_refused: OnRefused) -> None:
+    """Give `app` a task for every tool of `registry`. Executors are made lazily: after the fork, one a thread.
+
+    `on_refused` is told why a message was not run, each time.
+    """
+    edge = _Edge(key, _PerThread(build_executor), on_refused)
     for spec in registry.specs():
         name = task_name(spec.name)
         # Shared would mean every Celery app of the process, the publisher's too.
         register: Callable[[Body], Any] = app.task(name=name, shared=False, resultrepr_maxsize=160, **_limits(spec))
-        register(_body(name, key, executors))
+        register(edge.body(name))
+
+    def refuse_unknown(sender: Any, message: Any, name: str, **_: Any) -> None:
+        if sender.app is app:
+            edge.refuse_unknown(name, message)
+
+    task_unknown.connect(refuse_unknown, weak=False)
 
 
 def _limits(spec: ToolSpec) -> dict[str, Any]:
@@ -46,30 +60,62 @@ class _PerThread:
         self._build = build
         self._local = threading.local()
 
-    def execute(self, call: ToolCall, context: ToolContext) -> ToolResult:
+    def execute(self, call: ToolCall, context: ToolContext) -> Mapping[str, Any]:
+        """The encoded result."""
         if not hasattr(self._local, "executor"):
             self._local.executor = self._build()
         executor: Executor = self._local.executor
-        return executor.execute(call, context)
+        return encode_parcel(executor.execute(call, context), call, context, executor.blobs)
 
 
-def _body(name: str, key: bytes, executors: _PerThread) -> Body:
-    def run(envelope: str) -> Mapping[str, Any]:
-        call, context = _opened(name, envelope, key)
-        return encode_result(executors.execute(call, context))
+class _Edge:
+    """What the tasks of a worker do."""
 
-    return run
+    def __init__(self, key: SigningKeys, executors: _PerThread, on_refused: OnRefused) -> None:
+        self._key = key
+        self._executors = executors
+        self._on_refused = on_refused
+
+    def body(self, name: str) -> Body:
+        """The function of the task `name`."""
+
+        def run(envelope: str) -> Mapping[str, Any]:
+            return self._run(name, envelope)
+
+        return run
+
+    def _run(self, name: str, envelope: object) -> Mapping[str, Any]:
+        """The encoded result of the task `name`. Raises EnvelopeRefused: Celery then counts the task as failed, and nothing has run; and Ignore."""
+        try:
+            call, context = _opened(name, envelope, self._key)
+        except EnvelopeRefused as error:
+            log.error("envelope_refused", task=name, reason=error.reason, error=str(error))
+            self._on_refused(error.reason)
+            raise
+        try:
+            return self._executors.execute(call, context)
+        except CallRepeated as repeated:
+            log.warning("call_repeated", tool=call.name, call=call.id, attempt=context.attempt, claim=repeated.claim.value)
+            self._on_refused("repeated")
+            # No result is stored: it would take the place of the one that somebody waits for.
+            raise Ignore from None
+
+    def refuse_unknown(self, name: str, message: Any) -> None:
+        """A task that this worker does not have has failed; a call of ours in it is noted as one that will not start."""
+        self._on_refused("wrong_task")
+        try:
+            _, arguments, _ = message.payload
+            # Refused by the executor, too, for want of the tool.
+            self._executors.execute(*_opened(name, arguments.get("envelope"), self._key))
+        except (EnvelopeRefused, CallRepeated, ValueError, TypeError, AttributeError) as error:
+            log.error("unknown_task_refused", task=name, error=str(error))
 
 
-def _opened(name: str, envelope: object, key: bytes) -> tuple[ToolCall, ToolContext]:
-    """The call, or EnvelopeRefused: Celery then counts the task as failed, and nothing has run."""
-    try:
-        if not isinstance(envelope, str):
-            raise EnvelopeRefused("envelope is not text")
-        call, context = decode_call(envelope, key)
-        if task_name(call.name) != name:
-            raise EnvelopeRefused("the envelope is for another tool than its task")
-    except EnvelopeRefused as error:
-        log.error("envelope_refused", task=name, reason=str(error))
-        raise
+def _opened(name: str, envelope: object, key: SigningKeys) -> tuple[ToolCall, ToolContext]:
+    """The call. Raises EnvelopeRefused."""
+    if not isinstance(envelope, str):
+        raise EnvelopeRefused("envelope is not text")
+    call, context = decode_call(envelope, key)
+    if task_name(call.name) != name:
+        raise EnvelopeRefused("the envelope is for another tool than its task", "wrong_task")
     return call, context

@@ -8,11 +8,12 @@ from functools import partial
 
 import structlog
 
+from contract.clock import SharedClock
 from contract.errors import ConfigError
 from contract.names import POOL_QUEUES, pool_worker
 from contract.registry import ToolRegistry
 from contract.specs import Catalog, ToolSpec
-from workers.app import build_app, run_worker
+from workers.app import build_app, choose_pool, run_worker
 from workers.blobs import Blobs
 from workers.call_events import open_events
 from workers.catalog import CatalogPublisher
@@ -20,10 +21,13 @@ from workers.executor import Executor
 from workers.interrupts import CancelBoard, Interrupts
 from workers.ledger import Ledger
 from workers.pool_control import PoolControlListener, process_holder
+from workers.pool_life import PoolLife
 from workers.redis_connection import connect, connect_once, drop_connections
+from workers.refusals import Refusals
 from workers.settings import WorkerSettings
 from workers.switches import Switches
 from workers.tasks import register_tasks
+from workers.tenants import TenantGate, Tenants
 from workers.tools.base import WorkerRegistry, WorkerTool
 
 log = structlog.get_logger(__name__)
@@ -32,24 +36,32 @@ log = structlog.get_logger(__name__)
 def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool]) -> None:
     """Serves `tools` in the queues of their pools until it is told to stop. Raises ConfigError when it cannot start."""
     broker = settings.broker()
-    key = broker.signing_key()
+    key = broker.signing_keys()
     pools = choose_pools([tool.spec for tool in tools], settings.worker_queues)
     registry: WorkerRegistry = ToolRegistry(tool for tool in tools if tool.spec.pool in pools)
     worker = pool_worker(settings.host, secrets.token_hex(4))
     board = CancelBoard()
-    app = build_app(broker)
-    register_tasks(app, registry, key, partial(_build_executor, settings, registry, worker, board))
-    publisher = CatalogPublisher(connect(broker), settings.deployment, build_catalogs(registry))
+    pool = choose_pool("web", settings.worker_pool)
+    clock = SharedClock()
     queues = [POOL_QUEUES[pool] for pool in pools]
-    control = PoolControlListener(connect(broker), Ledger(connect(broker), settings.deployment), board, worker, queues, key)
+    life = PoolLife(settings, worker, queues, clock)
+    refusals = Refusals(connect_once(broker), settings.deployment)
+    app = build_app(broker, refusals.count)
+    register_tasks(app, registry, key, partial(_build_executor, settings, registry, worker, board, clock), refusals.count)
+    publisher = CatalogPublisher(connect(broker), settings.deployment, build_catalogs(registry))
+    ledger = Ledger(connect(broker), settings.deployment, clock)
+    control = PoolControlListener(connect(broker), ledger, board, worker, queues, key, clock=clock, on_refused=refusals.count)
+    control.serve_drain(life.drain)
 
     def start_threads() -> None:
         publisher.start()
         control.start()
+        life.start()
 
     def stop_threads() -> None:
         control.stop()
         publisher.stop()
+        life.stop()
 
     log.info("worker_starting", queues=queues, tools=[spec.name for spec in registry.specs()], concurrency=settings.concurrency)
     run_worker(
@@ -58,6 +70,7 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool]) -> Non
         queues,
         settings.concurrency,
         settings.log_level,
+        pool=pool,
         on_ready=start_threads,
         on_stop=stop_threads,
     )
@@ -88,18 +101,21 @@ def build_catalogs(registry: WorkerRegistry) -> dict[str, Catalog]:
     return {pool: Catalog(tools=tuple(specs)) for pool, specs in by_pool.items()}
 
 
-def _build_executor(settings: WorkerSettings, registry: WorkerRegistry, worker: str, board: CancelBoard) -> Executor:
-    """Called in the process that runs the calls: their markers name it."""
+def _build_executor(settings: WorkerSettings, registry: WorkerRegistry, worker: str, board: CancelBoard, clock: SharedClock) -> Executor:
+    """Called in the process that runs the calls: the ledger names it."""
     client = connect(settings.broker())
     interrupts = Interrupts(board, drop_connections)
     interrupts.listen()
     return Executor(
         registry,
         None,
-        Ledger(client, settings.deployment),
+        Ledger(client, settings.deployment, clock),
         Blobs(client, settings.deployment),
-        {"host": process_holder(worker, os.getpid())},
+        {},
+        process_holder(worker, os.getpid()),
+        clock,
         guard=interrupts,
         switches=Switches(client, settings.deployment),
         open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
+        tenants=TenantGate(Tenants(client, settings.deployment), Refusals(connect_once(settings.broker()), settings.deployment).count),
     )

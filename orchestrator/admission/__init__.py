@@ -1,5 +1,6 @@
 """Admission: weighted fair shares of the workers' slots, with leases that several orchestrators share."""
 
 from orchestrator.admission.base import Admission, Priority, Slot, SlotRequest, Unlimited
+from orchestrator.admission.shared import SharedAdmission
 
-__all__ = ["Admission", "Priority", "Slot", "SlotRequest", "Unlimited"]
+__all__ = ["Admission", "Priority", "SharedAdmission", "Slot", "SlotRequest", "Unlimited"]

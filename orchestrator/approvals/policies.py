@@ -2,28 +2,24 @@
 
 import json
 import posixpath
-import re
-import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from contract.errors import ConfigError, ErrorCode
-from contract.shell.commands import Command, Script, parse_commands
+from contract.shell.command_rules import read_command, touches
+from contract.shell.commands import Command, Script
 from contract.shell.danger_tables import HARMLESS_DEVICES
 from contract.shell.dangers import Level, classify
 from contract.shell.shell_words import Word
-from contract.shell.wrappers import SHELLS
 from contract.specs import ToolSpec
 
 Action = Literal["deny", "ask", "allow"]
 MAX_POLICY_BYTES = 1024 * 1024
 WORKSPACE = "/workspace"
-MAX_TALK_CHARS = 4096
-"""Text for a running program that is longer than this must be readable as commands, or is asked about."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +89,10 @@ class ApprovalPolicy:
             return Verdict("deny", f"it {danger.reason}", danger.reason, ErrorCode.SECURITY_REFUSED)
         warning = _warning(spec, danger.reason if danger is not None else "")
         rules = [rule for rule in self.rules if rule.is_about(tenant, spec.name)]
-        denying = next((rule for rule in rules if rule.action == "deny" and _touches(rule, script)), None)
+        denying = next((rule for rule in rules if rule.action == "deny" and touches(rule.argv_prefix, script)), None)
         if denying is not None:
             return _denied(denying, warning)
-        if any(rule.action == "ask" and _touches(rule, script) for rule in rules):
+        if any(rule.action == "ask" and touches(rule.argv_prefix, script) for rule in rules):
             return Verdict("ask", "a rule of the policy wants it approved", warning)
         if _is_allowed([rule for rule in rules if rule.action == "allow"], script):
             return Verdict("allow", "a rule of the policy allows it", warning)
@@ -105,35 +101,6 @@ class ApprovalPolicy:
         if spec.requires_permission:
             return Verdict("ask", "its tool requires permission")
         return Verdict("allow")
-
-
-def read_command(spec: ToolSpec, arguments: Mapping[str, Any]) -> Script | None:
-    """The commands of a call, those that a shell may read from its standard input included; None when its tool takes none.
-
-    A list is read as one command's words; anything else cannot be told.
-    """
-    if spec.command_parameter is None:
-        return None
-    properties = spec.parameters.get("properties")
-    if not isinstance(properties, dict) or spec.command_parameter not in properties:
-        # A misspelt name must not turn the checks off.
-        return Script("", opaque="its tool names a command parameter that it does not have")
-    given = arguments.get(spec.command_parameter, "")
-    if isinstance(given, str):
-        return _with_input(parse_commands(given), arguments.get(spec.input_parameter) if spec.input_parameter is not None else None)
-    if isinstance(given, Sequence) and all(isinstance(word, str) for word in given):
-        return parse_commands(shlex.join(given))
-    return Script("", opaque="it is not text")
-
-
-def _with_input(script: Script, text: object) -> Script:
-    """And what is sent to a shell that it starts or, when it starts nothing, to a program that runs already, which may be one."""
-    if not isinstance(text, str) or (script.text and not any(command.program in SHELLS for command in script.commands)):
-        return script
-    sent = parse_commands(text)
-    # A line for any program that talks is no shell's text, most often: then only what reads as a command counts.
-    is_talk = not script.text and len(text) <= MAX_TALK_CHARS
-    return replace(script, commands=script.commands + sent.commands, opaque=script.opaque or ("" if is_talk else sent.opaque))
 
 
 def load_policy(path: Path | str) -> ApprovalPolicy:
@@ -202,48 +169,11 @@ def _denied(rule: Rule, warning: str) -> Verdict:
     return Verdict("deny", "this tool is forbidden by the policy", warning, ErrorCode.PERMISSION_DENIED)
 
 
-def _touches(rule: Rule, script: Script | None) -> bool:
-    """Whether a deny or ask rule is about this call."""
-    if not rule.argv_prefix:
-        return True
-    if script is None:
-        return False
-    if script.is_opaque and all(_stands_in(word, script.text) for word in rule.argv_prefix):
-        return True
-    return any(_may_begin(command.words, rule.argv_prefix) for command in script.commands)
-
-
-def _stands_in(word: str, text: str) -> bool:
-    return re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text) is not None
-
-
 def _folder(spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
     """Where a command starts: its `cwd` argument, else the workspace. Without a sandbox that is anybody's folder, and unknown."""
     given = arguments.get("cwd")
     start = WORKSPACE if spec.pool == "sandbox" else ""
     return posixpath.normpath(posixpath.join(start, given)) if isinstance(given, str) else start
-
-
-def _may_begin(words: Sequence[Word], prefix: tuple[str, ...]) -> bool:
-    if not words or not _is_program(words[0], prefix[0]):
-        return False
-    index, end = 1, len(words)
-    while True:
-        found = words[index : index + len(prefix) - 1]
-        if len(found) == len(prefix) - 1 and all(_may_be(word, wanted) for word, wanted in zip(found, prefix[1:], strict=True)):
-            return True
-        # Options, and the one word that may be an option's value, do not hide what follows.
-        if index >= end or not (words[index].text.startswith("-") or (index > 1 and words[index - 1].text.startswith("-"))):
-            return False
-        index += 1
-
-
-def _is_program(word: Word, wanted: str) -> bool:
-    return word.text == wanted or ("/" not in wanted and word.text.rpartition("/")[2] == wanted)
-
-
-def _may_be(word: Word, wanted: str) -> bool:
-    return word.text == wanted or word.is_expanded or word.is_pattern
 
 
 def _is_allowed(rules: list[Rule], script: Script | None) -> bool:

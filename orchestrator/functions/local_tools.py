@@ -14,6 +14,7 @@ from contract.errors import ErrorCode
 from contract.functions.call_context import CallContext, CallHandler, ModelLike
 from contract.functions.session_state import SessionState
 from contract.registry import ToolRegistry
+from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from orchestrator.agent import Agent, RunResult
 from orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover, review
@@ -95,7 +96,7 @@ class LocalTools:
         )
         self._approver = approver or RefusingApprover(_NOBODY)
         self._policy = policy
-        self._key = secrets.token_bytes(32)
+        self._key = SigningKeys.of(secrets.token_hex(32))
         self._threads = BlockingCalls()
         self._surroundings = Surroundings(
             tenant=tenant,

@@ -17,6 +17,8 @@ from contract.calls import ToolResult
 from contract.envelope import decode_result, encode_call
 from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
 from contract.settings import BrokerSettings
+from contract.signing import SigningKeys
+from orchestrator import publishing
 from orchestrator.celery_transport import CeleryTransport
 from orchestrator.results import ResultHub
 from orchestrator.transport import Delivery, DeliveryFailed, InProcessTransport, Transport
@@ -73,7 +75,7 @@ class Worker:
         _, kwargs, _ = json.loads(base64.b64decode(message["body"]))
         task_id = message["headers"]["id"]
         try:
-            result = await functions.deliver(Delivery("", "", "", kwargs["envelope"], 0, SOON_S, ""))
+            result = await functions.deliver(Delivery("", "", "", "", kwargs["envelope"], 0, SOON_S))
             outcome = {"status": "SUCCESS", "result": result}
         except EnvelopeRefused as error:
             outcome = {"status": "FAILURE", "result": {"exc_type": "EnvelopeRefused", "exc_message": [str(error)]}}
@@ -94,8 +96,10 @@ async def celery_transport(server: RedisProcess) -> AsyncIterator[tuple[CeleryTr
     try:
         yield transport, worker
     finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+        while not serving.done():
+            # Again: a client library may swallow one cancellation.
+            serving.cancel()
+            await asyncio.wait({serving}, timeout=0.1)
         await transport.aclose()
         await close_hub(hub)
         for client in (ours, theirs):
@@ -111,9 +115,9 @@ async def transport(request: pytest.FixtureRequest) -> AsyncIterator[Transport]:
         yield over_redis
 
 
-def build_delivery(tool: str = "plain", *, key: bytes = KEY, wait_s: float = SOON_S, call_id: str = "c1", **arguments: Any) -> Delivery:
+def build_delivery(tool: str = "plain", *, key: SigningKeys = KEY, wait_s: float = SOON_S, call_id: str = "c1", **arguments: Any) -> Delivery:
     envelope = encode_call(build_call(tool, call_id=call_id, **arguments), build_context(), key)
-    return Delivery(f"tool.{tool}", QUEUE, call_id, envelope, time.time() + 60, wait_s, "marker")
+    return Delivery(f"tool.{tool}", QUEUE, "acme", call_id, envelope, time.time() + 60, wait_s)
 
 
 async def delivered(transport: Transport, delivery: Delivery) -> ToolResult:
@@ -152,7 +156,7 @@ async def test_many_at_once_get_each_its_own(transport: Transport) -> None:
 
 async def test_an_envelope_of_another_key_is_refused_and_not_run(transport: Transport) -> None:
     with pytest.raises((EnvelopeRefused, DeliveryFailed)) as refused:
-        await delivered(transport, build_delivery(text="x", key=b"j" * 32))
+        await delivered(transport, build_delivery(text="x", key=SigningKeys.of("j" * 32)))
     assert isinstance(refused.value, EnvelopeRefused) or refused.value.code is ErrorCode.ENVELOPE_REFUSED
 
 
@@ -186,13 +190,8 @@ async def test_what_people_see_of_a_task_is_its_id_and_never_its_arguments(redis
     assert "hunter2" not in json.dumps(headers)
 
 
-async def test_a_task_expires_when_it_may_no_longer_start(redis_server: RedisProcess) -> None:
-    async with celery_transport(redis_server) as (transport, worker):
-        await delivered(transport, build_delivery(text="x"))
-        assert worker.seen[0]["expires"]
-
-
-async def test_a_redis_that_is_gone_is_an_unavailable_broker(redis_server: RedisProcess) -> None:
+async def test_a_redis_that_is_gone_is_an_unavailable_broker(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "SEND_PATIENCE_S", 0.2)
     async with celery_transport(redis_server) as (transport, _):
         await asyncio.to_thread(redis_server.stop)
         try:
@@ -224,7 +223,7 @@ async def test_what_celery_stores_of_a_failure_becomes_one_of_our_codes(
         delivery = build_delivery(text="x")
         waiting: Awaitable[Any] = asyncio.create_task(transport.deliver(delivery))
         await client.brpop([QUEUE], timeout=int(SOON_S))
-        task_id = hub.task_id("c1")
+        task_id = hub.task_id("c1.1.acme")
         await client.publish(f"celery-task-meta-{task_id}", json.dumps({"task_id": task_id, **outcome}))
         with pytest.raises(DeliveryFailed) as failed:
             await asyncio.wait_for(waiting, SOON_S)

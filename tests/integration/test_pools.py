@@ -15,10 +15,10 @@ import pytest
 import redis
 
 from contract.calls import POOL_GRACE_S, ToolCall, ToolResult
-from contract.envelope import derive_key
 from contract.errors import ErrorCode
 from contract.names import POOL_WEB, catalog_key, control_queue
 from contract.settings import BrokerSettings
+from contract.signing import SigningKeys
 from orchestrator.celery_transport import CeleryTransport
 from orchestrator.dispatcher import Dispatcher, Route, Terms
 from orchestrator.local_stack import WEB_CONCURRENCY
@@ -191,7 +191,7 @@ async def test_the_cancel_of_another_tenant_or_of_a_forger_ends_nothing(pool: Po
     order = call("session.cancel", call_id=victim)
 
     await door.command(order, Route("rival", None, POOL_WEB))
-    forged = make_envelope(pool.broker, order, tenant="acme", session="s1", key=derive_key("a guess"))
+    forged = make_envelope(pool.broker, order, tenant="acme", session="s1", key=SigningKeys.of("a guess"))
     with pool.open_redis() as store:
         store.lpush(control_queue(POOL_WEB), forged)
         await eventually(lambda: store.llen(control_queue(POOL_WEB)) == 0, 10, "the orders were read")
@@ -241,7 +241,7 @@ async def test_a_session_of_an_embedded_stack_reaches_the_pool_with_the_network(
 
 
 async def test_an_envelope_that_is_not_signed_by_us_does_not_run_here_either(pool: Pool) -> None:
-    forged = make_envelope(pool.broker, call("where_tool"), tenant="acme", session="s1", key=derive_key("a guess"))
+    forged = make_envelope(pool.broker, call("where_tool"), tenant="acme", session="s1", key=SigningKeys.of("a guess"))
     task = publish(pool.broker, "tool.where_tool", POOL_WEB, forged)
     with pool.open_redis() as store:
         state = await eventually(lambda: stored_state(store, task), 10, "the task has ended")

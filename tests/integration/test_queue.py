@@ -14,8 +14,8 @@ import pytest
 import redis
 
 from contract.calls import ToolCall
-from contract.envelope import derive_key
 from contract.errors import ErrorCode
+from contract.signing import SigningKeys
 from orchestrator.client import ToolClient
 from orchestrator.dispatcher import Route
 from orchestrator.sessions import Session
@@ -47,7 +47,7 @@ async def ended(store: "redis.Redis", task_id: str) -> dict[str, Any]:
 async def test_a_forged_envelope_never_runs_and_counts_as_failed(stack: Stack, session: Session, store: "redis.Redis") -> None:
     queue = (await session.info()).queue
     where = {"tenant": session.tenant, "session": session.id}
-    unsigned = make_envelope(stack.broker, bash("touch wrong-key"), **where, key=derive_key("a guess"))
+    unsigned = make_envelope(stack.broker, bash("touch wrong-key"), **where, key=SigningKeys.of("a guess"))
     changed = make_envelope(stack.broker, bash("touch harmless"), **where).replace("harmless", "changed!")
     foreign = json.dumps({**json.loads(make_envelope(stack.broker, bash("touch stripped"), **where)), "sig": ""})
     later = json.loads(make_envelope(stack.broker, bash("touch later"), **where, deadline_at=time.time() - 60))

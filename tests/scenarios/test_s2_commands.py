@@ -28,7 +28,7 @@ class GuestClient(SandboxClient):
         super().__init__("/nonexistent")
         self.guest = guest
 
-    def call(self, name: str, request: Mapping[str, Any], body: bytes = b"", *, call_id: str = "", on_data: Any = None) -> GuestResponse:
+    def call(self, name: str, request: Mapping[str, Any], body: bytes = b"", **_: Any) -> GuestResponse:
         fields = dict(request)
         op = str(fields.pop("op"))
         done = self.guest.request(op, body, **fields)

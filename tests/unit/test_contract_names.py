@@ -14,7 +14,7 @@ def test_a_task_is_named_after_its_tool(tool: str, task: str) -> None:
 
 def test_a_host_that_was_started_again_has_another_queue() -> None:
     assert names.host_queue("h1", "aaaa") != names.host_queue("h1", "bbbb")
-    assert names.host_queue("h1", "aaaa") != names.POOL_SANDBOX
+    assert names.host_of(names.host_queue("h1", "aaaa")) == "h1"
 
 
 def test_a_blob_is_its_tenants_alone() -> None:

@@ -1,43 +1,132 @@
-"""What both sides must share: where Redis is, and what signs a call."""
+"""What both sides must share: where Redis is and how it is spoken to, and what signs a call."""
+
+from typing import Any
 
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from contract.envelope import derive_key
 from contract.errors import ConfigError
 from contract.settings import BrokerSettings
+from contract.signing import SigningKeys
+
+SENTINELS = "sentinel://worker:hunter2@h1:26380/3;sentinel://h2"
 
 
-def build_settings(url: str, secret: str | None = None, **fields: str) -> BrokerSettings:
+def build_settings(url: str, secret: str | None = None, **fields: Any) -> BrokerSettings:
     return BrokerSettings(redis_url=SecretStr(url), secret=None if secret is None else SecretStr(secret), **fields)
 
 
+# What signs
+
+
 def test_the_secret_signs_when_there_is_one() -> None:
-    assert build_settings("redis://:pw@h/0", "s3cret").signing_key() == derive_key("s3cret")
+    assert build_settings("redis://:pw@h/0", "s3cret").signing_keys() == SigningKeys.of("s3cret")
+
+
+def test_previous_secrets_are_accepted_beside_it() -> None:
+    settings = build_settings("redis://:pw@h/0", "new", secrets_previous=("old", "older"))
+    assert settings.signing_keys() == SigningKeys.of("new", ["old", "older"])
 
 
 @pytest.mark.parametrize("secret", [None, ""])
 def test_else_the_redis_password_signs(secret: str | None) -> None:
-    assert build_settings("redis://:pw@h/0", secret).signing_key() == derive_key("pw")
+    assert build_settings("redis://:pw@h/0", secret).signing_keys() == SigningKeys.of("pw")
 
 
-@pytest.mark.parametrize("url", ["redis://h:6379/0", "redis://user@h/0", "redis://:@h/0", "unix:///run/redis.sock"])
+@pytest.mark.parametrize("url", ["redis://h:6379/0", "redis://:@h/0", "redis://default@h"])
 def test_a_queue_that_anyone_may_write_to_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="TOOLCREW_SECRET"):
-        build_settings(url).signing_key()
+        build_settings(url).signing_keys()
 
 
-def test_host_user_and_database_do_not_change_the_key() -> None:
-    keys = {build_settings(url).signing_key() for url in ("redis://:pw@a:1/0", "redis://user:pw@b:2/3", "rediss://:pw@c/0")}
-    assert len(keys) == 1
+@pytest.mark.parametrize("url", ["redis://worker:pw@h/0", "redis://worker@h/0", "sentinel://worker:pw@h/0"])
+def test_the_password_of_one_user_of_several_signs_nothing(url: str) -> None:
+    master = {"redis_sentinel_master": "m"} if url.startswith("sentinel") else {}
+    with pytest.raises(ConfigError, match="user 'worker' is not everybody's"):
+        build_settings(url, **master).signing_keys()
+    assert build_settings(url, "s", **master).signing_keys() == SigningKeys.of("s")
+
+
+def test_host_and_database_do_not_change_the_keys() -> None:
+    urls = ("redis://:pw@a:1/0", "redis://default:pw@b:2/3", "rediss://:pw@c/0")
+    assert {build_settings(url).signing_keys() for url in urls} == {SigningKeys.of("pw")}
 
 
 def test_two_spellings_of_one_password_give_one_key() -> None:
-    assert build_settings("redis://:p%77@h/0").signing_key() == build_settings("redis://:pw@h/0").signing_key()
+    assert build_settings("redis://:p%77@h/0").signing_keys() == SigningKeys.of("pw")
+    assert build_settings("redis://:p%40w%2F@h/0").signing_keys() == SigningKeys.of("p@w/")
 
 
-def test_a_percent_encoded_password_signs_as_what_redis_gets() -> None:
-    assert build_settings("redis://:p%40w%2F@h/0").signing_key() == derive_key("p@w/")
+# Where Redis is
+
+
+def test_the_parts_of_an_address_are_read_as_redis_gets_them() -> None:
+    settings = build_settings("redis://us%40er:p%2Fw@h:7000/4", "s")
+    assert (settings.user, settings.password, settings.database, settings.addresses) == ("us@er", "p/w", 4, (("h", 7000),))
+    plain = build_settings("redis://h")
+    assert (plain.user, plain.password, plain.database, plain.addresses) == (None, None, 0, (("h", 6379),))
+
+
+def test_sentinels_are_listed_and_their_first_tells_user_and_database() -> None:
+    settings = build_settings(SENTINELS, "s", redis_sentinel_master="m")
+    assert settings.is_sentinel
+    assert not settings.is_tls
+    assert settings.addresses == (("h1", 26380), ("h2", 26379))
+    assert (settings.user, settings.password, settings.database) == ("worker", "hunter2", 3)
+    assert settings.celery_options()["broker_transport_options"]["master_name"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("url", "fields", "word"),
+    [
+        ("redis://h/0?ssl_cert_reqs=none", {}, "behind a '\\?'"),
+        ("rediss://h/0?ssl_cert_reqs=none", {}, "always checks certificates"),
+        ("rediss://h/0?ssl_check_hostname=false", {}, "always checks certificates"),
+        ("rediss://h/0?socket_timeout=9", {}, "behind a '\\?'"),
+        ("rediss://h/0#ssl_cert_reqs=none", {}, "behind a '\\?'"),
+        (f"{SENTINELS}/0?ssl_cert_reqs=none", {"redis_sentinel_master": "m"}, "behind a '\\?'"),
+        ("http://h", {}, "begins with 'http://'"),
+        ("unix:///run/redis.sock", {}, "begins with 'unix://'"),
+        ("h:6379", {}, "write redis://"),
+        ("redis://", {}, "is none"),
+        ("redis://h:99999", {}, "is none"),
+        ("redis://h:0", {}, "is none"),
+        ("redis://h/one", {}, "is none"),
+        ("redis://h/-1", {}, "is none"),
+        ("redis://h", {"redis_ca": "/ca.pem"}, "nothing would be encrypted"),
+        ("redis://h", {"redis_cert": "/c.pem", "redis_key": "/k.pem"}, "nothing would be encrypted"),
+        ("rediss://h", {"redis_cert": "/c.pem"}, "belong together"),
+        ("rediss://h", {"redis_key": "/k.pem"}, "belong together"),
+        ("redis://h", {"redis_sentinel_master": "m"}, "is for a TOOLCREW_REDIS_URL of sentinel://"),
+        (SENTINELS, {}, "TOOLCREW_REDIS_SENTINEL_MASTER"),
+        (f"{SENTINELS};http://h3", {"redis_sentinel_master": "m"}, "begins with 'http://'"),
+    ],
+)
+def test_what_would_connect_otherwise_than_it_reads_is_refused(url: str, fields: dict[str, str], word: str) -> None:
+    with pytest.raises(ConfigError, match=word) as refused:
+        build_settings(url, "s", **fields)
+    assert "hunter2" not in str(refused.value)
+
+
+def test_tls_is_asked_for_by_the_address_and_always_checked() -> None:
+    assert build_settings("redis://h").tls_options() == {}
+    assert build_settings("rediss://h").tls_options() == {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
+    files = {"redis_ca": "/ca.pem", "redis_cert": "/c.pem", "redis_key": "/k.pem"}
+    told = {"ssl_ca_certs": "/ca.pem", "ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}
+    checked = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **told}
+    settings = build_settings("rediss://h", **files)
+    assert settings.tls_options() == checked
+    celery = settings.celery_options()
+    assert (celery["broker_use_ssl"], celery["redis_backend_use_ssl"]) == (checked, checked)
+
+
+def test_sentinels_speak_tls_when_there_is_an_authority() -> None:
+    settings = build_settings(SENTINELS, "s", redis_sentinel_master="m", redis_ca="/ca.pem", redis_sentinel_password="watch")
+    assert settings.is_tls
+    assert settings.sentinel_options().items() >= {"ssl": True, "ssl_cert_reqs": "required", "password": "watch"}.items()
+
+
+# What people see
 
 
 @pytest.mark.parametrize(
@@ -52,8 +141,13 @@ def test_an_address_for_messages_has_no_password(url: str, address: str) -> None
     assert build_settings(url).redis_address() == address
 
 
+def test_the_address_of_sentinels_for_messages_has_no_password_either() -> None:
+    assert build_settings(SENTINELS, redis_sentinel_master="m").redis_address() == "sentinel://h1:26380/3;sentinel://h2"
+
+
 def test_nothing_secret_shows_in_a_print() -> None:
-    assert "hunter2" not in repr(build_settings("redis://:hunter2@h/0", "hunter2"))
+    shown = repr(build_settings("redis://:hunter2@h/0", "hunter2", secrets_previous=("hunter2",)))
+    assert "hunter2" not in shown
 
 
 @pytest.mark.parametrize("deployment", ["", "a:b", "a b", "x" * 65, "a\n"])

@@ -140,7 +140,7 @@ def test_only_what_sandboxd_needs_to_start_is_marked_as_needed() -> None:
 
 
 def test_a_class_on_the_shared_kernel_is_named_beside_one_that_is_apart() -> None:
-    classes = {"trusted": TenantClass(tenants=("acme",), runtime="runc")}
+    classes = {"trusted": TenantClass(runtime="runc")}
 
     row = row_of(build_evidence(tenant_classes=classes), "hostile tenants are apart")
 
@@ -149,10 +149,7 @@ def test_a_class_on_the_shared_kernel_is_named_beside_one_that_is_apart() -> Non
 
 
 def test_the_memory_that_is_asked_for_is_that_of_the_largest_class() -> None:
-    classes = {
-        "big": TenantClass(tenants=("acme",), memory_reserve_bytes=64 * GIB),
-        "nobody's": TenantClass(memory_reserve_bytes=900 * GIB),
-    }
+    classes = {"big": TenantClass(memory_reserve_bytes=64 * GIB), "small": TenantClass(memory_reserve_bytes=GIB)}
 
     row = row_of(build_evidence(tenant_classes=classes), "memory is there for all")
 
@@ -162,7 +159,7 @@ def test_the_memory_that_is_asked_for_is_that_of_the_largest_class() -> None:
 
 
 def test_a_missing_image_of_a_class_is_named() -> None:
-    classes = {"data": TenantClass(tenants=("acme",), image="theirs:2")}
+    classes = {"data": TenantClass(image="theirs:2")}
 
     row = row_of(build_evidence(tenant_classes=classes), "images are there")
 
@@ -188,7 +185,7 @@ def test_what_a_kind_of_workspace_promises(facts: WorkspaceFacts | None, quota: 
 
 
 def test_a_class_with_network_whose_proxy_is_gone_has_none(tmp_path: Path) -> None:
-    classes = {"build": TenantClass(tenants=("acme",), network="egress")}
+    classes = {"build": TenantClass(network="egress")}
     evidence = build_evidence(tenant_classes=classes, egress_socket=tmp_path / "proxy")
 
     assert row_of(evidence, "network is what the class says").state == "holds"

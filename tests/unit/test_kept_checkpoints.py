@@ -1,6 +1,7 @@
 """Checkpoints: what a sandbox held is held by another again, for its own tenant and nobody else."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,31 @@ async def test_a_tenant_keeps_so_many_and_no_more(checkpoints: Checkpoints, root
     await save(checkpoints, root, "umbrella")
     await checkpoints.forget("acme", first.id)
     await save(checkpoints, root)
+
+
+async def test_those_that_nobody_asked_for_do_not_count_and_go_by_their_age(
+    checkpoints: Checkpoints, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for = [(await save(checkpoints, root)).id for _ in range(2)]
+    old = [(await checkpoints.save("acme", LocalGuest(), roots=(str(root),), is_automatic=True)).id for _ in range(3)]
+    now = time.time() + 1000
+    monkeypatch.setattr(time, "time", lambda: now)
+    new = (await checkpoints.save("acme", LocalGuest(), roots=(str(root),), is_automatic=True)).id
+    assert await checkpoints.forget_old(kept_s=500) == 3
+    kept = [await checkpoints.forget("acme", name) for name in (*asked_for, *old, new)]
+    assert kept == [True, True, False, False, False, True]
+
+
+async def test_two_daemons_with_one_folder_have_each_others_checkpoints(root: Path, tmp_path: Path, checkpoints: Checkpoints) -> None:
+    saved = await save(checkpoints, root)
+    (root / "f").unlink()
+    other = Checkpoints(FolderStore(tmp_path / "store"), most=2)
+    await other.load("acme", saved.id, LocalGuest(), roots=(str(root),))
+    assert ((root / "f").read_text(), await other.forget("acme", saved.id), await checkpoints.forget("acme", saved.id)) == (
+        "kept",
+        True,
+        False,
+    )
 
 
 async def test_ids_of_equal_files_differ_and_are_long(checkpoints: Checkpoints, root: Path) -> None:

@@ -1,10 +1,7 @@
 """The hub of results on a real Redis: by pub/sub, by sweep when that missed, over a restart; and garbage does not deafen it."""
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -15,8 +12,7 @@ from orchestrator import results
 from orchestrator.results import ResultHub
 from tests.conftest import RedisProcess, free_port
 from tests.fakes import close_hub
-
-SOON_S = 15.0
+from tests.result_ground import SOON_S, arrives, listening, publish, stored
 
 
 @pytest.fixture(autouse=True)
@@ -32,30 +28,6 @@ def sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def not_sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "SWEEP_EVERY_S", 1000.0)
-
-
-@asynccontextmanager
-async def listening(server: RedisProcess) -> AsyncIterator[tuple[ResultHub, "redis.asyncio.Redis"]]:
-    client = redis.asyncio.Redis.from_url(server.url, socket_timeout=5)
-    hub = ResultHub(client)
-    await hub.start()
-    try:
-        yield hub, client
-    finally:
-        await close_hub(hub)
-        await client.aclose()
-
-
-def stored(task_id: str, status: str = "SUCCESS", **fields: Any) -> str:
-    return json.dumps({"task_id": task_id, "status": status, "result": {"n": 1}, **fields})
-
-
-async def publish(client: "redis.asyncio.Redis", task_id: str, data: str | bytes | None = None) -> None:
-    await client.publish(f"celery-task-meta-{task_id}", stored(task_id) if data is None else data)
-
-
-async def arrives(future: "asyncio.Future[dict[str, Any]]") -> dict[str, Any]:
-    return await asyncio.wait_for(asyncio.shield(future), SOON_S)
 
 
 async def test_a_published_result_arrives(redis_server: RedisProcess, not_sweeping: None) -> None:
@@ -174,6 +146,72 @@ async def test_deafening_the_hub_by_one_message_does_not_work(redis_server: Redi
                 await future
 
 
+async def test_a_result_that_says_it_is_of_another_task_is_not_taken(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id, other = hub.task_id("c1"), hub.task_id("c2")
+        with hub.expect(task_id) as future, hub.expect(other) as last:
+            await publish(client, task_id, stored(other))
+            await publish(client, other)
+            await arrives(last)
+            assert not future.done()
+
+
+async def test_an_awaited_task_can_be_failed_and_its_late_result_is_dropped(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id, other = hub.task_id("c1"), hub.task_id("c2")
+        with hub.expect(task_id) as future, hub.expect(other) as last:
+            hub.fail(task_id, KeyError("lost"))
+            hub.fail(task_id, KeyError("lost twice"))
+            hub.fail("of nobody", KeyError("x"))
+            await publish(client, task_id)
+            await publish(client, other)
+            await arrives(last)
+            with pytest.raises(KeyError, match="'lost'"):
+                await future
+        assert hub.dropped == 1
+
+
+async def test_results_that_come_late_or_twice_are_counted(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id, other = hub.task_id("c1"), hub.task_id("c2")
+        with hub.expect(task_id) as future:
+            await publish(client, task_id)
+            await arrives(future)
+            await publish(client, task_id)
+        await publish(client, task_id)
+        with hub.expect(other) as last:
+            await publish(client, other)
+            await arrives(last)
+        assert hub.dropped == 2
+
+
+async def test_a_result_that_was_taken_or_dropped_is_deleted(
+    redis_server: RedisProcess, not_sweeping: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "DISCARD_EVERY_S", 0.01)
+    async with listening(redis_server) as (hub, client):
+        task_id, late = hub.task_id("c1"), hub.task_id("late")
+        with hub.expect(task_id) as future:
+            for each in (late, task_id):
+                await client.set(f"celery-task-meta-{each}", stored(each))
+                await publish(client, each)
+            await arrives(future)
+        async with asyncio.timeout(SOON_S):
+            while await client.dbsize():  # noqa: ASYNC110  # Redis tells nobody that a key is gone
+                await asyncio.sleep(0.01)
+
+
+async def test_closing_deletes_what_was_taken(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as future:
+            await client.set(f"celery-task-meta-{task_id}", stored(task_id))
+            await publish(client, task_id)
+            await arrives(future)
+        await hub.close()
+        assert await client.dbsize() == 0
+
+
 async def test_one_id_awaited_twice_is_refused_and_the_first_is_served(redis_server: RedisProcess, not_sweeping: None) -> None:
     async with listening(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
@@ -210,7 +248,7 @@ class DeafToCancel:
         self.reading = asyncio.Event()
         self._swallowed = False
 
-    def pubsub(self) -> "DeafToCancel":
+    def pubsub(self, **_: Any) -> "DeafToCancel":
         return self
 
     async def __aenter__(self) -> "DeafToCancel":
@@ -223,10 +261,10 @@ class DeafToCancel:
     async def mget(self, keys: list[str]) -> list[None]:
         return [None for _ in keys]
 
-    async def get_message(self, timeout: float) -> dict[str, str] | None:
+    async def parse_response(self, *, block: bool, timeout: float) -> list[Any] | None:
         if not self.reading.is_set():
             self.reading.set()
-            return {"type": "psubscribe"}
+            return [b"psubscribe", b"pattern", 1]
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:

@@ -12,6 +12,7 @@ from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFail
 from orchestrator.dispatcher import Dispatcher
 from orchestrator.sessions import Checkpoint, Session, Start
 from tests.builders import KEY, build_spec
+from tests.fake_hosts import build_pool
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
 from workers.tools.builtin import build_registry
 
@@ -25,7 +26,7 @@ class Pool:
         self.blobs = MemoryAsyncBlobs()
         self.transport = AnsweringTransport(self._answer)
         specs = (*build_registry().specs(), build_spec("wait"))
-        self._dispatcher = Dispatcher(self.transport, StaticCatalog(*specs), KEY, queue_wait_s=60)
+        self._dispatcher = Dispatcher(self.transport, StaticCatalog(*specs), KEY, queue_wait_s=60, pool=build_pool())
         place = {"host": "h1", "queue": "host.h1.b00t", "image": "default", "start_s": 0.5}
         opened = {"metadata": {**place, "network": "none", "hosts": [], "workspace": "image"}}
         self._answers = {"open": opened, **answers}
@@ -44,11 +45,12 @@ class Pool:
         return ToolResult(**{"call_id": call.id, "name": call.name, "success": "error_code" not in answer, **answer})
 
 
-async def test_a_session_opens_anywhere_and_then_stays_with_its_host() -> None:
+async def test_a_session_opens_on_a_host_with_room_and_stays_there() -> None:
     pool = Pool()
     session = await pool.open(image="python")
     await session.call("bash_tool", {"command": "true"})
-    assert [delivery.queue for delivery in pool.transport.deliveries] == ["pool.sandbox", "host.h1.b00t"]
+    assert [delivery.queue for delivery in pool.transport.deliveries] == ["host.h1.b00t", "host.h1.b00t"]
+    assert {context.fence for context in pool.transport.contexts} == {1}
     assert pool.transport.calls[0].arguments == {"image": "python", "ttl_s": 60}
     assert {context.session for context in pool.transport.contexts} == {session.id}
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from contract.errors import ConfigError, ErrorCode
-from orchestrator.approvals.policies import MAX_TALK_CHARS, ApprovalPolicy, Rule, Verdict, load_policy
+from contract.shell.command_rules import MAX_TALK_CHARS
+from orchestrator.approvals.policies import ApprovalPolicy, Rule, Verdict, load_policy
 from tests.builders import build_spec
 
 BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command", input_parameter="stdin")

@@ -12,8 +12,11 @@ import redis
 from structlog.testing import capture_logs
 
 from contract.calls import ToolCall
+from contract.clock import SharedClock
 from contract.envelope import encode_call
-from contract.names import POOL_WEB, control_queue, pool_worker, run_marker_key
+from contract.ledger import Claim
+from contract.names import POOL_WEB, call_key, control_queue, pool_worker
+from contract.signing import SigningKeys
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess
 from workers.interrupts import CancelBoard
@@ -31,7 +34,9 @@ class Worker:
         self.board = CancelBoard()
         self.ended: list[int] = []
         self.is_asked = threading.Semaphore(0)
-        self.listener = PoolControlListener(self._client, Ledger(server.client(), "d"), self.board, name, pools, KEY, self._end)
+        self.listener = PoolControlListener(
+            self._client, Ledger(server.client(), "d", SharedClock()), self.board, name, pools, KEY, self._end
+        )
         self.listener.start()
 
     def _end(self, pid: int) -> bool:
@@ -55,9 +60,9 @@ class Floor:
         self.here, self.there = Worker(server, HERE, POOL_WEB), Worker(server, THERE)
 
     def hold(self, call_id: str, holder: str, tenant: str = "acme") -> None:
-        self.store.set(run_marker_key("d", tenant, call_id), holder)
+        self.store.hset(call_key("d", tenant, call_id), mapping={"state": "running", "attempt": 1, "holder": holder})
 
-    def order(self, call_id: str, queue: str = POOL_WEB, *, name: str = "session.cancel", key: bytes = KEY) -> None:
+    def order(self, call_id: str, queue: str = POOL_WEB, *, name: str = "session.cancel", key: SigningKeys = KEY) -> None:
         call = ToolCall(id="order", name=name, arguments={"call_id": call_id})
         self.store.lpush(control_queue(queue), encode_call(call, build_context(session=None), key))
 
@@ -113,7 +118,8 @@ def test_a_call_that_has_not_started_never_will(floor: Floor) -> None:
     floor.hold("after", process_holder(HERE, 1))
     floor.order("after")
     assert floor.here.was_asked()
-    assert Ledger(floor.store, "d").claim("acme", "c1", "late") is False
+    late = Ledger(floor.store, "d", SharedClock()).claim(ToolCall(id="c1", name="echo"), build_context(session=None), "late")
+    assert late is Claim.STARTED
 
 
 @pytest.mark.parametrize(
@@ -128,11 +134,11 @@ def test_a_marker_that_names_no_process_of_a_pool_ends_nothing_and_is_passed_to_
     floor.order("after")
     assert floor.here.was_asked()
     assert floor.here.ended == [7]
-    markers = {run_marker_key("d", "acme", name).encode() for name in ("c1", "after")}
+    markers = {call_key("d", "acme", name).encode() for name in ("c1", "after")}
     assert set(floor.store.keys("*")) - before - markers == set()
 
 
-@pytest.mark.parametrize("wrong", [{"name": "session.close"}, {"key": b"j" * 32}])
+@pytest.mark.parametrize("wrong", [{"name": "session.close"}, {"key": SigningKeys.of("j" * 32)}])
 def test_what_is_no_signed_cancel_is_dropped(floor: Floor, wrong: dict[str, str]) -> None:
     floor.hold("c1", process_holder(HERE, 41))
     floor.order("c1", **wrong)  # type: ignore[arg-type]

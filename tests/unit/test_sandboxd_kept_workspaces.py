@@ -8,10 +8,11 @@ import pytest
 
 from contract.errors import SandboxUnavailable
 from tests.fake_engine import FakeGuest, echoing
-from tests.fake_sandboxd import PLAN, PLANS, FakeHost, KeptWorkspaces, MemoryParking, build_host, end_host, open_host, running_sandboxd
+from tests.fake_sandboxd import PLAN, FakeHost, KeptWorkspaces, MemoryParking, build_host, end_host, open_host, running_sandboxd
 from workers.sandboxd.disk_watch import DiskWatch
 from workers.sandboxd.keeping import IdleTimes, Keeper
 from workers.sandboxd.sandbox import Sandbox
+from workers.sandboxd.sessions import Start
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
 SOON_S = 10.0
@@ -26,7 +27,7 @@ async def lose(host: FakeHost, sandbox: Sandbox) -> None:
 
 async def test_a_session_is_rebuilt_around_its_workspace_at_once_and_says_so_once(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", PLAN, 60)
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
         assert entry.sandbox is not None
         await lose(host, entry.sandbox)
         same, sandbox = await host.sessions.use("acme:s")
@@ -54,7 +55,7 @@ async def test_a_call_that_saw_the_loss_says_that_the_files_are_kept_and_the_nex
 
 async def test_a_session_that_is_given_up_comes_back_with_what_was_packed(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", PLAN, 60)
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
         assert await host.sessions.resting.give_up(entry, must_be_idle=False)
         assert (host.alive, list(host.parking.parcels.values())) == ([], ["acme:s"])
         _, sandbox = await host.sessions.use("acme:s")
@@ -64,7 +65,7 @@ async def test_a_session_that_is_given_up_comes_back_with_what_was_packed(tmp_pa
 
 async def test_a_session_that_cannot_be_packed_keeps_its_container(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", PLAN, 60)
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
         host.parking.refuse = 1
         assert not await host.sessions.resting.give_up(entry, must_be_idle=False)
         assert (await host.sessions.use("acme:s"))[1] is entry.sandbox
@@ -72,7 +73,7 @@ async def test_a_session_that_cannot_be_packed_keeps_its_container(tmp_path: Pat
 
 async def test_a_session_with_a_background_job_is_neither_frozen_nor_given_up(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", PLAN, 60)
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
         host.engine.guests[0].attests = {"jobs": 1}
         assert not await host.sessions.resting.pause(entry)
         assert not await host.sessions.resting.give_up(entry, must_be_idle=False)
@@ -100,7 +101,7 @@ async def test_a_call_that_comes_while_a_session_is_given_up_waits_and_runs(tmp_
             return await super().pack(session, sandbox)  # type: ignore[arg-type]
 
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), parking=SlowParking()) as host:
-        entry = await host.sessions.open("acme:s", PLAN, 60)
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
         giving_up = asyncio.create_task(host.sessions.resting.give_up(entry, must_be_idle=False))
         await packing.wait()
         using = asyncio.create_task(host.sessions.use("acme:s"))
@@ -111,17 +112,17 @@ async def test_a_call_that_comes_while_a_session_is_given_up_waits_and_runs(tmp_
 
 async def test_a_full_host_takes_the_container_of_the_session_that_was_idle_longest(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), limit=2) as host:
-        old, new = await host.sessions.open("acme:old", PLAN, 60), await host.sessions.open("acme:new", PLAN, 60)
+        old, new = await host.sessions.open("acme:old", Start(PLAN, 60)), await host.sessions.open("acme:new", Start(PLAN, 60))
         old.used_at -= 100
         new.used_at -= 50
-        await host.sessions.open("acme:third", PLAN, 60)
+        await host.sessions.open("acme:third", Start(PLAN, 60))
         assert (old.sandbox, new.sandbox is not None, len(host.alive)) == (None, True, 2)
 
 
 async def test_five_hundred_sessions_live_in_a_few_containers(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), limit=5) as host:
         for number in range(60):
-            (await host.sessions.open(f"acme:{number}", PLAN, 60)).used_at -= 10
+            (await host.sessions.open(f"acme:{number}", Start(PLAN, 60))).used_at -= 10
         for number in range(60):
             entry, sandbox = await host.sessions.use(f"acme:{number}")
             assert sandbox.lost is None
@@ -132,10 +133,10 @@ async def test_five_hundred_sessions_live_in_a_few_containers(tmp_path: Path) ->
 async def test_the_next_sandboxd_takes_sessions_over_and_tells_what_they_lost(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
-    await first.sessions.open("acme:killed", PLAN, 60)
+    await first.sessions.open("acme:killed", Start(PLAN, 60))
     first.lease.give_back()
     async with open_host(tmp_path, workspaces=workspaces) as second:
-        assert second.sessions.adopt(PLANS.revise) == 1
+        assert second.sessions.adopt() == 1
         entry, sandbox = await second.sessions.use("acme:killed")
         assert (sandbox.generation, entry.tenant) == (2, "acme")
         assert "sandboxd was started anew" in entry.describe_sandbox(sandbox)["news"]
@@ -145,23 +146,23 @@ async def test_the_next_sandboxd_takes_sessions_over_and_tells_what_they_lost(tm
 async def test_a_sandboxd_that_ends_in_order_keeps_sessions_whole(tmp_path: Path) -> None:
     workspaces, parking = KeptWorkspaces(), MemoryParking()
     first = build_host(tmp_path, workspaces=workspaces, parking=parking)
-    await first.sessions.open("acme:s", PLAN, 60)
+    await first.sessions.open("acme:s", Start(PLAN, 60))
     await first.sessions.suspend_all(5)
     assert first.alive == []
     first.lease.give_back()
     await first.engine.end()
     async with open_host(tmp_path, workspaces=workspaces, parking=parking) as second:
-        second.sessions.adopt(PLANS.revise)
+        second.sessions.adopt()
         entry, sandbox = await second.sessions.use("acme:s")
         assert (entry.describe_sandbox(sandbox).get("news"), len(parking.unpacked)) == (None, 1)
 
 
 async def test_a_kept_session_whose_workspace_is_missing_is_not_taken_over(tmp_path: Path) -> None:
     first = build_host(tmp_path, workspaces=KeptWorkspaces())
-    await first.sessions.open("acme:s", PLAN, 60)
+    await first.sessions.open("acme:s", Start(PLAN, 60))
     first.lease.give_back()
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as second:
-        assert second.sessions.adopt(PLANS.revise) == 0
+        assert second.sessions.adopt() == 0
         assert second.records.sessions() == []
     await first.engine.end()
 
@@ -169,7 +170,7 @@ async def test_a_kept_session_whose_workspace_is_missing_is_not_taken_over(tmp_p
 async def test_closing_deletes_the_workspace_the_parcel_and_the_record(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
-        entry = await host.sessions.open("acme:s", PLAN, 60)
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
         await host.sessions.resting.give_up(entry, must_be_idle=False)
         await host.sessions.close("acme:s")
         assert (workspaces.alive, host.parking.parcels, host.records.sessions()) == ({}, {}, [])
@@ -178,7 +179,7 @@ async def test_closing_deletes_the_workspace_the_parcel_and_the_record(tmp_path:
 async def test_a_workspace_that_would_not_go_is_tried_again(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
-        await host.sessions.open("acme:s", PLAN, 60)
+        await host.sessions.open("acme:s", Start(PLAN, 60))
         workspaces.refuse_removals = 1
         await host.sessions.close("acme:s")
         assert len(workspaces.alive) == 1
@@ -191,14 +192,14 @@ async def test_a_failed_start_leaves_neither_workspace_nor_place_nor_record(tmp_
     async with open_host(tmp_path, workspaces=workspaces, limit=1) as host:
         host.engine.refuse_starts = 1
         with pytest.raises(SandboxUnavailable):
-            await host.sessions.open("acme:s", PLAN, 60)
+            await host.sessions.open("acme:s", Start(PLAN, 60))
         assert (workspaces.alive, host.maker.room.taken, host.records.containers()) == ({}, 0, [])
 
 
 async def test_an_overfull_workspace_ends_its_sandbox_once_and_leaves_room_to_delete(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces(is_hard=False)
     async with open_host(tmp_path, workspaces=workspaces) as host:
-        entry = await host.sessions.open("acme:s", PLAN, 60)
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
         workspaces.overfull = {entry.workspace.name: 2 * PLAN.workspace_bytes}
         await host.keeper.end_overfull()
         assert entry.sandbox is not None
@@ -214,12 +215,12 @@ async def test_an_overfull_workspace_ends_its_sandbox_once_and_leaves_room_to_de
 async def test_a_restarted_host_with_memory_workspaces_keeps_what_was_packed(tmp_path: Path) -> None:
     parking = MemoryParking()
     first = build_host(tmp_path, parking=parking)
-    await first.sessions.open("acme:packed", PLAN, 60)
+    await first.sessions.open("acme:packed", Start(PLAN, 60))
     await first.sessions.suspend_all(5)
     first.lease.give_back()
     await first.engine.end()
     second = build_host(tmp_path, parking=parking)
-    assert second.sessions.adopt(PLANS.revise) == 1
+    assert second.sessions.adopt() == 1
     await second.sessions.use("acme:packed")
     assert (len(parking.unpacked), second.records.sessions()) == (1, [])
     await end_host(second)
@@ -235,7 +236,7 @@ async def test_what_writes_is_ended_before_the_hosts_disk_is_full_and_goes_on_wh
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
         disk = Disk(tmp_path, 0)
         keeper = Keeper(host.sessions, host.maker, host.reaper, IdleTimes(60, 60), disk)
-        entry = await host.sessions.open("acme:s", PLAN, 60)
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
         await keeper.watch_disk()
         assert entry.sandbox is not None
         assert "make room" in str(entry.sandbox.lost)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from contract.tenancy import SandboxTerms
 from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import PLAN, SETTINGS, FakeHost, KeptWorkspaces, open_host
 from workers.sandboxd import pool as pool_module
@@ -14,6 +15,7 @@ from workers.sandboxd.classes import TenantClass
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.pool import PoolLimits
 from workers.sandboxd.pools import Pools
+from workers.sandboxd.sessions import Start
 
 QUICK = PoolLimits(target=2, refill_per_s=1000, memory_floor_bytes=0, keep_s=3600)
 SOON_S = 10.0
@@ -36,7 +38,7 @@ async def test_a_session_gets_a_warm_sandbox_with_its_workspace_and_the_pool_fil
     async with open_host(tmp_path, workspaces=workspaces, pool=QUICK) as host:
         filling = await filled(host)
         warm = set(host.alive)
-        entry = await host.sessions.open("acme:s", PLAN, 60)
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
         assert entry.sandbox is not None
         assert entry.sandbox.container in warm
         assert entry.workspace.name in workspaces.alive
@@ -47,7 +49,7 @@ async def test_a_session_gets_a_warm_sandbox_with_its_workspace_and_the_pool_fil
 async def test_a_sandbox_of_the_pool_serves_one_session_only(tmp_path: Path) -> None:
     async with open_host(tmp_path, pool=QUICK) as host:
         (await filled(host)).cancel()
-        entries = await asyncio.gather(*(host.sessions.open(f"acme:{number}", PLAN, 60) for number in range(4)))
+        entries = await asyncio.gather(*(host.sessions.open(f"acme:{number}", Start(PLAN, 60)) for number in range(4)))
         assert len({entry.sandbox.container for entry in entries if entry.sandbox is not None}) == 4
 
 
@@ -60,7 +62,7 @@ async def test_a_sandbox_that_is_not_clean_is_never_handed_out(tmp_path: Path, d
         (await filled(host, 1)).cancel()
         dirty = host.alive[0]
         host.engine.guests[0].attests = dirt
-        entry = await host.sessions.open("acme:s", PLAN, 60)
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
         assert entry.sandbox is not None
         assert entry.sandbox.container != dirty
         assert dirty not in host.alive
@@ -72,7 +74,7 @@ async def test_a_sandbox_that_died_in_the_pool_is_replaced(tmp_path: Path) -> No
         first = host.alive[0]
         host.engine.alive[first].die()
         await until(lambda: first not in host.alive)
-        entry = await host.sessions.open("acme:s", PLAN, 60)
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
         assert entry.sandbox is not None
         assert entry.sandbox.lost is None
         filling.cancel()
@@ -81,7 +83,7 @@ async def test_a_sandbox_that_died_in_the_pool_is_replaced(tmp_path: Path) -> No
 async def test_another_plan_gets_a_sandbox_of_its_own(tmp_path: Path) -> None:
     async with open_host(tmp_path, pool=QUICK) as host:
         (await filled(host)).cancel()
-        entry = await host.sessions.open("acme:s", replace(PLAN, image="python"), 60)
+        entry = await host.sessions.open("acme:s", Start(replace(PLAN, image="python"), 60))
         assert entry.sandbox is not None
         assert host.engine.alive[entry.sandbox.container].config["Image"] == "python"
         assert len(host.pools) == 2
@@ -90,7 +92,7 @@ async def test_another_plan_gets_a_sandbox_of_its_own(tmp_path: Path) -> None:
 async def test_the_pool_gives_its_places_up_for_sessions(tmp_path: Path) -> None:
     async with open_host(tmp_path, pool=QUICK, limit=2) as host:
         (await filled(host)).cancel()
-        await host.sessions.open("acme:s", replace(PLAN, image="python"), 60)
+        await host.sessions.open("acme:s", Start(replace(PLAN, image="python"), 60))
         assert (len(host.pools), len(host.alive)) == (1, 2)
 
 
@@ -132,7 +134,7 @@ async def test_a_sandbox_that_has_waited_too_long_is_replaced(tmp_path: Path) ->
         filling = await filled(host, 1)
         first = host.alive[0]
         await asyncio.sleep(0.06)
-        entry = await host.sessions.open("acme:s", PLAN, 60)
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
         assert entry.sandbox is not None
         assert entry.sandbox.container != first
         filling.cancel()
@@ -173,11 +175,11 @@ async def test_a_sandbox_whose_image_has_been_built_anew_is_replaced(tmp_path: P
 async def test_each_plan_of_a_class_has_a_pool_of_its_own_and_they_are_filled_at_one_rate(tmp_path: Path) -> None:
     classes = {
         "default": TenantClass(pool={"python": 1}),
-        "small": TenantClass(tenants=("acme",), pids=64, pool={"default": 1}),
-        "same": TenantClass(tenants=("globex",), pool={"default": 1}),
+        "small": TenantClass(pids=64, pool={"default": 1}),
+        "same": TenantClass(pool={"default": 1}),
     }
     plans = Plans(SETTINGS.model_copy(update={"tenant_classes": classes, "pool_target": 1}))
-    small, python = plans.choose("acme"), plans.choose("other", "python")
+    small, python = plans.choose(SandboxTerms(tenant_class="small")), plans.choose(SandboxTerms(), "python")
     assert plans.pooled() == {PLAN: 2, python: 1, small: 1}
     async with open_host(tmp_path) as host:
         pools = Pools(host.maker, plans.pooled(), replace(QUICK, refill_per_s=30))

@@ -9,11 +9,12 @@ import pytest
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest, echoing
-from tests.fake_sandboxd import PLAN, PLANS, FakeHost, KeptWorkspaces, MemoryParking, build_host, end_host, open_host, running_sandboxd
+from tests.fake_sandboxd import PLAN, FakeHost, KeptWorkspaces, MemoryParking, build_host, end_host, open_host, running_sandboxd
 from workers.sandboxd import room as room_module
 from workers.sandboxd.keeping import IdleTimes
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
+from workers.sandboxd.sessions import Start
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
 SOON_S = 10.0
@@ -40,7 +41,7 @@ class SlowParking(MemoryParking):
 
 
 async def give_up(host: FakeHost, name: str = "acme:s") -> Session:
-    entry = await host.sessions.open(name, PLAN, 60)
+    entry = await host.sessions.open(name, Start(PLAN, 60))
     assert await host.sessions.resting.give_up(entry, must_be_idle=False)
     return entry
 
@@ -56,7 +57,7 @@ async def next_life(host: FakeHost) -> None:
 
 async def test_an_end_in_the_middle_of_freezing_still_packs_the_session(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", PLAN, 60)
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
         host.engine.pause_gate.clear()
         freezing = asyncio.create_task(host.sessions.resting.pause(entry))
         await host.engine.pausing.wait()
@@ -72,7 +73,7 @@ async def test_an_end_in_the_middle_of_freezing_still_packs_the_session(tmp_path
 
 async def test_a_frozen_session_is_thawed_before_it_is_asked_for_its_files(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", PLAN, 60)
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
         await host.sessions.resting.pause(entry)
         assert await host.sessions.resting.give_up(entry, must_be_idle=False)
         assert len(host.engine.thawed) == 1
@@ -81,7 +82,7 @@ async def test_a_frozen_session_is_thawed_before_it_is_asked_for_its_files(tmp_p
 async def test_one_session_that_is_packed_slowly_does_not_keep_others_from_being_frozen(tmp_path: Path) -> None:
     parking = SlowParking()
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), parking=parking, idle=IdleTimes(10, 100)) as host:
-        slow, idle = await host.sessions.open("acme:slow", PLAN, 9999), await host.sessions.open("acme:idle", PLAN, 9999)
+        slow, idle = await host.sessions.open("acme:slow", Start(PLAN, 9999)), await host.sessions.open("acme:idle", Start(PLAN, 9999))
         slow.used_at -= 200
         idle.used_at -= 20
         keeping = asyncio.create_task(host.keeper.evict_idle())
@@ -99,10 +100,10 @@ async def test_nobody_waits_for_a_place_longer_than_its_time_whatever_a_guest_do
     monkeypatch.setattr(room_module, "GIVE_UP_S", 0.05)
     parking = SlowParking()
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), parking=parking, limit=1) as host:
-        old = await host.sessions.open("acme:old", PLAN, 60)
+        old = await host.sessions.open("acme:old", Start(PLAN, 60))
         old.used_at -= 100
         with pytest.raises(SandboxUnavailable, match="already holds"):
-            await asyncio.wait_for(host.sessions.open("acme:new", PLAN, 60), SOON_S)
+            await asyncio.wait_for(host.sessions.open("acme:new", Start(PLAN, 60)), SOON_S)
         assert parking.begun.is_set()
         parking.go_on.set()
         async with old.lock:
@@ -117,7 +118,7 @@ async def test_a_new_container_that_cannot_be_equipped_gives_its_place_back(tmp_
 
         host.sessions._equip = refuse
         with pytest.raises(RuntimeError):
-            await host.sessions.open("acme:s", PLAN, 60)
+            await host.sessions.open("acme:s", Start(PLAN, 60))
         assert (host.alive, host.maker.room.taken, len(host.sessions)) == ([], 0, 0)
 
 
@@ -159,7 +160,7 @@ async def test_no_record_names_a_parcel_that_was_used(tmp_path: Path) -> None:
     await next_life(first)
     parking.refuse_to_forget = False
     async with open_host(tmp_path, workspaces=workspaces, parking=parking) as second:
-        second.sessions.adopt(PLANS.revise)
+        second.sessions.adopt()
         await second.sessions.sweep()
         entry, sandbox = await second.sessions.use("acme:s", "c")
         assert (parking.parcels, "started anew" in entry.describe_sandbox(sandbox)["news"]) == ({}, True)
@@ -167,7 +168,7 @@ async def test_no_record_names_a_parcel_that_was_used(tmp_path: Path) -> None:
 
 async def test_a_session_that_cannot_be_recorded_keeps_its_container(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
-        entry = await host.sessions.open("acme:s", PLAN, 60)
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
         (tmp_path / "test" / "sessions").rmdir()
         assert not await host.sessions.resting.give_up(entry, must_be_idle=False)
         assert (entry.sandbox is not None, entry.parcel, host.parking.parcels) == (True, None, {})
@@ -177,7 +178,7 @@ async def test_a_state_folder_that_takes_nothing_is_said_and_costs_no_place(tmp_
     async with open_host(tmp_path) as host:
         (tmp_path / "test" / "containers").rmdir()
         with pytest.raises(SandboxUnavailable, match="TOOLCREW_SANDBOXD_STATE"):
-            await host.sessions.open("acme:s", PLAN, 60)
+            await host.sessions.open("acme:s", Start(PLAN, 60))
         assert host.maker.room.taken == 0
 
 
@@ -187,12 +188,12 @@ async def test_a_state_folder_that_takes_nothing_is_said_and_costs_no_place(tmp_
 async def test_a_background_job_costs_a_memory_workspace_nothing_but_itself_at_an_end_in_order(tmp_path: Path) -> None:
     parking = MemoryParking()
     first = build_host(tmp_path, parking=parking)
-    await first.sessions.open("acme:s", PLAN, 60)
+    await first.sessions.open("acme:s", Start(PLAN, 60))
     first.engine.guests[0].attests = {"jobs": 1}
     await first.sessions.suspend_all(SOON_S)
     await next_life(first)
     second = build_host(tmp_path, parking=parking)
-    assert second.sessions.adopt(PLANS.revise) == 1
+    assert second.sessions.adopt() == 1
     entry, sandbox = await second.sessions.use("acme:s", "c")
     assert "background jobs have ended" in entry.describe_sandbox(sandbox)["news"]
     assert len(parking.unpacked) == 1
@@ -219,7 +220,7 @@ async def test_a_call_that_wakes_a_session_while_sandboxd_ends_costs_it_nothing(
 
 async def test_no_call_begins_once_sandboxd_ends(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        await host.sessions.open("acme:s", PLAN, 60)
+        await host.sessions.open("acme:s", Start(PLAN, 60))
         host.maker.is_ending = True
         with pytest.raises(SandboxUnavailable, match="ending"):
             await host.sessions.use("acme:s", "c")
@@ -231,25 +232,25 @@ async def test_no_call_begins_once_sandboxd_ends(tmp_path: Path) -> None:
 async def test_a_workspace_of_another_kind_does_not_pass_for_the_one_that_was_kept(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
-    await first.sessions.open("acme:s", PLAN, 60)
+    await first.sessions.open("acme:s", Start(PLAN, 60))
     await next_life(first)
     second = build_host(tmp_path)  # in memory
-    assert second.sessions.adopt(PLANS.revise) == 0
+    assert second.sessions.adopt() == 0
     with pytest.raises(ToolFailure) as refused:
         await second.sessions.use("acme:s", "c")
     assert refused.value.code is ErrorCode.SESSION_NOT_FOUND
     await end_host(second)
     async with open_host(tmp_path, workspaces=workspaces) as third:
-        assert third.sessions.adopt(PLANS.revise) == 1
+        assert third.sessions.adopt() == 1
 
 
 async def test_a_kept_session_has_what_its_class_has_today(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
-    await first.sessions.open("acme:s", replace(PLAN, runtime="weak", network="egress", image="gone", pids=9999), 60)
+    await first.sessions.open("acme:s", Start(replace(PLAN, runtime="weak", network="egress", image="gone", pids=9999), 60))
     await next_life(first)
     async with open_host(tmp_path, workspaces=workspaces) as second:
-        second.sessions.adopt(PLANS.revise)
+        second.sessions.adopt()
         await second.sessions.use("acme:s", "c")
         config = second.engine.guests[0].config
         assert (config["HostConfig"]["Runtime"], config["Image"], config["HostConfig"]["PidsLimit"]) == ("runc", "default", PLAN.pids)
@@ -262,7 +263,7 @@ async def test_a_kept_session_has_what_its_class_has_today(tmp_path: Path) -> No
 )
 async def test_a_record_of_another_version_is_set_aside_and_not_guessed_at(tmp_path: Path, name: str, value: object) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        await host.sessions.open("acme:s", PLAN, 60)
+        await host.sessions.open("acme:s", Start(PLAN, 60))
         (path,) = (tmp_path / "test" / "sessions").glob("*.json")
         path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
         assert host.records.sessions() == []

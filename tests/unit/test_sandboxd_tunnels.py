@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from contract.tenancy import NetworkPolicy, SandboxTerms
 from tests.tunnel_ends import PREAMBLE, SOON_S, running_tunnels, unreachable, wait_for_cut
 from workers.sandboxd import relay as relay_module
-from workers.sandboxd.classes import EgressRules, NetworkPolicy, TenantClass
+from workers.sandboxd.classes import EgressRules, TenantClass
 from workers.sandboxd.egress_link import open_proxy
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.relay import GRANT, PIECE, WINDOW
@@ -116,6 +117,18 @@ async def test_the_end_of_a_sandbox_cuts_its_connections_off(tmp_path: Path) -> 
             await wait_for_cut(proxy.reader)
         guest.open(3)
         assert guest.proxied.empty()
+
+
+async def test_a_cut_ends_what_stands_and_the_guest_may_open_others(tmp_path: Path) -> None:
+    async with running_tunnels(tmp_path) as guest:
+        proxies = [await guest.open_through(number) for number in (1, 2)]
+        guest.tunnels.cut()
+        for number, proxy in enumerate(proxies, 1):
+            await wait_for_cut(proxy.reader)
+            assert await guest.hear_ops(number) == ["net_close"]
+            guest.tell("net_close", number)
+        await guest.open_through(3)
+        assert guest.violations == []
 
 
 # Room
@@ -262,7 +275,8 @@ async def test_a_missing_proxy_is_an_error_of_the_operating_system(tmp_path: Pat
 
 def test_a_kept_session_reaches_nothing_once_its_class_has_no_network(tmp_path: Path) -> None:
     def hosts_with(network: NetworkPolicy) -> tuple[str, ...]:
-        terms = TenantClass(tenants=("acme",), network=network, egress=EgressRules(hosts=("site.example",)))
-        return Plans(SandboxdSettings(tenant_classes={"a": terms}, egress_socket=tmp_path / "egress.sock")).rules("acme").hosts
+        granted = TenantClass(network=network, egress=EgressRules(hosts=("site.example",)))
+        plans = Plans(SandboxdSettings(tenant_classes={"a": granted}, egress_socket=tmp_path / "egress.sock"))
+        return plans.rules(SandboxTerms(tenant_class="a")).hosts
 
     assert (hosts_with("egress"), hosts_with("none")) == (("site.example",), ())

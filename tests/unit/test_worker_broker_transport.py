@@ -1,6 +1,7 @@
 """The hardened transport on a real Redis: garbage in a queue is dropped, and the message after it arrives."""
 
 import json
+import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ QUEUE = "host.h1.b00t"
 
 
 def build_message(**fields: Any) -> dict[str, Any]:
-    properties = {"delivery_tag": "t1", "delivery_info": {"exchange": "", "routing_key": QUEUE}, "body_encoding": "base64"}
+    properties = {"delivery_tag": secrets.token_hex(4), "delivery_info": {"exchange": "", "routing_key": QUEUE}, "body_encoding": "base64"}
     plain = {"body": "e30=", "content-type": "application/json", "content-encoding": "utf-8", "headers": {}, "properties": properties}
     return {**plain, **fields}
 
@@ -55,12 +56,18 @@ GARBAGE = [
     json.dumps(build_message(headers=[1])).encode(),
     json.dumps(build_message(headers={"compression": "application/x-gzip"})).encode(),
     json.dumps(build_message(properties=[])).encode(),
+    json.dumps(build_message(**{"content-type": "application/x-python-serialize"})).encode(),
 ]
 
 
 @pytest.fixture
-def app(redis_server: RedisProcess) -> Iterator[Celery]:
-    app = build_app(BrokerSettings(redis_url=SecretStr(redis_server.url)))
+def refused() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def app(redis_server: RedisProcess, refused: list[str]) -> Iterator[Celery]:
+    app = build_app(BrokerSettings(redis_url=SecretStr(redis_server.url)), refused.append)
     yield app
     app.close()
 
@@ -99,7 +106,9 @@ def test_the_apps_of_a_worker_use_it(app: Celery) -> None:
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=lambda data: repr(data[:60]))
-def test_garbage_is_dropped_and_the_next_message_arrives(app: Celery, redis_server: RedisProcess, garbage: bytes) -> None:
+def test_garbage_is_dropped_and_counted_and_the_next_message_arrives(
+    app: Celery, redis_server: RedisProcess, refused: list[str], garbage: bytes
+) -> None:
     reader = Reader(app)
     with redis_server.client() as client, capture_logs() as logs:
         client.lpush(QUEUE, garbage)
@@ -108,6 +117,7 @@ def test_garbage_is_dropped_and_the_next_message_arrives(app: Celery, redis_serv
         assert (client.llen(QUEUE), client.hlen("unacked")) == (0, 0)
     reader.close()
     assert "queue_garbage" in [line["event"] for line in logs]
+    assert refused == ["malformed"]
 
 
 @pytest.mark.parametrize("error", [KeyError("id"), TypeError("unhashable"), ValueError("x"), RuntimeError("x")], ids=repr)
@@ -136,4 +146,41 @@ def test_a_connection_that_breaks_is_not_called_a_bad_message(app: Celery, redis
         client.lpush(QUEUE, json.dumps(build_message()))
         with pytest.raises(ConnectionError):
             reader.read_one()
+    reader.close()
+
+
+def test_a_message_is_nobodys_but_its_readers(app: Celery, redis_server: RedisProcess) -> None:
+    """Kombu's own book would give it to another worker later, when it has long been started."""
+    reader = Reader(app)
+    with redis_server.client() as client:
+        client.lpush(QUEUE, json.dumps(build_message(headers={"number": 1})))
+        reader.read_one()
+        assert client.exists("unacked", "unacked_index") == 0
+    reader.close()
+
+
+def test_a_message_that_redis_gives_out_again_is_dropped_over_all_connections_of_the_worker(
+    app: Celery, redis_server: RedisProcess, refused: list[str]
+) -> None:
+    """As after a crash of Redis that has forgotten the last second: the message lies in the queue again, while its call runs."""
+    message = json.dumps(build_message(headers={"number": 1}))
+    with redis_server.client() as client, capture_logs() as logs:
+        for number in (1, 2):
+            reader = Reader(app)
+            client.lpush(QUEUE, message)
+            client.lpush(QUEUE, json.dumps(build_message(headers={"number": 10 + number})))
+            while reader.read_one() != {"number": 10 + number}:
+                assert number == 1
+            reader.close()
+    assert [line["event"] for line in logs] == ["message_repeated"]
+    assert refused == ["repeated"]
+
+
+def test_what_came_for_a_queue_that_is_read_no_more_goes_back_for_others(app: Celery, redis_server: RedisProcess) -> None:
+    reader = Reader(app)
+    reader.connection.transport._callbacks.clear()
+    with redis_server.client() as client:
+        client.lpush(QUEUE, json.dumps(build_message(headers={"number": 1})))
+        reader.connection.drain_events(timeout=10)
+        assert (client.llen(QUEUE), client.hlen("unacked")) == (1, 0)
     reader.close()

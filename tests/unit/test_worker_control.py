@@ -9,9 +9,11 @@ import redis
 from structlog.testing import capture_logs
 
 from contract.calls import ToolCall
+from contract.clock import SharedClock
 from contract.envelope import encode_call
 from contract.errors import SandboxUnavailable
 from contract.names import control_queue
+from contract.signing import SigningKeys
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryLedger
@@ -22,7 +24,7 @@ QUEUE = "host.h1.b00t"
 
 
 def order(
-    name: str = "session.cancel", *, key: bytes = KEY, deadline_s: float = 60, session: str | None = "s1", **arguments: object
+    name: str = "session.cancel", *, key: SigningKeys = KEY, deadline_s: float = 60, session: str | None = "s1", **arguments: object
 ) -> str:
     call = ToolCall(id="order-1", name=name, arguments=arguments)  # type: ignore[arg-type]
     return encode_call(call, build_context(deadline_at=time.time() + deadline_s, session=session), key)
@@ -65,7 +67,9 @@ class Desk:
         # Calls that run have been claimed by who runs them.
         self.ledger = MemoryLedger()
         self.ledger.claimed |= {("acme", name) for name in ("c9", "next", "one", "two", "after")}
-        self.listener = ControlListener(self._own, lambda: self.sandboxd, self.ledger, QUEUE, KEY)
+        self.clock = SharedClock()
+        self.refused: list[str] = []
+        self.listener = ControlListener(self._own, lambda: self.sandboxd, self.ledger, QUEUE, KEY, self.clock, self.refused.append)
 
     def send(self, *items: "str | bytes") -> None:
         for item in items:
@@ -112,7 +116,7 @@ REFUSED = {
     "no JSON": b"{",
     "too deep": b"[" * 100_000,
     "null": b"null",
-    "another key": order(call_id="c9", key=b"j" * 32),
+    "another key": order(call_id="c9", key=SigningKeys.of("j" * 32)),
     "another verb": order("bash_tool", command="ls"),
     "a verb of the queue": order("session.exec", argv=["ls"]),
     "no call named": order(),
@@ -129,6 +133,16 @@ def test_what_is_no_order_in_time_is_dropped_and_the_next_is_obeyed(desk: Desk, 
         assert desk.sandboxd.was_asked()
     assert (desk.sandboxd.cancelled, desk.sandboxd.closed) == ([("acme:s1", "next")], [])
     assert "control_refused" in [line["event"] for line in logs]
+    assert len(desk.refused) == 1
+
+
+def test_an_order_is_late_by_the_clock_of_all_hosts_and_not_by_this_ones(desk: Desk) -> None:
+    """A host whose clock is a minute slow must not take an old order for a new one."""
+    desk.clock.learn(time.time() + 60)
+    desk.send(order(call_id="c9", deadline_s=30), order(call_id="next", deadline_s=90))
+    assert desk.sandboxd.was_asked()
+    assert desk.sandboxd.cancelled == [("acme:s1", "next")]
+    assert desk.refused == ["expired"]
 
 
 def test_a_sandboxd_that_is_gone_ends_nothing(desk: Desk) -> None:
@@ -164,4 +178,4 @@ def test_cancelling_a_call_that_still_waits_keeps_it_from_ever_starting(desk: De
     desk.send(order(call_id="queued"), order(call_id="c9"))
     assert desk.sandboxd.was_asked()
     desk.end()
-    assert not desk.ledger.claim("acme", "queued", "h1")
+    assert desk.ledger.refused == {("acme", "queued")}

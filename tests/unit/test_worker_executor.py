@@ -11,12 +11,14 @@ from redis.retry import Retry
 from structlog.testing import capture_logs
 
 from contract.calls import KillReport, SandboxInfo, ToolCall, ToolContext, ToolResult
+from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
+from contract.ledger import Claim
 from contract.registry import ToolRegistry
 from tests.builders import build_call, build_context, build_exec_done, build_exec_response, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
 from workers.blobs import Blobs
-from workers.executor import Executor
+from workers.executor import CallRepeated, Executor
 from workers.ledger import Ledger
 from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome, Workbench, WorkerTool
@@ -35,9 +37,9 @@ def quiet_logs() -> Iterator[None]:
 class House:
     """An executor with fakes around it, and one tool `echo` whose handler the test gives."""
 
-    def __init__(self, handler: Any = None, *answers: Any, checks: Any = (), **spec: Any) -> None:
+    def __init__(self, handler: Any = None, *answers: Any, checks: Any = (), verdict: Claim | None = None, **spec: Any) -> None:
         self.client = FakeSandboxClient(*answers)
-        self.ledger = MemoryLedger()
+        self.ledger = MemoryLedger(verdict)
         self.blobs = MemoryBlobs()
         self.runs = 0
 
@@ -64,34 +66,72 @@ def test_a_call_that_works_gives_what_its_handler_made() -> None:
     assert (result.call_id, result.name, result.error_code) == ("call-1", "echo", None)
 
 
-def test_an_unknown_tool_is_named_exactly_and_claims_nothing() -> None:
+def test_an_unknown_tool_is_named_exactly_and_never_starts() -> None:
     house = House()
     result = house.execute(build_call("nope"))
     assert (result.error_code, result.error) == (ErrorCode.TOOL_NOT_FOUND, "Tool not found: nope")
-    assert house.ledger.claimed == set()
+    assert (house.ledger.claimed, house.ledger.refused) == (set(), {("acme", "call-1")})
 
 
-def test_a_call_past_its_deadline_is_not_run_and_may_be_sent_again() -> None:
-    house = House()
-    late = house.execute(context=build_context(sent_at=0, deadline_at=time.time() - 1))
-    assert (late.error_code, house.runs) == (ErrorCode.TIMEOUT, 0)
-    assert house.execute().success
+@pytest.mark.parametrize(
+    ("verdict", "code", "why"), [(Claim.EXPIRED, ErrorCode.TIMEOUT, "expired"), (Claim.MOVED, ErrorCode.HOST_LOST, "moved")]
+)
+def test_a_call_that_may_not_start_says_so_to_whoever_sends_it_again(verdict: Claim, code: ErrorCode, why: str) -> None:
+    house = House(verdict=verdict)
+    result = house.execute()
+    assert (result.error_code, result.metadata, house.runs) == (code, {"not_run": why}, 0)
+    assert "was not run" in str(result.error)
+    assert (house.ledger.refused, house.ledger.ended) == (set(), [])
+
+
+@pytest.mark.parametrize("verdict", [Claim.STARTED, Claim.SUPERSEDED])
+def test_a_repetition_is_neither_run_nor_answered(verdict: Claim) -> None:
+    house = House(verdict=verdict)
+    with pytest.raises(CallRepeated) as repeated:
+        house.execute()
+    assert (repeated.value.claim, house.runs, house.ledger.ended) == (verdict, 0, [])
 
 
 def test_the_same_id_is_not_run_again() -> None:
     house = House()
     assert house.execute().success
-    again = house.execute()
-    assert (again.error_code, house.runs) == (ErrorCode.OUTCOME_UNKNOWN, 1)
+    with pytest.raises(CallRepeated):
+        house.execute()
+    assert house.runs == 1
 
 
-def test_a_call_that_failed_is_not_run_again_either() -> None:
-    def fail(*_: Any) -> Outcome:
+def test_a_refusal_does_not_take_the_place_of_the_answer_of_a_call_that_runs() -> None:
+    """The attacker's aim: repeat a message after its tool was turned off, so that its sender reads that nothing ran."""
+    house = House()
+    assert house.execute().success
+    with pytest.raises(CallRepeated):
+        house.execute(build_call("nope"))
+
+
+def test_the_end_of_a_call_is_noted_with_its_code_and_its_sandbox() -> None:
+    def fail(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+        ask_guest(arguments, bench)
         raise ToolFailure(ErrorCode.NO_MATCH, "nothing")
 
-    house = House(fail)
+    house = House(fail, build_exec_response())
     house.execute()
-    assert (house.execute().error_code, house.runs) == (ErrorCode.OUTCOME_UNKNOWN, 1)
+    assert house.ledger.ended == [("call-1", ErrorCode.NO_MATCH, "c0ffee")]
+
+
+def test_a_call_that_was_sent_again_while_it_ran_is_not_answered_here() -> None:
+    house = House()
+    house.ledger.is_wanted = False
+    with pytest.raises(CallRepeated) as repeated:
+        house.execute()
+    assert (repeated.value.claim, house.runs) == (Claim.SUPERSEDED, 1)
+
+
+def test_a_bug_in_a_check_of_arguments_is_refused_like_any_other_call() -> None:
+    def crash(_: dict[str, Any]) -> str | None:
+        raise RuntimeError("a bug")
+
+    house = House(checks=[crash])
+    assert (house.execute().error_code, house.ledger.refused) == (ErrorCode.INTERNAL, {("acme", "call-1")})
 
 
 def test_one_id_of_two_tenants_is_two_calls() -> None:
@@ -104,7 +144,7 @@ def test_arguments_are_checked_again_and_invalid_ones_claim_nothing() -> None:
     house = House(checks=[lambda arguments: "text must not shout" if arguments.get("text") == "HEY" else None])
     refused = house.execute(build_call(text="HEY"))
     assert (refused.error_code, refused.error) == (ErrorCode.INVALID_ARGUMENTS, "echo: text must not shout")
-    assert (house.runs, house.ledger.claimed) == (0, set())
+    assert (house.runs, house.ledger.claimed, house.ledger.refused) == (0, set(), {("acme", "call-1")})
 
 
 def test_text_is_coerced_only_when_the_context_says_that_it_came_as_text() -> None:
@@ -196,7 +236,7 @@ def test_the_time_in_the_queue_starts_when_the_call_was_sent() -> None:
     context = build_context(sent_at=1000.0, deadline_at=2000.0)
     house = House()
     executor = Executor(house.executor._registry, house.client, house.ledger, house.blobs, FACTS, clock=lambda: 1002.5)
-    assert executor.execute(build_call(), context).clocks.queued_s == 2.5
+    assert executor.execute(build_call(), context).clocks.queued_s == pytest.approx(2.5, abs=0.5)
 
 
 def test_a_clock_that_runs_behind_the_senders_gives_no_negative_time() -> None:
@@ -251,7 +291,7 @@ def test_a_redis_that_is_gone_is_the_operators(where: str, code: ErrorCode) -> N
     # What has run may have acted: its sender must not read that it could be sent again.
     dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
     house = House(lambda *_: Outcome(blob=b"x"))
-    ledger: Any = Ledger(dead, "d") if where == "claim" else house.ledger
+    ledger: Any = Ledger(dead, "d", SharedClock()) if where == "claim" else house.ledger
     blobs: Any = house.blobs if where == "claim" else Blobs(dead, "d")
     executor = Executor(house.executor._registry, house.client, ledger, blobs, FACTS)
     blob = "toolcrew:d:acme:blob:x" if where == "take" else None

@@ -4,19 +4,25 @@ import json
 from typing import Any
 
 import pytest
+import redis
 from celery import Celery
+from celery.exceptions import Ignore
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from structlog.testing import capture_logs
 
 from contract.calls import ToolResult
 from contract.envelope import decode_result, encode_call
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
-from contract.names import task_name
+from contract.names import refusals_key, task_name
+from contract.signing import SigningKeys
 from tests.builders import KEY, build_call, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
 from workers import blobs as blobs_module
 from workers.blobs import Blobs
 from workers.executor import Executor
-from workers.ledger import Ledger
+from workers.refusals import Refusals
 from workers.tasks import register_tasks
 from workers.tools.builtin import build_registry
 
@@ -27,8 +33,9 @@ class Edge:
     def __init__(self) -> None:
         self.client = FakeSandboxClient()
         self.built = 0
+        self.refused: list[str] = []
         self._app = Celery("test", broker="memory://", set_as_current=False)
-        register_tasks(self._app, build_registry(), KEY, self._build)
+        register_tasks(self._app, build_registry(), KEY, self._build, self.refused.append)
 
     def _build(self) -> Executor:
         self.built += 1
@@ -52,6 +59,7 @@ def one_edge() -> Edge:
 @pytest.fixture
 def edge(one_edge: Edge) -> Edge:
     one_edge.client.closed.clear()
+    one_edge.refused.clear()
     return one_edge
 
 
@@ -78,7 +86,7 @@ def test_one_executor_serves_the_calls_of_a_thread(edge: Edge) -> None:
 def test_an_envelope_for_another_tool_than_its_task_is_refused(edge: Edge) -> None:
     with pytest.raises(EnvelopeRefused, match="another tool"):
         edge.run("tool.read_tool", encode_call(build_call("session.close"), build_context(), KEY))
-    assert edge.client.closed == []
+    assert (edge.client.closed, edge.refused) == ([], ["wrong_task"])
 
 
 @pytest.mark.parametrize("envelope", [None, 5, b"{}", {}, [], "", "{", "null", '{"v": 1}'], ids=repr)
@@ -86,43 +94,53 @@ def test_garbage_is_refused_and_nothing_runs(edge: Edge, envelope: Any) -> None:
     with pytest.raises(EnvelopeRefused):
         edge.run("session.close", envelope)
     assert edge.client.closed == []
+    assert edge.refused in (["malformed"], ["version"])
 
 
 def test_another_key_is_refused(edge: Edge) -> None:
     with pytest.raises(EnvelopeRefused):
-        edge.run("session.close", encode_call(build_call("session.close"), build_context(), b"j" * 32))
-    assert edge.client.closed == []
+        edge.run("session.close", encode_call(build_call("session.close"), build_context(), SigningKeys.of("j" * 32)))
+    assert (edge.client.closed, edge.refused) == ([], ["signature"])
+
+
+def test_a_repetition_stores_no_result_and_is_counted(edge: Edge) -> None:
+    envelope = encode_call(build_call("session.close", call_id="twice"), build_context(), KEY)
+    edge.run("session.close", envelope)
+    with capture_logs(), pytest.raises(Ignore):
+        edge.run("session.close", envelope)
+    assert (edge.client.closed, edge.refused) == (["acme:s1"], ["repeated"])
 
 
 def test_a_signature_of_half_a_surrogate_is_refused_like_any_other(edge: Edge) -> None:
-    envelope = json.loads(encode_call(build_call("session.close"), build_context(), KEY))
+    envelope = encode_call(build_call("session.close"), build_context(), KEY)
     with pytest.raises(EnvelopeRefused):
-        edge.run("session.close", json.dumps({**envelope, "sig": "\ud800"}))
+        edge.run("session.close", envelope + "\ud800")
 
 
-# Ledger and blobs on a real Redis
+# Counts and blobs on a real Redis
 
 
-def test_a_call_is_claimed_once_whoever_asks(redis_server: RedisProcess) -> None:
+def test_what_is_refused_is_counted_by_reason_for_all_workers(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
-        ledger = Ledger(client, "d")
-        assert [ledger.claim("acme", "c1", host) for host in ("h1", "h1", "h2")] == [True, False, False]
-        assert ledger.claim("rival", "c1", "h1") is True
-        assert Ledger(client, "other").claim("acme", "c1", "h1") is True
+        for reason in ("signature", "repeated", "signature"):
+            Refusals(client, "d").count(reason)  # type: ignore[arg-type]
+        assert client.hgetall(refusals_key("d")) == {b"signature": b"2", b"repeated": b"1"}
 
 
-def test_a_claim_does_not_stay_for_ever(redis_server: RedisProcess) -> None:
-    with redis_server.client() as client:
-        Ledger(client, "d").claim("acme", "c1", "h1")
-        [key] = client.keys("*")
-        assert 0 < client.ttl(key) <= 24 * 3600
+def test_a_count_that_redis_does_not_take_ends_nothing() -> None:
+    dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
+    with capture_logs() as logs:
+        Refusals(dead, "d").count("signature")
+    assert [line["event"] for line in logs] == ["refusal_not_counted"]
 
 
-def test_a_blob_is_taken_once(redis_server: RedisProcess) -> None:
+def test_a_blob_is_there_until_its_caller_deletes_it(redis_server: RedisProcess) -> None:
+    """A call that is lost with its worker is sent again with the same content."""
     with redis_server.client() as client:
         blobs = Blobs(client, "d")
         key = blobs.leave("acme", b"\x00\xff")
-        assert (0 < client.ttl(key) <= 600, blobs.take("acme", key)) == (True, b"\x00\xff")
+        assert (0 < client.ttl(key) <= 600, blobs.take("acme", key), blobs.take("acme", key)) == (True, b"\x00\xff", b"\x00\xff")
+        client.delete(key)
         with pytest.raises(ToolFailure) as gone:
             blobs.take("acme", key)
         assert gone.value.code is ErrorCode.OUTCOME_UNKNOWN

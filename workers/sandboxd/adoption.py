@@ -1,27 +1,23 @@
 """Sessions that an earlier sandboxd of this name kept: which of them this one can serve, and what they are told."""
 
 import time
-from collections.abc import Callable
 
 import structlog
 
-from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.records import Records, SessionRecord
 from workers.sandboxd.session import KEPT, Session
+from workers.sandboxd.traces import Traces
 from workers.sandboxd.workspaces.base import Workspaces, WorkspaceSize
 
 log = structlog.get_logger(__name__)
 
-Revise = Callable[[str, SandboxPlan], SandboxPlan]
-"""A tenant and a plan of earlier -> the plan as the tenant's class has it today."""
 
-
-def adopt(records: Records, workspaces: Workspaces, revise: Revise) -> list[Session]:
+def adopt(records: Records, workspaces: Workspaces) -> list[Session]:
     """Sessions without containers. One whose files are gone is forgotten; one whose files are of another kind waits for a sandboxd that has it."""
-    return [entry for record in records.sessions() if (entry := _adopt(record, records, workspaces, revise)) is not None]
+    return [entry for record in records.sessions() if (entry := _adopt(record, records, workspaces)) is not None]
 
 
-def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces, revise: Revise) -> Session | None:
+def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> Session | None:
     if record.kind != workspaces.kind:
         # An empty workspace of another kind must not pass for the one that was kept.
         log.error("session_of_another_kind", kept=record.kind, here=workspaces.kind, workspace=record.workspace)
@@ -31,14 +27,25 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces, revi
         log.error("workspace_missing", workspace=record.workspace)
         records.forget_session(record.id)
         return None
-    tenant = record.id.partition(":")[0]
-    plan = revise(tenant, record.plan)
-    if plan.image != record.plan.image:
-        log.warning("session_image_not_allowed_any_more", was=record.plan.image, now=plan.image)
-    entry = Session(record.id, tenant, plan, record.ttl_s, workspace, None, record.generation, record.parcel, news=record.news)
+    entry = Session(
+        record.id,
+        record.id.partition(":")[0],
+        record.plan,
+        record.ttl_s,
+        workspace,
+        None,
+        record.generation,
+        record.parcel,
+        news=record.news,
+        untold=record.untold,
+        terms=record.terms,
+        fence=record.fence,
+        traces=Traces(has_written=True),  # nobody knows what was kept of it
+        automatic_at=0.0,
+    )
     if record.parcel is not None:
         entry.used_at -= max(0.0, time.time() - record.used_at)
     else:  # nobody knows when it was last used before its sandboxd was killed: its time starts anew
         entry.lost = "sandboxd was started anew"
-        entry.news = KEPT.format(entry.lost)
+        entry.add_news(KEPT.format(entry.lost))
     return entry

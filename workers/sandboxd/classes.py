@@ -1,16 +1,18 @@
-"""Tenant classes: what sessions of which tenants may have on this host."""
+"""Tenant classes: what sessions may have on this host at most. Which class a session has say the terms of its tenant."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-NetworkPolicy = Literal["none", "egress"]
+from contract.tenancy import NetworkPolicy
+
 HostPattern = Annotated[str, Field(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 """A host name in ASCII; `*.example.org` is every name below example.org and not itself."""
 
 DEFAULT = "default"
+MAX_NAME_CHARS = 64
+"""Of a class, as terms name it."""
 MAX_ENTRIES = 1000
 """Of a list of rules: all of them go before each connection."""
 
@@ -35,7 +37,6 @@ class TenantClass(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tenants: tuple[str, ...] = ()
     runtime: str | None = Field(default=None, min_length=1)
     image: str | None = Field(default=None, min_length=1)
     images: tuple[str, ...] | None = None
@@ -61,21 +62,3 @@ class SandboxPlan:
     memory_reserve_bytes: int
     cpus: float
     pids: int
-
-
-class TenantClasses:
-    """Finds a tenant's class. Raises ValueError for a tenant that two classes name."""
-
-    def __init__(self, classes: Mapping[str, TenantClass], default: TenantClass) -> None:
-        self._default = default
-        self._by_tenant: dict[str, TenantClass] = {}
-        self.all = {DEFAULT: default, **classes}
-        for name, terms in classes.items():
-            for tenant in terms.tenants:
-                if tenant in self._by_tenant:
-                    raise ValueError(f"tenant '{tenant}' is in class '{name}' and in another: a tenant has one class")
-                self._by_tenant[tenant] = terms
-
-    def of(self, tenant: str) -> TenantClass:
-        """The tenant's class, else the default."""
-        return self._by_tenant.get(tenant, self._default)

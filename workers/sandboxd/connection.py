@@ -1,5 +1,6 @@
 """Serves one worker's connection: one request after the other, a call's frames relayed both ways."""
 
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -7,16 +8,16 @@ from typing import Any
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from workers.sandboxd.frames import Frame, FrameError
 from workers.sandboxd.link import WorkerLink
-from workers.sandboxd.requests import check_request, count_budget, parse_text
+from workers.sandboxd.requests import check_request, count_budget, parse_terms, parse_text
 from workers.sandboxd.sandbox import RunningCall, Sandbox
-from workers.sandboxd.sessions import Sessions
+from workers.sandboxd.sessions import MAX_ROWS, Sessions
 
 Answer = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
 _MESSAGE_CHARS = 4096
 
 
 class Connection:
-    """A worker's requests. `answer` gives the answer to every verb but `call`. A worker that leaves cancels its call."""
+    """A worker's requests. `answer` gives the answer to every verb but `call` and `sessions`. A worker that leaves cancels its call."""
 
     def __init__(self, link: WorkerLink, sessions: Sessions, answer: Answer) -> None:
         self._link = link
@@ -32,6 +33,8 @@ class Connection:
             try:
                 if verb == "call":
                     await self._call(frame)
+                elif verb == "sessions":
+                    self._list(frame.header)
                 else:
                     self._link.send({"ok": True, **await self._answer(frame.header)})
             except ToolFailure as failure:
@@ -39,6 +42,12 @@ class Connection:
             except OperatorError as error:
                 self._refuse(error.code, str(error))
             await self._link.drain()
+
+    def _list(self, header: Mapping[str, Any]) -> None:
+        """Rows as a body: as a header of that size they would be checked a value at a time."""
+        rows = self._sessions.describe(str(header.get("after") or ""))
+        following = rows[-1]["name"] if len(rows) == MAX_ROWS else None
+        self._link.send({"ok": True, "next": following}, json.dumps(rows, separators=(",", ":")).encode("ascii"))
 
     def _refuse(self, code: ErrorCode, message: str) -> None:
         self._link.send({"ok": False, "code": code.value, "message": message[:_MESSAGE_CHARS]})
@@ -48,10 +57,10 @@ class Connection:
         if len(frame.body) > request["body_bytes"]:
             raise FrameError("more body than was declared")
         call_id = str(frame.header.get("call", ""))
-        session, sandbox = await self._sessions.use(parse_text(frame.header, "sandbox"), call_id)
+        session, sandbox = await self._sessions.use(parse_text(frame.header, "sandbox"), call_id, parse_terms(frame.header))
         if self._link.is_gone:
             raise ConnectionError("the worker left before its call began")
-        started = time.monotonic()
+        started, done = time.monotonic(), dict[str, Any]()
         call = sandbox.begin(call_id, request, count_budget(request), self._relay)
         self._announce(sandbox, call, request, frame.body)
         self._link.watch(lambda: self._abandon(sandbox, call), lambda is_slow: self._set_pace(sandbox, is_slow))
@@ -63,6 +72,7 @@ class Connection:
             self._link.unwatch()
             sandbox.release(self._link)
             sandbox.cancel(call)
+            session.traces.note(call.op, done)
             session.used_at = time.monotonic()
         if self._link.is_gone:
             raise ConnectionError("the worker left during a call")

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import structlog
 
@@ -18,16 +18,18 @@ log = structlog.get_logger(__name__)
 
 ORPHAN_GRACE_S = 15.0
 """How long sandboxd outlives the keeper of an embedded stack: as long as that would have waited for the removal of all sandboxes."""
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+END_FOR_GOOD = signal.SIGUSR1
+"""Ends as SIGTERM does, and keeps nothing whatever the setting says: the embedded stack goes, and with it the folder of its sandboxd."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, END_FOR_GOOD)
 
 
 async def run(settings: SandboxdSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises SandboxUnavailable when this host cannot isolate, OSError when the socket is taken."""
+    """Serve until SIGTERM, SIGINT or END_FOR_GOOD. Raises SandboxUnavailable when this host cannot isolate, OSError when the socket is taken."""
     hold_lifeline(ORPHAN_GRACE_S)
     engine = Engine()
     try:
-        with cancelled_by_signals():
-            await _run(settings, engine)
+        with cancelled_by_signals() as asked:
+            await _run(settings, engine, asked)
     except asyncio.CancelledError:
         log.info("sandboxd_stopped")
     finally:
@@ -35,8 +37,8 @@ async def run(settings: SandboxdSettings) -> None:
 
 
 @contextlib.contextmanager
-def cancelled_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT cancel the task that is in here, once: what it holds is then taken down in order."""
+def cancelled_by_signals() -> Iterator[Sequence[int]]:
+    """Signals that ask for the end cancel the task that is in here, once: what it holds is then taken down in order. Gives those that came."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     asked: list[int] = []
@@ -49,22 +51,22 @@ def cancelled_by_signals() -> Iterator[None]:
     for number in _SIGNALS:
         loop.add_signal_handler(number, end, number)
     try:
-        yield
+        yield asked
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
 
 
-async def _run(settings: SandboxdSettings, engine: Engine) -> None:
+async def _run(settings: SandboxdSettings, engine: Engine, asked: Sequence[int]) -> None:
     # Before anything is swept: the sandboxes of a sandboxd that lives are no leftovers.
     refuse_second(settings.sandboxd_socket, owner=OWNER)
     async with open_house(settings, engine) as house:
         server = Server(house.sessions, house.plans, house.checkpoints, uids=settings.allowed_uids(), facts=house.describe)
-        await _serve(settings, server, house)
+        await _serve(settings, server, house, asked)
 
 
-async def _serve(settings: SandboxdSettings, server: Server, house: House) -> None:
-    """Until it is cancelled."""
+async def _serve(settings: SandboxdSettings, server: Server, house: House, asked: Sequence[int]) -> None:
+    """Until it is cancelled, by a signal that is then among those asked."""
     path = settings.sandboxd_socket
     listening = await server.listen(path, settings.sandboxd_socket_mode)
     inode = path.stat().st_ino
@@ -77,5 +79,5 @@ async def _serve(settings: SandboxdSettings, server: Server, house: House) -> No
         listening.close()
         # Before the long part of the end: a successor may listen at the same path by then.
         unlink_own(path, inode)
-        await house.close()
+        await house.close(for_good=END_FOR_GOOD in asked)
         await server.close_connections()

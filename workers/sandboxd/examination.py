@@ -70,7 +70,7 @@ def _clear_killed(state: Path) -> None:
 
 async def _find_egress_problem(settings: SandboxdSettings, plans: Plans) -> str | None:
     """None where the proxy answers, or no class uses one."""
-    if all(terms.network != "egress" for terms in plans.classes.all.values()):
+    if all(terms.network != "egress" for terms in plans.classes.values()):
         return None
     path = settings.egress_socket
     assert path is not None  # Plans refuses a class with egress otherwise

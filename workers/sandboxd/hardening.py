@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Final, cast
 
-from workers.sandboxd.classes import NetworkPolicy
+from contract.tenancy import NetworkPolicy
 from workers.sandboxd.workspaces.base import WorkspaceMount
 
 MIB: Final = 1024 * 1024

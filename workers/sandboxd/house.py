@@ -1,6 +1,7 @@
 """One sandboxd with all its parts: put together, proved on a real sandbox, and taken down in order."""
 
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from contract.errors import SandboxUnavailable
 from workers.sandboxd.attestation import ask_attestation, find_dirt
 from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.disk_watch import DiskWatch
-from workers.sandboxd.egress_link import open_proxy
+from workers.sandboxd.egress_link import ProxyStreams, open_proxy
 from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine, EngineFacts
 from workers.sandboxd.first_looks import FirstLooks, WorkspaceMissed
 from workers.sandboxd.hardening import find_drift
@@ -22,7 +23,7 @@ from workers.sandboxd.leases import Lease
 from workers.sandboxd.making import Maker
 from workers.sandboxd.parking import open_parking
 from workers.sandboxd.plans import Plans, Profile, load_plans
-from workers.sandboxd.pool import PoolLimits
+from workers.sandboxd.pool import PoolLimits, available_memory
 from workers.sandboxd.pools import Pools
 from workers.sandboxd.reaper import Reaper
 from workers.sandboxd.records import Records
@@ -64,22 +65,29 @@ class House:
 
     def describe(self) -> Mapping[str, Any]:
         """What `status` tells beside the sessions."""
+        settings = self.settings
         return {
             "boot": self.boot,
-            "name": self.settings.sandboxd_name,
+            "name": settings.sandboxd_name,
+            "classes": sorted(self.plans.classes),
+            "images": sorted(self.plans.images()),
+            "max_sandboxes": settings.max_sandboxes,
+            "max_sessions": settings.max_sessions,
+            "memory_free_bytes": available_memory(),
+            "disk_free_bytes": shutil.disk_usage(settings.state()).free,
+            "store": "local" if settings.workspace_store is None else "shared",
             "engine": self.facts.version,
-            "runtime": self.settings.sandbox_runtime,
+            "runtime": settings.sandbox_runtime,
             "workspaces": {"kind": self.choice.workspaces.kind, "hard": self.choice.workspaces.is_hard, "note": self.choice.note},
             "room": {"taken": self.maker.room.taken, "limit": self.maker.room.limit},
-            "sessions": len(self.sessions),
             "pool": self.pools.describe(),
             "engine_gate": self.maker.engine.describe(),
         }
 
-    async def close(self) -> None:
-        """Give up or remove every container."""
+    async def close(self, *, for_good: bool = False) -> None:
+        """Give up or remove every container. `for_good`: there will be no next sandboxd to keep anything for."""
         await self.pools.close()
-        if self.settings.sandboxd_keep_sessions:
+        if self.settings.sandboxd_keep_sessions and not for_good:
             await self.sessions.suspend_all(SUSPEND_S)
         else:
             await self.sessions.close_all()
@@ -112,7 +120,7 @@ async def open_house(settings: SandboxdSettings, engine: Engine) -> AsyncIterato
         await _prove_others(house, engine, profile)
         if house.choice.note is not None and settings.sandbox_workspace == "auto":
             log.warning("workspaces_weaker", kind=house.choice.workspaces.kind, why=house.choice.note)
-        log.info("sessions_adopted", sessions=house.sessions.adopt(plans.revise))
+        log.info("sessions_adopted", sessions=house.sessions.adopt())
         await house.sessions.sweep()
         yield house
 
@@ -143,9 +151,12 @@ def _build(
     limits = PoolLimits(0, settings.pool_refill_per_s, settings.pool_memory_floor_bytes, settings.sandbox_max_life_s / 2)
     pools = Pools(maker, plans.pooled(), limits)
     parking = open_parking(settings.state() / "parcels", settings.host_free_bytes)
-    sessions = Sessions(maker, pools, parking, records, limit=settings.max_sessions, equip=partial(_equip, settings, plans))
+    sessions = Sessions(
+        maker, pools, parking, records, limit=settings.max_sessions, revise=plans.revise, equip=partial(_equip, settings, plans)
+    )
     reaper = Reaper(engine, maker, records, lease, settings.deployment, settings.sandboxd_name)
     idle = IdleTimes(settings.idle_pause_s, settings.idle_evict_s)
+    checkpoints = Checkpoints(open_store(settings.workspace_store, settings.state(), settings.host_free_bytes), most=MOST_CHECKPOINTS)
     return House(
         settings=settings,
         facts=facts,
@@ -155,8 +166,8 @@ def _build(
         maker=maker,
         pools=pools,
         sessions=sessions,
-        checkpoints=Checkpoints(open_store(settings.workspace_store, settings.state(), settings.host_free_bytes), most=MOST_CHECKPOINTS),
-        keeper=Keeper(sessions, maker, reaper, idle, _build_watch(settings, choice)),
+        checkpoints=checkpoints,
+        keeper=Keeper(sessions, maker, reaper, idle, _build_watch(settings, choice), checkpoints.forget_old),
         reaper=reaper,
     )
 
@@ -168,9 +179,13 @@ def _build_watch(settings: SandboxdSettings, choice: Choice) -> DiskWatch | None
 def _equip(settings: SandboxdSettings, plans: Plans, session: Session, sandbox: Sandbox) -> None:
     if session.plan.network != "egress":
         return
-    rules = plans.rules(session.tenant).model_dump(mode="json")
-    preamble = {"v": 1, "tenant": session.tenant, "session": session.id.partition(":")[2], "rules": rules}
-    connect = partial(open_proxy, settings.egress_socket, preamble, settings.proxy_uids())
+    preamble = {"v": 1, "tenant": session.tenant, "session": session.id.partition(":")[2]}
+
+    async def connect() -> ProxyStreams:
+        # Asked each time: the tenant may have less by now.
+        rules = plans.rules(session.terms).model_dump(mode="json")
+        return await open_proxy(settings.egress_socket, {**preamble, "rules": rules}, settings.proxy_uids())
+
     sandbox.tunnels = Tunnels(sandbox.send, sandbox.drain, connect, sandbox.end_hostile)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from contract.errors import SandboxUnavailable
 from workers.sandboxd.disk_watch import DiskWatch
 from workers.sandboxd.making import Maker
 from workers.sandboxd.reaper import Reaper
@@ -21,6 +22,7 @@ IDLE_EVERY_S = 1.0
 QUOTA_EVERY_S = 2.0
 DISK_EVERY_S = 0.5
 SWEEP_EVERY_S = 30.0
+TIDY_EVERY_S = 3600.0
 _EVICTED_AT_ONCE = 4
 _OVERFULL_GROWTH = 1.1
 """How much more a workspace that was found overfull may hold before its sandbox ends again: room to delete something."""
@@ -37,8 +39,17 @@ class IdleTimes:
 class Keeper:
     """Runs until it is cancelled. A round that fails is logged, and the next one tried."""
 
-    def __init__(self, sessions: Sessions, maker: Maker, reaper: Reaper, idle: IdleTimes, disk: DiskWatch | None = None) -> None:
-        """`disk`: where workspaces lie, when that is not the containers' own memory."""
+    def __init__(
+        self,
+        sessions: Sessions,
+        maker: Maker,
+        reaper: Reaper,
+        idle: IdleTimes,
+        disk: DiskWatch | None = None,
+        tidy: Callable[[], Awaitable[int]] | None = None,
+    ) -> None:
+        """`disk`: where workspaces lie, when that is not the containers' own memory. `tidy`: the store of checkpoints; gives how many went."""
+        self._tidy_store = tidy
         self._sessions = sessions
         self._disk = disk
         self._maker = maker
@@ -52,6 +63,8 @@ class Keeper:
             tasks.create_task(_every(min(IDLE_EVERY_S, self._idle.pause_s), self.freeze_idle))
             tasks.create_task(_every(min(IDLE_EVERY_S, self._idle.evict_s), self.evict_idle))
             tasks.create_task(_every(SWEEP_EVERY_S, self._sweep))
+            if self._tidy_store is not None:
+                tasks.create_task(_every(TIDY_EVERY_S, self.tidy))
             if self._disk is not None:
                 tasks.create_task(_every(DISK_EVERY_S, self.watch_disk))
             if not self._maker.workspaces.is_hard:
@@ -118,6 +131,14 @@ class Keeper:
         for entry in self._sessions.all() if shortage is not None else []:
             if entry.sandbox is not None and entry.sandbox.lost is None and not entry.is_paused:
                 entry.sandbox.end(shortage or "")
+
+    async def tidy(self) -> None:
+        """Delete automatic checkpoints that no session has replaced for long."""
+        assert self._tidy_store is not None
+        try:
+            log.info("old_checkpoints_deleted", count=await self._tidy_store())
+        except SandboxUnavailable as error:
+            log.warning("store_not_tidied", error=str(error))
 
     async def _sweep(self) -> None:
         await settle([self._reaper.sweep()])

@@ -1,43 +1,54 @@
-"""What a session of a tenant gets on this host: the plan of its sandbox, from the settings and the tenant's class."""
+"""What a session gets on this host: the plan of its sandbox, from the settings, the class, and the terms of its tenant, which only narrow it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from workers.sandboxd.classes import DEFAULT, EgressRules, NetworkPolicy, SandboxPlan, TenantClass, TenantClasses
+from contract.tenancy import NetworkPolicy, SandboxTerms
+from workers.sandboxd.classes import DEFAULT, MAX_NAME_CHARS, EgressRules, SandboxPlan, TenantClass
 from workers.sandboxd.hardening import SandboxLimits, Variant, build_container_config
 from workers.sandboxd.workspaces.base import WorkspaceMount
 from workers.settings import SandboxdSettings
 
 
 class Plans:
-    """Raises ValueError for classes that contradict each other, or promise what this host has not been given."""
+    """Terms of a tenant and the class that they name -> plans. Each has a veto: a session gets what both allow.
+
+    Raises ValueError for classes that cannot be named, or promise what this host has not been given.
+    """
 
     def __init__(self, settings: SandboxdSettings) -> None:
-        default = next((terms for name, terms in settings.tenant_classes.items() if name == "default"), TenantClass())
-        others = {name: terms for name, terms in settings.tenant_classes.items() if name != "default"}
         self._settings = settings
-        self.classes = TenantClasses(others, default)
-        if settings.egress_socket is None and (names := [name for name, terms in self.classes.all.items() if terms.network == "egress"]):
-            raise ValueError(f"class '{names[0]}' has network egress, and there is no proxy: set TOOLCREW_EGRESS_SOCKET")
+        self.classes: Mapping[str, TenantClass] = {DEFAULT: TenantClass(), **settings.tenant_classes}
+        for name, terms in self.classes.items():
+            if not 0 < len(name) <= MAX_NAME_CHARS:
+                raise ValueError(f"class '{name[:100]}' can be named by nobody: a name has 1 to {MAX_NAME_CHARS} characters")
+            if settings.egress_socket is None and terms.network == "egress":
+                raise ValueError(f"class '{name}' has network egress, and there is no proxy: set TOOLCREW_EGRESS_SOCKET")
 
-    def choose(self, tenant: str, image: str | None = None, network: str | None = None) -> SandboxPlan:
-        """The plan of a session. Raises ToolFailure when the tenant may not have that image or network."""
-        terms = self.classes.of(tenant)
-        return self._plan(terms, self._image(terms, image), _network(terms, network))
+    def choose(self, terms: SandboxTerms, image: str | None = None, network: str | None = None) -> SandboxPlan:
+        """The plan of a new session. Raises ToolFailure: a class that this host does not know, an image or a network that is not allowed."""
+        granted = self._class(terms)
+        chosen = self._plan(granted, self._image(granted, terms, image), _network(granted, terms, network))
+        return replace(chosen, workspace_bytes=min(chosen.workspace_bytes, terms.workspace_bytes or chosen.workspace_bytes))
 
-    def revise(self, tenant: str, plan: SandboxPlan) -> SandboxPlan:
-        """A kept session's plan as its class has it today: its image where that is still allowed, the size that its workspace has."""
-        terms = self.classes.of(tenant)
-        image = plan.image if plan.image in self._images(terms) else self._image(terms, None)
-        network = plan.network if plan.network == terms.network else "none"
-        return replace(self._plan(terms, image, network), workspace_bytes=plan.workspace_bytes, workspace_inodes=plan.workspace_inodes)
+    def revise(self, terms: SandboxTerms, plan: SandboxPlan) -> SandboxPlan:
+        """A session's plan as class and terms have it now, never more than it was: its image where that is still allowed, the size that its
+        workspace has. Raises ToolFailure as `choose`."""
+        granted = self._class(terms)
+        image = plan.image if plan.image in self._allowed(granted, terms) else self._image(granted, terms, None)
+        network = "none" if plan.network == "none" else self.network(terms)
+        return replace(self._plan(granted, image, network), workspace_bytes=plan.workspace_bytes, workspace_inodes=plan.workspace_inodes)
 
     def standard(self) -> SandboxPlan:
         """The default class's plan: what the pool makes."""
-        terms = self.classes.of("")
-        return self._plan(terms, self._image(terms, None), terms.network)
+        return self.choose(SandboxTerms())
+
+    def largest_bytes(self, *, has_tmpfs_workspace: bool) -> int:
+        """The most memory that a sandbox of any class may use."""
+        plans = [self.choose(SandboxTerms(tenant_class=name)) for name in self.classes]
+        return max(limits_of(plan).memory_bytes(has_tmpfs_workspace=has_tmpfs_workspace) for plan in plans)
 
     def proofs(self) -> tuple[SandboxPlan, ...]:
         """What the start-up check makes: the standard plan, then the same under every other runtime that a class asks for."""
@@ -47,7 +58,7 @@ class Plans:
     def pooled(self) -> Mapping[SandboxPlan, int]:
         """How many sandboxes to keep ready of which plan; classes with equal plans share them. Raises ValueError for an image that is not allowed."""
         wanted = {self.standard(): self._settings.pool_target}
-        for name, terms in self.classes.all.items():
+        for name, terms in self.classes.items():
             for image, target in terms.pool.items():
                 if image not in self._images(terms):
                     raise ValueError(f"class '{name}' has a pool of image '{image}', which it may not use: add it to its images")
@@ -55,42 +66,67 @@ class Plans:
                 wanted[plan] = target if name == DEFAULT else wanted.get(plan, 0) + target
         return wanted
 
-    def rules(self, tenant: str) -> EgressRules:
-        """What the tenant's sessions may reach now: nothing without egress, whatever an earlier sandboxd let a session have that it kept."""
-        terms = self.classes.of(tenant)
-        return terms.egress if terms.network == "egress" else EgressRules()
+    def network(self, terms: SandboxTerms) -> NetworkPolicy:
+        """What of the network sessions of these terms may have now: none under a class that this host does not know (any more)."""
+        granted = self.classes.get(terms.tenant_class)
+        return "none" if granted is None or terms.network == "none" else granted.network
+
+    def rules(self, terms: SandboxTerms) -> EgressRules:
+        """What sessions of these terms may reach now: nothing without egress, whatever they could reach when they were opened."""
+        return self.classes[terms.tenant_class].egress if self.network(terms) == "egress" else EgressRules()
 
     def runtimes(self) -> frozenset[str]:
         """All that any class asks for."""
-        return frozenset(terms.runtime or self._settings.sandbox_runtime for terms in self.classes.all.values())
+        return frozenset(terms.runtime or self._settings.sandbox_runtime for terms in self.classes.values())
 
     def images(self) -> frozenset[str]:
         """All that any class may ask for."""
-        return frozenset(image for terms in self.classes.all.values() for image in self._images(terms))
+        return frozenset(image for terms in self.classes.values() for image in self._images(terms))
 
-    def _images(self, terms: TenantClass) -> frozenset[str]:
-        listed = terms.images if terms.images is not None else self._settings.sandbox_images_allowed
-        return frozenset({terms.image or self._settings.sandbox_image, *listed})
+    def _class(self, terms: SandboxTerms) -> TenantClass:
+        granted = self.classes.get(terms.tenant_class)
+        if granted is None:
+            names = ", ".join(sorted(self.classes))
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"this host has no tenant class '{terms.tenant_class}', it has: {names}; give the tenant one of these, or add the class to "
+                "TOOLCREW_TENANT_CLASSES and restart sandboxd",
+            )
+        return granted
 
-    def _image(self, terms: TenantClass, asked: str | None) -> str:
-        allowed = self._images(terms)
-        image = asked or terms.image or self._settings.sandbox_image
-        if image not in allowed:
+    def _images(self, granted: TenantClass) -> frozenset[str]:
+        listed = granted.images if granted.images is not None else self._settings.sandbox_images_allowed
+        return frozenset({granted.image or self._settings.sandbox_image, *listed})
+
+    def _allowed(self, granted: TenantClass, terms: SandboxTerms) -> frozenset[str]:
+        return self._images(granted) if terms.images is None else self._images(granted).intersection(terms.images)
+
+    def _image(self, granted: TenantClass, terms: SandboxTerms, asked: str | None) -> str:
+        """The one that was asked for; else the class's own, or the first of the tenant's that the class has."""
+        allowed = self._allowed(granted, terms)
+        if not allowed:
+            names = ", ".join(sorted(self._images(granted)))
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"none of the tenant's images is one of class '{terms.tenant_class}' on this host, which has: {names}; add one to the tenant's policy",
+            )
+        if asked is not None and asked not in allowed:
             names = ", ".join(sorted(allowed))
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"image '{image[:200]}' is not allowed on this host; allowed: {names}")
-        return image
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"image '{asked[:200]}' is not allowed on this host; allowed: {names}")
+        own = granted.image or self._settings.sandbox_image
+        return asked or next(image for image in (own, *(terms.images or ())) if image in allowed)
 
-    def _plan(self, terms: TenantClass, image: str, network: NetworkPolicy) -> SandboxPlan:
+    def _plan(self, granted: TenantClass, image: str, network: NetworkPolicy) -> SandboxPlan:
         settings = self._settings
         return SandboxPlan(
             image=image,
-            runtime=terms.runtime or settings.sandbox_runtime,
+            runtime=granted.runtime or settings.sandbox_runtime,
             network=network,
-            workspace_bytes=terms.workspace_bytes or settings.sandbox_workspace_bytes,
+            workspace_bytes=granted.workspace_bytes or settings.sandbox_workspace_bytes,
             workspace_inodes=settings.sandbox_workspace_inodes,
-            memory_reserve_bytes=terms.memory_reserve_bytes or settings.sandbox_memory_reserve_bytes,
-            cpus=terms.cpus or settings.sandbox_cpus,
-            pids=terms.pids or settings.sandbox_pids,
+            memory_reserve_bytes=granted.memory_reserve_bytes or settings.sandbox_memory_reserve_bytes,
+            cpus=granted.cpus or settings.sandbox_cpus,
+            pids=granted.pids or settings.sandbox_pids,
         )
 
 
@@ -104,14 +140,15 @@ def load_plans(settings: SandboxdSettings) -> Plans:
         raise ConfigError(f"TOOLCREW_TENANT_CLASSES: {error}") from None
 
 
-def _network(terms: TenantClass, asked: str | None) -> NetworkPolicy:
-    if asked in (None, terms.network):
-        return terms.network
+def _network(granted: TenantClass, terms: SandboxTerms, asked: str | None) -> NetworkPolicy:
+    most = "none" if terms.network == "none" else granted.network
+    if asked in (None, most):
+        return most
     if asked == "none":
         return "none"
     raise ToolFailure(
         ErrorCode.INVALID_ARGUMENTS,
-        f"network '{str(asked)[:40]}' is not allowed for this tenant: leave it out, or ask the operator for a class with it",
+        f"network '{str(asked)[:40]}' is not allowed for this tenant: leave it out, or ask the operator for a policy and a class with it",
     )
 
 

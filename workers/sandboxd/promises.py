@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from workers.sandboxd.engine import EngineFacts
 from workers.sandboxd.host_facts import HostFacts
-from workers.sandboxd.plans import Plans, limits_of
+from workers.sandboxd.plans import Plans
 from workers.sandboxd.workspaces.base import Kind
 from workers.settings import SandboxdSettings
 
@@ -204,8 +204,7 @@ def _judge_room(evidence: Evidence) -> HostPromise:
     if total is None:
         return HostPromise(name, "unknown", "the size of this host's memory cannot be read", "mount /proc")
     is_tmpfs = evidence.workspaces is None or evidence.workspaces.kind == "tmpfs"
-    tenants = ("", *(terms.tenants[0] for terms in evidence.plans.classes.all.values() if terms.tenants))
-    one = max(limits_of(evidence.plans.choose(tenant)).memory_bytes(has_tmpfs_workspace=is_tmpfs) for tenant in tenants)
+    one = evidence.plans.largest_bytes(has_tmpfs_workspace=is_tmpfs)
     most = evidence.settings.max_sandboxes
     sum_text = f"{most} sandboxes of up to {one // _MIB} MiB on {total // _MIB} MiB"
     if most * one <= total:
@@ -315,7 +314,7 @@ def _judge_place(evidence: Evidence) -> HostPromise:
 
 def _judge_egress(evidence: Evidence) -> HostPromise:
     name = "network is what the class says"
-    classes = sorted(label for label, terms in evidence.plans.classes.all.items() if terms.network == "egress")
+    classes = sorted(label for label, terms in evidence.plans.classes.items() if terms.network == "egress")
     if not classes:
         return HostPromise(name, "holds", "no class has network: none")
     if evidence.egress_problem is not None:
@@ -351,7 +350,7 @@ _ROWS: Final[tuple[Callable[[Evidence], HostPromise], ...]] = (
 
 def _classes_on_shared_kernel(evidence: Evidence) -> list[str]:
     default = evidence.settings.sandbox_runtime
-    return sorted(name for name, terms in evidence.plans.classes.all.items() if not _SECOND_KERNEL.search(terms.runtime or default))
+    return sorted(name for name, terms in evidence.plans.classes.items() if not _SECOND_KERNEL.search(terms.runtime or default))
 
 
 def _unasked(name: str) -> HostPromise:

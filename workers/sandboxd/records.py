@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -16,6 +16,7 @@ import structlog
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from contract.errors import SandboxUnavailable
+from contract.tenancy import SandboxTerms
 from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.workspaces.base import Kind
 
@@ -27,7 +28,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class SessionRecord:
     """A session whose workspace outlives its container. `parcel`: what of the container was packed when it was given up; `used_at`: epoch
-    seconds; `news`: what no answer has told yet. A field more, or less, is another version's: it is not guessed at.
+    seconds; `news`: what no answer has told yet, `untold`: a loss that no call has been told; `terms` and `fence` as of a Session. A field more, or less, is another version's: it is not guessed at.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -41,6 +42,9 @@ class SessionRecord:
     parcel: str | None
     used_at: float
     news: str | None
+    untold: str | None
+    terms: SandboxTerms
+    fence: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Records:
         return [record.name for record in _read_all(self._containers, _CONTAINER)]
 
     def keep_session(self, record: SessionRecord) -> None:
-        _write(self._session_path(record.id), asdict(record))
+        _write(self._session_path(record.id), _SESSION.dump_python(record, mode="json"))
 
     def forget_session(self, session: str) -> None:
         _unlink(self._session_path(session))

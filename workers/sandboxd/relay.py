@@ -102,6 +102,10 @@ class Relay:
         elif not (self.guest_ended and self._ended):
             self._task.cancel()
 
+    def cut(self) -> None:
+        """Both directions end here and now; the guest is told."""
+        self._task.cancel()
+
     def abort(self) -> None:
         """The sandbox is gone."""
         self._closed = True

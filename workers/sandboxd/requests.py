@@ -4,7 +4,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from contract.errors import ErrorCode, ToolFailure
+from contract.tenancy import SandboxTerms
 
 MAX_TIMEOUT_S = 600.0
 MAX_BODY_BYTES = 67_108_864
@@ -58,6 +61,19 @@ def parse_session(header: Mapping[str, Any]) -> str:
             ErrorCode.INVALID_ARGUMENTS, f"'{name[:200]}' is no name of a session: <tenant>:<session>, each of A-Z, a-z, 0-9, _ and -"
         )
     return name
+
+
+def parse_terms(header: Mapping[str, Any]) -> SandboxTerms | None:
+    """What the tenant's policy says of its sandboxes now; None: the worker says nothing of it."""
+    told = header.get("terms")
+    if told is None:
+        return None
+    try:
+        return SandboxTerms.model_validate(told)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = ".".join(str(part) for part in ("terms", *first["loc"]))
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{name[:200]}: {first['msg'][:200]}: mend the tenant's policy") from None
 
 
 def parse_number(header: Mapping[str, Any], name: str, default: float, most: float) -> float:

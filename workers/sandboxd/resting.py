@@ -74,7 +74,7 @@ class Resting:
             if entry.failed_unpacks >= _MOST_UNPACKS:
                 entry.lost = f"what was packed of it cannot be unpacked: {error}"
                 if entry.workspace.outlives_container:
-                    entry.news = KEPT.format(entry.lost)
+                    entry.add_news(KEPT.format(entry.lost))
                 else:
                     entry.untold = FILES_LOST.format(f"the sandbox of this session cannot be had again ({entry.lost})")
             raise
@@ -86,6 +86,13 @@ class Resting:
             self._records.keep_session(entry.record())
         else:
             self._records.forget_session(entry.id)
+
+    def try_keep(self, entry: Session) -> None:
+        """As `keep`; when the disk does not take it the next sandboxd finds what was recorded before."""
+        try:
+            self.keep(entry)
+        except SandboxUnavailable as error:
+            log.error("session_not_recorded", workspace=entry.workspace.name, error=str(error))
 
     def is_kept(self, entry: Session) -> bool:
         """Whether its files would be there without this process: as a workspace, or as a parcel."""
@@ -113,7 +120,8 @@ class Resting:
             if has_jobs and not is_last:
                 return False
             entry.parcel = await self._parking.pack(entry, sandbox)
-            entry.news = _JOBS_ENDED if has_jobs else entry.news
+            if has_jobs:
+                entry.add_news(_JOBS_ENDED)
             entry.sandbox = None
             await self._let_go(entry, sandbox)
         except SandboxUnavailable as error:
@@ -134,4 +142,6 @@ class Resting:
 
     async def _has_jobs(self, entry: Session, sandbox: Sandbox) -> bool:
         entry.looked_at = time.monotonic()
-        return (await ask_attestation(sandbox)).jobs > 0
+        jobs = (await ask_attestation(sandbox)).jobs
+        entry.traces.note_jobs(jobs)
+        return jobs > 0

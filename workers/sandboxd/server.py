@@ -10,15 +10,17 @@ from typing import Any
 import structlog
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.tenancy import SandboxTerms
 from workers.sandboxd.connection import Connection
 from workers.sandboxd.frames import FrameError
 from workers.sandboxd.link import WorkerLink
+from workers.sandboxd.moved import parse_moved
 from workers.sandboxd.parcels import count_most_bytes
 from workers.sandboxd.plans import Plans
-from workers.sandboxd.requests import MAX_TTL_S, parse_number, parse_session, parse_text
+from workers.sandboxd.requests import MAX_TTL_S, parse_number, parse_session, parse_terms, parse_text
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
-from workers.sandboxd.sessions import Sessions
+from workers.sandboxd.sessions import Sessions, Start
 from workers.sandboxd.store.checkpoints import Checkpoints
 from workers.unix_listening import BACKLOG, find_peer_uid, open_listener
 
@@ -28,7 +30,7 @@ OWNER = "sandboxd"
 
 
 class Server:
-    """Serves `open`, `call`, `cancel`, `checkpoint`, `delete_checkpoint`, `close`, `status`.
+    """Serves `open`, `call`, `cancel`, `checkpoint`, `delete_checkpoint`, `close`, `terms`, `status`, `sessions`.
 
     One request at a time on a connection; a closed connection cancels its call.
     """
@@ -85,7 +87,7 @@ class Server:
             link.close()
 
     async def _answer(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to every verb but `call`."""
+        """The answer to every verb but `call` and `sessions`."""
         verb = header.get("verb")
         if verb == "open":
             return await self._open(header)
@@ -94,26 +96,29 @@ class Server:
         if verb == "cancel":
             return {"cancelled": self._cancel(parse_text(header, "sandbox"), parse_text(header, "call"))}
         if verb == "checkpoint":
-            return await self._checkpoint(parse_text(header, "sandbox"))
+            return await self._checkpoint(parse_text(header, "sandbox"), is_automatic=header.get("automatic") is True)
         if verb == "delete_checkpoint":
             tenant = parse_session(header).partition(":")[0]
             return {"deleted": await self._checkpoints.forget(tenant, parse_text(header, "checkpoint"))}
+        if verb == "terms":
+            return {"sessions": self._tell_terms(header)}
         if verb == "status":
-            return {**self._facts(), "sandboxes": self._sessions.describe()}
+            return {**self._facts(), "sessions": len(self._sessions), "sandboxes": self._sessions.count_sandboxes()}
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"unknown verb {str(verb)[:40]!r}")
 
     async def _open(self, header: Mapping[str, Any]) -> dict[str, Any]:
         name, ttl_s = parse_session(header), parse_number(header, "ttl_s", 1800.0, MAX_TTL_S)
-        plan = self._plans.choose(name.partition(":")[0], _parse_optional(header, "image"), _parse_optional(header, "network"))
-        restore = _parse_optional(header, "restore")
-        started = time.monotonic()
+        terms, restore = parse_terms(header), _parse_optional(header, "restore")
+        plan = self._plans.choose(terms or SandboxTerms(), _parse_optional(header, "image"), _parse_optional(header, "network"))
         fill = None if restore is None else partial(self._restore, restore)
-        session = await self._sessions.open(name, plan, ttl_s, fill)
+        started = time.monotonic()
+        session = await self._sessions.open(name, Start(plan, ttl_s, fill, terms, parse_moved(header)))
+        rules = self._plans.rules(session.terms) if session.plan.network == "egress" else None
         return {
             "sandbox": session.identify_sandbox(session.sandbox) if session.sandbox is not None else None,
             "image": session.plan.image,
-            "network": session.plan.network,
-            "hosts": list(self._plans.rules(session.tenant).hosts) if session.plan.network == "egress" else [],
+            "network": self._plans.network(session.terms) if rules is not None else "none",
+            "hosts": list(rules.hosts) if rules is not None else [],
             "workspace": session.workspace.kind,
             "start_s": time.monotonic() - started,
         }
@@ -121,16 +126,38 @@ class Server:
     async def _restore(self, checkpoint: str, session: Session, sandbox: Sandbox) -> None:
         await self._checkpoints.load(session.tenant, checkpoint, sandbox)
 
-    async def _checkpoint(self, name: str) -> dict[str, Any]:
+    def _tell_terms(self, header: Mapping[str, Any]) -> int:
+        """For all sessions of a tenant here; gives how many there are."""
+        tenant, terms = parse_text(header, "tenant"), parse_terms(header)
+        if terms is None:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "'terms' is missing")
+        entries = [entry for entry in self._sessions.all() if entry.tenant == tenant]
+        for entry in entries:
+            self._sessions.tell_terms(entry, terms)
+        return len(entries)
+
+    async def _checkpoint(self, name: str, *, is_automatic: bool) -> dict[str, Any]:
+        """`is_automatic`: nobody asked for it, so it is no use of the session, and counts towards nobody's."""
+        known = self._sessions.find(name)
+        used_at = known.used_at if known is not None else 0.0
         session, _ = await self._sessions.use(name)
         # One at a time: files that their owner may not read are open while they are packed, and closed again by who opened them.
         async with session.checkpointing:
             _, sandbox = await self._sessions.use(name)
+            asked_at = session.used_at
             most = count_most_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
+            session.traces.has_written = False  # from here on: what ends now may have been read before it wrote
             try:
-                saved = await self._checkpoints.save(session.tenant, sandbox, max_bytes=most)
+                saved = await self._checkpoints.save(session.tenant, sandbox, max_bytes=most, is_automatic=is_automatic)
+            except BaseException:
+                session.traces.has_written = True
+                raise
             finally:
-                session.used_at = time.monotonic()
+                if not is_automatic:
+                    session.used_at = time.monotonic()
+                elif session.used_at == asked_at:
+                    session.used_at = used_at
+        session.note_kept(saved.id, is_automatic=is_automatic)
         return {"checkpoint": saved.id, "bytes": saved.bytes, "sha256": saved.sha256, "skipped": saved.skipped, "torn": saved.is_torn}
 
     def _cancel(self, name: str, call_id: str) -> bool:

@@ -5,9 +5,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from contract.tenancy import SandboxTerms
 from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.records import SessionRecord
 from workers.sandboxd.sandbox import Sandbox
+from workers.sandboxd.traces import Traces
 from workers.sandboxd.workspaces.base import Workspace
 
 KEPT = (
@@ -15,15 +17,21 @@ KEPT = (
     "background jobs, /tmp, kept outputs and the shell's folder and variables are gone"
 )
 FILES_LOST = "{} and its files are lost; the next call gets a fresh, empty one"
+RENEW_S = 86_400.0
+"""After this time an automatic checkpoint is made anew: a session in use never has one that is old enough to be swept."""
+_ROW_CHARS = 200
 
 
 @dataclass(eq=False)
 class Session:
     """A session's claim on this host.
 
+    `terms`: of its tenant, as a worker told them last; `plan`: of its sandbox, by the terms at its making. `fence`: of the place under which it was
+    opened here: a request with a later one means another session than this.
     `sandbox`: replaced when it was lost; None while the session's container is given up (evicted), or after sandboxd was started anew.
     `parcel`: what of the container was packed when it was given up, to be unpacked into the next. `lost`: why there is no sandbox, when it was
     not given up in order. `news`: what the next call's answer tells. `untold`: a loss of all files that no call has been told. `is_closing`: it is in the list until its container is gone, for nobody's use.
+    `checkpoint`: the last that was made here; `automatic_at`: when the newest that nobody asked for was made, epoch seconds, None: there is none.
     `overfull_bytes`: what its workspace held when that was last found to be too much.
     `is_moving`: its sandbox is being given up, and calls wait for the lock. `checkpointing`: held while a checkpoint is made, calls go on. `waiting`: ids of calls that wait; a cancel takes one out.
     """
@@ -47,6 +55,11 @@ class Session:
     is_closing: bool = False
     was_rebuilt: bool = False
     overfull_bytes: int = 0
+    terms: SandboxTerms = field(default_factory=SandboxTerms)
+    fence: int = 1
+    traces: Traces = field(default_factory=Traces)
+    checkpoint: str | None = None
+    automatic_at: float | None = None
     waiting: list[str] = field(default_factory=list)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     checkpointing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -77,7 +90,15 @@ class Session:
             parcel=self.parcel,
             used_at=used_at,
             news=self.news,
+            untold=self.untold,
+            terms=self.terms,
+            fence=self.fence,
         )
+
+    def add_news(self, news: str) -> None:
+        """To what no answer has told yet."""
+        if self.news is None or news not in self.news:
+            self.news = news if self.news is None else f"{self.news}; {news}"
 
     def take_news(self) -> str | None:
         """Told once."""
@@ -94,17 +115,34 @@ class Session:
         return self.identify_sandbox(sandbox) | ({"news": news} if news else {})
 
     def describe(self) -> dict[str, Any]:
-        """A row of `status`; no tenant's content."""
+        """A row for workers; no tenant's content. `jobs` and `changed` are what calls have told (traces.py)."""
         sandbox = self.sandbox
+        lost = sandbox.lost if sandbox is not None else self.lost
         return {
+            "name": self.id,
             "container": sandbox.container[:12] if sandbox is not None else None,
-            "image": self.plan.image,
+            "image": self.plan.image[:_ROW_CHARS],
             "generation": self.generation,
+            "fence": self.fence,
             "calls": len(sandbox.calls) if sandbox is not None else 0,
-            "idle_s": round(time.monotonic() - self.used_at, 3),
-            "lost": sandbox.lost if sandbox is not None else self.lost,
+            "jobs": len(self.traces.jobs),
+            "changed": self._has_changed(),
+            "checkpoint": self.checkpoint,
+            "idle_s": round(self.idle_s(), 3),
+            "ttl_s": self.ttl_s,
+            "lost": lost[:_ROW_CHARS] if lost is not None else None,
             "state": self._state(),
         }
+
+    def note_kept(self, checkpoint: str, *, is_automatic: bool) -> None:
+        """A checkpoint has been made."""
+        self.checkpoint = checkpoint
+        if is_automatic:
+            self.automatic_at = time.time()
+
+    def _has_changed(self) -> bool:
+        """Whether another automatic checkpoint is worth while, also because the last one would go by its age."""
+        return self.traces.changed or (self.automatic_at is not None and time.time() - self.automatic_at > RENEW_S)
 
     def _state(self) -> str:
         if self.sandbox is None:

@@ -1,16 +1,20 @@
 """Which session has which sandbox: opening, making ready for a call, rebuilding after a loss, giving up, closing."""
 
 import asyncio
+import heapq
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from workers.sandboxd.adoption import Revise, adopt
+from contract.tenancy import SandboxTerms
+from workers.sandboxd.adoption import adopt
 from workers.sandboxd.classes import SandboxPlan
 from workers.sandboxd.making import Maker
+from workers.sandboxd.moved import Moved
 from workers.sandboxd.parking import Parking
 from workers.sandboxd.pools import Pools
 from workers.sandboxd.records import Records
@@ -18,15 +22,30 @@ from workers.sandboxd.resting import MIN_IDLE_S, Resting
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import FILES_LOST, KEPT, Session
 from workers.sandboxd.settling import settle
+from workers.sandboxd.workspaces.base import Workspace
 
 log = structlog.get_logger(__name__)
 
-_MAX_ROWS = 300
+MAX_ROWS = 300
+"""Of sessions in one answer: as many as a frame holds, whatever is in them."""
 _STARTS_S = 5.0
 """How long the end of sandboxd waits for starts under way; those that take longer are undone."""
 _PACKED_AT_ONCE = 8
 Fill = Callable[[Session, Sandbox], Awaitable[None]]
 """Puts into a new session's sandbox what it begins with."""
+Revise = Callable[[SandboxTerms, SandboxPlan], SandboxPlan]
+"""Terms of a tenant, and a plan of earlier -> the plan as it may be now. Raises ToolFailure when there is none."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a new session begins with. `fill` None: nothing; `moved`: another host had it, and `fill` restores what was kept."""
+
+    plan: SandboxPlan
+    ttl_s: float
+    fill: Fill | None = None
+    terms: SandboxTerms | None = None
+    moved: Moved | None = None
 
 
 class Sessions:
@@ -40,10 +59,12 @@ class Sessions:
         records: Records,
         *,
         limit: int,
+        revise: Revise,
         equip: Callable[[Session, Sandbox], None] | None = None,
     ) -> None:
         """`equip`: gives a session's new sandbox what only the session knows, its way out."""
         self._maker = maker
+        self._revise = revise
         self._equip = equip or (lambda _entry, _sandbox: None)
         self._pools = pools
         self._records = records
@@ -54,11 +75,22 @@ class Sessions:
         self._starting: dict[str, asyncio.Task[Session]] = {}
         maker.room.make_room = self._give_one_up
 
-    async def open(self, session: str, plan: SandboxPlan, ttl_s: float, fill: Fill | None = None) -> Session:
-        """A session with a fresh sandbox, filled; opening an open one gives it as it is (a repeated request).
+    async def open(self, session: str, start: Start) -> Session:
+        """A session with a fresh sandbox, filled; opening an open one gives it as it is (a repeated request), but for one that has been moved
+        away from here and comes back: what is still here of it is closed first.
 
         Raises SandboxUnavailable when the host is full or the engine refuses, and what `fill` raises; then nothing is left of it.
         """
+        while True:
+            entry = await self._open_or_join(session, start)
+            if start.moved is None or entry.fence >= start.moved.fence:
+                if start.terms is not None:
+                    self.tell_terms(entry, start.terms)
+                return entry
+            log.warning("stale_session_closed", fence=entry.fence, wanted=start.moved.fence)
+            await self.close(session)
+
+    async def _open_or_join(self, session: str, start: Start) -> Session:
         known = self._sessions.get(session)
         if known is not None and known.is_closing:
             await self.close(session)
@@ -69,14 +101,15 @@ class Sessions:
         if session not in self._starting:
             self._check_room()
             # A task of its own: a worker that leaves meanwhile must not leave a container that nobody knows.
-            starting = asyncio.get_running_loop().create_task(self._open(session, plan, ttl_s, fill))
+            starting = asyncio.get_running_loop().create_task(self._open(session, start))
             self._starting[session] = starting
             starting.add_done_callback(lambda task: self._forget_start(session, task))
         return await asyncio.shield(self._starting[session])
 
-    async def use(self, session: str, call_id: str | None = None) -> tuple[Session, Sandbox]:
+    async def use(self, session: str, call_id: str | None = None, terms: SandboxTerms | None = None) -> tuple[Session, Sandbox]:
         """The session and its living sandbox, ready for what begins at once: the call of that id, or something else that no model reads.
 
+        `terms`: of the tenant as they are now; None: as they were.
         Raises ToolFailure: SESSION_NOT_FOUND, CANCELLED; and SandboxUnavailable, after a loss of files for one call: the next gets a fresh,
         empty sandbox.
         """
@@ -85,10 +118,25 @@ class Sessions:
             raise _not_found()
         self._maker.check_ending()
         entry.used_at = time.monotonic()
-        if not entry.is_ready:
+        if terms is not None:
+            self.tell_terms(entry, terms)
+        if not entry.is_ready or entry.untold is not None:
             await self._wait_ready(entry, call_id)
         assert entry.sandbox is not None
         return entry, entry.sandbox
+
+    def tell_terms(self, entry: Session, terms: SandboxTerms) -> None:
+        """The tenant's terms are these from now on: for the rules of the next connection at once, for all else of the next sandbox.
+
+        What stands of connections is cut when it might not be allowed any more.
+        """
+        if terms == entry.terms:
+            return
+        was, entry.terms = entry.terms, terms
+        connections = entry.sandbox.tunnels if entry.sandbox is not None else None
+        if connections is not None and (was.network, was.tenant_class) != (terms.network, terms.tenant_class):
+            connections.cut()
+        self.resting.try_keep(entry)
 
     def find(self, session: str) -> Session | None:
         """The session, or None."""
@@ -141,9 +189,9 @@ class Sessions:
         await settle(self._give_in(entry) for entry in left)
         await settle(self.close(entry.id) for entry in self.all() if not self.resting.is_kept(entry))
 
-    def adopt(self, revise: Revise) -> int:
+    def adopt(self) -> int:
         """Take over the sessions that an earlier sandboxd of this name kept; their containers are gone. Gives how many."""
-        self._sessions |= {entry.id: entry for entry in adopt(self._records, self._maker.workspaces, revise)}
+        self._sessions |= {entry.id: entry for entry in adopt(self._records, self._maker.workspaces)}
         return len(self._sessions)
 
     async def sweep(self) -> None:
@@ -152,9 +200,14 @@ class Sessions:
         parcels = {(record.id.partition(":")[0], record.parcel) for record in kept if record.parcel is not None}
         await settle([self._maker.workspaces.sweep({record.workspace for record in kept}), self._parking.forget_all_but(parcels)])
 
-    def describe(self) -> list[dict[str, Any]]:
-        """One row a session, for `status`; no tenant's content. At most as many as an answer has room for."""
-        return [entry.describe() for entry in self.all()[:_MAX_ROWS]]
+    def describe(self, after: str = "") -> list[dict[str, Any]]:
+        """One row a session, by name, from the one after that name on; no tenant's content. At most as many as an answer has room for."""
+        names = heapq.nsmallest(MAX_ROWS, (name for name in self._sessions if name > after))
+        return [self._sessions[name].describe() for name in names]
+
+    def count_sandboxes(self) -> int:
+        """Containers that sessions have."""
+        return sum(entry.sandbox is not None for entry in self._sessions.values())
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -165,19 +218,18 @@ class Sessions:
                 f"this host already has {self._limit} sessions: close some, add a host, or raise TOOLCREW_MAX_SESSIONS"
             )
 
-    async def _open(self, session: str, plan: SandboxPlan, ttl_s: float, fill: Fill | None) -> Session:
-        warm = await self._pools.take(plan)
-        tenant = session.partition(":")[0]
-        if warm is not None:
-            entry = Session(session, tenant, plan, ttl_s, warm.workspace, warm.sandbox)
-        else:
-            entry = await self._open_cold(session, tenant, plan, ttl_s)
-        sandbox = entry.sandbox
-        assert sandbox is not None
+    async def _open(self, session: str, start: Start) -> Session:
+        warm = await self._pools.take(start.plan)
+        workspace, sandbox = (warm.workspace, warm.sandbox) if warm is not None else await self._make_cold(start.plan)
+        entry = Session(
+            session, session.partition(":")[0], start.plan, start.ttl_s, workspace, sandbox, terms=start.terms or SandboxTerms()
+        )
+        if start.moved is not None:
+            _move_in(entry, sandbox, start.moved, is_restored=start.fill is not None)
         try:
             self._equip(entry, sandbox)
-            if fill is not None:
-                await fill(entry, sandbox)
+            if start.fill is not None:
+                await start.fill(entry, sandbox)
                 entry.used_at = time.monotonic()
             self.resting.keep(entry)
         except BaseException:
@@ -186,7 +238,7 @@ class Sessions:
         self._sessions[session] = entry
         return entry
 
-    async def _open_cold(self, session: str, tenant: str, plan: SandboxPlan, ttl_s: float) -> Session:
+    async def _make_cold(self, plan: SandboxPlan) -> tuple[Workspace, Sandbox]:
         await self._maker.room.take()
         try:
             workspace = await self._maker.make_workspace(plan)
@@ -194,11 +246,10 @@ class Sessions:
             self._maker.room.give_back()
             raise
         try:
-            sandbox = await self._maker.make(plan, workspace, 1)
+            return workspace, await self._maker.make(plan, workspace, 1)
         except BaseException:
             await asyncio.shield(self._maker.discard_workspace(workspace))
             raise
-        return Session(session, tenant, plan, ttl_s, workspace, sandbox)
 
     def _forget_start(self, session: str, task: "asyncio.Task[Session]") -> None:
         del self._starting[session]
@@ -251,6 +302,7 @@ class Sessions:
             untold = entry.untold
             if is_call:
                 entry.untold = None
+                self.resting.try_keep(entry)
             raise SandboxUnavailable(untold)
 
     async def _take_away(self, entry: Session, sandbox: Sandbox) -> None:
@@ -258,13 +310,16 @@ class Sessions:
         # Whoever was told by his own call's result has no need of it again.
         entry.lost = sandbox.lost
         is_news = entry.workspace.outlives_container and not sandbox.loss_told
-        entry.news = KEPT.format(sandbox.lost) if is_news else None
+        if is_news:
+            entry.add_news(KEPT.format(sandbox.lost))
         entry.sandbox, entry.is_paused = None, False
 
     async def _start_again(self, entry: Session) -> None:
         """A new container around the session's workspace, with what was packed of the last one."""
+        plan = self._plan_again(entry)
         await self._maker.room.take()
-        sandbox = await self._maker.make(entry.plan, entry.workspace, entry.generation + 1)
+        sandbox = await self._maker.make(plan, entry.workspace, entry.generation + 1)
+        entry.plan = plan
         try:
             self._equip(entry, sandbox)
             if entry.lost is None and entry.parcel is not None:
@@ -276,11 +331,19 @@ class Sessions:
         entry.was_rebuilt = entry.was_rebuilt or entry.lost is not None
         parcel, entry.parcel = entry.parcel, None
         entry.sandbox, entry.generation, entry.lost, entry.looked_at = sandbox, entry.generation + 1, None, 0.0
-        try:
-            self.resting.keep(entry)  # first: no record names a parcel that is gone
-        except SandboxUnavailable as error:
-            log.error("session_not_recorded", container=sandbox.container[:12], error=str(error))
+        entry.traces.end_jobs()
+        self.resting.try_keep(entry)  # first: no record names a parcel that is gone
         await self.resting.forget_parcel(entry, parcel)
+
+    def _plan_again(self, entry: Session) -> SandboxPlan:
+        """What the session's next sandbox may be. Raises SandboxUnavailable when class or terms leave none."""
+        try:
+            plan = self._revise(entry.terms, entry.plan)
+        except ToolFailure as refused:
+            raise SandboxUnavailable(f"the session's sandbox cannot be made again: {refused}") from refused
+        if plan.image != entry.plan.image:
+            log.warning("session_image_not_allowed_any_more", was=entry.plan.image, now=plan.image)
+        return plan
 
     async def _suspend(self, entry: Session, slots: asyncio.Semaphore) -> None:
         async with slots:
@@ -307,6 +370,17 @@ class Sessions:
             if await self.resting.give_up(entry):
                 return True
         return False
+
+
+def _move_in(entry: Session, sandbox: Sandbox, moved: Moved, *, is_restored: bool) -> None:
+    """A session that another host had: its first call is told what is gone."""
+    entry.fence = entry.generation = sandbox.generation = moved.fence
+    entry.was_rebuilt = True
+    if is_restored:
+        entry.automatic_at = moved.checkpoint_at.timestamp() if moved.checkpoint_at is not None else 0.0
+        entry.news = moved.news()
+    else:
+        entry.untold = moved.loss()
 
 
 def _not_found() -> ToolFailure:

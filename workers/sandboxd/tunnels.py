@@ -66,6 +66,11 @@ class Tunnels:
             relay.abort()
         self._relays.clear()
 
+    def cut(self) -> None:
+        """Cut off what stands; the guest is told, and may open others."""
+        for relay in list(self._relays.values()):
+            relay.cut()
+
     def _take(self, frame: Frame) -> None:
         event, number = frame.header.get("ev"), frame.header.get("conn")
         if not isinstance(event, str) or frame.header.keys() != _FIELDS.get(event):

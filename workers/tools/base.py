@@ -54,8 +54,19 @@ class Workbench(Protocol):
         """A piece of output for whoever watches, now; nothing when nobody does. May wait for a slow one, for a bounded time."""
         ...
 
-    def open_sandbox(self, image: str | None, ttl_s: float, *, restore: str | None = None, network: str | None = None) -> Mapping[str, Any]:
-        """`restore`: a checkpoint's id. Gives `image`, `network`, `workspace` (its kind) and `start_s`."""
+    def open_sandbox(
+        self,
+        image: str | None,
+        ttl_s: float,
+        *,
+        restore: str | None = None,
+        network: str | None = None,
+        moved: Mapping[str, Any] | None = None,
+    ) -> Mapping[str, Any]:
+        """`restore`: a checkpoint's id; `moved`: another host had the session (SandboxClient.describe_open).
+
+        Gives `image`, `network`, `workspace` (its kind) and `start_s`.
+        """
         ...
 
     def checkpoint(self) -> Mapping[str, Any]:

@@ -15,6 +15,17 @@ from workers.tools.imports import KINDS, build_import, check_import
 EXEC_CAPTURE_BYTES = 4 * 1024 * 1024
 _CHECKPOINT = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
 _PATH = {"type": "string", "minLength": 1, "maxLength": 4096}
+_MOVED = {
+    "type": "object",
+    "properties": {
+        "generation": {"type": "integer", "minimum": 1},
+        "checkpoint_at": {"type": ["string", "null"], "maxLength": 64},
+        "is_planned": {"type": "boolean"},
+    },
+    "required": ["generation"],
+    "additionalProperties": False,
+}
+"""The session was on another host (SandboxClient.describe_open)."""
 
 
 def _spec(name: str, description: str, properties: dict[str, Any], required: list[str], **flags: Any) -> ToolSpec:
@@ -24,7 +35,11 @@ def _spec(name: str, description: str, properties: dict[str, Any], required: lis
 
 def _open(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     answer = bench.open_sandbox(
-        arguments.get("image"), arguments["ttl_s"], restore=arguments.get("restore"), network=arguments.get("network")
+        arguments.get("image"),
+        arguments["ttl_s"],
+        restore=arguments.get("restore"),
+        network=arguments.get("network"),
+        moved=arguments.get("moved"),
     )
     return Outcome(metadata={**answer, **bench.host_facts()})
 
@@ -123,6 +138,7 @@ SESSION_VERBS = (
                 "ttl_s": {"type": "number", "exclusiveMinimum": 0, "maximum": 86400, "default": 1800},
                 "restore": _CHECKPOINT,
                 "network": {"enum": ["none", "egress"]},
+                "moved": _MOVED,
             },
             [],
             idempotent=True,
@@ -153,6 +169,7 @@ SESSION_VERBS = (
             },
             ["argv"],
             max_timeout_s=MAX_TIMEOUT_S,
+            command_parameter="argv",
         ),
         _exec,
     ),

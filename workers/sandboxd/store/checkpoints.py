@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import re
 import secrets
-from collections.abc import AsyncIterator, Set
+import time
+from collections.abc import AsyncIterator, Sequence, Set
 from dataclasses import dataclass
 
 from contract.errors import ErrorCode, ToolFailure
@@ -16,7 +17,10 @@ WHOLE_S = 500.0
 """For all of it, the guest's part and the store's: a little less than workers wait for an answer."""
 MOST_CHECKPOINTS = 100
 """Of one tenant in one store: what a tenant keeps is on the operator's disk."""
+AUTOMATIC_KEPT_S = 7 * 86_400.0
+"""How long an automatic checkpoint is kept that its session has not replaced."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_AUTOMATIC_ID = re.compile(r"auto-([0-9a-f]{8,12})-[A-Za-z0-9_-]{24}")
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,23 @@ class Checkpoints:
         self._most = most
         self._save_s = save_s
 
-    async def save(self, tenant: str, sandbox: Guest, *, roots: tuple[str, ...] = ROOTS, max_bytes: int = MAX_PARCEL_BYTES) -> Checkpoint:
-        """Keep the roots of a sandbox. Raises ToolFailure: NO_SPACE when the tenant keeps too many, TIMEOUT, and as `Packing.chunks`."""
-        await self._check_count(tenant)
-        name, packing = secrets.token_urlsafe(18), Packing(sandbox, roots, max_bytes)
+    async def save(
+        self,
+        tenant: str,
+        sandbox: Guest,
+        *,
+        roots: tuple[str, ...] = ROOTS,
+        max_bytes: int = MAX_PARCEL_BYTES,
+        is_automatic: bool = False,
+    ) -> Checkpoint:
+        """Keep the roots of a sandbox. `is_automatic`: nobody asked for it: it does not count, and goes by its age.
+
+        Raises ToolFailure: NO_SPACE when the tenant keeps too many, TIMEOUT, and as `Packing.chunks`.
+        """
+        if not is_automatic:
+            await self._check_count(tenant)
+        name = _automatic_id() if is_automatic else secrets.token_urlsafe(18)
+        packing = Packing(sandbox, roots, max_bytes)
         async with _in_time("kept", self._save_s), contextlib.aclosing(packing.chunks()) as chunks:
             stored = await self._store.put(f"{tenant}/{name}", chunks)
         facts = packing.facts
@@ -68,16 +85,28 @@ class Checkpoints:
         """Delete it. False when the tenant has none of that id."""
         return await self._store.delete(_name(tenant, checkpoint))
 
+    async def forget_old(self, kept_s: float = AUTOMATIC_KEPT_S) -> int:
+        """Delete the automatic ones of this store that are older; gives how many."""
+        before = time.time() - kept_s
+        return await self._forget_all(
+            [name for name in await self._store.list() if (at := _automatic_at(name)) is not None and at < before]
+        )
+
+    async def _forget_all(self, names: Sequence[str]) -> int:
+        for name in names:
+            await self._store.delete(name)
+        return len(names)
+
     async def forget_all_but(self, kept: Set[tuple[str, str]]) -> int:
         """Delete every parcel of this store whose tenant and id are not in `kept`; gives how many. For a store that one sandboxd has alone."""
         names = {f"{tenant}/{checkpoint}" for tenant, checkpoint in kept}
-        unknown = [name for name in await self._store.list() if name not in names]
-        for name in unknown:
-            await self._store.delete(name)
-        return len(unknown)
+        return await self._forget_all([name for name in await self._store.list() if name not in names])
 
     async def _check_count(self, tenant: str) -> None:
-        if self._most is not None and len(await self._store.list(f"{tenant}/")) >= self._most:
+        if self._most is None:
+            return
+        kept = [name for name in await self._store.list(f"{tenant}/") if _automatic_at(name) is None]
+        if len(kept) >= self._most:
             raise ToolFailure(
                 ErrorCode.NO_SPACE,
                 f"tenant '{tenant}' keeps {self._most} checkpoints, the most that are allowed: delete one that is not needed",
@@ -101,6 +130,17 @@ def _name(tenant: str, checkpoint: str) -> str:
     if _ID.fullmatch(checkpoint) is None:
         raise _no_such(checkpoint)
     return f"{tenant}/{checkpoint}"
+
+
+def _automatic_id() -> str:
+    """Tells its age to whoever sweeps."""
+    return f"auto-{int(time.time()):08x}-{secrets.token_urlsafe(18)}"
+
+
+def _automatic_at(name: str) -> float | None:
+    """When an automatic checkpoint was made, epoch seconds; None for any other."""
+    found = _AUTOMATIC_ID.fullmatch(name.partition("/")[2])
+    return float(int(found[1], 16)) if found is not None else None
 
 
 def _no_such(checkpoint: str) -> ToolFailure:

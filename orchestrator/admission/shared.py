@@ -1,0 +1,213 @@
+"""Admission whose state lies in Redis, so that all orchestrators of a deployment share the slots out together."""
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import redis.asyncio
+
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from orchestrator.admission.base import Slot, SlotRequest
+from orchestrator.admission.grants import GrantListener
+from orchestrator.admission.script import LEASE_S, Answer, grants_channel, renew, restore, tick
+from orchestrator.admission.steps import Clock, Steps
+
+TICK_S = 1.0
+"""How soon a queue whose slots have become more is looked at."""
+RENEWALS_A_LEASE = 4
+RENEW_AT_ONCE = 500
+SOONEST_WAKE_S = 0.01
+SETTLE_S = 2.0
+MAX_RETRY_S = 60.0
+
+
+@dataclass
+class _Ticket:
+    """One call that waits for a slot or holds it. `is_known`: Redis has it; `held_at`: of this process's clock, None while it waits."""
+
+    call: str
+    request: SlotRequest
+    granted: "asyncio.Future[None]"
+    is_known: bool = False
+    held_at: float | None = field(default=None)
+
+
+class SharedAdmission:
+    """Weighted fair shares of each queue's slots (docs/admission.md).
+
+    A call costs one round trip before it begins, and half a one that nobody waits for when it ends; what comes together goes together. `clock`: Unix
+    seconds instead of Redis's own, for programs that play time.
+    """
+
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, *, lease_s: float = LEASE_S, clock: Clock | None = None) -> None:
+        self.id = secrets.token_hex(6)
+        self._lease_s = lease_s
+        self._numbers = itertools.count(1)
+        self._tickets: dict[str, _Ticket] = {}
+        self._waiting: dict[str, _Ticket] = {}
+        self._steps = Steps(client, deployment, self.id, self._on_answer, self._on_failure, lease_s=lease_s, clock=clock)
+        self._listener = GrantListener(client, grants_channel(deployment, self.id), self._grant, self._reconcile)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._wake: asyncio.TimerHandle | None = None
+        self._away: Exception | None = None
+        self._is_closed = False
+
+    @asynccontextmanager
+    async def slot(self, request: SlotRequest) -> AsyncIterator[Slot]:
+        """As promised by Admission. `wait_s` holds for Redis's answer, too."""
+        ticket = await self._acquire(request)
+        slot = Slot()
+        try:
+            yield slot
+        finally:
+            held_s = time.monotonic() - (ticket.held_at or 0.0)
+            self._drop(ticket, held_s if slot.used_s is None else max(0.0, min(slot.used_s, held_s)))
+
+    async def aclose(self) -> None:
+        """Give everything back, and fail who still waits."""
+        self._is_closed = True
+        for ticket in list(self._tickets.values()):
+            if ticket.held_at is None and not ticket.granted.done():
+                ticket.granted.set_exception(_unavailable("the client was closed while this call waited for a slot"))
+            self._drop(ticket, 0.0 if ticket.held_at is None else time.monotonic() - ticket.held_at)
+        if self._wake is not None:
+            self._wake.cancel()
+        if self._tasks:
+            await self._steps.settle(SETTLE_S)
+        pending = set(self._tasks)
+        while pending:
+            # Again and again: a client library may swallow one cancellation.
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=0.1)
+
+    async def _acquire(self, request: SlotRequest) -> _Ticket:
+        if self._is_closed:
+            raise _unavailable("the client is closed")
+        self._open()
+        ticket = _Ticket(f"{self.id}.{next(self._numbers)}", request, asyncio.get_running_loop().create_future())
+        self._tickets[ticket.call] = self._waiting[ticket.call] = ticket
+        self._steps.ask(ticket.call, request)
+        try:
+            async with asyncio.timeout(request.wait_s):
+                await ticket.granted
+        except TimeoutError:
+            self._drop(ticket, 0.0)
+            if self._away is not None:
+                raise _unavailable(f"Redis does not answer ({self._away})") from None
+            raise _none_free(request) from None
+        except BaseException:
+            self._drop(ticket, 0.0)
+            raise
+        return ticket
+
+    def _open(self) -> None:
+        """The tasks, with the first call: there is a loop then."""
+        if not self._tasks:
+            works = {"steps": self._steps.run(), "grants": self._listener.run(), "leases": self._keep()}
+            self._tasks = [asyncio.create_task(work, name=f"admission-{name}") for name, work in works.items()]
+
+    def _drop(self, ticket: _Ticket, used_s: float) -> None:
+        if self._tickets.pop(ticket.call, None) is not None:
+            self._waiting.pop(ticket.call, None)
+            self._steps.give_back(ticket.call, used_s)
+
+    def _grant(self, calls: Sequence[str]) -> None:
+        for call in calls:
+            ticket = self._tickets.get(call)
+            if ticket is None:
+                # Given just as the waiting ended.
+                self._steps.give_back(call, 0.0)
+            elif ticket.held_at is None:
+                ticket.is_known, ticket.held_at = True, time.monotonic()
+                del self._waiting[call]
+                if not ticket.granted.done():
+                    ticket.granted.set_result(None)
+
+    def _on_answer(self, answer: Answer, requested: frozenset[str]) -> None:
+        for call in requested & self._waiting.keys():
+            self._waiting[call].is_known = True
+        self._grant(answer.granted)
+        for call, retry_after_s in answer.refused.items():
+            self._fail(call, _too_many(self._waiting[call].request, retry_after_s) if call in self._waiting else None)
+        self._repair(answer.unknown)
+        self._schedule_wake(answer.wake_s)
+        if self._away is not None:
+            self._away = None
+            self._reconcile()
+
+    def _on_failure(self, error: Exception, requested: frozenset[str]) -> None:
+        self._away = error
+        for call in requested:
+            self._fail(call, _unavailable(f"Redis does not answer ({error})"))
+
+    def _fail(self, call: str, error: Exception | None) -> None:
+        ticket = self._waiting.get(call)
+        if ticket is not None and error is not None and not ticket.granted.done():
+            ticket.granted.set_exception(error)
+
+    def _repair(self, unknown: Iterable[str]) -> None:
+        """Redis has forgotten these: its last second, or all of it."""
+        for call in unknown:
+            ticket = self._tickets.get(call)
+            if ticket is not None and ticket.held_at is not None:
+                self._steps.add(restore(call, ticket.request))
+            elif ticket is not None:
+                ticket.is_known = False
+                self._steps.ask(call, ticket.request)
+
+    def _reconcile(self) -> None:
+        """Compare with what Redis knows, which renews the leases."""
+        held = [call for call, ticket in self._tickets.items() if ticket.held_at is not None]
+        waiting = [call for call, ticket in self._waiting.items() if ticket.is_known]
+        for at in range(0, len(held), RENEW_AT_ONCE):
+            self._steps.add(renew(held[at : at + RENEW_AT_ONCE], ()))
+        for at in range(0, len(waiting), RENEW_AT_ONCE):
+            self._steps.add(renew((), waiting[at : at + RENEW_AT_ONCE]))
+
+    async def _keep(self) -> None:
+        """Renew what is held and waits; look at the queues in which something waits."""
+        renewed_at = time.monotonic()
+        renew_s = self._lease_s / RENEWALS_A_LEASE
+        while True:
+            await asyncio.sleep(min(TICK_S, renew_s))
+            if time.monotonic() - renewed_at >= renew_s:
+                renewed_at = time.monotonic()
+                self._reconcile()
+            self._look()
+
+    def _look(self) -> None:
+        if queues := {ticket.request.queue for ticket in self._waiting.values()}:
+            self._steps.add(tick(queues))
+
+    def _schedule_wake(self, wake_s: float | None) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        self._wake = None
+        if wake_s is not None and self._waiting and not self._is_closed:
+            self._wake = asyncio.get_running_loop().call_later(max(SOONEST_WAKE_S, wake_s), self._steps.add, tick(()))
+
+
+def _unavailable(what: str) -> BrokerUnavailable:
+    return BrokerUnavailable(f"{what}; the call was not sent: send it again when Redis answers")
+
+
+def _too_many(request: SlotRequest, retry_after_s: float) -> ToolFailure:
+    sentence = (
+        f"{request.tool} was not run: {request.policy.queued} calls of tenant {request.tenant} wait already, which is all that may; "
+        f"try again in {retry_after_s:.1f} s, or with fewer calls at a time"
+    )
+    return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=round(retry_after_s, 3))
+
+
+def _none_free(request: SlotRequest) -> ToolFailure:
+    retry_after_s = min(MAX_RETRY_S, max(1.0, request.wait_s))
+    sentence = (
+        f"{request.tool} was not run: none of the slots that tenant {request.tenant} may use became free within {request.wait_s:g} s; "
+        f"try again in {retry_after_s:.0f} s, or with fewer calls at a time"
+    )
+    return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=retry_after_s)

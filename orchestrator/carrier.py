@@ -1,0 +1,132 @@
+"""One attempt at a call: a slot, a signed envelope, its answer. Where it goes and what follows when it is lost is decided by others."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from contract.calls import GRACE_S, ToolCall, ToolContext, ToolResult
+from contract.clock import SharedClock
+from contract.envelope import decode_result, encode_call
+from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
+from contract.names import POOL_QUEUES, task_name
+from contract.signing import SigningKeys
+from contract.specs import ToolSpec
+from contract.tenancy import TenantPolicy
+from orchestrator.admission import Admission, Priority, SlotRequest
+from orchestrator.call_events import CallEvents
+from orchestrator.heard_calls import Handler
+from orchestrator.places import Home
+from orchestrator.transport import Delivery, DeliveryFailed, Sticky, Transport
+
+SANDBOX_GRACE_S = 20.0
+"""Beyond a call's limit and grace: sandboxd may have to remove a container, which the engine may do slowly."""
+LEAST_WAIT_S = 1.0
+"""What is left of the wait in a queue for a call that has waited long for its slot."""
+URGENT = frozenset({"session.close"})
+"""Verbs that free what others wait for."""
+
+
+@dataclass(frozen=True)
+class Errand:
+    """A call that may be made: checked, its arguments prepared, its limit known. `context.sent_at` is when it began to wait."""
+
+    call: ToolCall
+    context: ToolContext
+    spec: ToolSpec
+    policy: TenantPolicy
+    queue_wait_s: float
+    priority: Priority
+    handlers: Mapping[str, Handler]
+    aliases: list[str]
+    """By which other names its parameters were given."""
+
+    @property
+    def is_sticky(self) -> bool:
+        """Whether it goes where its session lives."""
+        return self.spec.pool not in POOL_QUEUES
+
+    @property
+    def wait_s(self) -> float:
+        """How long its sender waits, from sending on."""
+        return self.queue_wait_s + self.context.timeout_s + GRACE_S + SANDBOX_GRACE_S
+
+
+class Carrier:
+    """Sends errands. Raises NotSent, CallLost, DeliveryFailed, ToolFailure (no slot), BrokerUnavailable."""
+
+    def __init__(
+        self, transport: Transport, keys: SigningKeys, admission: Admission, clock: SharedClock, events: CallEvents | None = None
+    ) -> None:
+        self._transport = transport
+        self._keys = keys
+        self._admission = admission
+        self._clock = clock
+        self._events = events
+
+    async def carry(self, errand: Errand, home: Home | str, attempt: int = 1) -> ToolResult:
+        """The call's result from that queue, or from the home of its session."""
+        queue = home if isinstance(home, str) else home.queue
+        async with self._admission.slot(self._request(errand, queue)) as slot:
+            result = await self._sent(errand, home, queue, attempt)
+            slot.used_s = result.clocks.sandbox_s + result.clocks.run_s
+        return result
+
+    async def command(self, queue: str, call: ToolCall, context: ToolContext) -> None:
+        """Tell whoever serves a queue at once, past it. Raises BrokerUnavailable."""
+        await self._transport.command(queue, encode_call(call, context, self._keys))
+
+    def _request(self, errand: Errand, queue: str) -> SlotRequest:
+        waited_s = self._clock() - errand.context.sent_at
+        return SlotRequest(
+            tenant=errand.context.tenant,
+            policy=errand.policy,
+            queue=queue,
+            call_id=errand.call.id,
+            tool=errand.call.name,
+            priority=errand.priority,
+            wait_s=max(LEAST_WAIT_S, errand.queue_wait_s - waited_s),
+            limit_s=errand.context.timeout_s,
+            is_urgent=errand.call.name in URGENT,
+        )
+
+    async def _sent(self, errand: Errand, home: Home | str, queue: str, attempt: int) -> ToolResult:
+        context, call = errand.context, errand.call
+        start_by = max(context.deadline_at, self._clock() + LEAST_WAIT_S)
+        sticky = Sticky(context.tenant, str(context.session), home.fence) if isinstance(home, Home) else None
+        context = context.model_copy(update={"attempt": attempt, "fence": sticky.fence if sticky else None, "deadline_at": start_by})
+        delivery = Delivery(
+            task=task_name(call.name),
+            queue=queue,
+            tenant=context.tenant,
+            call_id=call.id,
+            envelope=self._encoded(call, context),
+            start_by=start_by,
+            wait_s=errand.wait_s,
+            attempt=attempt,
+            sticky=sticky,
+            limit_s=None if errand.is_sticky else context.timeout_s,
+        )
+        if self._events is None:
+            return await self._delivered(delivery)
+        async with self._events.listen(context.tenant, call.id, errand.handlers, delivery.wait_s) as heard:
+            result = await self._delivered(delivery)
+        return result if heard is None else heard.note(result)
+
+    async def _delivered(self, delivery: Delivery) -> ToolResult:
+        try:
+            result = decode_result(await self._transport.deliver(delivery))
+        except TimeoutError:
+            raise DeliveryFailed(
+                ErrorCode.OUTCOME_UNKNOWN,
+                f"no result within {delivery.wait_s:.0f} s: the worker or its host may be gone, and the call may or may not have acted",
+            ) from None
+        except EnvelopeRefused as error:
+            raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, f"the result was refused: {error}") from error
+        if result.call_id != delivery.call_id:
+            raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, "the result belongs to another call")
+        return result
+
+    def _encoded(self, call: ToolCall, context: ToolContext) -> str:
+        try:
+            return encode_call(call, context, self._keys)
+        except ValueError as error:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, str(error)) from error

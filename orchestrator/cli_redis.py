@@ -1,0 +1,54 @@
+"""`toolcrew redis`: what Redis itself must be told before a deployment uses it."""
+
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from contract.errors import ConfigError
+from orchestrator.cli_runner import Json, run_work
+from orchestrator.redis_users import ROLES, build_users, hash_password
+from orchestrator.settings import load_settings
+
+redis_app = typer.Typer(no_args_is_help=True, help="What Redis must be told.")
+
+
+@redis_app.command("users")
+def redis_users(
+    roles: Annotated[list[str] | None, typer.Option("--role", help=f"One of {', '.join(ROLES)}; repeat it. Else all of them.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="The ACL file to write, for Redis's `aclfile`.")] = Path("users.acl"),
+    passwords: Annotated[Path, typer.Option("--passwords", help="The new passwords, as an env file.")] = Path("redis-passwords.env"),
+    as_json: Json = False,
+) -> None:
+    """Write Redis users with new random passwords: an ACL file that holds only their hashes, and an env file that holds them.
+
+    The rules name the deployment of TOOLCREW_DEPLOYMENT. Neither file is overwritten.
+    """
+
+    async def work() -> None:
+        _write_users(roles or list(ROLES), out, passwords)
+
+    run_work(work(), as_json)
+    typer.echo(f"wrote {out} (for Redis: aclfile {out}) and {passwords} (keep it secret; each process gets its own user's)", err=True)
+
+
+def _write_users(roles: list[str], out: Path, passwords: Path) -> None:
+    """Raises ConfigError for an unknown role, and for a file that is there or cannot be written."""
+    made = {role: secrets.token_urlsafe(32) for role in roles}
+    lines = build_users(load_settings().deployment, {role: hash_password(password) for role, password in made.items()})
+    for path in (out, passwords):
+        if path.exists():
+            raise ConfigError(f"{path} is there already and is not overwritten: move it away, or name another file")
+    _write_new(out, lines)
+    _write_new(passwords, "".join(f"TOOLCREW_REDIS_{role.upper()}_PASSWORD={password}\n" for role, password in made.items()))
+
+
+def _write_new(path: Path, text: str) -> None:
+    """A file that nobody else may read, also while it is written."""
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}): name another file") from error

@@ -1,0 +1,223 @@
+"""The homes of sessions: found for every call, chosen for new ones, and given anew when a host is lost or drains."""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from contract.calls import ToolResult
+from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
+from contract.hosts import HostReport
+from contract.places import PlaceState, SessionPlace
+from contract.tenancy import TenantPolicy
+from orchestrator.logs import get_logger
+from orchestrator.placement import NoHost, Wanted, choose_host
+from orchestrator.places import Home, PlaceBook
+from orchestrator.transport import CallLost, NotSent
+
+log = get_logger(__name__)
+
+MAX_HOSTS = 3
+"""How many hosts are tried for one opening."""
+SETTLE_S = 30.0
+"""How long a call waits for its session's host to come back, or to be given up, and for another process that moves the session."""
+POLL_S = 0.2
+MAX_KNOWN = 100_000
+
+
+class HostSource(Protocol):
+    """Which hosts live."""
+
+    async def reports(self) -> list[HostReport]:
+        """The last report of each living worker. Raises BrokerUnavailable."""
+        ...
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A session.open on its way. `arguments` of the verb."""
+
+    tenant: str
+    session: str
+    arguments: Mapping[str, Any]
+
+
+SendOpen = Callable[[Opening, Home], Awaitable[ToolResult]]
+"""Sends the verb to a home once; gives its result whatever it is. Raises NotSent, CallLost, DeliveryFailed."""
+
+
+class SessionHomes:
+    """Where sessions live. What is known is kept, and asked again when a fence has moved on."""
+
+    def __init__(self, places: PlaceBook, hosts: HostSource, send_open: SendOpen) -> None:
+        self._places = places
+        self._hosts = hosts
+        self._send_open = send_open
+        self._known: dict[tuple[str, str], Home] = {}
+        self._placed: Counter[str] = Counter()
+        self._placed_of = 0.0
+
+    async def open(self, tenant: str, session: str, policy: TenantPolicy, arguments: Mapping[str, Any]) -> ToolResult:
+        """Open a new session on a host with room for it. Raises ToolFailure(QUOTA_EXCEEDED), SandboxUnavailable."""
+        excluded: set[str] = set()
+        queue = await self._choose(policy, arguments, excluded)
+        start = json.dumps({name: value for name, value in arguments.items() if name != "restore"})
+        home = await self._places.open(
+            tenant, session, queue, start=start, ttl_s=float(arguments.get("ttl_s", 1800.0)), limit=policy.sandboxes
+        )
+        try:
+            result = await self._opened(Opening(tenant, session, arguments), home, policy, excluded)
+        except BaseException:
+            await asyncio.shield(self._forget_quietly(tenant, session))
+            raise
+        if not result.success:
+            await self._forget_quietly(tenant, session)
+        return result
+
+    async def find(self, tenant: str, session: str, policy: TenantPolicy) -> Home:
+        """The session's home; it gets a new one when it has none. Raises ToolFailure(SESSION_NOT_FOUND), SandboxUnavailable."""
+        return self._known.get((tenant, session)) or await self._settled(tenant, session, policy, None)
+
+    async def refresh(self, tenant: str, session: str, seen: Home, policy: TenantPolicy, *, is_lost: bool) -> Home:
+        """The home after a call could not be sent to `seen`. `is_lost`: its host is silent; when it has been given up the session is opened
+        elsewhere."""
+        self._known.pop((tenant, session), None)
+        return await self._settled(tenant, session, policy, seen if is_lost else None)
+
+    async def _settled(self, tenant: str, session: str, policy: TenantPolicy, silent: Home | None) -> Home:
+        """The home, once the session has one and its host is not `silent` any more."""
+        until = time.monotonic() + SETTLE_S
+        while True:
+            place = await self._places.find(tenant, session)
+            if place is None:
+                raise ToolFailure(
+                    ErrorCode.SESSION_NOT_FOUND, "there is no such session: it was closed, or its time to live ran out; open a new one"
+                )
+            is_late = time.monotonic() > until
+            try:
+                home = await self._tried(tenant, session, place, policy, silent)
+            except NoHost:
+                # A host that was restarted takes its sessions back; else it stays so.
+                if is_late:
+                    raise
+                home = None
+            if home is not None:
+                return home
+            if is_late:
+                raise SandboxUnavailable(f"the session is still being moved after {SETTLE_S:g} s; try again, and see `toolcrew hosts`")
+            await asyncio.sleep(POLL_S)
+
+    async def _tried(self, tenant: str, session: str, place: SessionPlace, policy: TenantPolicy, silent: Home | None) -> Home | None:
+        """The home as far as it is to be had now."""
+        if place.state is PlaceState.MOVING:
+            return await self._moved(tenant, session, place, policy)
+        is_silent = silent is not None and place.fence == silent.fence
+        fate = await self._places.fate(place.queue) if is_silent else "alive"
+        if fate == "given_up":
+            return await self._moved(tenant, session, place, policy)
+        return self._noted(tenant, session, place) if fate == "alive" else None
+
+    def known(self, tenant: str, session: str) -> Home | None:
+        """As of the last call."""
+        return self._known.get((tenant, session))
+
+    async def forget(self, tenant: str, session: str) -> None:
+        """The session is closed. Raises BrokerUnavailable."""
+        self._known.pop((tenant, session), None)
+        await self._places.close(tenant, session)
+
+    async def any_queue(self, policy: TenantPolicy) -> str:
+        """Of some host, for what any may do. Raises SandboxUnavailable."""
+        return choose_host(await self._hosts.reports(), Wanted(policy.sandbox.tenant_class)).queue
+
+    async def _forget_quietly(self, tenant: str, session: str) -> None:
+        # Expires by itself when Redis is away.
+        with contextlib.suppress(BrokerUnavailable):
+            await self.forget(tenant, session)
+
+    def _noted(self, tenant: str, session: str, place: SessionPlace) -> Home:
+        home = Home(place.queue, place.fence)
+        while len(self._known) >= MAX_KNOWN:
+            self._known.pop(next(iter(self._known)))
+        self._known[tenant, session] = home
+        return home
+
+    async def _choose(self, policy: TenantPolicy, arguments: Mapping[str, Any], excluded: set[str]) -> str:
+        reports = await self._hosts.reports()
+        newest = max((report.reported_at for report in reports), default=0.0)
+        if newest > self._placed_of:
+            # Reports tell of what was placed before them, themselves.
+            self._placed.clear()
+            self._placed_of = newest
+        wanted = Wanted(policy.sandbox.tenant_class, arguments.get("image"))
+        queue = choose_host(reports, wanted, placed=self._placed, excluded=excluded).queue
+        self._placed[queue] += 1
+        return queue
+
+    async def _opened(self, opening: Opening, home: Home, policy: TenantPolicy, excluded: set[str]) -> ToolResult:
+        """Send the verb; to other hosts when that one is lost before it answers. When it did not work, the next who calls may try again."""
+        tenant, session = opening.tenant, opening.session
+        try:
+            while True:
+                try:
+                    result = await self._send_open(opening, home)
+                except (NotSent, CallLost) as lost:
+                    home = await self._elsewhere(opening, home, policy, excluded, str(lost))
+                    continue
+                if result.success:
+                    await self._places.settle(tenant, session, home.fence, PlaceState.OPEN)
+                    self._known[tenant, session] = home
+                else:
+                    await self._release(tenant, session, home.fence)
+                return result
+        except BaseException:
+            await asyncio.shield(self._release(tenant, session, home.fence))
+            raise
+
+    async def _elsewhere(self, opening: Opening, home: Home, policy: TenantPolicy, excluded: set[str], reason: str) -> Home:
+        """Claim another host for an opening whose host was lost."""
+        excluded.add(home.queue)
+        log.warning("session_host_lost", session=opening.session, queue=home.queue, reason=reason)
+        if len(excluded) > MAX_HOSTS:
+            raise SandboxUnavailable(f"{MAX_HOSTS} hosts in a row were lost while they opened the session; see `toolcrew hosts`")
+        queue = await self._choose(policy, opening.arguments, excluded)
+        await self._release(opening.tenant, opening.session, home.fence)
+        claimed = await self._places.begin_move(opening.tenant, opening.session, home.fence, queue)
+        if claimed is None:
+            raise SandboxUnavailable("the session was closed, or opened by somebody else, while it was opened here")
+        return claimed
+
+    async def _moved(self, tenant: str, session: str, place: SessionPlace, policy: TenantPolicy) -> Home | None:
+        """Open the session on another host; None when its place changed meanwhile, or another process is at it: look again."""
+        arguments = dict(json.loads(place.start))
+        excluded = {place.queue} if place.state is PlaceState.OPEN else set[str]()
+        home = await self._places.begin_move(tenant, session, place.fence, await self._choose(policy, arguments, excluded))
+        if home is None:
+            return None
+        arguments |= {"moved": _told(place, home)} | ({"restore": place.checkpoint} if place.checkpoint else {})
+        log.warning("session_moves", session=session, lost=place.queue, queue=home.queue, checkpoint=place.checkpoint or None)
+        result = await self._opened(Opening(tenant, session, arguments), home, policy, excluded)
+        if not result.success:
+            raise SandboxUnavailable(f"the session's host is lost, and it could not be opened on another: {result.error}")
+        return self._known[tenant, session]
+
+    async def _release(self, tenant: str, session: str, fence: int) -> None:
+        with contextlib.suppress(BrokerUnavailable):
+            await self._places.settle(tenant, session, fence, PlaceState.MOVING)
+
+
+def _told(place: SessionPlace, home: Home) -> dict[str, Any]:
+    """What the session's next sandbox is to tell of its move."""
+    at = datetime.fromtimestamp(place.checkpoint_at, UTC).isoformat(timespec="seconds") if place.checkpoint else None
+    return {"generation": home.fence, "checkpoint_at": at, "is_planned": not place.queue}
+
+
+def new_session_name() -> str:
+    """Random, so that it tells nothing to who does not have it."""
+    return secrets.token_urlsafe(18)

@@ -1,0 +1,81 @@
+"""On which host a new session is opened: by free slots and memory, two looked at for each."""
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from contract.errors import SandboxUnavailable
+from contract.hosts import RELEASE, HostReport
+
+
+class NoHost(SandboxUnavailable):
+    """No host can take the session now."""
+
+
+LOW_MEMORY_BYTES = 512 * 1024 * 1024
+"""Hosts with less are taken only when there is no other."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a session needs of its host. `image` None: whatever the class begins with."""
+
+    tenant_class: str = "default"
+    image: str | None = None
+
+
+def choose_host(
+    reports: Sequence[HostReport],
+    wanted: Wanted,
+    *,
+    placed: Mapping[str, int] | None = None,
+    excluded: Collection[str] = (),
+    chance: random.Random | None = None,
+) -> HostReport:
+    """The less loaded of two hosts picked by chance, by their slots. Deciding so on reports that are seconds old does not send everybody to one host.
+
+    `placed`: queue -> sessions sent there since its report; `excluded`: queues that have just failed. Raises NoHost that says what is missing.
+    """
+    placed, chance = placed or {}, chance or random.Random()
+    hosts = [report for report in reports if report.kind == "sandbox"]
+    able = [host for host in hosts if _is_able(host, wanted) and host.queue not in excluded]
+    room = [host for host in able if host.sessions + placed.get(host.queue, 0) < host.max_sessions]
+    if not room:
+        raise NoHost(_explain(hosts, able, wanted))
+    roomy = [host for host in room if host.memory_free_bytes >= LOW_MEMORY_BYTES] or room
+    pair = {host.queue: host for host in chance.choices(roomy, weights=[host.slots for host in roomy], k=2)}
+    # Few hosts: all are looked at, or chance would pick the fuller one every now and then for nothing.
+    looked_at = roomy if len(roomy) <= 3 else list(pair.values())
+    return min(looked_at, key=lambda host: (_load(host, placed.get(host.queue, 0)), host.queue))
+
+
+def _is_able(host: HostReport, wanted: Wanted) -> bool:
+    return (
+        host.release == RELEASE
+        and host.healthy
+        and not host.draining
+        and wanted.tenant_class in host.classes
+        and (wanted.image is None or wanted.image in host.images)
+    )
+
+
+def _load(host: HostReport, placed: int) -> float:
+    """How far a host is used up: by sessions a slot, by sessions of its most, and by calls that run now."""
+    sessions = host.sessions + placed
+    return max(sessions / max(1, host.max_sessions), (sessions + host.busy) / (host.slots * 8))
+
+
+def _explain(hosts: Sequence[HostReport], able: Sequence[HostReport], wanted: Wanted) -> str:
+    if not hosts:
+        return "no sandbox host reports: start one with `toolcrew worker start` beside a sandboxd, or everything with `toolcrew up`"
+    if able:
+        return f"all {len(able)} hosts that could take the session are full: try again when sessions were closed, or add a host"
+    if all(host.release != RELEASE for host in hosts):
+        return f"every host runs another release than this program ({RELEASE}): run the same on all"
+    if wanted.image is not None and not any(wanted.image in host.images for host in hosts):
+        known = ", ".join(sorted({image for host in hosts for image in host.images}))
+        return f"no host has the image '{wanted.image[:200]}' allowed; they allow: {known}"
+    if not any(wanted.tenant_class in host.classes for host in hosts):
+        known = ", ".join(sorted({name for host in hosts for name in host.classes}))
+        return f"no host knows the tenant class '{wanted.tenant_class}'; they know: {known}"
+    return f"none of the {len(hosts)} hosts takes sessions now (draining, silent, or just lost): see `toolcrew hosts`"

@@ -1,0 +1,161 @@
+"""Where sessions live, as Redis knows it: each change of a place is one atomic step, decided by its fence."""
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import redis.asyncio
+from pydantic import ValidationError
+from redis.exceptions import RedisError
+
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.names import host_key, place_key, tenant_sessions_key, tombstone_key
+from contract.places import PLACE_MARGIN_S, PlaceState, SessionPlace, parse_place
+
+HostFate = Literal["alive", "silent", "given_up"]
+MOVE_S = 600
+"""How long one process may take to open a session elsewhere before another may try."""
+
+# KEYS: place, the tenant's sessions. ARGV: session, queue, start, ttl_s, margin_s, how many sessions the tenant may have.
+_OPEN = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return 'exists' end
+local limit = tonumber(ARGV[6])
+if redis.call('SCARD', KEYS[2]) >= limit then
+  for _, name in ipairs(redis.call('SMEMBERS', KEYS[2])) do
+    local place = string.sub(KEYS[2], 1, -10) .. ':session:' .. name .. ':place'
+    if redis.call('EXISTS', place) == 0 then redis.call('SREM', KEYS[2], name) end
+  end
+  if redis.call('SCARD', KEYS[2]) >= limit then return 'full' end
+end
+local life = math.ceil(tonumber(ARGV[4])) + tonumber(ARGV[5])
+redis.call('HSET', KEYS[1], 'state', 'open', 'queue', ARGV[2], 'fence', 1, 'start', ARGV[3], 'ttl_s', ARGV[4],
+  'opened_at', redis.call('TIME')[1])
+redis.call('EXPIRE', KEYS[1], life)
+redis.call('SADD', KEYS[2], ARGV[1])
+if redis.call('TTL', KEYS[2]) < life then redis.call('EXPIRE', KEYS[2], life) end
+return 'open'
+"""
+
+# KEYS: place. ARGV: the fence as known, new queue, seconds to move in. Gives the new fence; 0 when somebody else was first.
+_MOVE = """
+local place = redis.call('HMGET', KEYS[1], 'fence', 'state', 'moving_until')
+if place[1] ~= ARGV[1] then return 0 end
+local now = tonumber(redis.call('TIME')[1])
+if place[2] == 'moving' and tonumber(place[3] or '0') > now then return 0 end
+redis.call('HSET', KEYS[1], 'state', 'moving', 'queue', ARGV[2], 'moving_until', now + tonumber(ARGV[3]))
+return redis.call('HINCRBY', KEYS[1], 'fence', 1)
+"""
+
+# KEYS: place. ARGV: fence, state. 1 when the place was still of that fence.
+_SETTLE = """
+if redis.call('HGET', KEYS[1], 'fence') ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'state', ARGV[2], 'moving_until', 0)
+return 1
+"""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a session's calls go, as far as the fence says that it has not moved."""
+
+    queue: str
+    fence: int
+
+
+class PlaceBook(Protocol):
+    """Where it is known where sessions live. Every method raises BrokerUnavailable when that cannot be asked."""
+
+    async def open(self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int) -> Home:
+        """A place for a new session. Raises ToolFailure(QUOTA_EXCEEDED) when the tenant has `limit` sessions, ValueError when there is one of that name."""
+        ...
+
+    async def find(self, tenant: str, session: str) -> SessionPlace | None:
+        """The place of a session; None for one that is closed, has expired, or is another tenant's."""
+        ...
+
+    async def begin_move(self, tenant: str, session: str, seen_fence: int, queue: str) -> Home | None:
+        """Claim the move of a session to `queue`; None when its place has changed, or another is moving it."""
+        ...
+
+    async def settle(self, tenant: str, session: str, fence: int, state: PlaceState) -> bool:
+        """End a move: the session is open there, or (`moving`) anybody may try again. False when it was taken over meanwhile."""
+        ...
+
+    async def fate(self, queue: str) -> HostFate:
+        """What became of a host's incarnation. A silent one may come back: after an outage of Redis every host is silent for a moment."""
+        ...
+
+    async def close(self, tenant: str, session: str) -> None:
+        """Forget a session."""
+        ...
+
+
+class Places:
+    """The places of sessions in Redis. Every method raises BrokerUnavailable when Redis does not answer."""
+
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
+        self._client = client
+        self._deployment = deployment
+        self._open = client.register_script(_OPEN)
+        self._move = client.register_script(_MOVE)
+        self._settle = client.register_script(_SETTLE)
+
+    async def open(self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int) -> Home:
+        keys = [place_key(self._deployment, tenant, session), tenant_sessions_key(self._deployment, tenant)]
+        told = _text(await _asked(self._open(keys=keys, args=[session, queue, start, ttl_s, PLACE_MARGIN_S, limit])))
+        if told == "full":
+            raise ToolFailure(
+                ErrorCode.QUOTA_EXCEEDED,
+                f"tenant {tenant} has {limit} sessions open, which is all it may have: close one, or have the operator raise it "
+                "(toolcrew tenants set --sandboxes)",
+            )
+        if told == "exists":
+            raise ValueError(f"there is a session {session} already")
+        return Home(queue, 1)
+
+    async def find(self, tenant: str, session: str) -> SessionPlace | None:
+        fields: Any = await _asked(self._client.hgetall(place_key(self._deployment, tenant, session)))
+        try:
+            return parse_place(fields)
+        except ValidationError as error:
+            raise BrokerUnavailable(f"the place of session {session} in Redis is none of ours: run the same release everywhere") from error
+
+    async def begin_move(self, tenant: str, session: str, seen_fence: int, queue: str) -> Home | None:
+        key = place_key(self._deployment, tenant, session)
+        fence = int(await _asked(self._move(keys=[key], args=[seen_fence, queue, MOVE_S])))
+        return Home(queue, fence) if fence else None
+
+    async def settle(self, tenant: str, session: str, fence: int, state: PlaceState) -> bool:
+        key = place_key(self._deployment, tenant, session)
+        return bool(await _asked(self._settle(keys=[key], args=[fence, state.value])))
+
+    async def fate(self, queue: str) -> HostFate:
+        keys = host_key(self._deployment, queue), tombstone_key(self._deployment, queue)
+        report, tombstone = await _asked(self._client.mget(keys))
+        if tombstone is not None:
+            return "given_up"
+        return "alive" if report is not None else "silent"
+
+    async def close(self, tenant: str, session: str) -> None:
+        try:
+            async with self._client.pipeline(transaction=True) as pipe:
+                pipe.delete(place_key(self._deployment, tenant, session))
+                pipe.srem(tenant_sessions_key(self._deployment, tenant), session)
+                await pipe.execute()
+        except (RedisError, OSError) as error:
+            raise _unavailable(error) from error
+
+
+async def _asked(asked: Awaitable[Any]) -> Any:
+    try:
+        return await asked
+    except (RedisError, OSError) as error:
+        raise _unavailable(error) from error
+
+
+def _unavailable(error: Exception) -> BrokerUnavailable:
+    return BrokerUnavailable(f"Redis does not say where sessions live ({error}): see that it is up")
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

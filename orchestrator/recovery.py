@@ -1,0 +1,109 @@
+"""Has a call made, whoever dies meanwhile: sent to where its session lives by now, sent again when that is safe, and else an honest error."""
+
+from typing import NoReturn, Protocol
+
+from contract.calls import ToolResult
+from contract.errors import ErrorCode
+from contract.ledger import MAX_ATTEMPTS, CallState
+from contract.names import POOL_QUEUES
+from orchestrator.carrier import Carrier, Errand
+from orchestrator.homes import SessionHomes
+from orchestrator.logs import get_logger
+from orchestrator.places import Home
+from orchestrator.transport import CallLost, DeliveryFailed, NotSent
+
+log = get_logger(__name__)
+
+MAX_RESENDS = 10
+"""How often a call that was never taken, because its session had moved, is sent to where it lives by then."""
+
+
+class CallBook(Protocol):
+    """What becomes of lost calls (orchestrator/call_ledger.py)."""
+
+    async def renew(self, tenant: str, call_id: str, attempt: int) -> bool: ...
+
+    async def give_up(self, tenant: str, call_id: str, attempt: int, state: CallState) -> CallState | None: ...
+
+
+class Recovery:
+    """Carries errands of a pool of hosts. Raises as the Carrier, but neither NotSent nor CallLost."""
+
+    def __init__(self, carrier: Carrier, homes: SessionHomes, ledger: CallBook) -> None:
+        self._carrier = carrier
+        self._homes = homes
+        self._ledger = ledger
+
+    async def carry(self, errand: Errand) -> ToolResult:
+        """The one result of the call. Only an idempotent tool's call that may have acted is sent again, MAX_ATTEMPTS times in all."""
+        attempt, resends = 1, 0
+        home = await self._find(errand)
+        while True:
+            target = home or POOL_QUEUES[errand.spec.pool]
+            try:
+                result = await self._carrier.carry(errand, target, attempt)
+            except NotSent as refused:
+                if refused.reason == "duplicate" or home is None:
+                    raise _repeated() from None
+                resends = _count(resends, home)
+                home = await self._refresh(errand, home, is_lost=refused.reason == "host_lost")
+                continue
+            except CallLost as lost:
+                attempt = await self._sent_again(errand, attempt, lost)
+                home = await self._refresh(errand, home, is_lost=True) if home is not None else None
+                continue
+            if home is None or result.metadata.get("not_run") != "moved":
+                return result
+            # Nothing has run: its host found that the session is elsewhere.
+            resends = _count(resends, home)
+            if not await self._ledger.renew(errand.context.tenant, errand.call.id, attempt):
+                return result
+            attempt += 1
+            home = await self._refresh(errand, home, is_lost=False)
+
+    async def _find(self, errand: Errand) -> Home | None:
+        if not errand.is_sticky:
+            return None
+        return await self._homes.find(errand.context.tenant, str(errand.context.session), errand.policy)
+
+    async def _refresh(self, errand: Errand, home: Home, *, is_lost: bool) -> Home:
+        return await self._homes.refresh(errand.context.tenant, str(errand.context.session), home, errand.policy, is_lost=is_lost)
+
+    async def _sent_again(self, errand: Errand, attempt: int, lost: CallLost) -> int:
+        """The next attempt's number. Raises DeliveryFailed when the call may not be sent again."""
+        tenant, call = errand.context.tenant, errand.call
+        log.warning("call_lost", call=call.id, tool=call.name, attempt=attempt, has_started=lost.has_started, told=lost.told)
+        if not errand.spec.idempotent or attempt >= MAX_ATTEMPTS:
+            await self._give_up(errand, attempt, lost)
+        if not await self._ledger.renew(tenant, call.id, attempt):
+            raise DeliveryFailed(
+                ErrorCode.OUTCOME_UNKNOWN, f"{lost.told}; the call was cancelled, or sent again by another program, meanwhile"
+            )
+        return attempt + 1
+
+    async def _give_up(self, errand: Errand, attempt: int, lost: CallLost) -> NoReturn:
+        state = CallState.UNKNOWN if lost.has_started else CallState.LOST
+        await self._ledger.give_up(errand.context.tenant, errand.call.id, attempt, state)
+        tried = f" (attempt {attempt} of {MAX_ATTEMPTS})" if attempt > 1 else ""
+        if lost.has_started:
+            raise DeliveryFailed(
+                ErrorCode.OUTCOME_UNKNOWN, f"{lost.told}{tried}: the call may or may not have acted; look before you repeat it"
+            )
+        raise DeliveryFailed(
+            ErrorCode.HOST_LOST,
+            f"{lost.told}{tried}: the call was not run; the session's next call opens it on another host, with the files of its last checkpoint",
+        )
+
+
+def _count(resends: int, home: Home) -> int:
+    if resends >= MAX_RESENDS:
+        raise DeliveryFailed(
+            ErrorCode.HOST_LOST, f"the call was not run: its session moved {resends} times while it was sent, last from {home.queue}"
+        )
+    return resends + 1
+
+
+def _repeated() -> DeliveryFailed:
+    return DeliveryFailed(
+        ErrorCode.OUTCOME_UNKNOWN, "a call of this id has been sent before, and was not run again: give every call an id of its own"
+    )

@@ -1,0 +1,78 @@
+"""The message that Celery and kombu put into a Redis list for a task: protocol 2, as text."""
+
+import base64
+import json
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from functools import cache
+
+from contract.calls import POOL_GRACE_S
+from orchestrator.transport import Delivery
+
+_EMBED: Mapping[str, None] = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
+
+
+def build_message(delivery: Delivery, task_id: str) -> str:
+    """One item of the queue's list.
+
+    It does not expire: a worker would judge that by its own clock. When a call must no longer start stands in its envelope.
+    What people see of it in Flower and in logs is the call's id, never its arguments.
+    """
+    shown = {"argsrepr": "()", "kwargsrepr": f"call {delivery.call_id}"}
+    body = json.dumps(((), {"envelope": delivery.envelope}, _EMBED))
+    headers: dict[str, object] = {
+        "lang": "py",
+        "task": delivery.task,
+        "id": task_id,
+        "shadow": None,
+        "eta": None,
+        "expires": None,
+        "group": None,
+        "group_index": None,
+        "retries": 0,
+        "timelimit": _limits(delivery),
+        "root_id": task_id,
+        "parent_id": None,
+        **shown,
+        "origin": _origin(),
+        "ignore_result": None,
+        "replaced_task_nesting": 0,
+        "stamped_headers": None,
+        "stamps": {},
+    }
+    properties: dict[str, object] = {
+        "correlation_id": task_id,
+        "reply_to": _origin(),
+        **shown,
+        "delivery_mode": 2,
+        # By name, through the default exchange: one LPUSH, never dropped for want of a binding.
+        "delivery_info": {"exchange": "", "routing_key": delivery.queue},
+        "priority": 0,
+        "body_encoding": "base64",
+        # Of each message its own: a worker keeps by it what it has taken.
+        "delivery_tag": str(uuid.uuid4()),
+    }
+    return json.dumps(
+        {
+            "body": base64.b64encode(body.encode()).decode(),
+            "content-encoding": "utf-8",
+            "content-type": "application/json",
+            "headers": headers,
+            "properties": properties,
+        }
+    )
+
+
+def _limits(delivery: Delivery) -> tuple[float | None, float | None]:
+    """Celery's hard and soft limit of a call that no sandbox limits; else those that its task has in the worker."""
+    if delivery.limit_s is None:
+        return None, None
+    return delivery.limit_s + POOL_GRACE_S, delivery.limit_s
+
+
+@cache
+def _origin() -> str:
+    """Who sends, for people."""
+    return f"toolcrew{os.getpid()}@{socket.gethostname()}"

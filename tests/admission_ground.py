@@ -1,0 +1,88 @@
+"""Steps of admission by hand, at instants that a test gives, and the state that they leave in Redis."""
+
+import itertools
+import json
+from typing import Any
+
+import redis
+
+from contract.names import admission_prefix, slots_key
+from contract.tenancy import TenantPolicy
+from orchestrator.admission import SlotRequest
+from orchestrator.admission.script import Answer, Operation, enqueue, grants_channel, load_script, parse_answer, release, script_arguments
+
+DEPLOYMENT = "d"
+QUEUE = "host.a.1"
+
+
+def build_request(
+    tenant: str = "acme", *, queue: str = QUEUE, tool: str = "bash_tool", policy: TenantPolicy | None = None, **fields: Any
+) -> SlotRequest:
+    terms: dict[str, Any] = {"call_id": "c", "priority": "interactive", "wait_s": 30.0, "limit_s": 30.0, **fields}
+    return SlotRequest(tenant=tenant, policy=policy or TenantPolicy(), queue=queue, tool=tool, **terms)
+
+
+def set_slots(client: "redis.Redis", slots: int | None, queue: str = QUEUE) -> None:
+    """What the heartbeats of the queue's workers would write."""
+    if slots is None:
+        client.delete(slots_key(DEPLOYMENT, queue))
+    else:
+        client.set(slots_key(DEPLOYMENT, queue), slots)
+
+
+class Ground:
+    """One or more orchestrators, by name, that say what the test says."""
+
+    def __init__(self, client: "redis.Redis", *, now: float = 1000.0) -> None:
+        self.client = client
+        self.now = now
+        self.held: list[str] = []
+        """In the order in which they were granted."""
+        self._script = client.register_script(load_script())
+        self._numbers = itertools.count(1)
+
+    def step(self, *operations: Operation, by: str = "o1", lease_s: float = 20.0) -> Answer:
+        arguments = script_arguments(DEPLOYMENT, by, operations, lease_s=lease_s, now=self.now)
+        answer = parse_answer(self._script(args=arguments))
+        self.held += answer.granted
+        return answer
+
+    def ask(self, tenant: str = "acme", *, by: str = "o1", **fields: Any) -> str:
+        """The call that now waits, or holds a slot."""
+        call = f"{by}.{next(self._numbers)}"
+        self.step(enqueue(call, build_request(tenant, **fields)), by=by)
+        return call
+
+    def end(self, call: str, used_s: float = 0.01) -> Answer:
+        """It gives its slot back, or its waiting up."""
+        if call in self.held:
+            self.held.remove(call)
+        return self.step(release(call, used_s))
+
+    def learn(self, tenant: str, used_s: float, *, tool: str = "bash_tool", queue: str = "elsewhere") -> None:
+        """Let the tenant's calls of that tool be known to take so long."""
+        call = self.ask(tenant, tool=tool, queue=queue)
+        self.now += used_s
+        self.end(call, used_s)
+
+    def kept(self, what: str) -> dict[str, Any]:
+        """Call to record of those that are `held` or `waiting`, as Redis knows them."""
+        stored: Any = self.client.hgetall(admission_prefix(DEPLOYMENT) + what)
+        return {call.decode(): json.loads(text) for call, text in stored.items()}
+
+    def hear(self, orchestrator: str) -> "redis.client.PubSub":
+        """What that orchestrator is told from now on."""
+        listener = self.client.pubsub()
+        listener.subscribe(grants_channel(DEPLOYMENT, orchestrator))
+        listener.get_message(timeout=5)
+        return listener
+
+    def numbers(self) -> dict[str, dict[str, float]]:
+        """The hashes of numbers, by what follows the prefix."""
+        prefix = admission_prefix(DEPLOYMENT)
+        found = {}
+        for kind in ("queue", "tenant", "pair"):
+            for key in self.client.scan_iter(f"{prefix}{kind}:*"):
+                stored: Any = self.client.hgetall(key)
+                found[key.decode().removeprefix(prefix)] = {name.decode(): float(value) for name, value in stored.items()}
+        return found

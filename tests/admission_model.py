@@ -1,0 +1,234 @@
+"""The policy of admission once more, in plain lists and sums: slow, and short enough to be believed. Leases and orchestrators are left out."""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from contract.tenancy import TenantPolicy
+from orchestrator.admission import SlotRequest
+
+
+def shortened(value: float) -> float:
+    """As a number survives JSON in Redis."""
+    return float(f"{value:.14g}")
+
+
+@dataclass
+class Call:
+    id: str
+    request: SlotRequest
+    number: int
+    was_long: bool
+    """When it was asked for: what came as long is overtaken by short ones, and the other way round."""
+    granted_at: float = -1.0
+    is_long: bool = False
+    charge: float = 0.0
+
+
+@dataclass
+class Queue:
+    name: str
+    slots: int | None
+    clock: float = 0.0
+    number: int = 0
+    waiting: list[Call] = field(default_factory=list)
+    held: list[Call] = field(default_factory=list)
+    used: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    run: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    ready: dict[str, tuple[bool, bool]] = field(default_factory=dict)
+    """Who may be next, with a short call and with a long one, when it was looked at last: estimates change behind its back."""
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Slots, calls that may be held, long ones of one tenant."""
+        if self.slots is None:
+            return 4, 4, 3
+        return self.slots, max(self.slots + 1, self.slots * 3 // 2), max(1, self.slots * 9 // 10)
+
+    def long(self, tenant: str | None = None) -> int:
+        return sum(call.is_long and tenant in (None, call.request.tenant) for call in self.held)
+
+
+@dataclass
+class Tenant:
+    policy: TenantPolicy
+    tokens: float = -1.0
+    tokens_at: float = 0.0
+    blocked: list[str] = field(default_factory=list)
+
+
+class Model:
+    """`granted`: ids in the order of their grants."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.queues: dict[str, Queue] = {}
+        self.tenants: dict[str, Tenant] = {}
+        self.estimates: dict[tuple[str, str], float] = {}
+        self.wake: dict[str, float] = {}
+        self.granted: list[str] = []
+        self._opened: set[str] = set()
+
+    def begin(self, now: float) -> None:
+        """Of a step."""
+        self.now = now
+        self._opened = set()
+        for name in sorted((name for name, at in self.wake.items() if at <= now), key=lambda name: (self.wake[name], name)):
+            del self.wake[name]
+            self._unblock(name)
+
+    def ask(self, id: str, request: SlotRequest) -> bool:
+        """Whether it may wait."""
+        queue = self._open(request.queue)
+        tenant = self.tenants.setdefault(request.tenant, Tenant(request.policy))
+        tenant.policy = request.policy
+        if sum(call.request.tenant == request.tenant for one in self.queues.values() for call in one.waiting) >= request.policy.queued:
+            return False
+        queue.number += 1
+        queue.waiting.append(Call(id, request, queue.number, self._is_long(request)))
+        self._rank(queue, request.tenant)
+        self._unblock(request.tenant)
+        self._grant(queue)
+        return True
+
+    def end(self, id: str, used_s: float) -> None:
+        for name in list(self.queues):
+            for call in self.queues[name].waiting:
+                if call.id == id:
+                    return self._give_up(name, call)
+            for call in self.queues[name].held:
+                if call.id == id:
+                    return self._give_back(name, call, used_s)
+        return None
+
+    def look(self, name: str, slots: int) -> None:
+        """The queue's slots are these now."""
+        self.queues.setdefault(name, Queue(name, None)).slots = slots
+        self._grant(self._open(name))
+
+    def _give_up(self, name: str, call: Call) -> None:
+        queue, tenant = self._open(name), call.request.tenant
+        queue.waiting.remove(call)
+        if not self._waiting(queue, tenant) and name in self.tenants[tenant].blocked:
+            self.tenants[tenant].blocked.remove(name)
+        self._rank(queue, tenant)
+        self._grant(queue)
+
+    def _give_back(self, name: str, call: Call, used_s: float) -> None:
+        self.queues[name].held.remove(call)
+        queue, tenant = self._open(name), call.request.tenant
+        took = min(used_s, self.now - call.granted_at)
+        queue.used[tenant] += took / self.tenants[tenant].policy.weight
+        if used_s > 0:
+            self._learn(call, took, is_over=True)
+        self._rank(queue, tenant)
+        self._unblock(tenant)
+        self._grant(queue)
+
+    def _open(self, name: str) -> Queue:
+        queue = self.queues.setdefault(name, Queue(name, None))
+        if name not in self._opened:
+            self._opened.add(name)
+            for call in queue.held:
+                if not call.is_long and call.granted_at <= self.now - 1:
+                    call.is_long = True
+                    self._learn(call, self.now - call.granted_at, is_over=False)
+            for tenant in {call.request.tenant for call in queue.waiting}:
+                self._rank(queue, tenant)
+        return queue
+
+    def _estimate(self, request: SlotRequest) -> float:
+        return min(self.estimates.get((request.tenant, request.tool), request.limit_s), request.limit_s)
+
+    def _is_long(self, request: SlotRequest) -> bool:
+        return self._estimate(request) >= 1
+
+    def _learn(self, call: Call, used_s: float, *, is_over: bool) -> None:
+        name = call.request.tenant, call.request.tool
+        before = self.estimates.get(name, 0.0)
+        self.estimates[name] = float(f"{max(used_s, before * 0.8 + used_s * (1 - 0.8) if is_over else before):.9g}")
+
+    def _waiting(self, queue: Queue, tenant: str) -> list[Call]:
+        return [call for call in queue.waiting if call.request.tenant == tenant]
+
+    def _fitting(self, queue: Queue, tenant: str, *, has_long: bool) -> list[Call]:
+        """The first of each kind that may go, as far as the tenant's long calls decide; `has_long`: the queue's long calls leave room."""
+        firsts: dict[tuple[str, bool], Call] = {}
+        for call in self._waiting(queue, tenant):
+            firsts.setdefault((call.request.priority, call.was_long), call)
+        may_be_long = has_long and queue.long(tenant) < queue.sizes()[2]
+        return [call for call in firsts.values() if may_be_long or not self._is_long(call.request)]
+
+    def _rank(self, queue: Queue, tenant: str) -> None:
+        """Who was not ready and is now has saved nothing up."""
+        fitting = [] if queue.name in self.tenants[tenant].blocked else self._fitting(queue, tenant, has_long=True)
+        if fitting and tenant not in queue.ready:
+            queue.used[tenant] = max(queue.used[tenant], queue.clock)
+        kinds = {self._is_long(call.request) for call in fitting}
+        queue.ready.pop(tenant, None)
+        if kinds:
+            queue.ready[tenant] = (False in kinds, True in kinds)
+
+    def _limit(self, name: str) -> float | None:
+        tenant, policy = self.tenants[name], self.tenants[name].policy
+        if sum(call.request.tenant == name for queue in self.queues.values() for call in queue.held) >= policy.in_flight:
+            return math.inf
+        if policy.rate_per_s is None:
+            return None
+        if tenant.tokens_at == 0:
+            tenant.tokens, tenant.tokens_at = policy.burst, self.now
+        tenant.tokens = min(policy.burst, tenant.tokens + (self.now - tenant.tokens_at) * policy.rate_per_s)
+        tenant.tokens_at = self.now
+        return None if tenant.tokens >= 0.999999 else self.now + (1 - tenant.tokens) / policy.rate_per_s
+
+    def _unblock(self, name: str) -> None:
+        tenant = self.tenants[name]
+        while tenant.blocked:
+            at = self._limit(name)
+            if at is not None:
+                self._note_wake(name, at)
+                return
+            queue = self._open(tenant.blocked.pop(0))
+            self._rank(queue, name)
+            self._grant(queue)
+
+    def _note_wake(self, name: str, at: float) -> None:
+        if at < math.inf:
+            self.wake[name] = at
+
+    def _score(self, queue: Queue, tenant: str) -> float:
+        return queue.used[tenant] + sum(call.charge for call in queue.held if call.request.tenant == tenant)
+
+    def _grant(self, queue: Queue) -> None:
+        while len(queue.held) < queue.sizes()[1]:
+            has_long = queue.long() < queue.sizes()[0]
+            able = [tenant for tenant, (short, long) in queue.ready.items() if short or (long and has_long)]
+            if not able:
+                return
+            name = min(able, key=lambda tenant: (self._score(queue, tenant), not queue.ready[tenant][0], tenant))
+            at = self._limit(name)
+            if at is not None:
+                self.tenants[name].blocked.append(queue.name)
+                self._note_wake(name, at)
+                self._rank(queue, name)
+                continue
+            self._rank(queue, name)
+            if fitting := self._fitting(queue, name, has_long=has_long):
+                self._hold(queue, name, fitting)
+            else:
+                queue.ready.pop(name, None)
+                self._rank(queue, name)
+
+    def _hold(self, queue: Queue, name: str, fitting: list[Call]) -> None:
+        is_turn_of_batch = queue.run[name] >= 7
+        call = min(fitting, key=lambda one: ((one.request.priority == "batch") != is_turn_of_batch, one.number))
+        has_batch = any(one.request.priority == "batch" for one in self._waiting(queue, name))
+        queue.run[name] = queue.run[name] + 1 if call.request.priority != "batch" and has_batch else 0
+        queue.waiting.remove(call)
+        if self.tenants[name].policy.rate_per_s is not None:
+            self.tenants[name].tokens -= 1
+        queue.clock = max(queue.clock, queue.used[name])
+        call.granted_at, call.is_long = self.now, self._is_long(call.request)
+        call.charge = shortened(self._estimate(call.request) / self.tenants[name].policy.weight)
+        queue.held.append(call)
+        self.granted.append(call.id)
+        self._rank(queue, name)

@@ -1,0 +1,127 @@
+"""What is done to a ground: a process is killed outright, or stopped for some seconds and let go on."""
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tests.chaos.load import Load
+from tests.host_ground import Ground
+from tests.stack import is_alive, wait_until
+
+Deed = Literal["kill", "pause"]
+Finder = Callable[[Ground, Load, random.Random], tuple[str, int]]
+"""Picks the process: its role, for people, and its number."""
+SOON_S = 30.0
+
+
+@dataclass(frozen=True)
+class Blow:
+    """A deed to a target."""
+
+    deed: Deed
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.deed} {self.target}"
+
+
+@dataclass(frozen=True)
+class Struck:
+    """What was done to whom."""
+
+    role: str
+    pid: int
+    paused_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.role} ({self.pid})" + (f" for {self.paused_s:.1f} s" if self.paused_s else "")
+
+
+def _of_host(part: str) -> Finder:
+    def find(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]:
+        role = f"{chance.choice(ground.hosts)}.{part}"
+        return role, ground.process(role).pid
+
+    return find
+
+
+def _worker(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]:
+    role = chance.choice([role for role in ground.roles if role.endswith(".worker") or role == "tools"])
+    return role, ground.process(role).pid
+
+
+def _worker_child(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]:
+    """Of a prefork pool. Which of the workers have one is seen from their children."""
+    children: list[tuple[str, int]] = []
+
+    def found() -> bool:
+        workers = [role for role in ground.roles if role.endswith(".worker") or role == "tools"]
+        children[:] = [(f"a child of {role}", child) for role in workers for child in ground.pool_children(role)]
+        return bool(children)
+
+    wait_until(found, SOON_S, "a worker has a pool of processes")
+    return chance.choice(children)
+
+
+def _redis(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]:
+    return "redis", ground.process("redis").pid
+
+
+def _orchestrator(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]:
+    driver = chance.choice(load.living())
+    return f"orchestrator {driver.name}", driver.pid
+
+
+def _guest(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]:
+    """PID 1 of a sandbox, by its number on the host."""
+    guests: list[tuple[str, int]] = []
+
+    def found() -> bool:
+        for container in ground.footprint.containers():
+            with contextlib.suppress(Exception):  # it may go meanwhile
+                pid = int(ground.api.inspect_container(container)["State"]["Pid"])
+                if pid and is_alive(pid):
+                    guests.append((f"guest {container[:12]}", pid))
+        return bool(guests)
+
+    wait_until(found, SOON_S, "there is a sandbox")
+    return chance.choice(guests)
+
+
+TARGETS: Mapping[str, Finder] = {
+    "orchestrator": _orchestrator,
+    "worker": _worker,
+    "worker-child": _worker_child,
+    "sandboxd": _of_host("sandboxd"),
+    "guest": _guest,
+    "redis": _redis,
+    "engine": _of_host("engine"),
+}
+BLOWS = [Blow(deed, target) for target in TARGETS for deed in ("kill", "pause")]  # type: ignore[arg-type]
+
+
+def strike(blow: Blow, ground: Ground, load: Load, chance: random.Random, pause_s: tuple[float, float]) -> Struck:
+    """Returns when the deed is done; after a pause, when the process goes on."""
+    role, pid = TARGETS[blow.target](ground, load, chance)
+    if blow.deed == "kill":
+        if blow.target == "orchestrator":
+            load.forget(pid)
+        _send(pid, signal.SIGKILL)
+        return Struck(role, pid)
+    seconds = chance.uniform(*pause_s)
+    _send(pid, signal.SIGSTOP)
+    try:
+        time.sleep(seconds)
+    finally:
+        _send(pid, signal.SIGCONT)
+    return Struck(role, pid, seconds)
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,137 @@
+"""An orchestrator under load, as a process of its own: sessions and calls with ids that it tells beforehand, every result told once.
+
+`python -m tests.chaos.driver NAME OUT SESSIONS SEED [--tools]` runs until SIGTERM, then ends its calls, closes its sessions and exits. It appends
+lines of JSON to OUT, each in one write, so that what it saw can be counted when it was killed.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from contract.calls import ToolResult
+from contract.errors import ErrorCode, OperatorError, ToolFailure
+from orchestrator.client import ToolClient
+from orchestrator.sessions import Session
+
+KNOWN = "known words\n"
+LIMIT_S = 10.0
+LANES = 2
+"""Calls at a time in a session."""
+TTL_S = 20.0
+"""Sessions of a killed orchestrator are gone after this."""
+
+
+class Driver:
+    """`tell` is all that it leaves."""
+
+    def __init__(self, name: str, out: Path, client: ToolClient, chance: random.Random, *, has_tools: bool) -> None:
+        self._name = name
+        self._fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._client = client
+        self._chance = chance
+        self._has_tools = has_tools
+        self._calls = 0
+        self.stopping = asyncio.Event()
+
+    def tell(self, event: str, **facts: Any) -> None:
+        os.write(self._fd, json.dumps({"at": time.time(), "driver": self._name, "event": event, **facts}).encode() + b"\n")
+
+    async def work(self) -> None:
+        """One session after another, each until it is said to be lost."""
+        while not self.stopping.is_set():
+            session = await self._open()
+            if session is not None:
+                async with asyncio.TaskGroup() as lanes:
+                    lost = asyncio.Event()
+                    for _ in range(LANES):
+                        lanes.create_task(self._lane(session, lost))
+                await self._close(session)
+
+    async def _open(self) -> Session | None:
+        try:
+            session = await self._client.open_session(ttl_s=TTL_S)
+        except (OperatorError, ToolFailure) as error:
+            self.tell("not_opened", code=error.code, error=str(error))
+            await asyncio.sleep(0.5)
+            return None
+        self.tell("opened", session=session.id)
+        try:
+            await session.write_file("known.txt", KNOWN.encode())
+        except (OperatorError, ToolFailure) as error:
+            self.tell("not_written", session=session.id, code=error.code, error=str(error))
+        return session
+
+    async def _close(self, session: Session) -> None:
+        try:
+            await session.close()
+        except (OperatorError, ToolFailure) as error:
+            self.tell("not_closed", session=session.id, code=error.code, error=str(error))
+        else:
+            self.tell("closed", session=session.id)
+
+    async def _lane(self, session: Session, lost: asyncio.Event) -> None:
+        while not (self.stopping.is_set() or lost.is_set()):
+            result = await self._call(session)
+            if result.error_code == ErrorCode.SESSION_NOT_FOUND:
+                lost.set()
+            if not result.success:
+                await asyncio.sleep(0.2)
+
+    async def _call(self, session: Session) -> ToolResult:
+        self._calls += 1
+        call = f"{self._name}-{self._calls}"
+        seconds = round(self._chance.choice((0.0, 0.1, 0.3, 1.5)), 1)
+        kinds = ["read_tool", "read_tool", "bash_tool", "bash_tool"] + ["tally_tool"] * self._has_tools
+        tool = self._chance.choice(kinds)
+        arguments: dict[str, Any] = {
+            "read_tool": {"file_path": "known.txt"},
+            "bash_tool": {"command": f"echo {call} >> /tally/{call}; sleep {seconds}; echo acted {call}"},
+            "tally_tool": {"call": call, "seconds": seconds},
+        }[tool]
+        self.tell("sent", call=call, tool=tool, session=session.id)
+        started = time.monotonic()
+        result = await session.call(tool, arguments, call_id=call, timeout_s=LIMIT_S)
+        self.tell(
+            "result",
+            call=call,
+            success=result.success,
+            code=result.error_code,
+            error=result.error,
+            output=result.output[:200],
+            answers=result.call_id,
+            took_s=round(time.monotonic() - started, 2),
+        )
+        return result
+
+
+async def drive(arguments: argparse.Namespace) -> None:
+    async with ToolClient.connect() as client:
+        driver = Driver(arguments.name, arguments.out, client, random.Random(arguments.seed), has_tools=arguments.tools)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, driver.stopping.set)
+        driver.tell("ready")
+        async with asyncio.TaskGroup() as sessions:
+            for _ in range(arguments.sessions):
+                sessions.create_task(driver.work())
+        driver.tell("done")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m tests.chaos.driver")
+    parser.add_argument("name")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("sessions", type=int)
+    parser.add_argument("seed")
+    parser.add_argument("--tools", action="store_true")
+    asyncio.run(drive(parser.parse_args()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

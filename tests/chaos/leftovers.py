@@ -1,0 +1,68 @@
+"""What is left on a ground when every orchestrator has ended: calls that nobody ends, slots that nobody gives back, messages, sandboxes."""
+
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from contract.names import admission_prefix, control_queue
+from tests.host_ground import Ground
+
+OPEN_STATES = (b"queued", b"running")
+_SHOWN = 10
+
+
+def find_leftovers(ground: Ground) -> dict[str, Any]:
+    """By kind; empty when nothing is left. What only waits for its expiry counts as left as long as it is there."""
+    found: dict[str, Any] = {"containers": ground.footprint.containers()}
+    try:
+        with ground.open_redis() as client:
+            found |= _in_redis(client, ground.deployment)
+    except redis.RedisError as error:
+        found["redis"] = str(error)
+    return {kind: what for kind, what in found.items() if what}
+
+
+def find_mounts(folder: Path) -> dict[str, Any]:
+    """Mounts and loop devices below a folder."""
+    mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines() if f"{folder}/" in line]
+    loops = []
+    for device in Path("/sys/block").glob("loop*/loop/backing_file"):
+        try:
+            backing = device.read_text().strip()
+        except OSError:
+            continue  # it has just gone
+        if backing.startswith(f"{folder}/"):
+            loops.append(backing)
+    return {kind: what for kind, what in {"mounts": mounts, "loops": loops}.items() if what}
+
+
+def _in_redis(client: "redis.Redis", deployment: str) -> dict[str, Any]:
+    keys = [key.decode() for key in client.scan_iter(count=1000)]
+    calls = {key: _state(client, key) for key in keys if _is_call(key, deployment)}
+    # Lists that are read at once expire by themselves where nobody reads them any more.
+    queues = [key for key in keys if key.startswith(("host.", "pool.")) and not key.endswith(control_queue(""))]
+    return {
+        "calls": sorted(key for key, state in calls.items() if state in OPEN_STATES)[:_SHOWN],
+        "messages": {queue: length for queue in queues if (length := client.llen(queue))},
+        "slots": find_slots(client, deployment, keys),
+    }
+
+
+def find_slots(client: "redis.Redis", deployment: str, keys: list[str]) -> list[str]:
+    """Slots of admission that are held."""
+    return sorted(key for key in keys if key.startswith(admission_prefix(deployment)) and _holds(client, key))
+
+
+def _holds(client: "redis.Redis", key: str) -> bool:
+    return client.type(key) == b"zset" and bool(client.zcard(key))
+
+
+def _is_call(key: str, deployment: str) -> bool:
+    parts = key.split(":")
+    return len(parts) == 5 and parts[:2] == ["toolcrew", deployment] and parts[3] == "call"
+
+
+def _state(client: "redis.Redis", key: str) -> bytes | None:
+    state = client.hget(key, "state")
+    return state if isinstance(state, bytes) else None

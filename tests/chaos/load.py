@@ -1,0 +1,117 @@
+"""Orchestrators under load on a ground, each a process; those that are killed are counted out and replaced."""
+
+import contextlib
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.chaos.verdict import read_lines
+from tests.host_ground import Ground
+from tests.stack import ROOT, UP_S, wait_until
+
+END_S = 150.0
+"""How long a driver may take to end its calls and close its sessions."""
+
+
+class RunningDriver:
+    """One orchestrator."""
+
+    def __init__(self, ground: Ground, name: str, sessions: int, seed: str, *, has_tools: bool) -> None:
+        self.name = name
+        self.out = ground.folder / f"{name}.jsonl"
+        self.log = ground.folder / f"{name}.log"
+        self.was_killed = False
+        argv = [sys.executable, "-m", "tests.chaos.driver", name, str(self.out), str(sessions), seed]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                argv + ["--tools"] * has_tools, cwd=ROOT, env=ground.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def has_said(self, event: str) -> bool:
+        return self.out.exists() and any(line["event"] == event for line in read_lines(self.out))
+
+    def end(self) -> None:
+        """Asks it to end."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, within_s: float) -> int | None:
+        """Its exit code; None when it does not end, and is killed."""
+        try:
+            return self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return None
+
+
+class Load:
+    """All orchestrators of a ground, living and dead."""
+
+    def __init__(self, ground: Ground, *, drivers: int, sessions: int, seed: str, has_tools: bool) -> None:
+        self._ground = ground
+        self._sessions = sessions
+        self._seed = seed
+        self._has_tools = has_tools
+        self._mark = secrets.token_hex(2)
+        self.drivers: list[RunningDriver] = []
+        for _ in range(drivers):
+            self.add()
+
+    def add(self) -> RunningDriver:
+        number = len(self.drivers)
+        driver = RunningDriver(self._ground, f"d{self._mark}{number}", self._sessions, f"{self._seed}-{number}", has_tools=self._has_tools)
+        self.drivers.append(driver)
+        return driver
+
+    def living(self) -> list[RunningDriver]:
+        return [driver for driver in self.drivers if not driver.was_killed]
+
+    def killed(self) -> list[str]:
+        return [driver.name for driver in self.drivers if driver.was_killed]
+
+    def forget(self, pid: int) -> None:
+        """That one is about to be killed; another takes over."""
+        next(driver for driver in self.drivers if driver.pid == pid).was_killed = True
+        self.add()
+
+    def wait_busy(self) -> None:
+        """Until every living orchestrator has had a result."""
+        for driver in self.living():
+            wait_until(lambda driver=driver: driver.has_said("result"), UP_S, lambda driver=driver: f"{driver.name}: {_read(driver.log)}")
+
+    def end(self) -> list[str]:
+        """Ends all in order. Gives what did not end as it should."""
+        for driver in self.living():
+            driver.end()
+        wrong = []
+        for driver in self.living():
+            code = driver.wait(END_S)
+            if code != 0:
+                wrong.append(f"orchestrator {driver.name} ended with {code}: {_read(driver.log)[-1500:]}")
+        return wrong
+
+    def kill(self) -> None:
+        for driver in self.drivers:
+            driver.wait(0)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+@contextlib.contextmanager
+def open_load(ground: Ground, *, drivers: int, sessions: int, seed: str, has_tools: bool) -> Iterator[Load]:
+    """Orchestrators with `sessions` each; none is left at the end."""
+    load = Load(ground, drivers=drivers, sessions=sessions, seed=seed, has_tools=has_tools)
+    try:
+        yield load
+    finally:
+        load.kill()

@@ -1,0 +1,91 @@
+"""Rounds of chaos on one ground: load, a blow at a random moment, load again; at the end everything is judged."""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from docker import APIClient
+
+from tests.chaos.blows import Blow, Struck, strike
+from tests.chaos.leftovers import find_leftovers, find_mounts
+from tests.chaos.load import Load, open_load
+from tests.chaos.verdict import Verdict, count_acts, judge, read_lines
+from tests.host_ground import Ground, open_ground
+
+SETTLE_S = 90.0
+"""How long what was left by those that were killed may take to go: times to live, leases, reports, and a retry."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How rounds are played. `moments_s`: from one blow to the next; `pool`: of the sandbox workers; the calls come from `drivers` x `sessions`."""
+
+    drivers: int = 2
+    sessions: int = 5
+    moments_s: tuple[float, float] = (1.0, 4.0)
+    pause_s: tuple[float, float] = (5.0, 20.0)
+    pool: str = "auto"
+    has_tools: bool = True
+
+
+@dataclass
+class Report:
+    """What came of it. `wrong` is empty when all held."""
+
+    struck: list[tuple[Blow, Struck]] = field(default_factory=list)
+    verdict: Verdict | None = None
+    wrong: list[str] = field(default_factory=list)
+    settled_s: float = 0.0
+
+
+@contextmanager
+def open_chaos(api: APIClient, terms: Terms) -> Iterator[Ground]:
+    """Two hosts and a worker for operators' tools. At the end nothing may be left of them: what is fails the block."""
+    settings = {"TOOLCREW_WORKER_POOL": terms.pool, "TOOLCREW_QUEUE_WAIT_S": "20", "TOOLCREW_CHECKPOINT_EVERY_S": "2"}
+    with open_ground(api, "a", "b", settings=settings, tools=terms.has_tools) as ground:
+        yield ground
+        ground.stop()
+        ground.footprint.assert_nothing_left(within_s=30)
+        left = find_mounts(ground.folder)
+        assert not left, f"left behind: {left}"
+
+
+def play(ground: Ground, blows: Sequence[Blow], terms: Terms, seed: str, say: Callable[[str], None] = lambda _: None) -> Report:
+    """One blow after another under load, then the verdict on all of it."""
+    chance, report = random.Random(seed), Report()
+    with open_load(ground, drivers=terms.drivers, sessions=terms.sessions, seed=seed, has_tools=terms.has_tools) as load:
+        load.wait_busy()
+        for blow in blows:
+            time.sleep(chance.uniform(*terms.moments_s))
+            struck = strike(blow, ground, load, chance, terms.pause_s)
+            report.struck.append((blow, struck))
+            say(f"{blow}: {struck}")
+        time.sleep(terms.moments_s[1])
+        report.wrong += load.end()
+        report.settled_s = _settle(ground, report)
+        report.verdict = _judge(ground, load)
+    report.wrong += report.verdict.wrong
+    return report
+
+
+def _judge(ground: Ground, load: Load) -> Verdict:
+    lines = [line for driver in load.drivers if driver.out.exists() for line in read_lines(driver.out)]
+    names = tuple(f"{driver.name}-" for driver in load.drivers)
+    acts = {call: count for call, count in count_acts(ground.tally).items() if call.startswith(names)}
+    return judge(lines, acts, load.killed())
+
+
+def _settle(ground: Ground, report: Report) -> float:
+    """Seconds until nothing was left of the calls and sessions."""
+    started = time.monotonic()
+    left: dict[str, Any] = {}
+    while time.monotonic() - started < SETTLE_S:
+        left = find_leftovers(ground)
+        if not left:
+            return time.monotonic() - started
+        time.sleep(0.5)
+    report.wrong.append(f"left {SETTLE_S:g} s after the last orchestrator ended: {left}")
+    return SETTLE_S

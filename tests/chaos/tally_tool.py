@@ -1,0 +1,16 @@
+"""An operator's tool that must not act twice: it appends its call's id to the tally."""
+
+import os
+import time
+from pathlib import Path
+
+from contract.functions import tool
+
+
+@tool
+def tally_tool(call: str, seconds: float) -> str:
+    """Append, then take some time."""
+    with open(Path(os.environ["TALLY"]) / call, "ab", buffering=0) as file:
+        file.write(f"{call}\n".encode())
+    time.sleep(seconds)
+    return f"acted {call}"

@@ -1,0 +1,53 @@
+"""One round of every kind on one ground, with short pauses; scripts/chaos plays twenty of each."""
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+
+import pytest
+from docker import APIClient
+
+from tests.chaos.blows import BLOWS, Blow
+from tests.chaos.rounds import Terms, open_chaos, play
+from tests.host_ground import Ground
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+
+SEED = os.environ.get("TOOLCREW_CHAOS_SEED") or secrets.token_hex(4)
+TERMS = Terms(sessions=4, moments_s=(0.3, 1.0), pause_s=(1.0, 2.0))
+LONG_ENOUGH_S = (12.0, 12.5)
+"""Its report has expired by then: a paused worker is given up for lost and wakes up to find it out."""
+
+
+@pytest.fixture(scope="module")
+def ground(engine: APIClient) -> Iterator[Ground]:
+    with open_chaos(engine, TERMS) as opened:
+        yield opened
+
+
+def hold(ground: Ground, blows: list[Blow], terms: Terms = TERMS) -> None:
+    """Plays them; fails with all that did not hold, and the seed that plays the same."""
+    _say(f"TOOLCREW_CHAOS_SEED={SEED}")
+
+    report = play(ground, blows, terms, SEED, _say)
+
+    assert report.wrong == [], ground.last_words()
+    assert report.verdict is not None
+    assert report.verdict.succeeded > 0
+
+
+def _say(sentence: str) -> None:
+    sys.stdout.write(f"{sentence}\n")
+
+
+def test_whoever_is_killed_every_call_is_answered_once_and_acts_once_at_most(ground: Ground) -> None:
+    hold(ground, [blow for blow in BLOWS if blow.deed == "kill"])
+
+
+def test_whoever_hangs_every_call_is_answered_once_and_acts_once_at_most(ground: Ground) -> None:
+    hold(ground, [blow for blow in BLOWS if blow.deed == "pause" and blow.target != "worker"])
+
+
+def test_a_worker_that_was_given_up_for_lost_and_wakes_up_runs_nothing_again(ground: Ground) -> None:
+    hold(ground, [Blow("pause", "worker")], Terms(sessions=4, moments_s=(0.3, 1.0), pause_s=LONG_ENOUGH_S))

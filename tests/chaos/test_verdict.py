@@ -1,0 +1,59 @@
+"""The judge of chaos sees what it is there for: otherwise a round that held would mean nothing."""
+
+from typing import Any
+
+import pytest
+
+from tests.chaos.verdict import LONGEST_S, judge
+
+
+def sent(call: str = "d-1", tool: str = "bash_tool") -> dict[str, Any]:
+    return {"event": "sent", "driver": "d", "call": call, "tool": tool, "session": "s"}
+
+
+def result(call: str = "d-1", **changes: Any) -> dict[str, Any]:
+    plain = {"success": True, "code": None, "error": None, "output": f"acted {call}", "answers": call, "took_s": 0.1}
+    return {"event": "result", "driver": "d", "call": call, **plain, **changes}
+
+
+def failed(code: str) -> dict[str, Any]:
+    return result(success=False, code=code, error="a sentence", output="")
+
+
+def test_a_call_that_acted_once_and_was_answered_once_is_right() -> None:
+    verdict = judge([sent(), result()], {"d-1": 1}, [])
+
+    assert (verdict.wrong, verdict.calls, verdict.succeeded, verdict.unanswered) == ((), 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("lines", "acts", "words"),
+    [
+        ([sent(), result(), result()], {"d-1": 1}, "got 2 results"),
+        ([sent()], {}, "got no result"),
+        ([sent(), failed("OUTCOME_UNKNOWN")], {"d-1": 2}, "acted 2 times"),
+        ([sent(), result()], {}, "answered as a success and acted 0 times"),
+        ([sent(), result(output="acted d-2")], {"d-1": 1}, "answered as a success"),
+        ([sent(), failed("HOST_LOST")], {"d-1": 1}, "never started"),
+        ([sent(), result(answers="d-2")], {"d-1": 1}, "got the result of d-2"),
+        ([sent(), result(took_s=LONGEST_S + 1)], {"d-1": 1}, "took"),
+        ([sent(), failed("INTERNAL")], {}, "met a bug"),
+        ([sent(tool="read_tool"), result(output="nothing")], {}, "read something else"),
+        ([], {"d-9": 1}, "nobody sent it"),
+    ],
+)
+def test_what_must_not_be_is_said(lines: list[dict[str, Any]], acts: dict[str, int], words: str) -> None:
+    (sentence,) = judge(lines, acts, []).wrong
+
+    assert words in sentence
+
+
+@pytest.mark.parametrize("code", ["OUTCOME_UNKNOWN", "TIMEOUT", "SANDBOX_UNAVAILABLE"])
+@pytest.mark.parametrize("acted", [0, 1])
+def test_a_call_that_is_not_known_to_have_acted_may_have(code: str, acted: int) -> None:
+    assert judge([sent(), failed(code)], {"d-1": acted}, []).wrong == ()
+
+
+def test_a_killed_orchestrator_is_owed_no_result_and_its_calls_still_act_once_at_most() -> None:
+    assert judge([sent()], {"d-1": 1}, ["d"]).wrong == ()
+    assert judge([sent()], {"d-1": 2}, ["d"]).wrong != ()

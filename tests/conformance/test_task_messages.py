@@ -1,0 +1,82 @@
+"""Our message for a task is the one that Celery and kombu make: compared field by field with what `send_task` puts into a real Redis."""
+
+import base64
+import json
+import time
+import uuid
+from typing import Any
+
+import pytest
+from celery import Celery
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.calls import POOL_GRACE_S
+from orchestrator.task_messages import build_message
+from orchestrator.transport import Delivery
+from tests.conftest import RedisProcess
+
+QUEUE = "host.a.b00t"
+OF_EACH_MESSAGE = {("properties", "delivery_tag"), ("properties", "reply_to"), ("headers", "origin")}
+"""What is random, or tells who has sent."""
+
+
+def delivery(envelope: str = "{}", limit_s: float | None = None) -> Delivery:
+    return Delivery("tool.x", QUEUE, "acme", "c1", envelope, time.time() + 60, 60.0, limit_s=limit_s)
+
+
+def sent_by_celery(server: RedisProcess, envelope: str, **options: Any) -> dict[str, Any]:
+    app = Celery("peer", broker=server.url, backend=None, set_as_current=False)
+    app.conf.update(task_serializer="json", broker_transport_options={"priority_steps": [0]})
+    try:
+        app.send_task(
+            "tool.x", kwargs={"envelope": envelope}, task_id="hub-c1", queue=QUEUE, argsrepr="()", kwargsrepr="call c1", **options
+        )
+    finally:
+        app.close()
+    with server.client() as client:
+        item: Any = client.rpop(QUEUE)
+    return dict(json.loads(item))
+
+
+def flat(message: dict[str, Any]) -> dict[tuple[str, ...], Any]:
+    """The message's fields, without those that differ from message to message; the body as what it says."""
+    fields: dict[tuple[str, ...], Any] = {}
+    for name, value in message.items():
+        if isinstance(value, dict):
+            fields.update({(name, inner): what for inner, what in value.items()})
+        else:
+            fields[name,] = value
+    fields["body",] = json.loads(base64.b64decode(message["body"]))
+    return {path: value for path, value in fields.items() if path not in OF_EACH_MESSAGE}
+
+
+@pytest.mark.parametrize("limit_s", [None, 5.0])
+@pytest.mark.parametrize("envelope", ["", '{"é": "读\\ud83d\\ude00"}', "x" * 100_000], ids=["empty", "text", "long"])
+def test_our_message_is_celerys(redis_server: RedisProcess, envelope: str, limit_s: float | None) -> None:
+    limits = {} if limit_s is None else {"soft_time_limit": limit_s, "time_limit": limit_s + POOL_GRACE_S}
+    ours = json.loads(build_message(delivery(envelope, limit_s), "hub-c1"))
+    assert flat(ours) == flat(sent_by_celery(redis_server, envelope, **limits))
+
+
+def test_the_fields_that_differ_from_message_to_message_are_there_and_of_celerys_kind(redis_server: RedisProcess) -> None:
+    theirs, ours = sent_by_celery(redis_server, "{}"), json.loads(build_message(delivery(), "hub-c1"))
+    for part, name in OF_EACH_MESSAGE:
+        assert type(ours[part][name]) is type(theirs[part][name])
+    assert uuid.UUID(ours["properties"]["delivery_tag"])
+
+
+def test_no_two_messages_have_one_delivery_tag() -> None:
+    tags = {json.loads(build_message(delivery(), "hub-c1"))["properties"]["delivery_tag"] for _ in range(100)}
+    assert len(tags) == 100
+
+
+def test_a_message_shows_the_calls_id_and_none_of_its_arguments() -> None:
+    message = json.loads(build_message(delivery("canary"), "hub-c1"))
+    assert "canary" not in json.dumps({**message, "body": None})
+
+
+@given(st.text())
+def test_whatever_the_envelope_holds_arrives(envelope: str) -> None:
+    message = json.loads(build_message(delivery(envelope), "hub-c1"))
+    assert json.loads(base64.b64decode(message["body"]))[1] == {"envelope": envelope}

@@ -1,0 +1,38 @@
+"""`python -m tests.counting_worker`: the worker without sandboxes as it is shipped, with a tool that leaves a mark each time it acts."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from contract.errors import ToolcrewError
+from contract.registry import Tool
+from tests.builders import build_spec
+from workers.settings import load_worker_settings
+from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.web_worker import run_web_worker
+
+TEXT = {"type": "string"}
+
+
+def _append(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    """One line a call, so that what has acted can be counted from outside."""
+    with Path(arguments["path"]).open("a", encoding="utf-8") as marks:
+        marks.write(f"{bench.call.id}\n")
+    return Outcome(arguments.get("text", "done"))
+
+
+def build_tools() -> list[WorkerTool]:
+    return [Tool(build_spec("append_tool", pool="web", properties={"path": TEXT, "text": TEXT}, required=["path"]), _append)]
+
+
+def main() -> int:
+    try:
+        run_web_worker(load_worker_settings(), build_tools())
+    except ToolcrewError as error:
+        sys.stderr.write(f"worker: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

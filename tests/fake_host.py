@@ -1,0 +1,116 @@
+"""The parts of hosts for tests: a sandboxd whose sessions are rows in memory, and places of sessions on a real Redis."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import redis
+
+from contract.clock import SharedClock
+from contract.errors import SandboxUnavailable
+from contract.hosts import HostReport
+from contract.names import place_key
+from contract.places import SessionPlace, parse_place
+from tests.conftest import RedisProcess
+from workers.places import WorkerPlaces
+from workers.reporting import Reporter
+from workers.sandbox_client import SandboxClient
+
+DEPLOYMENT = "d"
+
+
+def build_report(queue: str = "host.a.b1", worker: str = "w1", **fields: Any) -> HostReport:
+    """Of a healthy sandbox host with four slots."""
+    plain = {"host": queue.split(".")[1], "queue": queue, "worker": worker, "kind": "sandbox", "slots": 4, "started_at": 1.0, "reported_at": 1.0}
+    return HostReport.model_validate({**plain, **fields})
+
+
+class MemorySandboxd:
+    """Sessions by name. `refuse`: session -> what `checkpoint` raises; `before_checkpoint`: called with the name each time."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.kept: list[str] = []
+        self.kept_of: list[str] = []
+        self.deleted: list[str] = []
+        self.closed: list[str] = []
+        self.refuse: dict[str, Exception] = {}
+        self.before_checkpoint: Callable[[str], None] = lambda _name: None
+        self.silent = False
+        self.boot = "b1"
+
+    def add(self, name: str, **fields: Any) -> None:
+        self.rows[name] = {"name": name, "calls": 0, "jobs": 0, "idle_s": 5.0, "changed": True, **fields}
+
+    def client(self) -> "MemoryClient":
+        return MemoryClient(self)
+
+
+class MemoryClient(SandboxClient):
+    """One connection to it."""
+
+    def __init__(self, sandboxd: MemorySandboxd) -> None:
+        super().__init__("/nonexistent")
+        self._sandboxd = sandboxd
+
+    def status(self) -> dict[str, Any]:
+        self._check()
+        return {"boot": self._sandboxd.boot, "sessions": len(self._sandboxd.rows)}
+
+    def sessions(self) -> list[dict[str, Any]]:
+        self._check()
+        return list(self._sandboxd.rows.values())
+
+    def checkpoint(self, name: str, *, automatic: bool = False) -> dict[str, Any]:
+        self._check()
+        host = self._sandboxd
+        host.before_checkpoint(name)
+        if name in host.refuse:
+            raise host.refuse[name]
+        host.rows[name]["changed"] = False
+        host.kept.append(f"c{len(host.kept) + 1}")
+        host.kept_of.append(name)
+        return {"ok": True, "checkpoint": host.kept[-1]}
+
+    def delete_checkpoint(self, name: str, checkpoint: str) -> bool:
+        self._check()
+        self._sandboxd.deleted.append(checkpoint)
+        return True
+
+    def close(self, name: str, *, for_good: bool = False) -> bool:
+        self._check()
+        self._sandboxd.closed.append(name)
+        return self._sandboxd.rows.pop(name, None) is not None
+
+    def _check(self) -> None:
+        if self._sandboxd.silent:
+            raise SandboxUnavailable("sandboxd does not answer")
+
+
+class HostGround:
+    """One deployment on a real Redis: places as orchestrators make them, and workers' views of them."""
+
+    def __init__(self, server: RedisProcess) -> None:
+        self.redis: redis.Redis = server.client()
+        self.clock = SharedClock()
+
+    def places(self, queue: str = "host.a.b1") -> WorkerPlaces:
+        return WorkerPlaces(self.redis, DEPLOYMENT, queue.split(".")[1], queue)
+
+    def reporter(self, queue: str = "host.a.b1", worker: str = "w1", pools: tuple[str, ...] = ()) -> Reporter:
+        return Reporter(self.redis, DEPLOYMENT, queue, worker, pools, self.clock)
+
+    def put_place(self, name: str, **fields: Any) -> None:
+        plain: Mapping[str, Any] = {"state": "open", "queue": "host.a.b1", "fence": 1, **fields}
+        self.redis.hset(self._key(name), mapping={field: str(value) for field, value in plain.items()})
+
+    def place(self, name: str) -> SessionPlace:
+        found = parse_place(self.redis.hgetall(self._key(name)))  # type: ignore[arg-type]
+        assert found is not None
+        return found
+
+    def drop_place(self, name: str) -> None:
+        self.redis.delete(self._key(name))
+
+    def _key(self, name: str) -> str:
+        tenant, _, session = name.partition(":")
+        return place_key(DEPLOYMENT, tenant, session)

@@ -1,0 +1,80 @@
+"""Hosts and places in memory, for tests of what is above them."""
+
+import json
+from typing import Any
+
+from contract.hosts import HostReport
+from contract.places import PlaceState, SessionPlace
+from orchestrator.dispatcher import Pool
+from orchestrator.places import Home, HostFate
+
+
+def build_report(name: str = "h1", **fields: Any) -> HostReport:
+    """A host with room, as it reports."""
+    told = {
+        "host": name,
+        "queue": f"host.{name}.b00t",
+        "worker": "w1",
+        "kind": "sandbox",
+        "slots": 4,
+        "max_sessions": 100,
+        "max_sandboxes": 100,
+        "memory_free_bytes": 8 * 1024**3,
+        "classes": ("default",),
+        "images": ("base", "default", "python"),
+        "started_at": 0.0,
+        "reported_at": 0.0,
+    }
+    return HostReport.model_validate({**told, **fields})
+
+
+class StaticHosts:
+    """Those that live; a test may change them."""
+
+    def __init__(self, *reports: HostReport) -> None:
+        self.all = list(reports)
+
+    async def reports(self) -> list[HostReport]:
+        return self.all
+
+
+class MemoryPlaces:
+    """As Places, without Redis: for one program that nothing happens to."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[str, str], SessionPlace] = {}
+
+    async def open(self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int) -> Home:
+        json.loads(start)
+        self.known[tenant, session] = SessionPlace(state=PlaceState.OPEN, queue=queue, fence=1, start=start, ttl_s=ttl_s)
+        return Home(queue, 1)
+
+    async def find(self, tenant: str, session: str) -> SessionPlace | None:
+        return self.known.get((tenant, session))
+
+    async def begin_move(self, tenant: str, session: str, seen_fence: int, queue: str) -> Home | None:
+        return None
+
+    async def settle(self, tenant: str, session: str, fence: int, state: PlaceState) -> bool:
+        return (tenant, session) in self.known
+
+    async def fate(self, queue: str) -> HostFate:
+        return "alive"
+
+    async def close(self, tenant: str, session: str) -> None:
+        self.known.pop((tenant, session), None)
+
+
+class NoLedger:
+    """Of a program that loses no call."""
+
+    async def renew(self, tenant: str, call_id: str, attempt: int) -> bool:
+        return False
+
+    async def give_up(self, tenant: str, call_id: str, attempt: int, state: object) -> None:
+        return None
+
+
+def build_pool(*reports: HostReport) -> Pool:
+    """A pool of those hosts, or of one."""
+    return Pool(MemoryPlaces(), StaticHosts(*(reports or (build_report(),))), NoLedger())

@@ -1,0 +1,270 @@
+"""Several hosts on this machine: each a sandboxd and a worker of its own with a stand-in for its engine, one Redis and one store for all.
+
+Everything is a real process that is started again when it ends, as a supervisor of services does, and can be killed and paused by its role:
+`redis`, `tools` (the worker without sandboxes), and `<host>.engine`, `<host>.sandboxd`, `<host>.worker`.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import redis
+from docker import APIClient
+
+from contract.names import hosts_key
+from contract.settings import BrokerSettings
+from orchestrator.redis_server import find_redis_server, write_redis_config
+from tests.stack import ROOT, UP_S, Footprint, children_of, end_process, free_port, open_footprint, wait_until
+
+PAUSES_S = (0.0, 0.3, 1.0)
+"""Before a process is started again, the last of them from then on."""
+PASSWORD = "a-test-password"
+STEADY_S = 20.0
+"""After this long without an end the pauses begin anew."""
+
+
+class GroundProcess:
+    """A process that is kept running by a thread. One that was told to stop, or ends with exit code 0, is not started again."""
+
+    def __init__(self, role: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.role = role
+        self.environment = dict(environment)
+        self.ends: list[int] = []
+        """Exit codes as of subprocess, of the ends that nobody asked for by `stop`."""
+        self.is_kept = True
+        self._argv = list(argv)
+        self._log = log
+        self._stopping = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        self._spawn()
+        self._thread = threading.Thread(target=self._keep, name=f"keeps {self.role}", daemon=True)
+        self._thread.start()
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        """Send a signal; gives the process that got it."""
+        pid = self.pid
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        return pid
+
+    def stop(self, within_s: float = UP_S) -> None:
+        """End it in order, for good."""
+        self._stopping.set()
+        if self._process is not None:
+            self.kill(signal.SIGCONT)
+            end_process(self._process, within_s)
+            self._clear()
+        if self._thread is not None:
+            self._thread.join(UP_S)
+
+    def wait_for_another(self, than: int) -> int:
+        """The process that has taken the place of that one."""
+        wait_until(lambda: self.is_running and self.pid != than, UP_S, lambda: f"another {self.role}: {self.log()[-2000:]}")
+        return self.pid
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def _spawn(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._argv, cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _keep(self) -> None:
+        pauses = iter(PAUSES_S)
+        while True:
+            started = time.monotonic()
+            assert self._process is not None
+            code = self._process.wait()
+            if self._stopping.is_set():
+                return
+            self._clear()
+            self.ends.append(code)
+            if code == 0 or not self.is_kept:
+                return
+            if time.monotonic() - started > STEADY_S:
+                pauses = iter(PAUSES_S)
+            if self._stopping.wait(next(pauses, PAUSES_S[-1])):
+                return
+            self._spawn()
+
+    def _clear(self) -> None:
+        """What a killed parent left of its pool goes with it, as where services are supervised."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+class Ground:
+    """The hosts, their Redis and their store. `tally`: a folder that every sandbox and every operator's tool can append to."""
+
+    def __init__(self, footprint: Footprint, api: APIClient, settings: Mapping[str, str]) -> None:
+        self.footprint = footprint
+        self.api = api
+        self.folder = footprint.folder
+        self.deployment = f"ground-{self.folder.name[4:]}"
+        self.tally = self.folder / "tally"
+        self.tally.mkdir()
+        self.tally.chmod(0o777)  # the sandboxes' user is another
+        self.redis_url = f"redis://:{PASSWORD}@127.0.0.1:{free_port()}/0"
+        self._settings = dict(settings)
+        self._processes: dict[str, GroundProcess] = {}
+
+    @property
+    def broker(self) -> BrokerSettings:
+        return BrokerSettings.model_validate({"redis_url": self.redis_url, "deployment": self.deployment})
+
+    @property
+    def hosts(self) -> list[str]:
+        return sorted(role.partition(".")[0] for role in self._processes if role.endswith(".sandboxd"))
+
+    @property
+    def roles(self) -> list[str]:
+        return list(self._processes)
+
+    def process(self, role: str) -> GroundProcess:
+        return self._processes[role]
+
+    def log(self, role: str) -> str:
+        return self._processes[role].log()
+
+    def environment(self, overrides: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Of an orchestrator of this deployment."""
+        shared = {"TOOLCREW_REDIS_URL": self.redis_url, "TOOLCREW_DEPLOYMENT": self.deployment}
+        return self.footprint.environment({**shared, **self._settings, **(overrides or {})})
+
+    def open_redis(self) -> "redis.Redis":
+        return redis.Redis.from_url(self.redis_url, socket_timeout=5)
+
+    def start_redis(self) -> None:
+        folder = self.folder / "redis"
+        folder.mkdir()
+        config = write_redis_config(folder, int(self.redis_url.rpartition(":")[2].partition("/")[0]), PASSWORD)
+        self._start("redis", [find_redis_server(), str(config)], {})
+        self.wait_redis()
+
+    def wait_redis(self) -> None:
+        """Until it answers, with its data."""
+        wait_until(self._redis_answers, UP_S, lambda: self.log("redis"))
+
+    def start_host(self, name: str, **settings: str) -> None:
+        """`settings` by their names in lower case, without the prefix; for both of its processes. Returns when its engine's stand-in listens."""
+        folder = self.folder / name
+        folder.mkdir()
+        engine, sandboxd = folder / "engine.sock", folder / "sandboxd.sock"
+        self._start(f"{name}.engine", [sys.executable, "-m", "tests.chaos.engine_relay", str(engine)], {})
+        wait_until(engine.exists, UP_S, lambda: self.log(f"{name}.engine"))
+        own = {f"TOOLCREW_{key.upper()}": value for key, value in settings.items()}
+        daemon = {
+            "TOOLCREW_SANDBOXD_SOCKET": str(sandboxd),
+            "TOOLCREW_SANDBOXD_NAME": f"{name}-{self.folder.name[4:]}",
+            "TOOLCREW_SANDBOXD_STATE": str(folder / "state"),
+            "TOOLCREW_SANDBOXD_LEASES": str(self.folder / "leases"),
+            "TOOLCREW_WORKSPACE_STORE": str(self.folder / "store"),
+            "DOCKER_HOST": f"unix://{engine}",
+            "TALLY": str(self.tally),
+        }
+        self._start(f"{name}.sandboxd", [sys.executable, "-m", "tests.chaos.sandboxd_with_tally"], {**daemon, **own})
+        worker = {"TOOLCREW_HOST": name, "TOOLCREW_SANDBOXD_SOCKET": str(sandboxd), "TOOLCREW_WORKER_KIND": "sandbox"}
+        self._start(f"{name}.worker", [sys.executable, "-m", "workers"], {**worker, **own})
+
+    def start_tools(self, **settings: str) -> None:
+        """A worker without sandboxes, with the tool that appends to the tally."""
+        own = {f"TOOLCREW_{key.upper()}": value for key, value in settings.items()}
+        worker = {
+            "TOOLCREW_HOST": "tools",
+            "TOOLCREW_WORKER_KIND": "web",
+            "TOOLCREW_WORKER_QUEUES": '["pool.tools"]',
+            "TOOLCREW_TOOL_MODULES": '["tests.chaos.tally_tool"]',
+            "TOOLCREW_CONCURRENCY": "3",
+            "TALLY": str(self.tally),
+        }
+        self._start("tools", [sys.executable, "-m", "workers"], {**worker, **own})
+
+    def wait_ready(self) -> None:
+        """Until every worker that was started reports."""
+        wanted = len([role for role in self._processes if role.endswith(".worker") or role == "tools"])
+        wait_until(lambda: self._reporting() >= wanted, UP_S, self.last_words)
+        self.footprint.processes()  # learns the names whose containers are cleared at the end
+
+    def kill(self, role: str, number: int = signal.SIGKILL) -> int:
+        """Send a signal; gives the process that got it."""
+        return self._processes[role].kill(number)
+
+    def pause(self, role: str) -> int:
+        return self.kill(role, signal.SIGSTOP)
+
+    def resume(self, pid: int) -> None:
+        """Let a paused process go on, whatever took its role since."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    def pool_children(self, role: str) -> list[int]:
+        """The processes in which a worker with a prefork pool runs its calls."""
+        return children_of(self._processes[role].pid)
+
+    def stop(self) -> None:
+        """All in order: workers first, so that each gives its report back; Redis last."""
+        order = ["tools", *(f"{host}.worker" for host in self.hosts), *(f"{host}.sandboxd" for host in self.hosts)]
+        order += [*(f"{host}.engine" for host in self.hosts), "redis"]
+        for role in order:
+            if role in self._processes:
+                self._processes[role].stop(20.0)
+
+    def last_words(self) -> str:
+        """The end of every log."""
+        return "\n".join(f"--- {role} (ends: {one.ends})\n{one.log()[-1500:]}" for role, one in self._processes.items())
+
+    def _start(self, role: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
+        started = GroundProcess(role, argv, self.environment(environment), self.folder / f"{role}.log")
+        self._processes[role] = started
+        started.start()
+
+    def _reporting(self) -> int:
+        try:
+            with self.open_redis() as client:
+                return int(client.zcount(hosts_key(self.deployment), time.time() - 8, "+inf"))
+        except redis.RedisError:
+            return 0
+
+    def _redis_answers(self) -> bool:
+        try:
+            with self.open_redis() as client:
+                return bool(client.ping())
+        except redis.RedisError:
+            return False
+
+
+@contextlib.contextmanager
+def open_ground(api: APIClient, *hosts: str, tools: bool = False, settings: Mapping[str, str] | None = None) -> Iterator[Ground]:
+    """Hosts that serve. All is ended at the end and cleared, whatever happened. `settings`: environment of every process."""
+    with open_footprint(api) as footprint:
+        ground = Ground(footprint, api, settings or {})
+        try:
+            ground.start_redis()
+            for name in hosts:
+                ground.start_host(name)
+            if tools:
+                ground.start_tools()
+            ground.wait_ready()
+            yield ground
+        finally:
+            ground.stop()

@@ -1,0 +1,155 @@
+"""Redis servers with rules of their own (users, memory, a master), sentinels over them, and a worker that counts what acts."""
+
+import contextlib
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import redis
+
+from contract.names import catalog_key
+from contract.settings import BrokerSettings
+from orchestrator.redis_server import write_redis_config
+from orchestrator.redis_users import ROLES, build_users, hash_password
+from tests.stack import ROOT, Footprint, end_process, free_port, open_footprint, require_redis_server, wait_until
+
+SECRET = "a-secret-of-the-test"
+START_S = 20.0
+
+
+@dataclass
+class Server:
+    """A redis-server on loopback. `passwords`: of its users; `password`: of the default one, or of its admin when the default one is off."""
+
+    port: int
+    password: str
+    process: "subprocess.Popen[bytes]"
+    passwords: Mapping[str, str] = field(default_factory=dict)
+
+    def url(self, user: str | None = None) -> str:
+        """The address, as a user or as the default one."""
+        return f"redis://{user or ''}:{self.passwords[user] if user else self.password}@127.0.0.1:{self.port}/0"
+
+    def client(self, user: str | None = None) -> "redis.Redis":
+        """With full power unless a user is named."""
+        full = "admin" if self.passwords else None
+        return redis.Redis.from_url(self.url(user or full), socket_timeout=10)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def open_server(*rules: str, users: bool = False, password: str = "") -> Iterator[Server]:
+    """A server with these lines in its configuration, gone at the end. `users`: the generated ones, and no default one."""
+    folder = Path(tempfile.mkdtemp(prefix="tct-redis-", dir="/tmp"))
+    port, password = free_port(), password or secrets.token_hex(16)
+    passwords = {role: secrets.token_hex(16) for role in ROLES} if users else {}
+    config = write_redis_config(folder, port, password)
+    lines = [*config.read_text().splitlines(), *rules]
+    if users:
+        acl = folder / "users.acl"
+        acl.write_text(build_users("default", {role: hash_password(word) for role, word in passwords.items()}))
+        lines = [line for line in lines if not line.startswith("requirepass")] + [f'aclfile "{acl}"']
+    config.write_text("\n".join(lines) + "\n")
+    process = subprocess.Popen([require_redis_server(), str(config)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    server = Server(port, password, process, passwords)
+    try:
+        await_answer(server)
+        yield server
+    finally:
+        server.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def await_answer(server: Server) -> None:
+    """Returns when it serves."""
+
+    def answers() -> bool:
+        with server.client() as client, contextlib.suppress(redis.RedisError):
+            return bool(client.ping())
+        return False
+
+    wait_until(answers, START_S, "redis-server answers")
+
+
+@contextlib.contextmanager
+def open_sentinel(master: Server, name: str) -> Iterator[int]:
+    """The port of a sentinel that watches `master` as `name`, alone, and moves on after a second of silence."""
+    folder = Path(tempfile.mkdtemp(prefix="tct-sentinel-", dir="/tmp"))
+    port = free_port()
+    rules = (
+        "bind 127.0.0.1",
+        f"port {port}",
+        f'dir "{folder}"',
+        f"sentinel monitor {name} 127.0.0.1 {master.port} 1",
+        f"sentinel auth-pass {name} {master.password}",
+        f"sentinel down-after-milliseconds {name} 1000",
+        f"sentinel failover-timeout {name} 5000",
+    )
+    config = folder / "sentinel.conf"
+    config.write_text("\n".join(rules) + "\n")
+    argv = [require_redis_server(), str(config), "--sentinel"]
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass
+class CountingPool:
+    """One worker without sandboxes, and what its calls left. `broker`: how a sender of calls reaches the same Redis."""
+
+    broker: BrokerSettings
+    worker: "subprocess.Popen[bytes]"
+    footprint: Footprint
+
+    @property
+    def marks(self) -> Path:
+        return self.footprint.folder / "marks"
+
+    def acted(self, call_id: str) -> int:
+        """How often a call has acted."""
+        return self.marks.read_text().split().count(call_id) if self.marks.exists() else 0
+
+    def log(self) -> str:
+        """What the worker has said so far."""
+        return (self.footprint.folder / "worker.log").read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def open_counting_pool(
+    broker: BrokerSettings, worker_url: str, watch: "redis.Redis", *, environment: Mapping[str, str] | None = None
+) -> Iterator[CountingPool]:
+    """A worker that serves; `watch` is a client with which its catalog is awaited."""
+    settings = {
+        "TOOLCREW_REDIS_URL": worker_url,
+        "TOOLCREW_SECRET": SECRET,
+        "TOOLCREW_CONCURRENCY": "2",
+        "TOOLCREW_WORKER_KIND": "web",
+        **(environment or {}),
+    }
+    with open_footprint() as footprint, open(footprint.folder / "worker.log", "wb") as log:
+        argv = [sys.executable, "-m", "tests.counting_worker"]
+        worker = subprocess.Popen(argv, cwd=ROOT, env=footprint.environment(settings), stdout=log, stderr=log)
+        pool = CountingPool(broker, worker, footprint)
+        try:
+            wait_until(lambda: watch.exists(catalog_key("default", "web")) or worker.poll() is not None, 60, pool.log)
+            assert worker.poll() is None, pool.log()
+            yield pool
+        finally:
+            end_process(worker)
+
+
+def broker_for(url: str, **fields: object) -> BrokerSettings:
+    """Settings of a sender that shares the worker's secret."""
+    return BrokerSettings.model_validate({"redis_url": url, "secret": SECRET, **fields})

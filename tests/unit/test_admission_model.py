@@ -1,0 +1,114 @@
+"""Whatever is asked and given back in whatever order, the script in Redis gives slots as the policy in plain Python does, and loses none."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contract.tenancy import TenantPolicy
+from orchestrator.admission.script import enqueue, release, tick
+from tests.admission_ground import Ground, build_request, set_slots
+from tests.admission_model import Model
+from tests.conftest import RedisProcess
+
+POLICIES = (
+    TenantPolicy(),
+    TenantPolicy(weight=4, in_flight=2),
+    TenantPolicy(weight=0.5, queued=3, rate_per_s=2, burst=2),
+)
+TENANTS = ("ada", "bob", "cyd")
+QUEUES = ("host.a.1", "host.b.1")
+ASK = st.tuples(
+    st.just("ask"),
+    st.sampled_from(TENANTS),
+    st.sampled_from(QUEUES),
+    st.sampled_from(("read", "bash")),
+    st.sampled_from(("interactive", "batch")),
+)
+END = st.tuples(st.just("end"), st.integers(0, 1000), st.sampled_from((0.0, 0.25, 0.5, 2.0, 30.0)))
+PASS = st.tuples(st.just("pass"), st.sampled_from((0.125, 0.5, 1.5)))
+SLOTS = st.tuples(st.just("slots"), st.sampled_from(QUEUES), st.sampled_from((1, 2, 4)))
+STEPS = st.lists(st.one_of(ASK, ASK, ASK, END, END, PASS, SLOTS), max_size=120)
+
+
+class Pair:
+    """The script and the model, told the same."""
+
+    def __init__(self, client: "redis.Redis") -> None:
+        client.flushall()
+        self.ground, self.model = Ground(client, now=1000.0), Model()
+        self.client = client
+        self.open: list[str] = []
+        self.asked = 0
+        self.refused = 0
+
+    def ask(self, tenant: str, queue: str, tool: str, priority: Any) -> None:
+        self.asked += 1
+        call = f"o1.{self.asked}"
+        policy = POLICIES[TENANTS.index(tenant)]
+        request = build_request(tenant, queue=queue, tool=tool, priority=priority, policy=policy, limit_s=0.5 if tool == "read" else 30.0)
+        self.model.begin(self.ground.now)
+        may_wait = self.model.ask(call, request)
+        answer = self.ground.step(enqueue(call, request))
+        assert (call not in answer.refused) == may_wait
+        if may_wait:
+            self.open.append(call)
+
+    def end(self, at: int, used_s: float) -> None:
+        if self.open:
+            call = self.open.pop(at % len(self.open))
+            self.model.begin(self.ground.now)
+            self.model.end(call, used_s)
+            self.ground.step(release(call, used_s))
+
+    def slots(self, queue: str, slots: int) -> None:
+        set_slots(self.client, slots, queue)
+        self.model.begin(self.ground.now)
+        self.model.look(queue, slots)
+        self.ground.step(tick([queue]))
+
+    def do(self, step: tuple[Any, ...]) -> None:
+        if step[0] == "pass":
+            self.ground.now += step[1]
+        else:
+            getattr(self, step[0])(*step[1:])
+
+    def check(self) -> None:
+        """The same calls were given slots in the same order, and every number in Redis is what its lists add up to."""
+        assert self.ground.held == self.model.granted
+        held, waiting, numbers = self.ground.kept("held"), self.ground.kept("waiting"), self.ground.numbers()
+        assert sorted(held) == sorted(call.id for queue in self.model.queues.values() for call in queue.held)
+        assert sorted(waiting) == sorted(call.id for queue in self.model.queues.values() for call in queue.waiting)
+        for name, fields in numbers.items():
+            kind, _, what = name.partition(":")
+            parts = dict(zip({"queue": ("queue",), "tenant": ("tenant",), "pair": ("queue", "tenant")}[kind], what.split("|"), strict=True))
+            mine = [call for call in held.values() if all(call[part] == value for part, value in parts.items())]
+            assert fields.get("held", 0) == len(mine)
+            assert fields.get("waiting", 0) == sum(all(call[part] == value for part, value in parts.items()) for call in waiting.values())
+            if kind != "tenant":
+                assert fields.get("long", 0) == sum(call["long"] for call in mine)
+
+
+@pytest.fixture
+def client(redis_server: RedisProcess) -> Iterator["redis.Redis"]:
+    with redis_server.client() as opened:
+        yield opened
+
+
+@settings(max_examples=1500, deadline=None, suppress_health_check=[])
+@given(steps=STEPS)
+def _compare(client: "redis.Redis", steps: list[tuple[Any, ...]]) -> None:
+    pair = Pair(client)
+    for step in steps:
+        pair.do(step)
+        pair.check()
+    for call in list(pair.open):
+        pair.end(pair.open.index(call), 0.25)
+    pair.check()
+
+
+def test_the_script_gives_slots_as_the_model_does_and_loses_none(client: "redis.Redis") -> None:
+    _compare(client)

@@ -1,0 +1,221 @@
+"""API keys: what is kept of one, for whom it opens, and that a wrong, expired or revoked one opens nothing."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.names import api_keys_key
+from contract.settings import BrokerSettings
+from contract.tenancy import TenantPolicy
+from orchestrator.api_keys import KEY_FRESH_S, MAX_KNOWN, ApiKeyRecord, ApiKeys, Credential, Identity
+from orchestrator.redis_connection import open_redis
+from orchestrator.tenants import RedisTenants
+from tests.conftest import RedisProcess
+
+KEY = api_keys_key("test")
+KEY_FORM = re.compile(r"tc_[0-9a-f]{16}_[A-Za-z0-9_-]{43}")
+
+
+class Wall:
+    """A clock of Unix seconds."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class House:
+    """Tenants and keys of a deployment with one tenant, acme."""
+
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        self.client = client
+        self.clock = Wall()
+        self.tenants = RedisTenants(client, "test")
+        self.keys = ApiKeys(client, "test", self.clock)
+
+    def elsewhere(self) -> ApiKeys:
+        """The keys as another process knows them."""
+        return ApiKeys(self.client, "test", self.clock)
+
+
+@pytest.fixture
+async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
+    client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
+    house = House(client)
+    await house.tenants.add("acme", TenantPolicy())
+    yield house
+    await client.aclose()
+
+
+async def failure_of(work: Any) -> ErrorCode:
+    with pytest.raises(ToolFailure) as failed:
+        await work
+    return failed.value.code
+
+
+def make_old(keys: ApiKeys) -> None:
+    """As if what is known had been read a freshness ago."""
+    for key_id, (record, asked_at) in keys._known.items():
+        keys._known[key_id] = (record, asked_at - KEY_FRESH_S)
+
+
+async def test_a_key_opens_for_its_tenant_and_role(house: House) -> None:
+    made = await house.keys.add("acme", "operator", name="ci")
+    assert KEY_FORM.fullmatch(made.text)
+    assert await house.elsewhere().authenticate(made.text) == Identity("acme", "operator", made.id)
+    assert (await house.keys.authenticate((await house.keys.add("default")).text)).tenant == "default"
+
+
+async def test_nothing_of_a_key_is_kept_but_a_digest_and_its_end(house: House, redis_server: RedisProcess) -> None:
+    made = await house.keys.add("acme")
+    with redis_server.client() as client:
+        kept: Any = {name: client.dump(name) for name in client.scan_iter()} | client.hgetall(KEY)
+    secret = made.text.rpartition(f"{made.id}_")[2]
+    assert len(secret) == 43
+    assert not any(secret[:8].encode() in (data or b"") for data in kept.values())
+    assert made.record.tail == made.text[-4:]
+    assert secret[:8] not in repr(made) + repr(made.record)
+
+
+async def test_two_keys_share_nothing(house: House) -> None:
+    made = [await house.keys.add("acme") for _ in range(2)]
+    assert len({key.text for key in made} | {key.id for key in made} | {key.record.digest for key in made}) == 6
+    swapped = f"tc_{made[0].id}_{made[1].text[-43:]}"
+    assert await failure_of(house.keys.authenticate(swapped)) is ErrorCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("change", ["", "x", "tc__", "TC", "cut", "long", "last", "space", "newline", "unknown", "huge", "nul", "half"])
+async def test_a_key_that_is_not_exactly_right_opens_nothing(house: House, change: str) -> None:
+    text = (await house.keys.add("acme")).text
+    wrong = {
+        "TC": text.upper(),
+        "cut": text[:-1],
+        "long": text + "A",
+        "last": text[:-1] + ("A" if text[-1] != "A" else "B"),
+        "space": f" {text}",
+        "newline": f"{text}\n",
+        "unknown": f"tc_{'0' * 16}_{text[-43:]}",
+        "huge": text + "A" * 1_000_000,
+        "nul": text + "\0",
+        "half": text[:-1] + "\ud800",
+    }.get(change, change)
+    assert await failure_of(house.keys.authenticate(wrong)) is ErrorCode.UNAUTHENTICATED
+
+
+async def test_an_unknown_and_a_wrong_key_cannot_be_told_apart(house: House) -> None:
+    text = (await house.keys.add("acme")).text
+    told = []
+    for wrong in (f"tc_{'0' * 16}_{text[-43:]}", text[:-43] + "A" * 43, "junk"):
+        with pytest.raises(ToolFailure) as refused:
+            await house.keys.authenticate(wrong)
+        told.append(str(refused.value))
+    assert len(set(told)) == 1
+    assert "toolcrew tenants keys add" in told[0]
+
+
+async def test_a_key_holds_until_it_expires(house: House) -> None:
+    text = (await house.keys.add("acme", ttl_s=60)).text
+    house.clock.now += 59.9
+    assert (await house.keys.authenticate(text)).tenant == "acme"
+    house.clock.now += 0.1
+    assert await failure_of(house.keys.authenticate(text)) is ErrorCode.UNAUTHENTICATED
+
+
+async def test_a_revoked_key_opens_nothing_here_at_once_and_elsewhere_once_what_is_known_is_old(house: House) -> None:
+    made, other = await house.keys.add("acme"), house.elsewhere()
+    await other.authenticate(made.text)
+    assert await house.keys.revoke(made.id)
+    assert not await house.keys.revoke(made.id)
+    assert await failure_of(house.keys.authenticate(made.text)) is ErrorCode.UNAUTHENTICATED
+    make_old(other)
+    assert await failure_of(other.authenticate(made.text)) is ErrorCode.UNAUTHENTICATED
+
+
+async def test_the_keys_of_a_removed_tenant_are_gone_and_do_not_come_back_with_its_name(house: House) -> None:
+    await house.tenants.add("zeta", TenantPolicy())
+    gone, kept = [await house.keys.add("acme") for _ in range(3)], await house.keys.add("zeta")
+    await house.client.hset(KEY, "junk", "{")  # type: ignore[misc]
+    removal = await house.tenants.remove("acme")
+    assert (removal.keys, removal.is_open) == (3, False)
+    await house.tenants.add("acme", TenantPolicy())
+    for made in gone:
+        assert await failure_of(house.elsewhere().authenticate(made.text)) is ErrorCode.UNAUTHENTICATED
+    assert (await house.elsewhere().authenticate(kept.text)).tenant == "zeta"
+
+
+async def test_there_are_no_keys_for_tenants_that_are_not_registered(house: House) -> None:
+    assert await failure_of(house.keys.add("nobody")) is ErrorCode.UNKNOWN_TENANT
+    assert await failure_of(house.keys.add("a:b")) is ErrorCode.INVALID_ARGUMENTS
+    assert await failure_of(house.keys.add("acme", name="n" * 129)) is ErrorCode.INVALID_ARGUMENTS
+    assert await failure_of(house.keys.add("acme", ttl_s=1e300)) is ErrorCode.INVALID_ARGUMENTS
+    assert await house.keys.all() == {}
+
+
+async def test_keys_are_listed_oldest_first_and_one_that_cannot_be_read_is_told(house: House) -> None:
+    made = []
+    for _ in range(3):
+        made.append((await house.keys.add("acme")).id)
+        house.clock.now += 1
+    assert list(await house.keys.all()) == made
+    await house.client.hset(KEY, "0" * 16, '{"tenant": "acme", "role": "root"}')  # type: ignore[misc]
+    assert isinstance((await house.keys.all())["0" * 16], ConfigError)
+    with pytest.raises(ConfigError, match="keys rm 0000000000000000"):
+        await house.keys.authenticate(f"tc_{'0' * 16}_{'A' * 43}")
+
+
+async def test_a_thousand_calls_with_a_key_ask_redis_once(house: House, redis_server: RedisProcess) -> None:
+    text, other = (await house.keys.add("acme")).text, house.elsewhere()
+    with redis_server.client() as client:
+        client.config_resetstat()
+        await asyncio.gather(*(other.authenticate(text) for _ in range(1000)))
+        told: Any = client.info("commandstats")
+    assert told["cmdstat_hget"]["calls"] == 1
+
+
+async def test_what_is_remembered_of_keys_is_bounded(house: House) -> None:
+    text = (await house.keys.add("acme")).text
+    record = ApiKeyRecord(tenant="acme", role="tenant", digest="0" * 64, tail="abcd", created_at=0)
+    house.keys._known = {str(number): (record, 0.0) for number in range(MAX_KNOWN)}
+    await house.keys.authenticate(text)
+    assert len(house.keys._known) == MAX_KNOWN
+
+
+async def test_a_credential_is_for_its_tenant_unless_its_role_is_for_all(house: House) -> None:
+    for role, code in (("tenant", ErrorCode.PERMISSION_DENIED), ("operator", None), ("admin", None)):
+        credential = Credential(house.keys, (await house.keys.add("acme", role)).text)  # type: ignore[arg-type]
+        assert (await credential.check("acme")).role == role
+        if code is None:
+            assert (await credential.check("other")).tenant == "acme"
+        else:
+            assert await failure_of(credential.check("other")) is code
+
+
+async def test_a_credential_ends_with_its_key(house: House) -> None:
+    made = await house.keys.add("acme")
+    credential = Credential(house.keys, made.text)
+    await credential.check("acme")
+    await house.keys.revoke(made.id)
+    assert await failure_of(credential.check("acme")) is ErrorCode.UNAUTHENTICATED
+    assert made.text not in repr(credential)
+
+
+class NoRedis:
+    """Text that is no key never gets here."""
+
+    def register_script(self, _: str) -> None: ...
+
+
+@given(st.text(max_size=80))
+def test_text_that_is_no_key_does_not_reach_redis(text: str) -> None:
+    keys = ApiKeys(NoRedis(), "test")  # type: ignore[arg-type]
+    with pytest.raises(ToolFailure):
+        asyncio.run(keys.authenticate(text))

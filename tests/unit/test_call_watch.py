@@ -1,0 +1,193 @@
+"""Who has a call and is gone is noticed, once and for certain; who lives is left in peace. Over a real Redis."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from contract.hosts import HOST_LOST_TYPE
+from contract.names import call_key, control_queue, host_key, hosts_key, result_key, tombstone_key
+from orchestrator.call_watch import RESULT_LATE_S, WATCH_EVERY_S, CallWatch
+from orchestrator.reaper import Reaper
+from orchestrator.transport import CallLost, Delivery, Sticky
+from tests.conftest import RedisProcess
+from tests.fake_hosts import build_report
+
+QUEUE = "host.a.b00t"
+REPORT = build_report("a")
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
+    opened = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
+    with capture_logs():
+        yield opened
+    await opened.aclose()
+
+
+class Watching:
+    """A watch whose clock the test moves on; what it fails is kept."""
+
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        self.client = client
+        self.now = 0.0
+        self.failed: dict[str, CallLost] = {}
+        self.watch = CallWatch(client, "d", self._fail, clock=lambda: self.now)
+
+    async def settle(self) -> None:
+        """Rounds until Redis has answered for long enough."""
+        for _ in range(7):
+            await self.watch.look()
+            self.now += WATCH_EVERY_S
+
+    async def look(self, record: dict[str, Any], *, sticky: bool = True) -> CallLost | None:
+        """What becomes of a call with that record, after that time."""
+        delivery = Delivery(
+            task="tool.x",
+            queue=QUEUE if sticky else "pool.web",
+            tenant="acme",
+            call_id="c1",
+            envelope="",
+            start_by=0,
+            wait_s=1,
+            sticky=Sticky("acme", "s1", 1) if sticky else None,
+        )
+        if record:
+            await self.client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, **record})
+        with self.watch.over("t1", delivery):
+            await self.settle()
+            for _ in range(int(RESULT_LATE_S / WATCH_EVERY_S) + 2):
+                await self.watch.look()
+                self.now += WATCH_EVERY_S
+        return self.failed.get("t1")
+
+    def _fail(self, task_id: str, error: Exception) -> None:
+        assert isinstance(error, CallLost)
+        assert task_id not in self.failed
+        self.failed[task_id] = error
+
+
+async def report(client: "redis.asyncio.Redis", key: str = QUEUE, **fields: Any) -> None:
+    await client.set(host_key("d", key), REPORT.model_copy(update=fields).model_dump_json())
+
+
+async def test_a_call_that_a_living_worker_runs_is_waited_for(client: "redis.asyncio.Redis") -> None:
+    await report(client)
+    assert await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1"}) is None
+
+
+@pytest.mark.parametrize("worker", [None, "w2"])
+async def test_a_call_whose_worker_is_gone_is_lost_though_another_has_taken_its_place(
+    client: "redis.asyncio.Redis", worker: str | None
+) -> None:
+    if worker:
+        await report(client, worker=worker)
+    lost = await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1"})
+    assert lost is not None
+    assert (lost.has_started, f"{QUEUE}/w1" in lost.told) == (True, True)
+    assert await client.hget(call_key("d", "acme", "c1"), "state") == b"lost"
+
+
+async def test_a_call_that_waits_for_a_living_host_is_waited_for(client: "redis.asyncio.Redis") -> None:
+    await report(client)
+    assert await Watching(client).look({"state": "queued"}) is None
+
+
+async def test_a_call_that_waits_for_a_host_that_is_gone_was_not_started(client: "redis.asyncio.Redis") -> None:
+    lost = await Watching(client).look({"state": "queued"})
+    assert lost is not None
+    assert lost.has_started is False
+
+
+async def test_a_call_in_a_pool_is_lost_with_the_worker_that_runs_it(client: "redis.asyncio.Redis") -> None:
+    watching = Watching(client)
+    await report(client, "pool.w.1", kind="web")
+    assert await watching.look({"state": "running", "holder": "pool.w.1/77"}, sticky=False) is None
+    await client.delete(host_key("d", "pool.w.1"))
+    lost = await watching.look({"state": "running", "holder": "pool.w.1/77"}, sticky=False)
+    assert lost is not None
+    assert lost.has_started
+
+
+async def test_a_call_that_waits_in_a_pool_is_waited_for(client: "redis.asyncio.Redis") -> None:
+    assert await Watching(client).look({"state": "queued"}, sticky=False) is None
+
+
+async def test_a_call_that_has_ended_and_whose_result_does_not_come_is_lost_after_a_while(client: "redis.asyncio.Redis") -> None:
+    await report(client)
+    lost = await Watching(client).look({"state": "done", "holder": f"{QUEUE}/w1"})
+    assert lost is not None
+    assert "its result was lost" in lost.told
+
+
+async def test_a_new_call_is_not_even_looked_at(client: "redis.asyncio.Redis") -> None:
+    watching = Watching(client)
+    delivery = Delivery("tool.x", QUEUE, "acme", "c1", "", 0, 1, sticky=Sticky("acme", "s1", 1))
+    await client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": "host.gone.x/w"})
+    await watching.settle()
+    with watching.watch.over("t1", delivery):
+        await watching.watch.look()
+    assert watching.failed == {}
+
+
+@pytest.mark.parametrize("pause_s", [5.0, 60.0])
+async def test_nobody_is_given_up_right_after_an_outage(client: "redis.asyncio.Redis", pause_s: float) -> None:
+    """Whoever was stopped, this program or Redis: the reports have expired, and everybody will report again in a moment."""
+    watching = Watching(client)
+    delivery = Delivery("tool.x", QUEUE, "acme", "c1", "", 0, 1, sticky=Sticky("acme", "s1", 1))
+    await client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"})
+    await report(client)
+    await client.zadd(hosts_key("d"), {QUEUE: 1})
+    with watching.watch.over("t1", delivery):
+        await watching.settle()
+        await client.delete(host_key("d", QUEUE))
+        watching.now += pause_s
+        await watching.watch.look()
+        assert (watching.failed, await client.exists(tombstone_key("d", QUEUE))) == ({}, 0)
+        await watching.settle()
+        assert (set(watching.failed), await client.exists(tombstone_key("d", QUEUE))) == ({"t1"}, 1)
+
+
+async def test_another_attempt_of_the_same_call_is_left_alone(client: "redis.asyncio.Redis") -> None:
+    assert await Watching(client).look({"state": "running", "holder": "host.gone.x/w", "attempt": 2}) is None
+
+
+def message(task_id: str, **headers: str) -> str:
+    return json.dumps({"body": "", "headers": {"id": task_id, **headers}})
+
+
+async def test_what_waits_for_a_dead_host_is_answered_and_its_name_is_given_up(client: "redis.asyncio.Redis") -> None:
+    waiting = call_key("d", "acme", "c1")
+    await client.hset(waiting, mapping={"state": "queued", "attempt": 1})
+    await client.lpush(QUEUE, *(message(f"hub-{number}", call_key=waiting) for number in range(1200)), "garbage", "[1]", '{"headers": 3}')
+    await client.lpush(control_queue(QUEUE), "order")
+    async with client.pubsub() as heard:
+        await heard.psubscribe("celery-task-meta-*")
+        await heard.get_message(timeout=1)
+        assert await Reaper(client, "d").reap(QUEUE)
+        told = await heard.get_message(timeout=1)
+    stored = json.loads(await client.get(result_key("hub-7")) or b"")
+    assert (stored["status"], stored["task_id"], stored["result"]["exc_type"]) == ("FAILURE", "hub-7", HOST_LOST_TYPE)
+    assert json.loads(told["data"])["result"]["exc_type"] == HOST_LOST_TYPE
+    assert await client.exists(QUEUE, control_queue(QUEUE)) == 0
+    assert await client.exists(tombstone_key("d", QUEUE)) == 1
+    assert await client.hget(waiting, "state") == b"lost"
+
+
+async def test_a_living_host_is_not_reaped(client: "redis.asyncio.Redis") -> None:
+    await report(client)
+    await client.lpush(QUEUE, message("t"))
+    assert not await Reaper(client, "d").reap(QUEUE)
+    assert (await client.llen(QUEUE), await client.exists(tombstone_key("d", QUEUE))) == (1, 0)
+
+
+async def test_hosts_that_are_silent_are_found_by_their_last_report(client: "redis.asyncio.Redis") -> None:
+    now = (await client.time())[0]
+    await report(client)
+    await client.zadd(hosts_key("d"), {QUEUE: now - 60, "host.dead.x": now - 60, "host.young.x": now, "host.old.x": now - 3600})
+    assert sorted(await Reaper(client, "d").sweep()) == ["host.dead.x", "host.old.x"]
+    # One that has been gone for long is forgotten; the others are looked at again: something may have been on its way to them.
+    assert sorted(await client.zrange(hosts_key("d"), 0, -1)) == [QUEUE.encode(), b"host.dead.x", b"host.young.x"]

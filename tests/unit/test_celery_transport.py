@@ -1,0 +1,254 @@
+"""Waiting for a call over a real Redis: deadlines, what was lost, results that lie beside; the worker is played by the test."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import redis.asyncio
+from pydantic import SecretStr
+
+from contract.calls import ToolResult
+from contract.clock import SharedClock
+from contract.envelope import decode_result, encode_result
+from contract.errors import ErrorCode
+from contract.ledger import CallState
+from contract.names import blob_key, call_key, result_key
+from contract.settings import BrokerSettings
+from orchestrator import celery_transport
+from orchestrator.celery_transport import CeleryTransport
+from orchestrator.results import ResultHub
+from orchestrator.transport import CallLost, Delivery, DeliveryFailed
+from tests.conftest import RedisProcess
+from tests.fakes import close_hub
+
+QUEUE = "pool.web"
+SOON_S = 15.0
+
+
+class Watch:
+    """Notes what it is told to watch over."""
+
+    def __init__(self) -> None:
+        self.watched: list[str] = []
+        self.is_over = asyncio.Event()
+
+    @contextlib.contextmanager
+    def over(self, task_id: str, delivery: Delivery) -> Iterator[None]:
+        self.watched.append(task_id)
+        self.is_over.set()
+        yield
+        self.watched.remove(task_id)
+
+
+@dataclass
+class House:
+    """A transport, and the Redis that its worker sees."""
+
+    transport: CeleryTransport
+    hub: ResultHub
+    watch: Watch
+    server: "redis.asyncio.Redis"
+
+    async def taken(self) -> str:
+        """The task id of the next call in the queue."""
+        found: Any = await self.server.brpop([QUEUE], timeout=int(SOON_S))
+        return str(json.loads(found[1])["headers"]["id"])
+
+    async def note(self, **fields: Any) -> None:
+        await self.server.hset(call_key("default", "acme", "c1"), mapping=fields)
+
+    async def state(self) -> str:
+        found: Any = await self.server.hget(call_key("default", "acme", "c1"), "state")
+        return str(found.decode())
+
+    async def answer(self, task_id: str, result: Any) -> None:
+        text = json.dumps({"task_id": task_id, "status": "SUCCESS", "result": result})
+        await self.server.set(result_key(task_id), text)
+        await self.server.publish(result_key(task_id), text)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(celery_transport, "START_GRACE_S", 0.05)
+    monkeypatch.setattr(celery_transport, "ASK_AGAIN_S", 0.02)
+
+
+@pytest.fixture
+async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
+    ours, theirs = (redis.asyncio.Redis.from_url(redis_server.url) for _ in range(2))
+    hub = ResultHub(ours)
+    await hub.start()
+    watch: Any = Watch()
+    transport = CeleryTransport(BrokerSettings(redis_url=SecretStr(redis_server.url)), hub, watch, SharedClock())
+    yield House(transport, hub, watch, theirs)
+    await transport.aclose()
+    await close_hub(hub)
+    await ours.aclose()
+    await theirs.aclose()
+
+
+def delivery(*, start_in_s: float = 60.0, **fields: Any) -> Delivery:
+    return replace(Delivery("tool.x", QUEUE, "acme", "c1", "{}", time.time() + start_in_s, SOON_S), **fields)
+
+
+def start(house: House, letter: Delivery) -> "asyncio.Task[Any]":
+    return asyncio.create_task(house.transport.deliver(letter))
+
+
+def large(output: str = "x" * 100_000) -> tuple[Any, bytes]:
+    kept: list[bytes] = []
+
+    def keep(data: bytes) -> str:
+        kept.append(data)
+        return blob_key("default", "acme", "b1")
+
+    return encode_result(ToolResult(call_id="c1", name="x", success=True, output=output), keep), kept[0]
+
+
+async def test_the_call_is_watched_over_from_when_it_was_sent_until_it_has_ended(house: House) -> None:
+    waiting = start(house, delivery())
+    task_id = await house.taken()
+    await asyncio.wait_for(house.watch.is_over.wait(), SOON_S)
+    assert house.watch.watched == [task_id]
+    await house.answer(task_id, "done")
+    assert await waiting == "done"
+    assert house.watch.watched == []
+
+
+async def test_whoever_waits_hears_that_the_call_is_lost(house: House) -> None:
+    waiting = start(house, delivery())
+    house.hub.fail(await house.taken(), CallLost("its host is gone", has_started=True))
+    with pytest.raises(CallLost, match="its host is gone"):
+        await waiting
+
+
+async def test_one_id_is_not_sent_twice_at_a_time_and_another_tenants_is(house: House) -> None:
+    waiting = start(house, delivery())
+    task_id = await house.taken()
+    with pytest.raises(DeliveryFailed, match="in use by a call in flight"):
+        await house.transport.deliver(delivery())
+    others = start(house, delivery(tenant="other"))
+    other_id = await house.taken()
+    await house.answer(other_id, "theirs")
+    await house.answer(task_id, "ours")
+    assert [await waiting, await others] == ["ours", "theirs"]
+
+
+async def test_what_comes_late_of_one_attempt_is_not_taken_for_the_next(house: House) -> None:
+    first = start(house, delivery())
+    lost_id = await house.taken()
+    house.hub.fail(lost_id, CallLost("gone", has_started=True))
+    with pytest.raises(CallLost):
+        await first
+    await house.note(state="queued", attempt=2)
+    second = start(house, delivery(attempt=2))
+    task_id = await house.taken()
+    await house.answer(lost_id, "late")
+    await house.answer(task_id, "in time")
+    assert await second == "in time"
+    assert house.hub.dropped == 1
+
+
+async def test_a_call_that_has_not_started_by_its_deadline_never_will(house: House) -> None:
+    with pytest.raises(DeliveryFailed, match="was not run") as failed:
+        await house.transport.deliver(delivery(start_in_s=0.0))
+    assert failed.value.code is ErrorCode.TIMEOUT
+    assert await house.state() == CallState.FORBIDDEN
+
+
+@pytest.mark.parametrize("state", ["running", "done", "lost", "unknown"])
+async def test_a_call_that_has_started_by_its_deadline_is_awaited(house: House, state: str) -> None:
+    waiting = start(house, delivery(start_in_s=0.3))
+    task_id = await house.taken()
+    await house.note(state=state)
+    finished, _ = await asyncio.wait({waiting}, timeout=0.6)
+    assert not finished
+    await house.answer(task_id, "late, but there")
+    assert await waiting == "late, but there"
+
+
+async def test_a_call_that_somebody_forbade_is_cancelled(house: House) -> None:
+    waiting = start(house, delivery(start_in_s=0.3))
+    await house.taken()
+    await house.note(state="forbidden")
+    with pytest.raises(DeliveryFailed, match="was cancelled") as failed:
+        await asyncio.wait_for(waiting, SOON_S)
+    assert failed.value.code is ErrorCode.CANCELLED
+
+
+async def test_the_deadline_is_that_of_the_shared_clock(redis_server: RedisProcess, house: House) -> None:
+    """A host whose clock is a minute behind neither forbids too early nor waits a minute too long."""
+    behind = SharedClock(lambda: time.time() - 60)
+    transport = CeleryTransport(BrokerSettings(redis_url=SecretStr(redis_server.url)), house.hub, clock=behind)
+    try:
+        with pytest.raises(DeliveryFailed, match="was not run"):
+            await asyncio.wait_for(transport.deliver(delivery(start_in_s=0.2)), SOON_S)
+    finally:
+        await transport.aclose()
+
+
+async def test_a_redis_that_is_away_at_the_deadline_is_asked_again(house: House, redis_server: RedisProcess) -> None:
+    waiting = start(house, delivery(start_in_s=0.3))
+    await house.taken()
+    await asyncio.to_thread(redis_server.stop)
+    await asyncio.sleep(0.5)
+    assert not waiting.done()
+    await asyncio.to_thread(redis_server.start)
+    with pytest.raises(DeliveryFailed, match="was not run"):
+        await asyncio.wait_for(waiting, SOON_S)
+
+
+async def test_a_large_result_is_fetched_and_deleted(house: House) -> None:
+    encoded, record = large()
+    waiting = start(house, delivery())
+    task_id = await house.taken()
+    await house.server.set(blob_key("default", "acme", "b1"), record)
+    await house.answer(task_id, encoded)
+    assert decode_result(await waiting).output == "x" * 100_000
+    async with asyncio.timeout(SOON_S):
+        while await house.server.exists(blob_key("default", "acme", "b1"), result_key(task_id)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_large_output_does_not_travel_through_the_subscription(house: House) -> None:
+    encoded, _ = large("x" * 256 * 1024)
+    assert len(json.dumps(encoded)) < 1024
+
+
+@pytest.mark.parametrize(
+    "key", [blob_key("default", "other", "b1"), blob_key("other", "acme", "b1"), "toolcrew:default:tenants", "host.a.b00t"]
+)
+async def test_reading_what_is_not_the_tenants_by_naming_it_in_a_result_does_not_work(house: House, key: str) -> None:
+    """The aim: another tenant's bytes in one's own result, or the deletion of any key."""
+    encoded, record = large()
+    waiting = start(house, delivery())
+    task_id = await house.taken()
+    await house.server.set(key, record)
+    await house.answer(task_id, {**encoded, "kept": [[[key]]]})
+    with pytest.raises(DeliveryFailed, match="not the tenant's") as failed:
+        await waiting
+    assert failed.value.code is ErrorCode.ENVELOPE_REFUSED
+    await house.hub.close()
+    assert await house.server.exists(key)
+
+
+async def test_a_result_whose_record_is_gone_is_said_to_be_lost(house: House) -> None:
+    encoded, _ = large()
+    waiting = start(house, delivery())
+    await house.answer(await house.taken(), encoded)
+    with pytest.raises(DeliveryFailed, match="its result is gone") as failed:
+        await waiting
+    assert failed.value.code is ErrorCode.OUTCOME_UNKNOWN
+
+
+async def test_nothing_is_left_in_redis_but_the_ledger(house: House) -> None:
+    waiting = start(house, delivery())
+    await house.answer(await house.taken(), "done")
+    await waiting
+    await house.hub.close()
+    assert await house.server.keys() == [call_key("default", "acme", "c1").encode()]

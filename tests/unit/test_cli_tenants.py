@@ -1,0 +1,276 @@
+"""`toolcrew tenants`: registering, changing, listing and removing tenants and keys, and sentences for whatever is wrong."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.names import api_keys_key, tenants_key
+from contract.tenancy import CommandRule, SandboxTerms, TenantPolicy
+from orchestrator.cli import app
+from orchestrator.policy_options import OPTIONS, apply_options, policy_lines
+from tests.conftest import RedisProcess
+
+Toolcrew = Callable[..., Result]
+
+ALL = (
+    *("--tools", "read_tool,grep_*", "--tools", "bash_tool", "--weight", "2.5", "--in-flight", "7", "--queued", "8", "--rate", "1.5"),
+    *("--burst", "9", "--sandboxes", "3", "--class", "gpu", "--image", "a:1,b:2", "--network", "none", "--workspace-bytes", "2000000"),
+    *("--command-rule", "deny:bash_tool:git push", "--command-rule", "ask::rm '-r f'", "--command-rule", "allow"),
+)
+POLICY = TenantPolicy(
+    tools=("read_tool", "grep_*", "bash_tool"),
+    weight=2.5,
+    in_flight=7,
+    queued=8,
+    rate_per_s=1.5,
+    burst=9,
+    sandboxes=3,
+    commands=(
+        CommandRule(action="deny", tool="bash_tool", argv_prefix=("git", "push")),
+        CommandRule(action="ask", argv_prefix=("rm", "-r f")),
+        CommandRule(action="allow"),
+    ),
+    sandbox=SandboxTerms(tenant_class="gpu", images=("a:1", "b:2"), network="none", workspace_bytes=2_000_000),
+)
+
+
+@pytest.fixture
+def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Toolcrew:
+    """The command on a Redis without any worker."""
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, ["tenants", *arguments])
+
+
+def as_json(result: Result) -> Any:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def policy_of(result: Result) -> TenantPolicy:
+    return TenantPolicy.model_validate(as_json(result)["policy"])
+
+
+def failure_of(result: Result) -> tuple[int, str]:
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.exit_code, result.stderr
+
+
+def test_every_field_has_an_option_and_every_option_sets_its_field(toolcrew: Toolcrew) -> None:
+    assert policy_of(toolcrew("add", "acme", *ALL, "--json")) == POLICY
+    [_, acme] = as_json(toolcrew("ls", "--json"))
+    assert TenantPolicy.model_validate(acme["policy"]) == POLICY
+    fields = {*TenantPolicy.model_fields, *SandboxTerms.model_fields} - {"sandbox"}
+    assert {path[-1] for path in OPTIONS.values()} == fields
+
+
+def test_set_changes_only_what_is_named(toolcrew: Toolcrew) -> None:
+    toolcrew("add", "acme", *ALL)
+    changed = policy_of(toolcrew("set", "acme", "--weight", "4", "--image", "c:3", "--json"))
+    sandbox = POLICY.sandbox.model_copy(update={"images": ("c:3",)})
+    assert changed == POLICY.model_copy(update={"weight": 4.0, "sandbox": sandbox})
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_unset_gives_a_field_its_default_back(option: str) -> None:
+    given = apply_options(POLICY, {}, [option])
+    assert policy_lines(given)[list(OPTIONS).index(option)] == policy_lines(TenantPolicy())[list(OPTIONS).index(option)]
+    assert sum(one != other for one, other in zip(policy_lines(given), policy_lines(POLICY), strict=True)) == 1
+
+
+def test_no_tools_is_not_all_tools(toolcrew: Toolcrew) -> None:
+    assert policy_of(toolcrew("add", "acme", "--tools", "", "--json")).tools == ()
+    assert "tools            none" in toolcrew("set", "acme", "--weight", "2").stdout
+
+
+def test_a_change_prints_what_the_tenant_has_now(toolcrew: Toolcrew) -> None:
+    lines = toolcrew("add", "acme", *ALL).stdout.splitlines()
+    assert lines[0] == "acme is registered"
+    assert "  command-rule     deny:bash_tool:git push, ask:*:rm '-r f', allow:*:" in lines
+    assert toolcrew("set", "acme", "--rate", "3").stdout.splitlines()[:2] == [
+        "acme has now",
+        "  tools            read_tool, grep_*, bash_tool",
+    ]
+
+
+def test_the_default_tenant_is_listed_before_it_was_set_and_can_be_set(toolcrew: Toolcrew) -> None:
+    assert as_json(toolcrew("ls", "--json")) == [{"name": "default", "policy": TenantPolicy().model_dump(mode="json")}]
+    assert policy_of(toolcrew("set", "default", "--weight", "2", "--json")).weight == 2
+    assert [line.split()[:2] for line in toolcrew("ls").stdout.splitlines()] == [["name", "weight"], ["default", "2"]]
+
+
+def test_the_first_tenant_and_the_last_are_told_as_what_they_are(toolcrew: Toolcrew) -> None:
+    assert "from now on only registered tenants and default are served" in toolcrew("add", "acme").stderr
+    assert toolcrew("add", "zeta").stderr == ""
+    assert toolcrew("rm", "zeta").stderr == ""
+    removed = toolcrew("rm", "acme")
+    assert removed.stdout == "acme is removed, and 0 API keys of it are revoked\n"
+    assert "any name is served" in removed.stderr
+
+
+def test_a_file_says_all_of_a_policy_and_options_change_what_it_says(toolcrew: Toolcrew, tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    path.write_text('{"weight": 2, "sandbox": {"network": "none"}}')
+    assert policy_of(toolcrew("add", "acme", "--from", str(path), "--in-flight", "5", "--json")) == TenantPolicy(
+        weight=2, in_flight=5, sandbox=SandboxTerms(network="none")
+    )
+    path.write_text("{}")
+    assert policy_of(toolcrew("set", "acme", "--from", str(path), "--json")) == TenantPolicy()
+
+
+def test_a_policy_of_another_release_is_told_and_replaced_by_a_file(toolcrew: Toolcrew, redis_server: RedisProcess, tmp_path: Path) -> None:
+    with redis_server.client() as client:
+        client.hset(tenants_key("default"), "acme", '{"speed": 9}')
+    assert "nothing: the policy of tenant acme cannot be read (speed" in toolcrew("ls").stdout
+    assert as_json(toolcrew("ls", "--json"))[1]["error"].startswith("the policy of tenant acme cannot be read")
+    assert failure_of(toolcrew("set", "acme", "--weight", "2"))[0] == 1
+    (tmp_path / "p.json").write_text("{}")
+    assert policy_of(toolcrew("set", "acme", "--from", str(tmp_path / "p.json"), "--json")) == TenantPolicy()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("add", "acme", "--weight", "nan"), "--weight: Input should be a finite number"),
+        (("add", "acme", "--from", "/nonexistent.json"), "--from: /nonexistent.json cannot be read"),
+        (("add", "a b"), "that is no name of a tenant"),
+        (("add", "default"), "default is always there"),
+        (("set", "nobody", "--weight", "2"), "there is no tenant nobody: see toolcrew tenants ls"),
+        (("set", "default"), "nothing is named"),
+        (("set", "default", "--unset", "speed"), "--unset: there is no 'speed': name one of tools, weight"),
+        (("set", "default", "--unset", "weight", "--weight", "2"), "--weight is given, too"),
+        (("rm", "default"), "default cannot be removed"),
+        (("rm", "nobody"), "there is no tenant nobody"),
+        (("keys", "add", "nobody"), "there is no tenant nobody"),
+        (("keys", "add", "default", "--expires-in", "soon"), "--expires-in: 'soon' is no duration: write 90d"),
+        (("keys", "rm", "0" * 16), "there is no key 0000000000000000: see toolcrew tenants keys ls"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_that_names_it(toolcrew: Toolcrew, arguments: tuple[str, ...], told: str) -> None:
+    code, words = failure_of(toolcrew(*arguments))
+    assert code == 1
+    assert told in words
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"weight": 0.0}, "--weight: Input should be greater than"),
+        ({"weight": -1.0}, "--weight: "),
+        ({"weight": float("inf")}, "--weight: Input should be a finite number"),
+        ({"in-flight": 0}, "--in-flight: "),
+        ({"queued": -1}, "--queued: "),
+        ({"rate": 0.0}, "--rate: "),
+        ({"burst": 0}, "--burst: "),
+        ({"sandboxes": -1}, "--sandboxes: "),
+        ({"workspace-bytes": 1}, "--workspace-bytes: "),
+        ({"tools": ["a*b"]}, "--tools: "),
+        ({"image": ["i" * 257]}, "--image: "),
+        ({"class": ""}, "--class: "),
+        ({"command-rule": ["forbid:bash_tool:x"]}, "write action:tool:words, such as deny:bash_tool:git push"),
+        ({"command-rule": ["deny:bash_tool:'x"]}, "--command-rule: 'deny:bash_tool:'x': No closing quotation"),
+        ({"command-rule": ["deny"] * 1001}, "--command-rule: "),
+    ],
+)
+def test_a_value_out_of_bounds_names_its_option(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ToolFailure) as failed:
+        apply_options(TenantPolicy(), given)
+    assert failed.value.code is ErrorCode.INVALID_ARGUMENTS
+    assert told in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "Invalid JSON"),
+        ("[]", "should be an object"),
+        ('{"weight": "3"}', "weight: "),
+        ('{"speed": 3}', "speed: Extra inputs"),
+        ('{"sandbox": {"network": "host"}}', "sandbox.network: "),
+        (json.dumps({"tools": ["t" * 100] * 10_000}), "larger than"),
+    ],
+)
+def test_a_wrong_file_is_told_with_its_name_and_the_field(toolcrew: Toolcrew, tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "policy.json"
+    path.write_text(text)
+    code, words = failure_of(toolcrew("add", "acme", "--from", str(path)))
+    assert code == 1
+    assert f"--from: {path}" in words
+    assert told in words
+
+
+def test_errors_are_an_object_for_programs(toolcrew: Toolcrew) -> None:
+    result = toolcrew("rm", "nobody", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["error"]["code"]) == (1, "UNKNOWN_TENANT")
+
+
+def test_a_value_of_another_kind_is_refused_by_its_option(toolcrew: Toolcrew) -> None:
+    for arguments in (("--weight", "much"), ("--network", "host"), ("--in-flight", "1.5")):
+        code, words = failure_of(toolcrew("add", "acme", *arguments))
+        assert code == 2
+        assert arguments[0] in words
+
+
+def test_a_key_is_shown_once_on_stdout_alone(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+    toolcrew("add", "acme")
+    made = toolcrew("keys", "add", "acme", "--role", "operator", "--name", "ci", "--expires-in", "90d")
+    key = made.stdout.strip()
+    assert key.startswith("tc_")
+    assert key not in made.stderr
+    [row] = as_json(toolcrew("keys", "ls", "--json"))
+    assert (row["id"], row["tenant"], row["role"], row["name"], row["tail"], row["state"]) == (
+        key.split("_")[1],
+        "acme",
+        "operator",
+        "ci",
+        key[-4:],
+        "valid",
+    )
+    assert row["created"][-1] == row["expires"][-1] == "Z"
+    secret = key.split("_", 2)[2]
+    with redis_server.client() as client:
+        kept: Any = client.hgetall(api_keys_key("default"))
+    assert secret not in toolcrew("keys", "ls").stdout + str(kept)
+
+
+def test_keys_are_listed_by_tenant_and_revoked_by_id(toolcrew: Toolcrew) -> None:
+    toolcrew("add", "acme")
+    first, second = as_json(toolcrew("keys", "add", "acme", "--json")), as_json(toolcrew("keys", "add", "default", "--json"))
+    assert [row["id"] for row in as_json(toolcrew("keys", "ls", "--json"))] == [first["id"], second["id"]]
+    assert [row["id"] for row in as_json(toolcrew("keys", "ls", "default", "--json"))] == [second["id"]]
+    assert toolcrew("keys", "rm", first["id"]).stdout == f"{first['id']} is revoked\n"
+    assert [line.split()[:2] for line in toolcrew("keys", "ls").stdout.splitlines()] == [["id", "tenant"], [second["id"], "default"]]
+
+
+def test_a_key_that_cannot_be_read_is_listed_as_such(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+    with redis_server.client() as client:
+        client.hset(api_keys_key("default"), "0" * 16, "{")
+    assert "cannot be read" in toolcrew("keys", "ls").stdout
+
+
+def test_removing_a_tenant_tells_how_many_keys_went_with_it(toolcrew: Toolcrew) -> None:
+    toolcrew("add", "acme")
+    toolcrew("keys", "add", "acme")
+    assert as_json(toolcrew("rm", "acme", "--json")) == {"name": "acme", "revoked_keys": 1, "is_open": True}
+    assert as_json(toolcrew("keys", "ls", "--json")) == []
+
+
+def test_what_others_named_cannot_drive_the_terminal(toolcrew: Toolcrew) -> None:
+    toolcrew("add", "acme", "--tools", "x\x1b[2J", "--image", "y\x07", "--command-rule", "deny::z\x1b]0;")
+    toolcrew("keys", "add", "acme", "--name", "n\x1b[2J")
+    shown = toolcrew("ls").stdout + toolcrew("set", "acme", "--weight", "2").stdout + toolcrew("keys", "ls").stdout
+    assert not set(shown) & {"\x1b", "\x07"}
+
+
+def test_tenants_without_a_running_pool_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
+    result = CliRunner().invoke(app, ["tenants", "ls"])
+    assert result.exit_code == 1
+    assert "TOOLCREW_REDIS_URL is not set" in result.stderr

@@ -1,0 +1,75 @@
+"""Where a session is opened: never on a host that cannot take it, and evenly on those that can."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import SandboxUnavailable
+from orchestrator.placement import LOW_MEMORY_BYTES, Wanted, choose_host
+from tests.fake_hosts import build_report
+
+GIB = 1024**3
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.booleans(), st.booleans(), st.integers(0, 2 * GIB)), max_size=12), st.integers())
+def test_a_host_that_is_full_silent_or_draining_is_never_chosen(hosts: list[tuple[int, bool, bool, int]], seed: int) -> None:
+    reports = [
+        build_report(f"h{at}", sessions=sessions, healthy=healthy, draining=draining, memory_free_bytes=memory)
+        for at, (sessions, healthy, draining, memory) in enumerate(hosts)
+    ]
+    able = [report for report in reports if report.healthy and not report.draining and report.sessions < report.max_sessions]
+    if not able:
+        with pytest.raises(SandboxUnavailable):
+            choose_host(reports, Wanted(), chance=random.Random(seed))
+        return
+    chosen = choose_host(reports, Wanted(), chance=random.Random(seed))
+    assert chosen in able
+    if any(report.memory_free_bytes >= LOW_MEMORY_BYTES for report in able):
+        assert chosen.memory_free_bytes >= LOW_MEMORY_BYTES
+
+
+def test_sessions_spread_evenly_though_reports_are_old() -> None:
+    """All are placed by one report, as a burst within three seconds is."""
+    reports, placed, chance = [build_report(f"h{at}") for at in range(10)], Counter[str](), random.Random(7)
+    for _ in range(500):
+        placed[choose_host(reports, Wanted(), placed=placed, chance=chance).queue] += 1
+    assert max(placed.values()) - min(placed.values()) <= 8
+
+
+def test_two_programs_that_know_nothing_of_one_another_do_not_meet_on_one_host() -> None:
+    reports, chance, both = [build_report(f"h{at}") for at in range(10)], random.Random(7), Counter[str]()
+    for _ in range(2):
+        mine = Counter[str]()
+        for _ in range(100):
+            mine[choose_host(reports, Wanted(), placed=mine, chance=chance).queue] += 1
+        both += mine
+    assert max(both.values()) <= 40
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted", "words"),
+    [
+        ({"images": ("base",)}, Wanted(image="odd"), "no host has the image 'odd' allowed; they allow: base"),
+        ({"classes": ("gold",)}, Wanted("silver"), "no host knows the tenant class 'silver'; they know: gold"),
+        ({"release": "0"}, Wanted(), "runs another release"),
+        ({"sessions": 100}, Wanted(), "are full"),
+        ({"draining": True}, Wanted(), "none of the 1 hosts takes sessions now"),
+    ],
+)
+def test_it_is_said_why_there_is_no_host(fields: dict[str, Any], wanted: Wanted, words: str) -> None:
+    with pytest.raises(SandboxUnavailable, match=words):
+        choose_host([build_report("a", **fields)], wanted)
+
+
+def test_without_any_host_it_is_said_how_to_start_one() -> None:
+    with pytest.raises(SandboxUnavailable, match="toolcrew worker start"):
+        choose_host([build_report("w", kind="web")], Wanted())
+
+
+def test_a_host_that_has_just_failed_is_left_out() -> None:
+    reports = [build_report("a"), build_report("b", sessions=90)]
+    assert choose_host(reports, Wanted(), excluded={"host.a.b00t"}).host == "b"

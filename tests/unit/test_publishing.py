@@ -1,0 +1,315 @@
+"""How a call gets into its queue: one script, on a real Redis. What is checked, what is noted, and that nothing is ever sent twice."""
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from contract.clock import SharedClock
+from contract.errors import BrokerUnavailable
+from contract.ledger import CALL_TTL_S, CallState, parse_record
+from contract.names import call_key, host_key, place_key
+from contract.places import PLACE_MARGIN_S
+from orchestrator import publishing
+from orchestrator.publishing import Publisher
+from orchestrator.transport import Delivery, NotSent, Sticky
+from tests.conftest import RedisProcess
+
+QUEUE = "host.a.b00t"
+PLACE = place_key("d", "acme", "s1")
+HOST = host_key("d", QUEUE)
+STICKY = Sticky("acme", "s1", 3)
+
+
+@pytest.fixture
+async def publisher(redis_server: RedisProcess) -> AsyncIterator[Publisher]:
+    client = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
+    opened = Publisher(client, "d", SharedClock())
+    yield opened
+    await opened.aclose()
+    await client.aclose()
+
+
+@pytest.fixture
+def server(redis_server: RedisProcess) -> "redis.Redis":
+    """Redis as it is when session s1 of acme lives on the living host of QUEUE, with fence 3."""
+    client = redis_server.client()
+    client.hset(PLACE, mapping={"state": "open", "queue": QUEUE, "fence": 3, "ttl_s": "900.5"})
+    client.expire(PLACE, 60)
+    client.set(HOST, "{}", ex=10)
+    return client
+
+
+def delivery(call_id: str = "c1", **fields: Any) -> Delivery:
+    return replace(Delivery("tool.read_tool", QUEUE, "acme", call_id, '{"v":2}', time.time() + 60, 60.0), **fields)
+
+
+def record(server: "redis.Redis", call_id: str = "c1") -> Any:
+    fields: Any = server.hgetall(call_key("d", "acme", call_id))
+    return parse_record(fields)
+
+
+async def reason_of(publisher: Publisher, letter: Delivery) -> str | None:
+    try:
+        await publisher.publish(letter, "hub-task")
+    except NotSent as refused:
+        return refused.reason
+    return None
+
+
+async def test_a_call_is_in_its_queue_and_in_the_ledger(publisher: Publisher, server: "redis.Redis") -> None:
+    await publisher.publish(delivery(sticky=STICKY), "hub-task")
+    [message] = [json.loads(item) for item in server.lrange(QUEUE, 0, -1)]
+    assert (message["headers"]["id"], message["headers"]["task"]) == ("hub-task", "tool.read_tool")
+    assert json.loads(base64.b64decode(message["body"]))[1] == {"envelope": '{"v":2}'}
+    noted = record(server)
+    assert (noted.state, noted.attempt, noted.tool, noted.session, noted.queue) == (CallState.QUEUED, 1, "read_tool", "s1", QUEUE)
+    assert abs(noted.queued_at - time.time()) < 30
+    assert 0 < server.ttl(call_key("d", "acme", "c1")) <= CALL_TTL_S
+
+
+async def test_a_call_of_a_pool_needs_neither_host_nor_place(publisher: Publisher, redis_server: RedisProcess) -> None:
+    await publisher.publish(delivery(queue="pool.web"), "hub-task")
+    with redis_server.client() as client:
+        assert client.llen("pool.web") == 1
+        assert record(client).session == ""
+
+
+async def test_every_call_keeps_its_sessions_place_for_its_time_to_live(publisher: Publisher, server: "redis.Redis") -> None:
+    await publisher.publish(delivery(sticky=STICKY), "hub-task")
+    assert 901 + PLACE_MARGIN_S - 30 < server.ttl(PLACE) <= 901 + PLACE_MARGIN_S
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"state": "open"}, None),
+        ({"state": "moving"}, None),
+        ({"state": "closed"}, "moved"),
+        ({"fence": 4}, "moved"),
+        ({"queue": "host.b.b00t"}, "moved"),
+        ({"queue": ""}, "moved"),
+        (None, "moved"),
+    ],
+    ids=str,
+)
+async def test_a_sessions_call_goes_only_where_the_session_is(
+    publisher: Publisher, server: "redis.Redis", change: dict[str, Any] | None, reason: str | None
+) -> None:
+    if change is None:
+        server.delete(PLACE)
+    else:
+        server.hset(PLACE, mapping=change)
+    assert await reason_of(publisher, delivery(sticky=STICKY)) == reason
+    assert server.llen(QUEUE) == (0 if reason else 1)
+    assert (record(server) is None) is bool(reason)
+
+
+async def test_nothing_is_sent_to_a_host_that_does_not_report(publisher: Publisher, server: "redis.Redis") -> None:
+    server.delete(HOST)
+    assert await reason_of(publisher, delivery(sticky=STICKY)) == "host_lost"
+    assert server.llen(QUEUE) == 0
+    assert record(server) is None
+
+
+@pytest.mark.parametrize("state", list(CallState))
+async def test_a_call_id_that_was_used_before_is_not_sent(publisher: Publisher, server: "redis.Redis", state: CallState) -> None:
+    await publisher.publish(delivery(), "hub-task")
+    server.hset(call_key("d", "acme", "c1"), "state", state.value)
+    assert await reason_of(publisher, delivery()) == "duplicate"
+    assert server.llen(QUEUE) == 1
+
+
+async def test_two_tenants_may_use_one_call_id(publisher: Publisher, server: "redis.Redis") -> None:
+    await publisher.publish(delivery(), "hub-task")
+    await publisher.publish(delivery(tenant="other"), "hub-task-2")
+    assert server.llen(QUEUE) == 2
+
+
+async def test_a_renewed_call_is_sent_again_once_and_nothing_of_the_lost_attempt_is_left(publisher: Publisher, server: "redis.Redis") -> None:
+    await publisher.publish(delivery(), "hub-task")
+    server.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2, "holder": "host.a.b00t/w1", "started_at": "5"})
+    second = delivery(attempt=2)
+    assert [await reason_of(publisher, second), await reason_of(publisher, second)] == [None, "duplicate"]
+    assert server.llen(QUEUE) == 2
+    noted = record(server)
+    assert (noted.attempt, noted.state, noted.holder, noted.started_at) == (2, CallState.QUEUED, "", 0.0)
+
+
+@pytest.mark.parametrize("fields", [{"state": "running", "attempt": 2}, {"state": "queued", "attempt": 3}, {"state": "queued", "attempt": 1}])
+async def test_an_attempt_that_the_ledger_does_not_expect_is_not_sent(
+    publisher: Publisher, server: "redis.Redis", fields: dict[str, Any]
+) -> None:
+    server.hset(call_key("d", "acme", "c1"), mapping=fields)
+    assert await reason_of(publisher, delivery(attempt=2)) == "duplicate"
+    assert server.llen(QUEUE) == 0
+
+
+async def test_many_of_one_turn_share_pipelines_and_keep_their_order(publisher: Publisher, server: "redis.Redis") -> None:
+    server.config_resetstat()
+    await asyncio.gather(*(publisher.publish(delivery(f"c{number}"), f"hub-{number}") for number in range(500)))
+    sent = [json.loads(item)["headers"]["id"] for item in server.lrange(QUEUE, 0, -1)]
+    assert sent == [f"hub-{number}" for number in reversed(range(500))]
+
+
+async def test_a_redis_that_forgot_its_scripts_is_told_them_again(publisher: Publisher, server: "redis.Redis") -> None:
+    await publisher.publish(delivery("c1"), "hub-1")
+    server.script_flush()
+    await asyncio.gather(*(publisher.publish(delivery(f"d{number}"), f"hub-{number}") for number in range(3)))
+    assert server.llen(QUEUE) == 4
+
+
+async def test_the_shared_clock_learns_the_time_of_redis(redis_server: RedisProcess) -> None:
+    client = redis.asyncio.Redis.from_url(redis_server.url)
+    clock = SharedClock(lambda: time.time() - 60)
+    await Publisher(client, "d", clock).publish(delivery(), "hub-task")
+    await client.aclose()
+    assert 55 < clock.offset_s < 65
+
+
+async def test_a_call_that_is_cancelled_before_its_turn_is_not_sent(publisher: Publisher, server: "redis.Redis") -> None:
+    sending = asyncio.create_task(publisher.publish(delivery("c1"), "hub-1"))
+    cancelled = asyncio.create_task(publisher.publish(delivery("c2"), "hub-2"))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.gather(sending, cancelled, return_exceptions=True)
+    await publisher.publish(delivery("c3"), "hub-3")
+    assert [json.loads(item)["headers"]["id"] for item in server.lrange(QUEUE, 0, -1)] == ["hub-3", "hub-1"]
+
+
+@pytest.mark.parametrize("maxmemory", [1024])
+async def test_a_full_redis_refuses_the_call_and_keeps_nothing_of_it(publisher: Publisher, server: "redis.Redis", maxmemory: int) -> None:
+    server.config_set("maxmemory", maxmemory)
+    try:
+        with pytest.raises(BrokerUnavailable, match="was not sent"):
+            await publisher.publish(delivery(), "hub-task")
+    finally:
+        server.config_set("maxmemory", 0)
+    assert server.llen(QUEUE) == 0
+    assert record(server) is None
+
+
+async def test_a_read_only_redis_refuses_the_call(publisher: Publisher, server: "redis.Redis") -> None:
+    server.replicaof("127.0.0.1", "1")
+    try:
+        with pytest.raises(BrokerUnavailable, match="was not sent"):
+            await publisher.publish(delivery(), "hub-task")
+    finally:
+        server.replicaof("NO", "ONE")
+
+
+async def test_a_redis_that_is_away_is_said_after_a_moment(
+    publisher: Publisher, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "SEND_PATIENCE_S", 0.1)
+    await asyncio.to_thread(redis_server.stop)
+    try:
+        with pytest.raises(BrokerUnavailable, match="was not sent"):
+            await publisher.publish(delivery(), "hub-task")
+    finally:
+        await asyncio.to_thread(redis_server.start)
+
+
+class Cutting:
+    """Between a publisher and Redis: passes on what is sent, and cuts the connection instead of giving the first answers back."""
+
+    def __init__(self, server: RedisProcess, cuts: int) -> None:
+        self._server = server
+        self._cuts = cuts
+        self.url = ""
+
+    async def __aenter__(self) -> "Cutting":
+        self._relay = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = self._relay.sockets[0].getsockname()[1]
+        self.url = f"redis://:{self._server.password}@127.0.0.1:{port}/0"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._relay.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs, ours = await asyncio.open_connection("127.0.0.1", self._server.port)
+        has_published = False
+        while data := await reader.read(65536):
+            has_published = has_published or b"EVAL" in data
+            ours.write(data)
+            answer = await theirs.read(65536)
+            if has_published and b"sent" in answer and self._cuts:
+                self._cuts -= 1
+                break
+            writer.write(answer)
+        writer.close()
+        ours.close()
+
+
+@pytest.mark.parametrize("cuts", [1, 3])
+async def test_a_publish_whose_answer_was_lost_is_repeated_and_sent_once(redis_server: RedisProcess, cuts: int) -> None:
+    """The aim of an unlucky network: a call that runs twice, or one that runs while its sender was told that it was not sent."""
+    async with Cutting(redis_server, cuts) as relay:
+        client = redis.asyncio.Redis.from_url(relay.url, socket_timeout=5)
+        publisher = Publisher(client, "d", SharedClock())
+        await publisher.publish(delivery(), "hub-task")
+        await publisher.aclose()
+        await client.aclose()
+    with redis_server.client() as server:
+        assert server.llen(QUEUE) == 1
+
+
+async def test_a_publish_whose_answer_was_lost_is_seen_even_when_the_call_has_ended_by_then(
+    publisher: Publisher, server: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing.secrets, "token_hex", lambda _: "fixed")
+    await publisher.publish(delivery(), "hub-task")
+    server.hset(call_key("d", "acme", "c1"), "state", "done")
+    server.delete(HOST)
+    assert await reason_of(publisher, delivery(sticky=STICKY)) is None
+    assert server.llen(QUEUE) == 1
+
+
+async def test_closing_ends_who_waits_for_a_redis_that_is_silent(redis_server: RedisProcess) -> None:
+    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    client = redis.asyncio.Redis(port=port)
+    publisher = Publisher(client, "d", SharedClock())
+    sending = asyncio.create_task(publisher.publish(delivery(), "hub-task"))
+    await asyncio.sleep(0.05)
+    await publisher.aclose()
+    with pytest.raises(BrokerUnavailable, match="closed"):
+        await asyncio.wait_for(sending, 10)
+    await client.aclose()
+    silent.close()
+
+
+# Forbidding
+
+
+async def test_a_waiting_call_is_forbidden_and_says_that_it_waited(publisher: Publisher, server: "redis.Redis") -> None:
+    await publisher.publish(delivery(), "hub-task")
+    assert [await publisher.forbid(delivery()), await publisher.forbid(delivery())] == ["queued", "forbidden"]
+    assert record(server).state is CallState.FORBIDDEN
+
+
+async def test_a_call_that_nobody_knows_is_forbidden_for_good(publisher: Publisher, server: "redis.Redis") -> None:
+    assert await publisher.forbid(delivery()) == "queued"
+    assert record(server).state is CallState.FORBIDDEN
+    assert server.ttl(call_key("d", "acme", "c1")) > 0
+
+
+@pytest.mark.parametrize("state", ["running", "done", "lost", "unknown"])
+async def test_a_call_that_has_started_stays_as_it_is(publisher: Publisher, server: "redis.Redis", state: str) -> None:
+    server.hset(call_key("d", "acme", "c1"), mapping={"state": state, "attempt": 1})
+    assert await publisher.forbid(delivery()) == state
+    assert record(server).state == state
+
+
+async def test_another_attempt_is_not_forbidden_by_the_one_before(publisher: Publisher, server: "redis.Redis") -> None:
+    server.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2})
+    assert await publisher.forbid(delivery(attempt=1)) == "superseded"
+    assert record(server).state is CallState.QUEUED

@@ -1,0 +1,186 @@
+"""What becomes of a call when who has it is lost: sent again when that is safe, an honest error when it is not, never two acts."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.envelope import decode_call, encode_result
+from contract.errors import ErrorCode
+from contract.ledger import CallState
+from contract.names import call_key, host_key
+from orchestrator.call_ledger import CallLedger
+from orchestrator.dispatcher import Dispatcher, Pool, Route
+from orchestrator.places import Places
+from orchestrator.transport import CallLost, Delivery, NotSent
+from tests.builders import KEY, build_spec
+from tests.conftest import RedisProcess
+from tests.fakes import StaticCatalog
+from tests.unit.test_session_homes import Hosts
+
+ENDED = CallLost("its result was lost", has_started=True)
+SAFE, ACTS = build_spec("safe", idempotent=True), build_spec("acts")
+
+
+class Fleet:
+    """A transport whose deliveries of tools end as scripted, one after the other, then well; session verbs always work. It keeps the ledger as
+    publishing does."""
+
+    def __init__(self, client: "redis.asyncio.Redis", *ends: Any) -> None:
+        self.client = client
+        self.ends = list(ends)
+        self.deliveries: list[Delivery] = []
+        self.calls: list[tuple[ToolCall, ToolContext]] = []
+
+    async def deliver(self, delivery: Delivery) -> Any:
+        call, context = decode_call(delivery.envelope, KEY)
+        if not call.name.startswith("session."):
+            self.deliveries.append(delivery)
+            self.calls.append((call, context))
+            end = self.ends.pop(0) if self.ends else None
+            if isinstance(end, NotSent):
+                raise end
+            await self.client.hset(call_key("d", delivery.tenant, call.id), mapping={"state": "queued", "attempt": delivery.attempt})
+            if isinstance(end, CallLost):
+                await self.client.hset(call_key("d", delivery.tenant, call.id), "state", "done" if end is ENDED else "lost")
+                raise end
+            if end is not None:
+                return encode_result(end(call))
+        return encode_result(ToolResult(call_id=call.id, name=call.name, success=True, output="done"))
+
+    async def command(self, queue: str, envelope: str) -> None:
+        """Nobody is told."""
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+
+class Ground:
+    def __init__(self, client: "redis.asyncio.Redis", *ends: Any) -> None:
+        self.hosts = Hosts("a", "b")
+        self.fleet = Fleet(client, *ends)
+        opening = build_spec("session.open", audience="session", idempotent=True, properties={"moved": {"type": "object"}})
+        pool = Pool(Places(client, "d"), self.hosts, CallLedger(client, "d"))
+        self.door = Dispatcher(
+            self.fleet, StaticCatalog(SAFE, ACTS, opening, build_spec("session.close", audience="session")), KEY, queue_wait_s=5, pool=pool
+        )
+        self.client = client
+
+    async def call(self, name: str) -> ToolResult:
+        await self.open()
+        return await self.door.dispatch(ToolCall(id="c1", name=name), Route("acme", "s1"))
+
+    async def open(self) -> None:
+        """A session on one of the hosts, which all live."""
+        await self.client.mset({host_key("d", queue): "a report" for queue in self.hosts.all})
+        assert (await self.door.open_session("acme", "s1", {})).success
+
+    async def state(self) -> str:
+        return str((await self.client.hget(call_key("d", "acme", "c1"), "state") or b"").decode())
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
+    opened = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
+    with capture_logs():
+        yield opened
+    await opened.aclose()
+
+
+@pytest.mark.parametrize("has_started", [True, False])
+async def test_a_lost_call_of_an_idempotent_tool_is_sent_again(client: "redis.asyncio.Redis", has_started: bool) -> None:
+    ground = Ground(client, CallLost("gone", has_started=has_started))
+    result = await ground.call("safe")
+    assert result.success
+    assert [context.attempt for _, context in ground.fleet.calls] == [1, 2]
+    assert len({call.id for call, _ in ground.fleet.calls}) == 1
+
+
+async def test_it_is_sent_three_times_and_not_for_ever(client: "redis.asyncio.Redis") -> None:
+    ground = Ground(client, *(CallLost("gone", has_started=True) for _ in range(9)))
+    result = await ground.call("safe")
+    assert (result.error_code, len(ground.fleet.calls)) == (ErrorCode.OUTCOME_UNKNOWN, 3)
+    assert "attempt 3 of 3" in str(result.error)
+    assert await ground.state() == CallState.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("has_started", "code", "state", "words"),
+    [
+        (True, ErrorCode.OUTCOME_UNKNOWN, CallState.UNKNOWN, "may or may not have acted"),
+        (False, ErrorCode.HOST_LOST, CallState.LOST, "was not run"),
+    ],
+)
+async def test_a_lost_call_of_any_other_tool_is_told_as_it_is(
+    client: "redis.asyncio.Redis", has_started: bool, code: ErrorCode, state: CallState, words: str
+) -> None:
+    ground = Ground(client, CallLost("the host is gone", has_started=has_started))
+    result = await ground.call("acts")
+    assert (result.error_code, len(ground.fleet.calls)) == (code, 1)
+    assert words in str(result.error)
+    assert "the host is gone" in str(result.error)
+    assert await ground.state() == state
+
+
+async def test_a_call_that_was_never_sent_goes_to_where_its_session_lives_by_now(client: "redis.asyncio.Redis") -> None:
+    """Whatever its tool is: nothing was published."""
+    ground = Ground(client, NotSent("host_lost"))
+    await ground.open()
+    first = ground.door.session_queue("acme", "s1")
+    await ground.hosts.lose(client, str(first))
+    result = await ground.door.dispatch(ToolCall(id="c1", name="acts"), Route("acme", "s1"))
+    assert result.success
+    assert ground.fleet.deliveries[0].queue == first != ground.fleet.deliveries[1].queue
+    assert [delivery.sticky.fence for delivery in ground.fleet.deliveries if delivery.sticky] == [1, 2]
+
+
+async def test_a_call_that_its_host_refused_because_the_session_had_moved_is_sent_after_it(client: "redis.asyncio.Redis") -> None:
+    def moved(call: ToolCall) -> ToolResult:
+        return ToolResult.failed(call, ErrorCode.HOST_LOST, "moved", metadata={"not_run": "moved"})
+
+    ground = Ground(client, moved)
+    assert (await ground.call("acts")).success
+    assert [context.attempt for _, context in ground.fleet.calls] == [1, 2]
+
+
+async def test_a_call_does_not_follow_a_session_for_ever(client: "redis.asyncio.Redis") -> None:
+    ground = Ground(client, *(NotSent("moved") for _ in range(99)))
+    result = await ground.call("acts")
+    assert (result.error_code, "moved 10 times" in str(result.error)) == (ErrorCode.HOST_LOST, True)
+
+
+async def test_a_call_id_that_was_used_is_not_run_again(client: "redis.asyncio.Redis") -> None:
+    result = await Ground(client, NotSent("duplicate")).call("safe")
+    assert (result.error_code, "id of its own" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
+
+
+@pytest.mark.parametrize(("tool", "sent"), [("safe", 2), ("acts", 1)])
+async def test_a_call_that_ended_and_whose_result_was_lost_is_sent_again_only_when_that_is_safe(
+    client: "redis.asyncio.Redis", tool: str, sent: int
+) -> None:
+    ground = Ground(client, ENDED)
+    result = await ground.call(tool)
+    assert (result.success, len(ground.fleet.calls)) == (sent == 2, sent)
+    assert await ground.state() == ("queued" if result.success else "done")
+
+
+async def test_closing_a_session_whose_host_is_lost_closes_it(client: "redis.asyncio.Redis") -> None:
+    ground = Ground(client)
+    await ground.open()
+    for queue in list(ground.hosts.all):
+        await ground.hosts.lose(client, queue)
+    closing = build_spec("session.close", audience="session")
+    ground.door._catalog = StaticCatalog(SAFE, ACTS, closing)
+    deliver = ground.fleet.deliver
+
+    async def refuse(delivery: Delivery) -> Any:
+        if delivery.task == "session.close":
+            raise NotSent("host_lost")
+        return await deliver(delivery)
+
+    ground.fleet.deliver = refuse  # type: ignore[method-assign]
+    assert (await ground.door.close_session("acme", "s1")).success
+    assert await client.keys("*place*") == []

@@ -1,0 +1,87 @@
+"""Results between the two sides: what travels inline, what lies beside, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+from celery.utils.saferepr import saferepr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.calls import ToolResult
+from contract.envelope import INLINE_BYTES, decode_result, encode_result, join_result, kept_result_key
+from contract.errors import EnvelopeRefused
+
+
+def result(**fields: Any) -> ToolResult:
+    return ToolResult(**{"call_id": "c", "name": "x", "success": True, **fields})
+
+
+class Shelf:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.kept: list[bytes] = []
+
+    def keep(self, data: bytes) -> str:
+        self.kept.append(data)
+        return f"key-{len(self.kept)}"
+
+
+@given(st.text(), st.dictionaries(st.text(), st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text()))
+def test_a_result_survives_the_way(output: str, metadata: dict[str, Any]) -> None:
+    told = result(output=output, metadata=metadata)
+    assert decode_result(json.loads(json.dumps(encode_result(told)))) == told
+
+
+@given(st.integers(0, 3), st.sampled_from(["x", "é", "读", "\U0001f600"]))
+def test_whatever_is_larger_than_fits_lies_beside_and_comes_back_whole(around: int, character: str) -> None:
+    shelf = Shelf()
+    empty = len(encode_result(result(output=""))["data"][0][0][0].encode())
+    count = (INLINE_BYTES - empty) // len(character.encode()) + around - 1
+    told = result(output=character * count)
+    encoded = json.loads(json.dumps(encode_result(told, shelf.keep)))
+    is_kept = empty + count * len(character.encode()) > INLINE_BYTES
+    assert (kept_result_key(encoded) is not None) is is_kept
+    assert len(json.dumps(encoded, ensure_ascii=False).encode()) < INLINE_BYTES + 1024
+    whole = join_result(encoded, shelf.kept[0]) if is_kept else encoded
+    assert decode_result(whole) == told
+
+
+def test_without_a_place_beside_everything_travels_inline() -> None:
+    told = result(output="x" * 200_000)
+    assert decode_result(encode_result(told)) == told
+
+
+def test_a_result_that_lies_beside_is_none_without_its_record() -> None:
+    with pytest.raises(EnvelopeRefused, match="missing"):
+        decode_result(encode_result(result(output="x" * 200_000), Shelf().keep))
+
+
+@pytest.mark.parametrize("record", [b"", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"call_id": "other", "name": "x", "success": true}'])
+def test_a_record_that_is_not_that_of_the_result_is_refused(record: bytes) -> None:
+    encoded = encode_result(result(output="x" * 200_000), Shelf().keep)
+    with pytest.raises(EnvelopeRefused):
+        decode_result(join_result(encoded, record))
+
+
+@pytest.mark.parametrize("data", [None, 1, "x", [], {}, {"kept": None}, {"kept": "k"}, {"kept": [["k"]]}, {"kept": [[[1]]]}, {"kept": [[["a", "b"]]]}])
+def test_what_names_no_key_names_none(data: Any) -> None:
+    assert kept_result_key(data) is None
+
+
+@pytest.mark.parametrize("data", [[[]], [[[]]], [[[1]]], [[["{}"]]], [[["x"]]], [[[{}]]], [[['{"call_id":"c"}']]]], ids=str)
+def test_a_record_of_another_shape_is_refused(data: Any) -> None:
+    with pytest.raises(EnvelopeRefused):
+        decode_result({**encode_result(result()), "data": data})
+
+
+def test_half_a_character_in_a_tools_metadata_costs_that_character_only() -> None:
+    told = decode_result(encode_result(result(output="fine", metadata={"name": "a\ud800b"})))
+    assert (told.output, told.metadata) == ("fine", {"name": "a?b"})
+
+
+@pytest.mark.parametrize("maxlen", [None, 46, 160, 100_000])
+def test_where_a_record_lies_does_not_show_in_flower(maxlen: int | None) -> None:
+    encoded = encode_result(result(output="x" * 200_000), lambda data: "canary")
+    assert "canary" not in saferepr(encoded, maxlen)

@@ -1,0 +1,182 @@
+"""A session that another host had: what its first call is told, and that nothing older of it is served."""
+
+import asyncio
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.errors import SandboxUnavailable, ToolFailure
+from tests.fake_engine import FakeGuest, echoing
+from tests.fake_sandboxd import PLAN, KeptWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
+from tests.sandboxd_calls import SOON_S, call, frame, raw_exchange
+from workers.sandboxd.moved import Moved
+from workers.sandboxd.sessions import Start
+
+AT = "2030-01-31T12:00:00+00:00"
+
+
+class Shelf:
+    """A store of checkpoints that gives whatever is asked for, and knows what that was."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    async def load(self, _tenant: str, checkpoint: str, _sandbox: object) -> None:
+        self.loaded.append(checkpoint)
+
+
+async def open_moved(daemon: Sandboxd, generation: int, restore: str | None = "c1", **told: Any) -> tuple[Any, str, dict[str, Any]]:
+    client = daemon.client()
+    moved = {"generation": generation, **told}
+    answer = await asyncio.to_thread(client.describe_open, "acme:s1", None, 60, restore=restore, moved=moved)
+    return client, "acme:s1", answer["sandbox"]
+
+
+async def test_a_restored_session_tells_once_what_is_gone_and_of_when_its_files_are(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, checkpoints=Shelf()) as daemon:
+        client, name, sandbox = await open_moved(daemon, 5, checkpoint_at=AT)
+        assert (sandbox["generation"], sandbox["rebuilt"]) == (5, True)
+        told = (await call(client, name)).done["sandbox"]
+        assert (told["generation"], told["rebuilt"]) == (5, True)
+        for words in ("host that had this session was lost", f"checkpoint of {AT}", "background jobs and /tmp are lost"):
+            assert words in told["news"]
+        assert "news" not in (await call(client, name)).done["sandbox"]
+
+
+async def test_a_drained_hosts_session_is_told_of_no_loss_of_a_host(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, checkpoints=Shelf()) as daemon:
+        client, name, _ = await open_moved(daemon, 2, is_planned=True, checkpoint_at=None)
+        news = (await call(client, name)).done["sandbox"]["news"]
+        assert "taken out of service" in news
+        assert "its last checkpoint" in news
+
+
+async def test_without_a_checkpoint_the_first_call_is_refused_and_the_next_works_in_an_empty_sandbox(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path) as daemon:
+        client, name, _ = await open_moved(daemon, 2, restore=None)
+        with pytest.raises(
+            SandboxUnavailable, match="there was no checkpoint of it: the sandbox and its files are lost; the next call gets"
+        ):
+            await call(client, name, body=bytes(1_000_000))
+        done = (await call(client, name, body=b"x")).done
+        assert (done["sandbox"]["generation"], len(daemon.engine.guests)) == (2, 1)
+
+
+async def test_an_untold_loss_is_not_kept_as_a_checkpoint(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, checkpoints=Shelf()) as daemon:
+        client, name, _ = await open_moved(daemon, 2, restore=None)
+        with pytest.raises(SandboxUnavailable, match="files are lost"):
+            await asyncio.to_thread(client.checkpoint, name)
+
+
+async def test_a_loss_that_no_call_was_told_outlives_sandboxd_and_one_that_was_told_is_not_told_again(tmp_path: Path) -> None:
+    workspaces, is_told = KeptWorkspaces(), False
+    host = build_host(tmp_path, workspaces=workspaces)
+    await host.sessions.open("acme:s", Start(PLAN, 60, moved=Moved(7)))
+    for _ in range(2):
+        host.lease.give_back()
+        await host.engine.end()
+        host = build_host(tmp_path, workspaces=workspaces)
+        host.sessions.adopt()
+        if not is_told:
+            with pytest.raises(SandboxUnavailable, match="files are lost"):
+                await host.sessions.use("acme:s", "c")
+            is_told = True
+    entry, sandbox = await host.sessions.use("acme:s", "c")
+    assert (sandbox.generation, entry.fence) == (8, 7)
+    await host.sessions.close_all()
+    await host.engine.end()
+    host.lease.give_back()
+
+
+async def test_a_sandbox_that_dies_before_the_first_call_adds_to_the_news(tmp_path: Path) -> None:
+    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+
+        async def nothing(*_: object) -> None: ...
+
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60, nothing, moved=Moved(2, datetime(2030, 1, 31, tzinfo=UTC))))
+        assert entry.sandbox is not None
+        entry.sandbox.end("out of memory")
+        entry, sandbox = await host.sessions.use("acme:s", "c")
+        news = entry.describe_sandbox(sandbox)["news"]
+        assert "checkpoint of 2030-01-31" in news
+        assert "out of memory" in news
+
+
+# What is still here of it
+
+
+async def test_what_a_host_still_has_of_a_session_that_comes_back_is_closed_and_not_served(tmp_path: Path) -> None:
+    shelf = Shelf()
+    async with running_sandboxd(tmp_path, checkpoints=shelf) as daemon:
+        await daemon.open("s1")
+        stale = daemon.sessions.find("acme:s1")
+        await open_moved(daemon, 3, "c2")
+        fresh = daemon.sessions.find("acme:s1")
+        assert fresh is not stale
+        assert (shelf.loaded, len(daemon.engine.alive), len(daemon.engine.guests)) == (["c2"], 1, 2)
+
+
+async def test_a_repeated_opening_of_a_moved_session_is_one(tmp_path: Path) -> None:
+    shelf = Shelf()
+    async with running_sandboxd(tmp_path, checkpoints=shelf) as daemon:
+        await open_moved(daemon, 3)
+        await open_moved(daemon, 3)
+        await open_moved(daemon, 2)
+        await daemon.open("s1")
+        assert (shelf.loaded, len(daemon.engine.guests)) == (["c1"], 1)
+
+
+async def test_an_opening_that_is_overtaken_by_a_later_one_of_its_session_is_undone(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, checkpoints=Shelf()) as daemon:
+        daemon.engine.start_gate.clear()
+        older = asyncio.create_task(open_moved(daemon, 2))
+        await asyncio.wait_for(daemon.engine.starting.wait(), SOON_S)
+        later = asyncio.create_task(open_moved(daemon, 3))
+        daemon.engine.start_gate.set()
+        await asyncio.wait_for(asyncio.gather(older, later), SOON_S)
+        entry = daemon.sessions.find("acme:s1")
+        assert entry is not None
+        assert (entry.fence, len(daemon.engine.alive)) == (3, 1)
+
+
+async def test_a_moved_session_counts_on_from_its_fence_when_its_sandbox_dies(tmp_path: Path) -> None:
+    async def dying(guest: FakeGuest) -> None:
+        await guest.hello()
+        await guest.request()
+        guest.die()
+
+    async with running_sandboxd(tmp_path, dying, echoing, checkpoints=Shelf()) as daemon:
+        client, name, _ = await open_moved(daemon, 5)
+        assert (await call(client, name)).done["error"]["code"] == "SANDBOX_UNAVAILABLE"
+        assert (await call(client, name)).done["sandbox"]["generation"] == 6
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        "lost",
+        {},
+        {"generation": 0},
+        {"generation": True},
+        {"generation": 2**60},
+        {"generation": 1.5},
+        {"generation": 1, "why": "so"},
+        {"generation": 1, "checkpoint_at": 5},
+        {"generation": 1, "checkpoint_at": "yesterday; ignore what was said"},
+        {"generation": 1, "checkpoint_at": "0001-01-01T00:00:00+14:00"},
+    ],
+    ids=str,
+)
+async def test_a_move_that_is_none_is_refused_and_opens_nothing(tmp_path: Path, moved: Any) -> None:
+    async with running_sandboxd(tmp_path) as daemon:
+        [refused] = await raw_exchange(daemon.path, frame({"verb": "open", "sandbox": "acme:s1", "moved": moved}))
+        assert (refused["code"], refused["message"].startswith(("moved.", "'moved'"))) == ("INVALID_ARGUMENTS", True)
+        with pytest.raises(ToolFailure):
+            await call(daemon.client(), "acme:s1")
+        assert daemon.engine.guests == []

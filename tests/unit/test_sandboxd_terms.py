@@ -1,0 +1,254 @@
+"""What a tenant's terms make of a class: never more than the class has, and less from the next call on when they change."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
+from contract.tenancy import SandboxTerms
+from tests.fake_sandboxd import PLAN, KeptWorkspaces, build_host, open_host, running_sandboxd
+from tests.sandboxd_calls import call, frame, raw_exchange
+from workers.sandboxd.classes import EgressRules, SandboxPlan, TenantClass
+from workers.sandboxd.plans import Plans, load_plans
+from workers.sandboxd.sandbox import Sandbox
+from workers.sandboxd.session import Session
+from workers.sandboxd.sessions import Start
+from workers.settings import SandboxdSettings
+
+MIB = 1024 * 1024
+IMAGES = ("default", "python", "node", "evil")
+CLASSES = {
+    "open": TenantClass(
+        network="egress", egress=EgressRules(hosts=("site.example",)), images=("python", "node"), workspace_bytes=512 * MIB
+    ),
+    "closed": TenantClass(runtime="runsc", pids=32, image="node", images=()),
+}
+
+
+def build_plans(classes: dict[str, TenantClass] = CLASSES) -> Plans:
+    return Plans(SandboxdSettings(sandbox_image="default", tenant_classes=classes, egress_socket=Path("/run/egress.sock")))
+
+
+PLANS = build_plans()
+any_terms = st.builds(
+    SandboxTerms,
+    tenant_class=st.sampled_from(["default", "open", "closed"]),
+    images=st.none() | st.lists(st.sampled_from(IMAGES), max_size=4).map(tuple),
+    network=st.sampled_from([None, "none", "egress"]),
+    workspace_bytes=st.none() | st.integers(MIB, 1024 * MIB),
+)
+asked_images = st.none() | st.sampled_from(IMAGES)
+asked_networks = st.sampled_from([None, "none", "egress"])
+
+
+def choose(terms: SandboxTerms, image: str | None = None, network: str | None = None) -> SandboxPlan | None:
+    try:
+        return PLANS.choose(terms, image, network)
+    except ToolFailure:
+        return None
+
+
+# Plans
+
+
+@given(any_terms, asked_images, asked_networks)
+def test_terms_never_give_more_than_the_class_has(terms: SandboxTerms, image: str | None, network: str | None) -> None:
+    plan, most = choose(terms, image, network), PLANS.choose(SandboxTerms(tenant_class=terms.tenant_class))
+    if plan is None:
+        return
+    allowed = {"default": {"default"}, "open": {"default", "python", "node"}, "closed": {"node"}}[terms.tenant_class]
+    assert plan.image in allowed.intersection(terms.images if terms.images is not None else allowed)
+    assert plan.network == "none" or (most.network == "egress" and terms.network != "none" and network != "none")
+    assert plan.workspace_bytes == min(most.workspace_bytes, terms.workspace_bytes or most.workspace_bytes)
+    assert replace(plan, image=most.image, network=most.network, workspace_bytes=most.workspace_bytes) == most
+
+
+@given(any_terms, any_terms, asked_images, asked_networks)
+def test_a_plan_that_is_revised_keeps_its_workspace_and_never_wins_a_network(
+    before: SandboxTerms, after: SandboxTerms, image: str | None, network: str | None
+) -> None:
+    plan = choose(before, image, network)
+    if plan is None or choose(after) is None:
+        return
+    revised = PLANS.revise(after, plan)
+    assert (revised.workspace_bytes, revised.workspace_inodes) == (plan.workspace_bytes, plan.workspace_inodes)
+    assert revised.network == "none" or (plan.network == "egress" and PLANS.network(after) == "egress")
+    assert PLANS.revise(after, revised) == revised
+
+
+def test_a_class_that_the_host_does_not_have_is_refused_with_those_that_it_has() -> None:
+    with pytest.raises(ToolFailure, match=r"no tenant class 'far', it has: closed, default, open; give") as refused:
+        PLANS.choose(SandboxTerms(tenant_class="far"))
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+
+
+def test_a_tenant_without_the_classs_own_image_gets_the_first_of_its_own() -> None:
+    assert PLANS.choose(SandboxTerms(tenant_class="open", images=("evil", "node", "python"))).image == "node"
+    with pytest.raises(ToolFailure, match="none of the tenant's images"):
+        PLANS.choose(SandboxTerms(tenant_class="open", images=("evil",)))
+
+
+def test_an_image_beyond_the_tenants_terms_is_refused_with_the_ones_within() -> None:
+    with pytest.raises(ToolFailure, match="image 'python' is not allowed on this host; allowed: node"):
+        PLANS.choose(SandboxTerms(tenant_class="open", images=("node", "evil")), "python")
+
+
+@pytest.mark.parametrize("network", ["egress", "everything"])
+def test_more_network_than_terms_and_class_both_have_is_refused(network: str) -> None:
+    for terms in (SandboxTerms(tenant_class="open", network="none"), SandboxTerms(tenant_class="closed", network="egress")):
+        with pytest.raises(ToolFailure, match="is not allowed for this tenant"):
+            PLANS.choose(terms, network=network)
+        assert (PLANS.choose(terms).network, PLANS.rules(terms)) == ("none", EgressRules())
+
+
+def test_sessions_of_a_class_that_is_gone_reach_nothing() -> None:
+    assert PLANS.rules(SandboxTerms(tenant_class="open")).hosts == ("site.example",)
+    assert PLANS.rules(SandboxTerms(tenant_class="gone")) == EgressRules()
+
+
+@pytest.mark.parametrize("name", ["", "c" * 65])
+def test_a_class_that_no_policy_can_name_is_refused_at_the_start(name: str) -> None:
+    with pytest.raises(ConfigError, match="can be named by nobody"):
+        load_plans(SandboxdSettings(tenant_classes={name: TenantClass()}))
+
+
+# Open sessions
+
+
+class Standing:
+    """What a sandbox has open towards the proxy."""
+
+    def __init__(self) -> None:
+        self.cuts = 0
+
+    def take(self, frame: object) -> None: ...
+
+    def cut(self) -> None:
+        self.cuts += 1
+
+    def close(self) -> None: ...
+
+
+def equip(entry: Session, sandbox: Sandbox) -> None:
+    sandbox.tunnels = Standing()
+
+
+OPEN = SandboxTerms(tenant_class="open")
+
+
+def standing(entry: Session | None) -> Standing:
+    assert entry is not None
+    assert entry.sandbox is not None
+    assert isinstance(entry.sandbox.tunnels, Standing)
+    return entry.sandbox.tunnels
+
+
+async def test_open_gives_what_class_and_terms_allow_and_tells_it(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, plans=PLANS) as daemon:
+        client = daemon.client()
+        told = await asyncio.to_thread(client.describe_open, "acme:s1", None, 60, terms=OPEN.model_copy(update={"images": ("node",)}))
+        assert (told["image"], told["network"], told["hosts"]) == ("node", "egress", ["site.example"])
+        less = await asyncio.to_thread(client.describe_open, "acme:s2", None, 60, terms=OPEN.model_copy(update={"network": "none"}))
+        assert (less["image"], less["network"], less["hosts"]) == ("default", "none", [])
+
+
+async def test_a_network_that_is_taken_back_is_cut_at_the_next_call(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, plans=PLANS, equip=equip) as daemon:
+        client, name = await daemon.open(terms=OPEN)
+        entry = daemon.sessions.find(name)
+        assert entry is not None
+        await call(client, name, terms=OPEN)
+        await call(client, name)
+        assert (standing(entry).cuts, PLANS.rules(entry.terms).hosts) == (0, ("site.example",))
+        await call(client, name, terms=OPEN.model_copy(update={"network": "none"}))
+        assert (standing(entry).cuts, PLANS.rules(entry.terms).hosts) == (1, ())
+
+
+async def test_terms_can_be_told_for_all_sessions_of_a_tenant_without_a_call(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, plans=PLANS, equip=equip) as daemon:
+        for session in ("s1", "s2"):
+            client, _ = await daemon.open(session, terms=OPEN)
+        await asyncio.to_thread(client.open, "umbrella", "s1", terms=OPEN)
+        assert await asyncio.to_thread(client.tell_terms, "acme", SandboxTerms()) == 2
+        cuts = {name: standing(daemon.sessions.find(name)).cuts for name in ("acme:s1", "acme:s2", "umbrella:s1")}
+        assert cuts == {"acme:s1": 1, "acme:s2": 1, "umbrella:s1": 0}
+
+
+async def test_terms_that_change_nothing_of_the_network_cut_nothing(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, plans=PLANS, equip=equip) as daemon:
+        client, name = await daemon.open(terms=OPEN)
+        await call(client, name, terms=OPEN.model_copy(update={"workspace_bytes": 5 * MIB}))
+        assert standing(daemon.sessions.find(name)).cuts == 0
+
+
+async def test_a_repeated_open_without_terms_leaves_those_of_the_session(tmp_path: Path) -> None:
+    narrow = OPEN.model_copy(update={"network": "none"})
+    async with running_sandboxd(tmp_path, plans=PLANS) as daemon:
+        client, name = await daemon.open(terms=narrow)
+        await asyncio.to_thread(client.open, "acme", "s1")
+        entry = daemon.sessions.find(name)
+        assert entry is not None
+        assert entry.terms == narrow
+
+
+async def test_the_next_sandbox_of_a_session_is_of_the_class_that_its_tenant_has_by_then(tmp_path: Path) -> None:
+    async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:
+        plan = PLANS.choose(OPEN.model_copy(update={"workspace_bytes": 5 * MIB}))
+        entry = await host.sessions.open("acme:s", Start(plan, 60, terms=OPEN))
+        assert await host.sessions.resting.give_up(entry, must_be_idle=False)
+        await host.sessions.use("acme:s", "c", SandboxTerms(tenant_class="closed"))
+        config = host.engine.guests[-1].config
+        assert (config["HostConfig"]["Runtime"], config["HostConfig"]["PidsLimit"], config["Image"]) == ("runsc", 32, "node")
+        assert (entry.plan.network, entry.plan.workspace_bytes) == ("none", 5 * MIB)
+
+
+async def test_a_session_whose_class_is_gone_gets_no_sandbox_and_keeps_its_files_until_it_has_another(tmp_path: Path) -> None:
+    async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
+        assert await host.sessions.resting.give_up(entry, must_be_idle=False)
+        with pytest.raises(SandboxUnavailable, match=r"cannot be made again: this host has no tenant class 'gone'.* it has: closed"):
+            await host.sessions.use("acme:s", "c", SandboxTerms(tenant_class="gone"))
+        assert host.maker.room.taken == 0
+        await host.sessions.use("acme:s", "c", SandboxTerms())
+        assert len(host.parking.unpacked) == 1
+
+
+async def test_terms_outlive_sandboxd(tmp_path: Path) -> None:
+    workspaces = KeptWorkspaces()
+    first = build_host(tmp_path, plans=PLANS, workspaces=workspaces)
+    await first.sessions.open("acme:s", Start(PLANS.choose(OPEN), 60, terms=OPEN))
+    await first.sessions.use("acme:s", "c", SandboxTerms(tenant_class="closed", images=("node",)))
+    first.lease.give_back()
+    async with open_host(tmp_path, plans=PLANS, workspaces=workspaces) as second:
+        assert second.sessions.adopt() == 1
+        await second.sessions.use("acme:s", "c")
+        assert second.engine.guests[0].config["HostConfig"]["Runtime"] == "runsc"
+    await first.engine.end()
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        "default",
+        [],
+        {"tenant_class": ""},
+        {"network": "host"},
+        {"workspace_bytes": 1},
+        {"runtime": "runc"},
+        {"images": "python"},
+        {"images": [1]},
+    ],
+    ids=str,
+)
+async def test_terms_that_are_none_are_refused_in_a_sentence_and_open_nothing(tmp_path: Path, terms: Any) -> None:
+    async with running_sandboxd(tmp_path, plans=PLANS) as daemon:
+        for verb in ("open", "call", "terms"):
+            header = {"verb": verb, "tenant": "acme", "sandbox": "acme:s", "request": {"op": "ping"}, "terms": terms}
+            [refused] = await raw_exchange(daemon.path, frame(header))
+            assert (refused["code"], "mend the tenant's policy" in refused["message"]) == ("INVALID_ARGUMENTS", True)
+        assert daemon.engine.guests == []

@@ -1,0 +1,231 @@
+"""What sandboxd tells workers of each session: whether its files may have changed, what runs in it, since when it is idle."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import SandboxUnavailable
+from tests.fake_engine import FakeGuest
+from tests.fake_sandboxd import PLAN, Sandboxd, open_host, running_sandboxd
+from tests.sandboxd_calls import SOON_S, call
+from workers.sandboxd.sessions import Start
+from workers.sandboxd.store.checkpoints import Checkpoint
+from workers.sandboxd.traces import Traces
+
+RUNNING, ENDED = {"job": "job-1", "state": "running"}, {"job": "job-1", "state": "exited"}
+
+
+class Store:
+    """Keeps what it is asked to when it is let, or fails."""
+
+    def __init__(self) -> None:
+        self.automatic: list[bool] = []
+        self.fails = False
+        self.saving = asyncio.Event()
+        self.go = asyncio.Event()
+        self.go.set()
+
+    async def save(self, *_: object, is_automatic: bool, **__: object) -> Checkpoint:
+        self.automatic.append(is_automatic)
+        self.saving.set()
+        await self.go.wait()
+        if self.fails:
+            raise SandboxUnavailable("the store's disk is full")
+        return Checkpoint(f"c{len(self.automatic)}", 1, "0" * 64)
+
+
+async def row(daemon: Sandboxd) -> dict[str, Any]:
+    [found] = await asyncio.to_thread(daemon.client().sessions)
+    return dict(found)
+
+
+# Traces
+
+
+@pytest.mark.parametrize("op", ["read_text", "read_file", "glob", "grep", "ping", "job_list", "job_poll"])
+def test_reading_changes_nothing(op: str) -> None:
+    traces = Traces()
+    traces.note(op, {"kind": "text"})
+    assert not traces.changed
+
+
+@pytest.mark.parametrize("op", ["exec", "write_file", "write_text", "edit_text", "job_start", "job_input", "job_kill", "to_come"])
+def test_all_else_may_have_changed_files_whatever_came_of_it(op: str) -> None:
+    traces = Traces()
+    traces.note(op, {})
+    assert traces.changed
+
+
+def test_while_a_job_runs_files_may_change_and_its_last_words_count() -> None:
+    traces = Traces()
+    traces.note("job_start", {"job": RUNNING})
+    traces.has_written = False
+    assert traces.changed
+    traces.note("job_poll", {"job": ENDED})
+    assert (traces.jobs, traces.changed) == (set(), True)
+
+
+def test_jobs_that_end_unasked_are_seen_by_the_next_attestation() -> None:
+    traces = Traces()
+    traces.note("job_list", {"jobs": [RUNNING, {"job": "job-2", "state": "running"}]})
+    traces.note_jobs(1)
+    assert traces.jobs == {"job-1", "job-2"}
+    traces.note_jobs(0)
+    assert (traces.jobs, traces.changed) == (set(), True)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=80),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.sampled_from(["job", "state", "jobs", "x"]), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["job_list", "job_start", "job_poll"]), json_values), max_size=8))
+def test_a_guest_that_lies_of_jobs_is_remembered_in_little(told: list[tuple[str, Any]]) -> None:
+    traces = Traces()
+    for op, value in told:
+        traces.note(op, {"job": value, "jobs": value})
+        traces.note(op, value if isinstance(value, dict) else {})
+    for number in range(100):
+        traces.note("job_start", {"job": {"job": f"j{number}", "state": "running"}})
+    assert len(traces.jobs) <= 16
+    assert all(len(name) <= 64 for name in traces.jobs)
+
+
+# Rows
+
+
+async def test_a_row_has_what_a_worker_decides_by(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path) as daemon:
+        await daemon.open(ttl_s=77.0)
+        told = await row(daemon)
+        figures = {name: told[name] for name in ("name", "generation", "fence", "calls", "jobs", "changed", "checkpoint", "ttl_s", "image")}
+        assert figures == {
+            "name": "acme:s1",
+            "generation": 1,
+            "fence": 1,
+            "calls": 0,
+            "jobs": 0,
+            "changed": False,
+            "checkpoint": None,
+            "ttl_s": 77.0,
+            "image": "default",
+        }
+        assert 0 <= told["idle_s"] < SOON_S
+
+
+async def test_a_call_that_runs_is_counted_and_its_session_is_not_idle(tmp_path: Path) -> None:
+    started, go = asyncio.Event(), asyncio.Event()
+
+    async def slow(guest: FakeGuest) -> None:
+        await guest.hello()
+        request, _ = await guest.request()
+        started.set()
+        await go.wait()
+        await guest.done(request, exit_code=0)
+
+    async with running_sandboxd(tmp_path, slow) as daemon:
+        client, name = await daemon.open()
+        running = asyncio.create_task(call(client, name))
+        await asyncio.wait_for(started.wait(), SOON_S)
+        told = await row(daemon)
+        assert (told["calls"], told["idle_s"], told["changed"]) == (1, 0.0, False)
+        go.set()
+        await running
+        told = await row(daemon)
+        assert (told["calls"], told["changed"]) == (0, True)
+
+
+async def test_a_job_that_was_started_is_counted(tmp_path: Path) -> None:
+    async def starting(guest: FakeGuest) -> None:
+        await guest.hello()
+        request, _ = await guest.request()
+        await guest.done(request, job=RUNNING, streams={})
+
+    async with running_sandboxd(tmp_path, starting) as daemon:
+        client, name = await daemon.open()
+        await call(client, name, {"op": "job_start", "script_bytes": 0, "timeout_s": 5})
+        assert (await row(daemon))["jobs"] == 1
+
+
+async def test_rows_of_more_sessions_than_a_page_has_come_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("sessions", "connection"):
+        monkeypatch.setattr(f"workers.sandboxd.{module}.MAX_ROWS", 2)
+    async with running_sandboxd(tmp_path) as daemon:
+        for session in ("d", "b", "a", "c"):
+            client, _ = await daemon.open(session)
+        assert [found["name"] for found in await asyncio.to_thread(client.sessions)] == ["acme:a", "acme:b", "acme:c", "acme:d"]
+
+
+# Checkpoints
+
+
+async def test_a_checkpoint_answers_for_what_was_written_before_it_and_not_for_what_ends_meanwhile(tmp_path: Path) -> None:
+    store = Store()
+    async with running_sandboxd(tmp_path, checkpoints=store) as daemon:
+        client, name = await daemon.open()
+        await call(client, name)
+        await asyncio.to_thread(client.checkpoint, name)
+        told = await row(daemon)
+        assert (told["changed"], told["checkpoint"]) == (False, "c1")
+        store.go.clear()
+        store.saving.clear()
+        other = daemon.client()
+        keeping = asyncio.create_task(asyncio.to_thread(other.checkpoint, name))
+        await asyncio.wait_for(store.saving.wait(), SOON_S)
+        await call(client, name)
+        store.go.set()
+        await keeping
+        assert (await row(daemon))["changed"] is True
+
+
+async def test_a_checkpoint_that_failed_answers_for_nothing(tmp_path: Path) -> None:
+    store = Store()
+    store.fails = True
+    async with running_sandboxd(tmp_path, checkpoints=store) as daemon:
+        client, name = await daemon.open()
+        await call(client, name)
+        with pytest.raises(SandboxUnavailable, match="disk is full"):
+            await asyncio.to_thread(client.checkpoint, name)
+        told = await row(daemon)
+        assert (told["changed"], told["checkpoint"]) == (True, None)
+
+
+async def test_an_automatic_checkpoint_is_no_use_of_its_session(tmp_path: Path) -> None:
+    store = Store()
+    async with running_sandboxd(tmp_path, checkpoints=store) as daemon:
+        client, name = await daemon.open()
+        entry = daemon.sessions.find(name)
+        assert entry is not None
+        entry.used_at -= 100
+        await asyncio.to_thread(client.checkpoint, name, automatic=True)
+        assert entry.idle_s() > 99
+        await asyncio.to_thread(client.checkpoint, name)
+        assert (entry.idle_s() < SOON_S, store.automatic) == (True, [True, False])
+
+
+async def test_an_automatic_checkpoint_that_grows_old_is_worth_another(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, checkpoints=Store()) as daemon:
+        client, name = await daemon.open()
+        await asyncio.to_thread(client.checkpoint, name, automatic=True)
+        assert (await row(daemon))["changed"] is False
+        entry = daemon.sessions.find(name)
+        assert entry is not None
+        assert entry.automatic_at is not None
+        entry.automatic_at -= 2 * 86_400
+        assert (await row(daemon))["changed"] is True
+
+
+async def test_a_job_ends_with_its_container(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        entry = await host.sessions.open("acme:s", Start(PLAN, 60))
+        entry.traces.note("job_start", {"job": RUNNING})
+        entry.traces.has_written = False
+        assert await host.sessions.resting.give_up(entry, must_be_idle=False)
+        await host.sessions.use("acme:s", "c")
+        assert (entry.traces.jobs, entry.traces.changed) == (set(), True)

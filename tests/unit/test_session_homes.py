@@ -1,0 +1,197 @@
+"""Where sessions live: one host each, chosen once, given anew by one of many when it is lost. Over a real Redis; hosts and their answers are scripted."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from contract.names import host_key, place_key, tombstone_key
+from contract.places import PlaceState
+from contract.tenancy import TenantPolicy
+from orchestrator.homes import Opening, SessionHomes
+from orchestrator.places import Home, Places
+from orchestrator.transport import CallLost, NotSent
+from tests.conftest import RedisProcess
+from tests.fake_hosts import build_report
+
+DEFAULT = TenantPolicy()
+
+
+class Hosts:
+    """Those of a deployment, by name; each opens what it is asked to, unless it is scripted otherwise."""
+
+    def __init__(self, *names: str) -> None:
+        self.all = {f"host.{name}.b00t": build_report(name) for name in names}
+        self.opened: list[tuple[str, Opening, int]] = []
+        self.answers: dict[str, Any] = {}
+
+    async def reports(self) -> list[Any]:
+        return list(self.all.values())
+
+    async def send_open(self, opening: Opening, home: Home) -> ToolResult:
+        self.opened.append((home.queue, opening, home.fence))
+        await asyncio.sleep(0)
+        answer = self.answers.get(home.queue)
+        if isinstance(answer, Exception):
+            raise answer
+        call = ToolCall(id="c", name="session.open")
+        return answer or ToolResult(call_id="c", name=call.name, success=True, metadata={"queue": home.queue})
+
+    async def lose(self, client: "redis.asyncio.Redis", queue: str) -> None:
+        """Given up."""
+        del self.all[queue]
+        await client.set(tombstone_key("d", queue), "1")
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
+    opened = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
+    with capture_logs():
+        yield opened
+    await opened.aclose()
+
+
+def build_homes(client: "redis.asyncio.Redis", hosts: Hosts) -> SessionHomes:
+    return SessionHomes(Places(client, "d"), hosts, hosts.send_open)
+
+
+async def test_a_session_stays_with_the_host_that_opened_it(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a", "b")
+    homes = build_homes(client, hosts)
+    await homes.open("acme", "s1", DEFAULT, {"ttl_s": 60})
+    home = await homes.find("acme", "s1", DEFAULT)
+    # Another process finds the same.
+    assert await build_homes(client, hosts).find("acme", "s1", DEFAULT) == home
+    assert (home.queue, home.fence) == (hosts.opened[0][0], 1)
+
+
+async def test_a_session_is_found_by_its_tenant_only(client: "redis.asyncio.Redis") -> None:
+    homes = build_homes(client, Hosts("a"))
+    await homes.open("acme", "s1", DEFAULT, {})
+    with pytest.raises(ToolFailure) as unknown:
+        await homes.find("rival", "s1", DEFAULT)
+    assert unknown.value.code is ErrorCode.SESSION_NOT_FOUND
+
+
+async def test_a_tenant_has_no_more_sessions_than_it_may_and_closed_ones_do_not_count(client: "redis.asyncio.Redis") -> None:
+    homes, policy = build_homes(client, Hosts("a")), TenantPolicy(sandboxes=2)
+    for name in ("s1", "s2"):
+        await homes.open("acme", name, policy, {})
+    with pytest.raises(ToolFailure) as full:
+        await homes.open("acme", "s3", policy, {})
+    assert full.value.code is ErrorCode.QUOTA_EXCEEDED
+    await homes.open("other", "s1", policy, {})
+    await homes.forget("acme", "s1")
+    await homes.open("acme", "s4", policy, {})
+
+
+async def test_sessions_whose_time_ran_out_do_not_count(client: "redis.asyncio.Redis") -> None:
+    homes, policy = build_homes(client, Hosts("a")), TenantPolicy(sandboxes=1)
+    await homes.open("acme", "s1", policy, {})
+    await client.delete(place_key("d", "acme", "s1"))
+    await homes.open("acme", "s2", policy, {})
+
+
+async def test_an_opening_goes_to_another_host_when_the_first_is_lost_on_the_way(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a", "b")
+    hosts.answers["host.a.b00t"] = CallLost("gone", has_started=True)
+    hosts.all["host.b.b00t"] = build_report("b", sessions=50)
+    homes = build_homes(client, hosts)
+    await homes.open("acme", "s1", DEFAULT, {})
+    assert [(queue, fence) for queue, _, fence in hosts.opened] == [("host.a.b00t", 1), ("host.b.b00t", 2)]
+    assert await homes.find("acme", "s1", DEFAULT) == Home("host.b.b00t", 2)
+
+
+@pytest.mark.parametrize(
+    "answer", [NotSent("host_lost"), ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.NO_SPACE, "full")]
+)
+async def test_an_opening_that_failed_leaves_no_place(client: "redis.asyncio.Redis", answer: Any) -> None:
+    hosts = Hosts("a")
+    hosts.answers["host.a.b00t"] = answer
+    homes = build_homes(client, hosts)
+    with contextlib.suppress(SandboxUnavailable):
+        assert not (await homes.open("acme", "s1", DEFAULT, {})).success
+    assert await client.keys("*place*") == []
+    assert await client.keys("*:sessions") == []
+
+
+async def test_a_session_of_a_lost_host_is_opened_elsewhere_from_its_checkpoint(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    homes = build_homes(client, hosts)
+    await homes.open("acme", "s1", DEFAULT, {"image": "base", "ttl_s": 60, "restore": "c0"})
+    await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "c7", "checkpoint_at": 1_700_000_000})
+    seen = await homes.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, "host.a.b00t")
+    hosts.all["host.b.b00t"] = build_report("b")
+    assert await homes.refresh("acme", "s1", seen, DEFAULT, is_lost=True) == Home("host.b.b00t", 2)
+    _, opening, _ = hosts.opened[-1]
+    assert (opening.arguments["restore"], opening.arguments["image"], opening.arguments["ttl_s"]) == ("c7", "base", 60)
+    assert opening.arguments["moved"]["checkpoint_at"] == "2023-11-14T22:13:20+00:00"
+
+
+async def test_many_who_see_the_loss_at_once_open_the_session_once(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    first = build_homes(client, hosts)
+    await first.open("acme", "s1", DEFAULT, {})
+    seen = await first.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, "host.a.b00t")
+    hosts.all["host.b.b00t"] = build_report("b")
+    programs = [first, *(build_homes(client, hosts) for _ in range(4))]
+    found = await asyncio.gather(*(homes.refresh("acme", "s1", seen, DEFAULT, is_lost=True) for homes in programs for _ in range(3)))
+    assert set(found) == {Home("host.b.b00t", 2)}
+    assert len(hosts.opened) == 2
+
+
+async def test_what_a_drain_has_parked_is_opened_by_the_next_call(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a", "b")
+    homes = build_homes(client, hosts)
+    await homes.open("acme", "s1", DEFAULT, {})
+    seen = await homes.find("acme", "s1", DEFAULT)
+    parked = {"state": PlaceState.MOVING.value, "queue": "", "fence": 2, "checkpoint": "c1", "checkpoint_at": 1}
+    await client.hset(place_key("d", "acme", "s1"), mapping=parked)
+    await hosts.lose(client, seen.queue)
+    home = await homes.refresh("acme", "s1", seen, DEFAULT, is_lost=False)
+    assert home.fence == 3
+    assert hosts.opened[-1][1].arguments["moved"]["is_planned"] is True
+
+
+async def test_a_move_that_fails_can_be_tried_again(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    homes = build_homes(client, hosts)
+    await homes.open("acme", "s1", DEFAULT, {})
+    seen = await homes.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, "host.a.b00t")
+    hosts.all["host.b.b00t"] = build_report("b")
+    hosts.answers["host.b.b00t"] = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.NO_SPACE, "full")
+    with pytest.raises(SandboxUnavailable, match="full"):
+        await homes.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+    del hosts.answers["host.b.b00t"]
+    assert (await homes.find("acme", "s1", DEFAULT)).queue == "host.b.b00t"
+
+
+async def test_what_the_host_is_asked_to_open_is_remembered_without_the_checkpoint_it_began_with(client: "redis.asyncio.Redis") -> None:
+    homes = build_homes(client, Hosts("a"))
+    await homes.open("acme", "s1", DEFAULT, {"ttl_s": 5, "restore": "c0"})
+    start = await client.hget(place_key("d", "acme", "s1"), "start")
+    assert json.loads(start or b"") == {"ttl_s": 5}
+
+
+async def test_a_silent_host_is_waited_for_and_keeps_its_sessions_when_it_comes_back(client: "redis.asyncio.Redis") -> None:
+    """As after an outage of Redis, when every report has expired."""
+    hosts = Hosts("a", "b")
+    homes = build_homes(client, hosts)
+    await homes.open("acme", "s1", DEFAULT, {})
+    seen = await homes.find("acme", "s1", DEFAULT)
+    waiting = asyncio.create_task(homes.refresh("acme", "s1", seen, DEFAULT, is_lost=True))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    await client.set(host_key("d", seen.queue), "a report")
+    assert await waiting == seen
+    assert len(hosts.opened) == 1

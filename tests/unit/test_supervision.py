@@ -1,0 +1,188 @@
+"""Processes that are kept running: started again with growing pauses, given up when that does not help, and never left over."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator import supervision
+from orchestrator.supervision import MOST_ENDS, PAUSES_S, WINDOW_S, ChildPlan, End, Supervisor, choose_pause
+from tests.stack import eventually, is_alive
+
+SOON_S = 20.0
+FOREVER = "import time; time.sleep(600)"
+
+
+class House:
+    """A supervisor with what it has said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+        self.changes = 0
+        self.supervisor = Supervisor(folder, tell=self.said.append, changed=self._count)
+
+    async def start(self, role: str, program: str, *, may_finish: bool = False, stop_within_s: float = SOON_S) -> int:
+        argv = (sys.executable, "-c", program)
+        plan = ChildPlan(role, argv, {}, signal.SIGKILL, stop_within_s=stop_within_s, may_finish=may_finish)
+        await self.supervisor.start(plan)
+        return self.pid(role)
+
+    def pid(self, role: str) -> int:
+        return self.supervisor.pids()[role][0]
+
+    def runs_as(self, role: str) -> int | None:
+        pids = self.supervisor.pids()[role]
+        return pids[0] if pids else None
+
+    def log(self, role: str) -> str:
+        return (self.folder / f"{role}.log").read_text()
+
+    def _count(self) -> None:
+        self.changes += 1
+
+
+@asynccontextmanager
+async def opened(folder: Path, *roles: str) -> AsyncIterator[House]:
+    house = House(folder)
+    try:
+        yield house
+    finally:
+        for role in roles:
+            await house.supervisor.stop(role)
+
+
+async def another(house: House, role: str, than: int) -> int:
+    """The process that took its place."""
+
+    def found() -> int | None:
+        pid = house.runs_as(role)
+        return pid if pid != than else None
+
+    return int(await eventually(found, SOON_S, lambda: f"another {role}: {house.said}"))
+
+
+@asynccontextmanager
+async def watching(house: House) -> AsyncIterator["asyncio.Task[str]"]:
+    task = asyncio.create_task(house.supervisor.watch())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_process_that_is_killed_is_started_again_at_once_and_its_neighbour_is_not_touched(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a", "b") as house:
+        first, neighbour = await house.start("a", FOREVER), await house.start("b", FOREVER)
+        async with watching(house):
+            os.kill(first, signal.SIGKILL)
+            second = await another(house, "a", first)
+
+            assert is_alive(second)
+            assert house.pid("b") == neighbour
+            assert house.said == ["a has ended by itself (SIGKILL) and is started again"]
+            assert house.changes == 2
+
+
+async def test_a_process_that_ends_again_and_again_is_given_up_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(tmp_path, "broken", "fine") as house:
+        monkeypatch.setattr(supervision, "PAUSES_S", (0.0, 0.01))
+        await house.start("broken", "print('cannot'); raise SystemExit(3)")
+        await house.start("fine", FOREVER)
+        async with asyncio.timeout(SOON_S * 2):
+            given_up = await house.supervisor.watch()
+
+        assert given_up == "broken"
+        assert house.log("broken").split() == ["cannot"] * MOST_ENDS
+        assert house.said[-1] == f"broken has ended {MOST_ENDS} times within {WINDOW_S:g} s (exit code 3) and is not started again"
+        assert house.supervisor.pids()["broken"] == []
+
+
+async def test_a_worker_that_ends_in_order_is_not_started_again(tmp_path: Path) -> None:
+    async with opened(tmp_path, "worker", "other") as house:
+        await house.start("worker", "pass", may_finish=True)
+        other = await house.start("other", FOREVER)
+        async with watching(house) as task:
+            await eventually(lambda: house.said, SOON_S, "it is said")
+            os.kill(other, signal.SIGTERM)
+            await another(house, "other", other)
+
+            assert house.said[0] == "worker has ended in order and is not started again"
+            assert house.supervisor.pids()["worker"] == []
+            assert not task.done()
+
+
+async def test_what_a_killed_process_leaves_of_its_own_goes_before_the_next_is_started(tmp_path: Path) -> None:
+    program = f"import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', '{FOREVER}']).pid, flush=True); time.sleep(600)"
+    async with opened(tmp_path, "parent") as house:
+        first = await house.start("parent", program)
+        left = int(await eventually(lambda: house.log("parent").strip(), SOON_S, "it has a child"))
+        async with watching(house):
+            os.kill(first, signal.SIGKILL)
+            await another(house, "parent", first)
+
+            assert not is_alive(left)
+
+
+async def test_a_process_that_was_stopped_by_somebody_still_ends(tmp_path: Path) -> None:
+    async with opened(tmp_path) as house:
+        pid = await house.start("a", FOREVER)
+        os.kill(pid, signal.SIGSTOP)
+
+        await house.supervisor.stop("a")
+
+        assert not is_alive(pid)
+
+
+async def test_a_process_that_does_not_end_when_told_is_killed(tmp_path: Path) -> None:
+    program = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); {FOREVER}"
+    async with opened(tmp_path) as house:
+        pid = await house.start("a", program, stop_within_s=0.1)
+        await eventually(lambda: house.log("a"), SOON_S, "it has said so")
+
+        await house.supervisor.stop("a")
+
+        assert not is_alive(pid)
+
+
+async def test_nobody_is_started_again_once_the_watch_has_ended(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a") as house:
+        first = await house.start("a", FOREVER)
+        async with watching(house):
+            pass
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: not is_alive(first), SOON_S, "it is gone")
+
+        assert house.said == []
+        await house.supervisor.start_again("a")
+        assert house.pid("a") != first
+
+
+@given(st.lists(st.floats(0, 10 * WINDOW_S), max_size=30))
+def test_a_pause_is_one_of_those_and_giving_up_needs_that_many_ends_within_the_window(ages: list[float]) -> None:
+    now = 1_000_000.0
+    ends = [*sorted(now - age for age in ages), now]
+
+    pause_s = choose_pause(ends, now)
+
+    recent = sum(now - at < WINDOW_S for at in ends)
+    assert (pause_s is None) == (recent >= MOST_ENDS)
+    assert pause_s is None or pause_s == PAUSES_S[min(recent, len(PAUSES_S)) - 1]
+
+
+def test_the_first_end_costs_no_pause_and_each_further_one_within_the_window_more() -> None:
+    pauses = [choose_pause([0.0] * ends, 0.0) for ends in range(1, MOST_ENDS + 1)]
+
+    assert pauses == [0.0, *sorted(PAUSES_S[1:]), None]
+
+
+def test_an_end_is_told_by_its_code_or_its_signal() -> None:
+    assert [str(End(code, 0.0)) for code in (0, 3, -9, -64, -99)] == ["exit code 0", "exit code 3", "SIGKILL", "SIGRTMAX", "signal 99"]

@@ -1,0 +1,165 @@
+"""A tenant's policy where calls pass: the dispatcher does not send what it forbids, and a worker does not run what came nevertheless."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from structlog.testing import capture_logs
+
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.clock import SharedClock
+from contract.errors import ConfigError, ErrorCode, RefusalReason, ToolFailure
+from contract.names import refusals_key, tenants_key
+from contract.registry import ToolRegistry
+from contract.tenancy import CommandRule, SandboxTerms, TenantPolicy
+from orchestrator.dispatcher import Dispatcher, Route, Terms
+from tests.builders import KEY, build_call, build_context, build_spec
+from tests.conftest import RedisProcess
+from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
+from workers.bench import SandboxBench
+from workers.executor import Executor
+from workers.refusals import Refusals
+from workers.tenants import TenantGate, Tenants
+from workers.tools.base import Outcome, WorkerTool
+
+BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command", aliases={"cmd": "command"})
+CLOSE = build_spec("session.close", audience="session")
+NO_PUSH = TenantPolicy(commands=(CommandRule(action="deny", argv_prefix=("git", "push")),))
+
+
+@pytest.fixture(autouse=True)
+def quiet_logs() -> Iterator[None]:
+    with capture_logs():
+        yield
+
+
+class FixedTenants:
+    """Policies of a dict, for both sides; of any other name: there is no such tenant."""
+
+    def __init__(self, policies: Mapping[str, TenantPolicy | Exception]) -> None:
+        self._policies = policies
+
+    def find(self, tenant: str) -> TenantPolicy:
+        found = self._policies.get(tenant, ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}"))
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+class OrchestratorTenants(FixedTenants):
+    async def policy(self, tenant: str) -> TenantPolicy:
+        return self.find(tenant)
+
+
+class WorkerTenants(FixedTenants, Tenants):
+    def policy(self, tenant: str) -> TenantPolicy:
+        return self.find(tenant)
+
+
+class House:
+    """A worker with bash_tool and session.close, for tenants with these policies."""
+
+    def __init__(self, **policies: TenantPolicy | Exception) -> None:
+        self.counted: list[RefusalReason] = []
+        self.terms: list[SandboxTerms | None] = []
+        self.ledger = MemoryLedger()
+        gate = TenantGate(WorkerTenants(policies), self.counted.append)
+        registry = ToolRegistry([WorkerTool(spec, self.handle) for spec in (BASH, CLOSE)])
+        parts = (FakeSandboxClient(), self.ledger, MemoryBlobs(), {}, "host.h1.b/w", SharedClock())
+        self.executor = Executor(registry, *parts, tenants=gate)
+
+    def handle(self, _: dict[str, Any], bench: Any) -> Outcome:
+        assert isinstance(bench, SandboxBench)
+        self.terms.append(bench.terms)
+        return Outcome("ran")
+
+    def run(self, name: str = "bash_tool", tenant: str = "acme", **arguments: Any) -> ErrorCode | None:
+        return self.executor.execute(build_call(name, **arguments), build_context(tenant=tenant)).error_code
+
+
+def test_a_worker_runs_what_the_policy_allows_with_the_terms_of_its_sandboxes() -> None:
+    terms = SandboxTerms(network="none")
+    house = House(acme=TenantPolicy(sandbox=terms))
+    assert house.run(command="ls") is None
+    assert (house.terms, house.counted) == ([terms], [])
+
+
+@pytest.mark.parametrize(
+    ("policy", "arguments", "code"),
+    [
+        (TenantPolicy(tools=("read_tool",)), {"command": "ls"}, ErrorCode.PERMISSION_DENIED),
+        (NO_PUSH, {"command": "ls; git push"}, ErrorCode.SECURITY_REFUSED),
+        (NO_PUSH, {"cmd": "git push"}, ErrorCode.SECURITY_REFUSED),
+        (ConfigError("the policy cannot be read"), {"command": "ls"}, ErrorCode.CONFIG_MISSING),
+    ],
+)
+def test_a_worker_refuses_before_it_claims_the_call(policy: TenantPolicy | Exception, arguments: dict[str, str], code: ErrorCode) -> None:
+    house = House(acme=policy)
+    assert house.run(**arguments) is code
+    assert (house.terms, house.ledger.claimed, house.counted) == ([], set(), [])
+
+
+def test_a_call_for_a_tenant_that_is_none_is_refused_and_counted() -> None:
+    house = House(acme=TenantPolicy())
+    assert house.run(tenant="mallory", command="ls") is ErrorCode.UNKNOWN_TENANT
+    assert (house.terms, house.counted) == ([], ["wrong_tenant"])
+
+
+def test_a_session_can_be_closed_whatever_became_of_its_tenant() -> None:
+    house = House(broken=ConfigError("the policy cannot be read"), bare=TenantPolicy(tools=(), commands=(CommandRule(action="deny"),)))
+    assert [house.run("session.close", tenant=tenant) for tenant in ("gone", "broken", "bare")] == [None] * 3
+    assert house.counted == []
+
+
+def test_a_worker_that_cannot_ask_runs_nothing() -> None:
+    gate = TenantGate(Tenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test"), lambda _: None)
+    parts = (FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {}, "host.h1.b/w", SharedClock())
+    executor = Executor(ToolRegistry([WorkerTool(BASH, lambda *_: Outcome("ran"))]), *parts, tenants=gate)
+    assert executor.execute(build_call("bash_tool", command="ls"), build_context()).error_code is ErrorCode.BROKER_UNAVAILABLE
+
+
+def test_what_was_refused_is_counted_in_redis(redis_server: RedisProcess) -> None:
+    with redis_server.client() as client:
+        client.hset(tenants_key("test"), "acme", "{}")
+        gate = TenantGate(Tenants(client, "test"), Refusals(client, "test").count)
+        for _ in range(2):
+            with pytest.raises(ToolFailure):
+                gate.admit("mallory", BASH, {"command": "ls"})
+        assert gate.admit("acme", BASH, {"command": "ls"}) == SandboxTerms()
+        assert client.hgetall(refusals_key("test")) == {b"wrong_tenant": b"2"}
+
+
+def fine(call: ToolCall, _: ToolContext) -> ToolResult:
+    return ToolResult(call_id=call.id, name=call.name, success=True, output="ran")
+
+
+async def dispatch(policy: TenantPolicy | None, name: str = "bash_tool", **arguments: Any) -> tuple[ErrorCode | None, int]:
+    """The code of a call for acme, and how many messages were sent for it."""
+    transport, tenants = AnsweringTransport(fine), OrchestratorTenants({"acme": policy} if policy is not None else {})
+    door = Dispatcher(transport, StaticCatalog(BASH, CLOSE), KEY, queue_wait_s=60, tenants=tenants)
+    terms = Terms(audience="session" if name.startswith("session.") else "model")
+    result = await door.dispatch(build_call(name, **arguments), Route("acme", "s1", "q"), terms)
+    return result.error_code, len(transport.deliveries)
+
+
+@pytest.mark.parametrize(
+    ("policy", "arguments", "code"),
+    [
+        (TenantPolicy(), {"command": "git push"}, None),
+        (TenantPolicy(tools=("read_tool",)), {"command": "ls"}, ErrorCode.PERMISSION_DENIED),
+        (NO_PUSH, {"command": "ls && git push"}, ErrorCode.SECURITY_REFUSED),
+        (NO_PUSH, {"cmd": "git push"}, ErrorCode.SECURITY_REFUSED),
+        (None, {"command": "ls"}, ErrorCode.UNKNOWN_TENANT),
+    ],
+)
+async def test_the_dispatcher_sends_nothing_that_the_policy_forbids(
+    policy: TenantPolicy | None, arguments: dict[str, str], code: ErrorCode | None
+) -> None:
+    assert await dispatch(policy, **arguments) == (code, 1 if code is None else 0)
+
+
+async def test_the_dispatcher_sends_the_closing_of_a_session_whose_tenant_is_gone() -> None:
+    assert await dispatch(None, "session.close") == (None, 1)

@@ -1,0 +1,242 @@
+"""What a tenant's policy says: its bounds, the tools and commands it is about, and what is made of one that cannot be read."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from contract.calls import ToolContext
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.policy_checks import check_call
+from contract.tenancy import (
+    MAX_POLICY_BYTES,
+    VERSION_FIELD,
+    CommandRule,
+    SandboxTerms,
+    TenantLook,
+    TenantPolicy,
+    parse_policy,
+    parse_tenants,
+)
+from orchestrator.approvals.policies import ApprovalPolicy, Rule
+from orchestrator.tenant_rules import refuse_by_policy, with_tenant_rules
+from tests.builders import build_context, build_spec
+from workers.tools.builtin import build_registry
+
+BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command", input_parameter="stdin")
+EXEC = build_spec("session.exec", properties={"argv": {"type": "array"}}, command_parameter="argv", audience="session")
+NO_PUSH = CommandRule(action="deny", tool="bash_tool", argv_prefix=("git", "push"))
+
+
+def refusal(policy: TenantPolicy, spec: Any, **arguments: Any) -> ErrorCode | None:
+    try:
+        check_call(policy, "acme", spec, arguments)
+    except ToolFailure as failure:
+        return failure.code if failure.metadata["was_refused"] else None
+    return None
+
+
+def look(own: bytes | None = None, default: bytes | None = None, fields: int = 0, version: bytes | None = None) -> TenantLook:
+    return TenantLook(version, own, default, fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"weight": 0},
+        {"weight": -1},
+        {"weight": 1e-300},
+        {"weight": float("nan")},
+        {"weight": float("inf")},
+        {"weight": 1001},
+        {"in_flight": 0},
+        {"in_flight": 10**7},
+        {"queued": -1},
+        {"rate_per_s": 0},
+        {"rate_per_s": float("nan")},
+        {"burst": 0},
+        {"sandboxes": -1},
+        {"tools": ["a*b"]},
+        {"tools": [""]},
+        {"tools": ["t"] * 1001},
+        {"commands": [{"action": "permit"}]},
+        {"commands": [{"action": "deny", "argv_prefix": [""]}]},
+        {"commands": [{"action": "deny", "argv_prefix": ["x"] * 33}]},
+        {"commands": [{"action": "deny", "tenant": "acme"}]},
+        {"sandbox": {"network": "host"}},
+        {"sandbox": {"workspace_bytes": 1}},
+        {"sandbox": {"runtime": "runc"}},
+        {"priority": 1},
+    ],
+)
+def test_a_policy_outside_its_bounds_or_with_an_unknown_field_is_none(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        TenantPolicy.model_validate(fields)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a" * 65, "a b", "a:b", "a\n", "../x", "tenant\u0000", "ähm", VERSION_FIELD, "a*", "{acme}", "a'; drop", "٣"]
+)
+def test_what_could_leave_its_place_in_a_key_is_no_tenant(name: str) -> None:
+    with pytest.raises(ValidationError):
+        ToolContext(tenant=name, sent_at=0, deadline_at=1)
+    assert build_context(tenant="Team-1_b").tenant == "Team-1_b"
+
+
+@pytest.mark.parametrize(
+    ("tools", "name", "is_allowed"),
+    [
+        (None, "bash_tool", True),
+        ((), "bash_tool", False),
+        (("read_tool",), "read_tool", True),
+        (("read_tool",), "read_tool2", False),
+        (("read_*",), "read_tool", True),
+        (("*",), "anything", True),
+        (("Read_tool",), "read_tool", False),
+        ((), "session.open", True),
+        ((), "session.close", True),
+        ((), "session.exec", False),
+        (("bash_tool",), "session.exec", True),
+        (("session.exec",), "session.exec", True),
+        (("session.exec",), "bash_tool", False),
+        (("read_tool",), "session.write_file", False),
+        (("read_tool",), "session.read_file", True),
+    ],
+)
+def test_tools_are_allowed_by_name_and_verbs_that_do_the_same_with_them(tools: tuple[str, ...] | None, name: str, is_allowed: bool) -> None:
+    assert TenantPolicy(tools=tools).allows_tool(name) is is_allowed
+    assert refusal(TenantPolicy(tools=tools), build_spec(name)) is (None if is_allowed else ErrorCode.PERMISSION_DENIED)
+
+
+@pytest.mark.parametrize(
+    "command", ["git push", "ls; git -C x push", "bash -c 'git push'", "$(git push)", "timeout 5 git push", "$GIT git push"]
+)
+def test_a_denied_command_is_refused_in_any_part_of_the_line(command: str) -> None:
+    assert refusal(TenantPolicy(commands=(NO_PUSH,)), BASH, command=command) is ErrorCode.SECURITY_REFUSED
+
+
+def test_a_denied_command_is_refused_where_it_is_sent_to_a_shell_that_runs() -> None:
+    assert refusal(TenantPolicy(commands=(NO_PUSH,)), BASH, command="", stdin="git push\n") is ErrorCode.SECURITY_REFUSED
+
+
+def test_a_program_that_is_run_past_the_tool_is_judged_as_the_tool_is() -> None:
+    policy = TenantPolicy(commands=(NO_PUSH,))
+    assert refusal(policy, EXEC, argv=["git", "push"]) is ErrorCode.SECURITY_REFUSED
+    assert refusal(policy, EXEC, argv=["bash", "-c", "ls && git push"]) is ErrorCode.SECURITY_REFUSED
+    assert refusal(policy, EXEC, argv=["git", "status"]) is None
+
+
+def test_the_verb_that_runs_programs_tells_where_its_command_stands() -> None:
+    tool = build_registry().get("session.exec")
+    assert tool is not None
+    assert tool.spec.command_parameter == "argv"
+
+
+def test_other_commands_tools_and_tenants_of_no_rules_are_left_alone() -> None:
+    assert refusal(TenantPolicy(commands=(NO_PUSH,)), BASH, command="git status; echo push") is None
+    assert refusal(TenantPolicy(commands=(NO_PUSH,)), build_spec("other_tool"), text="git push") is None
+    assert refusal(TenantPolicy(), BASH, command="git push") is None
+
+
+def test_a_rule_without_words_forbids_the_tool_and_no_verb_that_a_session_needs() -> None:
+    policy = TenantPolicy(commands=(CommandRule(action="deny"),))
+    assert refusal(policy, BASH, command="ls") is ErrorCode.PERMISSION_DENIED
+    assert refusal(policy, EXEC, argv=["ls"]) is ErrorCode.PERMISSION_DENIED
+    assert refusal(policy, build_spec("session.open", audience="session")) is None
+
+
+def test_rules_that_ask_or_allow_refuse_nothing_of_a_program() -> None:
+    rules = (CommandRule(action="ask", argv_prefix=("git",)), CommandRule(action="allow", argv_prefix=("rm",)))
+    assert refusal(TenantPolicy(commands=rules), BASH, command="git push; rm -rf /srv/x") is None
+
+
+def test_a_refusal_names_tool_and_tenant_and_what_to_do() -> None:
+    with pytest.raises(
+        ToolFailure, match=r"bash_tool was not run: it is not allowed for tenant acme; .* \(toolcrew tenants set acme --tools"
+    ):
+        check_call(TenantPolicy(tools=()), "acme", BASH, {"command": "ls"})
+    with pytest.raises(ToolFailure, match="commands with 'git push' are forbidden by the policy of tenant acme"):
+        check_call(TenantPolicy(commands=(NO_PUSH,)), "acme", BASH, {"command": "git push"})
+
+
+@pytest.mark.parametrize("padding", [0, 100_000])
+async def test_the_orchestrator_refuses_the_same_however_long_the_command(padding: int) -> None:
+    policy = TenantPolicy(commands=(NO_PUSH,))
+    with pytest.raises(ToolFailure) as refused:
+        await refuse_by_policy(policy, "acme", BASH, {"command": "echo " + "x" * padding + "; git push"})
+    assert refused.value.code is ErrorCode.SECURITY_REFUSED
+    await refuse_by_policy(policy, "acme", BASH, {"command": "echo " + "x" * padding})
+
+
+def test_a_tenants_rules_stand_beside_those_of_the_program() -> None:
+    own = ApprovalPolicy((Rule("ask", argv_prefix=("make",)),))
+    rules = (NO_PUSH, CommandRule(action="allow", argv_prefix=("rm",)), CommandRule(action="allow", argv_prefix=("make",)))
+    joined = with_tenant_rules(own, TenantPolicy(commands=rules), "acme")
+    assert [joined.decide("acme", BASH, {"command": text}).action for text in ("git push", "rm -rf *", "make")] == ["deny", "allow", "ask"]
+    assert joined.decide("other", BASH, {"command": "git push"}).action == "allow"
+    assert with_tenant_rules(own, TenantPolicy(), "acme") is own
+
+
+def test_while_nobody_is_registered_any_name_is_served_as_the_default_tenant() -> None:
+    assert look().policy("anybody") == TenantPolicy()
+    assert look(default=b'{"weight": 3}', fields=2, version=b"v").policy("anybody").weight == 3
+
+
+def test_once_somebody_is_registered_only_those_and_the_default_tenant_are_served() -> None:
+    closed = look(default=b'{"weight": 3}', fields=3, version=b"v")
+    assert closed.policy("default").weight == 3
+    assert look(own=b'{"weight": 2}', fields=1).policy("acme").weight == 2
+    with pytest.raises(ToolFailure, match=r"there is no tenant anybody.*toolcrew tenants add anybody") as refused:
+        closed.policy("anybody")
+    assert refused.value.code is ErrorCode.UNKNOWN_TENANT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{", b"[]", b"\xff", b'{"weight": NaN}', b'{"weight": "3"}', b'{"unknown": 1}', b"[" * 100_000, b'{"in_flight": 1.5}'],
+)
+def test_a_policy_that_cannot_be_read_serves_nothing_and_says_what_to_do(text: bytes) -> None:
+    with pytest.raises(
+        ConfigError, match=r"policy of tenant acme cannot be read .*nothing is served.*toolcrew tenants set acme --from FILE"
+    ):
+        look(own=text, fields=1).policy("acme")
+    found = parse_tenants({b"acme": text, b"other": b"{}", VERSION_FIELD.encode(): b"v"})
+    assert isinstance(found["acme"], ConfigError)
+    assert (found["other"], len(found)) == (TenantPolicy(), 2)
+
+
+def test_a_policy_of_a_megabyte_is_not_even_read() -> None:
+    text = json.dumps({"tools": ["t" * 100] * 10_000}).encode()
+    assert len(text) > MAX_POLICY_BYTES
+    with pytest.raises(ConfigError, match="larger than"):
+        parse_policy("acme", text)
+
+
+WORDS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20)
+RULES = st.builds(CommandRule, action=st.sampled_from(["deny", "ask", "allow"]), argv_prefix=st.lists(WORDS, max_size=4).map(tuple))
+TERMS = st.builds(
+    SandboxTerms, images=st.none() | st.lists(WORDS, max_size=3).map(tuple), network=st.sampled_from([None, "none", "egress"])
+)
+POLICIES = st.builds(
+    TenantPolicy,
+    tools=st.none() | st.lists(WORDS.filter(lambda name: "*" not in name), max_size=5).map(tuple),
+    weight=st.floats(0.001, 1000),
+    rate_per_s=st.none() | st.floats(0.001, 1000),
+    commands=st.lists(RULES, max_size=5).map(tuple),
+    sandbox=TERMS,
+)
+
+
+@given(POLICIES)
+def test_a_policy_is_read_as_it_was_kept(policy: TenantPolicy) -> None:
+    assert parse_policy("acme", policy.model_dump_json(exclude_defaults=True).encode()) == policy
+    assert parse_policy("acme", policy.model_dump_json().encode()) == policy
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_are_anything_but_a_policy_or_a_sentence(text: bytes) -> None:
+    found = parse_tenants({b"acme": text})["acme"]
+    assert isinstance(found, TenantPolicy) or "policy of tenant acme" in str(found)

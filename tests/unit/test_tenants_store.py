@@ -1,0 +1,279 @@
+"""The tenants in Redis: both sides see a change once what they know is old, no change is lost, and asking costs one small read a second."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from contract.known_tenants import MAX_KNOWN, KnownTenants
+from contract.names import tenants_key
+from contract.settings import BrokerSettings
+from contract.tenancy import MAX_POLICY_BYTES, POLICY_FRESH_S, VERSION_FIELD, CommandRule, TenantLook, TenantPolicy
+from orchestrator.redis_connection import open_redis
+from orchestrator.shared_reads import SharedReads
+from orchestrator.tenants import OpenTenants, RedisTenants
+from tests.conftest import RedisProcess
+from workers.tenants import Tenants
+
+KEY = tenants_key("test")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
+    client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def tenants(client: "redis.asyncio.Redis") -> RedisTenants:
+    return RedisTenants(client, "test")
+
+
+def count_commands(server: RedisProcess) -> dict[str, int]:
+    with server.client() as client:
+        told: Any = client.info("commandstats")
+    return {name.removeprefix("cmdstat_"): int(facts["calls"]) for name, facts in told.items()}
+
+
+async def failure_of(work: Any) -> ErrorCode:
+    with pytest.raises(ToolFailure) as failed:
+        await work
+    return failed.value.code
+
+
+async def test_a_tenant_is_what_it_was_registered_and_changed_to_until_it_is_removed(tenants: RedisTenants) -> None:
+    await tenants.add("acme", TenantPolicy(weight=3))
+    assert (await tenants.policy("acme")).weight == 3
+    changed = await tenants.change("acme", lambda policy: policy.model_copy(update={"in_flight": 5}))
+    assert await tenants.policy("acme") == changed == TenantPolicy(weight=3, in_flight=5)
+    await tenants.replace("acme", TenantPolicy())
+    assert await tenants.policy("acme") == TenantPolicy()
+    assert (await tenants.remove("acme")).is_open
+    assert dict(await tenants.all()) == {}
+
+
+async def test_names_are_closed_from_the_first_tenant_on_and_open_after_the_last(tenants: RedisTenants) -> None:
+    assert await tenants.policy("anybody") == TenantPolicy()
+    await tenants.change("default", lambda policy: policy.model_copy(update={"weight": 2.0}))
+    assert (await tenants.policy("anybody")).weight == 2
+    await tenants.add("acme", TenantPolicy())
+    assert await failure_of(tenants.policy("anybody")) is ErrorCode.UNKNOWN_TENANT
+    assert (await tenants.policy("default")).weight == 2
+    await tenants.add("zeta", TenantPolicy())
+    assert not (await tenants.remove("zeta")).is_open
+    assert (await tenants.remove("acme")).is_open
+    assert (await tenants.policy("anybody")).weight == 2
+
+
+async def test_what_cannot_be_registered_changed_or_removed_is_told(tenants: RedisTenants) -> None:
+    await tenants.add("acme", TenantPolicy())
+    for work, code in (
+        (tenants.add("acme", TenantPolicy()), ErrorCode.INVALID_ARGUMENTS),
+        (tenants.add("default", TenantPolicy()), ErrorCode.INVALID_ARGUMENTS),
+        (tenants.add(VERSION_FIELD, TenantPolicy()), ErrorCode.INVALID_ARGUMENTS),
+        (tenants.add("a:b\n", TenantPolicy()), ErrorCode.INVALID_ARGUMENTS),
+        (tenants.change("nobody", lambda policy: policy), ErrorCode.UNKNOWN_TENANT),
+        (tenants.replace("nobody", TenantPolicy()), ErrorCode.UNKNOWN_TENANT),
+        (tenants.remove("nobody"), ErrorCode.UNKNOWN_TENANT),
+        (tenants.remove(VERSION_FIELD), ErrorCode.INVALID_ARGUMENTS),
+        (tenants.remove("default"), ErrorCode.INVALID_ARGUMENTS),
+    ):
+        assert await failure_of(work) is code
+    assert list(await tenants.all()) == ["acme"]
+
+
+async def test_a_policy_that_is_too_long_is_not_kept(tenants: RedisTenants) -> None:
+    rules = tuple(CommandRule(action="deny", argv_prefix=("x" * 256,) * 8) for _ in range(1000))
+    assert len(TenantPolicy(commands=rules).model_dump_json()) > MAX_POLICY_BYTES
+    assert await failure_of(tenants.add("acme", TenantPolicy(commands=rules))) is ErrorCode.INVALID_ARGUMENTS
+    assert dict(await tenants.all()) == {}
+
+
+async def test_of_changes_at_the_same_time_none_is_lost(client: "redis.asyncio.Redis") -> None:
+    stores = [RedisTenants(client, "test") for _ in range(2)]
+    await stores[0].add("acme", TenantPolicy(in_flight=1))
+
+    def one_more(policy: TenantPolicy) -> TenantPolicy:
+        return policy.model_copy(update={"in_flight": policy.in_flight + 1})
+
+    await asyncio.gather(*(store.change("acme", one_more) for store in stores for _ in range(5)))
+    assert (await stores[0].policy("acme")).in_flight == 11
+
+
+async def test_a_change_that_is_wrong_changes_nothing(tenants: RedisTenants) -> None:
+    def wrong(_: TenantPolicy) -> TenantPolicy:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "--weight: no")
+
+    await tenants.add("acme", TenantPolicy(weight=3))
+    assert await failure_of(tenants.change("acme", wrong)) is ErrorCode.INVALID_ARGUMENTS
+    assert (await tenants.policy("acme")).weight == 3
+
+
+async def test_a_worker_and_another_orchestrator_see_a_change_once_what_they_know_is_old(
+    tenants: RedisTenants, client: "redis.asyncio.Redis", redis_server: RedisProcess
+) -> None:
+    await tenants.add("acme", TenantPolicy())
+    clock, other = Clock(), RedisTenants(client, "test")
+    with redis_server.client() as blocking:
+        worker = Tenants(blocking, "test", clock)
+        assert worker.policy("acme") == await other.policy("acme") == TenantPolicy()
+        await tenants.change("acme", lambda policy: policy.model_copy(update={"tools": ()}))
+        assert worker.policy("acme").tools is (await other.policy("acme")).tools is None
+        clock.now += POLICY_FRESH_S
+        other._known._asked_at -= POLICY_FRESH_S
+        assert worker.policy("acme").tools == (await other.policy("acme")).tools == ()
+        await tenants.remove("acme")
+        await tenants.add("zeta", TenantPolicy())
+        clock.now += POLICY_FRESH_S
+        with pytest.raises(ToolFailure, match="there is no tenant acme"):
+            worker.policy("acme")
+
+
+async def test_the_tenants_of_one_deployment_are_not_anothers(tenants: RedisTenants, redis_server: RedisProcess) -> None:
+    await tenants.add("acme", TenantPolicy(weight=3))
+    with redis_server.client() as blocking:
+        assert Tenants(blocking, "live").policy("acme").weight == 1
+
+
+async def test_a_policy_of_another_release_serves_nothing_on_either_side_until_it_is_replaced(
+    tenants: RedisTenants, redis_server: RedisProcess
+) -> None:
+    with redis_server.client() as blocking:
+        blocking.hset(KEY, "acme", '{"speed": 9}')
+        with pytest.raises(ConfigError, match="speed"):
+            Tenants(blocking, "test").policy("acme")
+        with pytest.raises(ConfigError, match="speed"):
+            await tenants.policy("acme")
+        with pytest.raises(ConfigError, match="speed"):
+            await tenants.change("acme", lambda policy: policy)
+        assert isinstance((await tenants.all())["acme"], ConfigError)
+        await tenants.replace("acme", TenantPolicy())
+        assert Tenants(blocking, "test").policy("acme") == await tenants.policy("acme") == TenantPolicy()
+
+
+async def test_what_was_written_by_hand_is_seen_as_long_as_nobody_counts_versions(
+    client: "redis.asyncio.Redis", redis_server: RedisProcess
+) -> None:
+    clock = Clock()
+    await client.hset(KEY, "acme", "{}")  # type: ignore[misc]
+    with redis_server.client() as blocking:
+        worker = Tenants(blocking, "test", clock)
+        assert worker.policy("acme").weight == 1
+        await client.hset(KEY, "acme", '{"weight": 2}')  # type: ignore[misc]
+        clock.now += POLICY_FRESH_S
+        assert worker.policy("acme").weight == 2
+
+
+async def test_when_redis_is_away_nothing_is_assumed_on_either_side() -> None:
+    away = redis.asyncio.Redis(port=1, retry=AsyncRetry(NoBackoff(), 0))
+    for work in (RedisTenants(away, "test").policy("acme"), RedisTenants(away, "test").add("acme", TenantPolicy())):
+        with pytest.raises(BrokerUnavailable):
+            await work
+    with pytest.raises(BrokerUnavailable):
+        Tenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test").policy("acme")
+
+
+async def test_a_redis_that_takes_no_writes_is_told_as_such(tenants: RedisTenants, client: "redis.asyncio.Redis") -> None:
+    await client.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(BrokerUnavailable, match="acme was not changed"):
+            await tenants.add("acme", TenantPolicy())
+    finally:
+        await client.config_set("maxmemory", "0")
+
+
+async def test_a_thousand_calls_of_a_tenant_at_once_ask_redis_once(tenants: RedisTenants, redis_server: RedisProcess) -> None:
+    await tenants.add("acme", TenantPolicy())
+    before = count_commands(redis_server)
+    await asyncio.gather(*(tenants.policy("acme") for _ in range(1000)))
+    after = count_commands(redis_server)
+    assert after["hget"] - before.get("hget", 0) == 1
+    assert after["hmget"] - before.get("hmget", 0) == 1
+
+
+async def test_with_ten_thousand_tenants_a_second_of_calls_costs_no_more_than_with_one(
+    client: "redis.asyncio.Redis", redis_server: RedisProcess
+) -> None:
+    await client.hset(KEY, mapping={f"t{number}": "{}" for number in range(10_000)} | {VERSION_FIELD: "v"})  # type: ignore[misc]
+    clock = Clock()
+    with redis_server.client() as blocking:
+        worker = Tenants(blocking, "test", clock)
+        for number in range(1000):
+            worker.policy(f"t{number}")
+        before = count_commands(redis_server)
+        clock.now += POLICY_FRESH_S
+        for number in range(1000):
+            worker.policy(f"t{number}")
+        after = count_commands(redis_server)
+    assert (after["hget"] - before["hget"], after["hmget"] - before["hmget"]) == (1, 0)
+
+
+async def test_programs_without_a_pool_know_no_limits() -> None:
+    assert await OpenTenants().policy("anybody") == TenantPolicy()
+
+
+def seen(version: bytes, weight: int) -> TenantLook:
+    return TenantLook(version, json.dumps({"weight": weight}).encode(), None, 2)
+
+
+def test_an_answer_that_was_overtaken_is_not_remembered() -> None:
+    known = KnownTenants(Clock())
+    known.confirm(b"new", asked_at=101)
+    known.learn("acme", seen(b"new", 2), asked_at=101)
+    assert known.learn("acme", seen(b"old", 1), asked_at=100).weight == 1
+    known.confirm(b"old", asked_at=100)
+    found = known.find("acme")
+    assert found is not None
+    assert found.weight == 2
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    known = KnownTenants(Clock())
+    for number in range(MAX_KNOWN + 10):
+        known.learn(f"t{number}", seen(b"v", 2), asked_at=100)
+    assert (known.find("t9"), known.find("t10") is None) == (None, False)
+
+
+async def test_who_wants_the_same_shares_one_read_and_a_cancelled_one_takes_it_from_nobody() -> None:
+    reads, gate, begun = SharedReads[int](), asyncio.Event(), 0
+
+    async def read() -> int:
+        nonlocal begun
+        begun += 1
+        await gate.wait()
+        return 7
+
+    first, second = asyncio.create_task(reads.read("a", read)), asyncio.create_task(reads.read("a", read))
+    await asyncio.sleep(0)
+    first.cancel()
+    gate.set()
+    assert await second == 7
+    assert begun == 1
+    assert await reads.read("a", read) == 7
+    assert begun == 2
+
+
+async def test_a_shared_read_that_fails_fails_for_all_who_asked() -> None:
+    async def read() -> int:
+        raise BrokerUnavailable("away")
+
+    reads = SharedReads[int]()
+    told = await asyncio.gather(*(reads.read("a", read) for _ in range(3)), return_exceptions=True)
+    assert [type(error) for error in told] == [BrokerUnavailable] * 3

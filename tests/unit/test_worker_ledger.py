@@ -1,0 +1,310 @@
+"""The worker's ledger on a real Redis: whatever a queue repeats, and whatever Redis forgets, a call starts once."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from structlog.testing import capture_logs
+
+from contract.clock import SharedClock
+from contract.errors import BrokerUnavailable, ErrorCode
+from contract.ledger import CALL_TTL_S, CallRecord, CallState, Claim, parse_record
+from contract.names import call_key, place_key
+from tests.builders import build_call, build_context
+from tests.conftest import RedisProcess
+from workers.ledger import Ledger
+
+HOLDER = "host.h1.b00t/w1"
+CALL = build_call("echo", call_id="c1")
+STATES = [*CallState, None]
+
+
+class Book:
+    """A ledger and what lies under it."""
+
+    def __init__(self, client: "redis.Redis") -> None:
+        self.client = client
+        self.clock = SharedClock()
+        self.ledger = Ledger(client, "d", self.clock)
+
+    def write(self, state: CallState | None, attempt: int = 1, **fields: Any) -> None:
+        self.client.delete(call_key("d", "acme", "c1"))
+        if state is not None:
+            self.client.hset(call_key("d", "acme", "c1"), mapping={"state": state, "attempt": attempt, **fields})
+
+    def place(self, fence: int, state: str = "open") -> None:
+        self.client.hset(place_key("d", "acme", "s1"), mapping={"state": state, "fence": fence, "queue": "host.h1.b00t"})
+
+    def read(self) -> CallRecord | None:
+        return parse_record(self.client.hgetall(call_key("d", "acme", "c1")))  # type: ignore[arg-type]
+
+    def claim(self, **context: Any) -> Claim:
+        return self.ledger.claim(CALL, build_context(**context), HOLDER)
+
+
+@pytest.fixture
+def book(redis_server: RedisProcess) -> Iterator[Book]:
+    with redis_server.client() as client:
+        yield Book(client)
+
+
+def test_a_call_that_was_sent_starts_once_and_says_where(book: Book) -> None:
+    book.write(CallState.QUEUED, queue="host.h1.b00t", queued_at=1.5)
+    assert [book.claim(), book.claim()] == [Claim.GRANTED, Claim.STARTED]
+    record = book.read()
+    assert record is not None
+    assert (record.state, record.holder, record.queue, record.tool, record.session) == (
+        CallState.RUNNING,
+        HOLDER,
+        "host.h1.b00t",
+        "echo",
+        "s1",
+    )
+    assert record.started_at == pytest.approx(time.time(), abs=5)
+
+
+def test_one_id_of_two_tenants_or_two_deployments_is_two_calls(book: Book) -> None:
+    assert [book.claim(), book.claim(tenant="rival")] == [Claim.GRANTED, Claim.GRANTED]
+    assert Ledger(book.client, "other", SharedClock()).claim(CALL, build_context(), HOLDER) is Claim.GRANTED
+
+
+def test_of_many_that_want_to_start_a_call_at_once_one_may(book: Book) -> None:
+    book.write(CallState.QUEUED)
+    with ThreadPoolExecutor(16) as threads:
+        verdicts = list(threads.map(lambda _: book.claim(), range(64)))
+    assert verdicts.count(Claim.GRANTED) == 1
+    assert verdicts.count(Claim.STARTED) == 63
+
+
+EXPECTED = {
+    # state of the record: verdict for a message of the same attempt, of the next one, of the one before
+    None: (Claim.GRANTED, Claim.GRANTED, Claim.GRANTED),
+    CallState.QUEUED: (Claim.GRANTED, Claim.GRANTED, Claim.SUPERSEDED),
+    CallState.RUNNING: (Claim.STARTED, Claim.STARTED, Claim.SUPERSEDED),
+    CallState.DONE: (Claim.STARTED, Claim.STARTED, Claim.SUPERSEDED),
+    CallState.LOST: (Claim.STARTED, Claim.GRANTED, Claim.SUPERSEDED),
+    CallState.UNKNOWN: (Claim.STARTED, Claim.STARTED, Claim.SUPERSEDED),
+    CallState.FORBIDDEN: (Claim.STARTED, Claim.STARTED, Claim.SUPERSEDED),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("verb", ["claim", "refuse"])
+def test_the_table_of_cases_holds_for_starting_and_for_refusing(book: Book, state: CallState | None, verb: str) -> None:
+    for attempt, expected in zip((2, 3, 1), EXPECTED[state], strict=True):
+        book.write(state, attempt=2)
+        context = build_context(attempt=attempt)
+        verdict = book.ledger.claim(CALL, context, HOLDER) if verb == "claim" else book.ledger.refuse(CALL, context)
+        assert verdict is expected
+        record = book.read()
+        if expected is Claim.GRANTED:
+            assert record is not None
+            assert (record.state, record.attempt) == (CallState.RUNNING if verb == "claim" else CallState.FORBIDDEN, attempt)
+        elif record is not None:
+            assert (record.state, record.attempt) == (state, 2)
+
+
+def test_what_is_refused_never_starts_and_is_refused_once(book: Book) -> None:
+    book.write(CallState.QUEUED)
+    assert [book.ledger.refuse(CALL, build_context()) for _ in range(2)] == [Claim.GRANTED, Claim.STARTED]
+    assert book.claim() is Claim.STARTED
+
+
+def test_a_call_past_its_deadline_is_forbidden_by_the_clock_of_redis(book: Book) -> None:
+    book.write(CallState.QUEUED)
+    assert book.claim(deadline_at=time.time() - 5) is Claim.EXPIRED
+    record = book.read()
+    assert record is not None
+    assert record.state is CallState.FORBIDDEN
+    assert book.claim() is Claim.STARTED
+
+
+def test_the_lateness_of_a_repetition_is_nobodys_answer(book: Book) -> None:
+    """The attacker's aim: repeat a message once it is late, so that its sender reads that nothing ran while it runs."""
+    assert book.claim() is Claim.GRANTED
+    assert book.claim(deadline_at=time.time() - 5) is Claim.STARTED
+
+
+@pytest.mark.parametrize("skew_s", [-60.0, 60.0])
+def test_a_host_whose_clock_is_a_minute_wrong_learns_the_time_with_its_first_claim(book: Book, skew_s: float) -> None:
+    clock = SharedClock(lambda: time.time() + skew_s)
+    ledger = Ledger(book.client, "d", clock)
+    assert ledger.claim(CALL, build_context(deadline_at=time.time() + 30), HOLDER) is Claim.GRANTED
+    assert clock() == pytest.approx(time.time(), abs=5)
+
+
+# Places
+
+
+@pytest.mark.parametrize(
+    ("state", "fence", "name", "verdict"),
+    [
+        ("open", 3, "echo", Claim.GRANTED),
+        ("open", 4, "echo", Claim.MOVED),
+        ("open", 2, "echo", Claim.MOVED),
+        ("moving", 3, "echo", Claim.MOVED),
+        ("moving", 3, "session.open", Claim.GRANTED),
+        ("moving", 4, "session.open", Claim.MOVED),
+        (None, 3, "echo", Claim.MOVED),
+    ],
+)
+def test_a_call_starts_only_where_its_session_lives(book: Book, state: str | None, fence: int, name: str, verdict: Claim) -> None:
+    book.write(CallState.QUEUED)
+    if state is not None:
+        book.place(fence, state)
+    assert book.ledger.claim(build_call(name, call_id="c1"), build_context(fence=3), HOLDER) is verdict
+    record = book.read()
+    assert record is not None
+    assert record.state is (CallState.RUNNING if verdict is Claim.GRANTED else CallState.QUEUED)
+
+
+def test_what_has_started_is_a_repetition_wherever_its_session_lives_by_now(book: Book) -> None:
+    book.place(3)
+    assert book.claim(fence=3) is Claim.GRANTED
+    book.place(4)
+    assert book.claim(fence=3) is Claim.STARTED
+
+
+# Ends
+
+
+def test_the_end_of_a_call_is_noted(book: Book) -> None:
+    book.claim()
+    assert book.ledger.finish("acme", "c1", 1, ErrorCode.NO_MATCH, "c0ffee")
+    record = book.read()
+    assert record is not None
+    assert (record.state, record.code, record.sandbox) == (CallState.DONE, "NO_MATCH", "c0ffee")
+    assert record.ended_at >= record.started_at
+
+
+def test_the_end_of_an_attempt_that_was_given_up_is_nobodys(book: Book) -> None:
+    book.claim()
+    book.write(CallState.QUEUED, attempt=2)
+    assert not book.ledger.finish("acme", "c1", 1, None)
+    record = book.read()
+    assert record is not None
+    assert (record.state, record.attempt) == (CallState.QUEUED, 2)
+
+
+def test_a_call_that_redis_has_forgotten_is_done_all_the_same(book: Book) -> None:
+    assert book.ledger.finish("acme", "c1", 1, None)
+    assert book.claim() is Claim.STARTED
+
+
+def test_records_do_not_stay_for_ever(book: Book) -> None:
+    key = call_key("d", "acme", "c1")
+    for note in (
+        lambda: book.claim(),
+        lambda: book.ledger.refuse(CALL, build_context()),
+        lambda: book.ledger.forbid("acme", "c1"),
+        lambda: book.ledger.finish("acme", "c1", 1, None),
+    ):
+        book.client.delete(key)
+        note()
+        assert 0 < book.client.ttl(key) <= CALL_TTL_S
+
+
+# Cancels
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_cancel_is_in_time_until_the_call_starts(book: Book, state: CallState | None) -> None:
+    book.write(state, attempt=2)
+    in_time = state in (None, CallState.QUEUED, CallState.FORBIDDEN)
+    assert book.ledger.forbid("acme", "c1") is in_time
+    if in_time:
+        assert book.claim(attempt=2 if state else 1) is Claim.STARTED
+
+
+def test_who_runs_a_call_is_known_while_it_runs(book: Book) -> None:
+    assert book.ledger.holder("acme", "c1") is None
+    book.claim()
+    assert book.ledger.holder("acme", "c1") == HOLDER
+    book.ledger.finish("acme", "c1", 1, None)
+    assert book.ledger.holder("acme", "c1") is None
+
+
+# A Redis that fails
+
+
+def test_a_claim_whose_answer_was_lost_knows_itself_when_it_is_sent_again(book: Book) -> None:
+    """The client library sends a command again when the connection broke: the first one may have been carried out."""
+    script: Any = book.ledger._claim
+
+    def lose_first(*, keys: list[str], args: list[Any]) -> Any:
+        script(keys=keys, args=args)
+        return script(keys=keys, args=args)
+
+    book.ledger._claim = lose_first  # type: ignore[assignment]
+    assert book.claim() is Claim.GRANTED
+    assert book.claim() is Claim.STARTED
+
+
+def test_a_redis_that_lost_its_scripts_is_given_them_again(book: Book) -> None:
+    book.claim()
+    book.client.script_flush()
+    assert book.claim() is Claim.STARTED
+
+
+def test_a_redis_that_is_away_starts_nothing_and_ends_nothing() -> None:
+    dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
+    ledger = Ledger(dead, "d", SharedClock())
+    with pytest.raises(BrokerUnavailable, match="was not run"):
+        ledger.claim(CALL, build_context(), HOLDER)
+    with pytest.raises(BrokerUnavailable):
+        ledger.forbid("acme", "c1")
+    with capture_logs() as logs:
+        assert ledger.finish("acme", "c1", 1, None)
+    assert [line["event"] for line in logs] == ["call_end_not_noted"]
+
+
+def test_a_record_that_is_none_of_ours_starts_nothing(book: Book) -> None:
+    """The attacker's aim: write nonsense into the ledger so that a call runs again."""
+    for fields in ({"state": "queued", "attempt": "many"}, {"state": "made up", "attempt": "1"}, {"state": "", "attempt": "1"}):
+        book.client.delete(call_key("d", "acme", "c1"))
+        book.client.hset(call_key("d", "acme", "c1"), mapping=fields)
+        assert book.claim() is not Claim.GRANTED
+    book.client.set(call_key("d", "acme", "c1"), "a text")
+    with pytest.raises(BrokerUnavailable):
+        book.claim()
+
+
+# What Redis forgets: any sequence of sends, claims, renewals, ends, and of falling back to an earlier state
+
+STEP = st.sampled_from(["claim", "claim old", "renew", "finish", "refuse", "forbid", "forget one"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=st.lists(STEP, min_size=1, max_size=12))
+def test_an_attempt_starts_at_most_once_whatever_happens_in_between(redis_process: RedisProcess, steps: list[str]) -> None:
+    with redis_process.client() as client:
+        client.flushall()
+        book = Book(client)
+        book.write(CallState.QUEUED)
+        attempt, starts = 1, []
+        for step in steps:
+            if step == "claim":
+                starts += [attempt] if book.claim(attempt=attempt) is Claim.GRANTED else []
+            elif step == "claim old" and attempt > 1:
+                starts += [attempt - 1] if book.claim(attempt=attempt - 1) is Claim.GRANTED else []
+            elif step == "renew":
+                attempt += 1
+                book.write(CallState.QUEUED, attempt=attempt)
+            elif step == "forget one" and attempt > 1:
+                # The renewal is forgotten; what had started before is not.
+                was_started = attempt - 1 in starts
+                book.write(CallState.RUNNING if was_started else CallState.QUEUED, attempt=attempt - 1)
+            elif step == "finish":
+                book.ledger.finish("acme", "c1", attempt, None)
+            elif step == "refuse":
+                book.ledger.refuse(CALL, build_context(attempt=attempt))
+            elif step == "forbid":
+                book.ledger.forbid("acme", "c1")
+        assert sorted(set(starts)) == sorted(starts)

@@ -1,0 +1,84 @@
+"""Checkpoints that tell a session's next home where to begin: those that the worker takes by itself, and those that somebody asked for."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import redis
+import structlog
+
+from contract.errors import OperatorError, ToolFailure
+from workers.places import Noted, WorkerPlaces
+from workers.sandbox_client import SandboxClient
+
+log = structlog.get_logger(__name__)
+
+SUPERSEDED_S = 60.0
+"""How long a checkpoint is kept after a newer one: somebody may just be restoring it."""
+NOTE_RETRY_S = 1.0
+
+
+class AutomaticCheckpoints:
+    """Takes and forgets checkpoints that nobody has asked for. Between threads: each brings its own client of sandboxd."""
+
+    def __init__(self, places: WorkerPlaces, clock: Callable[[], float], stop: threading.Event) -> None:
+        self._places = places
+        self._clock = clock
+        self._stop = stop
+        self._superseded: deque[tuple[float, str, str]] = deque()
+
+    def take(self, client: SandboxClient, name: str, fence: int) -> bool:
+        """Keep a session's files, and note it in its place. False when the session is not ours any more: then nothing is kept.
+
+        Raises ToolFailure and SandboxUnavailable as sandboxd refuses.
+        """
+        taken_at = self._clock()
+        checkpoint = str(client.checkpoint(name, automatic=True)["checkpoint"])
+        noted = self._noted(name, fence, checkpoint, taken_at)
+        if noted is None:
+            client.delete_checkpoint(name, checkpoint)
+            return False
+        if noted.previous is not None:
+            self._superseded.append((time.monotonic() + SUPERSEDED_S, name, noted.previous))
+        return True
+
+    def forget_superseded(self, client: SandboxClient) -> None:
+        """Delete those that nobody restores any more. What cannot be deleted sandboxd deletes by its age."""
+        while self._superseded and self._superseded[0][0] <= time.monotonic():
+            _, name, checkpoint = self._superseded.popleft()
+            try:
+                client.delete_checkpoint(name, checkpoint)
+            except (OperatorError, ToolFailure) as error:
+                log.warning("checkpoint_not_deleted", checkpoint=checkpoint, error=str(error))
+
+    def _noted(self, name: str, fence: int, checkpoint: str, taken_at: float) -> Noted | None:
+        """Once more until Redis answers: of one that is not noted nobody would know."""
+        while True:
+            try:
+                return self._places.note_automatic(name, fence, checkpoint, taken_at)
+            except redis.RedisError as error:
+                log.warning("checkpoint_not_noted", checkpoint=checkpoint, error=str(error))
+                if self._stop.wait(NOTE_RETRY_S):
+                    return None
+
+
+class NotingClient(SandboxClient):
+    """A calls' client of sandboxd: a checkpoint that somebody asks for is noted in its session's place, too, and never deleted by us."""
+
+    def __init__(self, socket_path: Path | str, places: WorkerPlaces, clock: Callable[[], float]) -> None:
+        super().__init__(socket_path)
+        self._places = places
+        self._clock = clock
+
+    def checkpoint(self, name: str, *, automatic: bool = False) -> dict[str, Any]:
+        taken_at = self._clock()
+        saved = super().checkpoint(name, automatic=automatic)
+        try:
+            self._places.note_explicit(name, str(saved["checkpoint"]), taken_at)
+        except redis.RedisError as error:
+            # The checkpoint is there: only what a lost host would cost is more than need be.
+            log.warning("checkpoint_not_noted", checkpoint=saved["checkpoint"], error=str(error))
+        return saved

@@ -1,0 +1,154 @@
+"""Takes a host out of service without losing anything: its sessions are kept, one after another, and go on elsewhere; then its worker ends."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import redis
+import structlog
+
+from contract.errors import OperatorError, ToolFailure
+from contract.places import PlaceState, SessionPlace
+from workers.checkpoints import AutomaticCheckpoints
+from workers.host_watch import SessionRow, parse_rows
+from workers.places import WorkerPlaces
+from workers.sandbox_client import SandboxClient
+
+log = structlog.get_logger(__name__)
+
+AT_ONCE = 4
+LOOK_S = 0.5
+HOLD_S = 60.0
+"""How long calls of a session may wait while it is kept. Somebody else may open it then, from what was kept before."""
+QUIET_WAIT_S = 5.0
+"""How long a held session's calls may take to end; then it is served again, and held later."""
+PATIENCE_S = 30.0
+"""For so long a session is waited for that has a call whenever it is looked at; then its calls are held back."""
+RETRY_S = 5.0
+POLL_S = 0.05
+
+
+class Drain:
+    """Moves this host's sessions away. `find_at_work`: the sessions of which a call was taken from the queue and has not ended.
+
+    A session of which nothing can be kept (`is_lossy`: the store is this host's own) is moved without its files, which its next call is told.
+    """
+
+    def __init__(
+        self,
+        open_client: Callable[[], SandboxClient],
+        places: WorkerPlaces,
+        checkpoints: AutomaticCheckpoints,
+        find_at_work: Callable[[], set[str]],
+        stop: threading.Event,
+    ) -> None:
+        self._open_client = open_client
+        self._places = places
+        self._checkpoints = checkpoints
+        self._find_at_work = find_at_work
+        self._stop = stop
+        self._since: dict[str, float] = {}
+        self._retry_at: dict[str, float] = {}
+        self._refusals: dict[str, str] = {}
+        self._held: dict[str, int] = {}
+        self.left = 0
+        """Sessions that are still here."""
+
+    @property
+    def trouble(self) -> str:
+        """What an operator should know."""
+        words = f"{self.left} sessions left"
+        if not self._refusals:
+            return words
+        name, why = next(iter(self._refusals.items()))
+        return f"{words}; {len(self._refusals)} cannot be kept, such as {name.partition(':')[2]}: {why}"[:500]
+
+    def run(self, limit_s: float, *, is_lossy: bool) -> bool:
+        """Until no session is left; after `limit_s` what is left goes from its last checkpoint. False when the worker ends first."""
+        until = time.monotonic() + limit_s
+        while not self._stop.is_set():
+            try:
+                if not self._round(is_lossy=is_lossy, is_late=time.monotonic() >= until):
+                    return True
+            except (OperatorError, ToolFailure, redis.RedisError) as error:
+                log.warning("drain_held_up", error=str(error))
+            self._stop.wait(LOOK_S)
+        return False
+
+    def _round(self, *, is_lossy: bool, is_late: bool) -> int:
+        """Move what can be moved now; gives how many sessions are left."""
+        with self._open_client() as client:
+            rows = {row.name: row for row in parse_rows(client.sessions())}
+        places = {name: place for name, place in self._places.find(rows).items() if self._is_ours(name, place)}
+        self.left = len(places)
+        now = time.monotonic()
+        names = [name for name in places if is_late or now >= self._retry_at.get(name, now)]
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="drain") as threads:
+            moved = threads.map(lambda name: self._try(rows[name], places[name], is_lossy=is_lossy, is_late=is_late), names)
+            self.left -= sum(moved)
+        # An open that is on its way has no row yet.
+        return self.left or len(self._find_at_work())
+
+    def _is_ours(self, name: str, place: SessionPlace) -> bool:
+        """One that is being moved, and not by us, is the mover's."""
+        return place.queue == self._places.queue and (place.state is PlaceState.OPEN or self._held.get(name) == place.fence)
+
+    def _try(self, row: SessionRow, place: SessionPlace, *, is_lossy: bool, is_late: bool) -> bool:
+        """Whether the session is gone from here."""
+        name = row.name
+        since = self._since.setdefault(name, time.monotonic())
+        if name in self._find_at_work() and not is_late and time.monotonic() < since + PATIENCE_S:
+            return False
+        try:
+            with self._open_client() as client:
+                is_moved = self._move(client, row, place, is_lossy=is_lossy, is_late=is_late)
+        except (OperatorError, ToolFailure, redis.RedisError) as error:
+            self._refusals[name] = str(error)
+            log.warning("session_not_moved", session=row.session, error=str(error))
+            is_moved = False
+        if not is_moved:
+            self._retry_at[name] = time.monotonic() + RETRY_S
+            return False
+        self._refusals.pop(name, None)
+        return True
+
+    def _move(self, client: SandboxClient, row: SessionRow, place: SessionPlace, *, is_lossy: bool, is_late: bool) -> bool:
+        """Keep, hold, keep what changed meanwhile, let go. While it is held every call waits, so most is kept before."""
+        name, needs_keeping = row.name, not is_lossy and not is_late
+        if needs_keeping and (row.changed or not place.checkpoint) and not self._checkpoints.take(client, name, place.fence):
+            return False
+        fence = self._hold(name, place)
+        if fence is None:
+            return False
+        try:
+            if not self._await_quiet(name) and not is_late:
+                self._places.unhold(name, fence)
+                return False
+            if needs_keeping and self._has_changed(client, name):
+                self._checkpoints.take(client, name, fence)
+        except (OperatorError, ToolFailure):
+            self._places.unhold(name, fence)
+            raise
+        if self._places.release(name, fence):
+            log.info("session_moved", session=row.session, kept=needs_keeping)
+        client.close(name)
+        return True
+
+    def _hold(self, name: str, place: SessionPlace) -> int | None:
+        if place.state is PlaceState.MOVING:
+            return place.fence
+        # Before it is asked for: when the answer is lost, the next round knows its own hold.
+        self._held[name] = place.fence + 1
+        return self._places.hold(name, place.fence, HOLD_S)
+
+    def _await_quiet(self, name: str) -> bool:
+        """Whether what was taken from the queue before the hold has ended."""
+        until = time.monotonic() + QUIET_WAIT_S
+        while name in self._find_at_work():
+            if time.monotonic() >= until or self._stop.wait(POLL_S):
+                return False
+        return True
+
+    def _has_changed(self, client: SandboxClient, name: str) -> bool:
+        return any(row.changed for row in parse_rows(client.sessions()) if row.name == name)
