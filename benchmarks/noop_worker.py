@@ -1,25 +1,50 @@
-"""`python -m benchmarks.noop_worker QUEUE`: a worker exactly like ours, with one task that does nothing."""
+"""`python -m benchmarks.noop_worker QUEUE POOL`: a worker exactly like ours, with one task that does nothing. Without arguments: ours, with a tool that
+does nothing."""
 
 import sys
+from typing import Any, Literal, cast
 
+from contract.registry import Tool
+from contract.specs import ToolSpec
 from workers.app import build_app, run_worker
 from workers.logs import configure_logging
 from workers.settings import load_worker_settings
+from workers.tools.base import Outcome, Workbench
+from workers.web_worker import run_web_worker
 
 TASK = "bench.noop"
+TOOL = "noop_tool"
 
 
 def noop(envelope: str = "") -> None:
     """The floor of every call through Celery; our transport sends an envelope, here an empty one."""
 
 
-def main(queue: str) -> None:
+def _noop_tool(_: dict[str, Any], bench: Workbench) -> Outcome:
+    return Outcome("")
+
+
+def main(queue: str, pool: str) -> None:
     settings = load_worker_settings()
     configure_logging(settings.log_level)
     app = build_app(settings.broker())
     app.task(name=TASK)(noop)
-    run_worker(app, settings.host, (queue,), settings.concurrency, settings.log_level, on_ready=lambda: None, on_stop=lambda: None)
+    kind = cast(Literal["threads", "prefork"], pool)
+    run_worker(
+        app, settings.host, (queue,), settings.concurrency, settings.log_level, pool=kind, on_ready=lambda: None, on_stop=lambda: None
+    )
+
+
+def serve_tool() -> None:
+    """The pool of operators' tools, as it is shipped."""
+    settings = load_worker_settings()
+    configure_logging(settings.log_level)
+    parameters = {"type": "object", "properties": {}, "additionalProperties": False}
+    run_web_worker(settings, [Tool(ToolSpec(name=TOOL, description="Does nothing.", parameters=parameters, pool="tools"), _noop_tool)])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if len(sys.argv) > 1:
+        main(*sys.argv[1:])
+    else:
+        serve_tool()

@@ -32,16 +32,23 @@ class RawCelery:
 
     async def by_hub(self) -> None:
         name = secrets.token_hex(16)
-        await self._transport.deliver(Delivery(TASK, self._queue, name, "", time.time() + 30, 30.0, "none"))
+        await self._transport.deliver(Delivery(TASK, self._queue, "bench", name, "", time.time() + 30, 30.0))
 
 
-async def open_raw(redis_url: str, client: "redis.asyncio.Redis", stack: contextlib.AsyncExitStack) -> RawCelery:
+def worker_environment(redis_url: str, slots: int) -> dict[str, str]:
+    """Of a worker on that Redis."""
+    return {"TOOLCREW_REDIS_URL": redis_url, "TOOLCREW_CONCURRENCY": str(slots), "TOOLCREW_LOG_LEVEL": "WARNING"}
+
+
+async def open_raw(
+    redis_url: str, client: "redis.asyncio.Redis", stack: contextlib.AsyncExitStack, pool: str = "threads", slots: int = 4
+) -> RawCelery:
     """A no-op worker like ours on this Redis, which answers. Everything goes with `stack`."""
     broker = load_settings().broker(redis_url)
     queue = f"bench.{secrets.token_hex(4)}"
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-"))
-    environment = {"TOOLCREW_REDIS_URL": redis_url, "TOOLCREW_HOST": queue.replace(".", "-"), "TOOLCREW_LOG_LEVEL": "WARNING"}
-    stack.enter_context(child_process([python(), "-m", "benchmarks.noop_worker", queue], environment, Path(folder) / "log"))
+    environment = {**worker_environment(redis_url, slots), "TOOLCREW_HOST": queue.replace(".", "-")}
+    stack.enter_context(child_process([python(), "-m", "benchmarks.noop_worker", queue, pool], environment, Path(folder) / "log"))
     hub = ResultHub(client)
     await hub.start()
     stack.push_async_callback(hub.close)

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from contract.calls import Record, ToolCall, ToolContext, ToolResult
 from contract.errors import EnvelopeRefused
-from contract.signing import SigningKey, SigningKeys
+from contract.signing import ResultSeal, SigningKey, SigningKeys
 
 VERSION = 2
 PURPOSE = "call"
@@ -93,16 +93,16 @@ def _signature(key: SigningKey, head: str, body: str) -> str:
     return key.sign(PURPOSE, f"{head}.{body}".encode(errors="surrogatepass"))
 
 
-def encode_result(result: ToolResult, keep: Callable[[bytes], str] | None = None) -> dict[str, Any]:
+def encode_result(result: ToolResult, keep: Callable[[bytes], str] | None = None, seal: ResultSeal | None = None) -> dict[str, Any]:
     """A result as the plain data that Celery stores: a few harmless fields, then the record as text.
 
     `keep` puts what is larger than INLINE_BYTES elsewhere and gives the key under which it lies; without it everything travels inline. What it raises is
-    raised here.
+    raised here. `seal` signs the record, wherever it lies; without it only a receiver that asks for none takes it.
 
     Celery shows the beginning of what a task returned in its log and in its events. The record is nested deeper than that goes, so that
     neither output nor arguments show there, however short they are.
     """
-    text = _record_text(result)
+    text = _record_text(result) if seal is None else seal.close(_record_text(result))
     if keep is not None and len(text) > INLINE_BYTES // _UTF8_BYTES:
         data = text.encode()
         if len(data) > INLINE_BYTES:
@@ -125,13 +125,13 @@ def join_result(data: Mapping[str, Any], record: bytes) -> dict[str, Any]:
     return {**head, "data": [[[record.decode(errors="replace")]]]}
 
 
-def decode_result(data: Any) -> ToolResult:
-    """The result of a worker. Raises EnvelopeRefused when version, shape or fields are not ours."""
+def decode_result(data: Any, seal: ResultSeal | None = None) -> ToolResult:
+    """The result of a worker. Raises EnvelopeRefused when version, shape or fields are not ours, or `seal` does not hold."""
     if not isinstance(data, dict) or data.get("v") != VERSION:
         raise EnvelopeRefused(f"result of an unknown version; this side speaks {VERSION}: run the same release on both sides", "version")
     match data.get("data"):
         case [[[str() as text]]]:
-            result = _record(ToolResult, text)
+            result = _record(ToolResult, text if seal is None else seal.open(text))
         case _:
             raise EnvelopeRefused("result of another shape: its record is missing")
     if {name: value for name, value in data.items() if name != "data"} != _head(result):

@@ -26,8 +26,8 @@ DRAIN_ORDER = "worker.drain"
 class HostReport(Record):
     """One living worker, reported every HEARTBEAT_S seconds; it vanishes HOST_TTL_S after the last one. Sizes in bytes, instants in Unix seconds.
 
-    `queue`: of its incarnation, `host.<host>.<boot>`, or `pool.<host>.<boot>` without sandboxes. `worker`: a word of its own for each process that
-    serves the queue, one after another; "" when the last one has ended in order and the next is awaited. `slots`: calls at a time; `pools`: the shared
+    `queue`: of its incarnation, `host.<host>.<boot>`, or `pool.<host>.<boot>` without sandboxes. `worker`: a word of the process that serves
+    the queue; "" when it has ended in order, and its successor, which takes another queue, is awaited. `slots`: calls at a time; `pools`: the shared
     queues that it serves besides. `process`: by which its successor on the same machine sees at once that it is gone (workers/processes.py).
     """
 

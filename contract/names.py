@@ -84,7 +84,7 @@ def slots_key(deployment: str, queue: str) -> str:
 
 
 def tenants_key(deployment: str) -> str:
-    """The hash of the registered tenants, name to TenantPolicy."""
+    """The hash of the registered tenants, name to TenantPolicy, and their version under VERSION_FIELD (contract/tenancy.py)."""
     return f"toolcrew:{deployment}:tenants"
 
 

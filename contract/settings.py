@@ -38,9 +38,13 @@ class BrokerSettings(BaseModel):
         for part in self._parts():
             _check_address(part)
         if self.is_sentinel and not self.redis_sentinel_master:
-            raise ConfigError("TOOLCREW_REDIS_URL names sentinels: set TOOLCREW_REDIS_SENTINEL_MASTER to the name under which they watch the master")
+            raise ConfigError(
+                "TOOLCREW_REDIS_URL names sentinels: set TOOLCREW_REDIS_SENTINEL_MASTER to the name under which they watch the master"
+            )
         if not self.is_sentinel and self.redis_sentinel_master:
-            raise ConfigError("TOOLCREW_REDIS_SENTINEL_MASTER is for a TOOLCREW_REDIS_URL of sentinel://: name the sentinels there, or unset it")
+            raise ConfigError(
+                "TOOLCREW_REDIS_SENTINEL_MASTER is for a TOOLCREW_REDIS_URL of sentinel://: name the sentinels there, or unset it"
+            )
         given = [name for name in ("redis_ca", "redis_cert", "redis_key") if getattr(self, name)]
         if given and not self.is_tls:
             name = f"TOOLCREW_{given[0].upper()}"
@@ -112,13 +116,13 @@ class BrokerSettings(BaseModel):
     def connection_advice(self, said: str) -> str:
         """What to check when a connection failed, by what was said."""
         if "CERTIFICATE_VERIFY_FAILED" in said:
-            return (
-                "its certificate must be valid, name the host of TOOLCREW_REDIS_URL, and come from an authority of this system or the one in TOOLCREW_REDIS_CA"
-            )
+            return "its certificate must be valid, name the host of TOOLCREW_REDIS_URL, and come from an authority of this system or the one in TOOLCREW_REDIS_CA"
         if self.is_tls and "No such file" in said:
             return "TOOLCREW_REDIS_CA, TOOLCREW_REDIS_CERT or TOOLCREW_REDIS_KEY names a file that is not there"
         if self.is_tls:
-            return "does it run, does it speak TLS there, and does it ask for a certificate of ours (TOOLCREW_REDIS_CERT, TOOLCREW_REDIS_KEY)?"
+            return (
+                "does it run, does it speak TLS there, and does it ask for a certificate of ours (TOOLCREW_REDIS_CERT, TOOLCREW_REDIS_KEY)?"
+            )
         if self.is_sentinel:
             return "do the sentinels run, and do they watch a master by the name in TOOLCREW_REDIS_SENTINEL_MASTER?"
         return "does it run, without TLS, and are address, user and password in TOOLCREW_REDIS_URL right?"
@@ -165,7 +169,9 @@ def _check_address(part: SplitResult) -> None:
     except ValueError:
         port, database = 0, -1
     if not part.hostname or port == 0 or database < 0:
-        raise ConfigError("TOOLCREW_REDIS_URL is none: write it as redis://user:password@host:6379/0, with % for special characters of a password")
+        raise ConfigError(
+            "TOOLCREW_REDIS_URL is none: write it as redis://user:password@host:6379/0, with % for special characters of a password"
+        )
 
 
 def _address(part: SplitResult) -> str:

@@ -5,6 +5,8 @@ import hmac
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from contract.errors import EnvelopeRefused
+
 KEY_ID_CHARS = 12
 
 
@@ -47,3 +49,30 @@ class SigningKeys:
         if key is None:
             return False
         return hmac.compare_digest(signature.encode(errors="surrogatepass"), key.sign(purpose, data).encode())
+
+
+@dataclass(frozen=True)
+class ResultSeal:
+    """Signs the records of a tenant's results on their way back: whoever can write to Redis cannot say what a call gave."""
+
+    keys: SigningKeys
+    tenant: str
+
+    def close(self, text: str) -> str:
+        """`<key id>.<signature>.<text>`."""
+        key = self.keys.current
+        return f"{key.id}.{key.sign(self._purpose(), text.encode())}.{text}"
+
+    def open(self, sealed: str) -> str:
+        """The text. Raises EnvelopeRefused unless an accepted key signed it for this tenant."""
+        key_id, _, rest = sealed.partition(".")
+        signature, _, text = rest.partition(".")
+        if not self.keys.holds(key_id, self._purpose(), text.encode(errors="surrogatepass"), signature):
+            raise EnvelopeRefused(
+                "nobody with the secret signed this result: worker and sender do not share TOOLCREW_SECRET, or somebody wrote to Redis",
+                "signature",
+            )
+        return text
+
+    def _purpose(self) -> str:
+        return f"result {self.tenant}"

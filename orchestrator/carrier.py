@@ -8,7 +8,7 @@ from contract.clock import SharedClock
 from contract.envelope import decode_result, encode_call
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
 from contract.names import POOL_QUEUES, task_name
-from contract.signing import SigningKeys
+from contract.signing import ResultSeal, SigningKeys
 from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import Admission, Priority, SlotRequest
@@ -113,7 +113,7 @@ class Carrier:
 
     async def _delivered(self, delivery: Delivery) -> ToolResult:
         try:
-            result = decode_result(await self._transport.deliver(delivery))
+            result = decode_result(await self._transport.deliver(delivery), ResultSeal(self._keys, delivery.tenant))
         except TimeoutError:
             raise DeliveryFailed(
                 ErrorCode.OUTCOME_UNKNOWN,

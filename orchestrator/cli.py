@@ -14,6 +14,7 @@ from rich.console import Console
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.agent import RunResult
+from orchestrator.cli_calls import calls_app
 from orchestrator.cli_hosts import hosts_list, worker_drain, worker_status
 from orchestrator.cli_keeping import Keeping, check_store
 from orchestrator.cli_redis import redis_app
@@ -32,6 +33,7 @@ from orchestrator.terminal_live import LiveOutput
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Runs the tools of LLM agents at scale.", pretty_exceptions_enable=False)
 worker_app = typer.Typer(no_args_is_help=True, help="Workers: starting this host's, and taking any out of service.")
 app.add_typer(tools_app, name="tools")
+app.add_typer(calls_app, name="calls")
 app.add_typer(tenants_app, name="tenants")
 app.add_typer(redis_app, name="redis")
 app.add_typer(worker_app, name="worker")

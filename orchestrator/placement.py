@@ -4,16 +4,15 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from contract.errors import SandboxUnavailable
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.hosts import RELEASE, HostReport
+
+LOW_MEMORY_BYTES = 512 * 1024 * 1024
+"""Hosts with less are taken only when there is no other."""
 
 
 class NoHost(SandboxUnavailable):
     """No host can take the session now."""
-
-
-LOW_MEMORY_BYTES = 512 * 1024 * 1024
-"""Hosts with less are taken only when there is no other."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,15 @@ def choose_host(
 ) -> HostReport:
     """The less loaded of two hosts picked by chance, by their slots. Deciding so on reports that are seconds old does not send everybody to one host.
 
-    `placed`: queue -> sessions sent there since its report; `excluded`: queues that have just failed. Raises NoHost that says what is missing.
+    `placed`: queue -> sessions sent there since its report; `excluded`: queues that have just failed. Raises NoHost that says what is missing,
+    ToolFailure for an image that no host allows.
     """
     placed, chance = placed or {}, chance or random.Random()
     hosts = [report for report in reports if report.kind == "sandbox"]
     able = [host for host in hosts if _is_able(host, wanted) and host.queue not in excluded]
     room = [host for host in able if host.sessions + placed.get(host.queue, 0) < host.max_sessions]
     if not room:
+        _check_image(hosts, wanted)
         raise NoHost(_explain(hosts, able, wanted))
     roomy = [host for host in room if host.memory_free_bytes >= LOW_MEMORY_BYTES] or room
     pair = {host.queue: host for host in chance.choices(roomy, weights=[host.slots for host in roomy], k=2)}
@@ -65,6 +66,12 @@ def _load(host: HostReport, placed: int) -> float:
     return max(sessions / max(1, host.max_sessions), (sessions + host.busy) / (host.slots * 8))
 
 
+def _check_image(hosts: Sequence[HostReport], wanted: Wanted) -> None:
+    if hosts and wanted.image is not None and not any(wanted.image in host.images for host in hosts):
+        known = ", ".join(sorted({image for host in hosts for image in host.images}))
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"image '{wanted.image[:200]}' is not allowed on any host; allowed: {known}")
+
+
 def _explain(hosts: Sequence[HostReport], able: Sequence[HostReport], wanted: Wanted) -> str:
     if not hosts:
         return "no sandbox host reports: start one with `toolcrew worker start` beside a sandboxd, or everything with `toolcrew up`"
@@ -72,9 +79,6 @@ def _explain(hosts: Sequence[HostReport], able: Sequence[HostReport], wanted: Wa
         return f"all {len(able)} hosts that could take the session are full: try again when sessions were closed, or add a host"
     if all(host.release != RELEASE for host in hosts):
         return f"every host runs another release than this program ({RELEASE}): run the same on all"
-    if wanted.image is not None and not any(wanted.image in host.images for host in hosts):
-        known = ", ".join(sorted({image for host in hosts for image in host.images}))
-        return f"no host has the image '{wanted.image[:200]}' allowed; they allow: {known}"
     if not any(wanted.tenant_class in host.classes for host in hosts):
         known = ", ".join(sorted({name for host in hosts for name in host.classes}))
         return f"no host knows the tenant class '{wanted.tenant_class}'; they know: {known}"

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-import secrets
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,18 +26,18 @@ RETRY_S = (0.05, 0.1, 0.2, 0.5)
 CLOCK_ROUND_TRIP_S = 0.5
 """What Redis says of the time is old after a longer way."""
 
-# KEYS: call, queue, place, host. ARGV: attempt, nonce, tool, session, fence ("" for a call that any worker of the queue may run), message, how long a call
-# and how long beyond its time to live a place is remembered. Gives what became of it, and Redis's time.
+# KEYS: call, queue; for a session's call its place, and the queue's host. ARGV: attempt, nonce, tool, message; for a session's call session, fence.
+# Gives what became of it, and Redis's time, in one line.
 _PUBLISH = """
 local time = redis.call('TIME')
-local function answer(word) return {word, time[1], time[2]} end
+local function answer(word) return {ok = word .. ' ' .. time[1] .. ' ' .. time[2]} end
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'nonce')
 if record[3] == ARGV[2] then return answer('sent') end
 local place
-if ARGV[5] ~= '' then
+if KEYS[3] then
   place = redis.call('HMGET', KEYS[3], 'state', 'queue', 'fence', 'ttl_s')
   local is_there = place[1] == 'open' or place[1] == 'moving'
-  if not is_there or place[2] ~= KEYS[2] or place[3] ~= ARGV[5] then return answer('moved') end
+  if not is_there or place[2] ~= KEYS[2] or place[3] ~= ARGV[6] then return answer('moved') end
   if redis.call('EXISTS', KEYS[4]) == 0 then return answer('host_lost') end
 end
 local first = ARGV[1] == '1'
@@ -46,14 +46,14 @@ if not first then
   local was_sent = record[3] and string.match(record[3], '^%d+') == ARGV[1]
   if record[1] ~= 'queued' or record[2] ~= ARGV[1] or was_sent then return answer('duplicate') end
 end
-redis.call('LPUSH', KEYS[2], ARGV[6])
+redis.call('LPUSH', KEYS[2], ARGV[4])
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[3], 'session', ARGV[4], 'queue', KEYS[2],
+redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[3], 'session', ARGV[5] or '', 'queue', KEYS[2],
   'queued_at', time[1] .. '.' .. string.format('%06d', time[2]), 'nonce', ARGV[2])
-redis.call('EXPIRE', KEYS[1], ARGV[7])
-if place then redis.call('EXPIRE', KEYS[3], math.ceil(tonumber(place[4]) or 0) + ARGV[8]) end
+redis.call('EXPIRE', KEYS[1], CALL_TTL_S)
+if place then redis.call('EXPIRE', KEYS[3], math.ceil(tonumber(place[4]) or 0) + PLACE_MARGIN_S) end
 return answer('sent')
-"""
+""".replace("CALL_TTL_S", str(CALL_TTL_S)).replace("PLACE_MARGIN_S", str(PLACE_MARGIN_S))
 _PUBLISH_SHA = hashlib.sha1(_PUBLISH.encode(), usedforsecurity=False).hexdigest()
 
 # KEYS: call. ARGV: attempt, how long a call is remembered. Gives the state that the call was in; `superseded` when another attempt is on its way.
@@ -149,18 +149,15 @@ class Publisher:
         _fail(self._letters, _Unanswered(ConnectionError("the client was closed"), may_be_sent=False))
 
     def _command(self, delivery: Delivery, message: str) -> tuple[Any, ...]:
-        sticky = delivery.sticky
-        session = sticky.session if sticky is not None else ""
-        keys = (
-            call_key(self._deployment, delivery.tenant, delivery.call_id),
-            delivery.queue,
-            place_key(self._deployment, delivery.tenant, session),
-            host_key(self._deployment, delivery.queue),
-        )
-        nonce = f"{delivery.attempt}:{secrets.token_hex(8)}"
-        fence = sticky.fence if sticky is not None else ""
-        tool = delivery.task.removeprefix("tool.")
-        return (len(keys), *keys, delivery.attempt, nonce, tool, session, fence, message, CALL_TTL_S, PLACE_MARGIN_S)
+        keys = [call_key(self._deployment, delivery.tenant, delivery.call_id), delivery.queue]
+        # A random word is wanted that is another each time, not one that nobody can guess.
+        nonce = f"{delivery.attempt}:{random.getrandbits(64):x}"
+        arguments: list[Any] = [delivery.attempt, nonce, delivery.task.removeprefix("tool."), message]
+        if delivery.sticky is not None:
+            session = delivery.sticky.session
+            keys += [place_key(self._deployment, delivery.tenant, session), host_key(self._deployment, delivery.queue)]
+            arguments += [session, delivery.sticky.fence]
+        return (len(keys), *keys, *arguments)
 
     async def _post(self, command: tuple[Any, ...]) -> str:
         """What became of one letter. Raises _Unanswered, BrokerUnavailable."""
@@ -215,7 +212,7 @@ class Publisher:
         unknown: list[_Letter] = []
         for letter in letters:
             try:
-                word, seconds, micros = await connection.read_response()
+                word, seconds, micros = (await connection.read_response()).decode().split()
             except NoScriptError:
                 unknown.append(letter)
             except ResponseError as error:
@@ -224,7 +221,7 @@ class Publisher:
                 if asyncio.get_running_loop().time() - began < CLOCK_ROUND_TRIP_S:
                     self._clock.learn(int(seconds) + int(micros) / 1e6)
                 if not letter.verdict.done():
-                    letter.verdict.set_result(word.decode())
+                    letter.verdict.set_result(word)
         return unknown
 
 

@@ -26,7 +26,9 @@ async def check_redis(client: "redis.asyncio.Redis", broker: BrokerSettings) -> 
     except AuthenticationError as error:
         raise BrokerUnavailable(f"Redis at {broker.redis_address()} refuses user or password: check TOOLCREW_REDIS_URL") from error
     except (RedisError, OSError) as error:
-        raise BrokerUnavailable(f"Redis at {broker.redis_address()} does not answer ({error}): {broker.connection_advice(str(error))}") from error
+        raise BrokerUnavailable(
+            f"Redis at {broker.redis_address()} does not answer ({error}): {broker.connection_advice(str(error))}"
+        ) from error
 
 
 class _BlockingSentinelPool(SentinelConnectionPool, BlockingConnectionPool):

@@ -32,7 +32,8 @@ _READY = frozenset({"SUCCESS", "FAILURE", "REVOKED"})
 
 
 class ResultHub:
-    """Futures of results by task id. Task ids start with the hub's own id, so one subscription, made before the first publish, hears them all.
+    """Futures of results by task id. Task ids start with the hub's own id, so one subscription, made before the first publish, hears them all, and
+    those of the few other hubs that share its pattern, which are passed over.
 
     Pub/sub delivers at most once; after every (re)connection and every SWEEP_EVERY_S the keys of what is still awaited are read. A result that was
     taken, or that nobody awaits, is deleted. `dropped`: results that came twice, or too late.
@@ -176,10 +177,8 @@ class ResultHub:
                     self._take(task_id, value)
 
     def _take_message(self, channel: bytes, data: bytes) -> None:
-        if not channel.startswith(self._channel_start):
-            log.error("result_on_a_foreign_channel", channel=channel[:128].decode(errors="replace"))
-            return
-        self._take(channel[self._key_chars :].decode(errors="replace"), data)
+        if channel.startswith(self._channel_start):
+            self._take(channel[self._key_chars :].decode(errors="replace"), data)
 
     def _take(self, task_id: str, data: bytes) -> None:
         """Give a result to whoever waits for it. Whose it is tells where it lay or came from; what it says of itself must be the same."""

@@ -15,7 +15,7 @@ from contract.functions.call_context import CallContext
 from contract.functions.call_outputs import build_failure, build_result
 from contract.functions.function_schemas import is_async
 from contract.registry import Tool
-from contract.signing import SigningKeys
+from contract.signing import ResultSeal, SigningKeys
 from orchestrator.functions.blocking_calls import BlockingCall, BlockingCalls, Ended
 from orchestrator.functions.loop_waits import LoopRunner
 from orchestrator.functions.session_state import MemoryState
@@ -125,7 +125,7 @@ class InProcessTransport:
         call, context = decode_call(delivery.envelope, self._key)
         clock = _Clock()
         result = await self._result(call, context, delivery.wait_s, clock)
-        return encode_result(result.model_copy(update={"clocks": clock.read()}))
+        return encode_result(result.model_copy(update={"clocks": clock.read()}), seal=ResultSeal(self._key, context.tenant))
 
     async def command(self, queue: str, envelope: str) -> None:
         """Nothing to tell: a function runs where it was called."""

@@ -45,7 +45,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 }
 
 # Module -> the only files of ours that may import it.
-_CELERY = ("orchestrator/celery_transport.py", "orchestrator/flower.py", "workers/app.py", "workers/celery_state.py", "workers/remote_control.py", "workers/tasks.py")
+_CELERY = ("orchestrator/celery_transport.py", "orchestrator/flower.py", "workers/app.py", "workers/celery_state.py", "workers/remote_control.py", "workers/result_backend.py", "workers/tasks.py")
 _REDIS = (
     *(
         f"orchestrator/{name}.py"
@@ -53,11 +53,16 @@ _REDIS = (
             "api_keys",
             "blobs",
             "call_events",
+            "call_ledger",
+            "call_watch",
             "catalog",
             "celery_transport",
             "heard_calls",
             "hosts",
+            "places",
+            "pool_connection",
             "publishing",
+            "reaper",
             "redis_connection",
             "redis_errands",
             "results",
@@ -67,9 +72,12 @@ _REDIS = (
     ),
     *(
         f"workers/{name}.py"
-        for name in ("blobs", "call_events", "catalog", "control", "ledger", "pool_control", "redis_connection", "refusals", "switches", "tasks", "tenants")
+        for name in ("blobs", "call_events", "catalog", "control", "ledger", "pool_control", "redis_connection", "refusals", "result_backend", "switches", "tasks", "tenants")
     ),
     *(f"workers/{name}.py" for name in ("adoption", "checkpointing", "checkpoints", "draining", "heartbeat", "incarnation", "places", "reporting")),
+    "orchestrator/admission/grants.py",
+    "orchestrator/admission/shared.py",
+    "orchestrator/admission/steps.py",
     "workers/custom/state.py",
     "workers/web/cache.py",
 )

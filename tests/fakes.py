@@ -8,6 +8,7 @@ from contract.calls import BLOB_TTL_S, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
 from contract.errors import ErrorCode, ToolFailure
 from contract.ledger import Claim
+from contract.signing import ResultSeal
 from contract.specs import ToolSpec
 from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.results import ResultHub
@@ -47,7 +48,7 @@ class AnsweringTransport:
         self.calls.append(call)
         self.contexts.append(context)
         result = self._answer(call, context)
-        return encode_result(result if isinstance(result, ToolResult) else await result)
+        return encode_result(result if isinstance(result, ToolResult) else await result, seal=ResultSeal(KEY, context.tenant))
 
     async def command(self, queue: str, envelope: str) -> None:
         call, context = decode_call(envelope, KEY)
@@ -108,8 +109,6 @@ class MemoryLedger:
         self.verdict = verdict
         self.claimed: set[tuple[str, str]] = set()
         self.refused: set[tuple[str, str]] = set()
-        self.ended: list[tuple[str, ErrorCode | None, str]] = []
-        self.is_wanted = True
 
     def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
         key = (context.tenant, call.id)
@@ -132,10 +131,6 @@ class MemoryLedger:
             return False
         self.refused.add((tenant, call_id))
         return True
-
-    def finish(self, tenant: str, call_id: str, attempt: int, code: ErrorCode | None, sandbox: str = "") -> bool:
-        self.ended.append((call_id, code, sandbox))
-        return self.is_wanted
 
 
 class MemoryBlobs:

@@ -36,7 +36,9 @@ class Authority:
 
     def issue(self, name: str, names: str = "DNS:localhost,IP:127.0.0.1", days: int = 30) -> Pair:
         """A certificate for these names; of a negative number of days it has expired."""
-        self._run("req", *CURVE, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}", "-addext", f"subjectAltName={names}")
+        self._run(
+            "req", *CURVE, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}", "-addext", f"subjectAltName={names}"
+        )
         signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-copy_extensions", "copyall", "-days", str(days))
         self._run("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signed)
         return Pair(self._folder / f"{name}.pem", self._folder / f"{name}.key")

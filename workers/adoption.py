@@ -2,15 +2,15 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import redis
 import structlog
 
 from contract.errors import BrokerUnavailable, OperatorError, ToolFailure
+from contract.hosts import HostReport
 from workers.places import Adoption, WorkerPlaces
-from workers.processes import is_surely_gone
-from workers.reporting import EarlierIncarnations
+from workers.reporting import Incarnations
 from workers.sandbox_client import SandboxClient
 
 log = structlog.get_logger(__name__)
@@ -22,9 +22,13 @@ BATCH = 500
 class Adopter:
     """Takes over sessions: `begin` before the worker serves calls; then, as a thread, what could not be decided or closed at once."""
 
-    def __init__(self, places: WorkerPlaces, earlier: EarlierIncarnations, open_client: Callable[[], SandboxClient]) -> None:
+    def __init__(
+        self, places: WorkerPlaces, others: Incarnations, gone: Sequence[HostReport], open_client: Callable[[], SandboxClient]
+    ) -> None:
+        """`gone`: what is still reported of this host's workers that do not live any more."""
         self._places = places
-        self._earlier = earlier
+        self._others = others
+        self._gone = gone
         self._open_client = open_client
         self._held: list[str] = []
         self._stale: list[str] = []
@@ -34,8 +38,10 @@ class Adopter:
     def begin(self, names: Iterable[str]) -> Counter[Adoption]:
         """`names`: of all sessions that sandboxd has. Gives what was decided. Raises BrokerUnavailable."""
         try:
-            self._dismiss_gone()
             counts = self._adopt(list(names))
+            # Only now: whoever finds a host lost moves its sessions away.
+            for report in self._gone:
+                self._others.dismiss(report)
         except redis.RedisError as error:
             raise BrokerUnavailable(f"Redis did not say where this host's sessions live ({error}): see that it is up") from error
         if counts:
@@ -50,17 +56,11 @@ class Adopter:
         """Returns at once."""
         self._stop.set()
 
-    def _dismiss_gone(self) -> None:
-        """What is known to be gone need not be waited for: it ended in order, or its process does not live."""
-        for report in self._earlier.reports():
-            if not report.worker or is_surely_gone(report.process):
-                self._earlier.dismiss(report)
-
     def _adopt(self, names: list[str]) -> Counter[Adoption]:
         counts: Counter[Adoption] = Counter()
         self._held = []
         for at in range(0, len(names), BATCH):
-            for name, adoption in self._places.adopt(names[at : at + BATCH]).items():
+            for name, adoption in self._places.adopt(names[at : at + BATCH], [report.queue for report in self._gone]).items():
                 counts[adoption] += 1
                 if adoption is Adoption.HELD:
                     self._held.append(name)

@@ -12,6 +12,7 @@ from contract.errors import ConfigError, RefusalReason
 from contract.settings import BrokerSettings
 from workers.broker_transport import INTAKE, Intake, register_transport
 from workers.remote_control import restrict_remote_control
+from workers.result_backend import BACKENDS
 
 CELERY_MARGIN_S = 30.0
 """Beside sandboxes Celery's own limit comes this much after a call's: a backstop, the guest and sandboxd are first."""
@@ -41,6 +42,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
     where = broker.celery_options()
     found_by = where.pop("broker_transport_options")
     app = Celery("toolcrew", set_as_current=False)
+    app.loader.override_backends = BACKENDS
     app.conf.update(
         **where,
         # At most once: a tool may have acted, so recovery is the orchestrator's, never the broker's.
@@ -50,7 +52,8 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
         worker_prefetch_multiplier=1,
         # A result outlives a restart of Redis; without it a slot is lost with the result.
         result_backend_always_retry=True,
-        result_backend_max_retries=20,
+        result_backend_max_retries=600,
+        result_backend_max_sleep_between_retries_ms=1000,
         result_expires=3600,
         task_ignore_result=False,
         task_track_started=False,

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,9 +24,11 @@ HOLD_S = 60.0
 """How long calls of a session may wait while it is kept. Somebody else may open it then, from what was kept before."""
 QUIET_WAIT_S = 5.0
 """How long a held session's calls may take to end; then it is served again, and held later."""
-PATIENCE_S = 30.0
+PATIENCE_S = 3.0
 """For so long a session is waited for that has a call whenever it is looked at; then its calls are held back."""
 RETRY_S = 5.0
+MAX_RETRY_S = 60.0
+"""Each hold that finds no end of a session's calls makes its other calls wait: it is tried less and less."""
 POLL_S = 0.05
 
 
@@ -50,6 +53,7 @@ class Drain:
         self._stop = stop
         self._since: dict[str, float] = {}
         self._retry_at: dict[str, float] = {}
+        self._failures: Counter[str] = Counter()
         self._refusals: dict[str, str] = {}
         self._held: dict[str, int] = {}
         self.left = 0
@@ -108,7 +112,8 @@ class Drain:
             log.warning("session_not_moved", session=row.session, error=str(error))
             is_moved = False
         if not is_moved:
-            self._retry_at[name] = time.monotonic() + RETRY_S
+            self._retry_at[name] = time.monotonic() + min(MAX_RETRY_S, RETRY_S * 2 ** self._failures[name])
+            self._failures[name] += 1
             return False
         self._refusals.pop(name, None)
         return True

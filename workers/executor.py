@@ -1,4 +1,4 @@
-"""(ToolCall, ToolContext) -> ToolResult: look up, check again, claim, run, classify, note the end. Any outcome becomes a result."""
+"""(ToolCall, ToolContext) -> ToolResult: look up, check again, claim, run, classify. Any outcome becomes a result."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +25,9 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
+NOT_RUN = "not_run"
+"""In a result's metadata: why the call cannot have acted (expired, moved, broker). No tool's own metadata has it."""
+
 
 class CallRepeated(Exception):
     """Nobody waits for an answer to this message: the call has been started or refused before, or was sent again. `claim` says which."""
@@ -35,13 +38,11 @@ class CallRepeated(Exception):
 
 
 class CallLedger(Protocol):
-    """Who may start a call, or refuse it; and that it has ended. As workers/ledger.py has it."""
+    """Who may start a call, or refuse it. As workers/ledger.py has it."""
 
     def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim: ...
 
     def refuse(self, call: ToolCall, context: ToolContext) -> Claim: ...
-
-    def finish(self, tenant: str, call_id: str, attempt: int, code: ErrorCode | None, sandbox: str = "") -> bool: ...
 
 
 class BlobStore(Protocol):
@@ -129,9 +130,6 @@ class Executor:
             return self._answer(_refusal(call, claim), claim, context, taken)
         queued_s = self._queued_s(context, taken)
         result = self._attempt(call, lambda: self._serve(prepared, call, context))
-        sandbox = result.sandbox.id if result.sandbox is not None else ""
-        if not self._ledger.finish(context.tenant, call.id, context.attempt, result.error_code, sandbox):
-            raise CallRepeated(Claim.SUPERSEDED)
         return _queued(result, queued_s)
 
     def _answer(self, result: ToolResult, claim: Claim, context: ToolContext, taken: float) -> ToolResult:
@@ -224,7 +222,7 @@ class Executor:
             output=(outcome.output or "") + bench.news() if bench.news() else outcome.output,
             error=error,
             error_code=outcome.error_code,
-            metadata=outcome.metadata,
+            metadata={name: value for name, value in outcome.metadata.items() if name != NOT_RUN},
             truncated=outcome.truncated,
             blob=blob,
             spill=outcome.spill,
@@ -259,7 +257,7 @@ def _refusal(call: ToolCall, claim: Claim) -> ToolResult:
 
 def _not_run(result: ToolResult, why: str) -> ToolResult:
     """The result, telling whoever dispatched the call that it cannot have acted."""
-    return result.model_copy(update={"metadata": {**result.metadata, "not_run": why}})
+    return result.model_copy(update={"metadata": {**result.metadata, NOT_RUN: why}})
 
 
 def _queued(result: ToolResult, queued_s: float) -> ToolResult:

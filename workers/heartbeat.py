@@ -87,7 +87,7 @@ class Heartbeat:
             return False
         self._tell_skew()
         if self._is_over:
-            reason = "was given up for lost" if verdict is Verdict.GIVEN_UP else "is served by another worker"
+            reason = "was given up for lost" if verdict is Verdict.GIVEN_UP else "is another worker's by now"
             log.error("worker_lost_its_name", queue=self._reporter.queue, reason=reason)
             self._on_lost(f"{self._reporter.queue} {reason}")
         return True

@@ -25,9 +25,11 @@ from workers.incarnation import take_incarnation
 from workers.places import WorkerPlaces
 from workers.processes import describe_process
 from workers.redis_connection import connect, connect_once
-from workers.reporting import EarlierIncarnations, Reporter
+from workers.reporting import Incarnations, Reporter
 from workers.sandbox_client import SandboxClient
 from workers.settings import WorkerSettings
+from workers.tenants import Tenants
+from workers.terms_watch import TermsWatch
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +66,7 @@ class HostLife:
         self._open_client: Callable[[], SandboxClient] = partial(SandboxClient, settings.sandboxd_socket)
         self._stop = threading.Event()
         self._stop_keeping = threading.Event()
+        self._is_serving = False
         self._is_leaving = False
         self._drain: Drain | None = None
         self._drain_turn = threading.Lock()
@@ -78,15 +81,17 @@ class HostLife:
         def open_reporter(queue: str) -> Reporter:
             return Reporter(client, deployment, queue, facts.worker, (), self._clock)
 
-        self._reporter = take_incarnation(facts.host, str(first["boot"]), open_reporter, self._report)
-        self.queue, self.worker = self._reporter.queue, facts.worker
+        others = Incarnations(client, deployment, facts.host)
+        incarnation = take_incarnation(facts.host, str(first["boot"]), others, open_reporter, self._report)
+        self.queue, self.worker = incarnation.reporter.queue, facts.worker
         self._places = self.open_places()
-        self._adopter = Adopter(self._places, EarlierIncarnations(client, deployment, facts.host, self.queue), self._open_client)
+        self._adopter = Adopter(self._places, others, incarnation.gone, self._open_client)
         with self._open_client() as sandboxd:
             self._adopter.begin(str(row["name"]) for row in sandboxd.sessions())
-        self._heartbeat = Heartbeat(self._reporter, lambda: self._report(self.queue), self._clock, self._end_for_loss)
+        self._heartbeat = Heartbeat(incarnation.reporter, lambda: self._report(self.queue), self._clock, self._end_for_loss)
         self._checkpoints = AutomaticCheckpoints(self._places, self._clock, self._stop)
         self._keeper = CheckpointKeeper(self._open_client, self._places, self._checkpoints, self._every_s(), self._stop_keeping)
+        self._terms = TermsWatch(self._open_client, Tenants(connect(self._broker), self._broker.deployment).policy, self._stop)
 
     def open_places(self) -> WorkerPlaces:
         """Over a connection of its own."""
@@ -100,10 +105,12 @@ class HostLife:
 
     def start(self) -> None:
         on_stopping(self._note_leaving)
+        self._is_serving = True
         self._watch.start()
         self._heartbeat.start()
         self._adopter.start()
         self._keeper.start()
+        self._terms.start()
 
     def stop(self) -> None:
         """With sessions its next process is waited for; else whatever waits in its queue is somebody else's at once."""
@@ -138,7 +145,9 @@ class HostLife:
 
     def _report(self, queue: str) -> HostReport:
         drain = self._drain
-        told = {"trouble": f"draining: {drain.trouble}"} if drain is not None else {}
+        told: dict[str, Any] = {"trouble": f"draining: {drain.trouble}"} if drain is not None else {}
+        if not self._is_serving:
+            told = {"healthy": False, "trouble": "starting"}
         is_draining = drain is not None or self._is_leaving
         return build_host_report(
             self._watch.status,

@@ -1,18 +1,16 @@
-"""The worker's side of the ledger: a call is started once, refused once, and noted as done, whatever a queue repeats."""
+"""The worker's side of the ledger: a call is started once or refused once, whatever a queue repeats. Its end is noted with its result
+(workers/result_backend.py)."""
 
 import secrets
 from typing import Any
 
 import redis
-import structlog
 
 from contract.calls import ToolCall, ToolContext
 from contract.clock import SharedClock
-from contract.errors import BrokerUnavailable, ErrorCode
+from contract.errors import BrokerUnavailable
 from contract.ledger import CALL_TTL_S, CallState, Claim
 from contract.names import call_key, place_key
-
-log = structlog.get_logger(__name__)
 
 # Of every script: KEYS[1] the call; ARGV[1] its attempt. `verdict` tells whether this message may decide about the call, "granted", or not.
 _GATE = """
@@ -70,17 +68,6 @@ redis.call('EXPIRE', KEYS[1], ARGV[1])
 return 1
 """
 
-# KEYS: call. ARGV: attempt, ttl, code, sandbox.
-_FINISH = """
-local known = redis.call('HGET', KEYS[1], 'attempt')
-if known and known ~= ARGV[1] then return 0 end
-local time = redis.call('TIME')
-redis.call('HSET', KEYS[1], 'state', 'done', 'attempt', ARGV[1], 'code', ARGV[3], 'sandbox', ARGV[4],
-  'ended_at', string.format('%d.%06d', time[1], time[2]))
-redis.call('EXPIRE', KEYS[1], ARGV[2])
-return 1
-"""
-
 
 class Ledger:
     """Records of calls in Redis (contract/ledger.py), each changed by one script. Every answer tells the shared clock what Redis's says.
@@ -109,7 +96,6 @@ class Ledger:
         self._claim = client.register_script(_CLAIM)
         self._refuse = client.register_script(_REFUSE)
         self._forbid = client.register_script(_FORBID)
-        self._finish = client.register_script(_FINISH)
 
     def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
         """Whether the call may start now, on behalf of `holder`. Raises BrokerUnavailable: then it must not."""
@@ -130,15 +116,6 @@ class Ledger:
             return bool(self._forbid(keys=[self._key(tenant, call_id)], args=[CALL_TTL_S]))
         except redis.RedisError as error:
             raise BrokerUnavailable(f"Redis did not take that the call is cancelled ({error}); see that Redis is up") from error
-
-    def finish(self, tenant: str, call_id: str, attempt: int, code: ErrorCode | None, sandbox: str = "") -> bool:
-        """Note that the call has ended. False when it has been sent again meanwhile, and nobody wants this result. Never raises for Redis being away."""
-        try:
-            return bool(self._finish(keys=[self._key(tenant, call_id)], args=[attempt, CALL_TTL_S, code or "", sandbox]))
-        except redis.RedisError as error:
-            # Whoever waits goes by the result itself, which is stored again and again until Redis takes it.
-            log.warning("call_end_not_noted", call=call_id, error=str(error))
-            return True
 
     def holder(self, tenant: str, call_id: str) -> str | None:
         """Who runs the call, as it called itself; None when nobody does. Raises BrokerUnavailable."""

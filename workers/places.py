@@ -11,13 +11,15 @@ from pydantic import ValidationError
 from contract.names import host_key, host_prefix, place_key
 from contract.places import SessionPlace, parse_place
 
-# KEYS: place. ARGV: our queue, what the queues of this host begin with, what the keys of reports begin with.
+# KEYS: place. ARGV: our queue, what the queues of this host begin with, what the keys of reports begin with, then the queues that are known to be gone.
 _ADOPT = """
 local place = redis.call('HMGET', KEYS[1], 'state', 'queue')
 if not place[1] then return 'none' end
 if place[2] == ARGV[1] then return 'ours' end
 if string.sub(place[2], 1, #ARGV[2]) ~= ARGV[2] then return 'elsewhere' end
-if place[1] ~= 'open' or redis.call('EXISTS', ARGV[3] .. place[2]) == 1 then return 'held' end
+local is_gone = redis.call('EXISTS', ARGV[3] .. place[2]) == 0
+for i = 4, #ARGV do is_gone = is_gone or place[2] == ARGV[i] end
+if place[1] ~= 'open' or not is_gone then return 'held' end
 redis.call('HSET', KEYS[1], 'queue', ARGV[1])
 redis.call('HINCRBY', KEYS[1], 'fence', 1)
 return 'adopted'
@@ -87,11 +89,11 @@ class WorkerPlaces:
         self._hold = client.register_script(_HOLD)
         self._let_go = client.register_script(_LET_GO)
 
-    def adopt(self, names: Sequence[str]) -> dict[str, Adoption]:
-        """Take over what is this host's. `names` as sandboxd's: `<tenant>:<session>`."""
+    def adopt(self, names: Sequence[str], gone: Sequence[str] = ()) -> dict[str, Adoption]:
+        """Take over what is this host's. `names` as sandboxd's: `<tenant>:<session>`; `gone`: queues of earlier incarnations that still count as alive."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in names:
-                self._adopt(keys=[self._key(name)], args=[self.queue, self._prefix, host_key(self._deployment, "")], client=pipe)
+                self._adopt(keys=[self._key(name)], args=[self.queue, self._prefix, host_key(self._deployment, ""), *gone], client=pipe)
             return {name: Adoption(told.decode()) for name, told in zip(names, pipe.execute(), strict=True)}
 
     def find(self, names: Iterable[str]) -> dict[str, SessionPlace]:

@@ -40,7 +40,9 @@ def check_redis(broker: BrokerSettings) -> None:
     try:
         client.ping()
     except redis.RedisError as error:
-        raise BrokerUnavailable(f"Redis at {broker.redis_address()} does not answer ({error}): {broker.connection_advice(str(error))}") from error
+        raise BrokerUnavailable(
+            f"Redis at {broker.redis_address()} does not answer ({error}): {broker.connection_advice(str(error))}"
+        ) from error
     finally:
         client.close()
 

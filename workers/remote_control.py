@@ -14,9 +14,9 @@ from celery.worker.control import Panel
 log = structlog.get_logger(__name__)
 
 ANSWERED = frozenset(
-    {"active", "active_queues", "conf", "enable_events", "ping", "registered", "reserved", "revoked", "scheduled", "stats"}
+    {"active", "active_queues", "conf", "enable_events", "heartbeat", "ping", "registered", "reserved", "revoked", "scheduled", "stats"}
 )
-"""enable_events: Flower sends it every few seconds; ours are always on."""
+"""enable_events, heartbeat: Flower sends them; ours are always on, and answering harms nobody."""
 _BROKER_FACTS = frozenset({"hostname", "port", "transport", "userid", "virtual_host"})
 
 

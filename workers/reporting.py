@@ -32,16 +32,17 @@ local function count(workers, total, worker, slots, now, ttl)
 end
 """
 
-# KEYS: report, all hosts, tombstone, then the workers and the total of each queue. ARGV: report, queue, worker, seconds it lives, the worker whose place
-# may be taken, then the slots of each queue, '' for one that is not served any more.
+# KEYS: report, all hosts, tombstone, then the workers and the total of each queue. ARGV: report, queue, worker, seconds it lives, whether it is the
+# first, then the slots of each queue, '' for one that is not served any more.
 _REPORT = (
     _LUA
     + """
 local time = redis.call('TIME')
 if redis.call('EXISTS', KEYS[3]) == 1 then return {'given_up', time[1], time[2]} end
 local last = redis.call('GET', KEYS[1])
-local other = last and worker_of(last) or ''
-if other ~= '' and other ~= ARGV[3] and other ~= ARGV[5] then return {'replaced', time[1], time[2]} end
+if last and worker_of(last) ~= ARGV[3] or ARGV[5] == '1' and redis.call('ZSCORE', KEYS[2], ARGV[2]) then
+  return {'replaced', time[1], time[2]}
+end
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[4])
 redis.call('ZADD', KEYS[2], time[1], ARGV[2])
 for i = 4, #KEYS, 2 do
@@ -85,7 +86,7 @@ class Verdict(StrEnum):
     GIVEN_UP = "given_up"
     """The incarnation was taken for lost, and its calls were answered: it must not go on under its name."""
     REPLACED = "replaced"
-    """Another worker reports under the name."""
+    """The name is another worker's."""
 
 
 class Reporter:
@@ -101,15 +102,15 @@ class Reporter:
         self._report = client.register_script(_REPORT)
         self._leave = client.register_script(_LEAVE)
 
-    def report(self, report: HostReport, *, instead_of: str = "") -> Verdict:
-        """Tell that the worker lives; learns what time it is. `instead_of`: a worker that is known to be gone, whose place is taken."""
+    def report(self, report: HostReport, *, is_first: bool = False, ttl_s: int = HOST_TTL_S) -> Verdict:
+        """Tell that the worker lives; learns what time it is. `is_first`: only under a name that nobody has had."""
         report = report.model_copy(update={"reported_at": self._clock()})
         own = report.slots if report.kind == "sandbox" else ""
         shared = report.slots if not report.draining else ""
         keys = [self._key(), hosts_key(self._deployment), tombstone_key(self._deployment, self.queue), *self._slot_keys()]
         told: Any = self._report(
             keys=keys,
-            args=[report.model_dump_json(), self.queue, self.worker, HOST_TTL_S, instead_of, own, *[shared for _ in self.pools]],
+            args=[report.model_dump_json(), self.queue, self.worker, ttl_s, int(is_first), own, *[shared for _ in self.pools]],
         )
         self._clock.learn(int(told[1]) + int(told[2]) / 1_000_000)
         return Verdict(told[0].decode())
@@ -133,20 +134,19 @@ class Reporter:
         return [key for queue in queues for key in (worker_slots_key(self._deployment, queue), slots_key(self._deployment, queue))]
 
 
-class EarlierIncarnations:
-    """What is still reported of a host's incarnations before this one."""
+class Incarnations:
+    """What is reported of all incarnations of a host. Every method raises redis.RedisError."""
 
-    def __init__(self, client: "redis.Redis", deployment: str, host: str, queue: str) -> None:
+    def __init__(self, client: "redis.Redis", deployment: str, host: str) -> None:
         self._client = client
         self._deployment = deployment
         self._prefix = host_prefix(host)
-        self._queue = queue
         self._dismiss = client.register_script(_DISMISS)
 
     def reports(self) -> list[HostReport]:
-        """Those that still count as alive."""
+        """Of those that count as alive."""
         told: Any = self._client.zrange(hosts_key(self._deployment), 0, -1)
-        queues = [name for name in (item.decode() for item in told) if name.startswith(self._prefix) and name != self._queue]
+        queues = [name for name in (item.decode() for item in told) if name.startswith(self._prefix)]
         found = [_parsed(self._client.get(host_key(self._deployment, queue))) for queue in queues]
         return [report for report in found if report is not None]
 

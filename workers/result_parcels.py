@@ -9,6 +9,7 @@ import structlog
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.envelope import encode_result
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.signing import ResultSeal, SigningKeys
 
 log = structlog.get_logger(__name__)
 
@@ -25,8 +26,10 @@ class BlobStore(Protocol):
     def leave(self, tenant: str, data: bytes, ttl_s: int) -> str: ...
 
 
-def encode_parcel(result: ToolResult, call: ToolCall, context: ToolContext, blobs: BlobStore) -> Mapping[str, Any]:
-    """The encoded result; what is larger than a message carries is left in `blobs`. One that cannot be kept becomes one that says so."""
+def encode_parcel(result: ToolResult, call: ToolCall, context: ToolContext, blobs: BlobStore, keys: SigningKeys) -> Mapping[str, Any]:
+    """The encoded result, signed with `keys`; what is larger than a message carries is left in `blobs`. One that cannot be kept becomes one that says so."""
+
+    seal = ResultSeal(keys, context.tenant)
 
     def keep(data: bytes) -> str:
         until = time.monotonic() + KEEP_PATIENCE_S
@@ -40,8 +43,9 @@ def encode_parcel(result: ToolResult, call: ToolCall, context: ToolContext, blob
                 time.sleep(PAUSE_S)
 
     try:
-        return encode_result(result, keep)
+        return encode_result(result, keep, seal)
     except (BrokerUnavailable, ToolFailure) as error:
         log.error("result_not_kept", tool=call.name, call=call.id, error=str(error))
         told = f"the call has run, and its result is lost: {error}"
-        return encode_result(ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, told, clocks=result.clocks, sandbox=result.sandbox))
+        lost = ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, told, clocks=result.clocks, sandbox=result.sandbox)
+        return encode_result(lost, seal=seal)

@@ -36,7 +36,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     life = HostLife(settings, clock)
     refusals = Refusals(connect_once(settings.broker()), settings.deployment)
     app = build_app(settings.broker(), refusals.count)
-    register_tasks(app, registry, key, partial(_build_executor, settings, registry, life, clock), refusals.count)
+    register_tasks(app, registry, key, partial(_build_executor, settings, registry, life, clock), refusals.count, settings.deployment)
     catalogs = {"sandbox": Catalog(tools=tuple(registry.specs()))}
     publisher = CatalogPublisher(connect(settings.broker()), settings.deployment, catalogs)
     ledger = Ledger(connect(settings.broker()), settings.deployment, clock)

@@ -12,11 +12,12 @@ from celery.signals import task_unknown
 from contract.calls import POOL_GRACE_S, ToolCall, ToolContext
 from contract.envelope import decode_call
 from contract.errors import EnvelopeRefused, RefusalReason
-from contract.names import POOL_QUEUES, task_name
+from contract.names import POOL_QUEUES, call_key, task_name
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from workers.app import CELERY_MARGIN_S
-from workers.executor import CallRepeated, Executor
+from workers.executor import NOT_RUN, CallRepeated, Executor
+from workers.result_backend import Answer, Ending
 from workers.result_parcels import encode_parcel
 from workers.tools.base import WorkerRegistry
 
@@ -27,12 +28,14 @@ OnRefused = Callable[[RefusalReason], None]
 Body = Callable[..., Mapping[str, Any]]
 
 
-def register_tasks(app: Celery, registry: WorkerRegistry, key: SigningKeys, build_executor: ExecutorFactory, on_refused: OnRefused) -> None:
+def register_tasks(
+    app: Celery, registry: WorkerRegistry, key: SigningKeys, build_executor: ExecutorFactory, on_refused: OnRefused, deployment: str
+) -> None:
     """Give `app` a task for every tool of `registry`. Executors are made lazily: after the fork, one a thread.
 
     `on_refused` is told why a message was not run, each time.
     """
-    edge = _Edge(key, _PerThread(build_executor), on_refused)
+    edge = _Edge(key, _PerThread(build_executor), on_refused, deployment)
     for spec in registry.specs():
         name = task_name(spec.name)
         # Shared would mean every Celery app of the process, the publisher's too.
@@ -60,21 +63,22 @@ class _PerThread:
         self._build = build
         self._local = threading.local()
 
-    def execute(self, call: ToolCall, context: ToolContext) -> Mapping[str, Any]:
-        """The encoded result."""
+    def get(self) -> Executor:
+        """This thread's."""
         if not hasattr(self._local, "executor"):
             self._local.executor = self._build()
         executor: Executor = self._local.executor
-        return encode_parcel(executor.execute(call, context), call, context, executor.blobs)
+        return executor
 
 
 class _Edge:
     """What the tasks of a worker do."""
 
-    def __init__(self, key: SigningKeys, executors: _PerThread, on_refused: OnRefused) -> None:
+    def __init__(self, key: SigningKeys, executors: _PerThread, on_refused: OnRefused, deployment: str) -> None:
         self._key = key
         self._executors = executors
         self._on_refused = on_refused
+        self._deployment = deployment
 
     def body(self, name: str) -> Body:
         """The function of the task `name`."""
@@ -85,7 +89,7 @@ class _Edge:
         return run
 
     def _run(self, name: str, envelope: object) -> Mapping[str, Any]:
-        """The encoded result of the task `name`. Raises EnvelopeRefused: Celery then counts the task as failed, and nothing has run; and Ignore."""
+        """The answer of the task `name`. Raises EnvelopeRefused: Celery then counts the task as failed, and nothing has run; and Ignore."""
         try:
             call, context = _opened(name, envelope, self._key)
         except EnvelopeRefused as error:
@@ -93,12 +97,22 @@ class _Edge:
             self._on_refused(error.reason)
             raise
         try:
-            return self._executors.execute(call, context)
+            return self._answer(call, context)
         except CallRepeated as repeated:
             log.warning("call_repeated", tool=call.name, call=call.id, attempt=context.attempt, claim=repeated.claim.value)
             self._on_refused("repeated")
             # No result is stored: it would take the place of the one that somebody waits for.
             raise Ignore from None
+
+    def _answer(self, call: ToolCall, context: ToolContext) -> Answer:
+        executor = self._executors.get()
+        result = executor.execute(call, context)
+        encoded = encode_parcel(result, call, context, executor.blobs, self._key)
+        if NOT_RUN in result.metadata:
+            return Answer(encoded, None)
+        record = call_key(self._deployment, context.tenant, call.id)
+        sandbox = result.sandbox.id if result.sandbox is not None else ""
+        return Answer(encoded, Ending(record, context.attempt, result.error_code or "", sandbox))
 
     def refuse_unknown(self, name: str, message: Any) -> None:
         """A task that this worker does not have has failed; a call of ours in it is noted as one that will not start."""
@@ -106,7 +120,7 @@ class _Edge:
         try:
             _, arguments, _ = message.payload
             # Refused by the executor, too, for want of the tool.
-            self._executors.execute(*_opened(name, arguments.get("envelope"), self._key))
+            self._executors.get().execute(*_opened(name, arguments.get("envelope"), self._key))
         except (EnvelopeRefused, CallRepeated, ValueError, TypeError, AttributeError) as error:
             log.error("unknown_task_refused", task=name, error=str(error))
 

@@ -74,7 +74,8 @@ class Answer:
 def parse_answer(text: bytes | str) -> Answer:
     """What the script returned. An empty table of Lua comes as an object."""
     told = json.loads(text)
-    return Answer(tuple(told["granted"]), dict(map(tuple, told["refused"])), tuple(told["unknown"]), told.get("wake"))
+    refused = {str(call): float(retry_after_s) for call, retry_after_s in told["refused"]}
+    return Answer(tuple(told["granted"]), refused, tuple(told["unknown"]), told.get("wake"))
 
 
 def _terms(request: SlotRequest) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -224,7 +224,8 @@ local function limit_of(tenant)
 end
 
 local function block(queue, pair, tenant, until_at)
-  redis.call('ZADD', prefix .. 'blocked:' .. tenant.name, string.format('%.17g', now), queue.name)
+  count(tenant, 'turn', 1)
+  redis.call('ZADD', prefix .. 'blocked:' .. tenant.name, tenant.fields.turn, queue.name)
   if until_at < math.huge then redis.call('ZADD', prefix .. 'wake', string.format('%.17g', until_at), tenant.name) end
   pair.fields.blocked = 1
   count(tenant, 'blocked', 1)

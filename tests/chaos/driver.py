@@ -104,7 +104,7 @@ class Driver:
             success=result.success,
             code=result.error_code,
             error=result.error,
-            output=result.output[:200],
+            output=(result.output or "")[:200],
             answers=result.call_id,
             took_s=round(time.monotonic() - started, 2),
         )

@@ -45,17 +45,13 @@ def _in_redis(client: "redis.Redis", deployment: str) -> dict[str, Any]:
     return {
         "calls": sorted(key for key, state in calls.items() if state in OPEN_STATES)[:_SHOWN],
         "messages": {queue: length for queue in queues if (length := client.llen(queue))},
-        "slots": find_slots(client, deployment, keys),
+        "slots": _held_slots(client, deployment),
     }
 
 
-def find_slots(client: "redis.Redis", deployment: str, keys: list[str]) -> list[str]:
-    """Slots of admission that are held."""
-    return sorted(key for key in keys if key.startswith(admission_prefix(deployment)) and _holds(client, key))
-
-
-def _holds(client: "redis.Redis", key: str) -> bool:
-    return client.type(key) == b"zset" and bool(client.zcard(key))
+def _held_slots(client: "redis.Redis", deployment: str) -> list[str]:
+    """Calls that hold a slot of admission, or wait for one."""
+    return sorted(key.decode() for name in ("held", "waiting") for key in client.hkeys(admission_prefix(deployment) + name))[:_SHOWN]
 
 
 def _is_call(key: str, deployment: str) -> bool:

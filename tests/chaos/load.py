@@ -89,6 +89,7 @@ class Load:
 
     def end(self) -> list[str]:
         """Ends all in order. Gives what did not end as it should."""
+        self.wait_busy()
         for driver in self.living():
             driver.end()
         wrong = []

@@ -1,5 +1,6 @@
 """Rounds of chaos on one ground: load, a blow at a random moment, load again; at the end everything is judged."""
 
+import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,9 @@ from typing import Any
 
 from docker import APIClient
 
+from contract.errors import OperatorError, ToolFailure
+from orchestrator.client import ToolClient
+from orchestrator.settings import OrchestratorSettings
 from tests.chaos.blows import Blow, Struck, strike
 from tests.chaos.leftovers import find_leftovers, find_mounts
 from tests.chaos.load import Load, open_load
@@ -83,9 +87,22 @@ def _settle(ground: Ground, report: Report) -> float:
     started = time.monotonic()
     left: dict[str, Any] = {}
     while time.monotonic() - started < SETTLE_S:
-        left = find_leftovers(ground)
+        # Whoever comes next is served, and clears what the dead held.
+        unserved = asyncio.run(_try_call(ground))
+        left = find_leftovers(ground) | ({"unserved": unserved} if unserved else {})
         if not left:
             return time.monotonic() - started
         time.sleep(0.5)
     report.wrong.append(f"left {SETTLE_S:g} s after the last orchestrator ended: {left}")
     return SETTLE_S
+
+
+async def _try_call(ground: Ground) -> str | None:
+    """What a program that comes now is told instead of being served; None: it is."""
+    settings = OrchestratorSettings.model_validate({"redis_url": ground.redis_url, "deployment": ground.deployment})
+    try:
+        async with asyncio.timeout(30), ToolClient.connect(settings=settings) as client, await client.open_session(ttl_s=5) as session:
+            result = await session.call("bash_tool", {"command": "echo on"}, timeout_s=5)
+            return None if result.success else result.error
+    except (OperatorError, ToolFailure, TimeoutError) as error:
+        return f"{type(error).__name__}: {error}"

@@ -19,6 +19,7 @@ from contract.envelope import decode_result, encode_call
 from contract.errors import ErrorCode, ToolFailure
 from contract.functions.call_context import CallContext
 from contract.registry import Tool, ToolRegistry
+from contract.signing import ResultSeal
 from orchestrator.functions.blocking_calls import BlockingCalls
 from orchestrator.transport import Delivery, InProcessTransport
 from tests.builders import KEY, build_call, build_context, build_spec
@@ -26,15 +27,18 @@ from tests.builders import KEY, build_call, build_context, build_spec
 SOON_S = 15.0
 
 
+SEAL = ResultSeal(KEY, "acme")
+
+
 def build_delivery(tool: str = "f", *, wait_s: float = SOON_S, timeout_s: float = SOON_S, **arguments: Any) -> Delivery:
     envelope = encode_call(build_call(tool, **arguments), build_context(timeout_s=timeout_s), KEY)
-    return Delivery("", "", "call-1", envelope, time.time() + 60, wait_s, "")
+    return Delivery("", "", "acme", "call-1", envelope, time.time() + 60, wait_s)
 
 
 async def run(function: Callable[..., Any], *, threads: BlockingCalls | None = None, **fields: Any) -> ToolResult:
     transport = InProcessTransport({"f": function}, KEY, threads=threads)
     async with asyncio.timeout(SOON_S):
-        return decode_result(await transport.deliver(build_delivery(**fields)))
+        return decode_result(await transport.deliver(build_delivery(**fields)), SEAL)
 
 
 async def sync_and_async(value: Callable[[], Any]) -> list[ToolResult]:
@@ -180,7 +184,7 @@ async def test_a_value_that_cannot_be_written_down_is_a_result() -> None:
 
 
 async def test_a_name_that_is_gone_is_told_as_not_found() -> None:
-    result = decode_result(await InProcessTransport({}, KEY).deliver(build_delivery("gone")))
+    result = decode_result(await InProcessTransport({}, KEY).deliver(build_delivery("gone")), SEAL)
     assert (result.error, result.error_code) == ("Tool not found: gone", ErrorCode.TOOL_NOT_FOUND)
 
 
@@ -192,7 +196,7 @@ async def test_a_tools_handler_gets_arguments_and_context() -> None:
         return [arguments, context.call_id, context.session, context.tenant, context.cwd]
 
     transport = InProcessTransport(ToolRegistry([Tool(build_spec("f"), handle)]), KEY)
-    result = decode_result(await transport.deliver(build_delivery(text="a")))
+    result = decode_result(await transport.deliver(build_delivery(text="a")), SEAL)
     assert result.output == '[{"text": "a"}, "call-1", "s1", "acme", "/workspace"]'
 
 
@@ -201,7 +205,7 @@ async def test_the_context_is_made_by_whom_the_program_names() -> None:
         return CallContext(call.id, cwd="/mine")
 
     transport = InProcessTransport({"f": Tool(build_spec("f"), lambda _, context: context.cwd)}, KEY, contexts=contexts)
-    assert decode_result(await transport.deliver(build_delivery())).output == "/mine"
+    assert decode_result(await transport.deliver(build_delivery()), SEAL).output == "/mine"
 
 
 async def test_a_plain_function_may_give_something_to_await() -> None:

@@ -17,7 +17,7 @@ from contract.calls import ToolResult
 from contract.envelope import decode_result, encode_call
 from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
 from contract.settings import BrokerSettings
-from contract.signing import SigningKeys
+from contract.signing import ResultSeal, SigningKeys
 from orchestrator import publishing
 from orchestrator.celery_transport import CeleryTransport
 from orchestrator.results import ResultHub
@@ -122,7 +122,7 @@ def build_delivery(tool: str = "plain", *, key: SigningKeys = KEY, wait_s: float
 
 async def delivered(transport: Transport, delivery: Delivery) -> ToolResult:
     async with asyncio.timeout(SOON_S):
-        return decode_result(await transport.deliver(delivery))
+        return decode_result(await transport.deliver(delivery), ResultSeal(KEY, delivery.tenant))
 
 
 async def test_a_call_comes_back_as_an_encoded_result_of_its_own(transport: Transport) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.redis_users import ROLES
 from tests.stack import free_port, missing, require_engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +75,7 @@ class ComposeStack:
         self.flower_password = secrets.token_hex(16)
         values = {
             "COMPOSE_PROJECT_NAME": self.name,
-            "TOOLCREW_REDIS_PASSWORD": secrets.token_hex(32),
+            **{f"TOOLCREW_REDIS_{role.upper()}_PASSWORD": secrets.token_hex(32) for role in ROLES},
             "TOOLCREW_SECRET": secrets.token_hex(32),
             "TOOLCREW_FLOWER_PASSWORD": self.flower_password,
             "TOOLCREW_FLOWER_PORT": str(self.flower_port),
@@ -228,11 +229,22 @@ def test_sandboxd_has_no_network_but_its_own_loopback(composed: ComposeStack) ->
     assert composed.execute("sandboxd", "ls", "/sys/class/net").out.split() == ["lo"]
 
 
-def test_redis_serves_nobody_without_the_password_and_nobody_may_rewrite_it(composed: ComposeStack) -> None:
+def test_redis_serves_nobody_without_a_password_and_no_service_may_rewrite_it(composed: ComposeStack) -> None:
     assert composed.execute("redis", "redis-cli", "ping").out.startswith("NOAUTH")
-    for command in ("config set dir /tmp", "flushall", "replicaof redis 1", "module list"):
-        ran = composed.execute("redis", "sh", "-c", f'REDISCLI_AUTH="$TOOLCREW_REDIS_PASSWORD" redis-cli {command}')
-        assert ran.out.startswith("NOPERM"), f"{command}: {ran}"
+    for role in ("orchestrator", "worker", "web", "flower"):
+        for command in ("config set dir /tmp", "flushall", "replicaof redis 1", "keys *", "acl list"):
+            shell = f'REDISCLI_AUTH="$TOOLCREW_REDIS_{role.upper()}_PASSWORD" redis-cli --user {role} --no-auth-warning {command}'
+            ran = composed.execute("redis", "sh", "-c", shell)
+            assert ran.out.startswith("NOPERM"), f"{role}: {command}: {ran}"
+
+
+def test_no_service_missed_a_right_on_redis(composed: ComposeStack) -> None:
+    shell = 'REDISCLI_AUTH="$TOOLCREW_REDIS_ADMIN_PASSWORD" redis-cli --user admin --no-auth-warning acl log'
+    told = composed.execute("redis", "sh", "-c", shell).out
+    # What the test above tried is there too; what a service was refused would be another command or a key.
+    lines = told.splitlines()
+    refused = {line for at, line in enumerate(lines) if at and lines[at - 1] == "object"}
+    assert refused <= {"config", "flushall", "replicaof", "keys", "acl"}, told
 
 
 def test_no_secret_is_on_a_command_line(composed: ComposeStack) -> None:
@@ -240,7 +252,7 @@ def test_no_secret_is_on_a_command_line(composed: ComposeStack) -> None:
     values = [value for key, _, value in (line.partition("=") for line in lines) if key.endswith(("PASSWORD", "SECRET"))]
     shown = "".join(run_well(["docker", "top", container, "-o", "pid,args"]) for container in composed.list_left("container"))
     assert "redis-server" in shown
-    assert len(values) == 3
+    assert len(values) == len(ROLES) + 2
     assert [value for value in values if value in shown] == []
 
 

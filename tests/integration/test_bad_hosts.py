@@ -260,13 +260,16 @@ def test_an_argument_that_is_not_known_starts_no_daemon(
 
 def test_the_program_ends_with_one_sentence_and_never_with_a_traceback(tmp_path: Path) -> None:
     nobody = f"unix://{tmp_path}/nobody"
-    twice = '{"a": {"tenants": ["t"]}, "b": {"tenants": ["t"]}}'
+    stranger = '{"a": {"pool": {"strange": 1}}}'
     with (
         start_sandboxd(DOCKER_HOST=nobody, TOOLCREW_SANDBOXD_SOCKET=str(tmp_path / "socket")) as gone,
-        start_sandboxd("--check", DOCKER_HOST=nobody, TOOLCREW_TENANT_CLASSES=twice) as checked,
+        start_sandboxd("--check", DOCKER_HOST=nobody, TOOLCREW_TENANT_CLASSES=stranger) as checked,
     ):
         sentence, complaint = gone.communicate(timeout=60)[1], checked.communicate(timeout=60)[1]
 
     assert (gone.returncode, checked.returncode) == (1, 1)
     assert sentence.startswith("sandboxd: the Docker engine does not answer")
-    assert complaint == "sandboxd: TOOLCREW_TENANT_CLASSES: tenant 't' is in class 'b' and in another: a tenant has one class\n"
+    assert (
+        complaint
+        == "sandboxd: TOOLCREW_TENANT_CLASSES: class 'a' has a pool of image 'strange', which it may not use: add it to its images\n"
+    )

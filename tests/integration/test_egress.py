@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from contract.tenancy import SandboxTerms
 from tests.egress_ground import Ground, open_ground
 from tests.package_site import build_site, open_site
 from tests.stack import Footprint, end_process, open_footprint, require_engine, wait_until
@@ -34,6 +35,7 @@ try:
 except urllib.error.HTTPError as error:
     print(error.code, error.read().decode())
 """
+TERMS = {"acme": SandboxTerms(tenant_class="fetching"), "rival": SandboxTerms(tenant_class="elsewhere")}
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Place:
         request = {"op": "exec", "argv": None, "script_bytes": len(raw), "cwd": "/workspace", "env": {}, "timeout_s": timeout_s}
         with SandboxClient(self.client_socket) as client:
             if tenant not in self._names:
-                self._names[tenant] = client.open(tenant, session)
+                self._names[tenant] = client.open(tenant, session, terms=TERMS.get(tenant))
             return client.call(self._names[tenant], {**request, "capture": {"stdout": 1 << 20, "stderr": 1 << 16}}, raw, call_id=call_id)
 
     def write(self, name: str, data: bytes) -> None:
@@ -114,8 +116,8 @@ def sandboxd_environment(folder: Path, ports: list[int]) -> dict[str, str]:
     egress = {"ports": ports, "hosts": ["site.example", "localhost"], "private_hosts": ["site.example", "localhost"]}
     elsewhere = {"ports": ports, "hosts": ["else.example"], "private_hosts": []}
     classes = {
-        "fetching": {"tenants": ["acme"], "network": "egress", "egress": egress},
-        "elsewhere": {"tenants": ["rival"], "network": "egress", "egress": elsewhere},
+        "fetching": {"network": "egress", "egress": egress},
+        "elsewhere": {"network": "egress", "egress": elsewhere},
     }
     return {
         "TOOLCREW_SANDBOXD_SOCKET": str(folder / "sandboxd.sock"),
@@ -217,6 +219,24 @@ def test_a_neighbour_gets_by_its_own_rules_only(place: Place) -> None:
     assert "403" in text_of(ran)
     line = next(line for line in reversed(place.ground.logs) if line["event"] == "egress")
     assert (line["tenant"], line["session"]) == ("rival", "theirs")
+
+
+def test_a_network_that_is_taken_back_ends_what_runs_over_it_and_lets_nothing_more_through(place: Place) -> None:
+    place.stall.asked.clear()
+    got: list[GuestResponse] = []
+    stalling = f"python3 -c '{_FETCH}' http://site.example:{place.stall.port}/ 2>&1 | tail -1 | tail -c 300"
+    fetch = f"python3 -c '{_FETCH}' http://site.example:{place.http}/big 2>&1 | tail -c 300"
+    with SandboxClient(place.client_socket) as client:
+        try:
+            with in_thread(lambda: got.append(place.run(stalling))):
+                assert place.stall.asked.wait(SOON_S)
+                assert client.tell_terms("acme", TERMS["acme"].model_copy(update={"network": "none"})) == 1
+            refused = place.run(fetch)
+        finally:
+            client.tell_terms("acme", TERMS["acme"])
+    assert any(words in text_of(got[0]) for words in ("IncompleteRead", "RemoteDisconnected", "ConnectionResetError"))
+    assert "403" in text_of(refused)
+    assert "HTTPError" not in text_of(place.run(fetch))
 
 
 # Ends

@@ -16,7 +16,7 @@ import redis
 
 from contract.calls import POOL_GRACE_S, ToolCall, ToolResult
 from contract.errors import ErrorCode
-from contract.names import POOL_WEB, catalog_key, control_queue
+from contract.names import POOL_WEB, call_key, catalog_key, control_queue
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.celery_transport import CeleryTransport
@@ -216,19 +216,23 @@ async def test_a_process_that_dies_under_its_call_leaves_a_result_that_says_so(p
 
 
 async def test_a_tool_of_another_pool_is_not_found_here(pool: Pool) -> None:
-    envelope = make_envelope(pool.broker, call("bash_tool", command="true"), tenant="acme", session="s1")
+    misled = call("bash_tool", command="true")
+    envelope = make_envelope(pool.broker, misled, tenant="acme", session="s1")
     client = open_redis(pool.broker)
     hub = ResultHub(client)
     await hub.start()
     transport = CeleryTransport(pool.broker, hub)
     try:
         with pytest.raises(DeliveryFailed) as failed:
-            await transport.deliver(Delivery("tool.bash_tool", POOL_WEB, "misled", envelope, time.time() + 20, 20, "marker"))
+            await transport.deliver(Delivery("tool.bash_tool", POOL_WEB, "acme", misled.id, envelope, time.time() + 20, 20))
     finally:
         await transport.aclose()
         await hub.close()
         await client.aclose()
     assert (failed.value.code, failed.value.message) == (ErrorCode.TOOL_NOT_FOUND, "Tool not found: bash_tool")
+    with pool.open_redis() as store:
+        key = call_key("default", "acme", misled.id)
+        await eventually(lambda: store.hget(key, "state") == b"forbidden", 10, "it is noted that it will not start")
 
 
 async def test_a_session_of_an_embedded_stack_reaches_the_pool_with_the_network(stack: Stack, session: Session) -> None:

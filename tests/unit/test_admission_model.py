@@ -31,7 +31,7 @@ ASK = st.tuples(
 END = st.tuples(st.just("end"), st.integers(0, 1000), st.sampled_from((0.0, 0.25, 0.5, 2.0, 30.0)))
 PASS = st.tuples(st.just("pass"), st.sampled_from((0.125, 0.5, 1.5)))
 SLOTS = st.tuples(st.just("slots"), st.sampled_from(QUEUES), st.sampled_from((1, 2, 4)))
-STEPS = st.lists(st.one_of(ASK, ASK, ASK, END, END, PASS, SLOTS), max_size=120)
+STEPS = st.lists(st.one_of(ASK, ASK, ASK, END, END, PASS, SLOTS), max_size=60)
 
 
 class Pair:
@@ -98,7 +98,7 @@ def client(redis_server: RedisProcess) -> Iterator["redis.Redis"]:
         yield opened
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[])
+@settings(max_examples=60, deadline=None, suppress_health_check=[])
 @given(steps=STEPS)
 def _compare(client: "redis.Redis", steps: list[tuple[Any, ...]]) -> None:
     pair = Pair(client)

@@ -1,6 +1,7 @@
 """docker-compose.yml and the Dockerfile keep the architecture: who holds the engine's socket, who has a network, who may do what."""
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,17 @@ import pytest
 import yaml
 
 from orchestrator.local_stack import FLOWER_OPTIONS
+from orchestrator.redis_users import ROLES, build_users, hash_password
 from orchestrator.settings import OrchestratorSettings
 from workers.settings import EgressSettings, SandboxdSettings, WebSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "flower")
 WORKERS = ("worker", "web-worker")
-SECRETS = ("TOOLCREW_REDIS_PASSWORD", "TOOLCREW_SECRET", "TOOLCREW_FLOWER_PASSWORD")
+USERS = {"orchestrator": "orchestrator", "worker": "worker", "web-worker": "web", "flower": "flower"}
+"""Service -> its user of Redis's."""
+PASSWORDS = {role: f"TOOLCREW_REDIS_{role.upper()}_PASSWORD" for role in ROLES}
+SECRETS = (*PASSWORDS.values(), "TOOLCREW_SECRET", "TOOLCREW_FLOWER_PASSWORD")
 UNITS = {"k": 1024, "m": 1024**2, "mb": 1024**2, "g": 1024**3}
 VARIABLE = re.compile(r"(?<!\$)\$\{(?P<name>\w+)(?:(?P<how>:[-?])(?P<rest>[^}]*))?\}")
 
@@ -228,12 +233,13 @@ def test_no_secret_is_written_in_the_file() -> None:
     for name in SERVICES:
         for key, value in load_service(name)["environment"].items():
             if value is not None and re.search(r"PASSWORD|SECRET|KEY|AUTH|_URL$", key):
-                assert VARIABLE.sub("", value) in ("", ":", "redis://:@redis:6379/0"), key
+                assert VARIABLE.sub("", value) in ("", ":", f"redis://{USERS.get(name)}:@redis:6379/0"), key
 
 
 def test_a_secret_goes_only_to_who_needs_it() -> None:
     assert find_services_naming("TOOLCREW_SECRET") == {*WORKERS, "orchestrator"}
-    assert find_services_naming("TOOLCREW_REDIS_PASSWORD") == {"redis", *WORKERS, "orchestrator", "flower"}
+    owners = {role: {"redis", service} for service, role in USERS.items()}
+    assert {role: find_services_naming(name) for role, name in PASSWORDS.items()} == {**owners, "admin": {"redis"}}
     assert find_services_naming("TOOLCREW_TAVILY_API_KEY") == {"web-worker"}
     assert find_services_naming("TOOLCREW_BRAVE_API_KEY") == {"web-worker"}
     assert find_services_naming("TOOLCREW_EXA_API_KEY") == {"web-worker"}
@@ -280,14 +286,51 @@ def test_two_stacks_on_one_engine_do_not_sweep_each_others_sandboxes() -> None:
 
 @pytest.mark.parametrize("name", WORKERS)
 def test_both_sides_of_the_queue_accept_their_environment_and_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    secrets = {"TOOLCREW_REDIS_PASSWORD": "a1b2", "TOOLCREW_SECRET": "c3d4"}
+    secrets = {**{name: f"{role}-word" for role, name in PASSWORDS.items()}, "TOOLCREW_SECRET": "c3d4"}
     for key, value in load_environment(name, **secrets).items():
         monkeypatch.setenv(key, value)
     worker = WorkerSettings()
     for key, value in load_environment("orchestrator", **secrets).items():
         monkeypatch.setenv(key, value)
-    assert worker.broker() == OrchestratorSettings().broker()
-    assert worker.redis_url.get_secret_value() == "redis://:a1b2@redis:6379/0"
+    ours, theirs = worker.broker(), OrchestratorSettings().broker()
+    assert (ours.signing_keys(), ours.addresses, ours.deployment) == (theirs.signing_keys(), theirs.addresses, theirs.deployment)
+    assert (ours.user, ours.password) == (USERS[name], f"{USERS[name]}-word")
+
+
+def test_the_users_of_redis_are_the_generated_ones() -> None:
+    marked = build_users("@DEPLOYMENT@", {role: f"@{role.upper()}@" for role in ROLES})
+    assert (ROOT / "deploy" / "redis-users.acl").read_text(encoding="utf-8") == marked
+
+
+def test_redis_is_started_with_users_for_whom_it_has_passwords(tmp_path: Path) -> None:
+    """The script itself, with a redis-server that only shows its users."""
+    server = tmp_path / "redis-server"
+    server.write_text('#!/bin/sh\ncat "$ACL"\nenv\n')
+    server.chmod(0o755)
+    acl = tmp_path / "users.acl"
+    script = (ROOT / "deploy" / "redis-start").read_text(encoding="utf-8")
+    script = script.replace("/tmp/users.acl", str(acl)).replace("/etc/toolcrew/", f"{ROOT}/deploy/")
+    words = {name: f"{role}-word" for role, name in PASSWORDS.items()}
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "ACL": str(acl), "TOOLCREW_DEPLOYMENT": "prod", **words}
+    ran = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, timeout=20, check=True)
+    assert ran.stdout.startswith(build_users("prod", {role: hash_password(f"{role}-word") for role in ROLES}))
+    assert "-word" not in ran.stdout
+    assert acl.stat().st_mode & 0o777 == 0o600
+    del environment["TOOLCREW_REDIS_WEB_PASSWORD"]
+    ran = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, timeout=20, check=False)
+    assert (ran.returncode, "TOOLCREW_REDIS_WEB_PASSWORD is not set" in ran.stderr) == (64, True)
+
+
+def test_a_new_env_file_has_every_secret_and_is_never_overwritten(tmp_path: Path) -> None:
+    env = tmp_path / "env"
+    command = [str(ROOT / "deploy" / "make-env"), str(env)]
+    subprocess.run(command, capture_output=True, timeout=20, check=True)
+    told = dict(re.findall(r"^([A-Z_]+)=(.*)$", env.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    made = [told[secret] for secret in SECRETS]
+    assert all(re.fullmatch("[0-9a-f]{64}", value) for value in made)
+    assert len(set(made)) == len(SECRETS)
+    assert env.stat().st_mode & 0o777 == 0o600
+    assert subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 1
 
 
 def test_a_worker_keeps_its_name_over_restarts() -> None:

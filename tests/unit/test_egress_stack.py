@@ -10,9 +10,9 @@ from orchestrator.settings import load_settings
     ("classes", "running", "needs"),
     [
         ("", "", False),
-        ('{"builders": {"tenants": ["acme"]}}', "", False),
-        ('{"builders": {"tenants": ["acme"], "network": "none"}}', "", False),
-        ('{"a": {}, "builders": {"tenants": ["acme"], "network": "egress", "egress": {"hosts": ["pypi.org"]}}}', "", True),
+        ('{"builders": {"pids": 64}}', "", False),
+        ('{"builders": {"network": "none"}}', "", False),
+        ('{"a": {}, "builders": {"network": "egress", "egress": {"hosts": ["pypi.org"]}}}', "", True),
         ('{"default": {"network": "egress"}}', "", True),
         ('{"default": {"network": "egress"}}', "/run/egress.sock", False),
     ],

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import SandboxUnavailable
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from orchestrator.placement import LOW_MEMORY_BYTES, Wanted, choose_host
 from tests.fake_hosts import build_report
 
@@ -53,7 +53,6 @@ def test_two_programs_that_know_nothing_of_one_another_do_not_meet_on_one_host()
 @pytest.mark.parametrize(
     ("fields", "wanted", "words"),
     [
-        ({"images": ("base",)}, Wanted(image="odd"), "no host has the image 'odd' allowed; they allow: base"),
         ({"classes": ("gold",)}, Wanted("silver"), "no host knows the tenant class 'silver'; they know: gold"),
         ({"release": "0"}, Wanted(), "runs another release"),
         ({"sessions": 100}, Wanted(), "are full"),
@@ -73,3 +72,9 @@ def test_without_any_host_it_is_said_how_to_start_one() -> None:
 def test_a_host_that_has_just_failed_is_left_out() -> None:
     reports = [build_report("a"), build_report("b", sessions=90)]
     assert choose_host(reports, Wanted(), excluded={"host.a.b00t"}).host == "b"
+
+
+def test_an_image_that_no_host_allows_is_the_callers_mistake() -> None:
+    with pytest.raises(ToolFailure, match="image 'odd' is not allowed on any host; allowed: base") as refused:
+        choose_host([build_report("a", images=("base",))], Wanted(image="odd"))
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS

@@ -85,7 +85,7 @@ async def test_a_cancelled_call_beside_a_sandbox_is_its_sessions_to_tell() -> No
 def test_the_tasks_of_a_pool_have_limits_of_celerys_own() -> None:
     app = Celery("test", broker="memory://", set_as_current=False)
     spec = build_spec("web_tool", pool="web", max_timeout_s=40)
-    register_tasks(app, ToolRegistry([Tool(spec, lambda *_: Outcome())]), KEY, lambda: pytest.fail("nothing runs"), [].append)
+    register_tasks(app, ToolRegistry([Tool(spec, lambda *_: Outcome())]), KEY, lambda: pytest.fail("nothing runs"), [].append, "d")
     task = app.tasks["tool.web_tool"]
     assert (task.soft_time_limit, task.time_limit) == (40, 40 + POOL_GRACE_S)
 

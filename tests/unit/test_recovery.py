@@ -12,6 +12,7 @@ from contract.envelope import decode_call, encode_result
 from contract.errors import ErrorCode
 from contract.ledger import CallState
 from contract.names import call_key, host_key
+from contract.signing import ResultSeal
 from orchestrator.call_ledger import CallLedger
 from orchestrator.dispatcher import Dispatcher, Pool, Route
 from orchestrator.places import Places
@@ -48,8 +49,8 @@ class Fleet:
                 await self.client.hset(call_key("d", delivery.tenant, call.id), "state", "done" if end is ENDED else "lost")
                 raise end
             if end is not None:
-                return encode_result(end(call))
-        return encode_result(ToolResult(call_id=call.id, name=call.name, success=True, output="done"))
+                return encode_result(end(call), seal=ResultSeal(KEY, context.tenant))
+        return encode_result(ToolResult(call_id=call.id, name=call.name, success=True, output="done"), seal=ResultSeal(KEY, context.tenant))
 
     async def command(self, queue: str, envelope: str) -> None:
         """Nobody is told."""

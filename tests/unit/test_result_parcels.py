@@ -9,13 +9,15 @@ from contract.calls import ToolResult
 from contract.envelope import decode_result, join_result, kept_result_key
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import is_blob_of
-from tests.builders import build_call, build_context
+from contract.signing import ResultSeal
+from tests.builders import KEY, build_call, build_context
 from tests.conftest import RedisProcess
 from workers import result_parcels
 from workers.blobs import Blobs
 from workers.result_parcels import RECORD_TTL_S, encode_parcel
 
 CALL, CONTEXT = build_call("echo"), build_context()
+SEAL = ResultSeal(KEY, CONTEXT.tenant)
 
 
 def result(output: str) -> ToolResult:
@@ -45,31 +47,31 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_small_result_leaves_nothing_behind() -> None:
     blobs = Failing(0, ValueError())
-    assert decode_result(encode_parcel(result("small"), CALL, CONTEXT, blobs)).output == "small"
+    assert decode_result(encode_parcel(result("small"), CALL, CONTEXT, blobs, KEY), SEAL).output == "small"
     assert blobs.kept == []
 
 
 def test_a_large_one_lies_under_a_key_of_the_tenants_for_longer_than_its_message(redis_server: RedisProcess) -> None:
     client: Any = redis.Redis.from_url(redis_server.url)
-    encoded = encode_parcel(result("x" * 256 * 1024), CALL, CONTEXT, Blobs(client, "d"))
+    encoded = encode_parcel(result("x" * 256 * 1024), CALL, CONTEXT, Blobs(client, "d"), KEY)
     key = kept_result_key(encoded)
     assert key is not None
     assert is_blob_of(key, "d", CONTEXT.tenant)
     assert RECORD_TTL_S - 30 < client.ttl(key) <= RECORD_TTL_S
-    assert decode_result(join_result(encoded, client.get(key))).output == "x" * 256 * 1024
+    assert decode_result(join_result(encoded, client.get(key)), SEAL).output == "x" * 256 * 1024
     client.close()
 
 
 def test_a_result_waits_for_a_redis_that_is_away_for_a_moment() -> None:
     blobs = Failing(3, BrokerUnavailable("away"))
-    assert kept_result_key(encode_parcel(result("x" * 100_000), CALL, CONTEXT, blobs)) == "key"
+    assert kept_result_key(encode_parcel(result("x" * 100_000), CALL, CONTEXT, blobs, KEY)) == "key"
     assert len(blobs.kept) == 1
 
 
 @pytest.mark.parametrize("error", [BrokerUnavailable("Redis is away"), ToolFailure(ErrorCode.FILE_TOO_LARGE, "too many bytes")])
 def test_a_result_that_cannot_be_kept_says_that_the_call_has_run(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_parcels, "KEEP_PATIENCE_S", 0.01)
-    told = decode_result(encode_parcel(result("x" * 100_000), CALL, CONTEXT, Failing(1_000_000, error)))
+    told = decode_result(encode_parcel(result("x" * 100_000), CALL, CONTEXT, Failing(1_000_000, error), KEY), SEAL)
     assert (told.success, told.error_code) == (False, ErrorCode.OUTCOME_UNKNOWN)
     assert "has run" in str(told.error)
     assert str(error) in str(told.error)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from contract.errors import SandboxUnavailable
 from tests.fake_engine import FakeGuest
-from tests.fake_sandboxd import PLAN, Sandboxd, open_host, running_sandboxd
+from tests.fake_sandboxd import PLAN, KeptWorkspaces, MemoryParking, Sandboxd, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import SOON_S, call
 from workers.sandboxd.sessions import Start
 from workers.sandboxd.store.checkpoints import Checkpoint
@@ -219,6 +219,20 @@ async def test_an_automatic_checkpoint_that_grows_old_is_worth_another(tmp_path:
         assert entry.automatic_at is not None
         entry.automatic_at -= 2 * 86_400
         assert (await row(daemon))["changed"] is True
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+async def test_after_a_restart_only_what_was_packed_is_known_not_to_have_changed(tmp_path: Path, is_packed: bool) -> None:
+    workspaces, parking = KeptWorkspaces(), MemoryParking()
+    first = build_host(tmp_path, workspaces=workspaces, parking=parking)
+    await first.sessions.open("acme:s", Start(PLAN, 60))
+    if is_packed:
+        await first.sessions.suspend_all(5)
+    first.lease.give_back()
+    await first.engine.end()
+    async with open_host(tmp_path, workspaces=workspaces, parking=parking) as second:
+        second.sessions.adopt()
+        assert second.sessions.describe()[0]["changed"] is not is_packed
 
 
 async def test_a_job_ends_with_its_container(tmp_path: Path) -> None:

@@ -191,13 +191,13 @@ class House:
         return Outcome("ran")
 
 
-def test_a_worker_does_not_run_what_is_off_and_keeps_its_id_free() -> None:
+def test_a_worker_does_not_run_what_is_off_and_runs_the_next_call_when_it_is_on_again() -> None:
     board = Board(echo=OFF)
     house = House(board)
     refused = house.executor.execute(build_call(), build_context())
     assert (refused.error_code, refused.error, house.runs) == (ErrorCode.TOOL_DISABLED, OFF.refusal("echo"), 0)
     board.off.clear()
-    assert house.executor.execute(build_call(), build_context()).success
+    assert house.executor.execute(build_call(call_id="call-2"), build_context()).success
 
 
 def test_a_worker_does_not_run_what_its_own_registry_has_off() -> None:
@@ -205,7 +205,7 @@ def test_a_worker_does_not_run_what_its_own_registry_has_off() -> None:
     house.registry.disable("echo")
     assert house.executor.execute(build_call(), build_context()).error_code is ErrorCode.TOOL_DISABLED
     house.registry.enable("echo")
-    assert house.executor.execute(build_call(), build_context()).success
+    assert house.executor.execute(build_call(call_id="call-2"), build_context()).success
 
 
 def test_a_worker_serves_the_verbs_of_sessions_whatever_the_switches_say() -> None:

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from structlog.testing import capture_logs
 
 from contract.clock import SharedClock
-from contract.errors import BrokerUnavailable, ErrorCode
+from contract.errors import BrokerUnavailable
 from contract.ledger import CALL_TTL_S, CallRecord, CallState, Claim, parse_record
 from contract.names import call_key, place_key
 from tests.builders import build_call, build_context
@@ -172,30 +171,7 @@ def test_what_has_started_is_a_repetition_wherever_its_session_lives_by_now(book
     assert book.claim(fence=3) is Claim.STARTED
 
 
-# Ends
-
-
-def test_the_end_of_a_call_is_noted(book: Book) -> None:
-    book.claim()
-    assert book.ledger.finish("acme", "c1", 1, ErrorCode.NO_MATCH, "c0ffee")
-    record = book.read()
-    assert record is not None
-    assert (record.state, record.code, record.sandbox) == (CallState.DONE, "NO_MATCH", "c0ffee")
-    assert record.ended_at >= record.started_at
-
-
-def test_the_end_of_an_attempt_that_was_given_up_is_nobodys(book: Book) -> None:
-    book.claim()
-    book.write(CallState.QUEUED, attempt=2)
-    assert not book.ledger.finish("acme", "c1", 1, None)
-    record = book.read()
-    assert record is not None
-    assert (record.state, record.attempt) == (CallState.QUEUED, 2)
-
-
-def test_a_call_that_redis_has_forgotten_is_done_all_the_same(book: Book) -> None:
-    assert book.ledger.finish("acme", "c1", 1, None)
-    assert book.claim() is Claim.STARTED
+# Records
 
 
 def test_records_do_not_stay_for_ever(book: Book) -> None:
@@ -204,7 +180,6 @@ def test_records_do_not_stay_for_ever(book: Book) -> None:
         lambda: book.claim(),
         lambda: book.ledger.refuse(CALL, build_context()),
         lambda: book.ledger.forbid("acme", "c1"),
-        lambda: book.ledger.finish("acme", "c1", 1, None),
     ):
         book.client.delete(key)
         note()
@@ -227,7 +202,7 @@ def test_who_runs_a_call_is_known_while_it_runs(book: Book) -> None:
     assert book.ledger.holder("acme", "c1") is None
     book.claim()
     assert book.ledger.holder("acme", "c1") == HOLDER
-    book.ledger.finish("acme", "c1", 1, None)
+    book.write(CallState.DONE, holder=HOLDER)
     assert book.ledger.holder("acme", "c1") is None
 
 
@@ -253,16 +228,13 @@ def test_a_redis_that_lost_its_scripts_is_given_them_again(book: Book) -> None:
     assert book.claim() is Claim.STARTED
 
 
-def test_a_redis_that_is_away_starts_nothing_and_ends_nothing() -> None:
+def test_a_redis_that_is_away_starts_nothing() -> None:
     dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
     ledger = Ledger(dead, "d", SharedClock())
     with pytest.raises(BrokerUnavailable, match="was not run"):
         ledger.claim(CALL, build_context(), HOLDER)
     with pytest.raises(BrokerUnavailable):
         ledger.forbid("acme", "c1")
-    with capture_logs() as logs:
-        assert ledger.finish("acme", "c1", 1, None)
-    assert [line["event"] for line in logs] == ["call_end_not_noted"]
 
 
 def test_a_record_that_is_none_of_ours_starts_nothing(book: Book) -> None:
@@ -302,7 +274,7 @@ def test_an_attempt_starts_at_most_once_whatever_happens_in_between(redis_proces
                 was_started = attempt - 1 in starts
                 book.write(CallState.RUNNING if was_started else CallState.QUEUED, attempt=attempt - 1)
             elif step == "finish":
-                book.ledger.finish("acme", "c1", attempt, None)
+                book.write(CallState.DONE, attempt=attempt)
             elif step == "refuse":
                 book.ledger.refuse(CALL, build_context(attempt=attempt))
             elif step == "forbid":

@@ -18,9 +18,9 @@ from tests.fake_host import DEPLOYMENT, HostGround, build_report
 from workers import heartbeat as heartbeat_module
 from workers import incarnation
 from workers.heartbeat import Heartbeat
-from workers.incarnation import take_incarnation
+from workers.incarnation import Incarnation, take_incarnation
 from workers.processes import describe_process, is_surely_gone
-from workers.reporting import EarlierIncarnations, Verdict
+from workers.reporting import Incarnations, Verdict
 
 QUEUE = "host.a.b1"
 
@@ -43,7 +43,8 @@ def test_a_report_is_there_while_its_worker_lives_and_is_listed_by_redis_s_clock
     told = ground.redis.get(host_key(DEPLOYMENT, QUEUE))
     assert 0 < ground.redis.ttl(host_key(DEPLOYMENT, QUEUE)) <= HOST_TTL_S  # type: ignore[operator]
     listed = ground.redis.zscore(hosts_key(DEPLOYMENT), QUEUE)
-    assert told is not None and listed == pytest.approx(ground.redis.time()[0], abs=5)  # type: ignore[index]
+    assert told is not None
+    assert listed == pytest.approx(ground.redis.time()[0], abs=5)
 
 
 def test_a_worker_with_a_wrong_clock_reports_redis_s_time(ground: HostGround) -> None:
@@ -52,7 +53,8 @@ def test_a_worker_with_a_wrong_clock_reports_redis_s_time(ground: HostGround) ->
     reporter.report(build_report())
     reporter.report(build_report())
     seen = reporter.seen()
-    assert seen is not None and seen.reported_at == pytest.approx(time.time(), abs=10)
+    assert seen is not None
+    assert seen.reported_at == pytest.approx(time.time(), abs=10)
     assert ground.clock.offset_s == pytest.approx(60, abs=5)
 
 
@@ -66,13 +68,15 @@ def test_of_two_workers_under_one_name_the_second_is_told_that_the_first_reports
     ground.reporter(worker="w1").report(build_report(worker="w1"))
     assert ground.reporter(worker="w2").report(build_report(worker="w2")) is Verdict.REPLACED
     seen = ground.reporter().seen()
-    assert seen is not None and seen.worker == "w1"
+    assert seen is not None
+    assert seen.worker == "w1"
 
 
-def test_a_report_that_is_no_json_does_not_keep_a_worker_from_reporting(ground: HostGround) -> None:
+def test_a_name_with_a_report_that_is_no_json_is_somebody_else_s(ground: HostGround) -> None:
     for garbage in ("{", "[]", '"text"', "null", '{"worker": 7}', "\xff"):
         ground.redis.set(host_key(DEPLOYMENT, QUEUE), garbage)
-        assert ground.reporter().report(build_report()) is Verdict.KEPT
+        assert ground.reporter().report(build_report()) is Verdict.REPLACED
+        assert ground.reporter().seen() is None
 
 
 def test_the_slots_of_a_shared_queue_are_those_of_its_living_workers(ground: HostGround) -> None:
@@ -109,94 +113,118 @@ def test_a_drained_worker_does_not_leave_while_a_call_waits_in_its_queue(ground:
     assert (slots(ground, QUEUE), ground.redis.zscore(hosts_key(DEPLOYMENT), QUEUE)) == (None, None)
 
 
-def test_a_worker_that_is_restarted_is_waited_for_and_its_successor_takes_the_name_at_once(ground: HostGround) -> None:
-    reporter = ground.reporter(worker="w1")
-    reporter.report(build_report(worker="w1"))
+def test_a_worker_that_is_restarted_is_waited_for(ground: HostGround) -> None:
+    reporter = ground.reporter()
+    reporter.report(build_report())
 
-    assert reporter.leave("parted", build_report(worker="w1"))
+    assert reporter.leave("parted", build_report())
 
     parting = reporter.seen()
-    assert parting is not None and (parting.worker, parting.draining) == ("", True)
+    assert parting is not None
+    assert (parting.worker, parting.draining) == ("", True)
     assert HOST_TTL_S < ground.redis.ttl(host_key(DEPLOYMENT, QUEUE)) <= RESTART_GRACE_S  # type: ignore[operator]
-    assert ground.reporter(worker="w2").report(build_report(worker="w2")) is Verdict.KEPT
-    assert reporter.leave("gone", build_report(worker="w1"))
-    seen = reporter.seen()
-    assert seen is not None and seen.worker == "w2", "who was replaced takes nothing away"
+    assert slots(ground, QUEUE) is None
+    assert ground.reporter(worker="w2").leave("gone", build_report())
+    assert reporter.seen() is not None, "nobody takes away what is another's"
 
 
 def test_a_worker_that_leaves_its_queue_to_others_stays_listed(ground: HostGround) -> None:
     reporter = ground.reporter()
     reporter.report(build_report())
     reporter.leave("gone", build_report())
-    assert reporter.seen() is None and ground.redis.zscore(hosts_key(DEPLOYMENT), QUEUE) is not None
+    assert reporter.seen() is None
+    assert ground.redis.zscore(hosts_key(DEPLOYMENT), QUEUE) is not None
 
 
-def test_a_later_boot_dismisses_what_is_reported_of_an_earlier_one_of_its_host_only(ground: HostGround) -> None:
+def test_what_is_reported_of_a_host_is_told_apart_from_others_and_dismissed_by_its_worker(ground: HostGround) -> None:
     for queue in ("host.a.b1", "host.a.b2", "host.ab.b1", "pool.a.x"):
         ground.reporter(queue).report(build_report(queue))
-    earlier = EarlierIncarnations(ground.redis, DEPLOYMENT, "a", "host.a.b2")
-
-    (report,) = earlier.reports()
-    earlier.dismiss(report.model_copy(update={"worker": "another"}))
-    assert [found.queue for found in earlier.reports()] == ["host.a.b1"]
-    earlier.dismiss(report)
-    assert earlier.reports() == []
+    others = Incarnations(ground.redis, DEPLOYMENT, "a")
+    first, second = others.reports()
+    assert (first.queue, second.queue) == ("host.a.b1", "host.a.b2")
+    others.dismiss(first.model_copy(update={"worker": "another"}))
+    others.dismiss(second)
+    assert [report.queue for report in others.reports()] == ["host.a.b1"]
 
 
 # --- taking a name --------------------------------------------------------------------------------------------------------
 
 
-def take(ground: HostGround, worker: str = "w2") -> str:
-    return take_incarnation("a", "b1", lambda queue: ground.reporter(queue, worker), lambda queue: build_report(queue, worker)).queue
+def take(ground: HostGround, worker: str = "w2", boot: str = "b1") -> Incarnation:
+    others = Incarnations(ground.redis, DEPLOYMENT, "a")
+    return take_incarnation("a", boot, others, lambda queue: ground.reporter(queue, worker), lambda queue: build_report(queue, worker))
 
 
-def test_a_name_that_was_given_up_is_not_taken_again(ground: HostGround) -> None:
+def test_each_process_has_a_name_that_nobody_has_had(ground: HostGround) -> None:
+    assert take(ground, "w1").reporter.queue == "host.a.b1"
+    ground.reporter("host.a.b1", "w1").leave("gone", build_report())
+    assert take(ground, "w2").reporter.queue == "host.a.b1.2"
+    ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1.2"), hosts_key(DEPLOYMENT))
     ground.redis.set(tombstone_key(DEPLOYMENT, "host.a.b1"), "1")
-    ground.redis.set(tombstone_key(DEPLOYMENT, "host.a.b1.2"), "1")
-    with capture_logs():
-        assert take(ground) == "host.a.b1.3"
+    assert take(ground, "w3").reporter.queue == "host.a.b1.2"
 
 
-def test_a_second_worker_refuses_to_start_while_the_first_goes_on_reporting(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_ended_in_order_is_not_waited_for(ground: HostGround) -> None:
+    take(ground, "w1").reporter.leave("parted", build_report())
+    taken = take(ground)
+    assert (taken.reporter.queue, [report.queue for report in taken.gone]) == ("host.a.b1.2", ["host.a.b1"])
+
+
+def test_a_second_worker_refuses_to_start_while_the_first_goes_on_reporting(
+    ground: HostGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(incarnation, "LOOK_S", 0.01)
-    first = ground.reporter(worker="w1")
-    first.report(build_report(worker="w1"))
-    stop = threading.Event()
+    first = take(ground, "w1").reporter
+    stop, other = threading.Event(), HostGround(redis_server).reporter(worker="w1")
 
     def report_on() -> None:
         while not stop.wait(0.05):
-            HostGround.reporter(other, worker="w1").report(build_report(worker="w1"))
+            other.report(build_report(worker="w1"))
 
-    other = HostGround.__new__(HostGround)
-    other.redis, other.clock = ground.redis, SharedClock()
     reporting = threading.Thread(target=report_on)
     reporting.start()
     try:
-        with capture_logs(), pytest.raises(ConfigError, match="another worker \\(w1\\) serves host.a.b1: stop it first"):
+        with capture_logs(), pytest.raises(ConfigError, match="stop it first, since one sandboxd has one worker"):
             take(ground)
     finally:
         stop.set()
         reporting.join()
+    assert first.seen() is not None
 
 
-def test_the_place_of_a_worker_that_reports_no_more_is_taken(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_workers_that_start_at_the_same_time_the_later_gives_way(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Both have looked before either reported.
+    monkeypatch.setattr(incarnation, "_find_gone", lambda *_: ())
+    monkeypatch.setattr(incarnation, "_has_fallen_silent", lambda *_: False)
+    assert take(ground, "w1").reporter.queue == "host.a.b1"
+    with pytest.raises(ConfigError, match="since one sandboxd has one worker"):
+        take(ground, "w2")
+    assert [report.worker for report in Incarnations(ground.redis, DEPLOYMENT, "a").reports()] == ["w1"]
+
+
+def test_a_worker_that_reports_no_more_is_gone(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(incarnation, "STALE_S", 0.05)
-    ground.reporter(worker="w1").report(build_report(worker="w1"))
+    take(ground, "w1")
     with capture_logs():
-        assert take(ground) == "host.a.b1"
-    seen = ground.reporter().seen()
-    assert seen is not None and seen.worker == "w2"
+        taken = take(ground, "w2")
+    assert (taken.reporter.queue, [report.worker for report in taken.gone]) == ("host.a.b1.2", ["w1"])
 
 
-def test_the_place_of_a_process_that_is_gone_is_taken_at_once(ground: HostGround) -> None:
+def test_a_process_that_does_not_live_is_gone_at_once(ground: HostGround) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         described = describe_process(process.pid)
         assert not is_surely_gone(described)
     ground.reporter(worker="w1").report(build_report(worker="w1", process=described))
 
     began = time.monotonic()
-    assert take(ground) == "host.a.b1"
+    assert [report.worker for report in take(ground).gone] == ["w1"]
     assert time.monotonic() - began < incarnation.STALE_S
+
+
+def test_a_worker_of_another_boot_that_may_live_is_neither_gone_nor_in_the_way(ground: HostGround) -> None:
+    take(ground, "w1", "b1")
+    taken = take(ground, "w2", "b2")
+    assert (taken.reporter.queue, taken.gone) == ("host.a.b2", ())
 
 
 @pytest.mark.parametrize("process", ["", "x", "a/b/c/d", "a/1/2/3/4", "boot/1/999999999999999999999/1"])
@@ -260,7 +288,9 @@ def test_a_worker_that_was_paused_and_replaced_ends(ground: HostGround) -> None:
         assert beating.lost.wait(20)
         beating.heart.stop("gone")
     seen = beating.reporter.seen()
-    assert beating.reasons == ["host.a.b1 is served by another worker"] and seen is not None and seen.worker == "w2"
+    assert beating.reasons == ["host.a.b1 is another worker's by now"]
+    assert seen is not None
+    assert seen.worker == "w2"
 
 
 @pytest.mark.usefixtures("quick")
@@ -276,11 +306,13 @@ def test_an_outage_of_redis_ends_no_heartbeat(ground: HostGround, monkeypatch: p
     with capture_logs() as logs:
         monkeypatch.setattr(beating.reporter, "report", away)
         beating.heart.start()
-        assert failures.acquire(timeout=20) and failures.acquire(timeout=20)
+        assert failures.acquire(timeout=20)
+        assert failures.acquire(timeout=20)
         monkeypatch.setattr(beating.reporter, "report", told)
         await_true(lambda: beating.reporter.seen() is not None)
         beating.heart.stop("gone")
-    assert {entry["event"] for entry in logs} == {"worker_not_reported"} and not beating.reasons
+    assert {entry["event"] for entry in logs} == {"worker_not_reported"}
+    assert not beating.reasons
 
 
 @pytest.mark.usefixtures("quick")
@@ -297,7 +329,8 @@ def test_a_drained_worker_is_not_reported_again_by_a_heartbeat_that_came_too_lat
     leaving.join(20)
     beating.heart.beat_soon()
     beating.heart.stop("parted")
-    assert left == [True] and beating.reporter.seen() is None
+    assert left == [True]
+    assert beating.reporter.seen() is None
 
 
 def test_a_wrong_clock_is_told_once(ground: HostGround) -> None:
@@ -306,4 +339,5 @@ def test_a_wrong_clock_is_told_once(ground: HostGround) -> None:
     with capture_logs() as logs:
         for _ in range(3):
             beating.heart._beat()
-    assert [entry["event"] for entry in logs] == ["clock_is_wrong"] and logs[0]["behind_s"] == pytest.approx(35, abs=5)
+    assert [entry["event"] for entry in logs] == ["clock_is_wrong"]
+    assert logs[0]["behind_s"] == pytest.approx(35, abs=5)

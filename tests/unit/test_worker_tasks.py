@@ -15,7 +15,7 @@ from contract.calls import ToolResult
 from contract.envelope import decode_result, encode_call
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
 from contract.names import refusals_key, task_name
-from contract.signing import SigningKeys
+from contract.signing import ResultSeal, SigningKeys
 from tests.builders import KEY, build_call, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
@@ -35,14 +35,14 @@ class Edge:
         self.built = 0
         self.refused: list[str] = []
         self._app = Celery("test", broker="memory://", set_as_current=False)
-        register_tasks(self._app, build_registry(), KEY, self._build, self.refused.append)
+        register_tasks(self._app, build_registry(), KEY, self._build, self.refused.append, "d")
 
     def _build(self) -> Executor:
         self.built += 1
         return Executor(build_registry(), self.client, MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
 
     def run(self, task: str, envelope: Any) -> ToolResult:
-        return decode_result(json.loads(json.dumps(self._app.tasks[task].run(envelope=envelope))))
+        return decode_result(json.loads(json.dumps(self._app.tasks[task].run(envelope=envelope).encoded)), ResultSeal(KEY, "acme"))
 
     def names(self) -> set[str]:
         return {name for name in self._app.tasks if not name.startswith("celery.")}

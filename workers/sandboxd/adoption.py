@@ -40,8 +40,9 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> S
         untold=record.untold,
         terms=record.terms,
         fence=record.fence,
-        traces=Traces(has_written=True),  # nobody knows what was kept of it
-        automatic_at=0.0,
+        # What it did between its record and the end of its sandboxd nobody knows.
+        traces=Traces(has_written=record.changed or record.parcel is None),
+        automatic_at=record.automatic_at,
     )
     if record.parcel is not None:
         entry.used_at -= max(0.0, time.time() - record.used_at)

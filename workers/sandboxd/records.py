@@ -28,7 +28,9 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class SessionRecord:
     """A session whose workspace outlives its container. `parcel`: what of the container was packed when it was given up; `used_at`: epoch
-    seconds; `news`: what no answer has told yet, `untold`: a loss that no call has been told; `terms` and `fence` as of a Session. A field more, or less, is another version's: it is not guessed at.
+    seconds; `news`: what no answer has told yet, `untold`: a loss that no call has been told; `terms`, `fence`, `automatic_at` as of a Session;
+    `changed` as of its row, at that moment: one without a parcel went on working. A field more, or less, is another version's: it is not
+    guessed at.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -45,6 +47,8 @@ class SessionRecord:
     untold: str | None
     terms: SandboxTerms
     fence: int
+    changed: bool
+    automatic_at: float | None
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class Server:
             tenant = parse_session(header).partition(":")[0]
             return {"deleted": await self._checkpoints.forget(tenant, parse_text(header, "checkpoint"))}
         if verb == "terms":
-            return {"sessions": self._tell_terms(header)}
+            return {"sessions": await self._tell_terms(header)}
         if verb == "status":
             return {**self._facts(), "sessions": len(self._sessions), "sandboxes": self._sessions.count_sandboxes()}
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"unknown verb {str(verb)[:40]!r}")
@@ -126,7 +126,7 @@ class Server:
     async def _restore(self, checkpoint: str, session: Session, sandbox: Sandbox) -> None:
         await self._checkpoints.load(session.tenant, checkpoint, sandbox)
 
-    def _tell_terms(self, header: Mapping[str, Any]) -> int:
+    async def _tell_terms(self, header: Mapping[str, Any]) -> int:
         """For all sessions of a tenant here; gives how many there are."""
         tenant, terms = parse_text(header, "tenant"), parse_terms(header)
         if terms is None:
@@ -134,6 +134,7 @@ class Server:
         entries = [entry for entry in self._sessions.all() if entry.tenant == tenant]
         for entry in entries:
             self._sessions.tell_terms(entry, terms)
+            await asyncio.sleep(0)  # each may be a file written: others go on in between
         return len(entries)
 
     async def _checkpoint(self, name: str, *, is_automatic: bool) -> dict[str, Any]:

@@ -93,6 +93,8 @@ class Session:
             untold=self.untold,
             terms=self.terms,
             fence=self.fence,
+            changed=self.traces.changed,
+            automatic_at=self.automatic_at,
         )
 
     def add_news(self, news: str) -> None:

@@ -1,0 +1,102 @@
+"""What carrying a call costs the orchestrator's process with 1 to 5,000 in flight, beside a pool that answers at once: publish, hub, clean-up."""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import redis.asyncio
+from pydantic import SecretStr
+
+from benchmarks.processes import child_process
+from benchmarks.report import Report, median
+from contract.errors import BrokerUnavailable
+from contract.settings import BrokerSettings
+from orchestrator.celery_transport import CeleryTransport
+from orchestrator.redis_connection import check_redis, open_redis
+from orchestrator.redis_server import find_redis_server, write_redis_config
+from orchestrator.results import ResultHub
+from orchestrator.transport import Delivery
+
+ROUNDS = 5
+CALLS = 5000
+ALONE = 500
+"""Calls in a round with one in flight, each of which waits for all the others' processes."""
+IN_FLIGHT = (1, 50, 500, 5000)
+ENVELOPE = "x" * 600
+FLAT = 1.5
+"""How much more a call may cost at the most in flight than at 50."""
+
+
+@contextlib.asynccontextmanager
+async def open_transport() -> AsyncIterator[tuple[CeleryTransport, str]]:
+    """A transport on a Redis of its own, and the queue of a pool that answers at once."""
+    with contextlib.ExitStack() as stack, socket.socket() as probe:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-")))
+        probe.bind(("127.0.0.1", 0))
+        port, password, queue = probe.getsockname()[1], secrets.token_hex(8), "bench.echo"
+        probe.close()
+        config = write_redis_config(folder, port, password)
+        stack.enter_context(child_process([find_redis_server(), str(config)], {}, folder / "redis.log"))
+        broker = BrokerSettings(redis_url=SecretStr(f"redis://:{password}@127.0.0.1:{port}/0"))
+        client = open_redis(broker)
+        await _until_up(client, broker)
+        argv = [sys.executable, "-m", "benchmarks.echo_pool", broker.redis_url.get_secret_value(), queue]
+        stack.enter_context(child_process(argv, {}, folder / "echo.log"))
+        hub = ResultHub(client)
+        await hub.start()
+        transport = CeleryTransport(broker, hub)
+        try:
+            yield transport, queue
+        finally:
+            await transport.aclose()
+            await hub.close()
+            await client.aclose()
+
+
+async def _until_up(client: "redis.asyncio.Redis", broker: BrokerSettings) -> None:
+    until = time.monotonic() + 20
+    while True:
+        try:
+            return await check_redis(client, broker)
+        except BrokerUnavailable:
+            if time.monotonic() > until:
+                raise
+            await asyncio.sleep(0.05)
+
+
+async def cost(transport: CeleryTransport, queue: str, in_flight: int, calls: int) -> float:
+    """Seconds of this process for one call, with so many at a time."""
+    numbers = iter(range(calls))
+
+    async def caller() -> None:
+        for _ in numbers:
+            await transport.deliver(Delivery("bench", queue, "bench", secrets.token_hex(16), ENVELOPE, time.time() + 60, 60.0))
+
+    started = time.process_time()
+    await asyncio.gather(*(caller() for _ in range(in_flight)))
+    return (time.process_time() - started) / calls
+
+
+def run(rounds: int = ROUNDS) -> Report:
+    return asyncio.run(_run(rounds))
+
+
+async def _run(rounds: int) -> Report:
+    report = Report("in_flight", notes=[f"medians of {rounds} interleaved rounds; processor time of the orchestrator's process"])
+    spent: dict[int, list[float]] = {count: [] for count in IN_FLIGHT}
+    async with open_transport() as (transport, queue):
+        await cost(transport, queue, 50, 500)
+        for _ in range(rounds):
+            for count in IN_FLIGHT:
+                spent[count].append(await cost(transport, queue, count, ALONE if count == 1 else CALLS))
+    for count, seconds in spent.items():
+        report.add(f"call_at_{count}_ms", median(seconds) * 1000, f"a call with {count} in flight")
+    flat = median(spent[IN_FLIGHT[-1]]) / median(spent[50])
+    report.add("growth_ratio", flat, f"with {IN_FLIGHT[-1]} in flight / with 50", at_most=FLAT)
+    return report

@@ -1,0 +1,134 @@
+"""Calls a second through the whole path, beside raw Celery no-ops on the same kind of pool with as many slots, and how long they take at half load."""
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from benchmarks.noop_worker import TOOL
+from benchmarks.processes import child_process
+from benchmarks.raw_celery import open_raw, worker_environment
+from benchmarks.report import Report, median, percentile
+from benchmarks.whole_path import open_sessions, per_second
+from contract.errors import ToolcrewError
+from orchestrator import ToolClient
+from orchestrator.redis_connection import open_redis
+from orchestrator.sessions import Session
+from orchestrator.settings import load_settings, python
+
+ROUNDS = 5
+CALLS = 300
+"""Of a case, in a round."""
+SLOTS = 4
+PATH = "/workspace/notes.txt"
+START_LIMIT_S = 30.0
+
+Work = Callable[[int], Awaitable[object]]
+
+
+def run(rounds: int = ROUNDS) -> Report:
+    return asyncio.run(_run(rounds))
+
+
+async def _run(rounds: int) -> Report:
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(ToolClient.embedded())
+        assert client.stack is not None
+        url = client.stack.redis_url
+        connection = open_redis(load_settings().broker(url))
+        stack.push_async_callback(connection.aclose)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-")))
+        web = {**worker_environment(url, SLOTS), "TOOLCREW_WORKER_KIND": "web", "TOOLCREW_HOST": "bench-tools"}
+        stack.enter_context(child_process([python(), "-m", "benchmarks.noop_worker"], web, folder / "log"))
+        raw_prefork = await open_raw(url, connection, stack, "prefork", SLOTS)
+        raw_threads = await open_raw(url, connection, stack, "threads", SLOTS)
+        sessions = await stack.enter_async_context(open_sessions(client))
+        for session in sessions:
+            await session.write_file(PATH, b"a line of text\n" * 20)
+
+        def noop(number: int) -> Awaitable[object]:
+            return _succeeds(sessions[number % len(sessions)], TOOL, {})
+
+        def read(number: int) -> Awaitable[object]:
+            return _succeeds(sessions[number % len(sessions)], "read_tool", {"file_path": PATH})
+
+        cases: Mapping[str, Work] = {
+            "raw_prefork": lambda _: raw_prefork.by_hub(),
+            "noop": noop,
+            "raw_threads": lambda _: raw_threads.by_hub(),
+            "read": read,
+        }
+        await _until_served(noop)
+        rates = await _rates(cases, rounds)
+        slow = {name: await half_load(cases[name], median(rates[name]) / 2) for name in ("noop", "read")}
+    return _report(rates, slow, rounds)
+
+
+async def _succeeds(session: Session, tool: str, arguments: dict[str, object]) -> None:
+    result = await session.call(tool, arguments)
+    if not result.success:
+        raise RuntimeError(f"the call did not succeed: {result.text()}")
+
+
+async def _until_served(work: Work) -> None:
+    until = time.monotonic() + START_LIMIT_S
+    while True:
+        try:
+            await work(0)
+            return
+        except (RuntimeError, ToolcrewError):
+            if time.monotonic() > until:
+                raise
+            await asyncio.sleep(0.2)
+
+
+async def _rates(cases: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
+    """Calls a second in rounds of A B C, A B C, ...: whatever slows the machine down slows all of them."""
+    rates: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds + 1):
+        for name, work in cases.items():
+            rate = await per_second(work, CALLS)
+            if number:
+                rates[name].append(rate)
+    return rates
+
+
+async def half_load(work: Work, per_s: float) -> list[float]:
+    """Seconds of each of CALLS calls that begin evenly, `per_s` of them a second, however long others take."""
+    seconds: list[float] = []
+
+    async def timed(number: int) -> None:
+        started = time.perf_counter()
+        await work(number)
+        seconds.append(time.perf_counter() - started)
+
+    began = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for number in range(CALLS):
+            await asyncio.sleep(max(0.0, began + number / per_s - time.perf_counter()))
+            group.create_task(timed(number))
+    return seconds
+
+
+def _report(rates: Mapping[str, list[float]], slow: Mapping[str, list[float]], rounds: int) -> Report:
+    report = Report("throughput", notes=[f"medians of {rounds} interleaved rounds of {CALLS} calls, 50 in flight, {SLOTS} slots each"])
+    rate = {name: median(values) for name, values in rates.items()}
+    told = {
+        "raw_prefork": "floor: raw Celery no-op, prefork",
+        "noop": "ours: a tool that does nothing, prefork",
+        "raw_threads": "floor: raw Celery no-op, threads",
+        "read": "ours: read_tool in a sandbox, threads",
+    }
+    for name, what in told.items():
+        report.add(f"{name}_per_s", rate[name], what)
+    # A round's own ratio: what slowed one of the two down slowed the other.
+    for ours, floor, least in (("noop", "raw_prefork", 0.6), ("read", "raw_threads", 0.4)):
+        ratios = [mine / theirs for mine, theirs in zip(rates[ours], rates[floor], strict=True)]
+        report.add(f"{ours}_ratio", median(ratios), f"{ours} / raw Celery on the same kind of pool", at_least=least)
+    for name, seconds in slow.items():
+        report.add(f"{name}_half_p50_ms", median(seconds) * 1000, f"{name} at half load, p50")
+        report.add(f"{name}_half_p99_ms", percentile(seconds, 0.99) * 1000, f"{name} at half load, p99")
+        report.add(f"{name}_tail_ratio", percentile(seconds, 0.99) / median(seconds), f"{name} at half load, p99 / p50", at_most=5.0)
+    return report

@@ -1,0 +1,236 @@
+"""Whoever can write to Redis wants a tool to act: a real worker runs nothing of it, and counts what it refused.
+
+Worker and sender are Redis users of their own; the attacker has every right on Redis but not the secret, or has an old message.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.envelope import MAX_ENVELOPE_BYTES, encode_call
+from contract.errors import ErrorCode
+from contract.names import POOL_WEB, call_key, control_queue, place_key, refusals_key, tenants_key
+from contract.signing import SigningKeys
+from contract.tenancy import TenantPolicy
+from orchestrator.dispatcher import Route
+from orchestrator.pool_connection import open_pool
+from orchestrator.task_messages import build_message
+from orchestrator.transport import Delivery
+from tests.queue_by_hand import stored_result, stored_state
+from tests.redis_ground import SECRET, CountingPool, Server, broker_for, open_counting_pool, open_server
+from tests.stack import wait_until
+
+pytestmark = pytest.mark.timeout(120)
+
+KEYS = SigningKeys.of(SECRET)
+ROUTE = Route("acme", None, POOL_WEB)
+SOON_S = 20.0
+
+
+class Attacker:
+    """Every right on Redis, and a look at what became of it."""
+
+    def __init__(self, server: Server, pool: CountingPool) -> None:
+        self.server = server
+        self.pool = pool
+        self.redis = server.client()
+
+    def call(self) -> ToolCall:
+        return ToolCall(id=f"c{secrets.token_hex(6)}", name="append_tool", arguments={"path": str(self.pool.marks)})
+
+    def message(self, envelope: str, call_id: str, task: str = "tool.append_tool") -> str:
+        return build_message(Delivery(task, POOL_WEB, "acme", call_id, envelope, 0.0, 0.0), self.task_id(call_id))
+
+    def task_id(self, call_id: str) -> str:
+        return f"forged-{call_id}"
+
+    def push(self, envelope: str, call: ToolCall, task: str = "tool.append_tool") -> None:
+        self.redis.lpush(POOL_WEB, self.message(envelope, call.id, task))
+
+    def counted(self, reason: str) -> int:
+        return int(self.redis.hget(refusals_key("default"), reason) or 0)
+
+    def await_state(self, call: ToolCall) -> dict[str, Any]:
+        """What Celery stored for a message of ours."""
+        found = wait_until(lambda: stored_state(self.redis, self.task_id(call.id)), SOON_S, self.pool.log)
+        return dict(found)
+
+    def await_result(self, call: ToolCall) -> ToolResult:
+        self.await_state(call)
+        found = stored_result(self.redis, self.task_id(call.id))
+        assert found is not None
+        return found
+
+
+@pytest.fixture(scope="module")
+def attacker() -> Iterator[Attacker]:
+    with (
+        open_server(users=True) as server,
+        server.client() as watch,
+        open_counting_pool(broker_for(server.url("orchestrator")), server.url("web"), watch) as pool,
+    ):
+        opened = Attacker(server, pool)
+        yield opened
+        opened.redis.close()
+
+
+def build_context(**fields: Any) -> ToolContext:
+    now = time.time()
+    return ToolContext(**{"tenant": "acme", "sent_at": now, "deadline_at": now + 60, **fields})
+
+
+async def dispatch(attacker: Attacker, call: ToolCall) -> ToolResult:
+    async with open_pool(attacker.pool.broker, queue_wait_s=5) as opened:
+        return await opened.dispatcher.dispatch(call, ROUTE)
+
+
+FORGERIES: dict[str, tuple[str, Callable[[ToolCall], str]]] = {
+    "another secret": ("signature", lambda call: encode_call(call, build_context(), SigningKeys.of("a guess"))),
+    "a changed argument": ("signature", lambda call: encode_call(call, build_context(), KEYS).replace("marks", "MARKS")),
+    "another tenant": ("signature", lambda call: encode_call(call, build_context(), KEYS).replace('"acme"', '"evil"')),
+    "a later deadline": ("signature", lambda call: encode_call(call, build_context(deadline_at=1.5), KEYS).replace("1.5", "9e9")),
+    "no signature": ("malformed", lambda call: encode_call(call, build_context(), KEYS).split(".", 3)[3][1:]),
+    "of the first version": ("version", lambda call: '{"v":1,"call":{},"context":{},"sig":"x"}'),
+    "of a later version": ("version", lambda call: encode_call(call, build_context(), KEYS).replace("v2.", "v3.", 1)),
+    "oversized": ("oversized", lambda call: encode_call(call, build_context(), KEYS) + " " * MAX_ENVELOPE_BYTES),
+    "garbage": ("malformed", lambda call: "\x00" * 100),
+    "for another tool": ("wrong_task", lambda call: encode_call(call.model_copy(update={"name": "bash_tool"}), build_context(), KEYS)),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forger_without_the_secret_runs_nothing(attacker: Attacker, forgery: str) -> None:
+    reason, forge = FORGERIES[forgery]
+    call, before = attacker.call(), attacker.counted(reason)
+    attacker.push(forge(call), call)
+    state = attacker.await_state(call)
+    assert (state["status"], state["result"]["exc_type"]) == ("FAILURE", "EnvelopeRefused")
+    assert attacker.counted(reason) == before + 1
+    assert attacker.pool.acted(call.id) == 0
+
+
+def test_a_call_that_is_pushed_twice_acts_once_and_keeps_its_result(attacker: Attacker) -> None:
+    call, before = attacker.call(), attacker.counted("repeated")
+    message = attacker.message(encode_call(call, build_context(), KEYS), call.id)
+    attacker.redis.lpush(POOL_WEB, message, message)
+    assert attacker.await_result(call).success
+    wait_until(lambda: attacker.counted("repeated") == before + 1, SOON_S, attacker.pool.log)
+    assert attacker.await_result(call).success
+    assert attacker.pool.acted(call.id) == 1
+
+
+async def test_a_call_that_was_overheard_is_not_run_again_after_its_end(attacker: Attacker) -> None:
+    call, before = attacker.call(), attacker.counted("repeated")
+    assert (await dispatch(attacker, call)).success
+    attacker.push(encode_call(call, build_context(), KEYS), call)
+    wait_until(lambda: attacker.counted("repeated") == before + 1, SOON_S, attacker.pool.log)
+    assert attacker.pool.acted(call.id) == 1
+    assert stored_state(attacker.redis, attacker.task_id(call.id)) is None
+
+
+def test_an_expired_call_is_answered_and_not_run(attacker: Attacker) -> None:
+    call = attacker.call()
+    attacker.push(encode_call(call, build_context(deadline_at=time.time() - 1), KEYS), call)
+    result = attacker.await_result(call)
+    assert (result.error_code, attacker.pool.acted(call.id)) == (ErrorCode.TIMEOUT, 0)
+
+
+def test_a_call_of_a_session_that_lives_elsewhere_or_is_another_tenants_is_not_run(attacker: Attacker) -> None:
+    place = {"state": "open", "queue": "host.b.1", "fence": "2"}
+    attacker.redis.hset(place_key("default", "acme", "s1"), mapping=place)
+    for fields in ({"session": "s1", "fence": 1}, {"session": "s1", "fence": 2, "tenant": "rival"}):
+        call = attacker.call()
+        attacker.push(encode_call(call, build_context(**fields), KEYS), call)
+        result = attacker.await_result(call)
+        assert (result.error_code, attacker.pool.acted(call.id)) == (ErrorCode.HOST_LOST, 0)
+
+
+def test_a_call_of_a_tenant_that_is_not_registered_is_refused_and_counted(attacker: Attacker) -> None:
+
+    def is_refused() -> bool:
+        call = attacker.call()
+        attacker.push(encode_call(call, build_context(tenant="stranger"), KEYS), call)
+        return attacker.await_result(call).error_code is ErrorCode.UNKNOWN_TENANT
+
+    attacker.redis.hset(tenants_key("default"), "acme", TenantPolicy().model_dump_json())
+    try:
+        # What a process knows of the tenants may be a second old.
+        wait_until(is_refused, SOON_S, attacker.pool.log)
+        call, before = attacker.call(), attacker.counted("wrong_tenant")
+        attacker.push(encode_call(call, build_context(tenant="stranger"), KEYS), call)
+        result = attacker.await_result(call)
+        assert (result.error_code, attacker.pool.acted(call.id)) == (ErrorCode.UNKNOWN_TENANT, 0)
+        assert attacker.counted("wrong_tenant") == before + 1
+    finally:
+        attacker.redis.delete(tenants_key("default"))
+
+
+def test_a_forged_order_on_a_control_list_ends_no_call(attacker: Attacker) -> None:
+    before = attacker.counted("signature")
+    order = ToolCall(id=secrets.token_hex(8), name="session.cancel", arguments={"call_id": "c1"})
+    attacker.redis.lpush(control_queue(POOL_WEB), encode_call(order, build_context(), SigningKeys.of("a guess")))
+    wait_until(lambda: attacker.counted("signature") == before + 1, SOON_S, attacker.pool.log)
+    assert not attacker.redis.exists(call_key("default", "acme", "c1"))
+
+
+@pytest.fixture
+def crippled(attacker: Attacker) -> Iterator[Callable[..., None]]:
+    """Has Redis refuse what changes it; it is well again afterwards, and a call goes through."""
+    yield lambda *command: attacker.redis.execute_command(*command)
+    attacker.redis.config_set("maxmemory", 0)
+    attacker.redis.execute_command("REPLICAOF", "NO", "ONE")
+
+
+@pytest.mark.parametrize("cripple", [("CONFIG", "SET", "maxmemory", "1"), ("REPLICAOF", "127.0.0.1", "1")], ids=["full", "read-only"])
+async def test_a_redis_that_takes_no_writes_is_told_and_nothing_runs(
+    attacker: Attacker, crippled: Callable[..., None], cripple: tuple[str, ...]
+) -> None:
+    call = attacker.call()
+    async with open_pool(attacker.pool.broker, queue_wait_s=5) as opened:
+        crippled(*cripple)
+        result = await opened.dispatcher.dispatch(call, ROUTE)
+        assert result.error_code is ErrorCode.BROKER_UNAVAILABLE, result
+    assert attacker.pool.acted(call.id) == 0
+
+
+@pytest.mark.parametrize("command", ["shutdown", "pool_shrink", "add_consumer", "rate_limit", "revoke", "time_limit", "terminate"])
+def test_a_broadcast_on_the_control_channel_changes_no_worker(attacker: Attacker, command: str) -> None:
+    app = Celery("attacker", broker=attacker.server.url("admin"), set_as_current=False)
+    arguments = {
+        "n": 5,
+        "queue": "pool.other",
+        "task_name": "tool.append_tool",
+        "rate_limit": "1/h",
+        "task_id": "x",
+        "signal": "KILL",
+        "soft": 1,
+    }
+    try:
+        answers = app.control.broadcast(command, arguments=arguments, reply=True, timeout=5, limit=1)
+        assert "is not served here" in str(answers)
+        assert attacker.pool.worker.poll() is None
+    finally:
+        app.close()
+
+
+async def test_after_all_this_a_call_is_served_and_no_user_missed_a_right(attacker: Attacker) -> None:
+    call = attacker.call()
+    assert (await dispatch(attacker, call)).success
+    assert attacker.pool.acted(call.id) == 1
+    denied = [(entry["username"], entry["reason"], entry["object"]) for entry in acl_log(attacker.redis)]
+    assert denied == []
+
+
+def acl_log(client: "redis.Redis") -> list[dict[str, str]]:
+    """What Redis refused its users."""
+    return [{_text(name): _text(value) for name, value in entry.items()} for entry in client.execute_command("ACL", "LOG")]
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,79 @@
+"""`python -m tests.edge_worker POOL QUEUE SLOTS`: the Celery edge, executor and ledger of a worker as they are shipped, on either pool, with two tools
+that tell in files what they do."""
+
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from contract.clock import SharedClock
+from contract.hosts import holder_name
+from contract.registry import ToolRegistry
+from contract.settings import BrokerSettings
+from tests.builders import build_spec
+from workers.app import Pool, build_app, run_worker
+from workers.blobs import Blobs
+from workers.executor import Executor
+from workers.ledger import Ledger
+from workers.logs import configure_logging
+from workers.redis_connection import connect, connect_once
+from workers.refusals import Refusals
+from workers.settings import load_worker_settings
+from workers.tasks import register_tasks
+from workers.tools.base import Outcome, Workbench, WorkerRegistry, WorkerTool
+
+TEXT = {"type": "string"}
+
+
+def _note(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    """Adds its call id to a file, and takes its time."""
+    with open(arguments["path"], "a") as file:
+        file.write(f"{bench.call.id}\n")
+    time.sleep(arguments["seconds"])
+    return Outcome(bench.call.id)
+
+
+def _meet(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    """Ends well only when so many of its kind run at the same time."""
+    folder = Path(arguments["path"])
+    (folder / bench.call.id).touch()
+    until = time.monotonic() + 20
+    while len(list(folder.iterdir())) < arguments["count"]:
+        if time.monotonic() > until:
+            return Outcome("alone")
+        time.sleep(0.02)
+    return Outcome("met")
+
+
+def build_tools() -> WorkerRegistry:
+    path = {"path": TEXT}
+    return ToolRegistry(
+        [
+            WorkerTool(build_spec("note_tool", properties={**path, "seconds": {"type": "number"}}, required=["path", "seconds"]), _note),
+            WorkerTool(build_spec("meet_tool", properties={**path, "count": {"type": "integer"}}, required=["path", "count"]), _meet),
+        ]
+    )
+
+
+def _build_executor(broker: BrokerSettings, registry: WorkerRegistry, queue: str, clock: SharedClock) -> Executor:
+    client = connect(broker)
+    blobs = Blobs(client, broker.deployment)
+    return Executor(registry, None, Ledger(client, broker.deployment, clock), blobs, {}, holder_name(queue, str(os.getpid())), clock)
+
+
+def main(pool: str, queue: str, slots: str) -> None:
+    broker, registry = load_worker_settings().broker(), build_tools()
+    configure_logging("INFO")
+    [chosen] = [known for known in get_args(Pool) if known == pool]
+    refusals = Refusals(connect_once(broker), broker.deployment)
+    app = build_app(broker, refusals.count)
+    executor = partial(_build_executor, broker, registry, queue, SharedClock())
+    register_tasks(app, registry, broker.signing_keys(), executor, refusals.count, broker.deployment)
+    nothing = lambda: None  # noqa: E731
+    run_worker(app, queue, (queue,), int(slots), "INFO", pool=chosen, on_ready=nothing, on_stop=nothing)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,289 @@
+"""Several orchestrators share slots over a real Redis: waiting, giving up, dying, and a Redis that goes away and comes back."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+
+import pytest
+import redis.asyncio
+
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.names import admission_prefix, slots_key
+from contract.tenancy import TenantPolicy
+from orchestrator.admission import SharedAdmission
+from tests.admission_ground import DEPLOYMENT, QUEUE, build_request
+from tests.conftest import RedisProcess
+
+
+class House:
+    """Orchestrators of one deployment on one Redis."""
+
+    def __init__(self, server: RedisProcess) -> None:
+        self.server = server
+        pool = redis.asyncio.BlockingConnectionPool.from_url(server.url, max_connections=16, timeout=10, socket_timeout=10)
+        self.client = redis.asyncio.Redis(connection_pool=pool)
+        self.opened: list[SharedAdmission] = []
+
+    async def set_slots(self, slots: int) -> None:
+        await self.client.set(slots_key(DEPLOYMENT, QUEUE), slots)
+
+    def open(self, lease_s: float = 20.0) -> SharedAdmission:
+        self.opened.append(SharedAdmission(self.client, DEPLOYMENT, lease_s=lease_s))
+        return self.opened[-1]
+
+    async def count(self, what: str) -> int:
+        return int(await self.client.hlen(f"{admission_prefix(DEPLOYMENT)}{what}"))
+
+    async def until(self, is_true: Callable[[], bool], what: str | None = None, number: int = 0) -> None:
+        """Until it is true, or so many calls are `what` in Redis; fails after 30 s."""
+        async with asyncio.timeout(30):
+            # What Redis holds has no event of ours.
+            while not (is_true() and (what is None or await self.count(what) == number)):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
+    opened = House(redis_server)
+    await opened.set_slots(4)
+    yield opened
+    for admission in opened.opened:
+        await admission.aclose()
+    await opened.client.aclose()
+
+
+class Caller:
+    """A call that holds its slot until it is told to end."""
+
+    def __init__(self, admission: SharedAdmission, **fields: object) -> None:
+        self.has_slot = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.task = asyncio.create_task(self._run(admission, fields))
+
+    async def _run(self, admission: SharedAdmission, fields: dict[str, object]) -> None:
+        async with admission.slot(build_request(**fields)):  # type: ignore[arg-type]
+            self.has_slot.set()
+            await self.may_end.wait()
+
+    async def end(self) -> None:
+        self.may_end.set()
+        await self.task
+
+
+def holding(callers: list[Caller]) -> int:
+    return sum(caller.has_slot.is_set() and not caller.task.done() for caller in callers)
+
+
+async def drain(house: House, callers: list[Caller], *, at_once: int) -> None:
+    """End one after the other: each time another gets its slot, and never are there more than the broker's queue may hold."""
+    while callers:
+        ended = next(caller for caller in callers if caller.has_slot.is_set())
+        callers.remove(ended)
+        await ended.end()
+        await house.until(lambda: holding(callers) >= min(at_once, len(callers)))
+        assert await house.count("held") <= max(at_once + 1, at_once * 3 // 2) + 1, "the one that ended is given back in the background"
+    await house.until(lambda: True, "held", 0)
+    assert await house.count("waiting") == 0
+
+
+async def test_a_slot_given_back_by_one_orchestrator_goes_to_the_call_of_another(house: House) -> None:
+    await house.set_slots(1)
+    first = Caller(house.open())
+    await first.has_slot.wait()
+    second = Caller(house.open())
+    await house.until(lambda: True, "waiting", 1)
+    await first.end()
+    async with asyncio.timeout(10):
+        await second.has_slot.wait()
+    await second.end()
+    await house.until(lambda: True, "held", 0)
+
+
+async def test_several_orchestrators_together_hold_no_more_than_there_is(house: House) -> None:
+    callers = [Caller(admission, tenant=tenant) for admission in (house.open(), house.open()) for tenant in "ab" for _ in range(10)]
+    await house.until(lambda: holding(callers) == 4, "waiting", 36)
+    await drain(house, callers, at_once=4)
+
+
+async def test_who_waits_too_long_is_refused_and_leaves_no_ticket(house: House) -> None:
+    await house.set_slots(1)
+    admission = house.open()
+    first = Caller(admission)
+    await first.has_slot.wait()
+    with pytest.raises(ToolFailure) as refused:
+        async with admission.slot(build_request(wait_s=0.2)):
+            raise AssertionError("there was no slot")
+    assert refused.value.code == ErrorCode.RATE_LIMITED
+    assert refused.value.metadata["retry_after_s"] == 1.0
+    await house.until(lambda: True, "waiting", 0)
+    await first.end()
+
+
+async def test_who_has_too_many_waiting_is_refused_at_once(house: House) -> None:
+    await house.set_slots(1)
+    admission = house.open()
+    policy = TenantPolicy(queued=1)
+    callers = [Caller(admission, policy=policy) for _ in range(2)]
+    await house.until(lambda: holding(callers) == 1, "waiting", 1)
+    with pytest.raises(ToolFailure, match=r"1 calls of tenant acme wait already.*try again in") as refused:
+        async with admission.slot(build_request(policy=policy)):
+            raise AssertionError("there was no slot")
+    assert refused.value.code == ErrorCode.RATE_LIMITED
+    assert isinstance(refused.value.metadata["retry_after_s"], float)
+    for caller in callers:
+        await caller.end()
+
+
+async def test_a_cancelled_call_leaves_neither_ticket_nor_slot(house: House) -> None:
+    await house.set_slots(1)
+    admission = house.open()
+    callers = [Caller(admission) for _ in range(3)]
+    await house.until(lambda: holding(callers) == 1, "waiting", 2)
+    for caller in callers:
+        caller.task.cancel()
+    await asyncio.gather(*(caller.task for caller in callers), return_exceptions=True)
+    await house.until(lambda: True, "waiting", 0)
+    await house.until(lambda: True, "held", 0)
+
+
+async def test_calls_given_up_at_the_moment_they_are_asked_for_or_granted_lose_no_slot(house: House) -> None:
+    """Cancelled after 0, 1, 2... turns of the loop: before the request is sent, while it is on its way, and just as the slot comes."""
+    admission, other = house.open(), house.open()
+    for turns in range(60):
+        callers = [Caller(one, wait_s=30.0) for one in (admission, other) for _ in range(5)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for caller in callers:
+            caller.task.cancel()
+        await asyncio.gather(*(caller.task for caller in callers), return_exceptions=True)
+    await house.until(lambda: True, "held", 0)
+    await house.until(lambda: True, "waiting", 0)
+
+
+async def test_an_orchestrator_that_dies_frees_its_slots_and_its_places_in_the_queue(house: House) -> None:
+    await house.set_slots(1)
+    dead = house.open(lease_s=1.0)
+    of_the_dead = [Caller(dead) for _ in range(3)]
+    await house.until(lambda: holding(of_the_dead) == 1, "waiting", 2)
+    for task in dead._tasks:
+        task.cancel()
+    house.opened.remove(dead)
+    heir = Caller(house.open(lease_s=1.0), tenant="heir")
+    async with asyncio.timeout(20):
+        await heir.has_slot.wait()
+    await heir.end()
+    await house.until(lambda: True, "waiting", 0)
+    await house.until(lambda: True, "held", 0)
+    for caller in of_the_dead:
+        caller.task.cancel()
+
+
+async def test_leases_of_the_living_go_on_and_waiting_ones_keep_their_place(house: House) -> None:
+    await house.set_slots(1)
+    callers = [Caller(house.open(lease_s=1.0)) for _ in range(2)]
+    await house.until(lambda: holding(callers) == 1, "waiting", 1)
+    await asyncio.sleep(2.5)
+    assert (await house.count("held"), await house.count("waiting")) == (1, 1)
+    for caller in callers:
+        caller.may_end.set()
+    await asyncio.gather(*(caller.task for caller in callers))
+
+
+async def test_a_lost_grant_is_found(house: House) -> None:
+    """The one that is told of it does not hear it."""
+    await house.set_slots(1)
+    first = Caller(house.open(lease_s=2.0))
+    await first.has_slot.wait()
+    deaf = house.open(lease_s=2.0)
+    second = Caller(deaf)
+    await house.until(lambda: True, "waiting", 1)
+    deaf._tasks[1].cancel()
+    await first.end()
+    async with asyncio.timeout(20):
+        await second.has_slot.wait()
+    await second.end()
+
+
+async def test_what_redis_has_forgotten_is_held_and_waits_again(house: House) -> None:
+    await house.set_slots(1)
+    callers = [Caller(house.open(lease_s=1.0)) for _ in range(3)]
+    await house.until(lambda: holding(callers) == 1, "waiting", 2)
+    await house.client.flushall()
+    await house.set_slots(1)
+    # Who asks before the holder has told of its slot is given one, too.
+    await house.until(lambda: True, "waiting", 3 - max(1, holding(callers)))
+    await drain(house, callers, at_once=1)
+
+
+async def test_redis_restarting_neither_loses_nor_doubles_a_slot(house: House) -> None:
+    callers = [Caller(admission, tenant=tenant) for admission in (house.open(), house.open()) for tenant in "ab" for _ in range(3)]
+    await house.until(lambda: holding(callers) == 4, "waiting", 8)
+    house.server.stop()
+    ended = next(caller for caller in callers if caller.has_slot.is_set())
+    await ended.end()
+    with pytest.raises(BrokerUnavailable, match="was not sent"):
+        async with house.opened[0].slot(build_request()):
+            raise AssertionError("there was no slot")
+    await asyncio.sleep(1)
+    house.server.start()
+    callers.remove(ended)
+    # How many more depends on how short the call that ended was.
+    await house.until(lambda: holding(callers) >= 4)
+    while await house.count("held") != holding(callers):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    assert await house.count("held") + await house.count("waiting") == len(callers)
+    await drain(house, callers, at_once=4)
+
+
+async def test_a_redis_that_refuses_writes_fails_new_calls_and_takes_back_slots(house: House) -> None:
+    admission = house.open()
+    first = Caller(admission)
+    await first.has_slot.wait()
+    await house.client.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(BrokerUnavailable, match=r"Redis does not answer.*memory"):
+            async with admission.slot(build_request()):
+                raise AssertionError("there was no slot")
+    finally:
+        await house.client.config_set("maxmemory", 0)
+    await first.end()
+    await house.until(lambda: True, "held", 0)
+
+
+async def test_closing_gives_everything_back_and_fails_who_waits(house: House) -> None:
+    await house.set_slots(1)
+    admission = house.open()
+    callers = [Caller(admission) for _ in range(3)]
+    await house.until(lambda: holding(callers) == 1, "waiting", 2)
+    await admission.aclose()
+    assert (await house.count("held"), await house.count("waiting")) == (0, 0)
+    for caller in callers:
+        caller.may_end.set()
+    ends = await asyncio.gather(*(caller.task for caller in callers), return_exceptions=True)
+    assert sorted(type(end).__name__ for end in ends) == ["BrokerUnavailable", "BrokerUnavailable", "NoneType"]
+    with pytest.raises(BrokerUnavailable):
+        async with admission.slot(build_request()):
+            raise AssertionError("it is closed")
+
+
+async def test_ten_calls_of_one_tenant_pass_two_thousand_of_another(house: House) -> None:
+    workers = asyncio.Semaphore(4)
+
+    async def call(admission: SharedAdmission, tenant: str) -> None:
+        async with admission.slot(build_request(tenant, wait_s=60.0)) as slot, workers:
+            await asyncio.sleep(0.01)
+            slot.used_s = 0.01
+
+    async with AsyncExitStack() as stack:
+        flood = [asyncio.create_task(call(house.open() if at == 0 else house.opened[0], "a")) for at in range(2000)]
+        stack.push_async_callback(asyncio.gather, *flood, return_exceptions=True)
+        await house.until(lambda: sum(task.done() for task in flood) >= 50)
+        came = asyncio.get_running_loop().time()
+        await asyncio.gather(*(call(house.open() if at == 0 else house.opened[1], "b") for at in range(10)))
+        took = asyncio.get_running_loop().time() - came
+        done = sum(task.done() for task in flood)
+        for task in flood:
+            task.cancel()
+    # In one queue it would be behind all of them; the seconds are measured by benchmarks/fairness.py.
+    assert done < 1000
+    assert took < 3

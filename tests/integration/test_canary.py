@@ -1,0 +1,180 @@
+"""Secrets, arguments and outputs in a whole stack: looked for wherever an operator, a neighbour or a thief would look, and not found.
+
+Arguments and outputs may be in Redis while their call lives; what is looked at here is what is left, and what others are told meanwhile.
+"""
+
+import base64
+import json
+import os
+import secrets
+import threading
+import time
+import urllib.request
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+from docker import APIClient
+from pydantic import SecretStr
+
+from contract.errors import ErrorCode
+from orchestrator.api_keys import ApiKeys
+from orchestrator.client import ToolClient
+from orchestrator.settings import OrchestratorSettings
+from tests.stack import Stack, all_pids, eventually, open_stack, read_proc
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
+
+
+def make_canary(what: str) -> str:
+    """A word that nothing else contains, in letters that no encoding changes."""
+    return f"canary{what}{secrets.token_hex(12)}"
+
+
+SECRET, PREVIOUS, ARGUMENT, OUTPUT, LARGE = (make_canary(what) for what in ("secret", "previous", "argument", "output", "large"))
+
+
+@pytest.fixture(scope="module")
+def watched(engine: APIClient) -> Iterator[Stack]:
+    with open_stack(engine, {"TOOLCREW_SECRET": SECRET, "TOOLCREW_SECRETS_PREVIOUS": json.dumps([PREVIOUS])}) as opened:
+        yield opened
+
+
+class Eavesdropper:
+    """Hears every channel that Celery speaks on while calls run, results aside: those are for who awaits them."""
+
+    def __init__(self, client: "redis.Redis") -> None:
+        self._pubsub = client.pubsub()
+        self.heard: list[bytes] = []
+        self._stop = threading.Event()
+        self._pubsub.psubscribe("/*")
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._stop.is_set():
+            message = self._pubsub.get_message(timeout=0.2)
+            if message is not None and message["type"] == "pmessage":
+                self.heard.append(bytes(message["data"]))
+
+    def close(self) -> bytes:
+        self._stop.set()
+        self._thread.join()
+        self._pubsub.close()
+        return b"\n".join(self.heard + [_unpacked(data) for data in self.heard])
+
+
+def _unpacked(data: bytes) -> bytes:
+    """A message's body, which kombu packs in base64."""
+    try:
+        return base64.b64decode(json.loads(data)["body"])
+    except (ValueError, KeyError, TypeError):
+        return b""
+
+
+def dump(client: "redis.Redis") -> bytes:
+    """Every key and value of Redis."""
+    readers = {
+        b"string": client.get,
+        b"hash": client.hgetall,
+        b"list": lambda key: client.lrange(key, 0, -1),
+        b"set": client.smembers,
+        b"zset": lambda key: client.zrange(key, 0, -1, withscores=True),
+        b"stream": lambda key: client.xrange(key),
+    }
+    found = []
+    for key in client.scan_iter(count=1000):
+        value = readers.get(client.type(key), lambda _: None)(key)  # type: ignore[no-untyped-call]
+        found.append(key + b" " + repr(value).encode())
+        found += [_unpacked(item) for item in value if isinstance(item, bytes)] if isinstance(value, list) else []
+    return b"\n".join(found)
+
+
+def flower(stack: Stack, path: str) -> bytes:
+    assert stack.info.flower_url is not None
+    parts = urlsplit(stack.info.flower_url)
+    request = urllib.request.Request(f"http://{parts.hostname}:{parts.port}{path}")
+    request.add_header("Authorization", "Basic " + base64.b64encode(f"{parts.username}:{parts.password}".encode()).decode())
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return bytes(answer.read())
+
+
+def logs(stack: Stack) -> bytes:
+    return b"\n".join(path.read_bytes() for path in Path(stack.info.logs).glob("*.log"))
+
+
+def command_lines() -> bytes:
+    """Of every process of this host but this one, whose parameters pytest knows."""
+    return b"\n".join(read_proc(pid, "cmdline") for pid in all_pids() if pid != os.getpid())
+
+
+def seen(where: dict[str, bytes], words: Iterable[str]) -> set[tuple[str, str]]:
+    return {(place, word) for place, text in where.items() for word in words if word.encode() in text}
+
+
+async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None:
+    url = SecretStr(watched.redis_url)
+    password = urlsplit(watched.redis_url).password or ""
+    assert password
+    settings = OrchestratorSettings(redis_url=url, secret=SecretStr(SECRET))
+    with watched.open_redis() as store:
+        eavesdropper = Eavesdropper(store)
+        async with ToolClient.connect(settings=settings) as client, await client.open_session() as session:
+            good = await session.call("bash_tool", {"command": f"echo {ARGUMENT} | sed s/{ARGUMENT[:9]}/x/; echo {OUTPUT}"})
+            assert OUTPUT in str(good.output)
+            large = await session.call("bash_tool", {"command": f"yes {LARGE} | head -c 150000"})
+            assert LARGE in str(large.output)
+            bad = await session.call("read_tool", {"file_path": f"/workspace/{ARGUMENT}"})
+            assert bad.error_code is ErrorCode.FILE_NOT_FOUND
+            sandbox = good.sandbox
+            assert sandbox is not None
+            inspected = json.dumps(watched.api.inspect_container(sandbox.id)).encode()
+            listed = command_lines()
+        called = flower(watched, "/api/tasks")
+        assert b"tool.bash_tool" in called
+        everywhere = {
+            "events": eavesdropper.close(),
+            "Flower's tasks": called,
+            "Flower's workers": flower(watched, "/api/workers?refresh=1"),
+            "Flower's metrics": flower(watched, "/metrics"),
+            "logs": logs(watched),
+            "command lines": listed,
+            "the container": inspected,
+        }
+        assert b"task-succeeded" in everywhere["events"]
+        await eventually(lambda: not seen({"Redis": dump(store)}, (ARGUMENT, OUTPUT, LARGE)), 20, lambda: str(dump(store))[:4000])
+        everywhere["Redis"] = dump(store)
+    assert seen(everywhere, (SECRET, PREVIOUS, ARGUMENT, OUTPUT, LARGE, password)) == set()
+
+
+async def test_an_api_key_is_nowhere_but_with_whom_it_was_given(watched: Stack) -> None:
+    settings = OrchestratorSettings(redis_url=SecretStr(watched.redis_url), secret=SecretStr(SECRET))
+    async with ToolClient.connect(settings=settings) as client:
+        key = (await ApiKeys(client.redis, settings.deployment).add("default")).text
+    async with ToolClient.connect(settings=settings, api_key=key) as client, await client.open_session() as session:
+        assert (await session.call("bash_tool", {"command": "env"})).success
+    with watched.open_redis() as store:
+        everywhere = {
+            "Redis": dump(store),
+            "logs": logs(watched),
+            "command lines": command_lines(),
+            "Flower": flower(watched, "/api/tasks"),
+        }
+    assert seen(everywhere, (key, key.rpartition("_")[2])) == set()
+
+
+async def test_what_a_stranger_pushes_at_a_worker_is_not_written_down(watched: Stack) -> None:
+    """Celery logs the whole of a message whose task it does not know; an orchestrator of another release may send one with a tenant's arguments."""
+    from contract.names import POOL_WEB
+    from orchestrator.task_messages import build_message
+    from orchestrator.transport import Delivery
+
+    word = make_canary("stranger")
+    message = build_message(Delivery("tool.of_tomorrow", POOL_WEB, "default", "c9", word, time.time() + 60, 1.0), "00-c9")
+    with watched.open_redis() as store:
+        before = len(watched.log("web"))
+        store.lpush(POOL_WEB, message)
+        await eventually(lambda: "of_tomorrow" in watched.log("web")[before:], 20, lambda: watched.log("web")[-2000:])
+    assert word not in watched.log("web")

@@ -1,0 +1,110 @@
+"""Two real hosts: one is drained while its sessions are used, and nothing of them is lost."""
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from docker import APIClient
+from pydantic import SecretStr
+
+from contract.errors import ErrorCode
+from orchestrator.client import ToolClient
+from orchestrator.sessions import Session
+from orchestrator.settings import OrchestratorSettings
+from tests.host_ground import Ground, open_ground
+from tests.stack import TOOLCREW, UP_S, eventually
+
+SESSIONS = 4
+
+
+@pytest.fixture(scope="module")
+def ground(engine: APIClient) -> Iterator[Ground]:
+    with open_ground(engine, "a", "b") as opened:
+        yield opened
+
+
+def toolcrew(ground: Ground, *arguments: str) -> Any:
+    """The object that a command prints."""
+    done = subprocess.run(
+        [TOOLCREW, *arguments, "--json"], env=ground.environment(), capture_output=True, text=True, timeout=UP_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+class Writer:
+    """A session that appends a number a call, one call after another. `written`: of the calls that succeeded."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.written: list[int] = []
+        self.failures: list[str] = []
+        self._is_told = False
+
+    async def run(self) -> None:
+        for number in range(10_000):
+            if self._is_told:
+                return
+            result = await self.session.call("bash_tool", {"command": f"echo {number} >> numbers"})
+            if result.success:
+                self.written.append(number)
+            else:
+                self.failures.append(result.text())
+
+    def stop(self) -> None:
+        self._is_told = True
+
+
+async def test_a_killed_worker_s_sessions_go_on_where_they_were_with_all_their_files(ground: Ground) -> None:
+    settings = OrchestratorSettings(redis_url=SecretStr(ground.redis_url), deployment=ground.deployment)
+    await eventually(lambda: all(host["state"] == "serving" for host in toolcrew(ground, "hosts")), UP_S, ground.last_words)
+    async with ToolClient.connect(settings=settings) as client:
+        session = await client.open_session()
+        home = (await session.info()).host
+        assert (await session.call("bash_tool", {"command": "echo kept > file; cd /tmp; X=7"})).success
+        before = await session.call("bash_tool", {"command": "echo again >> /workspace/file"})
+
+        ground.process(f"{home}.worker").wait_for_another(ground.kill(f"{home}.worker"))
+
+        # The call that comes too early is told to have gone with its host, and was not run; none is left without an answer.
+        async def ask() -> Any:
+            return await session.call("bash_tool", {"command": "cat /workspace/file; pwd; echo $X"})
+
+        after = await ask()
+        while not after.success:
+            assert after.error_code is ErrorCode.HOST_LOST, after.text()
+            after = await ask()
+        assert (after.output or "").split() == ["kept", "again", "/tmp", "7"]
+        assert after.sandbox is not None
+        assert before.sandbox is not None
+        assert after.sandbox.id == before.sandbox.id, "not even its container was another"
+        await session.close()
+
+
+async def test_a_host_that_is_drained_under_load_loses_no_call_and_no_file(ground: Ground) -> None:
+    settings = OrchestratorSettings(redis_url=SecretStr(ground.redis_url), deployment=ground.deployment)
+    await eventually(lambda: all(host["state"] == "serving" for host in toolcrew(ground, "hosts")), UP_S, ground.last_words)
+    async with ToolClient.connect(settings=settings) as client:
+        writers = [Writer(await client.open_session()) for _ in range(SESSIONS)]
+        writing = [asyncio.create_task(writer.run()) for writer in writers]
+        await eventually(lambda: all(len(writer.written) > 3 for writer in writers), UP_S, "all write")
+
+        drained = await asyncio.to_thread(toolcrew, ground, "worker", "drain", "a", "--wait")
+
+        reached = [len(writer.written) for writer in writers]
+        await eventually(lambda: all(len(one.written) > was + 2 for one, was in zip(writers, reached, strict=True)), UP_S, "all go on")
+        for writer in writers:
+            writer.stop()
+        await asyncio.gather(*writing)
+
+        assert [worker["state"] for worker in drained["workers"]] == ["drained"]
+        assert [writer.failures for writer in writers] == [[]] * SESSIONS
+        for writer in writers:
+            numbers = (await writer.session.read_file("numbers")).decode().split()
+            assert numbers == [str(number) for number in writer.written]
+            await writer.session.close()
+    assert [host["host"] for host in toolcrew(ground, "hosts")] == ["b"]
+    assert ground.process("a.worker").ends[-1] == 0, "a supervisor does not start it again"

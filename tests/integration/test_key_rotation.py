@@ -1,0 +1,56 @@
+"""A secret is changed while calls go on: old and new senders and workers side by side, each restarted once a step, in either order."""
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from contract.calls import ToolCall, ToolResult
+from contract.names import POOL_WEB
+from contract.settings import BrokerSettings
+from orchestrator.dispatcher import Route
+from orchestrator.pool_connection import open_pool
+from tests.redis_ground import Server, open_counting_pool, open_server
+
+pytestmark = pytest.mark.timeout(120)
+
+OLD, NEW = "the-old-secret", "the-new-secret"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with open_server() as opened:
+        yield opened
+
+
+async def call_from(server: Server, secret: str, previous: tuple[str, ...], path: str) -> ToolResult:
+    """One call of a sender with these secrets."""
+    broker = BrokerSettings.model_validate({"redis_url": server.url(), "secret": secret, "secrets_previous": previous})
+    call = ToolCall(id=secrets.token_hex(8), name="append_tool", arguments={"path": path})
+    async with open_pool(broker, queue_wait_s=10) as opened:
+        return await opened.dispatcher.dispatch(call, Route("acme", None, POOL_WEB))
+
+
+@pytest.mark.parametrize(
+    ("worker", "senders"),
+    [
+        # First all learn the new one, in any order; then all sign with it, in any order; then the old one is forgotten.
+        ((OLD, f'["{NEW}"]'), [(OLD, ()), (OLD, (NEW,)), (NEW, (OLD,))]),
+        ((NEW, f'["{OLD}"]'), [(OLD, (NEW,)), (NEW, (OLD,)), (NEW, ())]),
+    ],
+    ids=["learned", "signing"],
+)
+async def test_no_call_is_lost_whoever_is_restarted_first(
+    server: Server, worker: tuple[str, str], senders: list[tuple[str, tuple[str, ...]]]
+) -> None:
+    told = {"TOOLCREW_SECRET": worker[0], "TOOLCREW_SECRETS_PREVIOUS": worker[1]}
+    broker = BrokerSettings.model_validate({"redis_url": server.url(), "secret": worker[0]})
+    with server.client() as watch, open_counting_pool(broker, server.url(), watch, environment=told) as pool:
+        watch.flushall()
+        for secret, previous in senders:
+            result = await call_from(server, secret, previous, str(pool.marks))
+            assert result.success, (secret, previous, result)
+        refused = await call_from(server, "a guess", (OLD, NEW), str(pool.marks))
+        assert refused.error_code == "ENVELOPE_REFUSED"
+        assert "TOOLCREW_SECRET" in str(refused.error)
+        assert len(pool.marks.read_text().split()) == len(senders)

@@ -1,0 +1,68 @@
+"""Two sandboxds of one deployment with one store: a session whose host dies goes on at the other from its last checkpoint."""
+
+from collections.abc import Iterator
+
+import pytest
+from docker import APIClient
+
+from contract.errors import ErrorCode, ToolFailure
+from tests.daemons import Daemons, bash, open_daemons, told
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
+
+AT = "2030-01-31T12:00:00+00:00"
+
+
+@pytest.fixture
+def daemons(engine: APIClient) -> Iterator[Daemons]:
+    with open_daemons(engine) as opened:
+        yield opened
+
+
+def test_a_session_whose_sandboxd_was_killed_goes_on_at_another_and_is_told_what_it_lost(daemons: Daemons) -> None:
+    store = str(daemons.folder / "store")
+    one, two = (daemons.start(name, workspace_store=store, sandbox_workspace="tmpfs", pool_target="0") for name in ("one", "two"))
+    with one.client() as client:
+        name = client.open("acme", "s1")
+        bash(client, name, "echo kept > file; cd /tmp; export COLOUR=blue")
+        checkpoint = client.checkpoint(name, automatic=True)["checkpoint"]
+        [row] = client.sessions()
+        assert (row["changed"], row["checkpoint"], client.status()["store"]) == (False, checkpoint, "shared")
+        bash(client, name, "echo later >> /workspace/file")
+        assert client.sessions()[0]["changed"] is True
+    one.kill()
+
+    with two.client() as client:
+        with pytest.raises(ToolFailure, match="no such checkpoint") as refused:
+            client.open("umbrella", "s1", restore=checkpoint, moved={"generation": 2})
+        assert refused.value.code is ErrorCode.FILE_NOT_FOUND
+        moved = {"generation": 2, "checkpoint_at": AT}
+        name = client.open("acme", "s1", restore=checkpoint, moved=moved)
+        answer = bash(client, name, 'cat /workspace/file; echo "$COLOUR"')
+        assert answer.streams["merged"] == b"kept\nblue\n"
+        sandbox = answer.done["sandbox"]
+        assert (sandbox["generation"], sandbox["rebuilt"], AT in sandbox["news"]) == (2, True, True)
+        assert client.sessions()[0]["changed"] is True
+        following = client.checkpoint(name, automatic=True)["checkpoint"]
+        assert client.delete_checkpoint(name, checkpoint)
+        assert client.close(name)
+        again = client.open("acme", "s2", restore=following)
+        assert told(client, again, "cat /workspace/file") == "kept\n"
+        assert client.status()["sandboxes"] == 1
+
+
+def test_what_status_tells_of_a_host_is_what_placing_needs(daemons: Daemons) -> None:
+    classes = '{"apart": {"pids": 64, "images": ["other:1"]}}'
+    daemon = daemons.start(tenant_classes=classes, max_sandboxes="7", max_sessions="9", pool_target="0")
+    status = daemon.status()
+    figures = {name: status[name] for name in ("classes", "max_sandboxes", "max_sessions", "sandboxes", "sessions", "store")}
+    assert figures == {
+        "classes": ["apart", "default"],
+        "max_sandboxes": 7,
+        "max_sessions": 9,
+        "sandboxes": 0,
+        "sessions": 0,
+        "store": "local",
+    }
+    assert "other:1" in status["images"]
+    assert min(status["memory_free_bytes"], status["disk_free_bytes"]) > 0

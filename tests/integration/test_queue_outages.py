@@ -1,0 +1,101 @@
+"""A Redis that goes under calls in flight and comes back: every call is answered once, has acted once, and no slot is lost, on either pool."""
+
+import asyncio
+import contextlib
+import secrets
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolCall
+from contract.settings import BrokerSettings
+from orchestrator.celery_transport import CeleryTransport
+from orchestrator.redis_connection import open_redis
+from orchestrator.results import ResultHub
+from orchestrator.transport import Delivery
+from tests.queue_by_hand import make_envelope
+from tests.stack import ROOT, Footprint, RedisServer, all_of, end_process, eventually, open_footprint, open_redis_server
+
+pytestmark = pytest.mark.stack
+
+OUTAGE_S = 5.0
+SLOTS = 2
+CALLS = 6
+POOLS = ("threads", "prefork")
+
+
+@dataclass
+class Ground:
+    """One Redis and a worker on each pool, with a queue of its own."""
+
+    server: RedisServer
+    broker: BrokerSettings
+    footprint: Footprint
+
+    def path(self, name: str) -> Path:
+        return self.footprint.folder / name
+
+    def acted(self, pool: str) -> Counter[str]:
+        """How often each call has acted."""
+        path = self.path(pool)
+        return Counter(path.read_text().split()) if path.exists() else Counter()
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with open_redis_server() as server, open_footprint() as footprint, contextlib.ExitStack() as workers:
+        broker = BrokerSettings.model_validate({"redis_url": server.url})
+        for pool in POOLS:
+            log = workers.enter_context(open(footprint.folder / f"{pool}.log", "wb"))
+            command = [sys.executable, "-m", "tests.edge_worker", pool, f"q.{pool}", str(SLOTS)]
+            environment = footprint.environment({"TOOLCREW_REDIS_URL": server.url})
+            worker = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+            workers.callback(end_process, worker)
+        yield Ground(server, broker, footprint)
+
+
+@pytest.fixture
+async def transport(ground: Ground) -> AsyncIterator[CeleryTransport]:
+    client = open_redis(ground.broker)
+    hub = ResultHub(client)
+    await hub.start()
+    opened = CeleryTransport(ground.broker, hub)
+    yield opened
+    await opened.aclose()
+    await hub.close()
+    await client.aclose()
+
+
+def delivery(ground: Ground, pool: str, tool: str, **arguments: Any) -> Delivery:
+    call = ToolCall(id=secrets.token_hex(8), name=tool, arguments=arguments)
+    envelope = make_envelope(ground.broker, call, tenant="acme", session="s1")
+    return Delivery(f"tool.{tool}", f"q.{pool}", "acme", call.id, envelope, time.time() + 60, 90.0)
+
+
+async def test_calls_in_flight_outlive_a_redis_that_is_gone_for_seconds(ground: Ground, transport: CeleryTransport) -> None:
+    noted = {pool: str(ground.path(pool)) for pool in POOLS}
+    sent = {pool: [delivery(ground, pool, "note_tool", path=noted[pool], seconds=1.0) for _ in range(CALLS)] for pool in POOLS}
+    awaited = {pool: [asyncio.create_task(transport.deliver(each)) for each in sent[pool]] for pool in POOLS}
+    await eventually(lambda: all(ground.acted(pool).total() >= SLOTS for pool in POOLS), 60, "both workers run calls")
+
+    ground.server.kill()
+    await asyncio.sleep(OUTAGE_S)
+    await asyncio.to_thread(ground.server.start)
+
+    for pool in POOLS:
+        results = await all_of(awaited[pool], 60)
+        assert [result["success"] for result in results] == [True] * CALLS, pool
+        assert ground.acted(pool) == Counter(each.call_id for each in sent[pool]), pool
+    for pool in POOLS:
+        meeting = ground.path(f"{pool}-meeting")
+        meeting.mkdir()
+        together = [delivery(ground, pool, "meet_tool", path=str(meeting), count=SLOTS) for _ in range(SLOTS)]
+        assert [result["success"] for result in await all_of([transport.deliver(each) for each in together], 60)] == [True] * SLOTS
+        assert {path.name for path in meeting.iterdir()} == {each.call_id for each in together}

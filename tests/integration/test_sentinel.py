@@ -1,0 +1,62 @@
+"""Redis behind a sentinel: calls go through, and go on when the master dies and its replica takes over."""
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from contract.calls import ToolCall, ToolResult
+from contract.names import POOL_WEB
+from contract.settings import BrokerSettings
+from orchestrator.dispatcher import Dispatcher, Route
+from orchestrator.pool_connection import open_pool
+from tests.redis_ground import SECRET, CountingPool, Server, open_counting_pool, open_sentinel, open_server
+from tests.stack import eventually, wait_until
+
+pytestmark = pytest.mark.timeout(180)
+
+NAME, PASSWORD = "calls", "a-password-of-both"
+RECOVERY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ground:
+    master: Server
+    replica: Server
+    broker: BrokerSettings
+    pool: CountingPool
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with open_server(f"masterauth {PASSWORD}", password=PASSWORD) as master:
+        follow = (f"replicaof 127.0.0.1 {master.port}", f"masterauth {PASSWORD}", "repl-diskless-load on-empty-db")
+        with open_server(*follow, password=PASSWORD) as replica, open_sentinel(master, NAME) as port, master.client() as watch:
+            wait_until(lambda: watch.info("replication")["connected_slaves"] == 1, 30, "the replica follows")
+            url = f"sentinel://:{PASSWORD}@127.0.0.1:{port}/0;sentinel://127.0.0.1:1"
+            broker = BrokerSettings.model_validate({"redis_url": url, "secret": SECRET, "redis_sentinel_master": NAME})
+            told = {"TOOLCREW_REDIS_SENTINEL_MASTER": NAME}
+            with open_counting_pool(broker, url, watch, environment=told) as pool:
+                yield Ground(master, replica, broker, pool)
+
+
+async def call_once(dispatcher: Dispatcher, pool: CountingPool) -> tuple[str, ToolResult]:
+    call = ToolCall(id=secrets.token_hex(8), name="append_tool", arguments={"path": str(pool.marks)})
+    return call.id, await dispatcher.dispatch(call, Route("acme", None, POOL_WEB))
+
+
+async def test_calls_go_on_when_the_master_dies(ground: Ground) -> None:
+    async with open_pool(ground.broker, queue_wait_s=10) as opened:
+        call_id, result = await call_once(opened.dispatcher, ground.pool)
+        assert result.success, result
+        with ground.replica.client() as replica:
+            ground.master.kill()
+            await eventually(lambda: replica.info("replication")["role"] == "master", RECOVERY_S, "the sentinel chose the replica")
+        answered: list[tuple[str, ToolResult]] = []
+        while not answered or not answered[-1][1].success:
+            answered.append(await call_once(opened.dispatcher, ground.pool))
+            assert len(answered) < 30, answered[-1]
+    for call_id, result in answered:
+        assert ground.pool.acted(call_id) <= 1
+        assert not result.success or ground.pool.acted(call_id) == 1

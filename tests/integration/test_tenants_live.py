@@ -1,0 +1,119 @@
+"""Tenants on a real pool: a policy and a key take effect everywhere within two seconds, without a restart, on both sides of the queue."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode, OperatorError, ToolFailure
+from contract.tenancy import CommandRule, SandboxTerms, TenantPolicy
+from orchestrator.api_keys import ApiKeys
+from orchestrator.client import ToolClient
+from orchestrator.dispatcher import Dispatcher, Route
+from orchestrator.redis_connection import open_redis
+from orchestrator.sessions import Session
+from orchestrator.tenants import RedisTenants
+from tests.queue_by_hand import open_dispatcher
+from tests.stack import Stack
+
+pytestmark = pytest.mark.stack
+
+SOON_S = 2.0
+WRITES_ONLY = TenantPolicy(tools=("write_*",))
+NO_PUSH = TenantPolicy(commands=(CommandRule(action="deny", tool="bash_tool", argv_prefix=("git", "push")),))
+Call = Callable[[], Awaitable[ToolResult]]
+
+
+class Office:
+    """Tenants and keys of the stack, as an administrator sets them."""
+
+    def __init__(self, tenants: RedisTenants, keys: ApiKeys) -> None:
+        self.tenants = tenants
+        self.keys = keys
+
+    @contextlib.asynccontextmanager
+    async def default_has(self, policy: TenantPolicy) -> AsyncIterator[None]:
+        await self.tenants.replace("default", policy)
+        try:
+            yield
+        finally:
+            await self.tenants.replace("default", TenantPolicy())
+
+
+@pytest.fixture
+async def office(stack: Stack) -> AsyncIterator[Office]:
+    client = open_redis(stack.broker)
+    yield Office(RedisTenants(client, stack.broker.deployment), ApiKeys(client, stack.broker.deployment))
+    await client.aclose()
+
+
+async def seconds_until(call: Call, code: ErrorCode | None) -> float:
+    """How long it takes until the call ends with this code."""
+    started = time.monotonic()
+    while (await call()).error_code != code and time.monotonic() - started < 2 * SOON_S:
+        pass
+    return time.monotonic() - started
+
+
+async def past_all_checks(door: Dispatcher, session: Session, command: str) -> ToolResult:
+    """What a worker alone makes of a command: the dispatcher knows no tenants."""
+    call = ToolCall(id=f"tenant-{time.monotonic_ns()}", name="bash_tool", arguments={"command": command})
+    return await door.dispatch(call, Route(session.tenant, session.id, (await session.info()).queue))
+
+
+async def test_what_a_policy_forbids_is_refused_on_both_sides_within_two_seconds(stack: Stack, session: Session, office: Office) -> None:
+    async with open_dispatcher(stack.broker) as door:
+
+        async def sent() -> ToolResult:
+            return await session.call("bash_tool", {"command": "git push --help || true"})
+
+        async def smuggled() -> ToolResult:
+            return await past_all_checks(door, session, "git push --help || true")
+
+        for call in (smuggled, sent):
+            assert await seconds_until(call, None) < SOON_S
+        async with office.default_has(NO_PUSH):
+            for call in (smuggled, sent):
+                assert await seconds_until(call, ErrorCode.SECURITY_REFUSED) < SOON_S
+            assert (await session.exec(["true"])).returncode == 0
+            with pytest.raises(ToolFailure, match="commands with 'git push' are forbidden"):
+                await session.exec(["git", "push"])
+            await office.tenants.replace("default", WRITES_ONLY)
+            for call in (smuggled, sent):
+                assert await seconds_until(call, ErrorCode.PERMISSION_DENIED) < SOON_S
+            assert (await session.call("write_tool", {"file_path": "a.txt", "content": "a"})).success
+            with pytest.raises(ToolFailure, match="not allowed for tenant default"):
+                await session.exec(["true"])
+        for call in (smuggled, sent):
+            assert await seconds_until(call, None) < SOON_S
+
+
+async def test_a_class_that_no_host_has_opens_no_session(client: ToolClient, office: Office) -> None:
+    async with office.default_has(TenantPolicy(sandbox=SandboxTerms(tenant_class="nowhere"))):
+        started = time.monotonic()
+        told = ""
+        while not told and time.monotonic() - started < 2 * SOON_S:
+            try:
+                await (await client.open_session()).close()
+            except (ToolFailure, OperatorError) as failure:
+                told = str(failure)
+    assert "nowhere" in told
+
+
+async def test_a_key_opens_for_its_tenant_until_it_is_revoked(stack: Stack, office: Office) -> None:
+    await office.tenants.add("acme", TenantPolicy())
+    try:
+        made = await office.keys.add("acme")
+        async with ToolClient.connect(stack.redis_url, api_key=made.text) as client, await client.open_session() as session:
+            assert session.tenant == "acme"
+
+            async def call() -> ToolResult:
+                return await session.call("bash_tool", {"command": "true"})
+
+            assert await seconds_until(call, None) < SOON_S
+            await office.keys.revoke(made.id)
+            assert await seconds_until(call, ErrorCode.UNAUTHENTICATED) < SOON_S
+    finally:
+        await office.tenants.remove("acme")

@@ -1,0 +1,108 @@
+"""Redis behind TLS: a call goes through every client of both sides, and what is not the right server, or the right client, is refused."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolCall
+from contract.errors import BrokerUnavailable
+from contract.names import POOL_WEB
+from contract.settings import BrokerSettings
+from orchestrator.dispatcher import Route
+from orchestrator.pool_connection import open_pool
+from orchestrator.redis_connection import check_redis, open_redis
+from tests.redis_ground import Server, broker_for, open_counting_pool, open_server
+from tests.tls_ground import Authority, Pair, open_relay
+from workers.redis_connection import check_redis as check_redis_of_worker
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@dataclass(frozen=True)
+class Ground:
+    server: Server
+    ours: Authority
+    stranger: Authority
+    right: Pair
+    client: Pair
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    folder = tmp_path_factory.mktemp("tls")
+    ours, stranger = Authority(folder / "ours"), Authority(folder / "stranger")
+    with open_server() as server:
+        yield Ground(server, ours, stranger, ours.issue("right"), ours.issue("client"))
+
+
+def broker_at(ground: Ground, port: int, **fields: Any) -> BrokerSettings:
+    files = {"redis_ca": str(ground.ours.ca), **fields}
+    return broker_for(f"rediss://:{ground.server.password}@localhost:{port}/0", **{name: path for name, path in files.items() if path})
+
+
+async def refusals(broker: BrokerSettings) -> list[str]:
+    """What orchestrator and worker say of a Redis that they do not use."""
+    client = open_redis(broker)
+    try:
+        with pytest.raises(BrokerUnavailable) as refused:
+            await check_redis(client, broker)
+    finally:
+        await client.aclose()
+    with pytest.raises(BrokerUnavailable) as refused_there:
+        check_redis_of_worker(broker)
+    return [str(refused.value), str(refused_there.value)]
+
+
+async def test_a_call_goes_through_a_worker_when_both_show_their_certificate(ground: Ground) -> None:
+    with open_relay(ground.right, ground.server.port, ground.ours.ca) as relay, ground.server.client() as watch:
+        pair = {"redis_cert": str(ground.client.certificate), "redis_key": str(ground.client.key)}
+        broker = broker_at(ground, relay.port, **pair)
+        told = {f"TOOLCREW_{name.upper()}": path for name, path in {"redis_ca": str(ground.ours.ca), **pair}.items()}
+        with open_counting_pool(broker, broker.redis_url.get_secret_value(), watch, environment=told) as pool:
+            async with open_pool(broker, queue_wait_s=10) as opened:
+                call = ToolCall(id="c1", name="append_tool", arguments={"path": str(pool.marks)})
+                result = await opened.dispatcher.dispatch(call, Route("acme", None, POOL_WEB))
+            assert result.success, result
+            assert pool.acted("c1") == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "days", "word"),
+    [("DNS:other.example", 30, "Hostname mismatch"), ("DNS:localhost", -1, "certificate has expired")],
+    ids=["another host", "expired"],
+)
+async def test_a_certificate_that_is_not_the_hosts_or_has_expired_is_refused(ground: Ground, names: str, days: int, word: str) -> None:
+    pair = ground.ours.issue(f"wrong{days}", names, days)
+    with open_relay(pair, ground.server.port) as relay:
+        for said in await refusals(broker_at(ground, relay.port)):
+            assert word in said
+            assert "name the host of TOOLCREW_REDIS_URL" in said
+
+
+@pytest.mark.parametrize("authority", ["stranger", None])
+async def test_a_certificate_of_an_authority_that_is_not_trusted_is_refused(ground: Ground, authority: str | None) -> None:
+    with open_relay(ground.right, ground.server.port) as relay:
+        ca = str(ground.stranger.ca) if authority else ""
+        for said in await refusals(broker_at(ground, relay.port, redis_ca=ca)):
+            assert "CERTIFICATE_VERIFY_FAILED" in said
+            assert "TOOLCREW_REDIS_CA" in said
+
+
+async def test_who_shows_no_certificate_where_one_is_asked_for_is_told_which_settings(ground: Ground) -> None:
+    with open_relay(ground.right, ground.server.port, ground.ours.ca) as relay:
+        for said in await refusals(broker_at(ground, relay.port)):
+            assert "TOOLCREW_REDIS_CERT" in said
+
+
+async def test_a_file_that_is_not_there_is_told(ground: Ground, tmp_path: Path) -> None:
+    for said in await refusals(broker_at(ground, 1, redis_ca=str(tmp_path / "none.pem"))):
+        assert "TOOLCREW_REDIS_CA" in said or "does it run" in said
+
+
+async def test_no_password_is_in_any_of_these_sentences(ground: Ground) -> None:
+    with open_relay(ground.right, ground.server.port) as relay:
+        for said in await refusals(broker_at(ground, relay.port, redis_ca=str(ground.stranger.ca))):
+            assert ground.server.password not in said

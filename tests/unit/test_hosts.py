@@ -1,0 +1,286 @@
+"""What orchestrators and operators see of workers, and the order that takes one out of service."""
+
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from structlog.testing import capture_logs
+from typer.testing import CliRunner
+
+from contract.envelope import decode_call
+from contract.errors import BrokerUnavailable, ConfigError, OperatorError
+from contract.names import POOL_WEB, control_queue, host_key, hosts_key
+from contract.settings import BrokerSettings
+from contract.signing import SigningKeys
+from orchestrator import hosts as hosts_module
+from orchestrator.cli import app
+from orchestrator.hosts import RedisHosts, find_workers
+from orchestrator.redis_connection import open_redis
+from tests.builders import KEY
+from tests.conftest import RedisProcess
+from tests.fake_host import DEPLOYMENT, HostGround, build_report
+from workers.celery_state import parse_session_of
+from workers.control import ControlReader
+from workers.host_report import build_host_report, build_pool_report, find_free_memory
+
+QUEUE = "host.a.b1"
+
+
+@pytest.fixture
+def ground(redis_server: RedisProcess) -> HostGround:
+    return HostGround(redis_server)
+
+
+@pytest.fixture
+async def hosts(redis_server: RedisProcess) -> AsyncIterator[RedisHosts]:
+    client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
+    yield RedisHosts(client, DEPLOYMENT)
+    await client.aclose()
+
+
+async def test_living_workers_are_seen_and_those_that_report_no_more_are_not(ground: HostGround, hosts: RedisHosts) -> None:
+    for queue in ("host.b.b1", "host.a.b1"):
+        ground.reporter(queue).report(build_report(queue))
+    ground.redis.zadd(hosts_key(DEPLOYMENT), {"host.gone.b1": 1.0})
+    assert [report.queue for report in await hosts.reports()] == ["host.a.b1", "host.b.b1"]
+
+
+async def test_reports_are_read_again_only_when_they_are_old(
+    ground: HostGround, hosts: RedisHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await hosts.reports() == []
+    ground.reporter().report(build_report())
+    assert await hosts.reports() == []
+    monkeypatch.setattr(hosts_module, "FRESH_S", 0.0)
+    assert len(await hosts.reports()) == 1
+
+
+async def test_the_report_of_another_release_is_left_out_and_told_once(
+    ground: HostGround, hosts: RedisHosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    ground.reporter().report(build_report())
+    ground.redis.set(host_key(DEPLOYMENT, QUEUE), json.dumps({"queue": QUEUE, "slots": "many"}))
+    assert (await hosts.read(), await hosts.read()) == ([], [])
+    assert ["host_report_unreadable" in record.getMessage() for record in caplog.records] == [True]
+
+
+async def test_without_redis_nobody_is_known_and_it_is_said_so() -> None:
+    client = open_redis(BrokerSettings.model_validate({"redis_url": "redis://:x@127.0.0.1:1/0"}))
+    with pytest.raises(BrokerUnavailable, match="see that it is up"):
+        await RedisHosts(client, DEPLOYMENT).reports()
+    await client.aclose()
+
+
+def test_an_unknown_host_is_answered_with_the_known_ones() -> None:
+    reports = [build_report("host.a.b1"), build_report("pool.a.x", kind="web"), build_report("host.b.b1")]
+    assert [report.queue for report in find_workers(reports, "a")] == ["host.a.b1", "pool.a.x"]
+    assert [report.queue for report in find_workers(reports, "pool.a.x")] == ["pool.a.x"]
+    with pytest.raises(ConfigError, match="no worker of a host 'c' reports; there are: a, b"):
+        find_workers(reports, "c")
+    with pytest.raises(ConfigError, match="start one"):
+        find_workers([], "c")
+
+
+# --- the order to drain -----------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """The control list of a worker that obeys the order as `answer` says."""
+
+    def __init__(self, ground: HostGround, server: RedisProcess, queue: str = QUEUE, *others: str) -> None:
+        self.ground = ground
+        self.orders: list[bool] = []
+        self.refused: list[str] = []
+        self.refusal = threading.Event()
+        self.answers = True
+        self.queue = queue
+        self.reader = ControlReader(server.client(), (queue, *others), KEY, on_refused=self.note)
+        self.reader.serve_drain(self.drain)
+        self.reader.start()
+        ground.reporter(queue).report(build_report(queue, store="shared"))
+
+    def note(self, reason: str) -> None:
+        self.refused.append(reason)
+        self.refusal.set()
+
+    def drain(self, lossy: bool) -> bool:
+        self.orders.append(lossy)
+        if self.answers:
+            self.ground.reporter(self.queue).report(
+                build_report(self.queue, store="shared", draining=True, trouble="draining: 2 sessions left")
+            )
+        return self.answers
+
+
+@pytest.fixture
+def worker(ground: HostGround, redis_server: RedisProcess) -> Iterator[Worker]:
+    with capture_logs():
+        opened = Worker(ground, redis_server)
+        yield opened
+        opened.reader.stop()
+
+
+async def test_a_drain_begins_when_the_worker_says_so(worker: Worker, hosts: RedisHosts) -> None:
+    (report,) = await hosts.read()
+    await hosts.order_drain(report, KEY)
+    assert worker.orders == [False]
+
+
+async def test_an_order_that_is_not_taken_is_told(worker: Worker, hosts: RedisHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts_module, "TAKEN_S", 0.5)
+    worker.answers = False
+    (report,) = await hosts.read()
+    with pytest.raises(OperatorError, match="see the log of its worker"):
+        await hosts.order_drain(report, KEY)
+
+
+async def test_a_host_whose_files_would_be_lost_is_not_drained_unless_that_is_meant(worker: Worker, hosts: RedisHosts) -> None:
+    report = build_report(store="local")
+    with pytest.raises(ConfigError, match="set TOOLCREW_WORKSPACE_STORE"):
+        await hosts.order_drain(report, KEY)
+    assert worker.orders == []
+    await hosts.order_drain(report, KEY, lossy=True)
+    assert worker.orders == [True]
+
+
+async def test_an_order_for_another_worker_or_of_a_forger_drains_nobody(worker: Worker, hosts: RedisHosts, ground: HostGround) -> None:
+    other = build_report("host.b.b1", store="shared")
+    ground.reporter("host.b.b1").report(other.model_copy(update={"draining": True}))
+    await hosts.order_drain(other, KEY)
+    meant_for_b = ground.redis.rpop(control_queue("host.b.b1"))
+    assert isinstance(meant_for_b, bytes)
+    assert decode_call(meant_for_b.decode(), KEY)[0].arguments["queue"] == "host.b.b1"
+    ground.redis.lpush(control_queue(QUEUE), meant_for_b)
+    assert worker.refusal.wait(10)
+    worker.refusal.clear()
+    ground.reporter().report(build_report(store="shared", draining=True))
+    (report, *_) = await hosts.read()
+    await hosts.order_drain(report, SigningKeys.of("a guess"))
+    assert worker.refusal.wait(10)
+    assert (worker.refused, worker.orders) == (["wrong_task", "signature"], [])
+
+
+async def test_the_end_of_a_drain_is_told_apart_from_a_loss(worker: Worker, hosts: RedisHosts, ground: HostGround) -> None:
+    (report,) = await hosts.read()
+    await hosts.order_drain(report, KEY)
+    told = []
+    async for state, last in hosts.follow_drain(report):
+        told.append((state, last.trouble))
+        if state == "draining":
+            ground.reporter().leave("drained", report)
+    assert told == [("draining", "draining: 2 sessions left"), ("drained", "draining: 2 sessions left")]
+
+    ground.reporter().report(report)
+    ground.redis.delete(host_key(DEPLOYMENT, QUEUE))
+    assert [state async for state, _ in hosts.follow_drain(report)] == ["lost"]
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    monkeypatch.setenv("TOOLCREW_DEPLOYMENT", DEPLOYMENT)
+    monkeypatch.setenv("TOOLCREW_SECRET", "k" * 32)
+
+
+@pytest.mark.usefixtures("environment")
+def test_hosts_lists_each_worker_with_its_state_and_iso_times(ground: HostGround) -> None:
+    ground.reporter("host.a.b1").report(build_report("host.a.b1", sessions=3, max_sessions=10, busy=2))
+    ground.reporter("host.b.b1").report(build_report("host.b.b1", healthy=False))
+    ground.reporter("pool.a.x", pools=(POOL_WEB,)).report(build_report("pool.a.x", kind="web", draining=True))
+    ground.reporter("host.c.b1").report(build_report("host.c.b1"))
+    ground.reporter("host.c.b1").leave("parted", build_report("host.c.b1"))
+
+    shown = CliRunner().invoke(app, ["hosts"])
+    rows = json.loads(CliRunner().invoke(app, ["hosts", "--json"]).stdout)
+
+    assert shown.exit_code == 0
+    lines = [line.split() for line in shown.stdout.splitlines()]
+    assert lines[0][:5] == ["host", "kind", "state", "busy", "sessions"]
+    assert lines[1][:5] == ["a", "sandbox", "serving", "2/4", "3/10"]
+    assert [row["state"] for row in rows] == ["serving", "unhealthy", "restarting", "draining"]
+    assert rows[0]["started_at"] == "1970-01-01T00:00:01+00:00"
+    assert "process" not in rows[0]
+
+
+@pytest.mark.usefixtures("environment")
+def test_worker_status_tells_what_waits(ground: HostGround) -> None:
+    ground.reporter(pools=(POOL_WEB,)).report(build_report(pools=(POOL_WEB,), images=("python",)))
+    ground.redis.lpush(POOL_WEB, "one", "two")
+    (row,) = json.loads(CliRunner().invoke(app, ["worker", "status", "a", "--json"]).stdout)
+    assert row["waiting"] == {QUEUE: 0, POOL_WEB: 2}
+    shown = CliRunner().invoke(app, ["worker", "status"])
+    assert f"{QUEUE}: 0, {POOL_WEB}: 2" in shown.stdout
+    assert "images             python" in shown.stdout
+
+
+@pytest.mark.usefixtures("environment")
+def test_commands_say_what_is_missing(ground: HostGround) -> None:
+    assert "no worker reports: start one" in CliRunner().invoke(app, ["hosts"]).stdout
+    unknown = CliRunner().invoke(app, ["worker", "drain", "c"])
+    assert (unknown.exit_code, unknown.stderr) == (1, "toolcrew: no worker reports: start one (toolcrew worker start)\n")
+    ground.reporter().report(build_report())
+    local = CliRunner().invoke(app, ["worker", "drain", "a", "--json"])
+    assert local.exit_code == 1
+    assert json.loads(local.stdout)["error"]["code"] == "CONFIG_MISSING"
+
+
+@pytest.mark.usefixtures("environment")
+def test_worker_drain_gives_the_order(worker: Worker) -> None:
+    done = CliRunner().invoke(app, ["worker", "drain", "a", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout) == {"host": "a", "workers": [{"queue": QUEUE, "kind": "sandbox", "state": "draining"}]}
+    assert worker.orders == [False]
+
+
+def test_without_a_pool_there_are_no_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
+    done = CliRunner().invoke(app, ["hosts"])
+    assert done.exit_code == 1
+    assert "TOOLCREW_REDIS_URL is not set" in done.stderr
+
+
+# --- what a worker says of itself -----------------------------------------------------------------------------------------------
+
+
+def test_a_report_tells_what_sandboxd_says_and_its_silence() -> None:
+    status = {
+        "boot": "b1",
+        "sessions": 3,
+        "max_sessions": 9,
+        "classes": ["default"],
+        "images": ["python"],
+        "memory_free_bytes": 7,
+        "store": "shared",
+    }
+    own = {"host": "a", "queue": QUEUE, "worker": "w1", "slots": 4, "started_at": 1.0}
+    report = build_host_report(status, is_silent=False, **own)
+    assert (report.sessions, report.max_sessions, report.classes, report.memory_free_bytes, report.store) == (
+        3,
+        9,
+        ("default",),
+        7,
+        "shared",
+    )
+    assert report.healthy
+    assert report.trouble == ""
+    silent = build_host_report({"boot": "b1", "sessions": [], "classes": "default", "max_sessions": -3}, is_silent=True, **own)
+    assert (silent.healthy, silent.sessions, silent.max_sessions, silent.classes, silent.store) == (False, 0, 0, (), "local")
+    assert "see its log" in silent.trouble
+    assert silent.memory_free_bytes > 0
+
+
+def test_a_worker_without_sandboxes_reports_its_memory() -> None:
+    report = build_pool_report(host="a", queue="pool.a.x", worker="x", slots=2, started_at=1.0)
+    assert report.kind == "web"
+    assert report.memory_free_bytes == pytest.approx(find_free_memory(), rel=0.5)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, None, {"envelope": 7}, {"envelope": "v2.a.b"}, {"envelope": "v2.a.b.{"}, {"envelope": 'v2.a.b.{"context": []}'}]
+)
+def test_a_task_that_is_no_call_of_a_session_holds_no_session_up(arguments: object) -> None:
+    assert parse_session_of(arguments) is None

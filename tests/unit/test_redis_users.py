@@ -1,0 +1,176 @@
+"""The generated Redis users on a real server: what each role may not do, whatever else it does."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from typer.testing import CliRunner
+
+from contract import names
+from contract.errors import ConfigError
+from orchestrator.cli_redis import redis_app
+from orchestrator.redis_users import ROLES, build_users, hash_password
+from tests.redis_ground import Server, open_server
+
+LIMITED = ("orchestrator", "worker", "web", "flower")
+LOOKING_AROUND = (
+    "KEYS *",
+    "SCAN 0",
+    "RANDOMKEY",
+    "DBSIZE",
+    "MONITOR",
+    "PUBSUB CHANNELS",
+    "CLIENT LIST",
+    "SLOWLOG GET",
+    "ACL LIST",
+    "ACL WHOAMI",
+)
+CHANGING_REDIS = (
+    "FLUSHALL", "FLUSHDB", "CONFIG GET requirepass", "CONFIG SET dir /tmp", "SHUTDOWN NOSAVE", "DEBUG SLEEP 0", "REPLICAOF localhost 1",
+    "MODULE LIST", "ACL SETUSER me on nopass ~* +@all", "SWAPDB 0 1", "SCRIPT FLUSH", "SCRIPT KILL", "BGREWRITEAOF", "CLIENT KILL TYPE normal", "SAVE",
+)  # fmt: skip
+QUEUES = ("host.a.1", "host.a.1.control", "pool.web", "pool.tools", "pool.b.2.control")
+DEP = "default"
+KEYS = {
+    "host queue": "host.a.1",
+    "host control": names.control_queue("host.a.1"),
+    "web queue": "pool.web",
+    "result": names.result_key("ab12-c1"),
+    "unacknowledged": "unacked",
+    "api keys": names.api_keys_key(DEP),
+    "admission": f"{names.admission_prefix(DEP)}state",
+    "tenants": names.tenants_key(DEP),
+    "call": names.call_key(DEP, "acme", "c1"),
+    "blob": names.blob_key(DEP, "acme", "b1"),
+    "place": names.place_key(DEP, "acme", "s1"),
+    "web cache": f"toolcrew:{DEP}:acme:web:index",
+    "another deployment": names.tenants_key("other"),
+    "a key of a stranger": "somebody-elses",
+}
+REACHED = {
+    "orchestrator": KEYS.keys() - {"unacknowledged", "another deployment", "a key of a stranger"},
+    "worker": {"host queue", "host control", "result", "unacknowledged", "tenants", "call", "blob", "place"},
+    "web": {"web queue", "result", "unacknowledged", "tenants", "call", "blob", "place", "web cache"},
+    "flower": set[str](),
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with open_server(users=True) as opened:
+        yield opened
+
+
+def is_refused(client: "redis.Redis", *command: str) -> bool:
+    """Whether the user has no permission; any other answer counts as allowed."""
+    try:
+        client.execute_command(*command)
+    except redis.exceptions.NoPermissionError:
+        return True
+    except redis.exceptions.ResponseError:
+        return False
+    return False
+
+
+@pytest.mark.parametrize("role", LIMITED)
+def test_no_role_but_the_admin_looks_around_or_changes_the_server(server: Server, role: str) -> None:
+    with server.client(role) as client:
+        assert [command for command in LOOKING_AROUND + CHANGING_REDIS if not is_refused(client, *command.split())] == []
+        assert client.ping()
+
+
+@pytest.mark.parametrize("role", LIMITED)
+def test_a_role_reaches_the_keys_that_it_needs_and_no_others(server: Server, role: str) -> None:
+    with server.client(role) as client:
+        assert {what for what, key in KEYS.items() if not is_refused(client, "EXISTS", key)} == REACHED[role]
+
+
+@pytest.mark.parametrize("role", LIMITED)
+def test_a_script_reaches_no_more_than_its_user(server: Server, role: str) -> None:
+    with server.client(role) as client:
+        for source in ("return redis.call('GET', 'somebody-elses')", "return redis.call('KEYS', '*')", "return redis.call('FLUSHALL')"):
+            with pytest.raises(redis.exceptions.ResponseError, match="user executing the script can't"):
+                client.execute_command("EVAL", source, 0)
+
+
+def test_an_orchestrator_cannot_speak_on_the_control_channel(server: Server) -> None:
+    with server.client("orchestrator") as client:
+        assert is_refused(client, "PUBLISH", "/0.celery.pidbox", "x")
+        assert is_refused(client, "SUBSCRIBE", "/0.celery.pidbox")
+        assert is_refused(client, "PSUBSCRIBE", "*")
+        assert is_refused(client, "PSUBSCRIBE", "celery-task-meta-*")
+
+
+def test_an_orchestrator_hears_its_results_whatever_its_hub_is_called(server: Server) -> None:
+    with server.client("orchestrator") as client:
+        for hub in ("00ff12aa9b3c", "a7ff12aa9b3c", "ffff12aa9b3c"):
+            with client.pubsub() as heard:
+                heard.psubscribe(names.result_channel_pattern(hub))
+                told = heard.get_message(timeout=5)
+                assert told is not None
+                assert told["type"] == "psubscribe"
+
+
+def test_a_user_without_its_password_and_the_default_one_are_refused(server: Server) -> None:
+    for url in (f"redis://127.0.0.1:{server.port}", f"redis://worker:guess@127.0.0.1:{server.port}", f"redis://:x@127.0.0.1:{server.port}"):
+        with redis.Redis.from_url(url, socket_timeout=5) as client, pytest.raises(redis.exceptions.AuthenticationError):
+            client.ping()
+
+
+def test_the_admin_may_do_everything(server: Server) -> None:
+    with server.client("admin") as client:
+        assert not is_refused(client, "KEYS", "*")
+        assert not is_refused(client, "PUBLISH", "/0.celery.pidbox", "x")
+
+
+# The file
+
+
+def test_only_hashes_are_in_the_file_and_a_deployment_has_its_own_keys() -> None:
+    text = build_users("prod", {"worker": hash_password("hunter2")})
+    assert "hunter2" not in text
+    assert f"#{hash_password('hunter2')}" in text
+    assert "~toolcrew:prod:host:*" in text
+    assert "toolcrew:default" not in text
+    assert text.startswith("user default off ")
+
+
+def test_an_unknown_role_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"no role 'root': the roles are orchestrator, worker"):
+        build_users("default", {"root": "0" * 64})
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOOLCREW_DEPLOYMENT", "prod")
+    return tmp_path
+
+
+def test_the_command_writes_users_and_their_passwords_for_nobody_else_to_read(folder: Path) -> None:
+    ran = CliRunner().invoke(redis_app, [])
+    assert ran.exit_code == 0, ran.output
+    acl, passwords = folder / "users.acl", folder / "redis-passwords.env"
+    assert {path.stat().st_mode & 0o777 for path in (acl, passwords)} == {0o600}
+    told = dict(line.split("=", 1) for line in passwords.read_text().splitlines())
+    assert told.keys() == {f"TOOLCREW_REDIS_{role.upper()}_PASSWORD" for role in ROLES}
+    for password in told.values():
+        assert len(password) >= 32
+        assert password not in acl.read_text() + ran.output
+        assert hash_password(password) in acl.read_text()
+
+
+def test_the_command_overwrites_nothing(folder: Path) -> None:
+    (folder / "redis-passwords.env").write_text("mine")
+    ran = CliRunner().invoke(redis_app, [])
+    assert ran.exit_code == 1
+    assert not (folder / "users.acl").exists()
+    assert (folder / "redis-passwords.env").read_text() == "mine"
+
+
+def test_the_command_writes_the_roles_that_are_asked_for(folder: Path) -> None:
+    ran = CliRunner().invoke(redis_app, ["--role", "worker", "--role", "web", "--out", "w.acl", "--passwords", "w.env"])
+    assert ran.exit_code == 0, ran.output
+    lines = (folder / "w.acl").read_text().splitlines()
+    assert [line.split()[1] for line in lines] == ["default", "worker", "web"]

@@ -1,0 +1,102 @@
+"""The SDK for tenants: a client with an API key is its tenant's, until the key is revoked; models are told of what the tenant may use."""
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.names import catalog_key
+from contract.specs import Catalog
+from contract.tenancy import TenantPolicy
+from orchestrator.api_keys import ApiKeys
+from orchestrator.client import ToolClient
+from orchestrator.redis_connection import open_redis
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.tenants import RedisTenants
+from tests.builders import build_spec
+from tests.conftest import RedisProcess
+
+
+class House:
+    """A pool that publishes three tools, with the tenants acme and zeta; nobody serves its queues."""
+
+    def __init__(self, url: str) -> None:
+        self.settings = OrchestratorSettings(redis_url=SecretStr(url))
+        self.redis = open_redis(self.settings.broker())
+        self.tenants = RedisTenants(self.redis, "default")
+        self.keys = ApiKeys(self.redis, "default")
+
+    async def furnish(self) -> None:
+        specs = tuple(build_spec(name) for name in ("bash_tool", "grep_tool", "read_tool"))
+        await self.redis.set(catalog_key("default", "sandbox"), Catalog(tools=specs).model_dump_json())
+        await self.tenants.add("acme", TenantPolicy(tools=("read_*", "grep_tool")))
+        await self.tenants.add("zeta", TenantPolicy())
+
+    def connect(self, api_key: str | None = None, **fields: Any) -> AbstractAsyncContextManager[ToolClient]:
+        return ToolClient.connect(settings=self.settings, api_key=api_key, **fields)
+
+
+@pytest.fixture
+async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
+    house = House(redis_server.url)
+    await house.furnish()
+    yield house
+    await house.redis.aclose()
+
+
+async def refusal_of(connecting: AbstractAsyncContextManager[ToolClient]) -> ErrorCode:
+    with pytest.raises(ToolFailure) as refused:
+        async with connecting:
+            pass
+    return refused.value.code
+
+
+async def test_a_client_with_a_key_is_its_tenants(house: House) -> None:
+    async with house.connect((await house.keys.add("acme")).text) as client:
+        assert client.tenant == "acme"
+
+
+async def test_a_client_is_not_another_tenants_unless_its_role_is_for_all(house: House) -> None:
+    assert await refusal_of(house.connect((await house.keys.add("acme")).text, tenant="zeta")) is ErrorCode.PERMISSION_DENIED
+    async with house.connect((await house.keys.add("acme", "operator")).text, tenant="zeta") as client:
+        assert client.tenant == "zeta"
+
+
+async def test_a_session_is_not_another_tenants(house: House) -> None:
+    async with house.connect((await house.keys.add("acme")).text) as client:
+        with pytest.raises(ToolFailure) as refused:
+            await client.open_session(tenant="zeta")
+    assert refused.value.code is ErrorCode.PERMISSION_DENIED
+
+
+async def test_a_key_that_is_none_connects_nobody(house: House) -> None:
+    assert await refusal_of(house.connect("tc_0_none")) is ErrorCode.UNAUTHENTICATED
+
+
+async def test_a_key_that_was_revoked_opens_no_more_sessions(house: House) -> None:
+    made = await house.keys.add("acme")
+    async with house.connect(made.text) as client:
+        await house.keys.revoke(made.id)
+        client._credential._keys._known.clear()  # type: ignore[union-attr]
+        with pytest.raises(ToolFailure) as refused:
+            await client.open_session()
+    assert refused.value.code is ErrorCode.UNAUTHENTICATED
+
+
+async def test_models_are_told_of_the_tools_that_the_tenant_may_use(house: House) -> None:
+    async with house.connect(tenant="acme") as client:
+        assert [spec.name for spec in await client.tools()] == ["grep_tool", "read_tool"]
+        assert [spec.name for spec in await client.tools(["bash_tool", "read_tool"])] == ["read_tool"]
+    async with house.connect(tenant="zeta") as client:
+        assert [spec.name for spec in await client.tools()] == ["bash_tool", "grep_tool", "read_tool"]
+
+
+async def test_a_client_of_a_tenant_that_is_none_is_told_so(house: House) -> None:
+    async with house.connect(tenant="nobody") as client:
+        for work in (client.tools(), client.open_session()):
+            with pytest.raises(ToolFailure) as refused:
+                await work
+            assert refused.value.code is ErrorCode.UNKNOWN_TENANT

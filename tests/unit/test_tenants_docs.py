@@ -1,0 +1,49 @@
+"""docs/tenants.md: every command in it works as it stands there, in its order, and its table is the policy's."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from contract.tenancy import TenantPolicy
+from orchestrator.cli import app
+from orchestrator.policy_options import OPTIONS
+from tests.conftest import RedisProcess
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "tenants.md").read_text()
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+
+
+def test_every_command_of_the_page_works(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    monkeypatch.chdir(tmp_path)
+    [policy] = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "policy.json").write_text(policy)
+    runner, key_id = CliRunner(), "KEY_ID"
+    for command in COMMANDS:
+        done = runner.invoke(app, shlex.split(command.replace("KEY_ID", key_id))[1:])
+        assert done.exit_code == 0, f"{command}: {done.output}"
+        made = re.match(r"tc_([0-9a-f]{16})_", done.stdout)
+        key_id = made[1] if made is not None else key_id
+    assert len(COMMANDS) > 8
+
+
+def test_the_table_has_every_option_with_its_field_and_default() -> None:
+    rows = {row[0]: row[1:] for row in re.findall(r"^\| `--([\w-]+)` \| `([\w.]+)` \| ([^|]+) \|", PAGE, re.MULTILINE)}
+    assert {option: field for option, (field, _) in rows.items()} == {option: ".".join(path) for option, path in OPTIONS.items()}
+    defaults = TenantPolicy().model_dump(mode="json")
+    for option, (_, told) in rows.items():
+        value = defaults
+        for name in OPTIONS[option]:
+            value = value[name]
+        words = {"tools": "all", "rate": "no limit", "command-rule": "none", "class": "`default`"}.get(option, "as the class says")
+        expected = f"{value:,.0f}" if isinstance(value, int | float) else words
+        assert told.strip() == expected, option
+
+
+def test_the_file_of_the_page_is_a_policy() -> None:
+    [policy] = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    assert TenantPolicy.model_validate(json.loads(policy)).weight == 2

@@ -1,0 +1,81 @@
+"""What sandboxd is told of tenants between their calls."""
+
+import threading
+
+import pytest
+
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.tenancy import SandboxTerms, TenantPolicy
+from workers.sandbox_client import SandboxClient
+from workers.terms_watch import TermsWatch
+
+OPEN, CLOSED = SandboxTerms(tenant_class="open"), SandboxTerms(tenant_class="open", network="none")
+
+
+class Host(SandboxClient):
+    """A sandboxd that has sessions of these tenants; `told` in order."""
+
+    def __init__(self, *tenants: str) -> None:
+        super().__init__("/nonexistent")
+        self.tenants = list(tenants)
+        self.told: list[tuple[str, SandboxTerms]] = []
+
+    def sessions(self) -> list[dict[str, object]]:
+        return [{"name": f"{tenant}:{number}"} for tenant in self.tenants for number in range(2)]
+
+    def tell_terms(self, tenant: str, terms: SandboxTerms) -> int:
+        self.told.append((tenant, terms))
+        return 2
+
+
+class Book(dict[str, SandboxTerms | Exception]):
+    """Terms by tenant, or what asking for them raises."""
+
+    def policy(self, tenant: str) -> TenantPolicy:
+        found = self[tenant]
+        if isinstance(found, Exception):
+            raise found
+        return TenantPolicy(sandbox=found)
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host("acme", "umbrella")
+
+
+@pytest.fixture
+def book() -> Book:
+    return Book(acme=OPEN, umbrella=OPEN)
+
+
+@pytest.fixture
+def watch(host: Host, book: Book) -> TermsWatch:
+    return TermsWatch(lambda: host, book.policy, threading.Event())
+
+
+def test_terms_are_told_once_and_again_when_they_change(watch: TermsWatch, host: Host, book: Book) -> None:
+    assert (watch.look(host), watch.look(host)) == (2, 0)
+    book["acme"] = CLOSED
+    assert watch.look(host) == 1
+    assert host.told == [("acme", OPEN), ("umbrella", OPEN), ("acme", CLOSED)]
+
+
+def test_a_tenant_that_is_none_any_more_loses_its_network(watch: TermsWatch, host: Host, book: Book) -> None:
+    watch.look(host)
+    book["acme"] = ToolFailure(ErrorCode.UNKNOWN_TENANT, "no such tenant")
+    assert (watch.look(host), watch.look(host)) == (1, 0)
+    assert host.told[-1] == ("acme", CLOSED)
+
+
+def test_while_nobody_can_say_sandboxd_goes_by_what_it_was_told(watch: TermsWatch, host: Host, book: Book) -> None:
+    watch.look(host)
+    book["acme"], book["umbrella"] = BrokerUnavailable("Redis is away"), CLOSED
+    assert (watch.look(host), host.told[-1]) == (1, ("umbrella", CLOSED))
+
+
+def test_a_tenant_that_comes_back_is_told_of_again(watch: TermsWatch, host: Host) -> None:
+    watch.look(host)
+    host.tenants = ["umbrella"]
+    watch.look(host)
+    host.tenants = ["acme", "umbrella"]
+    assert (watch.look(host), host.told[-1]) == (1, ("acme", OPEN))

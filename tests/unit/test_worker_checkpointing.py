@@ -1,0 +1,169 @@
+"""Checkpoints that workers take by themselves: of what changed, when it is in nobody's way, and never of what is elsewhere."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from contract.errors import ErrorCode, ToolFailure
+from tests.conftest import RedisProcess
+from tests.fake_host import HostGround, MemorySandboxd
+from workers import checkpoints as checkpoints_module
+from workers.checkpointing import QUIET_S, CheckpointKeeper, Watched
+from workers.checkpoints import AutomaticCheckpoints
+from workers.host_watch import SessionRow, parse_rows
+
+
+class Host:
+    """A host whose keeper is asked to look, one round at a time."""
+
+    def __init__(self, ground: HostGround, every_s: float = 60.0) -> None:
+        self.ground = ground
+        self.sandboxd = MemorySandboxd()
+        self.stop = threading.Event()
+        places = ground.places()
+        self.checkpoints = AutomaticCheckpoints(places, ground.clock, self.stop)
+        self.keeper = CheckpointKeeper(self.sandboxd.client, places, self.checkpoints, every_s, self.stop)
+
+    def look(self) -> int:
+        with self.sandboxd.client() as client:
+            return self.keeper.look(client)
+
+    def add(self, name: str, **row: object) -> None:
+        self.sandboxd.add(name, **row)
+        self.ground.put_place(name)
+
+
+@pytest.fixture
+def host(redis_server: RedisProcess) -> Host:
+    return Host(HostGround(redis_server))
+
+
+def test_a_changed_session_is_kept_once_and_noted_in_its_place(host: Host) -> None:
+    host.add("acme:s1")
+    host.add("acme:unchanged", changed=False)
+    assert (host.look(), host.look()) == (1, 0)
+    place = host.ground.place("acme:s1")
+    assert (place.checkpoint, place.automatic) == ("c1", "c1")
+    assert place.checkpoint_at == pytest.approx(time.time(), abs=30)
+    assert host.ground.place("acme:unchanged").checkpoint == ""
+
+
+def test_a_session_is_not_kept_more_often_than_it_was_asked_for(host: Host) -> None:
+    host.add("acme:s1")
+    host.look()
+    host.sandboxd.rows["acme:s1"]["changed"] = True
+    assert (host.look(), host.sandboxd.kept) == (0, ["c1"])
+
+
+def test_the_checkpoint_before_is_deleted_when_nobody_restores_it_any_more(
+    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(HostGround(redis_server), every_s=0.001)
+    host.add("acme:s1")
+    host.look()
+    host.ground.places().note_explicit("acme:s1", "asked-for", 1.0)
+    host.sandboxd.rows["acme:s1"]["changed"] = True
+    time.sleep(0.01)
+    assert host.look() == 1
+    assert host.sandboxd.deleted == []
+
+    monkeypatch.setattr(checkpoints_module.time, "monotonic", lambda: float("inf"))
+    host.checkpoints.forget_superseded(host.sandboxd.client())
+
+    assert host.sandboxd.deleted == ["c1"]
+    assert host.ground.place("acme:s1").checkpoint == "c2"
+
+
+def test_sessions_without_a_place_of_ours_are_not_kept(host: Host) -> None:
+    host.sandboxd.add("acme:direct")
+    host.sandboxd.add("acme:elsewhere")
+    host.ground.put_place("acme:elsewhere", queue="host.b.b1")
+    assert host.look() == 0
+    assert host.sandboxd.kept == []
+
+
+def test_a_session_that_moved_while_it_was_kept_leaves_nothing(host: Host) -> None:
+    host.add("acme:s1")
+    host.sandboxd.before_checkpoint = lambda name: host.ground.put_place(name, queue="host.b.b1", fence=2, checkpoint="theirs")
+    assert host.look() == 0
+    assert host.sandboxd.deleted == ["c1"]
+    assert host.ground.place("acme:s1").checkpoint == "theirs"
+
+
+def test_one_session_that_cannot_be_kept_holds_up_no_other_and_is_tried_less_and_less(host: Host) -> None:
+    host.add("acme:full")
+    host.add("acme:fine")
+    host.sandboxd.refuse["acme:full"] = ToolFailure(ErrorCode.NO_SPACE, "the store is full")
+    with capture_logs() as logs:
+        assert (host.look(), host.look()) == (1, 0)
+    assert [entry["again_in_s"] for entry in logs if entry["event"] == "session_not_kept"] == [120.0]
+
+
+def test_no_more_sessions_are_packed_at_once_than_leave_room_for_calls(host: Host) -> None:
+    at_once, most, turn = [0], [0], threading.Lock()
+
+    def count(_: str) -> None:
+        with turn:
+            at_once[0] += 1
+            most[0] = max(most[0], at_once[0])
+        time.sleep(0.01)
+        with turn:
+            at_once[0] -= 1
+
+    host.sandboxd.before_checkpoint = count
+    for number in range(8):
+        host.add(f"acme:s{number}")
+    assert host.look() == 8
+    assert most[0] == 2
+
+
+def row(*, calls: int = 0, idle_s: float = 5.0) -> SessionRow:
+    return SessionRow("acme:s1", calls, 0, idle_s, True)
+
+
+@pytest.mark.parametrize(
+    ("changed_since_s", "seen", "is_due"),
+    [
+        (0.0, row(idle_s=QUIET_S), True),
+        (0.0, row(idle_s=0.1), False),
+        (60.0, row(idle_s=0.1), True),
+        (60.0, row(calls=1, idle_s=0.0), False),
+        (180.0, row(calls=1, idle_s=0.0), True),
+    ],
+)
+def test_calls_are_waited_for_but_not_for_ever(changed_since_s: float, seen: SessionRow, is_due: bool) -> None:
+    assert Watched(changed_at=1000.0 - changed_since_s).is_due(seen, 1000.0, 60.0) is is_due
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 30), st.booleans(), st.integers(0, 2), st.floats(0, 100)), max_size=60),
+    st.floats(1, 100),
+)
+def test_what_stays_changed_is_kept_within_three_times_the_interval_and_never_within_one(
+    looks: list[tuple[float, bool, int, float]], every_s: float
+) -> None:
+    watched, now, kept_at, changed_at = Watched(), 0.0, None, None
+    for step_s, changed, calls, idle_s in looks:
+        now += step_s
+        seen = SessionRow("acme:s1", calls, 0, idle_s, changed)
+        changed_at = (changed_at if changed_at is not None else now) if changed else None
+        watched.changed_at = changed_at
+        is_due = watched.is_due(seen, now, every_s)
+        if is_due:
+            assert changed
+            assert kept_at is None or now - kept_at >= every_s
+            watched.kept_at = kept_at = now
+            changed_at = None
+        elif changed_at is not None and now - changed_at >= 3 * every_s:
+            assert kept_at is not None
+            assert now - kept_at < every_s
+
+
+def test_a_row_that_says_nothing_of_changes_may_have_some() -> None:
+    (parsed,) = parse_rows([{"name": "acme:s1"}])
+    assert parsed == SessionRow("acme:s1", 0, 0, 0.0, True)
+    assert (parsed.tenant, parsed.session) == ("acme", "s1")

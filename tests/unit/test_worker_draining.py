@@ -1,0 +1,222 @@
+"""Draining a host: every session is kept as its last call left it, and goes on elsewhere; nothing waits for ever."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from structlog.testing import capture_logs
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.places import PlaceState
+from tests.conftest import RedisProcess
+from tests.fake_host import HostGround, MemorySandboxd
+from workers import draining
+from workers.checkpoints import AutomaticCheckpoints
+from workers.draining import Drain
+
+
+class Host:
+    """A host that drains. `at_work`: sessions with a call; asked for so often by now: `looks`."""
+
+    def __init__(self, ground: HostGround) -> None:
+        self.ground = ground
+        self.sandboxd = MemorySandboxd()
+        self.at_work: set[str] = set()
+        self.looks = threading.Semaphore(0)
+        self.stop = threading.Event()
+        self.places = ground.places()
+        checkpoints = AutomaticCheckpoints(self.places, ground.clock, self.stop)
+        self.drain = Drain(self.sandboxd.client, self.places, checkpoints, self.find_at_work, self.stop)
+        self.ended: list[bool] = []
+
+    def find_at_work(self) -> set[str]:
+        self.looks.release()
+        return self.at_work
+
+    def add(self, name: str, **place: object) -> None:
+        self.sandboxd.add(name)
+        self.ground.put_place(name, **place)
+
+    def begin(self, limit_s: float = 60.0, *, is_lossy: bool = False) -> threading.Thread:
+        thread = threading.Thread(target=lambda: self.ended.append(self.drain.run(limit_s, is_lossy=is_lossy)))
+        thread.start()
+        return thread
+
+    def run(self, limit_s: float = 60.0, *, is_lossy: bool = False) -> None:
+        thread = self.begin(limit_s, is_lossy=is_lossy)
+        thread.join(20)
+        assert self.ended == [True]
+
+
+@pytest.fixture
+def host(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    for name, value in {"LOOK_S": 0.02, "RETRY_S": 0.02, "QUIET_WAIT_S": 0.2, "POLL_S": 0.01}.items():
+        monkeypatch.setattr(draining, name, value)
+    opened = Host(HostGround(redis_server))
+    with capture_logs():
+        yield opened
+    opened.stop.set()
+
+
+def test_every_session_is_kept_and_waits_for_its_next_home(host: Host) -> None:
+    for number in range(9):
+        host.add(f"acme:s{number}", fence=number + 1)
+
+    host.run()
+
+    assert len(host.sandboxd.closed) == 9
+    assert not host.sandboxd.rows
+    for number in range(9):
+        place = host.ground.place(f"acme:s{number}")
+        assert (place.state, place.queue, place.fence) == (PlaceState.MOVING, "", number + 2)
+        assert host.sandboxd.kept_of[host.sandboxd.kept.index(place.checkpoint)] == f"acme:s{number}"
+
+
+def test_what_changed_while_a_session_was_kept_is_kept_too(host: Host) -> None:
+    host.add("acme:s1")
+    hold = host.places.hold
+
+    def hold_after_a_call(name: str, fence: int, seconds: float) -> int | None:
+        host.sandboxd.rows[name]["changed"] = True
+        return hold(name, fence, seconds)
+
+    host.places.hold = hold_after_a_call  # type: ignore[method-assign]
+    host.run()
+    assert host.sandboxd.kept == ["c1", "c2"]
+    assert host.ground.place("acme:s1").checkpoint == "c2"
+
+
+def test_what_has_not_changed_since_it_was_kept_is_not_kept_again(host: Host) -> None:
+    host.add("acme:s1", checkpoint="before")
+    host.sandboxd.rows["acme:s1"]["changed"] = False
+    host.run()
+    assert host.sandboxd.kept == []
+    assert host.ground.place("acme:s1").checkpoint == "before"
+
+
+def test_a_session_whose_call_runs_is_served_until_it_has_ended(host: Host) -> None:
+    host.add("acme:busy")
+    host.add("acme:idle")
+    host.at_work.add("acme:busy")
+    thread = host.begin()
+    for _ in range(40):
+        assert host.looks.acquire(timeout=20)
+    place = host.ground.place("acme:busy")
+    assert (place.state, place.fence) == (PlaceState.OPEN, 1)
+    assert host.sandboxd.closed == ["acme:idle"]
+
+    host.at_work.clear()
+    thread.join(20)
+    assert host.ended == [True]
+    assert set(host.sandboxd.closed) == {"acme:busy", "acme:idle"}
+
+
+def test_a_session_that_is_never_quiet_is_held_and_served_again_until_a_hold_finds_it_quiet(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(draining, "QUIET_WAIT_S", 0.03)
+    host.add("acme:busy")
+    host.at_work.add("acme:busy")
+    thread = host.begin()
+    until = time.monotonic() + 20
+    while host.ground.place("acme:busy").fence < 3:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert host.sandboxd.closed == []
+    host.at_work.clear()
+    thread.join(20)
+    assert host.ended == [True]
+    assert host.sandboxd.closed == ["acme:busy"]
+
+
+def test_a_session_that_cannot_be_kept_is_told_and_goes_from_its_last_checkpoint_at_the_deadline(host: Host) -> None:
+    host.add("acme:full", checkpoint="older")
+    host.add("acme:fine")
+    host.sandboxd.refuse["acme:full"] = ToolFailure(ErrorCode.NO_SPACE, "the store is full")
+    thread = host.begin(limit_s=1.0)
+    until = time.monotonic() + 20
+    while "1 sessions left; 1 cannot be kept, such as full: the store is full" not in host.drain.trouble:
+        assert time.monotonic() < until
+        assert thread.is_alive()
+        time.sleep(0.01)
+    assert host.ground.place("acme:full").state is PlaceState.OPEN, "until then it is served"
+    thread.join(20)
+    place = host.ground.place("acme:full")
+    assert host.ended == [True]
+    assert (place.state, place.queue, place.checkpoint) == (PlaceState.MOVING, "", "older")
+    assert sorted(host.sandboxd.closed) == ["acme:fine", "acme:full"]
+
+
+def test_a_call_that_does_not_end_holds_the_drain_up_until_its_deadline_only(host: Host) -> None:
+    host.add("acme:busy")
+    host.at_work.add("acme:busy")
+    thread = host.begin(limit_s=0.1)
+    until = time.monotonic() + 20
+    while host.sandboxd.rows:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    host.at_work.clear()
+    thread.join(20)
+    assert host.ended == [True]
+    assert host.ground.place("acme:busy").state is PlaceState.MOVING
+
+
+def test_with_a_store_of_its_own_a_lossy_drain_keeps_nothing(host: Host) -> None:
+    host.add("acme:s1")
+    host.run(is_lossy=True)
+    place = host.ground.place("acme:s1")
+    assert host.sandboxd.kept == []
+    assert (place.state, place.queue, place.checkpoint) == (PlaceState.MOVING, "", "")
+
+
+def test_sessions_of_others_are_left_alone(host: Host) -> None:
+    host.add("acme:elsewhere", queue="host.b.b1")
+    host.add("acme:opening", state="moving", moving_until=9e9)
+    host.sandboxd.add("acme:direct")
+    host.run()
+    assert host.sandboxd.closed == []
+    assert host.sandboxd.kept == []
+
+
+def test_a_session_that_is_closed_while_it_is_kept_leaves_no_checkpoint(host: Host) -> None:
+    host.add("acme:s1")
+    host.sandboxd.before_checkpoint = host.ground.drop_place
+    host.run()
+    assert host.sandboxd.kept == ["c1"]
+    assert host.sandboxd.deleted == ["c1"]
+
+
+def test_an_open_that_is_on_its_way_is_waited_for(host: Host) -> None:
+    host.at_work.add("acme:new")
+    thread = host.begin()
+    for _ in range(5):
+        assert host.looks.acquire(timeout=20)
+    assert not host.ended
+    host.add("acme:new")
+    host.at_work.clear()
+    thread.join(20)
+    assert host.ended == [True]
+    assert host.sandboxd.closed == ["acme:new"]
+
+
+def test_a_worker_that_is_stopped_in_the_midst_of_a_drain_says_so(host: Host) -> None:
+    host.add("acme:busy")
+    host.at_work.add("acme:busy")
+    thread = host.begin()
+    host.stop.set()
+    thread.join(20)
+    assert host.ended == [False]
+
+
+def test_a_silent_sandboxd_holds_a_drain_up_and_does_not_end_it(host: Host) -> None:
+    host.add("acme:s1")
+    host.sandboxd.silent = True
+    thread = host.begin()
+    time.sleep(0.1)
+    assert not host.ended
+    host.sandboxd.silent = False
+    thread.join(20)
+    assert host.ended == [True]
+    assert host.sandboxd.closed == ["acme:s1"]

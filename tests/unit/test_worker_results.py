@@ -1,0 +1,163 @@
+"""Where answers go: stored, published and noted as done in one step, for nobody when the call was sent again, and never lost to an outage."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+from pydantic import SecretStr
+from structlog.testing import capture_logs
+
+from contract.ledger import CallRecord, CallState, parse_record
+from contract.names import call_key, result_key
+from contract.settings import BrokerSettings
+from tests.conftest import RedisProcess
+from workers.app import build_app
+from workers.result_backend import Answer, Ending
+
+KEY = call_key("d", "acme", "c1")
+ENCODED = {"v": 2, "call_id": "c1", "success": True, "data": [[{"output": "secret"}]]}
+
+
+class Desk:
+    """A worker's app that stores answers as Celery has it done, and what lies in Redis then."""
+
+    def __init__(self, server: RedisProcess) -> None:
+        self.app: Celery = build_app(BrokerSettings(redis_url=SecretStr(server.url)))
+        self.client = server.client()
+
+    def store(self, attempt: int = 1, *, has_run: bool = True, code: str = "") -> None:
+        ending = Ending(KEY, attempt, code, "c0ffee") if has_run else None
+        self.app.backend.mark_as_done("h-c1", Answer(ENCODED, ending), store_result=True)
+
+    def write(self, state: CallState, attempt: int = 1) -> None:
+        self.client.hset(KEY, mapping={"state": state, "attempt": attempt})
+
+    def record(self) -> CallRecord | None:
+        return parse_record(self.client.hgetall(KEY))  # type: ignore[arg-type]
+
+    def stored(self) -> Any:
+        text: Any = self.client.get(result_key("h-c1"))
+        return json.loads(text) if text else None
+
+    def close(self) -> None:
+        self.client.close()
+        self.app.close()
+
+
+@pytest.fixture
+def desk(redis_server: RedisProcess) -> Iterator[Desk]:
+    with capture_logs():
+        opened = Desk(redis_server)
+        yield opened
+        opened.close()
+
+
+def test_an_answer_is_stored_published_and_its_call_done(desk: Desk) -> None:
+    desk.write(CallState.RUNNING)
+    with desk.client.pubsub() as heard:
+        heard.psubscribe("celery-task-meta-h*")
+        assert heard.get_message(timeout=5)
+        desk.store(code="TIMEOUT")
+        message = heard.get_message(timeout=5)
+    stored, record = desk.stored(), desk.record()
+    assert (stored["status"], stored["result"], stored["task_id"]) == ("SUCCESS", ENCODED, "h-c1")
+    assert message is not None
+    assert json.loads(message["data"]) == stored
+    assert record is not None
+    assert (record.state, record.code, record.sandbox) == (CallState.DONE, "TIMEOUT", "c0ffee")
+    assert record.ended_at > 0
+    assert 0 < desk.client.ttl(result_key("h-c1")) <= 3600
+    assert desk.client.ttl(KEY) > 3600
+
+
+def test_the_answer_of_an_attempt_that_was_given_up_is_stored_for_nobody(desk: Desk) -> None:
+    """It would be taken for the answer of the attempt that is on its way."""
+    desk.write(CallState.QUEUED, attempt=2)
+    desk.store(attempt=1)
+    record = desk.record()
+    assert record is not None
+    assert (desk.stored(), record.state, record.attempt) == (None, CallState.QUEUED, 2)
+
+
+@pytest.mark.parametrize(("state", "has_run"), [(CallState.QUEUED, False), (CallState.FORBIDDEN, False), (CallState.FORBIDDEN, True)])
+def test_a_call_that_was_not_run_is_answered_and_its_record_left(desk: Desk, state: CallState, has_run: bool) -> None:
+    desk.write(state)
+    desk.store(has_run=has_run)
+    record = desk.record()
+    assert record is not None
+    assert (desk.stored()["result"], record.state) == (ENCODED, state)
+
+
+def test_a_call_that_redis_has_forgotten_is_done_all_the_same(desk: Desk) -> None:
+    desk.store()
+    record = desk.record()
+    assert record is not None
+    assert record.state is CallState.DONE
+
+
+def test_a_record_that_is_none_of_ours_keeps_no_answer_back(desk: Desk) -> None:
+    desk.client.set(KEY, "a text")
+    desk.store()
+    assert desk.stored()["result"] == ENCODED
+
+
+def test_what_celery_shows_of_an_answer_has_nothing_of_its_record() -> None:
+    answer = Answer(ENCODED, None)
+    assert answer == {"v": 2, "call_id": "c1", "success": True}
+    assert "secret" not in repr(answer)
+
+
+@pytest.mark.parametrize("state", ["SUCCESS", "FAILURE"])
+def test_an_answer_outlives_a_redis_that_is_away(desk: Desk, redis_server: RedisProcess, state: str) -> None:
+    desk.store()
+    desk.client.flushall()
+    redis_server.stop()
+    storing = threading.Thread(
+        target=desk.store if state == "SUCCESS" else lambda: desk.app.backend.mark_as_failure("h-c1", ValueError("x")), daemon=True
+    )
+    storing.start()
+    storing.join(0.5)
+    assert storing.is_alive()
+    redis_server.start()
+    storing.join(20)
+    assert desk.stored()["status"] == state
+
+
+@pytest.mark.parametrize(
+    ("spoil", "mend"),
+    [
+        (lambda client: client.config_set("maxmemory", 1), lambda client: client.config_set("maxmemory", 0)),
+        (lambda client: client.replicaof("127.0.0.1", 1), lambda client: client.replicaof("NO", "ONE")),
+    ],
+    ids=["full", "a replica"],
+)
+def test_an_answer_outlives_a_redis_that_takes_no_writes(
+    desk: Desk, spoil: Callable[["redis.Redis"], Any], mend: Callable[["redis.Redis"], Any]
+) -> None:
+    spoil(desk.client)
+    storing = threading.Thread(target=desk.store, daemon=True)
+    try:
+        storing.start()
+        storing.join(0.3)
+        assert storing.is_alive()
+    finally:
+        mend(desk.client)
+    storing.join(20)
+    assert desk.stored()["result"] == ENCODED
+
+
+def test_an_answer_that_redis_never_takes_costs_no_slot(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is raised here, a pool of threads takes for its own end: the slot would be gone with the result."""
+    monkeypatch.setattr(desk.app.backend, "max_retries", 2)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise redis.ResponseError("READONLY You can't write against a read only replica.")
+
+    monkeypatch.setattr(desk.app.backend, "_store", refuse, raising=False)
+    with capture_logs() as logs:
+        desk.store()
+    assert [line["event"] for line in logs] == ["result_lost"]

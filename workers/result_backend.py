@@ -1,0 +1,107 @@
+"""Where a worker's results go: an answer is stored, published, and its call noted as done in one step, tried again until Redis takes it."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import structlog
+from celery.backends.redis import RedisBackend, SentinelBackend
+from redis.exceptions import RedisError
+
+from contract.ledger import CALL_TTL_S
+from contract.names import result_key
+
+log = structlog.get_logger(__name__)
+
+# KEYS: result, call. ARGV: the stored text, its ttl; attempt ("" when the call has not run), ttl of the call, code, sandbox. 0: nobody wants it.
+_STORE = """
+if ARGV[3] ~= '' then
+  local known = redis.pcall('HMGET', KEYS[2], 'attempt', 'state')
+  if not known.err then
+    if known[1] and known[1] ~= ARGV[3] then return 0 end
+    if known[2] ~= 'forbidden' then
+      local time = redis.call('TIME')
+      redis.call('HSET', KEYS[2], 'state', 'done', 'attempt', ARGV[3], 'code', ARGV[5], 'sandbox', ARGV[6],
+        'ended_at', string.format('%d.%06d', time[1], time[2]))
+      redis.call('EXPIRE', KEYS[2], ARGV[4])
+    end
+  end
+end
+redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+redis.call('PUBLISH', KEYS[1], ARGV[1])
+return 1
+"""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A call that has run. `key`: of its record in the ledger; `code`: "" when it succeeded; `sandbox`: "" when it had none."""
+
+    key: str
+    attempt: int
+    code: str
+    sandbox: str
+
+
+class Answer(dict[str, Any]):
+    """What a task gives back: to Celery, its events and its log a few harmless fields, to the caller the whole record.
+
+    `ending` None: the call was not run, and its record in the ledger stays as it is.
+    """
+
+    def __init__(self, encoded: Mapping[str, Any], ending: Ending | None) -> None:
+        super().__init__({name: value for name, value in encoded.items() if name not in ("data", "kept")})
+        self.encoded = encoded
+        self.ending = ending
+
+
+class _Results(RedisBackend):
+    """Stores answers its own way, everything else as Celery does. Never raises for a Redis that does not take a result: on a pool of threads that
+    would cost the slot as well."""
+
+    _store: Any = None
+    _ensure_retryable: Callable[[Callable[[], object]], object]
+    """Celery's own loop, with the pauses of the app's settings."""
+    expires: int
+
+    def store_result(self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None, **options: Any) -> Any:
+        try:
+            if isinstance(result, Answer):
+                self._ensure_retryable(partial(self._store_answer, task_id, result))
+            else:
+                super().store_result(task_id, result, state, traceback, request, **options)
+        except RedisError as error:
+            log.error("result_lost", task=task_id, error=str(error))
+        return result
+
+    def exception_safe_to_retry(self, exc: Exception) -> bool:
+        # Also what Redis itself says: that it is full, loading, or has become a replica passes.
+        return isinstance(exc, RedisError)
+
+    def _store_answer(self, task_id: str, answer: Answer) -> None:
+        ended = datetime.now(UTC).isoformat()
+        text = json.dumps(
+            {"status": "SUCCESS", "result": answer.encoded, "traceback": None, "children": [], "date_done": ended, "task_id": task_id}
+        )
+        ending, key = answer.ending, result_key(task_id)
+        keys = [key, ending.key if ending is not None else key]
+        noted = [ending.attempt, CALL_TTL_S, ending.code, ending.sandbox] if ending is not None else ["", 0, "", ""]
+        if self._store is None:
+            self._store = self.client.register_script(_STORE)
+        if not self._store(keys=keys, args=[text, self.expires, *noted]):
+            # The call was sent again meanwhile, and whoever waits for it waits for that attempt's answer.
+            log.warning("late_answer_dropped", task=task_id)
+
+
+class ResultBackend(_Results):
+    """In the Redis of the URL."""
+
+
+class SentinelResultBackend(_Results, SentinelBackend):
+    """In the master that sentinels name."""
+
+
+BACKENDS = {scheme: f"{__name__}:ResultBackend" for scheme in ("redis", "rediss")} | {"sentinel": f"{__name__}:SentinelResultBackend"}
