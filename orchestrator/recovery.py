@@ -1,5 +1,7 @@
 """Has a call made, whoever dies meanwhile: sent to where its session lives by now, sent again when that is safe, and else an honest error."""
 
+import asyncio
+import time
 from typing import NoReturn, Protocol
 
 from contract.calls import ToolResult
@@ -14,8 +16,12 @@ from orchestrator.transport import CallLost, DeliveryFailed, NotSent
 
 log = get_logger(__name__)
 
-MAX_RESENDS = 10
-"""How often a call that was never taken, because its session had moved, is sent to where it lives by then."""
+RESEND_S = 30.0
+"""How long a call that nobody took is sent again: its session has moved, or its host is just being restarted."""
+LONGEST_PAUSE_S = 2.0
+NOT_TAKEN = frozenset({"moved", "broker", "sandboxd"})
+"""Why a worker says (metadata `not_run`) that a call was not run, though it may be a moment later: its session is elsewhere, Redis did not answer, or the
+host's sandboxd does not."""
 
 
 class CallBook(Protocol):
@@ -35,31 +41,34 @@ class Recovery:
         self._ledger = ledger
 
     async def carry(self, errand: Errand) -> ToolResult:
-        """The one result of the call. Only an idempotent tool's call that may have acted is sent again, MAX_ATTEMPTS times in all."""
-        attempt, resends = 1, 0
+        """The one result of the call. Only an idempotent tool's call that may have acted is sent again, MAX_ATTEMPTS times in all; one that nobody took is
+        sent again for RESEND_S."""
+        attempt, until = 1, _Patience()
         home = await self._find(errand)
         while True:
-            target = home or POOL_QUEUES[errand.spec.pool]
             try:
-                result = await self._carrier.carry(errand, target, attempt)
+                result = await self._carrier.carry(errand, home or POOL_QUEUES[errand.spec.pool], attempt)
             except NotSent as refused:
                 if refused.reason == "duplicate" or home is None:
                     raise _repeated() from None
-                resends = _count(resends, home)
+                if not await until.wait():
+                    raise _never_taken(home.queue) from None
                 home = await self._refresh(errand, home, is_lost=refused.reason == "host_lost")
                 continue
             except CallLost as lost:
                 attempt = await self._sent_again(errand, attempt, lost)
                 home = await self._refresh(errand, home, is_lost=True) if home is not None else None
                 continue
-            if home is None or result.metadata.get("not_run") != "moved":
-                return result
-            # Nothing has run: its host found that the session is elsewhere.
-            resends = _count(resends, home)
-            if not await self._ledger.renew(errand.context.tenant, errand.call.id, attempt):
+            if not await self._may_go_again(errand, attempt, result, until):
                 return result
             attempt += 1
-            home = await self._refresh(errand, home, is_lost=False)
+            home = await self._refresh(errand, home, is_lost=False) if home is not None else None
+
+    async def _may_go_again(self, errand: Errand, attempt: int, result: ToolResult, until: "_Patience") -> bool:
+        """Whether a worker's answer only says that the call was not run there, or what it did was lost and may be done again."""
+        is_repeatable = result.metadata.get("lost") is True and errand.spec.idempotent and attempt < MAX_ATTEMPTS
+        is_untaken = result.metadata.get("not_run") in NOT_TAKEN
+        return (is_untaken or is_repeatable) and await until.wait() and await self._ledger.renew(errand.context.tenant, errand.call.id, attempt)
 
     async def _find(self, errand: Errand) -> Home | None:
         if not errand.is_sticky:
@@ -95,12 +104,29 @@ class Recovery:
         )
 
 
-def _count(resends: int, home: Home) -> int:
-    if resends >= MAX_RESENDS:
-        raise DeliveryFailed(
-            ErrorCode.HOST_LOST, f"the call was not run: its session moved {resends} times while it was sent, last from {home.queue}"
-        )
-    return resends + 1
+class _Patience:
+    """Waits a little longer each time, RESEND_S in all from the first one on."""
+
+    def __init__(self) -> None:
+        self._until: float | None = None
+        self._pause_s = 0.0
+
+    async def wait(self) -> bool:
+        """False when it is used up."""
+        now = time.monotonic()
+        self._until = self._until or now + RESEND_S
+        if now + self._pause_s > self._until:
+            return False
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * 2 or 0.05)
+        return True
+
+
+def _never_taken(queue: str) -> DeliveryFailed:
+    return DeliveryFailed(
+        ErrorCode.HOST_LOST,
+        f"the call was not run: for {RESEND_S:g} s its session was never where it was sent, last to {queue}; see `toolcrew hosts`",
+    )
 
 
 def _repeated() -> DeliveryFailed:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from contract.clock import SharedClock
+from contract.errors import ErrorCode, ToolFailure
 from contract.hosts import holder_name
 from contract.registry import ToolRegistry
 from contract.settings import BrokerSettings
@@ -42,7 +43,7 @@ def _meet(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     until = time.monotonic() + 20
     while len(list(folder.iterdir())) < arguments["count"]:
         if time.monotonic() > until:
-            return Outcome("alone")
+            raise ToolFailure(ErrorCode.TIMEOUT, "nobody else came")
         time.sleep(0.02)
     return Outcome("met")
 

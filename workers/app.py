@@ -11,6 +11,7 @@ from celery.signals import worker_ready, worker_shutdown
 from contract.errors import ConfigError, RefusalReason
 from contract.settings import BrokerSettings
 from workers.broker_transport import INTAKE, Intake, register_transport
+from workers.celery_words import hide_bodies
 from workers.remote_control import restrict_remote_control
 from workers.result_backend import BACKENDS
 
@@ -110,6 +111,7 @@ def run_worker(
     """Run a worker on these queues until it is told to stop, as the Celery node `node`@<host name>. `on_ready` once it consumes,
     `on_stop` at its end. Ends the process when Celery asks for an exit code other than 0."""
     restrict_remote_control()
+    hide_bodies()
     worker_ready.connect(lambda **_: on_ready(), weak=False)
     worker_shutdown.connect(lambda **_: on_stop(), weak=False)
     # What `celery worker` does; that command loads Celery's whole command line and Flower's with it, which costs time and memory.

@@ -32,7 +32,9 @@ def hold(ground: Ground, blows: list[Blow], terms: Terms = TERMS) -> None:
 
     report = play(ground, blows, terms, SEED, _say)
 
-    assert report.wrong == [], ground.last_words()
+    if report.wrong:
+        _say(ground.last_words())
+        pytest.fail("\n".join(report.wrong), pytrace=False)
     assert report.verdict is not None
     assert report.verdict.succeeded > 0
 

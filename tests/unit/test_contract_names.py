@@ -31,15 +31,20 @@ def test_no_other_key_passes_for_a_blob(key: str) -> None:
 
 
 def test_keys_of_two_tenants_or_two_calls_never_meet() -> None:
-    keys = [names.run_marker_key("d", tenant, call) for tenant in ("a", "b") for call in ("1", "2")]
+    keys = [names.call_key("d", tenant, call) for tenant in ("a", "b") for call in ("1", "2")]
     keys += [names.blob_key("d", tenant, call) for tenant in ("a", "b") for call in ("1", "2")]
     keys += [names.catalog_key(deployment, pool) for deployment in ("d", "e") for pool in names.CATALOG_POOLS]
     keys += [names.catalog_names_key(deployment, pool) for deployment in ("d", "e") for pool in names.CATALOG_POOLS]
     assert len(set(keys)) == len(keys)
 
 
-def test_a_hub_hears_its_own_results_and_no_others() -> None:
+def test_a_hub_hears_its_own_results_and_those_of_few_others() -> None:
     pattern = names.result_channel_pattern("abc123")
     assert pattern.endswith("*")
     assert names.result_key("abc123-call").startswith(pattern[:-1])
-    assert not names.result_key("abc1234-call").startswith(pattern[:-1])
+    assert not names.result_key("bac123-call").startswith(pattern[:-1])
+
+
+def test_a_tenant_cannot_name_the_keys_of_another_by_its_sessions_name() -> None:
+    """Neither names nor ids have a colon."""
+    assert names.place_key("d", "a", "s") not in (names.place_key("d", "a:session", "s"), names.tenant_sessions_key("d", "a"))

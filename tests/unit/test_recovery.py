@@ -13,6 +13,7 @@ from contract.errors import ErrorCode
 from contract.ledger import CallState
 from contract.names import call_key, host_key
 from contract.signing import ResultSeal
+from orchestrator import recovery
 from orchestrator.call_ledger import CallLedger
 from orchestrator.dispatcher import Dispatcher, Pool, Route
 from orchestrator.places import Places
@@ -147,10 +148,42 @@ async def test_a_call_that_its_host_refused_because_the_session_had_moved_is_sen
     assert [context.attempt for _, context in ground.fleet.calls] == [1, 2]
 
 
-async def test_a_call_does_not_follow_a_session_for_ever(client: "redis.asyncio.Redis") -> None:
+async def test_a_call_does_not_follow_a_session_for_ever(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "RESEND_S", 0.3)
     ground = Ground(client, *(NotSent("moved") for _ in range(99)))
     result = await ground.call("acts")
-    assert (result.error_code, "moved 10 times" in str(result.error)) == (ErrorCode.HOST_LOST, True)
+    assert (result.error_code, "was not run" in str(result.error)) == (ErrorCode.HOST_LOST, True)
+    assert 2 <= len(ground.fleet.calls) <= 9
+
+
+@pytest.mark.parametrize("reason", ["broker", "sandboxd"])
+async def test_a_call_that_a_worker_could_not_begin_is_sent_again_whatever_its_tool(client: "redis.asyncio.Redis", reason: str) -> None:
+    def refuse(call: ToolCall) -> ToolResult:
+        return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": reason})
+
+    ground = Ground(client, refuse, refuse)
+    assert (await ground.call("acts")).success
+    assert [context.attempt for _, context in ground.fleet.calls] == [1, 2, 3]
+
+
+async def test_a_call_that_came_too_late_is_not_sent_again(client: "redis.asyncio.Redis") -> None:
+    def refuse(call: ToolCall) -> ToolResult:
+        return ToolResult.failed(call, ErrorCode.TIMEOUT, "too late", metadata={"not_run": "expired"})
+
+    ground = Ground(client, refuse)
+    assert (await ground.call("acts")).error_code is ErrorCode.TIMEOUT
+    assert len(ground.fleet.calls) == 1
+
+
+@pytest.mark.parametrize(("tool", "sent"), [("safe", 2), ("acts", 1)])
+async def test_a_call_during_which_the_hosts_sandboxd_died_is_sent_again_only_when_that_is_safe(
+    client: "redis.asyncio.Redis", tool: str, sent: int
+) -> None:
+    def lose(call: ToolCall) -> ToolResult:
+        return ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, "sandboxd is gone", metadata={"lost": True})
+
+    ground = Ground(client, lose)
+    assert ((await ground.call(tool)).success, len(ground.fleet.calls)) == (sent == 2, sent)
 
 
 async def test_a_call_id_that_was_used_is_not_run_again(client: "redis.asyncio.Redis") -> None:
