@@ -17,6 +17,7 @@ NAMES = (
     "whole_path",
     "throughput",
     "fairness",
+    "simulator",
     "in_flight",
     "session_start",
     "pool_refill",

@@ -87,7 +87,7 @@ class LocalStack:
         sandboxd_socket = self._folder / "sandboxd.sock"
         place = {"TOOLCREW_SANDBOXD_SOCKET": str(sandboxd_socket)}
         # Not the broker's: sandboxd neither speaks to Redis nor checks signatures.
-        nothing = {"TOOLCREW_REDIS_URL": "", "TOOLCREW_SECRET": ""}
+        nothing = {"TOOLCREW_REDIS_URL": "", "TOOLCREW_SECRET": "", "TOOLCREW_SECRETS_PREVIOUS": ""}
         broker.signing_keys()  # says now, not at the first call, that nothing can be signed
         place |= await self._start_egress(nothing)
         await self._start_python("sandboxd", "workers.sandboxd", {**place, **nothing, **self._sandboxd_environment()})
@@ -185,12 +185,16 @@ class LocalStack:
         port, password = _free_port(), secrets.token_urlsafe(12)
         environment = {
             **FLOWER_OPTIONS,
-            "CELERY_BROKER_URL": redis_url,
+            **self._settings.for_children(),
+            "TOOLCREW_REDIS_URL": redis_url,
+            # It signs nothing.
+            "TOOLCREW_SECRET": "",
+            "TOOLCREW_SECRETS_PREVIOUS": "",
             "FLOWER_ADDRESS": "127.0.0.1",
             "FLOWER_PORT": str(port),
             "FLOWER_BASIC_AUTH": f"toolcrew:{password}",
         }
-        await self._supervisor.start(ChildPlan("flower", (python(), "-m", "celery", "flower"), environment, signal.SIGKILL))
+        await self._supervisor.start(ChildPlan("flower", (python(), "-m", "orchestrator.flower"), environment, signal.SIGKILL))
         return f"http://toolcrew:{password}@127.0.0.1:{port}/"
 
     async def _until_redis_ready(self, broker: BrokerSettings) -> None:

@@ -97,6 +97,7 @@ class Publisher:
         self._pool: Any = client.connection_pool
         self._deployment = deployment
         self._clock = clock
+        self._connection: Any = None
         self._is_closed = False
         self._letters: list[_Letter] = []
         self._sending: asyncio.Task[None] | None = None
@@ -146,6 +147,7 @@ class Publisher:
         if self._sending is not None:
             self._sending.cancel()
             await asyncio.wait({self._sending})
+        await self._give_back()
         _fail(self._letters, _Unanswered(ConnectionError("the client was closed"), may_be_sent=False))
 
     def _command(self, delivery: Delivery, message: str) -> tuple[Any, ...]:
@@ -182,7 +184,7 @@ class Publisher:
 
     async def _send(self, letters: Sequence[_Letter]) -> None:
         try:
-            connection = await self._pool.get_connection()
+            connection = await self._open_connection()
         except (RedisError, OSError) as error:
             _fail(letters, _Unanswered(error, may_be_sent=False))
             return
@@ -195,7 +197,20 @@ class Publisher:
         finally:
             if not is_clean:
                 # An answer that is still on its way would be taken for that to the next command.
-                await connection.disconnect(nowait=True)
+                await self._give_back()
+
+    async def _open_connection(self) -> Any:
+        """The connection that is kept, for to get one from the pool costs as much as to publish. One that has ended, as far as is known, is replaced."""
+        if self._connection is not None and (not self._connection.is_connected or await self._connection.can_read()):
+            await self._give_back()
+        if self._connection is None:
+            self._connection = await self._pool.get_connection()
+        return self._connection
+
+    async def _give_back(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.disconnect(nowait=True)
             await self._pool.release(connection)
 
     async def _exchange(self, connection: Any, letters: Sequence[_Letter]) -> None:

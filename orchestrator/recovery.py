@@ -66,7 +66,7 @@ class Recovery:
 
     async def _may_go_again(self, errand: Errand, attempt: int, result: ToolResult, until: "_Patience") -> bool:
         """Whether a worker's answer only says that the call was not run there, or what it did was lost and may be done again."""
-        is_repeatable = result.metadata.get("lost") is True and errand.spec.idempotent and attempt < MAX_ATTEMPTS
+        is_repeatable = result.metadata.get("outcome_lost") is True and errand.spec.idempotent and attempt < MAX_ATTEMPTS
         is_untaken = result.metadata.get("not_run") in NOT_TAKEN
         return (is_untaken or is_repeatable) and await until.wait() and await self._ledger.renew(errand.context.tenant, errand.call.id, attempt)
 

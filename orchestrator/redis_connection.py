@@ -53,7 +53,7 @@ def _open_pool(broker: BrokerSettings) -> BlockingConnectionPool:
         **broker.tls_options(),
     }
     if broker.is_sentinel:
-        sentinel = Sentinel(broker.addresses, sentinel_kwargs=broker.sentinel_options())
-        return _BlockingSentinelPool(broker.redis_sentinel_master, sentinel, ssl=broker.is_tls, **options)
+        sentinel = Sentinel(broker.addresses, sentinel_kwargs=broker.sentinel_options())  # type: ignore[no-untyped-call]
+        return _BlockingSentinelPool(broker.redis_sentinel_master, sentinel, ssl=broker.is_tls, **options)  # type: ignore[no-untyped-call]
     host, port = broker.addresses[0]
     return BlockingConnectionPool(connection_class=SSLConnection if broker.is_tls else Connection, host=host, port=port, **options)

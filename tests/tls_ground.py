@@ -97,7 +97,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer.write(data)
             await writer.drain()
     except OSError:
-        pass  # noqa: S110  # either end went away: so does the other
+        pass  # either end went away: so does the other
     finally:
         writer.close()
 

@@ -65,6 +65,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
         accept_content=["json"],
         result_accept_content=["json"],
         worker_send_task_events=True,
+        worker_consumer="workers.event_batches:BatchingConsumer",
         task_send_sent_event=False,
         worker_max_tasks_per_child=500,
         worker_max_memory_per_child=256 * 1024,

@@ -11,7 +11,7 @@ from contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFa
 from contract.tenancy import SandboxTerms
 from workers.call_events import CallEvents, Unwatched
 from workers.guest_answers import GuestNonsense, Told, parse_error, parse_told
-from workers.sandbox_client import GuestResponse, SandboxClient, sandbox_id
+from workers.sandbox_client import GuestResponse, SandboxClient, SandboxdAway, sandbox_id
 from workers.tools.base import OnData
 
 log = structlog.get_logger(__name__)
@@ -88,6 +88,8 @@ class SandboxBench(Bench):
     sandbox_lost: str | None = None
     workspace_kept: bool = False
     _name: str = field(init=False, default="")
+    _has_asked: bool = field(init=False, default=False)
+    """Whether a request of this call has been carried out: then a later one that was not sent leaves a call that has acted in part."""
 
     def __post_init__(self) -> None:
         if self.context.session is None:
@@ -95,7 +97,11 @@ class SandboxBench(Bench):
         self._name = sandbox_id(self.context.tenant, self.context.session)
 
     def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
-        response = self.client.call(self._name, request, body, call_id=self.call.id, on_data=on_data, terms=self.terms)
+        try:
+            response = self.client.call(self._name, request, body, call_id=self.call.id, on_data=on_data, terms=self.terms)
+        except SandboxdAway as away:
+            raise SandboxdAway(str(away), was_sent=away.was_sent or self._has_asked) from away
+        self._has_asked = True
         try:
             told = parse_told(request, response.done)
         except GuestNonsense as nonsense:

@@ -18,7 +18,7 @@ from contract.tenancy import SandboxTerms
 from workers.bench import Bench, SandboxBench
 from workers.call_events import CallEvents, Unwatched
 from workers.interrupts import CallInterrupted
-from workers.sandbox_client import SandboxClient
+from workers.sandbox_client import SandboxClient, SandboxdAway
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 
 log = structlog.get_logger(__name__)
@@ -26,7 +26,9 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 NOT_RUN = "not_run"
-"""In a result's metadata: why the call cannot have acted (expired, moved, broker). No tool's own metadata has it."""
+"""In a result's metadata: why the call cannot have acted (expired, moved, broker, sandboxd). No tool's own metadata has it."""
+LOST = "outcome_lost"
+"""As well: true when the call may have acted, and nobody can say so any more."""
 
 
 class CallRepeated(Exception):
@@ -193,6 +195,8 @@ class Executor:
         call = bench.call
         try:
             result = self._result(call, self._handled(prepared.tool, prepared.arguments, bench), bench)
+        except SandboxdAway as away:
+            return _sandboxd_away(call, away)
         except (ToolFailure, OperatorError) as error:
             result = _failed(call, error, bench.news())
         if prepared.aliases:
@@ -222,7 +226,7 @@ class Executor:
             output=(outcome.output or "") + bench.news() if bench.news() else outcome.output,
             error=error,
             error_code=outcome.error_code,
-            metadata={name: value for name, value in outcome.metadata.items() if name != NOT_RUN},
+            metadata={name: value for name, value in outcome.metadata.items() if name not in (NOT_RUN, LOST)},
             truncated=outcome.truncated,
             blob=blob,
             spill=outcome.spill,
@@ -242,6 +246,15 @@ def _failed(call: ToolCall, error: ToolFailure | OperatorError, news: str = "") 
         log.error("call_not_served", tool=call.name, call=call.id, code=error.code.value, error=str(error))
     metadata = dict(error.metadata) if isinstance(error, ToolFailure) else {}
     return ToolResult.failed(call, error.code, str(error) + news, metadata=metadata)
+
+
+def _sandboxd_away(call: ToolCall, away: SandboxdAway) -> ToolResult:
+    """The result of a call whose host's sandboxd went away: whoever dispatched it may have it made again, if it has not acted or may act twice."""
+    log.error("sandboxd_away", tool=call.name, call=call.id, was_sent=away.was_sent, error=str(away))
+    if not away.was_sent:
+        return _not_run(ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, str(away)), "sandboxd")
+    words = f"{away}; the call may or may not have acted: look before you repeat it"
+    return ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, words, metadata={LOST: True})
 
 
 def _refusal(call: ToolCall, claim: Claim) -> ToolResult:

@@ -62,7 +62,7 @@ def _open(broker: BrokerSettings, **timing: Any) -> "redis.Redis":
 
 def _open_pool(broker: BrokerSettings, options: dict[str, Any]) -> ConnectionPool:
     if broker.is_sentinel:
-        sentinel = Sentinel(broker.addresses, sentinel_kwargs=broker.sentinel_options())
-        return SentinelConnectionPool(broker.redis_sentinel_master, sentinel, ssl=broker.is_tls, **options)
+        sentinel = Sentinel(broker.addresses, sentinel_kwargs=broker.sentinel_options())  # type: ignore[no-untyped-call]
+        return SentinelConnectionPool(broker.redis_sentinel_master, sentinel, ssl=broker.is_tls, **options)  # type: ignore[no-untyped-call]
     host, port = broker.addresses[0]
     return ConnectionPool(connection_class=SSLConnection if broker.is_tls else Connection, host=host, port=port, **options)

@@ -64,17 +64,20 @@ local now = tonumber(redis.call('TIME')[1])
 for i = 4, #KEYS, 2 do count(KEYS[i], KEYS[i + 1], ARGV[1], nil, now, tonumber(ARGV[6])) end
 if ARGV[3] == 'parted' then redis.call('SET', KEYS[1], ARGV[4], 'EX', ARGV[5]) else redis.call('DEL', KEYS[1]) end
 if ARGV[3] == 'drained' then redis.call('ZREM', KEYS[2], ARGV[1]) end
+-- As if it had not reported for long: whoever looks after lost hosts does so now.
+if ARGV[3] == 'gone' then redis.call('ZADD', KEYS[2], now - ARGV[6] - 1, ARGV[1]) end
 return 'left'
 """
 )
 
-# KEYS: report. ARGV: its worker. Removes the report of a worker that is known to be gone, unless another reports by now.
+# KEYS: report, all hosts. ARGV: its worker, its queue, seconds that reports live. Removes the report of a worker that is known to be gone, unless another reports by now.
 _DISMISS = (
     _LUA
     + """
 local last = redis.call('GET', KEYS[1])
-if last and worker_of(last) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
-return 0
+if not last or worker_of(last) ~= ARGV[1] then return 0 end
+redis.call('ZADD', KEYS[2], redis.call('TIME')[1] - ARGV[3] - 1, ARGV[2])
+return redis.call('DEL', KEYS[1])
 """
 )
 
@@ -152,7 +155,8 @@ class Incarnations:
 
     def dismiss(self, report: HostReport) -> None:
         """It is gone: have what is left in its queue looked after now."""
-        self._dismiss(keys=[host_key(self._deployment, report.queue)], args=[report.worker])
+        keys = [host_key(self._deployment, report.queue), hosts_key(self._deployment)]
+        self._dismiss(keys=keys, args=[report.worker, report.queue, HOST_TTL_S])
 
 
 def _parsed(data: Any) -> HostReport | None:

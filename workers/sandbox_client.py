@@ -27,6 +27,14 @@ def sandbox_id(tenant: str, session: str) -> str:
     return f"{tenant}:{session}"
 
 
+class SandboxdAway(SandboxUnavailable):
+    """sandboxd cannot be reached, or went away. `was_sent`: the request may have been carried out."""
+
+    def __init__(self, message: str, *, was_sent: bool) -> None:
+        super().__init__(message)
+        self.was_sent = was_sent
+
+
 @dataclass(frozen=True)
 class GuestResponse:
     """What a request to the guest gave: its `done` fields and the bytes of each stream."""
@@ -43,6 +51,7 @@ class SandboxClient:
         self._sock: socket.socket | None = None
         self._decoder = FrameDecoder(MAX_DOWN)
         self._waiting: list[Frame] = []
+        self._was_sent = False
 
     def open(
         self,
@@ -116,6 +125,7 @@ class SandboxClient:
         with self._errors():
             sock = self._connected()
             sock.settimeout(timeout_s)
+            self._was_sent = True
             sock.sendall(first)
             for at in range(_BODY_CHUNK, len(body), _BODY_CHUNK):
                 sock.sendall(_encoded({"verb": "data"}, body[at : at + _BODY_CHUNK]))
@@ -177,6 +187,7 @@ class SandboxClient:
         with self._errors():
             sock = self._connected()
             sock.settimeout(timeout_s)
+            self._was_sent = True
             sock.sendall(_encoded(header, b""))
             return self._next(time.monotonic() + timeout_s)
 
@@ -210,17 +221,21 @@ class SandboxClient:
     @contextlib.contextmanager
     def _errors(self) -> Any:
         """A connection that failed in the middle is of no more use: drop it, and say what to check."""
+        self._was_sent = False
         try:
             yield
         except TimeoutError as error:
             self.disconnect()
-            raise SandboxUnavailable(
+            raise SandboxdAway(
                 f"sandboxd at {self._path} gave no answer in time: the host is busy, or the session is still being brought back; try again, and see "
-                "sandboxd's log when it stays so"
+                "sandboxd's log when it stays so",
+                was_sent=self._was_sent,
             ) from error
         except (OSError, FrameError) as error:
             self.disconnect()
-            raise SandboxUnavailable(f"sandboxd does not answer at {self._path} ({error}): is it running on this host?") from error
+            raise SandboxdAway(
+                f"sandboxd does not answer at {self._path} ({error}): is it running on this host?", was_sent=self._was_sent
+            ) from error
         except BaseException:
             self.disconnect()
             raise
@@ -256,6 +271,8 @@ def _checked(header: Mapping[str, Any]) -> dict[str, Any]:
     """The answer, or the failure it tells as an exception."""
     if header.get("ok") is not True:
         code, message = str(header.get("code")), str(header.get("message"))
+        if header.get("is_ending") is True:
+            raise SandboxdAway(message, was_sent=False)
         if code == ErrorCode.SANDBOX_UNAVAILABLE.value:
             raise SandboxUnavailable(message)
         raise ToolFailure(_code(code), message)

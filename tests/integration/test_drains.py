@@ -11,11 +11,14 @@ from docker import APIClient
 from pydantic import SecretStr
 
 from contract.errors import ErrorCode
+from contract.hosts import HostReport
 from orchestrator.client import ToolClient
+from orchestrator.hosts import RedisHosts
+from orchestrator.redis_connection import open_redis
 from orchestrator.sessions import Session
 from orchestrator.settings import OrchestratorSettings
 from tests.host_ground import Ground, open_ground
-from tests.stack import TOOLCREW, UP_S, eventually
+from tests.stack import TOOLCREW, UP_S, eventually, wait_until
 
 SESSIONS = 4
 
@@ -23,7 +26,25 @@ SESSIONS = 4
 @pytest.fixture(scope="module")
 def ground(engine: APIClient) -> Iterator[Ground]:
     with open_ground(engine, "a", "b") as opened:
+        wait_until(lambda: all(report.healthy for report in reports(opened)), UP_S, opened.last_words)
         yield opened
+
+
+def settings_of(ground: Ground) -> OrchestratorSettings:
+    return OrchestratorSettings(redis_url=SecretStr(ground.redis_url), deployment=ground.deployment)
+
+
+def reports(ground: Ground) -> list[HostReport]:
+    """Of all workers that live."""
+
+    async def read() -> list[HostReport]:
+        client = open_redis(ground.broker)
+        try:
+            return await RedisHosts(client, ground.deployment).read()
+        finally:
+            await client.aclose()
+
+    return asyncio.run(read())
 
 
 def toolcrew(ground: Ground, *arguments: str) -> Any:
@@ -59,9 +80,7 @@ class Writer:
 
 
 async def test_a_killed_worker_s_sessions_go_on_where_they_were_with_all_their_files(ground: Ground) -> None:
-    settings = OrchestratorSettings(redis_url=SecretStr(ground.redis_url), deployment=ground.deployment)
-    await eventually(lambda: all(host["state"] == "serving" for host in toolcrew(ground, "hosts")), UP_S, ground.last_words)
-    async with ToolClient.connect(settings=settings) as client:
+    async with ToolClient.connect(settings=settings_of(ground)) as client:
         session = await client.open_session()
         home = (await session.info()).host
         assert (await session.call("bash_tool", {"command": "echo kept > file; cd /tmp; X=7"})).success
@@ -85,9 +104,7 @@ async def test_a_killed_worker_s_sessions_go_on_where_they_were_with_all_their_f
 
 
 async def test_a_host_that_is_drained_under_load_loses_no_call_and_no_file(ground: Ground) -> None:
-    settings = OrchestratorSettings(redis_url=SecretStr(ground.redis_url), deployment=ground.deployment)
-    await eventually(lambda: all(host["state"] == "serving" for host in toolcrew(ground, "hosts")), UP_S, ground.last_words)
-    async with ToolClient.connect(settings=settings) as client:
+    async with ToolClient.connect(settings=settings_of(ground)) as client:
         writers = [Writer(await client.open_session()) for _ in range(SESSIONS)]
         writing = [asyncio.create_task(writer.run()) for writer in writers]
         await eventually(lambda: all(len(writer.written) > 3 for writer in writers), UP_S, "all write")
@@ -106,5 +123,5 @@ async def test_a_host_that_is_drained_under_load_loses_no_call_and_no_file(groun
             numbers = (await writer.session.read_file("numbers")).decode().split()
             assert numbers == [str(number) for number in writer.written]
             await writer.session.close()
-    assert [host["host"] for host in toolcrew(ground, "hosts")] == ["b"]
+    assert [report.host for report in await asyncio.to_thread(reports, ground)] == ["b"]
     assert ground.process("a.worker").ends[-1] == 0, "a supervisor does not start it again"

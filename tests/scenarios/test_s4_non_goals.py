@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ConfigError, ErrorCode
+from contract.errors import ConfigError
 from contract.functions import CallContext, tool
 from orchestrator import Agent, LocalTools, as_tool
 from orchestrator.dialects.native import NativeDialect
@@ -16,7 +16,7 @@ from tests.builders import build_call, build_context
 from tests.fakes import MemoryBlobs, MemoryLedger
 from workers.custom.calls import CustomCalls
 from workers.custom.loading import load_custom_tools
-from workers.executor import Executor
+from workers.executor import CallRepeated, Executor
 from workers.tools.base import WorkerRegistry, WorkerTool
 
 
@@ -63,8 +63,9 @@ async def test_s4_35_no_result_is_cached_the_same_call_runs_again() -> None:
     local = [await tools.run_call(build_call("look", call_id=call_id, place="here")) for call_id in ("a", "b")]
     served = [worker.execute(build_call("look", call_id=call_id, place="here"), build_context()) for call_id in ("a", "b")]
     assert [result.output for result in [*local, *served]] == ["1", "2", "3", "4"]
-    # Nor is a repetition of one call answered from memory: it is refused.
-    assert worker.execute(build_call("look", call_id="b", place="here"), build_context()).error_code is ErrorCode.OUTCOME_UNKNOWN
+    # Nor is a repetition of one call answered from memory: it is dropped.
+    with pytest.raises(CallRepeated):
+        worker.execute(build_call("look", call_id="b", place="here"), build_context())
     assert len(runs) == 4
 
 

@@ -98,7 +98,7 @@ def client(redis_server: RedisProcess) -> Iterator["redis.Redis"]:
         yield opened
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[])
+@settings(max_examples=50, deadline=None)
 @given(steps=STEPS)
 def _compare(client: "redis.Redis", steps: list[tuple[Any, ...]]) -> None:
     pair = Pair(client)

@@ -88,18 +88,18 @@ def test_more_slots_are_given_out_when_more_workers_tell_of_themselves(ground: G
 
 
 def test_seconds_are_shared_out_by_weight(ground: Ground) -> None:
-    used = play(ground, {"heavy": TenantPolicy(weight=3), "light": TenantPolicy()}, {"heavy": 0.2, "light": 0.2}, for_s=30)
+    used = play(ground, {"heavy": TenantPolicy(weight=3), "light": TenantPolicy()}, {"heavy": 0.5, "light": 0.5}, for_s=40)
     assert share(used, "heavy") == pytest.approx(0.75, rel=0.05)
 
 
 def test_seconds_are_shared_out_and_not_calls(ground: Ground) -> None:
-    used = play(ground, {"quick": TenantPolicy(), "slow": TenantPolicy()}, {"quick": 0.1, "slow": 0.7}, for_s=30)
+    used = play(ground, {"quick": TenantPolicy(), "slow": TenantPolicy()}, {"quick": 0.25, "slow": 0.75}, for_s=30)
     assert share(used, "quick") == pytest.approx(0.5, rel=0.05)
 
 
 def test_a_tenant_that_was_away_has_saved_nothing_up(ground: Ground) -> None:
-    seconds = {"stayed": 0.2, "came": 0.2}
-    play(ground, {"stayed": TenantPolicy()}, seconds, for_s=30)
+    seconds = {"stayed": 0.25, "came": 0.25}
+    play(ground, {"stayed": TenantPolicy()}, seconds, for_s=15)
     used = play(ground, {"stayed": TenantPolicy(), "came": TenantPolicy()}, seconds, for_s=10)
     assert share(used, "came") == pytest.approx(0.5, rel=0.1)
 
@@ -107,7 +107,7 @@ def test_a_tenant_that_was_away_has_saved_nothing_up(ground: Ground) -> None:
 def test_a_tenant_that_comes_and_goes_with_every_call_gets_no_more_than_its_share(ground: Ground) -> None:
     """It seldom has a call waiting when one of its calls has ended: its use must be remembered all the same."""
     policies = {"heavy": TenantPolicy(weight=9), "fleeting": TenantPolicy()}
-    used = play(ground, policies, {"heavy": 0.2, "fleeting": 0.2}, for_s=20, callers={"heavy": 24, "fleeting": 2})
+    used = play(ground, policies, {"heavy": 0.4, "fleeting": 0.4}, for_s=30, callers={"heavy": 24, "fleeting": 2})
     assert share(used, "fleeting") == pytest.approx(0.1, abs=0.03)
 
 

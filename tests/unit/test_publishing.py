@@ -133,7 +133,9 @@ async def test_two_tenants_may_use_one_call_id(publisher: Publisher, server: "re
     assert server.llen(QUEUE) == 2
 
 
-async def test_a_renewed_call_is_sent_again_once_and_nothing_of_the_lost_attempt_is_left(publisher: Publisher, server: "redis.Redis") -> None:
+async def test_a_renewed_call_is_sent_again_once_and_nothing_of_the_lost_attempt_is_left(
+    publisher: Publisher, server: "redis.Redis"
+) -> None:
     await publisher.publish(delivery(), "hub-task")
     server.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2, "holder": "host.a.b00t/w1", "started_at": "5"})
     second = delivery(attempt=2)
@@ -143,7 +145,9 @@ async def test_a_renewed_call_is_sent_again_once_and_nothing_of_the_lost_attempt
     assert (noted.attempt, noted.state, noted.holder, noted.started_at) == (2, CallState.QUEUED, "", 0.0)
 
 
-@pytest.mark.parametrize("fields", [{"state": "running", "attempt": 2}, {"state": "queued", "attempt": 3}, {"state": "queued", "attempt": 1}])
+@pytest.mark.parametrize(
+    "fields", [{"state": "running", "attempt": 2}, {"state": "queued", "attempt": 3}, {"state": "queued", "attempt": 1}]
+)
 async def test_an_attempt_that_the_ledger_does_not_expect_is_not_sent(
     publisher: Publisher, server: "redis.Redis", fields: dict[str, Any]
 ) -> None:
@@ -184,9 +188,30 @@ async def test_a_call_that_is_cancelled_before_its_turn_is_not_sent(publisher: P
     assert [json.loads(item)["headers"]["id"] for item in server.lrange(QUEUE, 0, -1)] == ["hub-3", "hub-1"]
 
 
-@pytest.mark.parametrize("maxmemory", [1024])
-async def test_a_full_redis_refuses_the_call_and_keeps_nothing_of_it(publisher: Publisher, server: "redis.Redis", maxmemory: int) -> None:
-    server.config_set("maxmemory", maxmemory)
+async def test_after_a_restart_of_redis_the_next_call_is_sent(publisher: Publisher, redis_server: RedisProcess) -> None:
+    await publisher.publish(delivery("c1"), "hub-1")
+    await asyncio.to_thread(redis_server.stop)
+    await asyncio.to_thread(redis_server.start)
+    await publisher.publish(delivery("c2"), "hub-2")
+    with redis_server.client() as client:
+        assert client.llen(QUEUE) == 2
+
+
+async def test_it_is_known_that_nothing_is_sent_over_a_connection_that_has_ended(
+    publisher: Publisher, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "SEND_PATIENCE_S", 0.1)
+    await publisher.publish(delivery("c1"), "hub-1")
+    await asyncio.to_thread(redis_server.stop)
+    try:
+        with pytest.raises(BrokerUnavailable, match="was not sent"):
+            await asyncio.wait_for(publisher.publish(delivery("c2"), "hub-2"), 20)
+    finally:
+        await asyncio.to_thread(redis_server.start)
+
+
+async def test_a_full_redis_refuses_the_call_and_keeps_nothing_of_it(publisher: Publisher, server: "redis.Redis") -> None:
+    server.config_set("maxmemory", 1024)
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
             await publisher.publish(delivery(), "hub-task")

@@ -180,7 +180,7 @@ async def test_a_call_during_which_the_hosts_sandboxd_died_is_sent_again_only_wh
     client: "redis.asyncio.Redis", tool: str, sent: int
 ) -> None:
     def lose(call: ToolCall) -> ToolResult:
-        return ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, "sandboxd is gone", metadata={"lost": True})
+        return ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, "sandboxd is gone", metadata={"outcome_lost": True})
 
     ground = Ground(client, lose)
     assert ((await ground.call(tool)).success, len(ground.fleet.calls)) == (sent == 2, sent)

@@ -133,7 +133,7 @@ def test_a_worker_that_leaves_its_queue_to_others_stays_listed(ground: HostGroun
     reporter.report(build_report())
     reporter.leave("gone", build_report())
     assert reporter.seen() is None
-    assert ground.redis.zscore(hosts_key(DEPLOYMENT), QUEUE) is not None
+    assert is_due_for_the_reaper(ground, QUEUE)
 
 
 def test_what_is_reported_of_a_host_is_told_apart_from_others_and_dismissed_by_its_worker(ground: HostGround) -> None:
@@ -145,6 +145,14 @@ def test_what_is_reported_of_a_host_is_told_apart_from_others_and_dismissed_by_i
     others.dismiss(first.model_copy(update={"worker": "another"}))
     others.dismiss(second)
     assert [report.queue for report in others.reports()] == ["host.a.b1"]
+    assert is_due_for_the_reaper(ground, "host.a.b2")
+    assert not is_due_for_the_reaper(ground, "host.a.b1")
+
+
+def is_due_for_the_reaper(ground: HostGround, queue: str) -> bool:
+    """As orchestrators look for hosts that do not report any more."""
+    listed = ground.redis.zscore(hosts_key(DEPLOYMENT), queue)
+    return listed is not None and float(listed) <= ground.redis.time()[0] - HOST_TTL_S  # type: ignore[arg-type,index]
 
 
 # --- taking a name --------------------------------------------------------------------------------------------------------

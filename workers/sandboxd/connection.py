@@ -8,6 +8,7 @@ from typing import Any
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from workers.sandboxd.frames import Frame, FrameError
 from workers.sandboxd.link import WorkerLink
+from workers.sandboxd.making import Ending
 from workers.sandboxd.requests import check_request, count_budget, parse_terms, parse_text
 from workers.sandboxd.sandbox import RunningCall, Sandbox
 from workers.sandboxd.sessions import MAX_ROWS, Sessions
@@ -40,7 +41,7 @@ class Connection:
             except ToolFailure as failure:
                 self._refuse(failure.code, failure.message)
             except OperatorError as error:
-                self._refuse(error.code, str(error))
+                self._refuse(error.code, str(error), is_ending=isinstance(error, Ending))
             await self._link.drain()
 
     def _list(self, header: Mapping[str, Any]) -> None:
@@ -49,8 +50,9 @@ class Connection:
         following = rows[-1]["name"] if len(rows) == MAX_ROWS else None
         self._link.send({"ok": True, "next": following}, json.dumps(rows, separators=(",", ":")).encode("ascii"))
 
-    def _refuse(self, code: ErrorCode, message: str) -> None:
-        self._link.send({"ok": False, "code": code.value, "message": message[:_MESSAGE_CHARS]})
+    def _refuse(self, code: ErrorCode, message: str, *, is_ending: bool = False) -> None:
+        ending = {"is_ending": True} if is_ending else {}
+        self._link.send({"ok": False, "code": code.value, "message": message[:_MESSAGE_CHARS], **ending})
 
     async def _call(self, frame: Frame) -> None:
         request = check_request(frame.header.get("request"))

@@ -27,6 +27,10 @@ from workers.sandboxd.workspaces.base import Workspace, Workspaces, WorkspaceSiz
 log = structlog.get_logger(__name__)
 
 
+class Ending(SandboxUnavailable):
+    """sandboxd is ending, and has done nothing of what was asked."""
+
+
 class Maker:
     """Makes and unmakes sandboxes. What would not go is remembered, and its place taken, until it is gone."""
 
@@ -139,9 +143,9 @@ class Maker:
         return name in self._known
 
     def check_ending(self) -> None:
-        """Raises SandboxUnavailable once sandboxd is ending."""
+        """Raises Ending once sandboxd is ending."""
         if self.is_ending:
-            raise SandboxUnavailable("sandboxd is ending: try again when it is back")
+            raise Ending("sandboxd is ending: try again when it is back")
 
     def _check_may_start(self) -> None:
         self.check_ending()

@@ -1,0 +1,195 @@
+"""Results over what befalls the way to Redis: restarts with calls in flight, a reader too slow, a connection that dies without a word."""
+
+import asyncio
+import base64
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+from pydantic import SecretStr
+from structlog.testing import capture_logs
+
+from contract.settings import BrokerSettings
+from orchestrator import results
+from orchestrator.celery_transport import CeleryTransport
+from orchestrator.results import ResultHub
+from orchestrator.transport import Delivery
+from tests.conftest import RedisProcess
+from tests.fakes import close_hub
+from tests.result_ground import SOON_S, SilentRelay, listening, stored
+
+QUEUE = "host.test.b00t"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "RECONNECT_S", (0.02,))
+
+
+@pytest.fixture
+def sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "SWEEP_EVERY_S", 0.05)
+
+
+@pytest.fixture
+def not_sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "SWEEP_EVERY_S", 1000.0)
+
+
+async def test_a_listener_that_redis_cuts_for_its_slowness_gets_all_results(
+    redis_server: RedisProcess, sweeping: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with listening(redis_server) as (hub, client):
+        names = [hub.task_id(f"c{number}") for number in range(200)]
+        with contextlib.ExitStack() as stack:
+            futures = [stack.enter_context(hub.expect(name)) for name in names]
+            await client.config_set("client-output-buffer-limit", "pubsub 64kb 32kb 1")
+            # This very thread is the listener's: while it writes, nobody reads.
+            with redis_server.client() as worker:
+                for name in names:
+                    text = stored(name, result="x" * 60_000)
+                    worker.set(f"celery-task-meta-{name}", text)
+                    worker.publish(f"celery-task-meta-{name}", text)
+            await asyncio.wait_for(asyncio.gather(*futures), SOON_S * 6)
+            await client.config_set("client-output-buffer-limit", "pubsub 33554432 8388608 60")
+        assert "results_connection_lost" in caplog.text
+
+
+async def test_a_subscription_that_died_without_a_word_is_made_anew(
+    redis_server: RedisProcess, not_sweeping: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "QUIET_S", 0.05)
+    monkeypatch.setattr(results, "SILENCE_S", 0.3)
+    async with SilentRelay(redis_server) as relay:
+        client = redis.asyncio.Redis.from_url(relay.url, socket_timeout=5)
+        hub = ResultHub(client)
+        await hub.start()
+        heard_first = relay.connections
+        relay.swallow = True
+        async with asyncio.timeout(SOON_S * 6):
+            while hub._subscribed.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            relay.swallow = False
+            await hub._subscribed.wait()
+        assert relay.connections > heard_first
+        await close_hub(hub)
+        await client.aclose()
+
+
+async def test_five_thousand_in_flight_get_each_its_own(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        with contextlib.ExitStack() as stack:
+            names = [hub.task_id(f"c{number}") for number in range(5000)]
+            futures = [stack.enter_context(hub.expect(name)) for name in names]
+            for at in range(0, len(names), 500):
+                async with client.pipeline(transaction=False) as pipe:
+                    for name in names[at : at + 500]:
+                        pipe.publish(f"celery-task-meta-{name}", stored(name))
+                    await pipe.execute()
+            ended = await asyncio.wait_for(asyncio.gather(*futures), SOON_S * 6)
+            assert [each["task_id"] for each in ended] == names
+
+
+class Pool:
+    """Workers that take what is queued and store results as Celery does: over an outage, again until Redis has taken them."""
+
+    def __init__(self, server: RedisProcess) -> None:
+        self._client = redis.asyncio.Redis.from_url(server.url, socket_timeout=2)
+        self.started: list[str] = []
+        self.may_answer = asyncio.Event()
+
+    async def serve(self, calls: int) -> None:
+        async with asyncio.TaskGroup() as group:
+            while len(self.started) < calls:
+                try:
+                    item = await self._client.rpop(QUEUE)
+                except (redis.RedisError, OSError):
+                    item = None
+                if item is None:
+                    await asyncio.sleep(0.01)
+                    continue
+                assert isinstance(item, bytes)
+                message = json.loads(item)
+                _, arguments, _ = json.loads(base64.b64decode(message["body"]))
+                self.started.append(arguments["envelope"])
+                group.create_task(self._answer(message["headers"]["id"], arguments["envelope"]))
+        await self._client.aclose()
+
+    async def _answer(self, task_id: str, envelope: str) -> None:
+        await self.may_answer.wait()
+        text = stored(task_id, result=envelope)
+        while True:
+            try:
+                async with self._client.pipeline(transaction=True) as pipe:
+                    pipe.set(f"celery-task-meta-{task_id}", text, ex=3600)
+                    pipe.publish(f"celery-task-meta-{task_id}", text)
+                    await pipe.execute()
+                    return
+            except (redis.RedisError, OSError):
+                await asyncio.sleep(0.05)
+
+
+async def test_an_outage_of_redis_with_calls_in_flight_loses_none_and_runs_none_twice(
+    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "SWEEP_EVERY_S", 0.2)
+    calls = 300
+    client = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
+    hub = ResultHub(client)
+    await hub.start()
+    transport = CeleryTransport(BrokerSettings(redis_url=SecretStr(redis_server.url)), hub)
+    pool = Pool(redis_server)
+    serving = asyncio.create_task(pool.serve(calls))
+    deliveries = [Delivery("tool.x", QUEUE, "acme", f"c{number}", f"e{number}", time.time() + 60, 60.0) for number in range(calls)]
+    waiting = [asyncio.create_task(transport.deliver(delivery)) for delivery in deliveries]
+    async with asyncio.timeout(SOON_S * 6):
+        while len(pool.started) < calls:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(redis_server.stop)
+        pool.may_answer.set()
+        await asyncio.sleep(20)
+        await asyncio.to_thread(redis_server.start)
+        assert await asyncio.gather(*waiting) == [f"e{number}" for number in range(calls)]
+    await serving
+    assert sorted(pool.started) == sorted(f"e{number}" for number in range(calls))
+    await transport.aclose()
+    await close_hub(hub)
+    await client.aclose()
+
+
+async def test_calls_that_are_sent_while_redis_restarts_run_once_or_are_said_not_to_have_been_sent(
+    redis_server: RedisProcess, sweeping: None
+) -> None:
+    client = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
+    hub = ResultHub(client)
+    await hub.start()
+    transport = CeleryTransport(BrokerSettings(redis_url=SecretStr(redis_server.url)), hub)
+    pool = Pool(redis_server)
+    pool.may_answer.set()
+    serving = asyncio.create_task(pool.serve(10_000))
+    ended: list[object] = []
+
+    async def caller(number: int) -> None:
+        for turn in range(40):
+            name = f"c{number}-{turn}"
+            delivery = Delivery("tool.x", QUEUE, "acme", name, name, time.time() + 60, 60.0)
+            ended.append((await asyncio.gather(transport.deliver(delivery), return_exceptions=True))[0])
+
+    callers = asyncio.gather(*(caller(number) for number in range(10)))
+    async with asyncio.timeout(SOON_S * 2):
+        while len(pool.started) < 100:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await asyncio.to_thread(redis_server.stop)
+        await asyncio.to_thread(redis_server.start)
+        await callers
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    assert [str(each) for each in ended if not isinstance(each, str)] == []
+    assert len(set(pool.started)) == len(pool.started) == 400
+    await transport.aclose()
+    await close_hub(hub)
+    await client.aclose()

@@ -1,0 +1,65 @@
+"""Sealed results: whoever can write to Redis cannot say what a call gave."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contract.calls import ToolResult
+from contract.envelope import decode_call, decode_result, encode_call, encode_result
+from contract.errors import EnvelopeRefused
+from contract.signing import ResultSeal, SigningKeys
+from tests.builders import KEY, build_call, build_context
+
+RESULT = ToolResult(call_id="c1", name="bash_tool", success=True, output="fine")
+SEAL = ResultSeal(KEY, "acme")
+
+
+def test_what_a_worker_signed_comes_out() -> None:
+    stored = json.loads(json.dumps(encode_result(RESULT, seal=SEAL)))
+    assert decode_result(stored, SEAL) == RESULT
+
+
+def test_a_previous_key_is_accepted() -> None:
+    stored = encode_result(RESULT, seal=ResultSeal(SigningKeys.of("old"), "acme"))
+    assert decode_result(stored, ResultSeal(SigningKeys.of("new", ["old"]), "acme")) == RESULT
+
+
+@pytest.mark.parametrize(
+    "seal",
+    [None, ResultSeal(SigningKeys.of("a guess"), "acme"), ResultSeal(KEY, "rival")],
+    ids=["unsigned", "another key", "another tenant"],
+)
+def test_what_nobody_signed_for_this_tenant_is_refused(seal: ResultSeal | None) -> None:
+    with pytest.raises(EnvelopeRefused, match="TOOLCREW_SECRET") as refused:
+        decode_result(encode_result(RESULT, seal=seal), SEAL)
+    assert refused.value.reason == "signature"
+
+
+def test_a_changed_record_is_refused_though_its_head_fits() -> None:
+    stored = encode_result(RESULT, seal=SEAL)
+    stored["data"][0][0][0] = stored["data"][0][0][0].replace("fine", "evil")
+    with pytest.raises(EnvelopeRefused):
+        decode_result(stored, SEAL)
+
+
+def test_a_call_is_no_result_and_a_result_no_call() -> None:
+    call = encode_call(build_call(), build_context(), KEY).split(".", 1)[1]
+    with pytest.raises(EnvelopeRefused):
+        SEAL.open(call)
+    with pytest.raises(EnvelopeRefused):
+        decode_call(f"v2.{SEAL.close('{}')}", KEY)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text())
+def test_no_text_of_a_stranger_is_a_result(text: str) -> None:
+    with pytest.raises(EnvelopeRefused):
+        SEAL.open(text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text())
+def test_any_text_can_be_sealed(text: str) -> None:
+    assert SEAL.open(SEAL.close(text)) == text
