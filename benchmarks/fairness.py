@@ -138,7 +138,7 @@ async def _long_calls() -> int:
 async def _costs(report: Report) -> None:
     sizes = {"waiting_0": (50, 0, 1), "waiting_5000": (50, 5000, 1), "tenants_1000": (50, 5000, 1000)}
     told = {
-        "waiting_0": "50 callers, nobody waits",
+        "waiting_0": "25 callers, nobody waits",
         "waiting_5000": "the same beside 5,000 waiting calls of one tenant",
         "tenants_1000": "the same beside 5,000 waiting calls of 1,000 tenants",
     }

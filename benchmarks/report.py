@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-UNITS: Mapping[str, str] = {"_ms": "ms", "_per_s": "/s", "_bytes": "MiB", "_ratio": "x"}
+UNITS: Mapping[str, str] = {"_ms": "ms", "_per_s": "/s", "_bytes": "MiB", "_ratio": "x", "_number": ""}
 """How a figure's key ends, and the unit that people read."""
 
 Case = Callable[[], float | Awaitable[float]]
@@ -79,6 +79,8 @@ class Figure:
         ending = self._ending() or ""
         if ending == "_bytes":
             return f"{value / 2**20:.1f} MiB" if value >= 2**20 else f"{value / 2**10:.1f} KiB"
+        if ending == "_number":
+            return f"{value:.0f}"
         return f"{value:.{2 if value < 100 else 0}f} {UNITS[ending]}"
 
     def verdict(self) -> str:

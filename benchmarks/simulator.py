@@ -1,262 +1,279 @@
-"""Plays 10,000 sessions over 500 hosts through the real admission script and the real placement, with a clock of its own: shares, spread, recovery."""
+"""10,000 sessions of 1,000 tenants on 500 hosts that exist on paper, through the product's own admission, placement and recovery on a real Redis.
 
-import heapq
-import itertools
+Time is played (benchmarks/simulator_clock.py): a minute of the pool takes what its decisions cost, and no host is needed.
+"""
+
+import asyncio
 import random
+import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import redis
+import redis.asyncio
 
 from benchmarks.fairness import open_server
-from benchmarks.report import Report, percentile
-from contract.hosts import HEARTBEAT_S, HOST_TTL_S, HostReport
+from benchmarks.report import Report, median, percentile
+from benchmarks.simulator_clock import JumpingLoop, open_counting_pool, run_jumping
+from benchmarks.simulator_hosts import DEPLOYMENT, World, run_heartbeats
+from benchmarks.simulator_orchestrators import FUTURE_AT, Ends, Orchestrator, Session, open_orchestrators, play_agent
+from benchmarks.simulator_shares import misgiven, share_out
 from contract.names import POOL_WEB, slots_key
 from contract.tenancy import TenantPolicy
-from orchestrator.admission import SlotRequest
-from orchestrator.admission.script import Operation, enqueue, load_script, parse_answer, release, script_arguments
+from orchestrator.admission import SharedAdmission, SlotRequest
+from orchestrator.logs import configure_logging
 from orchestrator.placement import Wanted, choose_host
 
-SESSIONS = 10_000
-HOSTS = 500
-SLOTS = 8
-MAX_SESSIONS = 40
-SESSIONS_A_WEB_SLOT = 400
-TENANTS = 12
-ARRIVE_S = 40.0
-PLAY_S = 120.0
-LOST_AT_S = 70.0
-LOST = 0.05
-"""Of the hosts, all at once."""
-THINK_S = 15.0
-DEPLOYMENT = "sim"
-_REPORT = {"kind": "sandbox", "classes": ("default",), "max_sessions": MAX_SESSIONS, "slots": SLOTS, "started_at": 0.0, "worker": "w"}
+SEED = 6
+HOSTS, SESSIONS, TENANTS, ORCHESTRATORS = 500, 10_000, 1_000, 2
+WEIGHTS = (1.0, 1.0, 3.0)
+"""Of every third tenant, in turn."""
+STEADY_S = 60.0
+"""In which the sessions are opened."""
+BURST = 2_500
+"""Sessions opened within one second, on reports that are up to four seconds old."""
+THINK_S, CALL_S = 18.0, 12.0
+SETTLE_S, SHARE_S, LOSS_S, AFTER_S = 15.0, 30.0, 20.0, 30.0
+DEAD, FROZEN = 25, 15
+POOL_SLOTS, POOL_CALLS, POOL_CALL_S, POOL_SHARE_S = 100, 10_000, 0.5, 20.0
+CONNECTIONS = 64
 
 
 @dataclass
-class Host:
-    """`told`: its last report, by which sessions are placed."""
+class Ground:
+    """What all parts share."""
 
-    queue: str
-    told: HostReport
-    sessions: int = 0
-    running: int = 0
-    granted: list[str] = field(default_factory=list)
-    is_lost: bool = False
-
-
-@dataclass
-class Session:
-    tenant: str
-    host: Host
-    call: str | None = None
-    moved_at: float | None = None
-    """When its host was lost, until its next call has ended elsewhere."""
+    world: World
+    orchestrators: Sequence[Orchestrator]
+    ends: Ends
+    chance: random.Random
+    weights: dict[str, float]
 
 
-@dataclass
-class Call:
-    session: Session
-    queue: str
-    seconds: float
-    asked_at: float
-
-
-class World:
-    """The clock, what happens next, and who is where."""
-
-    def __init__(self, client: "redis.Redis", sessions: int, hosts: int) -> None:
-        self.client, self.now, self.steps = client, 1000.0, 0
-        self.chance = random.Random(6)
-        self.hosts = [Host(f"host.h{at}.1", self._report(f"host.h{at}.1", 0, 0)) for at in range(hosts)]
-        self.by_queue = {host.queue: host for host in self.hosts}
-        self.web = Host(POOL_WEB, self._report(POOL_WEB, 0, 0))
-        self.count = sessions
-        self.web_slots = max(4, sessions // SESSIONS_A_WEB_SLOT)
-        self.sessions: list[Session] = []
-        self.calls: dict[str, Call] = {}
-        self.used: Counter[str] = Counter()
-        self.waits: list[float] = []
-        self.recovered: list[float] = []
-        self.spread: tuple[int, float] = (0, 0.0)
-        self._placed: Counter[str] = Counter()
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        self._script = client.register_script(load_script())
-
-    def play(self) -> None:
-        for host in self.hosts:
-            self.client.set(slots_key(DEPLOYMENT, host.queue), SLOTS)
-        self.client.set(slots_key(DEPLOYMENT, POOL_WEB), self.web_slots)
-        for at in range(self.count):
-            self.after(ARRIVE_S * at / self.count, lambda at=at: self._arrive(f"t{at % TENANTS}"))
-        for number, host in enumerate(self.hosts):
-            self.after(HEARTBEAT_S * number / len(self.hosts), lambda host=host: self._beat(host))
-        self.after(ARRIVE_S, self._look)
-        self.after(LOST_AT_S, self._lose)
-        until = self.now + PLAY_S
-        while self._events and self._events[0][0] < until:
-            self.now, _, happen = heapq.heappop(self._events)
-            happen()
-
-    def after(self, seconds: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), happen))
-
-    def _report(self, queue: str, sessions: int, busy: int) -> HostReport:
-        terms = {"host": queue, "queue": queue, "sessions": sessions, "busy": busy, "memory_free_bytes": 2**33, "reported_at": self.now}
-        return HostReport.model_validate({**_REPORT, **terms})
-
-    def _beat(self, host: Host) -> None:
-        if not host.is_lost:
-            host.told = self._report(host.queue, host.sessions, host.running)
-            self._placed.pop(host.queue, None)
-            self.after(HEARTBEAT_S, lambda: self._beat(host))
-
-    def _place(self) -> Host:
-        alive = [host.told for host in self.hosts if host.told.reported_at > self.now - HOST_TTL_S]
-        lost = {host.queue for host in self.hosts if host.is_lost}
-        # Those that have just failed are known to be lost, as the publish step says.
-        chosen = choose_host(alive, Wanted(), placed=self._placed, excluded=lost, chance=self.chance)
-        self._placed[chosen.queue] += 1
-        host = self.by_queue[chosen.queue]
-        host.sessions += 1
-        return host
-
-    def _arrive(self, tenant: str) -> None:
-        session = Session(tenant, self._place())
-        self.sessions.append(session)
-        self.after(self.chance.expovariate(1 / THINK_S), lambda: self._ask(session))
-
-    def _ask(self, session: Session) -> None:
-        """A third of the calls are for the shared web workers, which cannot keep up: shares are measured there."""
-        is_web = session.moved_at is None and self.chance.random() < 1 / 3
-        queue = POOL_WEB if is_web else session.host.queue
-        session.call = f"o{self.chance.randrange(4)}.{next(self._numbers)}"
-        seconds = 0.4 if is_web else self.chance.choice((0.02, 0.1, 0.5, 4.0))
-        self.calls[session.call] = Call(session, queue, seconds, self.now)
-        self._step(enqueue(session.call, _request(session.tenant, queue, "web" if is_web else "bash")))
-
-    def _step(self, operation: Operation) -> None:
-        """All orchestrators speak as one: what they tell one another is not what is looked at."""
-        self.steps += 1
-        arguments = script_arguments(DEPLOYMENT, "o", [_of_one(operation)], now=self.now, lease_s=1e6)
-        for id in parse_answer(self._script(args=arguments)).granted:
-            call = self.calls[id.removeprefix("o.")]
-            place = self.by_queue.get(call.queue, self.web)
-            if place is not self.web:
-                self.waits.append(self.now - call.asked_at)
-            place.granted.append(id.removeprefix("o."))
-            self._work(place)
-
-    def _work(self, place: Host) -> None:
-        slots = self.web_slots if place is self.web else SLOTS
-        while place.granted and place.running < slots and not place.is_lost:
-            id = place.granted.pop(0)
-            place.running += 1
-            self.after(self.calls[id].seconds, lambda id=id: self._done(place, id))
-
-    def _done(self, place: Host, id: str) -> None:
-        if place.is_lost:
-            return
-        place.running -= 1
-        call = self.calls.pop(id)
-        if place is self.web and self.now > 1000 + ARRIVE_S:
-            self.used[call.session.tenant] += call.seconds
-        session = call.session
-        if session.moved_at is not None:
-            self.recovered.append(self.now - session.moved_at)
-            session.moved_at = None
-        self._step(release(id, call.seconds))
-        self._work(place)
-        session.call = None
-        self.after(self.chance.expovariate(1 / THINK_S), lambda: self._ask(session))
-
-    def _look(self) -> None:
-        counts = [host.sessions for host in self.hosts]
-        self.spread = max(counts), sum(counts) / len(counts)
-
-    def _lose(self) -> None:
-        for host in self.chance.sample(self.hosts, int(len(self.hosts) * LOST)):
-            host.is_lost = True
-            gone = HOST_TTL_S - (self.now - host.told.reported_at)
-            self.after(gone, lambda host=host, lost_at=self.now: self._move(host, lost_at))
-
-    def _move(self, host: Host, lost_at: float) -> None:
-        """The host's liveness is gone: its calls are given back, its sessions opened elsewhere, and each asks for its call again."""
-        for session in [session for session in self.sessions if session.host is host]:
-            session.host, session.moved_at = self._place(), lost_at
-            if session.call is not None and self.calls[session.call].queue == host.queue:
-                self._step(release(session.call, 0.0))
-                del self.calls[session.call]
-                self._ask(session)
-            else:
-                session.moved_at = None
-
-
-def run(sessions: int = SESSIONS, hosts: int = HOSTS) -> Report:
-    with open_server() as url, redis.Redis.from_url(url, socket_timeout=10) as client:
-        _until_it_answers(client)
-        world = World(client, sessions, hosts)
-        started = time.perf_counter()
-        world.play()
-        return _report(world, time.perf_counter() - started)
-
-
-def _report(world: World, took_s: float) -> Report:
-    report = Report(
-        "simulator",
-        notes=[f"{world.count} sessions of {TENANTS} tenants over {len(world.hosts)} hosts, {PLAY_S:g} s played in {took_s:.0f} s"],
+def run() -> Report:
+    configure_logging("ERROR")
+    report = Report("simulator")
+    began = time.perf_counter()
+    with open_server() as url:
+        _await_server(url)
+        run_jumping(lambda: _play(url, report))
+    report.notes.append(
+        f"{SESSIONS} sessions, {TENANTS} tenants of Zipf's demand, {HOSTS} hosts of 2, 4 and 8 slots, {ORCHESTRATORS} orchestrators; "
+        f"{time.perf_counter() - began:.0f} s for {STEADY_S + SETTLE_S + SHARE_S + LOSS_S + AFTER_S + POOL_SHARE_S:.0f} s of the pool; times are the pool's"
     )
-    shares = shares_by_weight(world.used)
-    report.add(
-        "share_worst_ratio",
-        max(abs(share - 1) for share in shares.values()),
-        "a tenant's share of the web slots off its weight's, worst",
-        at_most=0.05,
-    )
-    most, mean = world.spread
-    report.add("sessions_worst_ratio", most / mean, "sessions of the fullest host / mean", at_most=1.5)
-    report.add("wait_p99_ms", percentile(world.waits, 0.99) * 1000, "wait for a slot of a session's own host, p99", at_most=1000)
-    report.add(
-        "recovered_p50_ms",
-        percentile(world.recovered, 0.5) * 1000,
-        f"calls on lost hosts ({LOST:.0%}): from the loss to the result elsewhere, p50",
-    )
-    report.add("recovered_last_ms", max(world.recovered) * 1000, "the last of them", at_most=(HOST_TTL_S + 10) * 1000)
-    report.add("steps_per_s", world.steps / took_s, "steps of admission a second of this machine, placement and the play included")
     return report
 
 
-def shares_by_weight(used: Mapping[str, float]) -> dict[str, float]:
-    """What each tenant got / what its weight entitles it to."""
-    whole, weights = sum(used.values()), sum(_weight(tenant) for tenant in used)
-    return {tenant: (seconds / whole) / (_weight(tenant) / weights) for tenant, seconds in used.items()}
+def _await_server(url: str) -> None:
+    with redis.Redis.from_url(url, socket_timeout=10, retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.05), 200)) as client:
+        client.ping()
 
 
-def _weight(tenant: str) -> float:
-    return float(1 + int(tenant[1:]) % 3)
+async def _play(url: str, report: Report) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, JumpingLoop)
+    pool = open_counting_pool(url, CONNECTIONS)
+    chance, ends = random.Random(SEED), Ends()
+    with redis.Redis.from_url(url, socket_timeout=10) as workers:
+        async with redis.asyncio.Redis(connection_pool=pool) as client:
+            world = World(workers, loop, chance)
+            world.add_hosts(HOSTS)
+            weights = {f"t{at}": WEIGHTS[at % len(WEIGHTS)] for at in range(TENANTS)}
+            async with open_orchestrators(world, client, ORCHESTRATORS, ends) as orchestrators:
+                ground = Ground(world, orchestrators, ends, chance, weights)
+                beats = asyncio.create_task(run_heartbeats(world))
+                await asyncio.sleep(12)  # until the watches trust the reports
+                sessions = await _place(ground, report)
+                await _call(ground, sessions, report)
+                beats.cancel()
+            await _share_pool(client, loop, weights, report)
+    await pool.disconnect()
 
 
-def _request(tenant: str, queue: str, tool: str) -> SlotRequest:
-    policy = TenantPolicy(weight=_weight(tenant), in_flight=100_000)
-    return SlotRequest(tenant, policy, queue, "c", tool, "interactive", 600.0, 30.0)
+async def _place(ground: Ground, report: Report) -> list[Session]:
+    """Sessions as they come, then a burst, which is closed again."""
+    sessions = _make_sessions(ground, SESSIONS)
+    await asyncio.gather(*(_open(ground, at, session, ground.chance.uniform(0, STEADY_S)) for at, session in enumerate(sessions)))
+    report.add(
+        "placed_max_ratio",
+        _fullest(ground.world),
+        "fullest host / mean, by sessions of their most, after opening them in a minute",
+        at_most=1.5,
+    )
+    report.add("placed_refused_number", ground.ends.refused_openings, "openings refused while there was room", at_most=0)
+    refused = ground.ends.refused_openings
+    burst = _make_sessions(ground, BURST)
+    await asyncio.gather(*(_open(ground, at, session, ground.chance.random()) for at, session in enumerate(burst)))
+    report.add("burst_max_ratio", _fullest(ground.world), f"the same after {BURST} more in one second")
+    report.add("burst_refused_number", ground.ends.refused_openings - refused, "of those, refused while there was room")
+    report.add("burst_used_ratio", _used(ground.world), "of all places then taken")
+    for session in burst:
+        queue = ground.ends.lived.pop(session.name, None)
+        if queue is not None:
+            ground.world.by_queue[queue].sessions -= 1
+    reports, began = list(ground.world.reports.values()), time.perf_counter()
+    for _ in range(200):
+        choose_host(reports, Wanted())
+    report.add("choose_ms", (time.perf_counter() - began) / 200 * 1000, f"to choose one of {HOSTS} hosts, in real time")
+    return [session for session in sessions if session.name in ground.ends.lived]
 
 
-def _of_one(operation: Operation) -> Operation:
-    """The same, said by the one orchestrator that hears all grants in its answers."""
-    return (operation[0], f"o.{operation[1]}", *operation[2:])
+def _make_sessions(ground: Ground, number: int) -> list[Session]:
+    """The tenant of rank r has 1/r of what the first has."""
+    names = list(ground.weights)
+    drawn = ground.chance.choices(names, weights=[1 / (at + 1) for at in range(TENANTS)], k=number)
+    return [Session(tenant, secrets.token_hex(8), TenantPolicy(weight=ground.weights[tenant], sandboxes=100_000)) for tenant in drawn]
 
 
-def _until_it_answers(client: "redis.Redis") -> None:
-    until = time.monotonic() + 20
-    while True:
-        try:
-            client.ping()
-        except redis.RedisError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.02)
+async def _open(ground: Ground, at: int, session: Session, after_s: float) -> None:
+    await asyncio.sleep(after_s)
+    await ground.orchestrators[at % ORCHESTRATORS].open(session)
+
+
+def _fullest(world: World) -> float:
+    loads = [host.sessions / host.max_sessions for host in world.hosts]
+    return max(loads) / _used(world)
+
+
+def _used(world: World) -> float:
+    return sum(host.sessions for host in world.hosts) / sum(host.max_sessions for host in world.hosts)
+
+
+async def _call(ground: Ground, sessions: Sequence[Session], report: Report) -> None:
+    """All agents at work: first with every host, then while hosts are lost."""
+    is_over = False
+    agents = [
+        asyncio.create_task(
+            play_agent(
+                ground.orchestrators[at % ORCHESTRATORS],
+                session,
+                random.Random(SEED + at),
+                think_s=THINK_S,
+                call_s=CALL_S,
+                until=lambda: is_over,
+            )
+        )
+        for at, session in enumerate(sessions)
+    ]
+    await asyncio.sleep(SETTLE_S)
+    begins = ground.world.loop.time()
+    await asyncio.sleep(SHARE_S)
+    _tell_shares(ground, sessions, begins, report)
+    await _lose_hosts(ground)
+    await asyncio.sleep(AFTER_S)
+    is_over = True
+    await asyncio.gather(*agents)
+    _tell_recovery(ground, report)
+
+
+def _tell_shares(ground: Ground, sessions: Sequence[Session], begins: float, report: Report) -> None:
+    ends = ground.world.loop.time()
+    used: dict[tuple[str, str], float] = defaultdict(float)
+    for queue, tenant, began, ended in [*ground.world.runs, *ground.world.running()]:
+        used[queue, tenant] += max(0.0, min(ended, ends) - max(began, begins))
+    living = Counter((ground.ends.lived[session.name], session.tenant) for session in sessions)
+    by_host: dict[str, dict[str, float]] = defaultdict(dict)
+    for (queue, tenant), number in living.items():
+        by_host[queue][tenant] = number * CALL_S / (CALL_S + THINK_S)
+    fair: dict[tuple[str, str], float] = {}
+    for host in ground.world.hosts:
+        for tenant, slots in share_out(host.slots, by_host[host.queue], ground.weights).items():
+            fair[host.queue, tenant] = slots * (ends - begins)
+    slots_s = sum(host.slots for host in ground.world.hosts) * (ends - begins)
+    wanted = sum(wish for wishes in by_host.values() for wish in wishes.values()) * (ends - begins) / slots_s
+    report.add(
+        "used_slots_ratio", sum(used.values()) / slots_s, f"of all slots used, with {wanted:.1f} times as many wanted", at_least=0.95
+    )
+    kinds = (("one", "the one session of a tenant on a host", 1, 1), ("many", "four sessions or more of a tenant on a host", 4, SESSIONS))
+    for kind, what, least, most in kinds:
+        for weight in sorted(set(WEIGHTS)):
+            pairs = [pair for pair, number in living.items() if least <= number <= most and ground.weights[pair[1]] == weight]
+            if pairs:
+                got = sum(used[pair] for pair in pairs) / sum(fair[pair] for pair in pairs)
+                report.add(f"{kind}_weight_{weight:g}_ratio", got, f"{what}, weight {weight:g}: seconds got / fair")
+
+
+async def _lose_hosts(ground: Ground) -> None:
+    """One after the other within LOSS_S; those that are frozen wake after 5 to 40 s."""
+    hosts = ground.chance.sample(ground.world.hosts, DEAD + FROZEN)
+    for at, host in enumerate(hosts):
+        await asyncio.sleep(LOSS_S / len(hosts))
+        if at % len(hosts) < DEAD:
+            ground.world.stop(host, "dead")
         else:
-            return
+            ground.world.stop(host, "frozen")
+            asyncio.get_running_loop().call_later(ground.chance.uniform(5, 40), ground.world.wake, host)
+
+
+def _tell_recovery(ground: Ground, report: Report) -> None:
+    ends, starts = ground.ends, ground.world.starts
+    resent = sum(number - 1 for call, number in starts.items() if ends.idempotent[call])
+    doubled = sum(number - 1 for call, number in starts.items() if not ends.idempotent[call])
+    report.add("calls_number", ends.calls, f"calls made; meanwhile {DEAD} hosts die and {FROZEN} freeze within {LOSS_S:g} s")
+    report.add("unanswered_number", len(ends.idempotent) - ends.calls, "of them without a result", at_most=0)
+    report.add("doubled_number", doubled, "not idempotent, and begun twice", at_most=0)
+    report.add("again_number", resent, "idempotent, and begun again")
+    told = {
+        "OUTCOME_UNKNOWN": "ended as OUTCOME_UNKNOWN: not idempotent, begun, and their host was lost",
+        "HOST_LOST": "ended as HOST_LOST: never begun",
+        "RATE_LIMITED": "got no slot within 60 s",
+    }
+    for code, what in told.items():
+        report.add(f"{code.lower()}_number", ends.codes[code], what)
+    others = {code: number for code, number in ends.codes.items() if code and code not in told}
+    report.add("other_number", sum(others.values()), "ended with any other error", at_most=0)
+    report.add("late_number", ground.world.late, "results of frozen hosts that came after their call was given up, and were dropped")
+    report.add("moved_number", len(ends.moved_s), "sessions opened on another host")
+    report.add(
+        "moved_half_ms", median(ends.moved_s) * 1000, "from a host's end until a session of it is open elsewhere, at its next call; median"
+    )
+    report.add("moved_p99_ms", percentile(ends.moved_s, 0.99) * 1000, "the same, 99th percentile")
+    if others:
+        report.notes.append(f"other errors: {others}")
+
+
+async def _share_pool(client: "redis.asyncio.Redis", loop: JumpingLoop, weights: dict[str, float], report: Report) -> None:
+    """One queue that everybody uses, as the web tools' is."""
+    await client.set(slots_key(DEPLOYMENT, POOL_WEB), POOL_SLOTS)
+    admissions = [SharedAdmission(client, DEPLOYMENT, clock=lambda: FUTURE_AT + loop.time()) for _ in range(ORCHESTRATORS)]
+    workers, used, waited = asyncio.Semaphore(POOL_SLOTS), defaultdict[str, float](float), defaultdict[str, list[float]](list)
+
+    async def call(at: int, tenant: str) -> None:
+        request = SlotRequest(
+            tenant=tenant,
+            policy=TenantPolicy(weight=weights[tenant], queued=1_000_000),
+            queue=POOL_WEB,
+            call_id="c",
+            tool="webfetch_tool",
+            priority="interactive",
+            wait_s=10_000,
+            limit_s=30,
+        )
+        began = loop.time()
+        async with admissions[at % ORCHESTRATORS].slot(request) as slot, workers:
+            waited[tenant].append(loop.time() - began)
+            await asyncio.sleep(POOL_CALL_S)
+            slot.used_s = POOL_CALL_S
+            used[tenant] += POOL_CALL_S
+
+    demand = {tenant: max(1, round(POOL_CALLS / 7.5 / (at + 1))) for at, tenant in enumerate(weights)}
+    calls = [asyncio.create_task(call(at, tenant)) for tenant, number in demand.items() for at in range(number)]
+    await asyncio.sleep(POOL_SHARE_S)
+    fair = share_out(POOL_SLOTS * POOL_SHARE_S, {tenant: number * POOL_CALL_S for tenant, number in demand.items()}, weights)
+    small = sorted(wait for tenant, number in demand.items() if number <= 3 for wait in waited[tenant])
+    report.add(
+        "pool_misgiven_ratio",
+        misgiven(used, fair),
+        f"one queue of {POOL_SLOTS} slots, {len(calls)} calls at once: given to another than is fair",
+        at_most=0.05,
+    )
+    report.add(
+        "pool_small_wait_ms", percentile(small, 0.99) * 1000, "in it, tenants with three calls or fewer wait for a slot; 99th percentile"
+    )
+    for task in calls:
+        task.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    for admission in admissions:
+        await admission.aclose()

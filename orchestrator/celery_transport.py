@@ -9,13 +9,14 @@ from contract.calls import POOL_GRACE_S
 from contract.clock import SharedClock
 from contract.envelope import join_result, kept_result_key
 from contract.errors import BrokerUnavailable, ErrorCode
+from contract.hosts import HOST_LOST_TYPE
 from contract.names import control_queue, is_blob_of
 from contract.settings import BrokerSettings
 from orchestrator.call_watch import CallWatch
 from orchestrator.publishing import Publisher
 from orchestrator.redis_connection import open_redis
 from orchestrator.results import ResultHub
-from orchestrator.transport import Delivery, DeliveryFailed
+from orchestrator.transport import CallLost, Delivery, DeliveryFailed
 
 START_GRACE_S = 2.0
 """Beyond a call's deadline for starting: a worker that took it in the last moment notes that first."""
@@ -139,6 +140,8 @@ def _unpack(stored: dict[str, Any], delivery: Delivery) -> Any:
         raise DeliveryFailed(ErrorCode.TIMEOUT, "the call waited in the queue past its deadline and was not run")
     kind = result.get("exc_type", "") if isinstance(result, dict) else ""
     words = _words(result.get("exc_message", "")) if isinstance(result, dict) else str(result)
+    if kind == HOST_LOST_TYPE:
+        raise CallLost(words, has_started=False)
     if kind == "EnvelopeRefused":
         raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, f"the worker refused the call: {words}")
     name = delivery.task.removeprefix("tool.")
@@ -151,7 +154,7 @@ def _unpack(stored: dict[str, Any], delivery: Delivery) -> Any:
             "killed; it may have acted",
         )
     if kind in ("WorkerLostError", "TimeLimitExceeded", "Terminated"):
-        raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"the worker was lost while it ran the call ({kind}); it may have acted")
+        raise CallLost(f"the process that ran the call was lost ({kind})", has_started=True)
     raise DeliveryFailed(ErrorCode.INTERNAL, f"the worker failed outside the call ({kind}): {words[:500]}")
 
 

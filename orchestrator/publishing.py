@@ -109,7 +109,7 @@ class Publisher:
         Raises NotSent; BrokerUnavailable when Redis does not answer for SEND_PATIENCE_S, or refuses it. Once it may have been sent that is found out, for
         as long as it takes: until its deadline the call may still start.
         """
-        command = self._command(delivery, build_message(delivery, task_id))
+        command = self._command(delivery, build_message(delivery, task_id, call_key(self._deployment, delivery.tenant, delivery.call_id)))
         began = asyncio.get_running_loop().time()
         attempt, may_be_sent = 0, False
         while True:

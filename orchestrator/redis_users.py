@@ -41,7 +41,7 @@ _WORKERS_OWN = (
     "catalog:*", "host:*", "hosts", "slots:*", "tombstone:*", "refusals", "tenants", "switches", "listener:*", "*:call:*", "*:blob:*", "*:session:*",
 )  # fmt: skip
 # Of Celery: bindings, what is taken and not yet acknowledged, answers to inspections, stored results.
-_WORKERS_KEYS = ("_kombu.binding*", "unacked*", "*.celery.pidbox", "celery-task-meta-*")
+_WORKERS_KEYS = ("_kombu.binding*", "unacked*", "*.celery.pidbox*", "celery-task-meta-*")
 _WORKERS_CHANNELS = ("celery-task-meta-*", _PIDBOX, *_EVENTS_OF_WORKERS)
 _PLAIN = f"{_BASE} {_NEVER} {_SPARED}"
 
@@ -77,7 +77,7 @@ ROLES: dict[str, Role] = {
             "flower",
             "Flower: events, and what workers answer; no queue, no result, no key of ours",
             (),
-            ("_kombu.binding*", "*.reply.celery.pidbox", "celeryev.*", "flower.*"),
+            ("_kombu.binding*", "*.reply.celery.pidbox*", "celeryev.*", "flower.*"),
             (_PIDBOX, *_EVENTS_OF_WORKERS),
             _PLAIN,
         ),

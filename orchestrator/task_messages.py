@@ -14,8 +14,8 @@ from orchestrator.transport import Delivery
 _EMBED: Mapping[str, None] = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
 
 
-def build_message(delivery: Delivery, task_id: str) -> str:
-    """One item of the queue's list.
+def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
+    """One item of the queue's list. `call_key`: of the call's record, which the reaper of a dead host's queue marks.
 
     It does not expire: a worker would judge that by its own clock. When a call must no longer start stands in its envelope.
     What people see of it in Flower and in logs is the call's id, never its arguments.
@@ -41,6 +41,7 @@ def build_message(delivery: Delivery, task_id: str) -> str:
         "replaced_task_nesting": 0,
         "stamped_headers": None,
         "stamps": {},
+        "call_key": call_key,
     }
     properties: dict[str, object] = {
         "correlation_id": task_id,

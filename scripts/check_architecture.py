@@ -45,7 +45,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 }
 
 # Module -> the only files of ours that may import it.
-_CELERY = ("orchestrator/celery_transport.py", "orchestrator/flower.py", "workers/app.py", "workers/celery_state.py", "workers/remote_control.py", "workers/result_backend.py", "workers/tasks.py")
+_CELERY = ("orchestrator/flower.py", "workers/app.py", "workers/celery_state.py", "workers/event_batches.py", "workers/remote_control.py", "workers/result_backend.py", "workers/tasks.py")
 _REDIS = (
     *(
         f"orchestrator/{name}.py"

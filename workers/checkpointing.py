@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -10,6 +10,7 @@ import redis
 import structlog
 
 from contract.errors import OperatorError, ToolFailure
+from contract.places import PlaceState
 from workers.checkpoints import AutomaticCheckpoints
 from workers.host_watch import SessionRow, parse_rows
 from workers.places import WorkerPlaces
@@ -32,6 +33,8 @@ class Watched:
 
     kept_at: float = float("-inf")
     changed_at: float | None = None
+    checkpoint: str = ""
+    """The last one taken of it."""
     failures: int = 0
     retry_at: float = field(default=float("-inf"))
 
@@ -72,7 +75,9 @@ class CheckpointKeeper:
         """One round: keep what is due; gives how many sessions were kept. Raises OperatorError, RedisError."""
         rows = {row.name: row for row in parse_rows(client.sessions())}
         now = time.monotonic()
+        ended = {name: watched.checkpoint for name, watched in self._watched.items() if watched.checkpoint and name not in rows}
         self._watched = {name: self._watched.get(name, Watched()) for name in rows}
+        self._forget_ended(ended)
         for name, row in rows.items():
             watched = self._watched[name]
             watched.changed_at = (watched.changed_at or now) if row.changed else None
@@ -103,12 +108,20 @@ class CheckpointKeeper:
         watched = self._watched[name]
         try:
             with self._open_client() as client:
-                is_kept = self._checkpoints.take(client, name, fence)
+                checkpoint = self._checkpoints.take(client, name, fence)
         except (OperatorError, ToolFailure) as error:
             watched.failures += 1
             pause_s = min(MAX_PAUSE_S, self._every_s * 2**watched.failures)
             watched.retry_at = time.monotonic() + pause_s
             log.warning("session_not_kept", session=name.partition(":")[2], error=str(error), again_in_s=pause_s)
             return False
-        watched.kept_at, watched.failures = time.monotonic(), 0
-        return is_kept
+        watched.kept_at, watched.failures, watched.checkpoint = time.monotonic(), 0, checkpoint or ""
+        return checkpoint is not None
+
+    def _forget_ended(self, ended: Mapping[str, str]) -> None:
+        """`ended`: sessions that sandboxd has no more, with their last checkpoints. What goes on elsewhere needs its own; closed and expired ones do not."""
+        places = self._places.find(ended) if ended else {}
+        for name, checkpoint in ended.items():
+            place = places.get(name)
+            if place is None or (place.queue == self._places.queue and place.state is PlaceState.OPEN):
+                self._checkpoints.forget_later(name, checkpoint)

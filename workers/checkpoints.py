@@ -30,8 +30,8 @@ class AutomaticCheckpoints:
         self._stop = stop
         self._superseded: deque[tuple[float, str, str]] = deque()
 
-    def take(self, client: SandboxClient, name: str, fence: int) -> bool:
-        """Keep a session's files, and note it in its place. False when the session is not ours any more: then nothing is kept.
+    def take(self, client: SandboxClient, name: str, fence: int) -> str | None:
+        """Keep a session's files, and note it in its place; gives the checkpoint. None when the session is not ours any more: then nothing is kept.
 
         Raises ToolFailure and SandboxUnavailable as sandboxd refuses.
         """
@@ -40,10 +40,14 @@ class AutomaticCheckpoints:
         noted = self._noted(name, fence, checkpoint, taken_at)
         if noted is None:
             client.delete_checkpoint(name, checkpoint)
-            return False
+            return None
         if noted.previous is not None:
-            self._superseded.append((time.monotonic() + SUPERSEDED_S, name, noted.previous))
-        return True
+            self.forget_later(name, noted.previous)
+        return checkpoint
+
+    def forget_later(self, name: str, checkpoint: str) -> None:
+        """Nothing refers to it any more."""
+        self._superseded.append((time.monotonic() + SUPERSEDED_S, name, checkpoint))
 
     def forget_superseded(self, client: SandboxClient) -> None:
         """Delete those that nobody restores any more. What cannot be deleted sandboxd deletes by its age."""

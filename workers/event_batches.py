@@ -15,13 +15,15 @@ FORGOTTEN_S = 1.0
 class BatchingConsumer(Consumer):
     """As Celery's own, which sends what there is with every turn of its loop."""
 
+    hub: Any
+    event_dispatcher: Any
+    _flush_events: Any
     _due_at = 0.0
 
-    def on_send_event_buffered(self) -> None:
+    def on_send_event_buffered(self) -> None:  # type: ignore[override]  # Celery's stubs expect what it gives by accident
         """Called with every event, by whichever thread has ended a call."""
-        dispatcher: Any = self.event_dispatcher
         # Made anew with every connection, with a limit of its own.
-        dispatcher.buffer_limit = MAX_BATCH
+        self.event_dispatcher.buffer_limit = MAX_BATCH
         now = time.monotonic()
         if self.hub and (self._due_at == 0.0 or now > self._due_at + FORGOTTEN_S):
             self._due_at = now + FLUSH_AFTER_S

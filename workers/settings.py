@@ -6,7 +6,7 @@ import socket
 import tempfile
 from ipaddress import IPv6Network
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, IPvAnyNetwork, JsonValue, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
@@ -56,6 +56,10 @@ def _check_nat64(prefix: IPv6Network | None) -> IPv6Network | None:
     return prefix
 
 
+def _default_slots(known: dict[str, Any]) -> int:
+    return 16 if known.get("worker_kind") == "sandbox" and known.get("worker_pool") != "prefork" else 4
+
+
 class WorkerSettings(BaseSettings):
     """A Celery worker's settings; every field is `TOOLCREW_<NAME>`, lists and objects in JSON. One that is empty is not set."""
 
@@ -74,17 +78,20 @@ class WorkerSettings(BaseSettings):
     """The name under which sentinels watch Redis, when `redis_url` names sentinels."""
     redis_sentinel_password: SecretStr | None = None
     sandboxd_socket: Path = Field(default_factory=default_socket)
-    host: str = Field(default_factory=lambda: re.sub("[^A-Za-z0-9-]", "-", socket.gethostname())[:40] or "host", pattern=r"^[A-Za-z0-9_-]{1,40}$")
+    host: str = Field(
+        default_factory=lambda: re.sub("[^A-Za-z0-9-]", "-", socket.gethostname())[:40] or "host", pattern=r"^[A-Za-z0-9_-]{1,40}$"
+    )
     """Its name in queues, reports and orders; no two hosts of a deployment may have the same."""
     checkpoint_every_s: float | None = Field(default=None, ge=0, le=86_400)
     """The least time between two checkpoints that the worker takes of a session whose files change; 0: none. None: 60 where TOOLCREW_WORKSPACE_STORE is shared."""
     drain_s: float = Field(default=600.0, gt=0, le=86_400)
     """How long a drain waits for sessions that are busy, or cannot be kept; then they move from their last checkpoint."""
-    concurrency: int = Field(default=4, ge=1, le=512)
     worker_kind: Literal["sandbox", "web"] = "sandbox"
     """sandbox: beside a sandboxd. web: with the network and without sandboxes, for web tools and operators' tools."""
     worker_pool: Literal["auto", "threads", "prefork"] = "auto"
     """Where calls run (docs/queue.md); auto: in threads beside sandboxes, in processes that can be killed without them."""
+    concurrency: int = Field(default_factory=_default_slots, ge=1, le=512)
+    """Calls at a time: 16 in threads, which cost next to nothing; 4 in processes."""
     worker_queues: list[Literal["pool.web", "pool.tools"]] | None = Field(default=None, min_length=1)
     """What a web worker serves; None: pool.web, and pool.tools where there are operators' tools."""
     tool_modules: list[str] = []

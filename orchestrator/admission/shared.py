@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import secrets
-import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -64,7 +63,7 @@ class SharedAdmission:
         try:
             yield slot
         finally:
-            held_s = time.monotonic() - (ticket.held_at or 0.0)
+            held_s = _instant() - (ticket.held_at or 0.0)
             self._drop(ticket, held_s if slot.used_s is None else max(0.0, min(slot.used_s, held_s)))
 
     async def aclose(self) -> None:
@@ -73,7 +72,7 @@ class SharedAdmission:
         for ticket in list(self._tickets.values()):
             if ticket.held_at is None and not ticket.granted.done():
                 ticket.granted.set_exception(_unavailable("the client was closed while this call waited for a slot"))
-            self._drop(ticket, 0.0 if ticket.held_at is None else time.monotonic() - ticket.held_at)
+            self._drop(ticket, 0.0 if ticket.held_at is None else _instant() - ticket.held_at)
         if self._wake is not None:
             self._wake.cancel()
         if self._tasks:
@@ -123,7 +122,7 @@ class SharedAdmission:
                 # Given just as the waiting ended.
                 self._steps.give_back(call, 0.0)
             elif ticket.held_at is None:
-                ticket.is_known, ticket.held_at = True, time.monotonic()
+                ticket.is_known, ticket.held_at = True, _instant()
                 del self._waiting[call]
                 if not ticket.granted.done():
                     ticket.granted.set_result(None)
@@ -171,12 +170,12 @@ class SharedAdmission:
 
     async def _keep(self) -> None:
         """Renew what is held and waits; look at the queues in which something waits."""
-        renewed_at = time.monotonic()
+        renewed_at = _instant()
         renew_s = self._lease_s / RENEWALS_A_LEASE
         while True:
             await asyncio.sleep(min(TICK_S, renew_s))
-            if time.monotonic() - renewed_at >= renew_s:
-                renewed_at = time.monotonic()
+            if _instant() - renewed_at >= renew_s:
+                renewed_at = _instant()
                 self._reconcile()
             self._look()
 
@@ -190,6 +189,11 @@ class SharedAdmission:
         self._wake = None
         if wake_s is not None and self._waiting and not self._is_closed:
             self._wake = asyncio.get_running_loop().call_later(max(SOONEST_WAKE_S, wake_s), self._steps.add, tick(()))
+
+
+def _instant() -> float:
+    """Seconds of the event loop's clock, by which everything here waits."""
+    return asyncio.get_running_loop().time()
 
 
 def _unavailable(what: str) -> BrokerUnavailable:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 import redis.asyncio
+from redis.exceptions import ConnectionError as LostConnection
 from redis.exceptions import RedisError
 
 from orchestrator.admission.base import SlotRequest
@@ -105,11 +106,8 @@ class Steps:
         now = self._clock() if self._clock is not None else None
         try:
             async with asyncio.timeout(SILENCE_S):
-                answer = parse_answer(
-                    await self._script(
-                        args=script_arguments(self._deployment, self._orchestrator, operations, lease_s=self._lease_s, now=now)
-                    )
-                )
+                arguments = script_arguments(self._deployment, self._orchestrator, operations, lease_s=self._lease_s, now=now)
+                answer = parse_answer(await self._say(arguments))
         except (RedisError, OSError) as error:
             log.warning("admission_unanswered", operations=len(operations), error=str(error) or type(error).__name__)
             self._on_failure(error, frozenset(requests))
@@ -118,3 +116,11 @@ class Steps:
             self._releases.pop(call, None)
         self._on_answer(answer, frozenset(requests))
         return True
+
+    async def _say(self, arguments: list[str]) -> bytes:
+        try:
+            said: bytes = await self._script(args=arguments)
+        except LostConnection:
+            # A pooled connection of before Redis's restart. Whatever is said may be said twice.
+            said = await self._script(args=arguments)
+        return said

@@ -6,6 +6,7 @@ Worker and sender are Redis users of their own; the attacker has every right on 
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ class Attacker:
         return ToolCall(id=f"c{secrets.token_hex(6)}", name="append_tool", arguments={"path": str(self.pool.marks)})
 
     def message(self, envelope: str, call_id: str, task: str = "tool.append_tool") -> str:
-        return build_message(Delivery(task, POOL_WEB, "acme", call_id, envelope, 0.0, 0.0), self.task_id(call_id))
+        return build_message(Delivery(task, POOL_WEB, "acme", call_id, envelope, 0.0, 0.0), self.task_id(call_id), "none")
 
     def task_id(self, call_id: str) -> str:
         return f"forged-{call_id}"
@@ -181,7 +182,7 @@ def test_a_forged_order_on_a_control_list_ends_no_call(attacker: Attacker) -> No
 
 @pytest.fixture
 def crippled(attacker: Attacker) -> Iterator[Callable[..., None]]:
-    """Has Redis refuse what changes it; it is well again afterwards, and a call goes through."""
+    """Has Redis refuse what changes it; it is well again afterwards."""
     yield lambda *command: attacker.redis.execute_command(*command)
     attacker.redis.config_set("maxmemory", 0)
     attacker.redis.execute_command("REPLICAOF", "NO", "ONE")
@@ -212,8 +213,9 @@ def test_a_broadcast_on_the_control_channel_changes_no_worker(attacker: Attacker
         "soft": 1,
     }
     try:
-        answers = app.control.broadcast(command, arguments=arguments, reply=True, timeout=5, limit=1)
-        assert "is not served here" in str(answers)
+        # A worker that is just connecting anew hears nothing.
+        ask = partial(app.control.broadcast, command, arguments=arguments, reply=True, timeout=2, limit=1)
+        assert "is not served here" in str(wait_until(ask, SOON_S, attacker.pool.log))
         assert attacker.pool.worker.poll() is None
     finally:
         app.close()

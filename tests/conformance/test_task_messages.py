@@ -30,7 +30,14 @@ def sent_by_celery(server: RedisProcess, envelope: str, **options: Any) -> dict[
     app.conf.update(task_serializer="json", broker_transport_options={"priority_steps": [0]})
     try:
         app.send_task(
-            "tool.x", kwargs={"envelope": envelope}, task_id="hub-c1", queue=QUEUE, argsrepr="()", kwargsrepr="call c1", **options
+            "tool.x",
+            kwargs={"envelope": envelope},
+            task_id="hub-c1",
+            queue=QUEUE,
+            argsrepr="()",
+            kwargsrepr="call c1",
+            headers={"call_key": "the call"},
+            **options,
         )
     finally:
         app.close()
@@ -55,28 +62,28 @@ def flat(message: dict[str, Any]) -> dict[tuple[str, ...], Any]:
 @pytest.mark.parametrize("envelope", ["", '{"é": "读\\ud83d\\ude00"}', "x" * 100_000], ids=["empty", "text", "long"])
 def test_our_message_is_celerys(redis_server: RedisProcess, envelope: str, limit_s: float | None) -> None:
     limits = {} if limit_s is None else {"soft_time_limit": limit_s, "time_limit": limit_s + POOL_GRACE_S}
-    ours = json.loads(build_message(delivery(envelope, limit_s), "hub-c1"))
+    ours = json.loads(build_message(delivery(envelope, limit_s), "hub-c1", "the call"))
     assert flat(ours) == flat(sent_by_celery(redis_server, envelope, **limits))
 
 
 def test_the_fields_that_differ_from_message_to_message_are_there_and_of_celerys_kind(redis_server: RedisProcess) -> None:
-    theirs, ours = sent_by_celery(redis_server, "{}"), json.loads(build_message(delivery(), "hub-c1"))
+    theirs, ours = sent_by_celery(redis_server, "{}"), json.loads(build_message(delivery(), "hub-c1", "the call"))
     for part, name in OF_EACH_MESSAGE:
         assert type(ours[part][name]) is type(theirs[part][name])
     assert uuid.UUID(ours["properties"]["delivery_tag"])
 
 
 def test_no_two_messages_have_one_delivery_tag() -> None:
-    tags = {json.loads(build_message(delivery(), "hub-c1"))["properties"]["delivery_tag"] for _ in range(100)}
+    tags = {json.loads(build_message(delivery(), "hub-c1", "the call"))["properties"]["delivery_tag"] for _ in range(100)}
     assert len(tags) == 100
 
 
 def test_a_message_shows_the_calls_id_and_none_of_its_arguments() -> None:
-    message = json.loads(build_message(delivery("canary"), "hub-c1"))
+    message = json.loads(build_message(delivery("canary"), "hub-c1", "the call"))
     assert "canary" not in json.dumps({**message, "body": None})
 
 
 @given(st.text())
 def test_whatever_the_envelope_holds_arrives(envelope: str) -> None:
-    message = json.loads(build_message(delivery(envelope), "hub-c1"))
+    message = json.loads(build_message(delivery(envelope), "hub-c1", "the call"))
     assert json.loads(base64.b64decode(message["body"]))[1] == {"envelope": envelope}

@@ -16,12 +16,13 @@ from pydantic import SecretStr
 from contract.calls import ToolResult
 from contract.envelope import decode_result, encode_call
 from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
+from contract.hosts import HOST_LOST_TYPE
 from contract.settings import BrokerSettings
 from contract.signing import ResultSeal, SigningKeys
 from orchestrator import publishing
 from orchestrator.celery_transport import CeleryTransport
 from orchestrator.results import ResultHub
-from orchestrator.transport import Delivery, DeliveryFailed, InProcessTransport, Transport
+from orchestrator.transport import CallLost, Delivery, DeliveryFailed, InProcessTransport, Transport
 from tests.builders import KEY, build_call, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
@@ -115,7 +116,9 @@ async def transport(request: pytest.FixtureRequest) -> AsyncIterator[Transport]:
         yield over_redis
 
 
-def build_delivery(tool: str = "plain", *, key: SigningKeys = KEY, wait_s: float = SOON_S, call_id: str = "c1", **arguments: Any) -> Delivery:
+def build_delivery(
+    tool: str = "plain", *, key: SigningKeys = KEY, wait_s: float = SOON_S, call_id: str = "c1", **arguments: Any
+) -> Delivery:
     envelope = encode_call(build_call(tool, call_id=call_id, **arguments), build_context(), key)
     return Delivery(f"tool.{tool}", QUEUE, "acme", call_id, envelope, time.time() + 60, wait_s)
 
@@ -201,19 +204,20 @@ async def test_a_redis_that_is_gone_is_an_unavailable_broker(redis_server: Redis
             await asyncio.to_thread(redis_server.start)
 
 
-STORED: list[tuple[dict[str, Any], ErrorCode]] = [
+STORED: list[tuple[dict[str, Any], ErrorCode | CallLost]] = [
     ({"status": "REVOKED", "result": None}, ErrorCode.TIMEOUT),
-    ({"status": "FAILURE", "result": {"exc_type": "WorkerLostError", "exc_message": ["x"]}}, ErrorCode.OUTCOME_UNKNOWN),
-    ({"status": "FAILURE", "result": {"exc_type": "TimeLimitExceeded", "exc_message": [630]}}, ErrorCode.OUTCOME_UNKNOWN),
+    ({"status": "FAILURE", "result": {"exc_type": "WorkerLostError", "exc_message": ["x"]}}, CallLost("x", has_started=True)),
+    ({"status": "FAILURE", "result": {"exc_type": "TimeLimitExceeded", "exc_message": [630]}}, CallLost("x", has_started=True)),
+    ({"status": "FAILURE", "result": {"exc_type": HOST_LOST_TYPE, "exc_message": ["gone"]}}, CallLost("x", has_started=False)),
     ({"status": "FAILURE", "result": {"exc_type": "KeyError", "exc_message": ["x"]}}, ErrorCode.INTERNAL),
     ({"status": "FAILURE", "result": "text"}, ErrorCode.INTERNAL),
     ({"status": "FAILURE"}, ErrorCode.INTERNAL),
 ]
 
 
-@pytest.mark.parametrize(("outcome", "code"), STORED, ids=lambda value: str(value)[:50])
-async def test_what_celery_stores_of_a_failure_becomes_one_of_our_codes(
-    redis_server: RedisProcess, outcome: dict[str, Any], code: ErrorCode
+@pytest.mark.parametrize(("outcome", "told"), STORED, ids=lambda value: str(value)[:50])
+async def test_what_celery_stores_of_a_failure_becomes_one_of_our_codes_or_a_lost_call(
+    redis_server: RedisProcess, outcome: dict[str, Any], told: ErrorCode | CallLost
 ) -> None:
     client = redis.asyncio.Redis.from_url(redis_server.url)
     hub = ResultHub(client)
@@ -225,9 +229,13 @@ async def test_what_celery_stores_of_a_failure_becomes_one_of_our_codes(
         await client.brpop([QUEUE], timeout=int(SOON_S))
         task_id = hub.task_id("c1.1.acme")
         await client.publish(f"celery-task-meta-{task_id}", json.dumps({"task_id": task_id, **outcome}))
-        with pytest.raises(DeliveryFailed) as failed:
-            await asyncio.wait_for(waiting, SOON_S)
-        assert failed.value.code is code
+        [ended] = await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), SOON_S)
+        if isinstance(told, CallLost):
+            assert isinstance(ended, CallLost)
+            assert ended.has_started is told.has_started
+        else:
+            assert isinstance(ended, DeliveryFailed)
+            assert ended.code is told
     finally:
         await transport.aclose()
         await close_hub(hub)

@@ -6,6 +6,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import admission_prefix, slots_key
@@ -20,7 +22,9 @@ class House:
 
     def __init__(self, server: RedisProcess) -> None:
         self.server = server
-        pool = redis.asyncio.BlockingConnectionPool.from_url(server.url, max_connections=16, timeout=10, socket_timeout=10)
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            server.url, max_connections=16, timeout=10, socket_timeout=10, retry=Retry(ExponentialBackoff(), 3)
+        )
         self.client = redis.asyncio.Redis(connection_pool=pool)
         self.opened: list[SharedAdmission] = []
 

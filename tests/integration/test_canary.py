@@ -188,7 +188,7 @@ async def test_an_api_key_is_nowhere_but_with_whom_it_was_given(watched: Stack) 
 async def test_what_a_stranger_pushes_at_a_worker_is_not_written_down(watched: Stack) -> None:
     """Celery logs the whole of a message whose task it does not know; an orchestrator of another release may send one with a tenant's arguments."""
     word = make_canary("stranger")
-    message = build_message(Delivery("tool.of_tomorrow", POOL_WEB, "default", "c9", word, time.time() + 60, 1.0), "00-c9")
+    message = build_message(Delivery("tool.of_tomorrow", POOL_WEB, "default", "c9", word, time.time() + 60, 1.0), "00-c9", "none")
     with watched.open_redis() as store:
         before = len(watched.log("web"))
         store.lpush(POOL_WEB, message)

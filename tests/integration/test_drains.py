@@ -83,7 +83,7 @@ async def test_a_killed_worker_s_sessions_go_on_where_they_were_with_all_their_f
     async with ToolClient.connect(settings=settings_of(ground)) as client:
         session = await client.open_session()
         home = (await session.info()).host
-        assert (await session.call("bash_tool", {"command": "echo kept > file; cd /tmp; X=7"})).success
+        assert (await session.call("bash_tool", {"command": "echo kept > file; cd /tmp; export X=7"})).success
         before = await session.call("bash_tool", {"command": "echo again >> /workspace/file"})
 
         ground.process(f"{home}.worker").wait_for_another(ground.kill(f"{home}.worker"))

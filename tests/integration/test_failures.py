@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import redis
 from celery import Celery
 from docker import APIClient
 
@@ -15,6 +16,7 @@ from contract.calls import ToolResult
 from contract.errors import OPERATOR_CODES, ErrorCode, OperatorError
 from orchestrator.client import ToolClient
 from orchestrator.sessions import Session
+from orchestrator.settings import OrchestratorSettings
 from orchestrator.supervision import MOST_ENDS
 from tests.stack import RedisServer, Stack, all_of, children_of, commands_in, eventually, is_alive, missing, open_redis_server, open_stack
 
@@ -52,24 +54,25 @@ def pool_child_of(stack: Stack, call_id: str) -> int:
     return int(pid)
 
 
-async def test_a_pool_process_killed_during_a_call_costs_only_that_call(stack: Stack, client: ToolClient) -> None:
-    async with await client.open_session() as session:
-        container = await container_of(stack, session)
-        call = await start_call(stack, session, "sleep 66", "doomed-1")
-        child = await asyncio.to_thread(pool_child_of, stack, "doomed-1")
-        assert child in children_of(stack.pid("worker"))
+async def test_a_pool_process_killed_during_a_call_costs_only_that_call(engine: APIClient) -> None:
+    with open_stack(engine, {"TOOLCREW_WORKER_POOL": "prefork"}) as stack:
+        async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
+            container = await container_of(stack, session)
+            call = await start_call(stack, session, "sleep 66", "doomed-1")
+            child = await asyncio.to_thread(pool_child_of, stack, "doomed-1")
+            assert child in children_of(stack.pid("worker"))
 
-        os.kill(child, signal.SIGKILL)
-        started = time.monotonic()
-        gone = asyncio.create_task(eventually(lambda: len(commands_in(container)) == 1, 10, "the command is killed with its worker"))
-        result = (await all_of([call], 30))[0]
+            os.kill(child, signal.SIGKILL)
+            started = time.monotonic()
+            gone = asyncio.create_task(eventually(lambda: len(commands_in(container)) == 1, 10, "the command is killed with its worker"))
+            result = (await all_of([call], 30))[0]
 
-        assert (result.success, result.error_code) == (False, ErrorCode.OUTCOME_UNKNOWN)
-        assert time.monotonic() - started < 20
-        await gone
-        after = await session.call("bash_tool", {"command": "echo on"})
-        assert (after.success, after.sandbox.generation) == (True, 1)  # type: ignore[union-attr]
-        await eventually(lambda: len(children_of(stack.pid("worker"))) >= 4, 20, "the pool is whole again")
+            assert (result.success, result.error_code) == (False, ErrorCode.OUTCOME_UNKNOWN)
+            assert time.monotonic() - started < 20
+            await gone
+            after = await session.call("bash_tool", {"command": "echo on"})
+            assert (after.success, after.sandbox.generation) == (True, 1)  # type: ignore[union-attr]
+            await eventually(lambda: len(children_of(stack.pid("worker"))) >= 4, 20, "the pool is whole again")
 
 
 async def test_a_killed_sandboxd_is_started_again_and_its_sessions_keep_their_files(own_stack: Stack) -> None:
@@ -164,22 +167,32 @@ async def test_everything_killed_at_once_but_the_keeper_comes_back(own_stack: St
     own_stack.footprint.assert_nothing_left()
 
 
-async def test_a_redis_that_does_not_stay_ends_the_call_and_the_stack_with_its_last_words(own_stack: Stack) -> None:
-    async with ToolClient.connect(own_stack.redis_url) as client:
-        session = await client.open_session()
-        call = await start_call(own_stack, session, "sleep 66")
+async def test_a_redis_that_does_not_stay_ends_the_stack_with_its_last_words(own_stack: Stack) -> None:
+    killed = 0
+    for _ in range(MOST_ENDS):
+        killed = await asyncio.to_thread(own_stack.wait_for_another, "redis", killed)
+        os.kill(killed, signal.SIGKILL)
 
-        killed = 0
-        for _ in range(MOST_ENDS):
-            killed = await asyncio.to_thread(own_stack.wait_for_another, "redis", killed)
-            os.kill(killed, signal.SIGKILL)
-
-        result = (await all_of([call], 60))[0]
-        assert result.success is False
-        assert result.error_code in OPERATOR_CODES
     assert await asyncio.to_thread(own_stack.process.wait, 60) == 1
     assert f"redis has ended {MOST_ENDS} times" in own_stack.errors()
     own_stack.footprint.assert_nothing_left()
+
+
+async def test_a_redis_that_never_comes_back_ends_a_call_long_before_it_would_have_waited_for_a_slot(
+    engine: APIClient, redis_server: RedisServer
+) -> None:
+    with open_stack(engine, {"TOOLCREW_REDIS_URL": redis_server.url}) as stack:
+        async with ToolClient.connect(redis_server.url) as client:
+            call = await start_call(stack, await client.open_session(), "sleep 66")
+
+            await asyncio.to_thread(redis_server.kill)
+
+            result = (await all_of([call], 40))[0]
+            assert result.success is False
+            assert result.error_code in OPERATOR_CODES
+        assert stack.process.poll() is None
+        assert stack.end() == 0
+        stack.footprint.assert_nothing_left()
 
 
 async def retried(session: Session, command: str) -> str:
@@ -259,19 +272,23 @@ async def _call(session: Session, command: str) -> ToolResult:
 
 async def test_a_worker_that_redis_refuses_runs_nothing_and_blames_redis_not_a_bug(engine: APIClient, redis_server: RedisServer) -> None:
     """The worker cannot mark the call as started, so it must not run it, and it is the operator's failure."""
-    with open_stack(engine, {"TOOLCREW_REDIS_URL": redis_server.url}) as stack:
-        async with ToolClient.connect(redis_server.url) as client, await client.open_session() as session:
-            with stack.open_redis() as store:
-                # Redis refuses what the worker marks calls with, and nothing else that a call needs.
-                store.execute_command("ACL", "SETUSER", "default", "-set")
+    with redis.Redis.from_url(redis_server.url) as store:
+        store.execute_command("ACL", "SETUSER", "stack", "on", ">its-password", "~*", "&*", "+@all")
+        workers_url = redis_server.url.replace("redis://:a-test-password", "redis://stack:its-password")
+        with open_stack(engine, {"TOOLCREW_REDIS_URL": workers_url, "TOOLCREW_SECRET": "shared"}) as stack:
+            settings = OrchestratorSettings.model_validate({"redis_url": redis_server.url, "secret": "shared"})
+            async with ToolClient.connect(settings=settings) as client, await client.open_session() as session:
+                # What the worker marks calls with, and nothing else that a call needs.
+                store.execute_command("ACL", "SETUSER", "stack", "-hset")
                 try:
                     result = (await all_of([_call(session, "touch ran")], 60))[0]
                 finally:
-                    store.execute_command("ACL", "SETUSER", "default", "+set")
-            later = await session.call("bash_tool", {"command": "ls"})
+                    store.execute_command("ACL", "SETUSER", "stack", "+hset")
+                later = await session.call("bash_tool", {"command": "ls"})
+            assert stack.process.poll() is None
 
-        assert (result.success, later.metadata["stdout"]) == (False, "")
-        assert result.error_code == ErrorCode.BROKER_UNAVAILABLE, result.error
+    assert (result.success, later.metadata["stdout"]) == (False, "")
+    assert result.error_code == ErrorCode.BROKER_UNAVAILABLE, result.error
 
 
 async def test_a_client_that_is_killed_leaves_its_session_to_expire_only(stack: Stack, client: ToolClient) -> None:

@@ -46,7 +46,6 @@ async def test_no_call_is_lost_whoever_is_restarted_first(
     told = {"TOOLCREW_SECRET": worker[0], "TOOLCREW_SECRETS_PREVIOUS": worker[1]}
     broker = BrokerSettings.model_validate({"redis_url": server.url(), "secret": worker[0]})
     with server.client() as watch, open_counting_pool(broker, server.url(), watch, environment=told) as pool:
-        watch.flushall()
         for secret, previous in senders:
             result = await call_from(server, secret, previous, str(pool.marks))
             assert result.success, (secret, previous, result)

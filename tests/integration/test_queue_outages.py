@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery
 
 from contract.calls import ToolCall
 from contract.settings import BrokerSettings
@@ -48,7 +49,7 @@ class Ground:
         return Counter(path.read_text().split()) if path.exists() else Counter()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ground() -> Iterator[Ground]:
     with open_redis_server() as server, open_footprint() as footprint, contextlib.ExitStack() as workers:
         broker = BrokerSettings.model_validate({"redis_url": server.url})
@@ -77,6 +78,24 @@ def delivery(ground: Ground, pool: str, tool: str, **arguments: Any) -> Delivery
     call = ToolCall(id=secrets.token_hex(8), name=tool, arguments=arguments)
     envelope = make_envelope(ground.broker, call, tenant="acme", session="s1")
     return Delivery(f"tool.{tool}", f"q.{pool}", "acme", call.id, envelope, time.time() + 60, 90.0)
+
+
+async def test_flower_hears_of_every_call_though_events_come_in_batches(ground: Ground, transport: CeleryTransport) -> None:
+    app = Celery("ear", broker=ground.server.url, set_as_current=False)
+    heard: Counter[str] = Counter()
+    noted = str(ground.path("heard"))
+    with app.connection() as connection:
+        receiver = app.events.Receiver(connection, handlers={"*": lambda event: heard.update([event["type"]])})
+        ear = asyncio.create_task(asyncio.to_thread(receiver.capture, wakeup=False))
+        await eventually(lambda: heard["worker-heartbeat"] > 0, 60, "events are heard")
+        calls = [delivery(ground, pool, "note_tool", path=noted, seconds=0) for pool in POOLS for _ in range(20)]
+        await all_of([transport.deliver(each) for each in calls], 60)
+        await eventually(lambda: heard["task-succeeded"] == len(calls), 20, lambda: f"only heard {heard}")
+        receiver.should_stop = True
+        await ear
+    app.close()
+
+    assert (heard["task-received"], heard["task-started"]) == (len(calls), len(calls))
 
 
 async def test_calls_in_flight_outlive_a_redis_that_is_gone_for_seconds(ground: Ground, transport: CeleryTransport) -> None:

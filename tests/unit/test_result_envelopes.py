@@ -65,7 +65,9 @@ def test_a_record_that_is_not_that_of_the_result_is_refused(record: bytes) -> No
         decode_result(join_result(encoded, record))
 
 
-@pytest.mark.parametrize("data", [None, 1, "x", [], {}, {"kept": None}, {"kept": "k"}, {"kept": [["k"]]}, {"kept": [[[1]]]}, {"kept": [[["a", "b"]]]}])
+@pytest.mark.parametrize(
+    "data", [None, 1, "x", [], {}, {"kept": None}, {"kept": "k"}, {"kept": [["k"]]}, {"kept": [[[1]]]}, {"kept": [[["a", "b"]]]}]
+)
 def test_what_names_no_key_names_none(data: Any) -> None:
     assert kept_result_key(data) is None
 

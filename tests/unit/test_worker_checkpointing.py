@@ -78,6 +78,25 @@ def test_the_checkpoint_before_is_deleted_when_nobody_restores_it_any_more(
     assert host.ground.place("acme:s1").checkpoint == "c2"
 
 
+def test_the_checkpoint_of_a_session_that_ended_is_deleted_and_that_of_one_that_moved_is_kept(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("acme:closed", "acme:expired", "acme:moved", "acme:parked"):
+        host.add(name)
+    host.look()
+    kept = dict(zip(host.sandboxd.kept_of, host.sandboxd.kept, strict=True))
+    host.ground.drop_place("acme:closed")
+    host.ground.put_place("acme:moved", queue="host.b.b1", fence=2)
+    host.ground.put_place("acme:parked", queue="", state="moving", fence=2)
+    host.sandboxd.rows.clear()
+    host.look()
+
+    monkeypatch.setattr(checkpoints_module.time, "monotonic", lambda: float("inf"))
+    host.checkpoints.forget_superseded(host.sandboxd.client())
+
+    assert sorted(host.sandboxd.deleted) == sorted([kept["acme:closed"], kept["acme:expired"]])
+
+
 def test_sessions_without_a_place_of_ours_are_not_kept(host: Host) -> None:
     host.sandboxd.add("acme:direct")
     host.sandboxd.add("acme:elsewhere")

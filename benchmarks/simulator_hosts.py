@@ -1,0 +1,223 @@
+"""Hosts that exist on paper: each takes calls from its real queue by the real ledger, and lets their seconds pass on the loop's clock."""
+
+import asyncio
+import base64
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis
+
+from benchmarks.simulator_clock import JumpingLoop
+from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
+from contract.clock import SharedClock
+from contract.envelope import decode_call, encode_result
+from contract.hosts import HEARTBEAT_S, HOST_TTL_S, HostReport, holder_name
+from contract.ledger import Claim
+from contract.names import call_key, host_key, hosts_key, result_key, slots_key, tombstone_key
+from contract.signing import ResultSeal, SigningKeys
+from workers.ledger import Ledger
+
+DEPLOYMENT = "simulator"
+KEYS = SigningKeys.of("simulator")
+SIZES = ((2, 14), (4, 28), (8, 56))
+"""Slots and sessions of a small, a middling and a large host."""
+SHARES = (4, 4, 2)
+OPEN_S = 0.5
+GIB = 1024**3
+NEVER = 4_000_000_000
+"""A time at which nobody is late yet."""
+
+# As workers/result_backend.py: only the attempt that the ledger knows has a result. KEYS: result, call. ARGV: stored text, attempt.
+_STORE = """
+local known = redis.call('HMGET', KEYS[2], 'attempt', 'state')
+if known[1] ~= ARGV[2] then return 0 end
+if known[2] ~= 'forbidden' then redis.call('HSET', KEYS[2], 'state', 'done') end
+redis.call('SET', KEYS[1], ARGV[1], 'EX', 600)
+redis.call('PUBLISH', KEYS[1], ARGV[1])
+return 1
+"""
+
+
+@dataclass
+class Host:
+    """One incarnation. `state` frozen: it stands still, and does what it has begun when it wakes."""
+
+    name: str
+    boot: int
+    slots: int
+    max_sessions: int
+    sessions: int = 0
+    busy: int = 0
+    state: str = "alive"
+    is_expired: bool = False
+    reported_at: float = 0.0
+    late: list[tuple[ToolCall, ToolContext, str, float]] = field(default_factory=list)
+
+    @property
+    def queue(self) -> str:
+        return f"host.{self.name}.{self.boot:04x}"
+
+
+class World:
+    """All hosts, their reports, and what their calls did. `reports` are as old as heartbeats make them."""
+
+    def __init__(self, client: "redis.Redis", loop: JumpingLoop, chance: random.Random) -> None:
+        self._client, self.loop, self.chance = client, loop, chance
+        self._ledger = Ledger(client, DEPLOYMENT, SharedClock())
+        self._store = client.register_script(_STORE)
+        self.hosts: list[Host] = []
+        self.by_queue: dict[str, Host] = {}
+        self.reports: dict[str, HostReport] = {}
+        self.starts: Counter[str] = Counter()
+        """Call id -> how often it was started."""
+        self.late = 0
+        """Results that came after their call was given up or sent again."""
+        self.runs: list[tuple[str, str, float, float]] = []
+        """Queue, tenant, begin and end of each run."""
+        self._running: dict[str, tuple[str, str, float]] = {}
+        self.stopped_at: dict[str, float] = {}
+
+    def add_hosts(self, number: int) -> None:
+        sizes = [size for size, share in zip(SIZES, SHARES, strict=True) for _ in range(share)]
+        for at in range(number):
+            slots, most = sizes[at % len(sizes)]
+            self._begin(Host(f"h{at}", 1, slots, most))
+
+    def heartbeats(self) -> Iterator[float]:
+        """Lets one host after the other report; gives the seconds until the next one does."""
+        while True:
+            hosts = list(self.hosts)
+            for host in hosts:
+                yield HEARTBEAT_S / len(hosts)
+                self._report(host)
+
+    def poke(self, queue: str) -> None:
+        """Something came into the queue, or a slot became free."""
+        host = self.by_queue.get(queue)
+        if host is None or host.state != "alive":
+            return
+        while host.busy < host.slots and (message := self._client.rpop(queue)):
+            self._take(host, message)
+        self.loop.selector.listen()
+
+    def open_session(self, queue: str) -> bool | None:
+        """Whether there was room; None when the host does not answer."""
+        host = self.by_queue.get(queue)
+        if host is None or host.state != "alive":
+            return None
+        if host.sessions >= host.max_sessions:
+            return False
+        host.sessions += 1
+        return True
+
+    def stop(self, host: Host, state: str) -> None:
+        """dead or frozen, from now on."""
+        host.state = state
+        self.stopped_at[host.queue] = self.loop.time()
+
+    def wake(self, host: Host) -> None:
+        """What was under way ends now; one that was given up begins anew, under another name and with nothing."""
+        host.state = "alive"
+        late, host.late = host.late, []
+        for call, context, task_id, began in late:
+            self._end(host, call, context, task_id, began)
+        if self._client.exists(tombstone_key(DEPLOYMENT, host.queue)):
+            self.hosts.remove(host)
+            self.by_queue.pop(host.queue, None)
+            self._begin(Host(host.name, host.boot + 1, host.slots, host.max_sessions))
+        else:
+            host.is_expired = False
+            self._announce(host)
+            self.poke(host.queue)
+
+    def running(self) -> list[tuple[str, str, float, float]]:
+        """As `runs`, of those that have not ended."""
+        return [(queue, tenant, began, self.loop.time()) for queue, tenant, began in self._running.values()]
+
+    def is_reported(self, queue: str) -> bool:
+        return queue in self.reports
+
+    def _begin(self, host: Host) -> None:
+        self.hosts.append(host)
+        self.by_queue[host.queue] = host
+        self._client.set(slots_key(DEPLOYMENT, host.queue), host.slots)
+        self._announce(host)
+
+    def _announce(self, host: Host) -> None:
+        self._client.set(host_key(DEPLOYMENT, host.queue), self._told(host).model_dump_json())
+        self._client.zadd(hosts_key(DEPLOYMENT), {host.queue: NEVER})
+        self._report(host)
+
+    def _report(self, host: Host) -> None:
+        now = self.loop.time()
+        if host.state == "alive":
+            host.reported_at = now
+            self.reports[host.queue] = self._told(host)
+        elif not host.is_expired and now - host.reported_at >= HOST_TTL_S:
+            # Redis would do this by its own clock.
+            host.is_expired = True
+            self.reports.pop(host.queue, None)
+            self._client.delete(host_key(DEPLOYMENT, host.queue), slots_key(DEPLOYMENT, host.queue))
+            self._client.zadd(hosts_key(DEPLOYMENT), {host.queue: 0})
+
+    def _told(self, host: Host) -> HostReport:
+        return HostReport(
+            host=host.name,
+            queue=host.queue,
+            worker="w",
+            kind="sandbox",
+            slots=host.slots,
+            busy=host.busy,
+            sessions=host.sessions,
+            max_sessions=host.max_sessions,
+            memory_free_bytes=8 * GIB,
+            classes=("default",),
+            images=("default",),
+            started_at=0.0,
+            reported_at=self.loop.time(),
+        )
+
+    def _take(self, host: Host, message: bytes) -> None:
+        fields = json.loads(message)
+        envelope = json.loads(base64.b64decode(fields["body"]))[1]["envelope"]
+        call, context = decode_call(envelope, KEYS)
+        if self._ledger.claim(call, context, holder_name(host.queue, "w")) is not Claim.GRANTED:
+            return
+        self.starts[call.id] += 1
+        host.busy += 1
+        self._running[call.id] = (host.queue, context.tenant, self.loop.time())
+        seconds, began = float(str(call.arguments["seconds"])), self.loop.time()
+        self.loop.call_later(seconds, self._ended, host, call, context, fields["headers"]["id"], began)
+
+    def _ended(self, host: Host, call: ToolCall, context: ToolContext, task_id: str, began: float) -> None:
+        if host.state == "frozen":
+            host.late.append((call, context, task_id, began))
+        elif host.state == "alive":
+            self._end(host, call, context, task_id, began)
+            self.poke(host.queue)
+
+    def _end(self, host: Host, call: ToolCall, context: ToolContext, task_id: str, began: float) -> None:
+        host.busy -= 1
+        self._running.pop(call.id, None)
+        now = self.loop.time()
+        self.runs.append((host.queue, context.tenant, began, now))
+        result = ToolResult(call_id=call.id, name=call.name, success=True, output="", clocks=Clocks(run_s=now - began))
+        data: dict[str, Any] = {
+            "status": "SUCCESS",
+            "task_id": task_id,
+            "result": encode_result(result, seal=ResultSeal(KEYS, context.tenant)),
+        }
+        keys = [result_key(task_id), call_key(DEPLOYMENT, context.tenant, call.id)]
+        if not self._store(keys=keys, args=[json.dumps(data), context.attempt]):
+            self.late += 1
+        self.loop.selector.listen()
+
+
+async def run_heartbeats(world: World) -> None:
+    """Until cancelled."""
+    for pause_s in world.heartbeats():
+        await asyncio.sleep(pause_s)

@@ -1,0 +1,190 @@
+"""Orchestrators that play agents: the product's own admission, placement, publishing, ledger, watch, reaper and recovery, over hosts on paper."""
+
+import asyncio
+import random
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis.asyncio
+
+from benchmarks.simulator_hosts import DEPLOYMENT, KEYS, OPEN_S, World
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.clock import SharedClock
+from contract.errors import ErrorCode, OperatorError, ToolFailure
+from contract.hosts import HOST_LOST_TYPE, HOST_TTL_S, HostReport
+from contract.specs import ToolSpec
+from contract.tenancy import TenantPolicy
+from orchestrator.admission import SharedAdmission
+from orchestrator.call_ledger import CallLedger
+from orchestrator.call_watch import WATCH_EVERY_S, CallWatch
+from orchestrator.carrier import Carrier, Errand
+from orchestrator.homes import Opening, SessionHomes
+from orchestrator.hosts import FRESH_S
+from orchestrator.places import Home, Places
+from orchestrator.publishing import Publisher
+from orchestrator.recovery import Recovery
+from orchestrator.results import ResultHub
+from orchestrator.transport import CallLost, Delivery, DeliveryFailed, NotSent
+
+FUTURE_AT = 4_000_000_000.0
+"""Where the played clock begins: so far ahead of Redis's that no deadline of a call is over for it."""
+SPECS = {
+    is_idempotent: ToolSpec(
+        name="read_tool" if is_idempotent else "bash_tool", description="Played.", parameters={"type": "object"}, idempotent=is_idempotent
+    )
+    for is_idempotent in (True, False)
+}
+
+
+@dataclass
+class Session:
+    """One agent: it thinks, calls, thinks."""
+
+    tenant: str
+    name: str
+    policy: TenantPolicy
+
+
+@dataclass
+class Ends:
+    """What the callers saw. `moved_s`: for each session that moved, seconds from the end of its host until it was open elsewhere."""
+
+    calls: int = 0
+    codes: Counter[str] = field(default_factory=Counter)
+    idempotent: dict[str, bool] = field(default_factory=dict)
+    longest_s: float = 0.0
+    moved_s: list[float] = field(default_factory=list)
+    openings: int = 0
+    refused_openings: int = 0
+    lived: dict[str, str] = field(default_factory=dict)
+    """Session -> the queue of its host."""
+
+
+class _Hosts:
+    """As RedisHosts: read again when what is known is FRESH_S old."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._known, self._read_at = world, list[HostReport](), float("-inf")
+
+    async def reports(self) -> list[HostReport]:
+        if self._world.loop.time() - self._read_at >= FRESH_S:
+            self._known, self._read_at = list(self._world.reports.values()), self._world.loop.time()
+        return self._known
+
+
+class _Transport:
+    """As CeleryTransport, to hosts on paper."""
+
+    def __init__(self, world: World, publisher: Publisher, hub: ResultHub, watch: CallWatch) -> None:
+        self._world, self._publisher, self._hub, self._watch = world, publisher, hub, watch
+
+    async def deliver(self, delivery: Delivery) -> Any:
+        task_id = self._hub.task_id(f"{delivery.call_id}.{delivery.attempt}")
+        with self._hub.expect(task_id) as stored:
+            await self._publisher.publish(delivery, task_id)
+            self._world.poke(delivery.queue)
+            with self._watch.over(task_id, delivery):
+                async with asyncio.timeout(delivery.wait_s):
+                    ended = await stored
+        if ended["status"] == "SUCCESS":
+            return ended["result"]
+        if ended["result"]["exc_type"] == HOST_LOST_TYPE:
+            raise CallLost(str(ended["result"]["exc_message"]), has_started=False)
+        raise DeliveryFailed(ErrorCode.INTERNAL, str(ended["result"]))
+
+    async def command(self, queue: str, envelope: str) -> None:
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        await self._publisher.aclose()
+
+
+class Orchestrator:
+    """One process's worth."""
+
+    def __init__(
+        self, world: World, client: "redis.asyncio.Redis", hub: ResultHub, watch: CallWatch, admission: SharedAdmission, ends: Ends
+    ) -> None:
+        self._world, self._ends = world, ends
+        self._clock = SharedClock(lambda: FUTURE_AT + world.loop.time())
+        transport = _Transport(world, Publisher(client, DEPLOYMENT, SharedClock()), hub, watch)
+        self.admission = admission
+        self.homes = SessionHomes(Places(client, DEPLOYMENT), _Hosts(world), self._send_open)
+        self._recovery = Recovery(Carrier(transport, KEYS, admission, self._clock), self.homes, CallLedger(client, DEPLOYMENT))
+
+    async def open(self, session: Session) -> bool:
+        """Whether it was."""
+        self._ends.openings += 1
+        try:
+            result = await self.homes.open(session.tenant, session.name, session.policy, {})
+        except OperatorError:
+            result = None
+        if result is None or not result.success:
+            self._ends.refused_openings += 1
+            return False
+        return True
+
+    async def call(self, session: Session, seconds: float, *, is_idempotent: bool) -> str:
+        """The code of its one result, "" for success."""
+        call = ToolCall(id=secrets.token_hex(8), name=SPECS[is_idempotent].name, arguments={"seconds": seconds})
+        now, began = self._clock(), self._world.loop.time()
+        context = ToolContext(tenant=session.tenant, session=session.name, sent_at=now, deadline_at=now + 60, timeout_s=120)
+        errand = Errand(call, context, SPECS[is_idempotent], session.policy, 60.0, "interactive", {}, [])
+        self._ends.idempotent[call.id] = is_idempotent
+        try:
+            result = await self._recovery.carry(errand)
+            code = "" if result.success else str(result.error_code)
+        except (ToolFailure, DeliveryFailed, OperatorError) as error:
+            code = error.code.value
+        self._ends.calls += 1
+        self._ends.codes[code] += 1
+        self._ends.longest_s = max(self._ends.longest_s, self._world.loop.time() - began)
+        return code
+
+    async def _send_open(self, opening: Opening, home: Home) -> ToolResult:
+        call = ToolCall(id=secrets.token_hex(8), name="session.open")
+        await asyncio.sleep(OPEN_S)
+        has_room = self._world.open_session(home.queue)
+        if has_room is None:
+            if not self._world.is_reported(home.queue):
+                raise NotSent("host_lost")
+            await asyncio.sleep(HOST_TTL_S + WATCH_EVERY_S)
+            raise CallLost("the host is gone", has_started=False)
+        if not has_room:
+            return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
+        if "moved" in opening.arguments:
+            self._ends.moved_s.append(self._world.loop.time() - self._world.stopped_at[self._ends.lived[opening.session]])
+        self._ends.lived[opening.session] = home.queue
+        return ToolResult(call_id=call.id, name=call.name, success=True)
+
+
+@asynccontextmanager
+async def open_orchestrators(world: World, client: "redis.asyncio.Redis", number: int, ends: Ends) -> AsyncIterator[list[Orchestrator]]:
+    """They share one Redis and know nothing of one another."""
+    async with AsyncExitStack() as stack:
+        made = []
+        for _ in range(number):
+            hub = ResultHub(client)
+            await hub.start()
+            stack.push_async_callback(hub.close)
+            watch = CallWatch(client, DEPLOYMENT, hub.fail, clock=world.loop.time)
+            await watch.start()
+            stack.push_async_callback(watch.close)
+            admission = SharedAdmission(client, DEPLOYMENT, clock=lambda: FUTURE_AT + world.loop.time())
+            stack.push_async_callback(admission.aclose)
+            made.append(Orchestrator(world, client, hub, watch, admission, ends))
+        yield made
+
+
+async def play_agent(
+    orchestrator: Orchestrator, session: Session, chance: random.Random, *, think_s: float, call_s: float, until: Callable[[], bool]
+) -> None:
+    """Thinks and calls until it is told to end; a refused call is no reason to stop."""
+    await asyncio.sleep(chance.uniform(0, think_s * 2))
+    while not until():
+        await orchestrator.call(session, max(0.05, chance.expovariate(1 / call_s)), is_idempotent=chance.random() < 0.5)
+        await asyncio.sleep(chance.expovariate(1 / think_s))
