@@ -5,7 +5,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS, ToolCall, ToolResult
-from contract.errors import ErrorCode, ToolFailure
+from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.registry import Switch
 from contract.schema import coerce_text
 from contract.specs import ToolSpec
@@ -109,6 +109,8 @@ class CallRunner:
             return await self._run_call(call)
         except ToolFailure as failure:
             return ToolResult.failed(call, failure.code, failure.message)
+        except OperatorError as error:
+            return ToolResult.failed(call, error.code, str(error))
         except (Exception, asyncio.CancelledError) as error:  # a user's code may stand behind it; the loop goes on whatever that raises
             if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
                 raise

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from contract.calls import ToolResult
+from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.hosts import HostReport
 from contract.places import PlaceState, SessionPlace
@@ -195,27 +195,39 @@ class SessionHomes:
 
     async def _moved(self, tenant: str, session: str, place: SessionPlace, policy: TenantPolicy) -> Home | None:
         """Open the session on another host; None when its place changed meanwhile, or another process is at it: look again."""
-        arguments = dict(json.loads(place.start))
+        start = dict(json.loads(place.start))
         excluded = {place.queue} if place.state is PlaceState.OPEN else set[str]()
-        home = await self._places.begin_move(tenant, session, place.fence, await self._choose(policy, arguments, excluded))
+        home = await self._places.begin_move(tenant, session, place.fence, await self._choose(policy, start, excluded))
         if home is None:
             return None
-        arguments |= {"moved": _told(place, home)} | ({"restore": place.checkpoint} if place.checkpoint else {})
-        log.warning("session_moves", session=session, lost=place.queue, queue=home.queue, checkpoint=place.checkpoint or None)
-        result = await self._opened(Opening(tenant, session, arguments), home, policy, excluded)
-        if not result.success:
-            raise SandboxUnavailable(f"the session's host is lost, and it could not be opened on another: {result.error}")
-        return self._known[tenant, session]
+        # Its host may have noted a newer checkpoint until it lost the place.
+        latest = await self._places.find(tenant, session) or place
+        result = ToolResult.failed(ToolCall(id="none", name="session.open"), ErrorCode.INTERNAL, "not tried")
+        for checkpoint in _checkpoints(latest):
+            arguments = {**start, "moved": _told(place, latest, checkpoint, home)} | ({"restore": checkpoint} if checkpoint else {})
+            log.warning("session_moves", session=session, lost=place.queue, queue=home.queue, checkpoint=checkpoint or None)
+            result = await self._opened(Opening(tenant, session, arguments), home, policy, excluded)
+            if result.success:
+                return self._known[tenant, session]
+            if result.error_code is not ErrorCode.FILE_NOT_FOUND:
+                break
+        raise SandboxUnavailable(f"the session's host is lost, and it could not be opened on another: {result.error}")
 
     async def _release(self, tenant: str, session: str, fence: int) -> None:
         with contextlib.suppress(BrokerUnavailable):
             await self._places.settle(tenant, session, fence, PlaceState.MOVING)
 
 
-def _told(place: SessionPlace, home: Home) -> dict[str, Any]:
+def _checkpoints(place: SessionPlace) -> list[str]:
+    """What to restore from, best first: the owner may have deleted the last one. In the end nothing, which the session's next call is told."""
+    kept = dict.fromkeys((place.checkpoint, place.automatic))
+    return [*filter(None, kept), ""]
+
+
+def _told(before: SessionPlace, latest: SessionPlace, checkpoint: str, home: Home) -> dict[str, Any]:
     """What the session's next sandbox is to tell of its move."""
-    at = datetime.fromtimestamp(place.checkpoint_at, UTC).isoformat(timespec="seconds") if place.checkpoint else None
-    return {"generation": home.fence, "checkpoint_at": at, "is_planned": not place.queue}
+    at = datetime.fromtimestamp(latest.checkpoint_at, UTC).isoformat(timespec="seconds") if checkpoint else None
+    return {"generation": home.fence, "checkpoint_at": at, "is_planned": not before.queue}
 
 
 def new_session_name() -> str:

@@ -247,7 +247,11 @@ class Session:
     async def _verb(self, name: str, arguments: dict[str, Any], *, content: bytes = b"", timeout_s: float) -> ToolResult:
         blob = await self._blobs.leave(self.tenant, content) if content else None
         call = ToolCall(id=_call_id(), name=f"session.{name}", arguments=arguments)
-        return _checked(await self._dispatch(call, Terms(timeout_s=timeout_s, blob=blob, audience="session")))
+        try:
+            return _checked(await self._dispatch(call, Terms(timeout_s=timeout_s, blob=blob, audience="session")))
+        finally:
+            if blob is not None:
+                await self._blobs.drop(blob)
 
     async def _content(self, result: ToolResult) -> bytes:
         return await self._blobs.take(self.tenant, result.blob) if result.blob else b""

@@ -61,15 +61,19 @@ class AnsweringTransport:
 
 
 class MemoryAsyncBlobs:
-    """Blobs in a dict, for the orchestrator."""
+    """Blobs in a dict, for the orchestrator. What is dropped can still be looked at."""
 
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}
+        self.dropped: list[str] = []
 
     async def leave(self, tenant: str, data: bytes) -> str:
         key = f"{tenant}:{len(self.kept)}"
         self.kept[key] = data
         return key
+
+    async def drop(self, key: str) -> None:
+        self.dropped.append(key)
 
     async def take(self, tenant: str, key: str) -> bytes:
         return self.kept.pop(key)
@@ -148,6 +152,9 @@ class MemoryBlobs:
         key = f"{tenant}:{len(self.kept)}"
         self.kept[key] = data
         return key
+
+    async def drop(self, key: str) -> None:
+        self.dropped.append(key)
 
 
 class FakeSandboxClient(SandboxClient):

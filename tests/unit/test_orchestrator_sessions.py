@@ -1,6 +1,7 @@
 """A session of the SDK: what it sends, what it raises, and that a program which stops takes its sandbox and its calls down."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,15 @@ async def test_files_travel_as_bytes() -> None:
     await session.write_file("/tmp/a", b"\xff\x00")
     assert pool.blobs.kept[str(pool.transport.contexts[-1].blob)] == b"\xff\x00"
     assert await session.read_file("/tmp/a") == b"\x00\xff"
+
+
+@pytest.mark.parametrize("answer", [{}, {"error_code": ErrorCode.NO_SPACE, "error": "full"}])
+async def test_what_went_with_a_call_is_deleted_when_it_has_ended(answer: dict[str, Any]) -> None:
+    pool = Pool(write_file=answer)
+    session = await pool.open()
+    with contextlib.suppress(ToolFailure):
+        await session.write_file("/tmp/a", b"x")
+    assert pool.blobs.dropped == [pool.transport.contexts[-1].blob]
 
 
 async def test_a_file_that_is_not_there_is_raised_with_its_code() -> None:

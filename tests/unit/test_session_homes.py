@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ class Hosts:
         self.all = {f"host.{name}.b00t": build_report(name) for name in names}
         self.opened: list[tuple[str, Opening, int]] = []
         self.answers: dict[str, Any] = {}
+        self.answer: Callable[[Opening], ToolResult | None] = lambda _: None
 
     async def reports(self) -> list[Any]:
         return list(self.all.values())
@@ -38,7 +39,7 @@ class Hosts:
     async def send_open(self, opening: Opening, home: Home) -> ToolResult:
         self.opened.append((home.queue, opening, home.fence))
         await asyncio.sleep(0)
-        answer = self.answers.get(home.queue)
+        answer = self.answers.get(home.queue) or self.answer(opening)
         if isinstance(answer, Exception):
             raise answer
         call = ToolCall(id="c", name="session.open")
@@ -195,3 +196,18 @@ async def test_a_silent_host_is_waited_for_and_keeps_its_sessions_when_it_comes_
     await client.set(host_key("d", seen.queue), "a report")
     assert await waiting == seen
     assert len(hosts.opened) == 1
+
+
+async def test_a_checkpoint_that_its_owner_deleted_is_followed_by_the_hosts_own_and_then_by_nothing(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    homes = build_homes(client, hosts)
+    await homes.open("acme", "s1", DEFAULT, {})
+    await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "c1", "automatic": "auto-1", "checkpoint_at": 1})
+    seen = await homes.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, seen.queue)
+    hosts.all["host.b.b00t"] = build_report("b")
+    missing = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
+    hosts.answer = lambda opening: missing if "restore" in opening.arguments else None
+    await homes.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+    assert [opening.arguments.get("restore") for _, opening, _ in hosts.opened[1:]] == ["c1", "auto-1", None]
+    assert hosts.opened[-1][1].arguments["moved"]["checkpoint_at"] is None
