@@ -28,6 +28,8 @@ SIZES = ((2, 14), (4, 28), (8, 56))
 SHARES = (4, 4, 2)
 OPEN_S = 0.5
 GIB = 1024**3
+AT_ONCE = 10
+"""Hosts that report in one moment."""
 NEVER = 4_000_000_000
 """A time at which nobody is late yet."""
 
@@ -88,12 +90,13 @@ class World:
             self._begin(Host(f"h{at}", 1, slots, most))
 
     def heartbeats(self) -> Iterator[float]:
-        """Lets one host after the other report; gives the seconds until the next one does."""
+        """Lets some hosts after others report; gives the seconds until the next one does."""
         while True:
             hosts = list(self.hosts)
-            for host in hosts:
-                yield HEARTBEAT_S / len(hosts)
-                self._report(host)
+            for at in range(0, len(hosts), AT_ONCE):
+                yield HEARTBEAT_S * AT_ONCE / len(hosts)
+                for host in hosts[at : at + AT_ONCE]:
+                    self._report(host)
 
     def poke(self, queue: str) -> None:
         """Something came into the queue, or a slot became free."""
@@ -156,7 +159,9 @@ class World:
         now = self.loop.time()
         if host.state == "alive":
             host.reported_at = now
-            self.reports[host.queue] = self._told(host)
+            known = self.reports.get(host.queue) or self._told(host)
+            told = {"busy": host.busy, "sessions": host.sessions, "reported_at": now}
+            self.reports[host.queue] = known.model_copy(update=told)
         elif not host.is_expired and now - host.reported_at >= HOST_TTL_S:
             # Redis would do this by its own clock.
             host.is_expired = True

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Literal
 
 SKEW_TOLD_S = 5.0
 """From here on a wrong clock is worth a warning."""
@@ -21,3 +23,8 @@ class SharedClock:
         """Take over what Redis's TIME said just now; gives by how much this host's clock is behind it, in seconds."""
         self.offset_s = redis_now - self._local()
         return self.offset_s
+
+
+def format_instant(at: float, unit: Literal["seconds", "milliseconds"] = "seconds") -> str:
+    """Unix seconds as everybody is shown them: ISO 8601, UTC, to that unit."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec=unit).replace("+00:00", "Z")

@@ -15,6 +15,7 @@ RESTART_GRACE_S = 30
 """How long a host that ended in order, with sessions, still counts as alive: its sandboxd keeps them, and its worker is mostly started again."""
 TOMBSTONE_TTL_S = 24 * 3600
 """How long an incarnation that was given up is remembered: it may wake up and must not go on under its name."""
+MAX_TROUBLE_CHARS = 500
 
 HOST_LOST_TYPE = "HostLost"
 """What stands as the exception's type in the stored result of a call whose host was given up while it waited."""
@@ -56,7 +57,7 @@ class HostReport(Record):
     """It takes no new sessions: its own go elsewhere, or it is being restarted."""
     store: Literal["local", "shared"] = "local"
     """Where its checkpoints go: `local` ones cannot be restored on another host."""
-    trouble: str = Field(default="", max_length=500)
+    trouble: str = Field(default="", max_length=MAX_TROUBLE_CHARS)
     """What its operator should know: why it is not healthy, or what its drain waits for."""
     started_at: float
     reported_at: float

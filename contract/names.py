@@ -39,7 +39,7 @@ def catalog_names_key(deployment: str, pool: str) -> str:
 
 
 def pool_worker(host: str, boot: str) -> str:
-    """One incarnation of a worker without sandboxes: the queue of its control list, and the beginning of its run markers."""
+    """One incarnation of a worker without sandboxes: the queue of its control list, and the beginning of its names as a holder of calls."""
     return f"pool.{host}.{boot}"
 
 

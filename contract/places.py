@@ -25,7 +25,8 @@ class PlaceState(StrEnum):
 class SessionPlace(Record):
     """The fields of the hash, all text in Redis. `start`: JSON of the arguments of `session.open`. `checkpoint`: the last one, "" for none,
     taken at `checkpoint_at`. `ttl_s`: how long it lives without a call; `moving_until`: when whoever opens it elsewhere is given up, Unix seconds.
-    `automatic`: the last checkpoint that a worker took by itself, "" for none; it may be older than `checkpoint`, and is deleted when another was taken."""
+    `automatic`: the last checkpoint that a worker took by itself, "" for none; it may be older than `checkpoint`, and is deleted when another was taken.
+    `held`: the fence of the last hold by a drain; while it is the place's, whoever held it has all that the session has."""
 
     state: PlaceState
     queue: str
@@ -37,6 +38,7 @@ class SessionPlace(Record):
     opened_at: float = 0.0
     moving_until: float = 0.0
     automatic: str = ""
+    held: int = 0
 
 
 def parse_place(fields: Mapping[bytes, bytes]) -> SessionPlace | None:

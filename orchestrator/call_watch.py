@@ -88,15 +88,20 @@ class CallWatch:
 
     async def look(self) -> None:
         """One round. Raises RedisError, OSError, BrokerUnavailable."""
-        if not await self._is_steady():
+        now = await self._steady_time()
+        if now is None:
             return
-        await self._reaper.sweep()
+        await self._reaper.sweep(now)
+        self._note_answer()
         until = self._clock() - LOOK_AFTER_S
         old = [(task_id, watched) for task_id, watched in self._calls.items() if watched.since <= until][:MAX_LOOKS]
         records = await self._records([watched.delivery for _, watched in old])
         reports = await self._reports(
             {queue for (_, watched), record in zip(old, records, strict=True) for queue in _queues(watched, record)}
         )
+        if not self._is_steady():
+            # Redis stood still meanwhile, and every report has expired.
+            return
         for (task_id, watched), record in zip(old, records, strict=True):
             # Those that were looked at go behind the others.
             if self._calls.pop(task_id, None) is watched:
@@ -104,17 +109,22 @@ class CallWatch:
             if record is not None:
                 await self._judge(task_id, watched, record, reports)
 
-    async def _is_steady(self) -> bool:
-        """Whether Redis has answered for so long that whoever has not reported is gone: after an outage, or when this program or Redis was stopped for
-        a while, every report has expired."""
-        began = self._clock()
-        if began - self._answered_at > WATCH_EVERY_S + ANSWER_S:
-            self._steady_since = began
-        await self._client.ping()
-        self._answered_at = self._clock()
-        if self._answered_at - began > ANSWER_S:
-            self._steady_since = self._answered_at
+    async def _steady_time(self) -> int | None:
+        """Redis's time, when it has answered for so long that whoever has not reported is gone: after an outage, or when this program or Redis was stopped
+        for a while, every report has expired."""
+        seconds, _ = await self._client.time()
+        self._note_answer()
+        return int(seconds) if self._is_steady() else None
+
+    def _is_steady(self) -> bool:
         return self._answered_at - self._steady_since >= HOST_TTL_S
+
+    def _note_answer(self) -> None:
+        """Redis has answered. After a long silence steadiness begins anew."""
+        now = self._clock()
+        if now - self._answered_at > WATCH_EVERY_S + ANSWER_S:
+            self._steady_since = now
+        self._answered_at = now
 
     async def _run(self) -> None:
         while True:
@@ -132,15 +142,21 @@ class CallWatch:
                 for key in keys[at : at + BATCH]:
                     pipe.hgetall(key)
                 records += [_parse(fields) for fields in await pipe.execute()]
+            self._note_answer()
         return records
 
     async def _reports(self, queues: set[str]) -> Mapping[str, HostReport | None]:
         names = sorted(queues)
         texts: list[Any] = await self._client.mget([host_key(self._deployment, queue) for queue in names]) if names else []
+        if names:
+            self._note_answer()
         return {queue: _report(text) for queue, text in zip(names, texts, strict=True)}
 
     async def _judge(self, task_id: str, watched: _Watched, record: CallRecord, reports: Mapping[str, HostReport | None]) -> None:
         delivery = watched.delivery
+        if record.attempt < delivery.attempt and record.state not in (CallState.QUEUED, CallState.LOST):
+            # No worker starts this one (workers/ledger.py), and what the earlier one answers is for nobody.
+            self._tell(task_id, CallLost("Redis has lost its last moments, and in them that the call was sent again", has_started=True))
         if record.attempt != delivery.attempt:
             return
         if record.state is CallState.DONE:
@@ -154,6 +170,12 @@ class CallWatch:
             await self._lose(
                 task_id, delivery, f"the host {delivery.queue} no longer reports, and had not begun with the call", has_started=False
             )
+        elif record.state is CallState.LOST:
+            # Noted before, and Redis's answer did not come; or by the reaper.
+            told = (
+                f"whoever ran the call is gone ({record.holder})" if record.holder else "the call's host is gone, and had not begun with it"
+            )
+            self._tell(task_id, CallLost(told, has_started=bool(record.holder)))
 
     def _judge_ended(self, task_id: str, watched: _Watched, record: CallRecord) -> None:
         if watched.ended_since is None:
@@ -164,7 +186,9 @@ class CallWatch:
     async def _lose(self, task_id: str, delivery: Delivery, told: str, *, has_started: bool) -> None:
         """Unless it has moved on meanwhile, nobody can start or finish the call from here on."""
         expected = CallState.RUNNING if has_started else CallState.QUEUED
-        if await self._ledger.lose(delivery.tenant, delivery.call_id, delivery.attempt, expected):
+        is_lost = await self._ledger.lose(delivery.tenant, delivery.call_id, delivery.attempt, expected)
+        self._note_answer()
+        if is_lost:
             self._tell(task_id, CallLost(told, has_started=has_started))
 
     def _tell(self, task_id: str, lost: CallLost) -> None:

@@ -30,16 +30,15 @@ from orchestrator.settings import child_environment, load_settings, python
 from orchestrator.terminal import RunView, escape_controls, format_clocks
 from orchestrator.terminal_live import LiveOutput
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Runs the tools of LLM agents at scale.", pretty_exceptions_enable=False)
+HELP = "Runs the tools of LLM agents at scale, on the pool that TOOLCREW_REDIS_URL names; without it run, call and tools start one of their own."
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, pretty_exceptions_enable=False)
 worker_app = typer.Typer(no_args_is_help=True, help="Workers: starting this host's, and taking any out of service.")
 app.add_typer(tools_app, name="tools")
 app.add_typer(calls_app, name="calls")
 app.add_typer(tenants_app, name="tenants")
 app.add_typer(redis_app, name="redis")
 app.add_typer(worker_app, name="worker")
-app.command("hosts")(hosts_list)
-worker_app.command("status")(worker_status)
-worker_app.command("drain")(worker_drain)
 
 Workspace = Annotated[
     Path | None, typer.Option("--workspace", help="A folder, an archive (tar, tar.gz, ..., zip) or a git bundle to begin with.")
@@ -175,6 +174,11 @@ def worker_start(
     """
     environment = {"TOOLCREW_WORKER_KIND": kind} if kind is not None else {}
     os.execve(python(), [python(), "-m", "workers"], child_environment(environment))
+
+
+worker_app.command("status")(worker_status)
+worker_app.command("drain")(worker_drain)
+app.command("hosts")(hosts_list)
 
 
 def parse_arguments(texts: list[str]) -> tuple[dict[str, Any], bool]:

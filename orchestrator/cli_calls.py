@@ -2,11 +2,11 @@
 
 import json
 from contextlib import AsyncExitStack
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
 
+from contract.clock import format_instant
 from contract.errors import ErrorCode, ToolFailure
 from contract.ledger import CallRecord
 from contract.tenancy import DEFAULT_TENANT
@@ -75,4 +75,4 @@ def record_json(call_id: str, tenant: str, record: CallRecord) -> dict[str, Any]
 
 
 def _instant(at: float) -> str | None:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds") if at else None
+    return format_instant(at, "milliseconds") if at else None

@@ -3,13 +3,13 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
 
+from contract.clock import format_instant
 from contract.errors import OperatorError
-from contract.hosts import HostReport
+from contract.hosts import RESTART_GRACE_S, HostReport
 from contract.signing import SigningKeys
 from orchestrator.cli_runner import Json, run_work
 from orchestrator.hosts import RedisHosts, find_workers
@@ -91,7 +91,12 @@ def worker_drain(
 
     async def work() -> list[dict[str, Any]]:
         async with open_hosts() as (hosts, keys):
-            reports = [report for report in find_workers(await hosts.read(), host) if report.worker]
+            found = find_workers(await hosts.read(), host)
+            reports = [report for report in found if report.worker]
+            if not reports:
+                raise OperatorError(
+                    f"{found[0].queue} has ended, and its restart is awaited for {RESTART_GRACE_S} s: start it and drain it, or wait; then its sessions go on elsewhere"
+                )
             for report in reports:
                 await hosts.order_drain(report, keys, lossy=lossy)
                 tell(f"{report.queue} drains")
@@ -119,7 +124,11 @@ async def _followed(hosts: RedisHosts, report: HostReport, tell: Any) -> dict[st
 def report_json(report: HostReport) -> dict[str, Any]:
     """For programs: instants in ISO 8601, sizes in bytes."""
     fields = report.model_dump(mode="json", exclude={"process"})
-    return fields | {"state": _state(report), "started_at": _iso(report.started_at), "reported_at": _iso(report.reported_at)}
+    return fields | {
+        "state": _state(report),
+        "started_at": format_instant(report.started_at),
+        "reported_at": format_instant(report.reported_at),
+    }
 
 
 def _end(report: HostReport, state: str) -> dict[str, Any]:
@@ -142,7 +151,7 @@ def _row(report: HostReport) -> dict[str, Any]:
         "busy": f"{report.busy}/{report.slots}",
         "sessions": f"{report.sessions}/{report.max_sessions}" if report.kind == "sandbox" else "-",
         "memory-free-mib": report.memory_free_bytes // MIB,
-        "reported-at": _iso(report.reported_at),
+        "reported-at": format_instant(report.reported_at),
         "queue": report.queue,
     }
 
@@ -150,11 +159,7 @@ def _row(report: HostReport) -> dict[str, Any]:
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name}: {inner}" for name, inner in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _iso(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
+    return (", ".join(map(str, value)) if isinstance(value, list) else str(value)) or "-"
 
 
 def _print(lines: list[str]) -> None:

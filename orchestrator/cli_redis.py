@@ -1,5 +1,6 @@
 """`toolcrew redis`: what Redis itself must be told before a deployment uses it."""
 
+import json
 import os
 import secrets
 from pathlib import Path
@@ -31,6 +32,9 @@ def redis_users(
         _write_users(roles or list(ROLES), out, passwords)
 
     run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps({"acl_file": str(out), "passwords_file": str(passwords), "roles": roles or list(ROLES)}))
+        return
     typer.echo(f"wrote {out} (for Redis: aclfile {out}) and {passwords} (keep it secret; each process gets its own user's)", err=True)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
 from orchestrator.api_keys import ApiKeyRecord, ApiKeys, Role
@@ -165,7 +166,9 @@ def keys_ls(tenant: Annotated[str | None, typer.Argument(help="Of one tenant.")]
     """The keys, oldest first, by what is kept of them; none can be shown again."""
 
     async def work() -> dict[str, ApiKeyRecord | ConfigError]:
-        async with open_stores() as (_, keys):
+        async with open_stores() as (tenants, keys):
+            if tenant not in (None, DEFAULT_TENANT, *await tenants.all()):
+                raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}: see toolcrew tenants ls")
             return await keys.all()
 
     found = run_work(work(), as_json).items()
@@ -259,7 +262,7 @@ def _key_json(key_id: str, key: ApiKeyRecord | ConfigError) -> dict[str, Any]:
 
 
 def _when(at: float | None) -> str | None:
-    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    return None if at is None else format_instant(at)
 
 
 def _parse_duration(text: str) -> float:

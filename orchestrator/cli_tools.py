@@ -1,13 +1,13 @@
 """`toolcrew tools`: what the workers can run, and turning it off and on."""
 
 import json
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
 
+from contract.clock import format_instant
 from contract.errors import ConfigError
-from contract.registry import ToolState
+from contract.registry import Switch, ToolState
 from contract.tool_pages import render_tool
 from orchestrator.cli_runner import Json, open_client, run_work
 from orchestrator.settings import load_settings
@@ -80,15 +80,20 @@ def tools_enable(name: Name, as_json: Json = False) -> None:
 def state_json(state: ToolState) -> dict[str, Any]:
     """A tool with its state as one object; `switch` says who turned it off, when and why."""
     spec = state.spec.model_dump(mode="json")
-    return {"name": state.name, "state": state.state, **spec, "switch": state.switch.model_dump() if state.switch is not None else None}
+    return {"name": state.name, "state": state.state, **spec, "switch": _switch_json(state.switch) if state.switch is not None else None}
+
+
+def _switch_json(switch: Switch) -> dict[str, Any]:
+    return switch.model_dump() | {"at": format_instant(switch.at)}
 
 
 def state_lines(state: ToolState) -> list[str]:
     """A tool's page for people, headed by its state."""
     switch, head = state.switch, f"{state.name} is {state.state}"
     if switch is not None:
-        at = datetime.fromtimestamp(switch.at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-        head += f": turned off by {switch.by or 'somebody'} at {at}" + (f" ({switch.reason})" if switch.reason else "")
+        head += f": turned off by {switch.by or 'somebody'} at {format_instant(switch.at)}" + (
+            f" ({switch.reason})" if switch.reason else ""
+        )
     return [head, "", *render_tool(state.spec).rstrip("\n").split("\n")]
 
 

@@ -26,7 +26,7 @@ from orchestrator.heard_calls import Handler
 from orchestrator.homes import HostSource, Opening, SessionHomes
 from orchestrator.logs import get_logger
 from orchestrator.places import Home, PlaceBook
-from orchestrator.recovery import CallBook, Recovery
+from orchestrator.recovery import NOT_TAKEN, CallBook, Patience, Recovery
 from orchestrator.switches import SwitchSource
 from orchestrator.tenant_rules import policy_for, refuse_by_policy
 from orchestrator.tenants import OpenTenants, TenantSource
@@ -171,16 +171,30 @@ class Dispatcher:
         return await self._in_pool().open(tenant, session, await self._tenants.policy(tenant), arguments)
 
     async def _close_session(self, call: ToolCall, tenant: str, session: str) -> ToolResult:
-        homes = self._in_pool()
-        home = homes.known(tenant, session)
+        homes, until = self._in_pool(), Patience()
         closed = ToolResult(call_id=call.id, name=call.name, success=True, metadata={"closed": False})
-        try:
-            if home is not None:
-                closed = await self._carrier.carry(await self._errand(call, Route(tenant, session), _verb(OPEN_TIMEOUT_S)), home)
-        except (NotSent, CallLost) as lost:
-            log.info("session_closed_without_its_host", session=session, reason=str(lost))
+        home = homes.known(tenant, session) or await homes.find_for_closing(tenant, session)
+        while home is not None:
+            told = await self._closed_at(home, tenant, session)
+            if told is not None:
+                closed = told
+                break
+            # It has moved, or its host is just being restarted: left there it would hold its sandbox until its time is up.
+            home = await homes.find_for_closing(tenant, session) if await until.wait() else None
         await homes.forget(tenant, session)
         return closed
+
+    async def _closed_at(self, home: Home, tenant: str, session: str) -> ToolResult | None:
+        """What came of closing a session there; None when nobody there took the call."""
+        # A call of its own each time: an earlier one may still be in the ledger.
+        call = ToolCall(id=secrets.token_hex(16), name="session.close")
+        errand = await self._errand(call, Route(tenant, session), _verb(OPEN_TIMEOUT_S))
+        try:
+            result = await self._carrier.carry(errand, home)
+        except (NotSent, CallLost) as lost:
+            log.info("session_not_closed_there", session=session, queue=home.queue, reason=str(lost))
+            return None
+        return None if result.metadata.get("not_run") in NOT_TAKEN else result
 
     async def _dispatch(self, call: ToolCall, route: Route, terms: Terms) -> ToolResult:
         errand = await self._errand(call, route, terms)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
@@ -48,6 +48,7 @@ class Opening:
     arguments: Mapping[str, Any]
 
 
+_Claimed = TypeVar("_Claimed", bound=Home | None)
 SendOpen = Callable[[Opening, Home], Awaitable[ToolResult]]
 """Sends the verb to a home once; gives its result whatever it is. Raises NotSent, CallLost, DeliveryFailed."""
 
@@ -68,9 +69,8 @@ class SessionHomes:
         excluded: set[str] = set()
         queue = await self._choose(policy, arguments, excluded)
         start = json.dumps({name: value for name, value in arguments.items() if name != "restore"})
-        home = await self._places.open(
-            tenant, session, queue, start=start, ttl_s=float(arguments.get("ttl_s", 1800.0)), limit=policy.sandboxes
-        )
+        ttl_s = float(arguments.get("ttl_s", 1800.0))
+        home = await self._counted(queue, self._places.open(tenant, session, queue, start=start, ttl_s=ttl_s, limit=policy.sandboxes))
         try:
             result = await self._opened(Opening(tenant, session, arguments), home, policy, excluded)
         except BaseException:
@@ -123,6 +123,19 @@ class SessionHomes:
             return await self._moved(tenant, session, place, policy)
         return self._noted(tenant, session, place) if fate == "alive" else None
 
+    async def find_for_closing(self, tenant: str, session: str) -> Home | None:
+        """Where a session is by now, without opening it anywhere; None when no host has it. One that is silent, or about to move it, is waited for."""
+        until = time.monotonic() + SETTLE_S
+        while (place := await self._places.find(tenant, session)) is not None and time.monotonic() < until:
+            if place.state is PlaceState.OPEN:
+                fate = await self._places.fate(place.queue)
+                if fate != "silent":
+                    return Home(place.queue, place.fence) if fate == "alive" else None
+            elif not place.moving_until:
+                return None
+            await asyncio.sleep(POLL_S)
+        return None
+
     def known(self, tenant: str, session: str) -> Home | None:
         """As of the last call."""
         return self._known.get((tenant, session))
@@ -160,6 +173,16 @@ class SessionHomes:
         self._placed[queue] += 1
         return queue
 
+    async def _counted(self, queue: str, claim: Awaitable[_Claimed]) -> _Claimed:
+        """What the claim of a place on that host gives. One that was refused is no session there: whoever asks again and again would fill the host."""
+        claimed = None
+        try:
+            claimed = await claim
+            return claimed
+        finally:
+            if claimed is None and self._placed[queue]:
+                self._placed[queue] -= 1
+
     async def _opened(self, opening: Opening, home: Home, policy: TenantPolicy, excluded: set[str]) -> ToolResult:
         """Send the verb; to other hosts when that one is lost before it answers. When it did not work, the next who calls may try again."""
         tenant, session = opening.tenant, opening.session
@@ -188,7 +211,7 @@ class SessionHomes:
             raise SandboxUnavailable(f"{MAX_HOSTS} hosts in a row were lost while they opened the session; see `toolcrew hosts`")
         queue = await self._choose(policy, opening.arguments, excluded)
         await self._release(opening.tenant, opening.session, home.fence)
-        claimed = await self._places.begin_move(opening.tenant, opening.session, home.fence, queue)
+        claimed = await self._counted(queue, self._places.begin_move(opening.tenant, opening.session, home.fence, queue))
         if claimed is None:
             raise SandboxUnavailable("the session was closed, or opened by somebody else, while it was opened here")
         return claimed
@@ -197,7 +220,8 @@ class SessionHomes:
         """Open the session on another host; None when its place changed meanwhile, or another process is at it: look again."""
         start = dict(json.loads(place.start))
         excluded = {place.queue} if place.state is PlaceState.OPEN else set[str]()
-        home = await self._places.begin_move(tenant, session, place.fence, await self._choose(policy, start, excluded))
+        queue = await self._choose(policy, start, excluded)
+        home = await self._counted(queue, self._places.begin_move(tenant, session, place.fence, queue))
         if home is None:
             return None
         # Its host may have noted a newer checkpoint until it lost the place.
@@ -226,7 +250,9 @@ def _checkpoints(place: SessionPlace) -> list[str]:
 
 def _told(before: SessionPlace, latest: SessionPlace, checkpoint: str, home: Home) -> dict[str, Any]:
     """What the session's next sandbox is to tell of its move."""
-    at = datetime.fromtimestamp(latest.checkpoint_at, UTC).isoformat(timespec="seconds") if checkpoint else None
+    # Of an automatic one that is older than the last nobody knows when it was taken.
+    is_last = bool(checkpoint) and checkpoint == latest.checkpoint
+    at = datetime.fromtimestamp(latest.checkpoint_at, UTC).isoformat(timespec="seconds") if is_last else None
     return {"generation": home.fence, "checkpoint_at": at, "is_planned": not before.queue}
 
 

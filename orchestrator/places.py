@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import host_key, place_key, tenant_sessions_key, tombstone_key
+from contract.names import host_key, hosts_key, place_key, tenant_sessions_key, tombstone_key
 from contract.places import PLACE_MARGIN_S, PlaceState, SessionPlace, parse_place
 
 HostFate = Literal["alive", "silent", "given_up"]
@@ -130,9 +130,12 @@ class Places:
         return bool(await _asked(self._settle(keys=[key], args=[fence, state.value])))
 
     async def fate(self, queue: str) -> HostFate:
-        keys = host_key(self._deployment, queue), tombstone_key(self._deployment, queue)
-        report, tombstone = await _asked(self._client.mget(keys))
-        if tombstone is not None:
+        pipe = self._client.pipeline(transaction=True)
+        pipe.mget(host_key(self._deployment, queue), tombstone_key(self._deployment, queue))
+        pipe.zscore(hosts_key(self._deployment), queue)
+        (report, tombstone), listed_at = await _asked(pipe.execute())
+        # Whoever left in order is listed no more, and a tombstone does not stand for ever.
+        if tombstone is not None or (report is None and listed_at is None):
             return "given_up"
         return "alive" if report is not None else "silent"
 

@@ -13,10 +13,13 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
 from contract.ledger import CALL_TTL_S
-from contract.names import call_key, host_key, place_key
+from contract.names import call_key, host_key, place_key, tenant_sessions_key
 from contract.places import PLACE_MARGIN_S
+from orchestrator.logs import get_logger
 from orchestrator.task_messages import build_message
 from orchestrator.transport import Delivery, NotSent
+
+log = get_logger(__name__)
 
 BATCH = 200
 """Calls in one pipeline."""
@@ -26,7 +29,7 @@ RETRY_S = (0.05, 0.1, 0.2, 0.5)
 CLOCK_ROUND_TRIP_S = 0.5
 """What Redis says of the time is old after a longer way."""
 
-# KEYS: call, queue; for a session's call its place, and the queue's host. ARGV: attempt, nonce, tool, message; for a session's call session, fence.
+# KEYS: call, queue; for a session's call its place, the queue's host, and the tenant's sessions. ARGV: attempt, nonce, tool, message; for a session's call session, fence.
 # Gives what became of it, and Redis's time, in one line.
 _PUBLISH = """
 local time = redis.call('TIME')
@@ -51,16 +54,25 @@ redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[3], 'session', ARGV[5] or '', 'queue', KEYS[2],
   'queued_at', time[1] .. '.' .. string.format('%06d', time[2]), 'nonce', ARGV[2])
 redis.call('EXPIRE', KEYS[1], CALL_TTL_S)
-if place then redis.call('EXPIRE', KEYS[3], math.ceil(tonumber(place[4]) or 0) + PLACE_MARGIN_S) end
+if place then
+  local life = math.ceil(tonumber(place[4]) or 0) + PLACE_MARGIN_S
+  redis.call('EXPIRE', KEYS[3], life)
+  if redis.call('TTL', KEYS[5]) < life then redis.call('EXPIRE', KEYS[5], life) end
+end
 return answer('sent')
 """.replace("CALL_TTL_S", str(CALL_TTL_S)).replace("PLACE_MARGIN_S", str(PLACE_MARGIN_S))
 _PUBLISH_SHA = hashlib.sha1(_PUBLISH.encode(), usedforsecurity=False).hexdigest()
 
-# KEYS: call. ARGV: attempt, how long a call is remembered. Gives the state that the call was in; `superseded` when another attempt is on its way.
+# KEYS: call. ARGV: attempt, how long a call is remembered. Gives the state that the call was in; `superseded` when another attempt decides.
+# An earlier attempt that was given up is there when Redis has forgotten what renewed it: as for a claim (workers/ledger.py) ours decides.
 _FORBID = """
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt')
-if record[1] and record[2] ~= ARGV[1] then return 'superseded' end
-if record[1] and record[1] ~= 'queued' then return record[1] end
+local known, attempt = tonumber(record[2] or '1') or 1e9, tonumber(ARGV[1])
+local is_forgotten = known < attempt and (record[1] == 'queued' or record[1] == 'lost')
+if record[1] and not is_forgotten then
+  if known ~= attempt then return 'superseded' end
+  if record[1] ~= 'queued' then return record[1] end
+end
 local time = redis.call('TIME')
 redis.call('HSET', KEYS[1], 'state', 'forbidden', 'attempt', ARGV[1], 'ended_at', time[1])
 redis.call('EXPIRE', KEYS[1], ARGV[2])
@@ -121,8 +133,13 @@ class Publisher:
                 waited_s = asyncio.get_running_loop().time() - began
                 if not may_be_sent and waited_s > SEND_PATIENCE_S:
                     raise BrokerUnavailable(f"the call was not sent: Redis does not answer ({unanswered})") from unanswered
-                if may_be_sent and self._clock() > delivery.start_by:
-                    return  # whoever awaits it forbids it, or hears that it runs
+            except BrokerUnavailable as refused:
+                # What was refused is only the repetition: the first may lie in the queue.
+                if not may_be_sent or self._is_closed:
+                    raise
+                log.warning("publish_not_known", call=delivery.call_id, error=str(refused))
+            if may_be_sent and self._clock() > delivery.start_by:
+                return  # whoever awaits it forbids it, or hears that it runs
             await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
             attempt += 1
         if verdict in _REFUSALS:
@@ -158,6 +175,7 @@ class Publisher:
         if delivery.sticky is not None:
             session = delivery.sticky.session
             keys += [place_key(self._deployment, delivery.tenant, session), host_key(self._deployment, delivery.queue)]
+            keys.append(tenant_sessions_key(self._deployment, delivery.tenant))
             arguments += [session, delivery.sticky.fence]
         return (len(keys), *keys, *arguments)
 

@@ -2,10 +2,11 @@
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from contract.calls import ToolResult
-from contract.errors import ErrorCode
+from contract.errors import BrokerUnavailable, ErrorCode
 from contract.ledger import MAX_ATTEMPTS, CallState
 from contract.names import POOL_QUEUES
 from orchestrator.carrier import Carrier, Errand
@@ -43,32 +44,36 @@ class Recovery:
     async def carry(self, errand: Errand) -> ToolResult:
         """The one result of the call. Only an idempotent tool's call that may have acted is sent again, MAX_ATTEMPTS times in all; one that nobody took is
         sent again for RESEND_S."""
-        attempt, until = 1, _Patience()
+        attempt, losses, until = 1, _Losses(), Patience()
         home = await self._find(errand)
         while True:
             try:
                 result = await self._carrier.carry(errand, home or POOL_QUEUES[errand.spec.pool], attempt)
             except NotSent as refused:
                 if refused.reason == "duplicate" or home is None:
-                    raise _repeated() from None
+                    raise _repeated(attempt) from None
                 if not await until.wait():
-                    raise _never_taken(home.queue) from None
+                    raise _never_taken(home.queue, losses) from None
                 home = await self._refresh(errand, home, is_lost=refused.reason == "host_lost")
                 continue
             except CallLost as lost:
-                attempt = await self._sent_again(errand, attempt, lost)
+                losses.note(lost.has_started)
+                attempt = await self._sent_again(errand, attempt, losses, lost)
                 home = await self._refresh(errand, home, is_lost=True) if home is not None else None
                 continue
-            if not await self._may_go_again(errand, attempt, result, until):
+            if not await self._may_go_again(errand, attempt, result, losses, until):
                 return result
             attempt += 1
             home = await self._refresh(errand, home, is_lost=False) if home is not None else None
 
-    async def _may_go_again(self, errand: Errand, attempt: int, result: ToolResult, until: "_Patience") -> bool:
+    async def _may_go_again(self, errand: Errand, attempt: int, result: ToolResult, losses: "_Losses", until: "Patience") -> bool:
         """Whether a worker's answer only says that the call was not run there, or what it did was lost and may be done again."""
-        is_repeatable = result.metadata.get("outcome_lost") is True and errand.spec.idempotent and attempt < MAX_ATTEMPTS
+        is_lost = result.metadata.get("outcome_lost") is True
+        if is_lost:
+            losses.note(has_started=True)
+        is_repeatable = is_lost and errand.spec.idempotent and losses.times < MAX_ATTEMPTS
         is_untaken = result.metadata.get("not_run") in NOT_TAKEN
-        return (is_untaken or is_repeatable) and await until.wait() and await self._ledger.renew(errand.context.tenant, errand.call.id, attempt)
+        return (is_untaken or is_repeatable) and await until.wait() and await self._renewed(errand, attempt)
 
     async def _find(self, errand: Errand) -> Home | None:
         if not errand.is_sticky:
@@ -78,33 +83,55 @@ class Recovery:
     async def _refresh(self, errand: Errand, home: Home, *, is_lost: bool) -> Home:
         return await self._homes.refresh(errand.context.tenant, str(errand.context.session), home, errand.policy, is_lost=is_lost)
 
-    async def _sent_again(self, errand: Errand, attempt: int, lost: CallLost) -> int:
+    async def _sent_again(self, errand: Errand, attempt: int, losses: "_Losses", lost: CallLost) -> int:
         """The next attempt's number. Raises DeliveryFailed when the call may not be sent again."""
-        tenant, call = errand.context.tenant, errand.call
+        call = errand.call
         log.warning("call_lost", call=call.id, tool=call.name, attempt=attempt, has_started=lost.has_started, told=lost.told)
-        if not errand.spec.idempotent or attempt >= MAX_ATTEMPTS:
-            await self._give_up(errand, attempt, lost)
-        if not await self._ledger.renew(tenant, call.id, attempt):
+        if not errand.spec.idempotent or losses.times >= MAX_ATTEMPTS:
+            await self._give_up(errand, attempt, losses, lost.told)
+        if not await self._renewed(errand, attempt):
             raise DeliveryFailed(
-                ErrorCode.OUTCOME_UNKNOWN, f"{lost.told}; the call was cancelled, or sent again by another program, meanwhile"
+                ErrorCode.OUTCOME_UNKNOWN, f"{lost.told}; it was not sent again: it was cancelled meanwhile, or Redis knows nothing of it"
             )
         return attempt + 1
 
-    async def _give_up(self, errand: Errand, attempt: int, lost: CallLost) -> NoReturn:
-        state = CallState.UNKNOWN if lost.has_started else CallState.LOST
-        await self._ledger.give_up(errand.context.tenant, errand.call.id, attempt, state)
-        tried = f" (attempt {attempt} of {MAX_ATTEMPTS})" if attempt > 1 else ""
-        if lost.has_started:
-            raise DeliveryFailed(
-                ErrorCode.OUTCOME_UNKNOWN, f"{lost.told}{tried}: the call may or may not have acted; look before you repeat it"
-            )
+    async def _renewed(self, errand: Errand, attempt: int) -> bool:
+        """Whether the call may be sent again; not, when that cannot be noted."""
+        try:
+            return await self._ledger.renew(errand.context.tenant, errand.call.id, attempt)
+        except BrokerUnavailable as error:
+            log.warning("call_not_sent_again", call=errand.call.id, error=str(error))
+            return False
+
+    async def _give_up(self, errand: Errand, attempt: int, losses: "_Losses", told: str) -> NoReturn:
+        state = CallState.UNKNOWN if losses.may_have_acted else CallState.LOST
+        try:
+            await self._ledger.give_up(errand.context.tenant, errand.call.id, attempt, state)
+        except BrokerUnavailable as error:
+            # What is known of the call is known all the same.
+            log.warning("call_not_given_up", call=errand.call.id, error=str(error))
+        tried = f" (attempt {losses.times} of {MAX_ATTEMPTS})" if losses.times > 1 else ""
+        if losses.may_have_acted:
+            raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"{told}{tried}: the call may or may not have acted; look before you repeat it")
         raise DeliveryFailed(
             ErrorCode.HOST_LOST,
-            f"{lost.told}{tried}: the call was not run; the session's next call opens it on another host, with the files of its last checkpoint",
+            f"{told}{tried}: the call was not run; the session's next call opens it on another host, with the files of its last checkpoint",
         )
 
 
-class _Patience:
+@dataclass
+class _Losses:
+    """How often a call was lost, and whether one of its attempts may have acted."""
+
+    times: int = 0
+    may_have_acted: bool = False
+
+    def note(self, has_started: bool) -> None:
+        self.times += 1
+        self.may_have_acted = self.may_have_acted or has_started
+
+
+class Patience:
     """Waits a little longer each time, RESEND_S in all from the first one on."""
 
     def __init__(self) -> None:
@@ -122,14 +149,22 @@ class _Patience:
         return True
 
 
-def _never_taken(queue: str) -> DeliveryFailed:
+def _never_taken(queue: str, losses: _Losses) -> DeliveryFailed:
+    if losses.may_have_acted:
+        words = (
+            f"an earlier attempt was lost and may have acted, and for {RESEND_S:g} s the session was never where the call was sent again"
+        )
+        return DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"{words}, last to {queue}; look before you repeat it, and see `toolcrew hosts`")
     return DeliveryFailed(
         ErrorCode.HOST_LOST,
         f"the call was not run: for {RESEND_S:g} s its session was never where it was sent, last to {queue}; see `toolcrew hosts`",
     )
 
 
-def _repeated() -> DeliveryFailed:
+def _repeated(attempt: int) -> DeliveryFailed:
+    if attempt > 1:
+        words = "the call could not be sent again: it was cancelled meanwhile, or Redis has forgotten that it was to be sent"
+        return DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"{words}; look before you repeat it")
     return DeliveryFailed(
         ErrorCode.OUTCOME_UNKNOWN, "a call of this id has been sent before, and was not run again: give every call an id of its own"
     )

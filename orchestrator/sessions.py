@@ -198,10 +198,14 @@ class Session:
         return self._info
 
     async def close(self) -> None:
-        """Remove the sandbox; returns when its container is gone. Closing again does nothing."""
+        """Remove the sandbox; returns when its container is gone. Closing again does nothing, unless it failed."""
         if not self._closed:
             self._closed = True
-            _checked(await self._dispatcher.close_session(self.tenant, self.id))
+            try:
+                _checked(await self._dispatcher.close_session(self.tenant, self.id))
+            except BaseException:
+                self._closed = False
+                raise
 
     async def __aenter__(self) -> "Session":
         return self

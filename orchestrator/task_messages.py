@@ -15,7 +15,7 @@ _EMBED: Mapping[str, None] = {"callbacks": None, "errbacks": None, "chain": None
 
 
 def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
-    """One item of the queue's list. `call_key`: of the call's record, which the reaper of a dead host's queue marks.
+    """One item of the queue's list. `call_key`: of the call's record, which the reaper of a dead host's queue marks when it is of this attempt.
 
     It does not expire: a worker would judge that by its own clock. When a call must no longer start stands in its envelope.
     What people see of it in Flower and in logs is the call's id, never its arguments.
@@ -42,6 +42,7 @@ def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
         "stamped_headers": None,
         "stamps": {},
         "call_key": call_key,
+        "call_attempt": delivery.attempt,
     }
     properties: dict[str, object] = {
         "correlation_id": task_id,

@@ -65,11 +65,10 @@ class NotSent(Exception):
 class CallLost(Exception):
     """Whoever had the call is gone, and no result will come. `has_started`: it may have acted; `told`: what is known, for the result's sentence."""
 
-    def __init__(self, told: str, *, has_started: bool, is_moved: bool = False) -> None:
+    def __init__(self, told: str, *, has_started: bool) -> None:
         super().__init__(told)
         self.told = told
         self.has_started = has_started
-        self.is_moved = is_moved
 
 
 class DeliveryFailed(Exception):
@@ -110,7 +109,9 @@ class InProcessTransport:
     in daemon threads, which nothing can stop: their result then says that they may still run.
     """
 
-    def __init__(self, functions: Lookup, key: SigningKeys, *, contexts: ContextFor | None = None, threads: BlockingCalls | None = None) -> None:
+    def __init__(
+        self, functions: Lookup, key: SigningKeys, *, contexts: ContextFor | None = None, threads: BlockingCalls | None = None
+    ) -> None:
         self._functions = functions
         self._key = key
         self._contexts = contexts or _bare_context

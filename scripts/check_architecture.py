@@ -61,6 +61,7 @@ _REDIS = (
             "hosts",
             "places",
             "pool_connection",
+            "pressure",
             "publishing",
             "reaper",
             "redis_connection",

@@ -58,14 +58,16 @@ class Adopter:
 
     def _adopt(self, names: list[str]) -> Counter[Adoption]:
         counts: Counter[Adoption] = Counter()
-        self._held = []
+        held = []
         for at in range(0, len(names), BATCH):
             for name, adoption in self._places.adopt(names[at : at + BATCH], [report.queue for report in self._gone]).items():
                 counts[adoption] += 1
                 if adoption is Adoption.HELD:
-                    self._held.append(name)
-                elif adoption is Adoption.ELSEWHERE:
+                    held.append(name)
+                elif adoption is Adoption.ELSEWHERE and name not in self._stale:
                     self._stale.append(name)
+        # Only when Redis has answered for all: else they are all asked about again.
+        self._held = held
         return counts
 
     def _run(self) -> None:

@@ -33,7 +33,7 @@ class AutomaticCheckpoints:
     def take(self, client: SandboxClient, name: str, fence: int) -> str | None:
         """Keep a session's files, and note it in its place; gives the checkpoint. None when the session is not ours any more: then nothing is kept.
 
-        Raises ToolFailure and SandboxUnavailable as sandboxd refuses.
+        Raises ToolFailure and SandboxUnavailable as sandboxd refuses; RedisError when the worker ends before Redis has answered.
         """
         taken_at = self._clock()
         checkpoint = str(client.checkpoint(name, automatic=True)["checkpoint"])
@@ -66,7 +66,8 @@ class AutomaticCheckpoints:
             except redis.RedisError as error:
                 log.warning("checkpoint_not_noted", checkpoint=checkpoint, error=str(error))
                 if self._stop.wait(NOTE_RETRY_S):
-                    return None
+                    # It may have been noted: then it is all that the session has.
+                    raise
 
 
 class NotingClient(SandboxClient):

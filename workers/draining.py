@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import redis
 import structlog
 
-from contract.errors import OperatorError, ToolFailure
+from contract.errors import OperatorError, SandboxUnavailable, ToolFailure
 from contract.places import PlaceState, SessionPlace
 from workers.checkpoints import AutomaticCheckpoints
 from workers.host_watch import SessionRow, parse_rows
@@ -66,7 +66,7 @@ class Drain:
         if not self._refusals:
             return words
         name, why = next(iter(self._refusals.items()))
-        return f"{words}; {len(self._refusals)} cannot be kept, such as {name.partition(':')[2]}: {why}"[:500]
+        return f"{words}; {len(self._refusals)} cannot be kept, such as {name.partition(':')[2]}: {why}"
 
     def run(self, limit_s: float, *, is_lossy: bool) -> bool:
         """Until no session is left; after `limit_s` what is left goes from its last checkpoint. False when the worker ends first."""
@@ -82,8 +82,15 @@ class Drain:
 
     def _round(self, *, is_lossy: bool, is_late: bool) -> int:
         """Move what can be moved now; gives how many sessions are left."""
-        with self._open_client() as client:
-            rows = {row.name: row for row in parse_rows(client.sessions())}
+        try:
+            with self._open_client() as client:
+                rows = {row.name: row for row in parse_rows(client.sessions())}
+        except SandboxUnavailable as silent:
+            if not is_late:
+                raise
+            # What it has nobody can keep: the next call of each session finds this worker gone.
+            log.error("drained_without_sandboxd", error=str(silent))
+            return 0
         places = {name: place for name, place in self._places.find(rows).items() if self._is_ours(name, place)}
         self.left = len(places)
         now = time.monotonic()

@@ -226,7 +226,7 @@ class Executor:
             output=(outcome.output or "") + bench.news() if bench.news() else outcome.output,
             error=error,
             error_code=outcome.error_code,
-            metadata={name: value for name, value in outcome.metadata.items() if name not in (NOT_RUN, LOST)},
+            metadata=_own(outcome.metadata),
             truncated=outcome.truncated,
             blob=blob,
             spill=outcome.spill,
@@ -244,8 +244,13 @@ def _failed(call: ToolCall, error: ToolFailure | OperatorError, news: str = "") 
     """The result of a failure, logged when it is the operator's to know."""
     if error.code in OPERATOR_CODES or isinstance(error, OperatorError):
         log.error("call_not_served", tool=call.name, call=call.id, code=error.code.value, error=str(error))
-    metadata = dict(error.metadata) if isinstance(error, ToolFailure) else {}
+    metadata = _own(error.metadata) if isinstance(error, ToolFailure) else {}
     return ToolResult.failed(call, error.code, str(error) + news, metadata=metadata)
+
+
+def _own(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What a tool may tell."""
+    return {name: value for name, value in metadata.items() if name not in (NOT_RUN, LOST)}
 
 
 def _sandboxd_away(call: ToolCall, away: SandboxdAway) -> ToolResult:

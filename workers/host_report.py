@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from contract.hosts import HostReport
+from contract.hosts import MAX_TROUBLE_CHARS, HostReport
 
 _MEMINFO = Path("/proc/meminfo")
 
 
 def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: Any) -> HostReport:
-    """Of a worker beside a sandboxd. `fields`: those that the worker itself knows."""
-    trouble = "sandboxd does not answer: see its log" if is_silent else ""
+    """Of a worker beside a sandboxd. `fields`: those that the worker itself knows; too long a trouble is shortened."""
+    trouble = str(fields.pop("trouble", "sandboxd does not answer: see its log" if is_silent else ""))
     facts: dict[str, Any] = {
         "sessions": _count(status, "sessions"),
         "max_sessions": _count(status, "max_sessions"),
@@ -23,7 +23,7 @@ def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: A
         "images": _names(status, "images"),
         "store": read_store(status),
         "healthy": not is_silent,
-        "trouble": trouble,
+        "trouble": trouble if len(trouble) <= MAX_TROUBLE_CHARS else f"{trouble[: MAX_TROUBLE_CHARS - 1]}…",
     }
     return HostReport.model_validate({"kind": "sandbox", "reported_at": 0.0, **facts, **fields})
 

@@ -11,7 +11,7 @@ import structlog
 from contract.errors import BrokerUnavailable, ConfigError
 from contract.hosts import HEARTBEAT_S, HostReport
 from contract.names import host_queue
-from workers.processes import is_surely_gone
+from workers.processes import is_elsewhere, is_surely_gone
 from workers.reporting import Incarnations, Reporter, Verdict
 
 log = structlog.get_logger(__name__)
@@ -38,7 +38,7 @@ def take_incarnation(
 
     Each process has a name of its own because a worker that is killed takes along a message that Redis had just given it: as the call of a name
     that reports no more it is seen to be lost, and sent again. `build`: the first report of a queue.
-    Raises ConfigError when another worker serves the sandboxd, BrokerUnavailable.
+    Raises ConfigError when another worker serves the sandboxd, or another machine has the host's name; BrokerUnavailable.
     """
     try:
         gone = _find_gone(others, host_queue(host, boot))
@@ -64,7 +64,7 @@ def _take_name(host: str, boot: str, open_reporter: Callable[[str], Reporter], b
 
 
 def _find_gone(others: Incarnations, base: str) -> tuple[HostReport, ...]:
-    """Of those that are reported. Raises ConfigError while one of this boot, whose first name is `base`, goes on reporting."""
+    """Of those that are reported. Raises ConfigError while one of this boot, whose first name is `base`, or one on another machine goes on reporting."""
     gone = []
     for report in others.reports():
         if not report.worker or is_surely_gone(report.process):
@@ -73,6 +73,10 @@ def _find_gone(others: Incarnations, base: str) -> tuple[HostReport, ...]:
             if not _has_fallen_silent(others, report):
                 raise _second(report)
             gone.append(report)
+        elif is_elsewhere(report.process) and not _has_fallen_silent(others, report):
+            raise ConfigError(
+                f"a worker of another machine reports as host '{report.host}', as {report.queue}: give each machine a TOOLCREW_HOST of its own"
+            )
     return tuple(gone)
 
 

@@ -12,7 +12,8 @@ from contract.errors import BrokerUnavailable
 from contract.ledger import CALL_TTL_S, CallState, Claim
 from contract.names import call_key, place_key
 
-# Of every script: KEYS[1] the call; ARGV[1] its attempt. `verdict` tells whether this message may decide about the call, "granted", or not.
+# Of every script: KEYS[1] the call; ARGV[1] its attempt, ARGV[2] how long it is remembered, ARGV[3] a word of this decision, by which one that is sent again,
+# because the answer to the first was lost, knows itself. `verdict` tells whether this message may decide about the call, "granted", or not.
 _GATE = """
 local time = redis.call('TIME')
 local now = string.format('%d.%06d', time[1], time[2])
@@ -23,16 +24,18 @@ if state and known > attempt then verdict = 'superseded'
 elseif state and known == attempt and state ~= 'queued' then verdict = 'started'
 elseif state and known < attempt and state ~= 'queued' and state ~= 'lost' then verdict = 'started' end
 local function note(...)
-  redis.call('HSET', KEYS[1], 'attempt', ARGV[1], ...)
+  redis.call('HSET', KEYS[1], 'attempt', ARGV[1], 'claim', ARGV[3], ...)
   redis.call('EXPIRE', KEYS[1], ARGV[2])
 end
+local is_again = verdict == 'started' and record[3] == ARGV[3]
 """
 
-# KEYS: call, place. ARGV: attempt, ttl, claim, holder, deadline, fence, whether a session that moves will do, tool, session.
+# KEYS: call, place. ARGV: attempt, ttl, word, holder, deadline, fence, whether a session that moves will do, tool, session.
 _CLAIM = (
     _GATE
     + """
-if verdict == 'started' and state == 'running' and record[3] == ARGV[3] then return {'granted', now} end
+if is_again and state == 'running' then return {'granted', now} end
+if is_again and state == 'forbidden' then return {'expired', now} end
 if verdict ~= 'granted' then return {verdict, now} end
 if tonumber(now) > tonumber(ARGV[5]) then
   note('state', 'forbidden', 'ended_at', now)
@@ -42,15 +45,16 @@ if ARGV[6] ~= '' then
   local place = redis.call('HMGET', KEYS[2], 'fence', 'state')
   if place[1] ~= ARGV[6] or (place[2] ~= 'open' and not (ARGV[7] == '1' and place[2] == 'moving')) then return {'moved', now} end
 end
-note('state', 'running', 'holder', ARGV[4], 'claim', ARGV[3], 'started_at', now, 'tool', ARGV[8], 'session', ARGV[9])
+note('state', 'running', 'holder', ARGV[4], 'started_at', now, 'tool', ARGV[8], 'session', ARGV[9])
 return {'granted', now}
 """
 )
 
-# ARGV: attempt, ttl.
+# ARGV: attempt, ttl, word.
 _REFUSE = (
     _GATE
     + """
+if is_again and state == 'forbidden' then return {'granted', now} end
 if verdict == 'granted' then note('state', 'forbidden', 'ended_at', now) end
 return {verdict, now}
 """
@@ -79,8 +83,8 @@ class Ledger:
     `queued`, attempt N                 decides: the rule
     `queued` or `lost`, attempt < N     decides: Redis has lost what renewed the call, and the earlier attempt was given up
     any other state, attempt < N        STARTED: Redis has lost what renewed the call, and an earlier attempt may have acted; who
-                                        waits for the call sees its holder die, or its result
-    `running` by this very claim        GRANTED: the client has sent the claim again, because the first answer was lost
+                                        waits for the call is told so (orchestrator/call_watch.py)
+    decided by this very message        the same again: the client has sent it again, because the first answer was lost
     any other state, attempt N          STARTED: a repetition; or forbidden, given up, lost with its host's queue
     attempt > N                         SUPERSEDED
     ==================================  ====================================================================================
@@ -104,11 +108,11 @@ class Ledger:
         place = place_key(self._deployment, context.tenant, context.session) if fence and context.session else key
         may_move = int(call.name == "session.open")
         arguments = [holder, repr(context.deadline_at), fence, may_move, call.name, context.session or ""]
-        return self._decided(self._claim, [key, place], [context.attempt, CALL_TTL_S, secrets.token_hex(8), *arguments])
+        return self._decided(self._claim, [key, place], context.attempt, arguments)
 
     def refuse(self, call: ToolCall, context: ToolContext) -> Claim:
         """Whether a refusal is the call's answer: GRANTED, and then it will never start. Raises BrokerUnavailable."""
-        return self._decided(self._refuse, [self._key(context.tenant, call.id)], [context.attempt, CALL_TTL_S])
+        return self._decided(self._refuse, [self._key(context.tenant, call.id)], context.attempt, [])
 
     def forbid(self, tenant: str, call_id: str) -> bool:
         """True when the call had not started and never will. Raises BrokerUnavailable."""
@@ -128,9 +132,9 @@ class Ledger:
     def _key(self, tenant: str, call_id: str) -> str:
         return call_key(self._deployment, tenant, call_id)
 
-    def _decided(self, script: Any, keys: list[str], arguments: list[Any]) -> Claim:
+    def _decided(self, script: Any, keys: list[str], attempt: int, arguments: list[Any]) -> Claim:
         try:
-            verdict, now = script(keys=keys, args=arguments)
+            verdict, now = script(keys=keys, args=[attempt, CALL_TTL_S, secrets.token_hex(8), *arguments])
         except redis.RedisError as error:
             raise BrokerUnavailable(f"the call was not run: Redis did not take its claim ({error}); see that Redis is up") from error
         self._clock.learn(float(now))

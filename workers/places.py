@@ -13,14 +13,15 @@ from contract.places import SessionPlace, parse_place
 
 # KEYS: place. ARGV: our queue, what the queues of this host begin with, what the keys of reports begin with, then the queues that are known to be gone.
 _ADOPT = """
-local place = redis.call('HMGET', KEYS[1], 'state', 'queue')
+local place = redis.call('HMGET', KEYS[1], 'state', 'queue', 'fence', 'held')
 if not place[1] then return 'none' end
 if place[2] == ARGV[1] then return 'ours' end
 if string.sub(place[2], 1, #ARGV[2]) ~= ARGV[2] then return 'elsewhere' end
 local is_gone = redis.call('EXISTS', ARGV[3] .. place[2]) == 0
 for i = 4, #ARGV do is_gone = is_gone or place[2] == ARGV[i] end
-if place[1] ~= 'open' or not is_gone then return 'held' end
-redis.call('HSET', KEYS[1], 'queue', ARGV[1])
+-- A drain that was killed has moved nothing yet.
+if place[1] ~= 'open' and place[4] ~= place[3] or not is_gone then return 'held' end
+redis.call('HSET', KEYS[1], 'state', 'open', 'queue', ARGV[1], 'moving_until', 0)
 redis.call('HINCRBY', KEYS[1], 'fence', 1)
 return 'adopted'
 """
@@ -28,10 +29,11 @@ return 'adopted'
 # KEYS: place. ARGV: our queue, fence (of a hold, too) or '' for any, checkpoint, taken at, whether nobody has asked for it.
 # Gives 0 when the session is not ours (any more), else the automatic checkpoint before it, or 1.
 _NOTE = """
-local place = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence', 'automatic')
+local place = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence', 'automatic', 'checkpoint_at')
 if place[1] ~= ARGV[1] then return 0 end
 if ARGV[2] == '' and place[2] ~= 'open' or ARGV[2] ~= '' and place[3] ~= ARGV[2] then return 0 end
-redis.call('HSET', KEYS[1], 'checkpoint', ARGV[3], 'checkpoint_at', ARGV[4])
+-- One that took long may be older than one that was begun after it.
+if tonumber(ARGV[4]) >= tonumber(place[5] or '0') then redis.call('HSET', KEYS[1], 'checkpoint', ARGV[3], 'checkpoint_at', ARGV[4]) end
 if ARGV[5] == '0' then return 1 end
 redis.call('HSET', KEYS[1], 'automatic', ARGV[3])
 -- A note that is sent again finds itself.
@@ -43,7 +45,9 @@ _HOLD = """
 local place = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence')
 if place[1] ~= ARGV[1] or place[2] ~= 'open' or place[3] ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[1], 'state', 'moving', 'moving_until', redis.call('TIME')[1] + ARGV[3])
-return redis.call('HINCRBY', KEYS[1], 'fence', 1)
+local fence = redis.call('HINCRBY', KEYS[1], 'fence', 1)
+redis.call('HSET', KEYS[1], 'held', fence)
+return fence
 """
 
 # KEYS: place. ARGV: our queue, the fence of the hold, the state that follows, the queue that follows. 1 when it was still held.

@@ -11,6 +11,12 @@ def describe_process(pid: int | None = None) -> str:
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{pid}/{_began_at(pid)}"
 
 
+def is_elsewhere(process: str) -> bool:
+    """True for a described process of another machine, or of this one before its last start."""
+    parts = process.split("/")
+    return len(parts) == 4 and parts[0] != describe_process().split("/")[0]
+
+
 def is_surely_gone(process: str) -> bool:
     """True for a described process of this machine and namespace that does not live any more. Of any other nothing is known: False."""
     parts = process.split("/")

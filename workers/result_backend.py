@@ -16,12 +16,13 @@ from contract.names import result_key
 
 log = structlog.get_logger(__name__)
 
-# KEYS: result, call. ARGV: the stored text, its ttl; attempt ("" when the call has not run), ttl of the call, code, sandbox. 0: nobody wants it.
+# KEYS: result, call. ARGV: the stored text, its ttl; attempt ("" when the call has not run), ttl of the call, code, sandbox. 0: nobody wants it, for a later
+# attempt is on its way. An earlier one in the record is what is left when Redis has forgotten this one.
 _STORE = """
 if ARGV[3] ~= '' then
   local known = redis.pcall('HMGET', KEYS[2], 'attempt', 'state')
   if not known.err then
-    if known[1] and known[1] ~= ARGV[3] then return 0 end
+    if (tonumber(known[1] or '0') or 0) > tonumber(ARGV[3]) then return 0 end
     if known[2] ~= 'forbidden' then
       local time = redis.call('TIME')
       redis.call('HSET', KEYS[2], 'state', 'done', 'attempt', ARGV[3], 'code', ARGV[5], 'sandbox', ARGV[6],

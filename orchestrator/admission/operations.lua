@@ -187,6 +187,7 @@ function run.enqueue(id, call, policy)
   end
   count(queue, 'sequence', 1)
   call.seq, call.lane = queue.fields.sequence, (call.batch and 'batch:' or 'interactive:') .. (is_long and 'long' or 'short')
+  call.since = now  -- for who watches how long calls wait
   calls[id] = call
   redis.call('HSET', prefix .. 'waiting', id, cjson.encode(call))
   redis.call('ZADD', prefix .. 'lane:' .. pair.name .. ':' .. call.lane, call.seq, id)

@@ -65,7 +65,10 @@ class Driver:
         try:
             await session.write_file("known.txt", KNOWN.encode())
         except (OperatorError, ToolFailure) as error:
+            # A file that is missing later is then one that was lost.
             self.tell("not_written", session=session.id, code=error.code, error=str(error))
+            await self._close(session)
+            return None
         return session
 
     async def _close(self, session: Session) -> None:

@@ -39,11 +39,10 @@ def find_mounts(folder: Path) -> dict[str, Any]:
 
 def _in_redis(client: "redis.Redis", deployment: str) -> dict[str, Any]:
     keys = [key.decode() for key in client.scan_iter(count=1000)]
-    calls = {key: _state(client, key) for key in keys if _is_call(key, deployment)}
     # Lists that are read at once expire by themselves where nobody reads them any more.
     queues = [key for key in keys if key.startswith(("host.", "pool.")) and not key.endswith(control_queue(""))]
     return {
-        "calls": sorted(key for key, state in calls.items() if state in OPEN_STATES)[:_SHOWN],
+        "calls": _open_calls(client, [key for key in keys if _is_call(key, deployment)]),
         "messages": {queue: length for queue in queues if (length := client.llen(queue))},
         "slots": _held_slots(client, deployment),
     }
@@ -59,6 +58,8 @@ def _is_call(key: str, deployment: str) -> bool:
     return len(parts) == 5 and parts[:2] == ["toolcrew", deployment] and parts[3] == "call"
 
 
-def _state(client: "redis.Redis", key: str) -> bytes | None:
-    state = client.hget(key, "state")
-    return state if isinstance(state, bytes) else None
+def _open_calls(client: "redis.Redis", keys: list[str]) -> dict[str, str]:
+    """What is known of calls that have not ended."""
+    records: dict[str, dict[bytes, bytes]] = {key: client.hgetall(key) for key in keys}
+    is_open = [key for key, record in records.items() if record.get(b"state") in OPEN_STATES]
+    return {key: b" ".join(b"%s=%s" % field for field in records[key].items()).decode(errors="replace") for key in is_open[:_SHOWN]}

@@ -36,7 +36,7 @@ def sent_by_celery(server: RedisProcess, envelope: str, **options: Any) -> dict[
             queue=QUEUE,
             argsrepr="()",
             kwargsrepr="call c1",
-            headers={"call_key": "the call"},
+            headers={"call_key": "the call", "call_attempt": 1},
             **options,
         )
     finally:

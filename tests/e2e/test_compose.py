@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.redis_users import ROLES
-from tests.stack import free_port, missing, require_engine
+from tests.stack import free_port, missing, require_engine, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = {"redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "flower"}
@@ -126,6 +126,13 @@ class ComposeStack:
         """Ids of sandboxes that the project's sandboxd made."""
         labels = ["--filter", "label=toolcrew.product=sandbox", "--filter", f"label=toolcrew.sandboxd={self.name}"]
         return run_well(["docker", "container", "ls", "--all", "--quiet", *labels]).split()
+
+    def worker_ends(self) -> tuple[str, int, int]:
+        """Of the worker's container: its state, its exit code, and how often it was started again."""
+        (container,) = self.list_left("container", "worker")
+        form = "{{.State.Status}} {{.State.ExitCode}} {{.RestartCount}}"
+        state, code, again = run_well(["docker", "inspect", "--format", form, container]).split()
+        return state, int(code), int(again)
 
     def tell(self) -> str:
         """The last words of every service, for a failure's message."""
@@ -265,3 +272,30 @@ def test_flower_asks_for_its_password(composed: ComposeStack) -> None:
     request.add_header("Authorization", "Basic " + base64.b64encode(f"toolcrew:{composed.flower_password}".encode()).decode())
     with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
         assert set(json.load(answer)) == {"worker@worker", "web-worker@web-worker"}
+
+
+KILL_WORKER = """
+import os
+parents = {int(pid): open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1] for pid in os.listdir("/proc") if pid.isdigit()}
+os.kill(next(pid for pid, parent in parents.items() if parent == "1"), 9)
+"""
+
+
+def test_a_worker_that_crashed_comes_back_and_one_that_was_drained_stays_down(composed: ComposeStack) -> None:
+    assert composed.execute("worker", "python", "-c", KILL_WORKER).status in (0, 137)
+    wait_until(lambda: composed.worker_ends()[::2] == ("running", 1), ANSWER_S, composed.tell)
+
+    def drain() -> Ran | None:
+        """Until the new one has taken over there is nobody who could be drained."""
+        told = composed.compose("exec", "-T", "orchestrator", "toolcrew", "hosts", "--json")
+        queues = [
+            report["queue"] for report in json.loads(told.out or "[]") if report["kind"] == "sandbox" and report["state"] == "serving"
+        ]
+        orders = [
+            composed.compose("exec", "-T", "orchestrator", "toolcrew", "worker", "drain", queue, "--lossy", "--wait") for queue in queues
+        ]
+        return next((ran for ran in orders if ran.status == 0), None)
+
+    wait_until(drain, HEALTHY_S, composed.tell)
+    ends = wait_until(lambda: (ends := composed.worker_ends())[0] != "running" and ends, ANSWER_S, composed.tell)
+    assert ends == ("exited", 0, 1), "it was drained, and came back"

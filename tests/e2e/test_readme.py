@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from tests.stack import require_engine
+from tests.stack import open_stack, require_engine
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -24,9 +24,12 @@ FAST = {
 }
 
 
+BLOCKS = [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)]
+
+
 def read_commands() -> list[str]:
-    blocks = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.strip()]
+    """Those that need nothing."""
+    return [line for block in BLOCKS[:-1] for line in block]
 
 
 def run(command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -48,6 +51,15 @@ def test_a_command_of_the_readme_works(command: str) -> None:
     done = run(FAST.get(command, command))
 
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_commands_for_a_running_pool_work_in_their_order(tmp_path: Path) -> None:
+    engine = require_engine()
+    with open_stack(engine, {"TOOLCREW_HOST": "HOST", "TOOLCREW_WORKSPACE_STORE": str(tmp_path)}) as stack:
+        for command in BLOCKS[-1]:
+            done = run(command, TOOLCREW_REDIS_URL=stack.redis_url)
+            assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    assert BLOCKS[-1][-1] == "toolcrew worker drain HOST --wait"
 
 
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -50,7 +50,7 @@ def pool_child_of(stack: Stack, call_id: str) -> int:
         active = app.control.inspect(timeout=10, limit=2).active() or {}
     finally:
         app.close()
-    [pid] = [task["worker_pid"] for tasks in active.values() for task in tasks if task["id"].endswith(call_id)]
+    [pid] = [task["worker_pid"] for tasks in active.values() for task in tasks if f"-{call_id}." in task["id"]]
     return int(pid)
 
 
@@ -276,7 +276,7 @@ async def test_a_worker_that_redis_refuses_runs_nothing_and_blames_redis_not_a_b
         store.execute_command("ACL", "SETUSER", "stack", "on", ">its-password", "~*", "&*", "+@all")
         workers_url = redis_server.url.replace("redis://:a-test-password", "redis://stack:its-password")
         with open_stack(engine, {"TOOLCREW_REDIS_URL": workers_url, "TOOLCREW_SECRET": "shared"}) as stack:
-            settings = OrchestratorSettings.model_validate({"redis_url": redis_server.url, "secret": "shared"})
+            settings = OrchestratorSettings.model_validate({"redis_url": redis_server.url, "secret": "shared", "queue_wait_s": 4})
             async with ToolClient.connect(settings=settings) as client, await client.open_session() as session:
                 # What the worker marks calls with, and nothing else that a call needs.
                 store.execute_command("ACL", "SETUSER", "stack", "-hset")

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from contract.call_events import MAX_WAITING_BYTES
+from contract.names import call_key
 from orchestrator.cli import app
 from orchestrator.client import ToolClient
 from orchestrator.events import CallFinished, OutputArrived, RunEvent
@@ -47,10 +48,13 @@ async def test_a_search_shows_its_lines_as_it_finds_them(session: Session) -> No
 
 
 async def test_nothing_of_a_watched_call_is_left_in_redis(stack: Stack, client: ToolClient, session: Session) -> None:
-    await session.call("bash_tool", {"command": "echo hi"}, call_id="watched-1", on_output=lambda *_: None)
+    """But for the record of what became of it, which holds none of its output and expires by itself."""
+    await session.call("bash_tool", {"command": "echo seen"}, call_id="watched-1", on_output=lambda *_: None)
+    record = call_key("default", "default", "watched-1")
     with stack.open_redis() as redis:
-        left = ":call:watched-1:"
-        await eventually(lambda: redis.keys(f"*{left}*") == [f"toolcrew:default:default{left}run".encode()], 5, "its keys are deleted")
+        await eventually(lambda: redis.keys("*:call:watched-1*") == [record.encode()], 5, "its keys are deleted")
+        assert b"seen" not in b"".join(redis.hgetall(record).values())
+        assert redis.ttl(record) > 0
 
 
 async def test_more_output_than_a_program_takes_costs_bounded_memory_and_time(stack: Stack, session: Session) -> None:

@@ -261,7 +261,7 @@ async def _continue_later(pid: int, after_s: float) -> None:
 
 
 async def test_a_call_that_no_worker_takes_is_soon_a_timeout_that_says_so(stack: Stack) -> None:
-    """Its run marker is missing and its deadline has passed, so it is known that it did not run and never will."""
+    """Its record says that nobody took it and its deadline has passed, so it is known that it did not run and never will."""
     started = time.monotonic()
     async with open_dispatcher(stack.broker, queue_wait_s=1) as impatient:
         result = await impatient.dispatch(bash("true"), Route("default", "none", "host.nobody.0"))

@@ -7,10 +7,13 @@ import time
 
 import pytest
 
-from contract.calls import ToolResult
+from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
+from contract.names import slots_key
 from orchestrator.client import ToolClient
+from orchestrator.dispatcher import Route, Terms
 from orchestrator.sessions import Session
+from tests.queue_by_hand import open_dispatcher
 from tests.stack import Stack, commands_in, eventually, is_alive
 
 pytestmark = pytest.mark.stack
@@ -143,20 +146,29 @@ async def test_a_cancelled_call_is_killed_at_once(stack: Stack, session: Session
 
 
 async def test_a_call_is_cancelled_at_once_also_when_every_slot_is_busy(stack: Stack, session: Session) -> None:
+    """All but one sent past admission, which would leave a slot for others."""
     container = await container_of(stack, session)
-    calls = [asyncio.create_task(session.exec(["sleep", "12"])) for _ in range(4)]
-    await eventually(lambda: list(commands_in(container).values()).count("sleep 12") == 4, 10, "four commands run")
+    route = Route(session.tenant, session.id, (await session.info()).queue)
+    with stack.open_redis() as redis:
+        slots = int(redis.get(slots_key("default", str(route.queue))) or 0)
 
-    calls[0].cancel()
-    try:
-        # Far sooner than any of the others would end by itself and free a slot.
-        await eventually(
-            lambda: list(commands_in(container).values()).count("sleep 12") == 3, 5, "the cancelled command is gone, its neighbours run"
-        )
-    finally:
-        for call in calls:
+    def sleepers() -> list[int]:
+        return [pid for pid, command in commands_in(container).items() if command == "sleep 42"]
+
+    async with open_dispatcher(stack.broker) as unbounded:
+        argv, terms = ["sleep", "42"], Terms(audience="session")
+        verbs = [ToolCall(id=f"busy-{number}", name="session.exec", arguments={"argv": argv, "env": {}}) for number in range(slots - 1)]
+        neighbours = [asyncio.create_task(unbounded.dispatch(verb, route, terms)) for verb in verbs]
+        call = asyncio.create_task(session.exec(argv))
+        try:
+            await eventually(lambda: len(sleepers()) == slots > 1, 20, "a command runs in every slot")
             call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+            # Far sooner than any of the others would end by itself and free a slot.
+            await eventually(lambda: len(sleepers()) == slots - 1, 10, "the cancelled command is gone, its neighbours run")
+        finally:
+            for pid in sleepers():
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.gather(call, *neighbours, return_exceptions=True)
 
 
 async def keeps_files(session: Session) -> bool:

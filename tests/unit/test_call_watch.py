@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ class Watching:
             await self.watch.look()
             self.now += WATCH_EVERY_S
 
-    async def look(self, record: dict[str, Any], *, sticky: bool = True) -> CallLost | None:
+    async def look(self, record: dict[str, Any], *, sticky: bool = True, attempt: int = 1) -> CallLost | None:
         """What becomes of a call with that record, after that time."""
         delivery = Delivery(
             task="tool.x",
@@ -53,6 +54,7 @@ class Watching:
             envelope="",
             start_by=0,
             wait_s=1,
+            attempt=attempt,
             sticky=Sticky("acme", "s1", 1) if sticky else None,
         )
         if record:
@@ -151,23 +153,88 @@ async def test_nobody_is_given_up_right_after_an_outage(client: "redis.asyncio.R
         assert (set(watching.failed), await client.exists(tombstone_key("d", QUEUE))) == ({"t1"}, 1)
 
 
-async def test_another_attempt_of_the_same_call_is_left_alone(client: "redis.asyncio.Redis") -> None:
+async def test_nobody_is_given_up_when_redis_stands_still_in_the_midst_of_a_round(client: "redis.asyncio.Redis") -> None:
+    watching = Watching(client)
+    await client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"})
+    await report(client)
+    read = watching.watch._records
+
+    async def wake_when_reports_have_expired(deliveries: Any) -> Any:
+        watching.now += 20
+        await client.delete(host_key("d", QUEUE))
+        return await read(deliveries)
+
+    with watching.watch.over("t1", Delivery("tool.x", QUEUE, "acme", "c1", "", 0, 1, sticky=Sticky("acme", "s1", 1))):
+        await watching.settle()
+        watching.watch._records = wake_when_reports_have_expired  # type: ignore[method-assign]
+        await watching.watch.look()
+    assert watching.failed == {}
+
+
+async def test_judging_many_calls_for_long_is_no_outage(client: "redis.asyncio.Redis") -> None:
+    """Else of the calls of a dead host only the first few would be told in each ten seconds."""
+    watching = Watching(client)
+    lose = watching.watch._ledger.lose
+
+    async def take_long(*args: Any) -> bool:
+        watching.now += WATCH_EVERY_S
+        return await lose(*args)
+
+    watching.watch._ledger.lose = take_long  # type: ignore[method-assign]
+    await watching.settle()
+    with ExitStack() as watched:
+        for number in range(5):
+            await client.hset(call_key("d", "acme", f"c{number}"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"})
+            watched.enter_context(watching.watch.over(f"t{number}", Delivery("tool.x", "pool.web", "acme", f"c{number}", "", 0, 1)))
+        watching.now += WATCH_EVERY_S
+        await watching.watch.look()
+        watching.now += WATCH_EVERY_S
+        await watching.watch.look()
+        assert len(watching.failed) == 5
+        assert watching.watch._is_steady()
+
+
+@pytest.mark.parametrize(("holder", "has_started"), [(f"{QUEUE}/w1", True), ("", False)])
+async def test_a_loss_that_was_noted_while_its_answer_was_lost_is_told(
+    client: "redis.asyncio.Redis", holder: str, has_started: bool
+) -> None:
+    lost = await Watching(client).look({"state": "lost", "holder": holder})
+    assert lost is not None
+    assert lost.has_started is has_started
+
+
+async def test_a_later_attempt_of_the_same_call_is_left_alone(client: "redis.asyncio.Redis") -> None:
     assert await Watching(client).look({"state": "running", "holder": "host.gone.x/w", "attempt": 2}) is None
 
 
-def message(task_id: str, **headers: str) -> str:
+@pytest.mark.parametrize(("state", "is_told"), [("running", True), ("done", True), ("queued", False), ("lost", False)])
+async def test_a_call_that_redis_forgot_was_sent_again_is_lost_when_no_worker_would_start_it(
+    client: "redis.asyncio.Redis", state: str, is_told: bool
+) -> None:
+    await report(client)
+    lost = await Watching(client).look({"state": state, "holder": f"{QUEUE}/w1", "attempt": 1}, attempt=2)
+    assert (lost is not None) is is_told
+
+
+async def now_of(client: "redis.asyncio.Redis") -> int:
+    return int((await client.time())[0])
+
+
+def message(task_id: str, **headers: str | int) -> str:
     return json.dumps({"body": "", "headers": {"id": task_id, **headers}})
 
 
 async def test_what_waits_for_a_dead_host_is_answered_and_its_name_is_given_up(client: "redis.asyncio.Redis") -> None:
     waiting = call_key("d", "acme", "c1")
     await client.hset(waiting, mapping={"state": "queued", "attempt": 1})
-    await client.lpush(QUEUE, *(message(f"hub-{number}", call_key=waiting) for number in range(1200)), "garbage", "[1]", '{"headers": 3}')
+    await client.lpush(
+        QUEUE, *(message(f"hub-{number}", call_key=waiting, call_attempt=1) for number in range(1200)), "garbage", "[1]", '{"headers": 3}'
+    )
     await client.lpush(control_queue(QUEUE), "order")
     async with client.pubsub() as heard:
         await heard.psubscribe("celery-task-meta-*")
         await heard.get_message(timeout=1)
-        assert await Reaper(client, "d").reap(QUEUE)
+        assert await Reaper(client, "d").reap(QUEUE, await now_of(client))
         told = await heard.get_message(timeout=1)
     stored = json.loads(await client.get(result_key("hub-7")) or b"")
     assert (stored["status"], stored["task_id"], stored["result"]["exc_type"]) == ("FAILURE", "hub-7", HOST_LOST_TYPE)
@@ -177,10 +244,48 @@ async def test_what_waits_for_a_dead_host_is_answered_and_its_name_is_given_up(c
     assert await client.hget(waiting, "state") == b"lost"
 
 
+async def test_a_reaping_that_redis_carries_out_late_reaps_nobody(client: "redis.asyncio.Redis") -> None:
+    """The aim of a Redis that was stopped for a while: all hosts, whose reports have expired meanwhile, given up at once."""
+    await client.lpush(QUEUE, message("t"))
+    assert not await Reaper(client, "d").reap(QUEUE, await now_of(client) - 20)
+    assert (await client.llen(QUEUE), await client.exists(tombstone_key("d", QUEUE))) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("record", "is_answered", "after"),
+    [
+        ({"state": "queued", "attempt": 1}, True, b"lost"),
+        ({}, True, None),
+        ({"state": "queued", "attempt": 2}, False, b"queued"),
+        ({"state": "running", "attempt": 1}, False, b"running"),
+        ({"state": "done", "attempt": 1}, False, b"done"),
+        ({"state": "forbidden", "attempt": 1}, True, b"forbidden"),
+    ],
+    ids=str,
+)
+async def test_only_a_call_that_has_not_begun_nor_been_sent_again_is_answered_for_a_dead_host(
+    client: "redis.asyncio.Redis", record: dict[str, Any], is_answered: bool, after: bytes | None
+) -> None:
+    """A renewed call that was marked lost would be refused by the host that it goes to next."""
+    key = call_key("d", "acme", "c1")
+    if record:
+        await client.hset(key, mapping=record)
+    await client.lpush(QUEUE, message("t", call_key=key, call_attempt=1))
+    assert await Reaper(client, "d").reap(QUEUE, await now_of(client))
+    assert (bool(await client.exists(result_key("t"))), await client.hget(key, "state")) == (is_answered, after)
+
+
+async def test_a_message_that_names_a_key_of_another_kind_holds_up_no_other(client: "redis.asyncio.Redis") -> None:
+    await client.set("a text", "x")
+    await client.lpush(QUEUE, message("t1", call_key="a text", call_attempt=1), message("t2"))
+    assert await Reaper(client, "d").reap(QUEUE, await now_of(client))
+    assert await client.exists(result_key("t1"), result_key("t2")) == 2
+
+
 async def test_a_living_host_is_not_reaped(client: "redis.asyncio.Redis") -> None:
     await report(client)
     await client.lpush(QUEUE, message("t"))
-    assert not await Reaper(client, "d").reap(QUEUE)
+    assert not await Reaper(client, "d").reap(QUEUE, await now_of(client))
     assert (await client.llen(QUEUE), await client.exists(tombstone_key("d", QUEUE))) == (1, 0)
 
 
@@ -188,6 +293,6 @@ async def test_hosts_that_are_silent_are_found_by_their_last_report(client: "red
     now = (await client.time())[0]
     await report(client)
     await client.zadd(hosts_key("d"), {QUEUE: now - 60, "host.dead.x": now - 60, "host.young.x": now, "host.old.x": now - 3600})
-    assert sorted(await Reaper(client, "d").sweep()) == ["host.dead.x", "host.old.x"]
+    assert sorted(await Reaper(client, "d").sweep(now)) == ["host.dead.x", "host.old.x"]
     # One that has been gone for long is forgotten; the others are looked at again: something may have been on its way to them.
     assert sorted(await client.zrange(hosts_key("d"), 0, -1)) == [QUEUE.encode(), b"host.dead.x", b"host.young.x"]

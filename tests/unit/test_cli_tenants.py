@@ -150,6 +150,7 @@ def test_a_policy_of_another_release_is_told_and_replaced_by_a_file(toolcrew: To
         (("rm", "nobody"), "there is no tenant nobody"),
         (("keys", "add", "nobody"), "there is no tenant nobody"),
         (("keys", "add", "default", "--expires-in", "soon"), "--expires-in: 'soon' is no duration: write 90d"),
+        (("keys", "ls", "nobody"), "there is no tenant nobody: see toolcrew tenants ls"),
         (("keys", "rm", "0" * 16), "there is no key 0000000000000000: see toolcrew tenants keys ls"),
     ],
 )

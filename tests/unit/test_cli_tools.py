@@ -70,6 +70,7 @@ def test_show_as_json_has_the_schema_and_who_turned_it_off(toolcrew: Toolcrew) -
     told = as_json(toolcrew("show", "echo_tool", "--json"))
     assert (told["name"], told["state"], told["parameters"]) == ("echo_tool", "disabled", ECHO.parameters)
     assert (told["switch"]["by"], told["switch"]["reason"]) == ("default", "it is being mended")
+    assert re.fullmatch(r"20[0-9-]+T[0-9:]+Z", told["switch"]["at"])
     head = toolcrew("show", "echo_tool").stdout.splitlines()[0]
     assert re.fullmatch(r"echo_tool is disabled: turned off by default at 20\S+Z \(it is being mended\)", head)
 

@@ -202,7 +202,7 @@ def test_hosts_lists_each_worker_with_its_state_and_iso_times(ground: HostGround
     assert lines[0][:5] == ["host", "kind", "state", "busy", "sessions"]
     assert lines[1][:5] == ["a", "sandbox", "serving", "2/4", "3/10"]
     assert [row["state"] for row in rows] == ["serving", "unhealthy", "restarting", "draining"]
-    assert rows[0]["started_at"] == "1970-01-01T00:00:01+00:00"
+    assert rows[0]["started_at"] == "1970-01-01T00:00:01Z"
     assert "process" not in rows[0]
 
 
@@ -234,6 +234,14 @@ def test_worker_drain_gives_the_order(worker: Worker) -> None:
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout) == {"host": "a", "workers": [{"queue": QUEUE, "kind": "sandbox", "state": "draining"}]}
     assert worker.orders == [False]
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_worker_whose_restart_is_awaited_is_not_said_to_drain(ground: HostGround) -> None:
+    ground.reporter().report(build_report(worker="", store="shared"))
+    done = CliRunner().invoke(app, ["worker", "drain", "a"])
+    assert done.exit_code == 1
+    assert "has ended, and its restart is awaited for 30 s" in done.stderr
 
 
 def test_without_a_pool_there_are_no_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,6 +278,8 @@ def test_a_report_tells_what_sandboxd_says_and_its_silence() -> None:
     silent = build_host_report({"boot": "b1", "sessions": [], "classes": "default", "max_sessions": -3}, is_silent=True, **own)
     assert (silent.healthy, silent.sessions, silent.max_sessions, silent.classes, silent.store) == (False, 0, 0, (), "local")
     assert "see its log" in silent.trouble
+    troubled = build_host_report(status, is_silent=False, trouble="x" * 501, **own)
+    assert (len(troubled.trouble), troubled.trouble[-2:]) == (500, "x…"), "a worker reports, whatever its trouble"
     assert silent.memory_free_bytes > 0
 
 

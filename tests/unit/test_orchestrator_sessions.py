@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from contract.calls import KillReport, ToolCall, ToolContext, ToolResult
-from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
+from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
 from orchestrator.dispatcher import Dispatcher
 from orchestrator.sessions import Checkpoint, Session, Start
 from tests.builders import KEY, build_spec
@@ -167,6 +167,22 @@ async def test_closing_twice_closes_once() -> None:
     async with await pool.open() as session:
         await session.close()
     assert pool.sent() == ["open", "close"]
+
+
+async def test_a_closing_that_failed_can_be_tried_again() -> None:
+    outages = iter([True])
+
+    async def close(call: ToolCall, context: ToolContext) -> dict[str, Any]:
+        if next(outages, False):
+            raise BrokerUnavailable("away")
+        return {}
+
+    pool = Pool(close=close)
+    session = await pool.open()
+    with pytest.raises(BrokerUnavailable):
+        await session.close()
+    await session.close()
+    assert pool.sent() == ["open", "close", "close"]
 
 
 async def test_a_program_that_fails_takes_its_sandbox_down() -> None:

@@ -15,7 +15,7 @@ import redis.asyncio
 from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
 from contract.ledger import CALL_TTL_S, CallState, parse_record
-from contract.names import call_key, host_key, place_key
+from contract.names import call_key, host_key, place_key, tenant_sessions_key
 from contract.places import PLACE_MARGIN_S
 from orchestrator import publishing
 from orchestrator.publishing import Publisher
@@ -85,6 +85,17 @@ async def test_a_call_of_a_pool_needs_neither_host_nor_place(publisher: Publishe
 async def test_every_call_keeps_its_sessions_place_for_its_time_to_live(publisher: Publisher, server: "redis.Redis") -> None:
     await publisher.publish(delivery(sticky=STICKY), "hub-task")
     assert 901 + PLACE_MARGIN_S - 30 < server.ttl(PLACE) <= 901 + PLACE_MARGIN_S
+
+
+@pytest.mark.parametrize(("before", "after"), [(60, 901 + PLACE_MARGIN_S), (50_000, 50_000)])
+async def test_a_session_counts_among_its_tenants_for_as_long_as_it_has_a_place(
+    publisher: Publisher, server: "redis.Redis", before: int, after: int
+) -> None:
+    names = tenant_sessions_key("d", "acme")
+    server.sadd(names, "s1")
+    server.expire(names, before)
+    await publisher.publish(delivery(sticky=STICKY), "hub-task")
+    assert after - 30 < server.ttl(names) <= after
 
 
 @pytest.mark.parametrize(
@@ -298,6 +309,37 @@ async def test_a_publish_whose_answer_was_lost_is_seen_even_when_the_call_has_en
     assert server.llen(QUEUE) == 1
 
 
+async def test_what_may_have_been_sent_is_not_told_as_not_sent_though_its_repetition_is_refused(redis_server: RedisProcess) -> None:
+    """Whoever reads that it was not sent makes the call again, while the first one runs."""
+    refused = asyncio.Event()
+    with redis_server.client() as server:
+        async with Cutting(redis_server, 1) as relay:
+            client = redis.asyncio.Redis.from_url(relay.url, socket_timeout=5)
+            publisher = Publisher(client, "d", SharedClock())
+            post = publisher._post
+
+            async def fill_redis_once_it_is_not_known(command: tuple[Any, ...]) -> str:
+                try:
+                    return await post(command)
+                except BrokerUnavailable:
+                    refused.set()
+                    raise
+                except Exception:
+                    server.config_set("maxmemory", 1024)
+                    raise
+
+            publisher._post = fill_redis_once_it_is_not_known  # type: ignore[method-assign]
+            sending = asyncio.create_task(publisher.publish(delivery(), "hub-task"))
+            try:
+                await asyncio.wait_for(refused.wait(), 20)
+            finally:
+                server.config_set("maxmemory", 0)
+            await asyncio.wait_for(sending, 20)
+            assert server.llen(QUEUE) == 1
+            await publisher.aclose()
+            await client.aclose()
+
+
 async def test_closing_ends_who_waits_for_a_redis_that_is_silent(redis_server: RedisProcess) -> None:
     silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
@@ -338,3 +380,13 @@ async def test_another_attempt_is_not_forbidden_by_the_one_before(publisher: Pub
     server.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2})
     assert await publisher.forbid(delivery(attempt=1)) == "superseded"
     assert record(server).state is CallState.QUEUED
+
+
+@pytest.mark.parametrize(("state", "told"), [("queued", "queued"), ("lost", "queued"), ("running", "superseded"), ("done", "superseded")])
+async def test_what_redis_forgot_to_renew_is_forbidden_unless_an_earlier_attempt_may_have_acted(
+    publisher: Publisher, server: "redis.Redis", state: str, told: str
+) -> None:
+    server.hset(call_key("d", "acme", "c1"), mapping={"state": state, "attempt": 1})
+    assert await publisher.forbid(delivery(attempt=2)) == told
+    noted = record(server)
+    assert (noted.state, noted.attempt) == ((CallState.FORBIDDEN, 2) if told == "queued" else (CallState(state), 1))

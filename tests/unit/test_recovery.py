@@ -9,9 +9,9 @@ from structlog.testing import capture_logs
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
-from contract.errors import ErrorCode
+from contract.errors import BrokerUnavailable, ErrorCode
 from contract.ledger import CallState
-from contract.names import call_key, host_key
+from contract.names import call_key, host_key, place_key
 from contract.signing import ResultSeal
 from orchestrator import recovery
 from orchestrator.call_ledger import CallLedger
@@ -166,6 +166,36 @@ async def test_a_call_that_a_worker_could_not_begin_is_sent_again_whatever_its_t
     assert [context.attempt for _, context in ground.fleet.calls] == [1, 2, 3]
 
 
+async def test_being_lost_and_not_being_taken_are_counted_apart(client: "redis.asyncio.Redis") -> None:
+    def refuse(call: ToolCall) -> ToolResult:
+        return ToolResult.failed(call, ErrorCode.HOST_LOST, "moved", metadata={"not_run": "moved"})
+
+    gone = [CallLost("gone", has_started=True) for _ in range(3)]
+    assert (await Ground(client, refuse, refuse, refuse, *gone[:2]).call("safe")).success
+    await client.flushall()
+    result = await Ground(client, refuse, *gone).call("safe")
+    assert (result.error_code, "attempt 3 of 3" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
+
+
+async def test_a_call_of_which_an_earlier_attempt_may_have_acted_is_not_told_as_not_run(client: "redis.asyncio.Redis") -> None:
+    ends = [CallLost("gone", has_started=True), *(CallLost("gone", has_started=False) for _ in range(2))]
+    result = await Ground(client, *ends).call("safe")
+    assert (result.error_code, "was not run" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, False)
+
+
+@pytest.mark.parametrize("tool", ["safe", "acts"])
+async def test_what_is_known_of_a_lost_call_is_told_though_redis_does_not_take_it(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch, tool: str
+) -> None:
+    async def refuse(*_: Any) -> bool:
+        raise BrokerUnavailable("Redis is away")
+
+    monkeypatch.setattr(CallLedger, "renew", refuse)
+    monkeypatch.setattr(CallLedger, "give_up", refuse)
+    result = await Ground(client, CallLost("gone", has_started=True)).call(tool)
+    assert (result.error_code, "gone" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
+
+
 async def test_a_call_that_came_too_late_is_not_sent_again(client: "redis.asyncio.Redis") -> None:
     def refuse(call: ToolCall) -> ToolResult:
         return ToolResult.failed(call, ErrorCode.TIMEOUT, "too late", metadata={"not_run": "expired"})
@@ -189,6 +219,15 @@ async def test_a_call_during_which_the_hosts_sandboxd_died_is_sent_again_only_wh
 async def test_a_call_id_that_was_used_is_not_run_again(client: "redis.asyncio.Redis") -> None:
     result = await Ground(client, NotSent("duplicate")).call("safe")
     assert (result.error_code, "id of its own" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
+
+
+async def test_a_call_that_was_cancelled_while_it_was_sent_again_is_not_said_to_have_a_used_id(client: "redis.asyncio.Redis") -> None:
+    result = await Ground(client, CallLost("gone", has_started=True), NotSent("duplicate")).call("safe")
+    assert (result.error_code, "cancelled" in str(result.error), "id" in str(result.error).split()) == (
+        ErrorCode.OUTCOME_UNKNOWN,
+        True,
+        False,
+    )
 
 
 @pytest.mark.parametrize(("tool", "sent"), [("safe", 2), ("acts", 1)])
@@ -218,3 +257,41 @@ async def test_closing_a_session_whose_host_is_lost_closes_it(client: "redis.asy
     ground.fleet.deliver = refuse  # type: ignore[method-assign]
     assert (await ground.door.close_session("acme", "s1")).success
     assert await client.keys("*place*") == []
+
+
+async def test_a_session_whose_worker_was_restarted_is_closed_where_it_is_by_now(client: "redis.asyncio.Redis") -> None:
+    ground = Ground(client)
+    await ground.open()
+    place = place_key("d", "acme", "s1")
+    # As a restarted worker takes its sessions over.
+    await client.hset(place, mapping={"queue": "host.b.b00t", "fence": 2})
+    closed: list[tuple[str, int]] = []
+
+    async def deliver(delivery: Delivery) -> Any:
+        call, context = decode_call(delivery.envelope, KEY)
+        if context.fence != 2:
+            raise NotSent("moved")
+        closed.append((delivery.queue, context.fence))
+        away = ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "sandboxd is away", metadata={"not_run": "sandboxd"})
+        done = ToolResult(call_id=call.id, name=call.name, success=True, metadata={"closed": True})
+        return encode_result(done if len(closed) > 1 else away, seal=ResultSeal(KEY, context.tenant))
+
+    ground.fleet.deliver = deliver  # type: ignore[method-assign]
+    result = await ground.door.close_session("acme", "s1")
+    assert (result.success, result.metadata["closed"], closed) == (True, True, [("host.b.b00t", 2)] * 2)
+    assert await client.keys("*place*") == []
+
+
+async def test_a_session_that_another_program_opened_is_closed_where_it_lives(client: "redis.asyncio.Redis") -> None:
+    ground = Ground(client)
+    await ground.open()
+    other = Ground(client)
+    deliver, tasks = other.fleet.deliver, []
+
+    async def watched(delivery: Delivery) -> Any:
+        tasks.append(delivery.task)
+        return await deliver(delivery)
+
+    other.fleet.deliver = watched  # type: ignore[method-assign]
+    assert (await other.door.close_session("acme", "s1")).success
+    assert tasks == ["session.close"]

@@ -1,5 +1,6 @@
 """The generated Redis users on a real server: what each role may not do, whatever else it does."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -174,3 +175,9 @@ def test_the_command_writes_the_roles_that_are_asked_for(folder: Path) -> None:
     assert ran.exit_code == 0, ran.output
     lines = (folder / "w.acl").read_text().splitlines()
     assert [line.split()[1] for line in lines] == ["default", "worker", "web"]
+
+
+def test_the_command_tells_programs_what_it_wrote(folder: Path) -> None:
+    ran = CliRunner().invoke(redis_app, ["--role", "web", "--json"])
+    assert json.loads(ran.stdout) == {"acl_file": "users.acl", "passwords_file": "redis-passwords.env", "roles": ["web"]}
+    assert ran.stderr == ""

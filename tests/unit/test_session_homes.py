@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.names import host_key, place_key, tombstone_key
+from contract.names import host_key, hosts_key, place_key, tombstone_key
 from contract.places import PlaceState
 from contract.tenancy import TenantPolicy
 from orchestrator.homes import Opening, SessionHomes
@@ -190,6 +190,7 @@ async def test_a_silent_host_is_waited_for_and_keeps_its_sessions_when_it_comes_
     homes = build_homes(client, hosts)
     await homes.open("acme", "s1", DEFAULT, {})
     seen = await homes.find("acme", "s1", DEFAULT)
+    await client.zadd(hosts_key("d"), {seen.queue: 1})
     waiting = asyncio.create_task(homes.refresh("acme", "s1", seen, DEFAULT, is_lost=True))
     await asyncio.sleep(0.3)
     assert not waiting.done()
@@ -211,3 +212,55 @@ async def test_a_checkpoint_that_its_owner_deleted_is_followed_by_the_hosts_own_
     await homes.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
     assert [opening.arguments.get("restore") for _, opening, _ in hosts.opened[1:]] == ["c1", "auto-1", None]
     assert hosts.opened[-1][1].arguments["moved"]["checkpoint_at"] is None
+
+
+async def test_what_is_told_of_a_move_is_not_the_time_of_a_checkpoint_that_was_not_restored(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    homes = build_homes(client, hosts)
+    await homes.open("acme", "s1", DEFAULT, {})
+    await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "asked", "automatic": "older", "checkpoint_at": 1_700_000_000})
+    seen = await homes.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, seen.queue)
+    hosts.all["host.b.b00t"] = build_report("b")
+    missing = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
+    hosts.answer = lambda opening: missing if opening.arguments.get("restore") == "asked" else None
+    await homes.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+    last = hosts.opened[-1][1].arguments
+    assert (last["restore"], last["moved"]["checkpoint_at"]) == ("older", None)
+
+
+async def test_openings_that_were_refused_do_not_fill_hosts(client: "redis.asyncio.Redis") -> None:
+    hosts, full = Hosts(), TenantPolicy(sandboxes=0)
+    hosts.all["host.a.b00t"] = build_report("a", max_sessions=2)
+    homes = build_homes(client, hosts)
+    for number in range(3):
+        with pytest.raises(ToolFailure):
+            await homes.open("greedy", f"s{number}", full, {})
+    assert (await homes.open("acme", "s1", DEFAULT, {})).success
+
+
+async def test_waiting_for_who_moves_a_session_does_not_fill_hosts(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts()
+    hosts.all["host.a.b00t"] = build_report("a", max_sessions=2)
+    homes = build_homes(client, hosts)
+    await homes.open("acme", "s1", DEFAULT, {})
+    place = place_key("d", "acme", "s1")
+    await client.hset(place, mapping={"state": "moving", "fence": 2, "moving_until": 9_000_000_000})
+    waiting = [asyncio.create_task(build_homes(client, hosts).find("acme", "s1", DEFAULT)) for _ in range(2)]
+    waiting += [asyncio.create_task(homes.refresh("acme", "s1", Home("host.a.b00t", 1), DEFAULT, is_lost=False)) for _ in range(4)]
+    await asyncio.sleep(0.3)
+    assert (await homes.open("acme", "s2", DEFAULT, {})).success
+    await client.hset(place, mapping={"state": "open", "moving_until": 0})
+    assert set(await asyncio.gather(*waiting)) == {Home("host.a.b00t", 2)}
+
+
+async def test_a_session_of_a_host_that_left_in_order_or_long_ago_goes_on_elsewhere(client: "redis.asyncio.Redis") -> None:
+    """Such a host has neither a report nor a tombstone."""
+    hosts = Hosts("a")
+    homes = build_homes(client, hosts)
+    await homes.open("acme", "s1", DEFAULT, {})
+    seen = await homes.find("acme", "s1", DEFAULT)
+    del hosts.all[seen.queue]
+    await client.zrem(hosts_key("d"), seen.queue)
+    hosts.all["host.b.b00t"] = build_report("b")
+    assert await homes.refresh("acme", "s1", seen, DEFAULT, is_lost=True) == Home("host.b.b00t", 2)

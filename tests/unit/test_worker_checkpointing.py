@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+import redis
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
@@ -186,3 +187,19 @@ def test_a_row_that_says_nothing_of_changes_may_have_some() -> None:
     (parsed,) = parse_rows([{"name": "acme:s1"}])
     assert parsed == SessionRow("acme:s1", 0, 0, 0.0, True)
     assert (parsed.tenant, parsed.session) == ("acme", "s1")
+
+
+def test_a_checkpoint_of_which_nobody_knows_whether_it_was_noted_is_not_deleted(host: Host) -> None:
+    """Its place may tell of it: the answer was lost, and the worker ends before Redis is back."""
+    host.add("acme:s1")
+    note = host.checkpoints._places.note_automatic
+
+    def note_and_lose_the_answer(name: str, fence: int, checkpoint: str, taken_at: float) -> None:
+        note(name, fence, checkpoint, taken_at)
+        host.stop.set()
+        raise redis.ConnectionError("away")
+
+    host.checkpoints._places.note_automatic = note_and_lose_the_answer  # type: ignore[method-assign,assignment]
+    with capture_logs(), pytest.raises(redis.ConnectionError):
+        host.look()
+    assert (host.ground.place("acme:s1").checkpoint, host.sandboxd.deleted) == ("c1", [])

@@ -210,6 +210,13 @@ def test_a_worker_that_is_stopped_in_the_midst_of_a_drain_says_so(host: Host) ->
     assert host.ended == [False]
 
 
+def test_a_sandboxd_that_stays_silent_holds_a_drain_up_until_its_deadline_only(host: Host) -> None:
+    host.add("acme:s1", checkpoint="older")
+    host.sandboxd.silent = True
+    host.run(limit_s=0.1)
+    assert host.ground.place("acme:s1").checkpoint == "older", "its next call finds the host gone, and goes on from there"
+
+
 def test_a_silent_sandboxd_holds_a_drain_up_and_does_not_end_it(host: Host) -> None:
     host.add("acme:s1")
     host.sandboxd.silent = True

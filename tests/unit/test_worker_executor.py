@@ -112,6 +112,11 @@ def test_no_tool_can_say_that_its_call_has_not_run() -> None:
     """Whoever reads that sends the call again."""
     assert House(lambda *_: Outcome("done", {"not_run": "moved", "n": 1})).execute().metadata == {"n": 1}
 
+    def fail(*_: Any) -> Outcome:
+        raise ToolFailure(ErrorCode.INTERNAL, "failed", not_run="broker", outcome_lost=True, n=1)
+
+    assert House(fail).execute().metadata == {"n": 1}
+
 
 def test_a_bug_in_a_check_of_arguments_is_refused_like_any_other_call() -> None:
     def crash(_: dict[str, Any]) -> str | None:

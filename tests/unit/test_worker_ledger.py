@@ -222,6 +222,22 @@ def test_a_claim_whose_answer_was_lost_knows_itself_when_it_is_sent_again(book: 
     assert book.claim() is Claim.STARTED
 
 
+def test_a_refusal_or_a_lateness_whose_answer_was_lost_is_told_all_the_same(book: Book) -> None:
+    """Else nobody would answer, and the caller be told that somebody has cancelled the call."""
+
+    def twice(script: Any) -> Any:
+        def send(*, keys: list[str], args: list[Any]) -> Any:
+            script(keys=keys, args=args)
+            return script(keys=keys, args=args)
+
+        return send
+
+    book.ledger._refuse, book.ledger._claim = twice(book.ledger._refuse), twice(book.ledger._claim)
+    assert [book.ledger.refuse(CALL, build_context()), book.ledger.refuse(CALL, build_context())] == [Claim.GRANTED, Claim.STARTED]
+    book.write(CallState.QUEUED)
+    assert [book.claim(deadline_at=time.time() - 5), book.claim()] == [Claim.EXPIRED, Claim.STARTED]
+
+
 def test_a_redis_that_lost_its_scripts_is_given_them_again(book: Book) -> None:
     book.claim()
     book.client.script_flush()

@@ -36,6 +36,19 @@ def test_a_session_of_an_earlier_boot_of_this_host_is_taken_over_under_a_new_fen
     assert (place.queue, place.fence, place.state) == (OURS, 4, PlaceState.OPEN)
 
 
+def test_a_session_that_a_killed_worker_held_for_its_drain_is_served_again_where_all_its_files_are(ground: HostGround) -> None:
+    ground.put_place("acme:s1", queue="host.a.b1")
+    assert ground.places("host.a.b1").hold("acme:s1", 1, 60) == 2
+    assert ground.places(OURS).adopt(["acme:s1"]) == {"acme:s1": Adoption.ADOPTED}
+    place = ground.place("acme:s1")
+    assert (place.queue, place.fence, place.state, place.moving_until) == (OURS, 3, PlaceState.OPEN, 0.0)
+    # Whoever opens it elsewhere after a hold has its fence grown: what is here is older then.
+    ground.put_place("acme:s2", queue="host.a.b1")
+    ground.places("host.a.b1").hold("acme:s2", 1, 60)
+    ground.put_place("acme:s2", queue="host.a.b1", state="moving", fence=3, moving_until=9e9)
+    assert ground.places(OURS).adopt(["acme:s2"]) == {"acme:s2": Adoption.HELD}
+
+
 def test_a_restarted_worker_goes_on_with_its_sessions_as_they_are(ground: HostGround) -> None:
     ground.put_place("acme:s1", queue=OURS, fence=3)
     assert ground.places(OURS).adopt(["acme:s1"]) == {"acme:s1": Adoption.OURS}
@@ -128,6 +141,29 @@ def test_what_an_earlier_incarnation_may_still_have_is_taken_over_once_it_is_kno
     assert not sandboxd.closed
 
 
+def test_what_could_not_be_decided_is_asked_again_after_an_outage_of_redis(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adoption_module, "RETRY_S", 0.02)
+    sandboxd = MemorySandboxd()
+    sandboxd.add("acme:s1")
+    ground.put_place("acme:s1", queue="host.a.b1")
+    ground.reporter("host.a.b1").report(build_report("host.a.b1"))
+    starting = adopter(ground, sandboxd)
+    adopt, outages = starting._places.adopt, iter([True, True, False])
+
+    def away_at_first(*arguments: Any) -> Any:
+        if next(outages, False):
+            raise redis.ConnectionError("away")
+        ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
+        return adopt(*arguments)
+
+    with capture_logs():
+        assert starting.begin(sandboxd.rows) == {Adoption.HELD: 1}
+        monkeypatch.setattr(starting._places, "adopt", away_at_first)
+        starting.start()
+        starting._thread.join(20)
+    assert ground.place("acme:s1").queue == OURS
+
+
 def test_a_stale_session_is_closed_later_when_sandboxd_is_away(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adoption_module, "RETRY_S", 0.02)
     sandboxd = MemorySandboxd()
@@ -185,6 +221,15 @@ def test_an_automatic_checkpoint_names_the_automatic_one_before_it_and_never_one
     assert noted is not None
     assert noted.previous == "c1"
     assert ground.place("acme:s1").checkpoint == "c2"
+
+
+def test_a_checkpoint_that_took_long_does_not_take_the_place_of_a_newer_one(ground: HostGround) -> None:
+    places = ground.places("host.a.b1")
+    ground.put_place("acme:s1")
+    places.note_automatic("acme:s1", 1, "newer", 1_700_000_010.5)
+    assert places.note_explicit("acme:s1", "older", 1_700_000_000.25)
+    place = ground.place("acme:s1")
+    assert (place.checkpoint, place.checkpoint_at) == ("newer", 1_700_000_010.5)
 
 
 def test_a_note_that_was_sent_twice_does_not_name_itself_as_superseded(ground: HostGround) -> None:

@@ -200,6 +200,36 @@ def test_a_second_worker_refuses_to_start_while_the_first_goes_on_reporting(
     assert first.seen() is not None
 
 
+def test_of_two_machines_with_one_name_the_second_refuses_to_start(
+    ground: HostGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incarnation, "LOOK_S", 0.01)
+    elsewhere = "another-machine/1/2/3"
+    stop, other = threading.Event(), HostGround(redis_server).reporter("host.a.b0", "w1")
+    other.report(build_report("host.a.b0", "w1", process=elsewhere))
+
+    def report_on() -> None:
+        while not stop.wait(0.05):
+            other.report(build_report("host.a.b0", "w1", process=elsewhere))
+
+    reporting = threading.Thread(target=report_on)
+    reporting.start()
+    try:
+        with capture_logs(), pytest.raises(ConfigError, match="TOOLCREW_HOST"):
+            take(ground)
+    finally:
+        stop.set()
+        reporting.join()
+    assert [report.queue for report in Incarnations(ground.redis, DEPLOYMENT, "a").reports()] == ["host.a.b0"]
+
+
+def test_a_machine_that_was_started_anew_takes_its_name_again(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incarnation, "STALE_S", 0.05)
+    ground.reporter("host.a.b0", "w1").report(build_report("host.a.b0", "w1", process="before-its-restart/1/2/3"))
+    with capture_logs():
+        assert take(ground).reporter.queue == "host.a.b1"
+
+
 def test_of_two_workers_that_start_at_the_same_time_the_later_gives_way(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
     # Both have looked before either reported.
     monkeypatch.setattr(incarnation, "_find_gone", lambda *_: ())

@@ -83,6 +83,15 @@ def test_the_answer_of_an_attempt_that_was_given_up_is_stored_for_nobody(desk: D
     assert (desk.stored(), record.state, record.attempt) == (None, CallState.QUEUED, 2)
 
 
+@pytest.mark.parametrize("state", [CallState.QUEUED, CallState.LOST, CallState.DONE])
+def test_an_answer_is_wanted_when_redis_has_forgotten_that_the_call_was_sent_again(desk: Desk, state: CallState) -> None:
+    desk.write(state, attempt=1)
+    desk.store(attempt=2)
+    record = desk.record()
+    assert record is not None
+    assert (desk.stored()["result"], record.state, record.attempt) == (ENCODED, CallState.DONE, 2)
+
+
 @pytest.mark.parametrize(("state", "has_run"), [(CallState.QUEUED, False), (CallState.FORBIDDEN, False), (CallState.FORBIDDEN, True)])
 def test_a_call_that_was_not_run_is_answered_and_its_record_left(desk: Desk, state: CallState, has_run: bool) -> None:
     desk.write(state)

@@ -1,0 +1,298 @@
+"""Everything that a deployment does, done as the users of `toolcrew redis users`: Redis notes what a user may not do, and has nothing to note."""
+
+import asyncio
+import base64
+import json
+import os
+import secrets
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from docker import APIClient
+from pydantic import SecretStr
+from typer.testing import CliRunner
+
+from contract.envelope import INLINE_BYTES
+from contract.names import catalog_key, place_key, tombstone_key
+from contract.tenancy import TenantPolicy
+from orchestrator.approvals import AutoApprover
+from orchestrator.cli import app
+from orchestrator.client import ToolClient
+from orchestrator.hosts import RedisHosts, find_workers
+from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.redis_connection import open_redis
+from orchestrator.sessions import Session
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.tenants import RedisTenants
+from tests.host_ground import Ground, GroundProcess
+from tests.redis_ground import SECRET, Server, open_server
+from tests.stack import UP_S, eventually, free_port, open_footprint, wait_until
+from tests.web_servers import WebServer, answer, open_web_server
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
+
+TOOLS = '''
+"""What operators' tools do with Redis."""
+
+import time
+
+from contract.functions import CallContext, tool
+
+
+@tool
+def count(context: CallContext) -> int:
+    """Counts in the session's state."""
+    return context.wait(context.state.update("n", lambda n: (n or 0) + 1))
+
+
+@tool
+def flood() -> str:
+    """Writes more than travels with a message."""
+    return "\\1" * 40_000
+
+
+@tool
+def sleep(seconds: float) -> None:
+    """Sleeps."""
+    time.sleep(seconds)
+
+
+@tool
+async def ask(context: CallContext) -> str:
+    """Asks the model."""
+    return (await context.require_model().complete("q")).text
+'''
+
+
+@dataclass
+class House:
+    """Two hosts, a worker with web tools and operators' tools, Flower; each as its own user."""
+
+    ground: Ground
+    server: Server
+    site: WebServer
+    flower: GroundProcess
+    flower_port: int
+
+    @property
+    def settings(self) -> OrchestratorSettings:
+        return OrchestratorSettings(redis_url=SecretStr(self.server.url("orchestrator")), secret=SecretStr(SECRET))
+
+    def client(self, tenant: str = "default") -> Any:
+        return ToolClient.connect(settings=self.settings, tenant=tenant, approver=AutoApprover())
+
+    def toolcrew(self, *arguments: str, user: str = "orchestrator") -> Any:
+        """What a command prints as JSON. Commands run in this process, which is quicker, and have it for themselves: no loop may run."""
+        settings = {"TOOLCREW_REDIS_URL": self.server.url(user), "TOOLCREW_SECRET": SECRET}
+        done = CliRunner().invoke(app, [*arguments, "--json"], env=settings)
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    def ask_flower(self, path: str) -> Any:
+        request = urllib.request.Request(f"http://127.0.0.1:{self.flower_port}{path}")
+        request.add_header("Authorization", "Basic " + base64.b64encode(b"me:word").decode())
+        with urllib.request.urlopen(request, timeout=20) as answered:
+            return json.load(answered)
+
+    def last_words(self) -> str:
+        return f"{self.ground.last_words()}\n--- flower\n{self.flower.log()[-1500:]}"
+
+
+@pytest.fixture(scope="module")
+def house(engine: APIClient) -> Iterator[House]:
+    with (
+        open_server(users=True) as server,
+        open_web_server({"/": answer("<p>a page of the site</p>")}) as site,
+        open_footprint(engine) as footprint,
+    ):
+        settings = {"TOOLCREW_SECRET": SECRET, "TOOLCREW_CHECKPOINT_EVERY_S": "1", "PYTHONPATH": str(footprint.folder)}
+        ground = Ground(footprint, engine, settings)
+        ground.deployment, ground.redis_url = "default", server.url("orchestrator")
+        house = _open_house(ground, server, site)
+        try:
+            ground.wait_ready()
+            with server.client() as admin:
+                wait_until(
+                    lambda: admin.exists(*(catalog_key("default", pool) for pool in ("sandbox", "web", "tools"))) == 3,
+                    UP_S,
+                    house.last_words,
+                )
+            yield house
+        finally:
+            house.flower.stop()
+            ground.stop()
+
+
+def _open_house(ground: Ground, server: Server, site: WebServer) -> House:
+    (ground.folder / "redis_probe_tools.py").write_text(TOOLS)
+    for host in ("a", "b"):
+        ground.start_host(host, redis_url=server.url("worker"))
+    ground.start_tools(
+        redis_url=server.url("web"),
+        worker_queues="",
+        tool_modules='["redis_probe_tools"]',
+        webfetch_allow_hosts=json.dumps([f"127.0.0.1:{site.port}"]),
+        webfetch_ports=json.dumps([site.port]),
+    )
+    port = free_port()
+    told = {
+        "TOOLCREW_REDIS_URL": server.url("flower"),
+        "FLOWER_ADDRESS": "127.0.0.1",
+        "FLOWER_PORT": str(port),
+        "FLOWER_BASIC_AUTH": "me:word",
+    }
+    flower = GroundProcess("flower", [sys.executable, "-m", "orchestrator.flower"], ground.environment(told), ground.folder / "flower.log")
+    flower.start()
+    return House(ground, server, site, flower, port)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_is_refused(house: House) -> Iterator[None]:
+    """Whatever a test did, and whatever went on beside it."""
+    yield
+    with house.server.client() as admin:
+        refused = [(entry["username"], entry["context"], entry["object"]) for entry in admin.acl_log()]
+        assert refused == []
+
+
+async def running(house: House, call_id: str) -> None:
+    """Until a call is."""
+    with house.server.client() as admin:
+        key = f"toolcrew:default:default:call:{call_id}"
+        await eventually(lambda: admin.hget(key, "state") == b"running", UP_S, lambda: str(admin.hgetall(key)))
+
+
+async def cancel_once_it_runs(house: House, session: Session, tool: str, arguments: dict[str, Any]) -> None:
+    call_id = f"cancelled-{secrets.token_hex(4)}"
+    call = asyncio.create_task(session.call(tool, arguments, call_id=call_id))
+    await running(house, call_id)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
+async def test_a_session_s_calls_files_checkpoints_output_and_cancels(house: House, tmp_path: Path) -> None:
+    pieces = list[str]()
+    (tmp_path / "given").write_text("given\n")
+    async with house.client() as client:
+        async with await client.open_session(tmp_path) as session:
+            shown = await session.call("bash_tool", {"command": "cat given; echo live"}, on_output=lambda _, text: pieces.append(text))
+            assert (shown.output, "".join(pieces)) == ("given\nlive\n", "given\nlive\n")
+            await session.write_file("/workspace/file", os.urandom(100_000))
+            assert len(await session.read_file("/workspace/file")) == 100_000
+            assert (await session.exec(["true"])).returncode == 0
+            await session.export(tmp_path / "out")
+            assert (tmp_path / "out" / "given").read_text() == "given\n"
+            checkpoint = await session.checkpoint()
+            await cancel_once_it_runs(house, session, "bash_tool", {"command": "sleep 60"})
+        async with await client.open_session(restore=checkpoint) as session:
+            assert (await session.call("bash_tool", {"command": "cat given"})).output == "given\n"
+        assert await client.delete_checkpoint(checkpoint)
+
+
+async def test_web_tools_and_operators_tools(house: House) -> None:
+    def reply(messages: list[Any]) -> Any:
+        words = str(messages[-1]["content"])
+        return "an answer" if words == "q" else words if messages[-1]["role"] == "tool" else Calls([("ask", {})])
+
+    async with house.client() as client, await client.open_session() as session:
+        page = await session.call("webfetch_tool", {"url": f"http://127.0.0.1:{house.site.port}/"})
+        assert "a page of the site" in str(page.output), page
+        again = await session.call("webfetch_tool", {"url": f"http://127.0.0.1:{house.site.port}/"})
+        assert (again.success, len(house.site.requests)) == (True, 1), "the second came from the cache"
+        assert [(await session.call("count", {})).output for _ in range(2)] == ["1", "2"]
+        # Each character is six of the result's record.
+        assert str((await session.call("flood", {})).output).count("\1") * 6 > INLINE_BYTES
+        await cancel_once_it_runs(house, session, "sleep", {"seconds": 60})
+        assert (await client.run("Ask.", model=ScriptedModel(reply), dialect="native", tools=["ask"])).answer == "an answer"
+
+
+def test_switches_tenants_and_keys_that_an_operator_sets(house: House) -> None:
+    for command in (("tools", "ls"), ("hosts",), ("worker", "status"), ("tenants", "ls"), ("tenants", "keys", "ls")):
+        house.toolcrew(*command)
+    ran = house.toolcrew("call", "bash_tool", "command=true")
+    assert house.toolcrew("calls", "show", ran["call_id"])["state"] == "done"
+    house.toolcrew("tools", "disable", "glob_tool", "--reason", "a test", user="admin")
+    asyncio.run(until_glob_is_refused(house.client()))
+    house.toolcrew("tools", "enable", "glob_tool")
+    house.toolcrew("tenants", "add", "acme", "--sandboxes", "1", "--tools", "bash_tool", user="admin")
+    key = house.toolcrew("tenants", "keys", "add", "acme", user="admin")["key"]
+    asyncio.run(until_glob_is_refused(ToolClient.connect(settings=house.settings, api_key=key)))
+    house.toolcrew("tenants", "keys", "rm", key.split("_")[1])
+    house.toolcrew("tenants", "rm", "acme")
+
+
+async def until_glob_is_refused(opened: Any) -> None:
+    async with asyncio.timeout(UP_S), opened as client, await client.open_session() as session:
+        while (await session.call("glob_tool", {"pattern": "*"})).success:
+            pass
+        assert (await session.call("bash_tool", {"command": "true"})).success
+
+
+async def test_two_orchestrators_share_what_a_tenant_may_have_at_a_time(house: House) -> None:
+    redis = open_redis(house.settings.broker())
+    tenants = RedisTenants(redis, "default")
+    await tenants.replace("default", TenantPolicy(in_flight=1))
+    try:
+        async with house.client() as one, house.client() as two, await one.open_session() as session, await two.open_session() as other:
+            command = {"command": "sleep 0.2"}
+            results = await asyncio.gather(*(at.call("bash_tool", command) for at in (session, other) for _ in range(2)))
+            assert [result.error for result in results] == [None] * 4
+    finally:
+        await tenants.replace("default", TenantPolicy())
+        await redis.aclose()
+
+
+async def test_flower_and_health_checks_see_the_workers_and_their_calls(house: House) -> None:
+    await eventually(lambda: flower_knows(house), UP_S, house.last_words)
+    for user, node in (("worker", "a"), ("web", "web-tools")):
+        destination = f"{node}@{os.uname().nodename}"
+        with Celery(broker=house.server.url(user), set_as_current=False) as asking:
+            asked = asking.control.inspect(timeout=UP_S, destination=[destination])
+            assert await asyncio.to_thread(asked.ping) == {destination: {"ok": "pong"}}
+
+
+def flower_knows(house: House) -> bool:
+    try:
+        workers, tasks = house.ask_flower("/api/workers?refresh=1"), house.ask_flower("/api/tasks")
+    except OSError:
+        return False
+    return len(workers) == 3 and {"tool.bash_tool", "tool.count"} <= {task["name"] for task in tasks.values()}
+
+
+async def test_a_host_whose_worker_is_killed_and_one_that_is_drained(house: House) -> None:
+    async with house.client() as client, await client.open_session() as session:
+        assert (await session.call("bash_tool", {"command": "echo kept > file"})).success
+        place = place_key("default", "default", session.id)
+        with house.server.client() as admin:
+            await eventually(lambda: admin.hget(place, "automatic"), UP_S, house.last_words)
+            info = await session.info()
+            house.ground.process(f"{info.host}.worker").wait_for_another(house.ground.kill(f"{info.host}.worker"))
+            async with asyncio.timeout(UP_S):
+                while (found := await session.call("bash_tool", {"command": "cat file"})).output != "kept\n":
+                    assert not found.success, found
+            assert admin.exists(tombstone_key("default", info.queue)) == 0 or (await session.info()).queue != info.queue
+        home = (await session.info()).host
+        assert await drain(house, home) == "drained"
+        assert str((await session.call("bash_tool", {"command": "cat file"})).output).startswith("kept\n")
+        assert (await session.info()).host != home
+    assert await drain(house, "tools") == "drained"
+
+
+async def drain(house: House, host: str) -> str:
+    """As `toolcrew worker drain --wait` does it; gives how it ended."""
+    broker = house.settings.broker()
+    redis = open_redis(broker)
+    try:
+        hosts = RedisHosts(redis, "default")
+        [report] = find_workers(await hosts.read(), host)
+        await hosts.order_drain(report, broker.signing_keys())
+        return [state async for state, _ in hosts.follow_drain(report)][-1]
+    finally:
+        await redis.aclose()

@@ -1,0 +1,263 @@
+"""deploy/kubernetes is valid, agrees with docker-compose.yml, and keeps the walls: who holds the engine, who has a network, who has a secret."""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from kubernetes_validate import validate
+
+from contract.names import POOL_QUEUES
+from orchestrator.pressure import HostsPressure, QueuePressure
+from orchestrator.settings import OrchestratorSettings
+from workers.settings import EgressSettings, SandboxdSettings, WebSettings, WorkerSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy" / "kubernetes"
+VERSIONS = ("1.29", "1.35")
+"""The oldest that has sidecars, and a late one."""
+SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parent / "kubernetes_schemas.json").read_text(encoding="utf-8"))
+"""Of what the API server learns from others: the parts that we use, as KEDA and kustomize document them. Unknown fields are errors."""
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+SERVICES = {"redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "flower"}
+"""Containers that are services of docker-compose.yml, too."""
+ENGINE = "/var/run/docker.sock"
+SETTINGS = (OrchestratorSettings, WorkerSettings, SandboxdSettings, WebSettings, EgressSettings)
+SECRET = re.compile(r"SECRET|PASSWORD|API_KEY")
+
+
+def load_documents() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in sorted(FOLDER.rglob("*.yaml")):
+        for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
+            yield f"{path.relative_to(FOLDER)}:{document['kind']}:{document.get('metadata', {}).get('name', '')}", document
+
+
+DOCUMENTS = dict(load_documents())
+KUSTOMIZATIONS = {name: document for name, document in DOCUMENTS.items() if document["kind"] == "Kustomization"}
+WORKLOADS = {document["metadata"]["name"]: document for document in DOCUMENTS.values() if "template" in document.get("spec", {})}
+
+
+def pod_of(workload: str) -> dict[str, Any]:
+    spec: dict[str, Any] = WORKLOADS[workload]["spec"]["template"]["spec"]
+    return spec
+
+
+def labels_of(workload: str) -> dict[str, str]:
+    labels: dict[str, str] = WORKLOADS[workload]["spec"]["template"]["metadata"]["labels"]
+    return labels
+
+
+def containers() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Container -> its workload and itself; a name that is there twice would hide one."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for workload in WORKLOADS:
+        for container in [*pod_of(workload).get("initContainers", []), *pod_of(workload)["containers"]]:
+            assert container["name"] not in found
+            found[container["name"]] = workload, container
+    return found
+
+
+CONTAINERS = containers()
+
+
+def environment_of(name: str) -> dict[str, str | None]:
+    """Variable -> value; None for one that comes from elsewhere."""
+    return {variable["name"]: variable.get("value") for variable in CONTAINERS[name][1].get("env", [])}
+
+
+def user_of(name: str) -> tuple[int, int]:
+    workload, container = CONTAINERS[name]
+    context = {**pod_of(workload)["securityContext"], **container["securityContext"]}
+    return context["runAsUser"], context["runAsGroup"]
+
+
+def bytes_of(text: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)(\w*)", text).groups()  # type: ignore[union-attr]
+    return int(number) * {"Mi": 2**20, "Gi": 2**30, "m": 2**20, "g": 2**30}[unit]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", [name for name, document in DOCUMENTS.items() if document["apiVersion"] not in SCHEMAS])
+def test_the_api_server_would_take_it(name: str, version: str) -> None:
+    validate(DOCUMENTS[name], version, strict=True)
+
+
+@pytest.mark.parametrize("name", [name for name, document in DOCUMENTS.items() if document["apiVersion"] in SCHEMAS])
+def test_keda_and_kustomize_would_take_it(name: str) -> None:
+    jsonschema.Draft202012Validator(SCHEMAS[DOCUMENTS[name]["apiVersion"]]).validate(DOCUMENTS[name])
+
+
+def test_no_field_is_written_twice_or_by_reference() -> None:
+    """Of two, one would be lost; and not everything that reads these files follows an anchor into another document."""
+    for path in FOLDER.rglob("*.yaml"):
+        text = path.read_text(encoding="utf-8")
+        assert not any(getattr(event, "anchor", None) for event in yaml.parse(text, Loader=yaml.CSafeLoader)), path
+        for node in yaml.compose_all(text, Loader=yaml.CSafeLoader):
+            _check_keys(node)
+
+
+def _check_keys(node: yaml.Node | None) -> None:
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in node.value]
+        assert len(keys) == len(set(keys)), keys
+        for _, value in node.value:
+            _check_keys(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _check_keys(value)
+
+
+def test_every_file_is_applied_and_every_applied_file_is_there() -> None:
+    for name, kustomization in KUSTOMIZATIONS.items():
+        folder = (FOLDER / name.split(":")[0]).parent
+        assert set(kustomization["resources"]) == {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
+        for generated in kustomization.get("configMapGenerator", []):
+            assert all((folder / file).is_file() for file in generated["files"])
+
+
+def test_no_secret_has_a_value_here() -> None:
+    assert not [name for name, document in DOCUMENTS.items() if document["kind"] == "Secret"]
+    example = (FOLDER / "secrets.env.example").read_text(encoding="utf-8")
+    names = {line.removesuffix("=") for line in example.splitlines() if not line.startswith("#")}
+    made = re.findall(r"^(TOOLCREW_\w+)=$", (ROOT / "deploy" / ".env.example").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert names == set(made)
+    for name, (_, container) in CONTAINERS.items():
+        for variable in container.get("env", []):
+            if SECRET.search(variable["name"]):
+                assert variable["valueFrom"]["secretKeyRef"] == {"name": "toolcrew", "key": variable["name"]}, name
+                assert variable["name"] in names
+            elif "PASSWORD" in variable.get("value", ""):
+                assert re.search(r"\$\(TOOLCREW_\w+_PASSWORD\)", variable["value"]), name
+
+
+def test_secrets_are_not_committed() -> None:
+    told = subprocess.run(["git", "-C", str(ROOT), "check-ignore", "-q", "deploy/kubernetes/secrets.env"], timeout=20, check=False)
+    assert told.returncode == 0
+
+
+@pytest.mark.parametrize("name", sorted(CONTAINERS))
+def test_every_variable_is_a_setting(name: str) -> None:
+    fields = {f"TOOLCREW_{field.upper()}" for settings in SETTINGS for field in settings.model_fields}
+    for variable in environment_of(name):
+        is_password = re.fullmatch(r"TOOLCREW_(REDIS_[A-Z]+|FLOWER)_PASSWORD", variable)
+        assert variable in fields or is_password or variable == "NODE_NAME" or variable.startswith("FLOWER_"), variable
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_a_service_is_told_the_same_as_by_compose(name: str) -> None:
+    ours, theirs = environment_of(name), COMPOSE["services"][name]["environment"]
+    for variable in ours.keys() & theirs.keys():
+        value, plain = ours[variable], re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(theirs[variable]))
+        if variable == "TOOLCREW_REDIS_URL":
+            assert str(value).split("@")[0].replace("$(", "${").replace(")", "") == plain.split("@")[0].split(":?")[0].rstrip("}")
+        elif value is not None and "$" not in f"{value}{plain}" and theirs[variable] is not None:
+            assert value == plain, variable
+    missing = {variable for variable, value in theirs.items() if value is not None} - ours.keys()
+    # Empty unless a secret is being changed; the node's name in a script; and this engine's only sandboxd.
+    assert missing <= {"TOOLCREW_SECRETS_PREVIOUS", "TOOLCREW_HOST"}
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_a_service_has_the_image_user_and_memory_that_compose_gives_it(name: str) -> None:
+    _, container = CONTAINERS[name]
+    service = COMPOSE["services"][name]
+    assert container["image"] == service["image"]
+    stage = re.split(r"^FROM \S+ AS (\S+)$", DOCKERFILE, flags=re.MULTILINE)
+    uid, gid = re.findall(r"^USER (\d+):(\d+)$", stage[stage.index(name) + 1], flags=re.MULTILINE)[0]
+    assert user_of(name) == (int(uid), int(gid))
+    memory = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", service["mem_limit"])
+    assert bytes_of(container["resources"]["limits"]["memory"]) == bytes_of(memory)
+
+
+@pytest.mark.parametrize("name", sorted(CONTAINERS))
+def test_a_container_is_locked_down(name: str) -> None:
+    workload, container = CONTAINERS[name]
+    context = container["securityContext"]
+    assert (context["allowPrivilegeEscalation"], context["readOnlyRootFilesystem"], context["capabilities"]["drop"]) == (
+        False,
+        True,
+        ["ALL"],
+    )
+    assert "privileged" not in context
+    assert pod_of(workload)["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    is_root = user_of(name)[0] == 0
+    assert is_root == (name in ("sandboxd", "own-directory"))
+    assert ("add" in context["capabilities"]) == (name == "own-directory")
+    assert {"requests", "limits"} <= container["resources"].keys()
+
+
+@pytest.mark.parametrize("workload", sorted(WORKLOADS))
+def test_no_pod_has_a_token_or_the_nodes_namespaces(workload: str) -> None:
+    pod = pod_of(workload)
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("toolcrew", False)
+    assert not {"hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"} & pod.keys()
+    assert WORKLOADS[workload]["spec"]["selector"]["matchLabels"] == {"app.kubernetes.io/name": workload}
+
+
+def test_only_sandboxd_is_given_the_engine() -> None:
+    assert {name for name, (_, container) in CONTAINERS.items() if ENGINE in str(container)} == {"sandboxd"}
+    engine = next(volume for volume in pod_of("sandbox-host")["volumes"] if ENGINE in str(volume))
+    assert engine["hostPath"] == {"path": ENGINE, "type": "Socket"}
+    for name, (workload, container) in CONTAINERS.items():
+        paths = {volume["name"] for volume in pod_of(workload).get("volumes", []) if "hostPath" in volume}
+        used = {mount["name"] for mount in container.get("volumeMounts", [])} & paths
+        assert not used or name in ("sandboxd", "egress", "own-directory")
+    assert "TOOLCREW_REDIS_URL" not in environment_of("sandboxd")
+
+
+def test_sandboxd_is_there_before_the_worker_and_after_it() -> None:
+    sandboxd = CONTAINERS["sandboxd"][1]
+    assert sandboxd in pod_of("sandbox-host")["initContainers"]
+    assert sandboxd["restartPolicy"] == "Always"
+    assert "startupProbe" in sandboxd
+
+
+@pytest.mark.parametrize("workload", ["sandbox-host", "web-worker"])
+def test_a_worker_drains_before_its_pod_ends(workload: str) -> None:
+    container = pod_of(workload)["containers"][0]
+    assert 'toolcrew worker drain "$TOOLCREW_HOST" --wait' in container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    drain_s = float(environment_of(container["name"]).get("TOOLCREW_DRAIN_S") or WorkerSettings.model_fields["drain_s"].default)
+    assert pod_of(workload)["terminationGracePeriodSeconds"] >= drain_s + 60
+
+
+@pytest.mark.parametrize(
+    ("node", "host"),
+    [
+        ("ip-10-0-3-7.eu-west-1.compute.internal", "ip-10-0-3-7-[0-9a-f]{12}"),
+        ("a" * 63 + ".example", "a{27}-[0-9a-f]{12}"),
+        ("web-worker-5d8f7b9c6d-x2x7k", "web-worker-5d8f7b9c6d-x2x7k-[0-9a-f]{12}"),
+    ],
+)
+def test_any_node_makes_a_name_that_a_host_may_have(node: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["sh", str(FOLDER / "on-node"), "sh", "-c", 'printf %s "$TOOLCREW_HOST"']
+    made = subprocess.run(
+        command, env={"PATH": "/usr/bin:/bin", "NODE_NAME": node}, capture_output=True, text=True, timeout=20, check=True
+    ).stdout
+    assert re.fullmatch(host, made)
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://:p@r/0")
+    monkeypatch.setenv("TOOLCREW_HOST", made)
+    assert WorkerSettings().host == made
+
+
+def test_what_autoscalers_ask_for_is_told() -> None:
+    told = {"/hosts": {*HostsPressure.__annotations__}}
+    for queue in POOL_QUEUES.values():
+        told[f"/queues/{queue}"] = set(QueuePressure(queue, 0, 0, 0, 0, 0.0).as_json())
+    port = pod_of("pressure")["containers"][0]["ports"][0]["containerPort"]
+    assert str(port) in pod_of("pressure")["containers"][0]["command"]
+    scaled = [document for document in DOCUMENTS.values() if document["kind"] == "ScaledObject"]
+    for document in scaled:
+        assert document["spec"]["scaleTargetRef"]["name"] in WORKLOADS
+        assert "replicas" not in WORKLOADS[document["spec"]["scaleTargetRef"]["name"]]["spec"]
+        for trigger in document["spec"]["triggers"]:
+            address, _, path = trigger["metadata"]["url"].removeprefix("http://").partition("/")
+            assert address == f"pressure.toolcrew.svc.cluster.local:{port}"
+            assert trigger["metadata"]["valueLocation"] in told[f"/{path}"]
+    demand = next(trigger for document in scaled for trigger in document["spec"]["triggers"] if trigger["name"] == "demand")
+    assert demand["metadata"]["targetValue"] == environment_of("web-worker")["TOOLCREW_CONCURRENCY"]
