@@ -23,9 +23,9 @@ from workers.ledger import Ledger
 
 DEPLOYMENT = "simulator"
 KEYS = SigningKeys.of("simulator")
-SIZES = ((2, 14), (4, 28), (8, 56))
+SIZES = ((2, 20), (3, 32), (6, 64))
 """Slots and sessions of a small, a middling and a large host."""
-SHARES = (4, 4, 2)
+SHARES = (6, 3, 1)
 OPEN_S = 0.5
 GIB = 1024**3
 AT_ONCE = 10

@@ -32,6 +32,8 @@ from orchestrator.transport import CallLost, Delivery, DeliveryFailed, NotSent
 
 FUTURE_AT = 4_000_000_000.0
 """Where the played clock begins: so far ahead of Redis's that no deadline of a call is over for it."""
+WAIT_S = 300.0
+"""How long a call may wait for a slot."""
 SPECS = {
     is_idempotent: ToolSpec(
         name="read_tool" if is_idempotent else "bash_tool", description="Played.", parameters={"type": "object"}, idempotent=is_idempotent
@@ -132,8 +134,8 @@ class Orchestrator:
         """The code of its one result, "" for success."""
         call = ToolCall(id=secrets.token_hex(8), name=SPECS[is_idempotent].name, arguments={"seconds": seconds})
         now, began = self._clock(), self._world.loop.time()
-        context = ToolContext(tenant=session.tenant, session=session.name, sent_at=now, deadline_at=now + 60, timeout_s=120)
-        errand = Errand(call, context, SPECS[is_idempotent], session.policy, 60.0, "interactive", {}, [])
+        context = ToolContext(tenant=session.tenant, session=session.name, sent_at=now, deadline_at=now + WAIT_S, timeout_s=60)
+        errand = Errand(call, context, SPECS[is_idempotent], session.policy, WAIT_S, "interactive", {}, [])
         self._ends.idempotent[call.id] = is_idempotent
         try:
             result = await self._recovery.carry(errand)
@@ -186,5 +188,5 @@ async def play_agent(
     """Thinks and calls until it is told to end; a refused call is no reason to stop."""
     await asyncio.sleep(chance.uniform(0, think_s * 2))
     while not until():
-        await orchestrator.call(session, max(0.05, chance.expovariate(1 / call_s)), is_idempotent=chance.random() < 0.5)
+        await orchestrator.call(session, chance.uniform(call_s / 2, call_s * 3 / 2), is_idempotent=chance.random() < 0.5)
         await asyncio.sleep(chance.expovariate(1 / think_s))

@@ -7,7 +7,7 @@ from pydantic import Field
 from contract.calls import Record
 
 RELEASE = "1"
-"""Changes when two sides of different releases would misunderstand one another; calls go only to workers that tell the same."""
+"""Changes when two sides of different releases would misunderstand one another; new sessions go only to workers that tell the same."""
 HEARTBEAT_S = 3.0
 HOST_TTL_S = 10
 """How long a worker counts as alive after its last report."""

@@ -35,8 +35,11 @@ class BrokerSettings(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> "BrokerSettings":
         """Raises ConfigError for what would connect otherwise than it reads."""
-        for part in self._parts():
+        first, *others = self._parts()
+        for part in (first, *others):
             _check_address(part)
+        for part in others:
+            _check_other(part, first)
         if self.is_sentinel and not self.redis_sentinel_master:
             raise ConfigError(
                 "TOOLCREW_REDIS_URL names sentinels: set TOOLCREW_REDIS_SENTINEL_MASTER to the name under which they watch the master"
@@ -171,6 +174,15 @@ def _check_address(part: SplitResult) -> None:
     if not part.hostname or port == 0 or database < 0:
         raise ConfigError(
             "TOOLCREW_REDIS_URL is none: write it as redis://user:password@host:6379/0, with % for special characters of a password"
+        )
+
+
+def _check_other(part: SplitResult, first: SplitResult) -> None:
+    """Only the first sentinel's address is read for what is Redis's own."""
+    told, known = [(one.username, one.password, one.path.strip("/")) for one in (part, first)]
+    if any(mine and mine != its for mine, its in zip(told, known, strict=True)):
+        raise ConfigError(
+            "TOOLCREW_REDIS_URL has a user, password or database behind a later sentinel: write those of Redis in its first address"
         )
 
 

@@ -45,8 +45,13 @@ def _write_users(roles: list[str], out: Path, passwords: Path) -> None:
     for path in (out, passwords):
         if path.exists():
             raise ConfigError(f"{path} is there already and is not overwritten: move it away, or name another file")
-    _write_new(out, lines)
     _write_new(passwords, "".join(f"TOOLCREW_REDIS_{role.upper()}_PASSWORD={password}\n" for role, password in made.items()))
+    try:
+        _write_new(out, lines)
+    except ConfigError:
+        # The one without the other is good for nothing, and in the way of the next attempt.
+        passwords.unlink()
+        raise
 
 
 def _write_new(path: Path, text: str) -> None:

@@ -75,8 +75,8 @@ class ToolClient:
         policy: ApprovalPolicy | None = None,
         settings: OrchestratorSettings | None = None,
     ) -> "AsyncIterator[ToolClient]":
-        """A client of a running pool. `url` None: TOOLCREW_REDIS_URL. `api_key`: then the client is its tenant's, and `tenant` must be that or left out. `approver` None: as TOOLCREW_APPROVALS says. `policy` None: the rules of the
-        file that TOOLCREW_APPROVAL_POLICY names, else none.
+        """A client of a running pool. `url` None: TOOLCREW_REDIS_URL. `api_key`: the client is its tenant's, and `tenant` must be one that the key is good
+        for, or left out. `approver` None: as TOOLCREW_APPROVALS says. `policy` None: the rules of the file that TOOLCREW_APPROVAL_POLICY names, else none.
 
         Raises ConfigError (a bad policy file, no Redis named, nothing to sign with, no worker), BrokerUnavailable (no answer, wrong password),
         ToolFailure (UNAUTHENTICATED for a key that is none, PERMISSION_DENIED for another tenant's).

@@ -26,7 +26,7 @@ from orchestrator.heard_calls import Handler
 from orchestrator.homes import HostSource, Opening, SessionHomes
 from orchestrator.logs import get_logger
 from orchestrator.places import Home, PlaceBook
-from orchestrator.recovery import NOT_TAKEN, CallBook, Patience, Recovery
+from orchestrator.recovery import NOT_TAKEN, CallBook, Patience, Recovery, repeated
 from orchestrator.switches import SwitchSource
 from orchestrator.tenant_rules import policy_for, refuse_by_policy
 from orchestrator.tenants import OpenTenants, TenantSource
@@ -214,8 +214,9 @@ class Dispatcher:
             raise ConfigError(f"{errand.call.name} runs where its session lives, and this program has no pool of hosts")
         try:
             return await self._carrier.carry(errand, queue)
-        except NotSent as refused:
-            raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"the call was not sent: {refused}") from None
+        except NotSent:
+            # Without a home that is the only reason.
+            raise repeated() from None
         except CallLost as lost:
             code = ErrorCode.OUTCOME_UNKNOWN if lost.has_started else ErrorCode.HOST_LOST
             raise DeliveryFailed(code, lost.told) from None

@@ -121,7 +121,7 @@ class SessionHomes:
         fate = await self._places.fate(place.queue) if is_silent else "alive"
         if fate == "given_up":
             return await self._moved(tenant, session, place, policy)
-        return self._noted(tenant, session, place) if fate == "alive" else None
+        return self._noted(tenant, session, Home(place.queue, place.fence)) if fate == "alive" else None
 
     async def find_for_closing(self, tenant: str, session: str) -> Home | None:
         """Where a session is by now, without opening it anywhere; None when no host has it. One that is silent, or about to move it, is waited for."""
@@ -154,8 +154,7 @@ class SessionHomes:
         with contextlib.suppress(BrokerUnavailable):
             await self.forget(tenant, session)
 
-    def _noted(self, tenant: str, session: str, place: SessionPlace) -> Home:
-        home = Home(place.queue, place.fence)
+    def _noted(self, tenant: str, session: str, home: Home) -> Home:
         while len(self._known) >= MAX_KNOWN:
             self._known.pop(next(iter(self._known)))
         self._known[tenant, session] = home
@@ -195,7 +194,7 @@ class SessionHomes:
                     continue
                 if result.success:
                     await self._places.settle(tenant, session, home.fence, PlaceState.OPEN)
-                    self._known[tenant, session] = home
+                    self._noted(tenant, session, home)
                 else:
                     await self._release(tenant, session, home.fence)
                 return result
@@ -211,7 +210,7 @@ class SessionHomes:
             raise SandboxUnavailable(f"{MAX_HOSTS} hosts in a row were lost while they opened the session; see `toolcrew hosts`")
         queue = await self._choose(policy, opening.arguments, excluded)
         await self._release(opening.tenant, opening.session, home.fence)
-        claimed = await self._counted(queue, self._places.begin_move(opening.tenant, opening.session, home.fence, queue))
+        claimed = await self._counted(queue, self._places.begin_move(opening.tenant, opening.session, home.fence, PlaceState.MOVING, queue))
         if claimed is None:
             raise SandboxUnavailable("the session was closed, or opened by somebody else, while it was opened here")
         return claimed
@@ -221,7 +220,7 @@ class SessionHomes:
         start = dict(json.loads(place.start))
         excluded = {place.queue} if place.state is PlaceState.OPEN else set[str]()
         queue = await self._choose(policy, start, excluded)
-        home = await self._counted(queue, self._places.begin_move(tenant, session, place.fence, queue))
+        home = await self._counted(queue, self._places.begin_move(tenant, session, place.fence, place.state, queue))
         if home is None:
             return None
         # Its host may have noted a newer checkpoint until it lost the place.

@@ -36,10 +36,10 @@ if redis.call('TTL', KEYS[2]) < life then redis.call('EXPIRE', KEYS[2], life) en
 return 'open'
 """
 
-# KEYS: place. ARGV: the fence as known, new queue, seconds to move in. Gives the new fence; 0 when somebody else was first.
+# KEYS: place. ARGV: the fence as known, new queue, seconds to move in, the state as known: a move that has just ended has left the fence. Gives the new fence; 0 when somebody else was first.
 _MOVE = """
 local place = redis.call('HMGET', KEYS[1], 'fence', 'state', 'moving_until')
-if place[1] ~= ARGV[1] then return 0 end
+if place[1] ~= ARGV[1] or place[2] ~= ARGV[4] then return 0 end
 local now = tonumber(redis.call('TIME')[1])
 if place[2] == 'moving' and tonumber(place[3] or '0') > now then return 0 end
 redis.call('HSET', KEYS[1], 'state', 'moving', 'queue', ARGV[2], 'moving_until', now + tonumber(ARGV[3]))
@@ -73,8 +73,8 @@ class PlaceBook(Protocol):
         """The place of a session; None for one that is closed, has expired, or is another tenant's."""
         ...
 
-    async def begin_move(self, tenant: str, session: str, seen_fence: int, queue: str) -> Home | None:
-        """Claim the move of a session to `queue`; None when its place has changed, or another is moving it."""
+    async def begin_move(self, tenant: str, session: str, seen_fence: int, seen_state: PlaceState, queue: str) -> Home | None:
+        """Claim the move of a session to `queue`; None when its place is not as it was seen any more, or another is moving it."""
         ...
 
     async def settle(self, tenant: str, session: str, fence: int, state: PlaceState) -> bool:
@@ -120,9 +120,9 @@ class Places:
         except ValidationError as error:
             raise BrokerUnavailable(f"the place of session {session} in Redis is none of ours: run the same release everywhere") from error
 
-    async def begin_move(self, tenant: str, session: str, seen_fence: int, queue: str) -> Home | None:
+    async def begin_move(self, tenant: str, session: str, seen_fence: int, seen_state: PlaceState, queue: str) -> Home | None:
         key = place_key(self._deployment, tenant, session)
-        fence = int(await _asked(self._move(keys=[key], args=[seen_fence, queue, MOVE_S])))
+        fence = int(await _asked(self._move(keys=[key], args=[seen_fence, queue, MOVE_S, seen_state.value])))
         return Home(queue, fence) if fence else None
 
     async def settle(self, tenant: str, session: str, fence: int, state: PlaceState) -> bool:

@@ -51,7 +51,7 @@ class Recovery:
                 result = await self._carrier.carry(errand, home or POOL_QUEUES[errand.spec.pool], attempt)
             except NotSent as refused:
                 if refused.reason == "duplicate" or home is None:
-                    raise _repeated(attempt) from None
+                    raise repeated(attempt) from None
                 if not await until.wait():
                     raise _never_taken(home.queue, losses) from None
                 home = await self._refresh(errand, home, is_lost=refused.reason == "host_lost")
@@ -115,7 +115,7 @@ class Recovery:
             raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"{told}{tried}: the call may or may not have acted; look before you repeat it")
         raise DeliveryFailed(
             ErrorCode.HOST_LOST,
-            f"{told}{tried}: the call was not run; the session's next call opens it on another host, with the files of its last checkpoint",
+            f"{told}{tried}: the call was not run: send it again; its session is served by the host's next worker, or elsewhere from its last checkpoint",
         )
 
 
@@ -161,7 +161,8 @@ def _never_taken(queue: str, losses: _Losses) -> DeliveryFailed:
     )
 
 
-def _repeated(attempt: int) -> DeliveryFailed:
+def repeated(attempt: int = 1) -> DeliveryFailed:
+    """What is told of a call that the ledger knows already."""
     if attempt > 1:
         words = "the call could not be sent again: it was cancelled meanwhile, or Redis has forgotten that it was to be sent"
         return DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"{words}; look before you repeat it")

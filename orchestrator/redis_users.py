@@ -17,7 +17,7 @@ _HASH = re.compile("[0-9a-f]{64}")
 # What looks around beyond a user's own keys, or changes the server; `@dangerous` has KEYS, the FLUSHes, CONFIG, DEBUG, SHUTDOWN and the like.
 _NEVER = "-@dangerous -@admin -scan -randomkey -dbsize -swapdb -move -copy -client -script -pubsub"
 _BASE = "+@connection +@read +@write +@transaction +@pubsub +eval +evalsha +time +select"
-_SPARED = "+client|setname +client|setinfo +client|getname +client|id +client|maint_notifications +script|load +script|exists +info"
+_SPARED = "+client|setname +client|setinfo +client|getname +client|id +client|maint_notifications +script|load +script|exists"
 _PIDBOX = "/0.celery.pidbox"
 _EVENTS = "/0.celeryev*"
 _EVENTS_OF_WORKERS = ("/0.celeryev/*", "/0.celeryev/worker.*", "/0.celeryev/task.*")
@@ -36,10 +36,13 @@ class Role:
     own_channels: tuple[str, ...] = ()
 
 
-# Of every worker: what it serves, that it lives, what became of its calls, and what is told it of tenants and switches.
-_WORKERS_OWN = (
-    "catalog:*", "host:*", "hosts", "slots:*", "tombstone:*", "refusals", "tenants", "switches", "listener:*", "*:call:*", "*:blob:*", "*:session:*",
-)  # fmt: skip
+def _of_queues(pattern: str) -> tuple[str, ...]:
+    """What tells of a worker that serves such queues: its report, its end, its slots."""
+    return (f"host:{pattern}", f"tombstone:{pattern}", f"slots:{pattern}")
+
+
+# Of every worker: that it lives, what became of its calls, and what is told it of tenants and switches.
+_WORKERS_OWN = ("hosts", "refusals", "tenants", "switches", "listener:*", "*:call:*", "*:blob:*")
 # Of Celery: bindings, what is taken and not yet acknowledged, answers to inspections, stored results.
 _WORKERS_KEYS = ("_kombu.binding*", "unacked*", "*.celery.pidbox*", "celery-task-meta-*")
 _WORKERS_CHANNELS = ("celery-task-meta-*", _PIDBOX, *_EVENTS_OF_WORKERS)
@@ -60,7 +63,7 @@ ROLES: dict[str, Role] = {
         Role(
             "worker",
             "workers beside a sandboxd",
-            (*_WORKERS_OWN, "*:sessions", "automatic-checkpoints*"),
+            (*_WORKERS_OWN, *_of_queues("host.*"), "catalog:sandbox*", "*:session:*:place", "*:sessions"),
             ("host.*", *_WORKERS_KEYS),
             _WORKERS_CHANNELS,
             _PLAIN,
@@ -68,10 +71,11 @@ ROLES: dict[str, Role] = {
         Role(
             "web",
             "workers of the kind web: web tools and operators' tools",
-            (*_WORKERS_OWN, "*:web*"),
+            (*_WORKERS_OWN, *_of_queues("pool.*"), "catalog:web*", "catalog:tools*", "*:session:*:state", "*:web:*"),
             ("pool.*", *_WORKERS_KEYS),
             _WORKERS_CHANNELS,
-            _PLAIN,
+            # How full Redis is: pages are kept only where there is room.
+            f"{_PLAIN} +info",
         ),
         Role(
             "flower",

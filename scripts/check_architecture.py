@@ -45,7 +45,15 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 }
 
 # Module -> the only files of ours that may import it.
-_CELERY = ("orchestrator/flower.py", "workers/app.py", "workers/celery_state.py", "workers/event_batches.py", "workers/remote_control.py", "workers/result_backend.py", "workers/tasks.py")
+_CELERY = (
+    "orchestrator/flower.py",
+    "workers/app.py",
+    "workers/celery_state.py",
+    "workers/event_batches.py",
+    "workers/remote_control.py",
+    "workers/result_backend.py",
+    "workers/tasks.py",
+)
 _REDIS = (
     *(
         f"orchestrator/{name}.py"
@@ -73,9 +81,26 @@ _REDIS = (
     ),
     *(
         f"workers/{name}.py"
-        for name in ("blobs", "call_events", "catalog", "control", "ledger", "pool_control", "redis_connection", "refusals", "result_backend", "switches", "tasks", "tenants")
+        for name in (
+            "blobs",
+            "call_events",
+            "catalog",
+            "control",
+            "ledger",
+            "pool_control",
+            "redis_connection",
+            "refusals",
+            "result_backend",
+            "switches",
+            "tasks",
+            "tenants",
+        )
     ),
-    *(f"workers/{name}.py" for name in ("adoption", "checkpointing", "checkpoints", "draining", "heartbeat", "incarnation", "places", "reporting")),
+    *(
+        f"workers/{name}.py"
+        for name in ("adoption", "checkpointing", "checkpoints", "draining", "heartbeat", "incarnation", "places", "reporting")
+    ),
+    "workers/expiry.py",
     "orchestrator/admission/grants.py",
     "orchestrator/admission/shared.py",
     "orchestrator/admission/steps.py",

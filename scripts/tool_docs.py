@@ -69,7 +69,7 @@ MEANINGS = {
     ErrorCode.UNAUTHENTICATED: "the API key is none, was revoked or has expired",
     ErrorCode.RATE_LIMITED: "the tenant has too many calls waiting, or none became free in time; `metadata.retry_after_s` tells when to try again",
     ErrorCode.QUOTA_EXCEEDED: "the tenant has all that its policy gives it",
-    ErrorCode.HOST_LOST: "the session's host is gone",
+    ErrorCode.HOST_LOST: "the session's host is gone, and the call was not run",
     ErrorCode.OUTCOME_UNKNOWN: "the call may or may not have acted",
     ErrorCode.ENVELOPE_REFUSED: "call or result was not signed by us, or is of another release",
     ErrorCode.INTERNAL: "a bug of ours; the log has it under the call's id",

@@ -52,7 +52,7 @@ class MemoryPlaces:
     async def find(self, tenant: str, session: str) -> SessionPlace | None:
         return self.known.get((tenant, session))
 
-    async def begin_move(self, tenant: str, session: str, seen_fence: int, queue: str) -> Home | None:
+    async def begin_move(self, tenant: str, session: str, seen_fence: int, seen_state: PlaceState, queue: str) -> Home | None:
         return None
 
     async def settle(self, tenant: str, session: str, fence: int, state: PlaceState) -> bool:

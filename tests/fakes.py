@@ -123,6 +123,9 @@ class MemoryLedger:
         self.claimed.add(key)
         return Claim.GRANTED
 
+    def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
+        return Claim.STARTED
+
     def refuse(self, call: ToolCall, context: ToolContext) -> Claim:
         key = (context.tenant, call.id)
         if key in self.claimed | self.refused:

@@ -4,28 +4,34 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from contract.names import catalog_key
 from contract.registry import ToolRegistry
 from contract.settings import BrokerSettings
 from contract.specs import Catalog
+from orchestrator.blobs import Blobs
 from orchestrator.call_events import CallEvents
 from orchestrator.catalog import RedisCatalog
 from orchestrator.client import ToolClient
 from orchestrator.dispatcher import Dispatcher
+from orchestrator.pool_connection import PoolConnection
 from orchestrator.redis_connection import open_redis
 from orchestrator.sessions import Session, SessionInfo
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.switches import RedisSwitches
+from orchestrator.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
+from tests.fake_hosts import build_pool
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryAsyncBlobs, MemoryBlobs, MemoryLedger
 from workers.call_events import open_events
 from workers.executor import Executor
 from workers.redis_connection import connect_once
 from workers.switches import Switches
 from workers.tools.base import WorkerTool
+
+SESSION = "s1"
 
 
 class SwitchedPool:
@@ -57,11 +63,13 @@ class SwitchedPool:
         redis = open_redis(self.broker)
         catalog, switches = RedisCatalog(redis, "default"), RedisSwitches(redis, "default")
         events = CallEvents(redis, "default")
-        door = Dispatcher(self.transport, catalog, KEY, queue_wait_s=10, events=events, switches=switches)
-        blobs: Any = MemoryAsyncBlobs()
+        hosts, blobs = build_pool(), cast(Blobs, MemoryAsyncBlobs())
+        await hosts.places.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
+        door = Dispatcher(self.transport, catalog, KEY, queue_wait_s=10, events=events, switches=switches, pool=hosts)
+        connection = PoolConnection(redis, door, catalog, blobs, switches, RedisTenants(redis, "default"))
         settings = OrchestratorSettings.model_validate({"redis_url": self.broker.redis_url, "approvals": "auto"})
         try:
-            yield _Client(settings, door, catalog, blobs, "acme", None, None, switches=switches)
+            yield _Client(settings, connection, "acme", None, None)
         finally:
             await events.close()
             await redis.aclose()
@@ -71,7 +79,7 @@ class _Client(ToolClient):
     """Its sessions need no sandbox."""
 
     async def open_session(self, *_: Any, **__: Any) -> Session:
-        info = SessionInfo("s1", self.tenant, "h", "q", "image", None, 0.0)
+        info = SessionInfo(SESSION, self.tenant, "h", "q", "image", None, 0.0)
         session = Session(self._dispatcher, self._blobs, self.tenant, info)
         session._closed = True
         return session

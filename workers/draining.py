@@ -68,6 +68,10 @@ class Drain:
         name, why = next(iter(self._refusals.items()))
         return f"{words}; {len(self._refusals)} cannot be kept, such as {name.partition(':')[2]}: {why}"
 
+    def finish(self, limit_s: float, leave: Callable[[], bool], *, is_lossy: bool) -> bool:
+        """Move everything; `leave`, after which nothing is sent here any more; then move what was opened before that. False when the worker ends first."""
+        return self.run(limit_s, is_lossy=is_lossy) and leave() and self.run(limit_s, is_lossy=is_lossy)
+
     def run(self, limit_s: float, *, is_lossy: bool) -> bool:
         """Until no session is left; after `limit_s` what is left goes from its last checkpoint. False when the worker ends first."""
         until = time.monotonic() + limit_s

@@ -17,6 +17,7 @@ from contract.specs import ToolSpec
 from contract.tenancy import SandboxTerms
 from workers.bench import Bench, SandboxBench
 from workers.call_events import CallEvents, Unwatched
+from workers.held_calls import HeldCalls
 from workers.interrupts import CallInterrupted
 from workers.sandbox_client import SandboxClient, SandboxdAway
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
@@ -43,6 +44,8 @@ class CallLedger(Protocol):
     """Who may start a call, or refuse it. As workers/ledger.py has it."""
 
     def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim: ...
+
+    def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> Claim: ...
 
     def refuse(self, call: ToolCall, context: ToolContext) -> Claim: ...
 
@@ -89,7 +92,7 @@ class Executor:
     """Runs calls on this host. Never raises for a call's failure.
 
     `client` None: a worker without sandboxes; its calls need no session. `holder`: how the ledger names whoever runs calls here; `clock`: shared by all
-    hosts. `guard` ends the calls that no sandbox would end.
+    hosts. `guard` ends the calls that no sandbox would end. `held`: shared by all executors of a worker.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Executor:
         switches: SwitchBoard | None = None,
         open_events: Callable[[ToolCall, ToolContext], CallEvents] | None = None,
         tenants: TenantDoor | None = None,
+        held: HeldCalls | None = None,
     ) -> None:
         self._registry = registry
         self._client = client
@@ -117,6 +121,7 @@ class Executor:
         self._switches = switches
         self._open_events = open_events
         self._tenants = tenants
+        self._held = held or HeldCalls()
 
     def execute(self, call: ToolCall, context: ToolContext) -> ToolResult:
         """The one result of the call, whatever happens. Raises CallRepeated when this message is not to be answered."""
@@ -131,7 +136,8 @@ class Executor:
         if claim is not Claim.GRANTED:
             return self._answer(_refusal(call, claim), claim, context, taken)
         queued_s = self._queued_s(context, taken)
-        result = self._attempt(call, lambda: self._serve(prepared, call, context))
+        with self._held.over(lambda: self._ledger.confirm(call, context, self._holder)):
+            result = self._attempt(call, lambda: self._serve(prepared, call, context))
         return _queued(result, queued_s)
 
     def _answer(self, result: ToolResult, claim: Claim, context: ToolContext, taken: float) -> ToolResult:

@@ -18,6 +18,7 @@ from workers.celery_state import EXIT_RESTART, count_running, end_worker, find_s
 from workers.checkpointing import DEFAULT_EVERY_S, CheckpointKeeper
 from workers.checkpoints import AutomaticCheckpoints, NotingClient
 from workers.draining import Drain
+from workers.expiry import ExpiryWatch
 from workers.heartbeat import Heartbeat
 from workers.host_report import build_host_report, read_store
 from workers.host_watch import SandboxdWatch
@@ -91,6 +92,7 @@ class HostLife:
         self._heartbeat = Heartbeat(incarnation.reporter, lambda: self._report(self.queue), self._clock, self._end_for_loss)
         self._checkpoints = AutomaticCheckpoints(self._places, self._clock, self._stop)
         self._keeper = CheckpointKeeper(self._open_client, self._places, self._checkpoints, self._every_s(), self._stop_keeping)
+        self._expiry = ExpiryWatch(self._open_client, self._places, self._stop)
         self._terms = TermsWatch(self._open_client, Tenants(connect(self._broker), self._broker.deployment).policy, self._stop)
 
     def open_places(self) -> WorkerPlaces:
@@ -110,6 +112,7 @@ class HostLife:
         self._heartbeat.start()
         self._adopter.start()
         self._keeper.start()
+        self._expiry.start()
         self._terms.start()
 
     def stop(self) -> None:
@@ -139,7 +142,8 @@ class HostLife:
         return True
 
     def _run_drain(self, drain: Drain) -> None:
-        if drain.run(self._settings.drain_s, is_lossy=self._is_local) and self._heartbeat.leave_drained(self._stop.is_set):
+        leave = partial(self._heartbeat.leave_drained, self._stop.is_set)
+        if drain.finish(self._settings.drain_s, leave, is_lossy=self._is_local):
             log.info("drained", queue=self.queue)
             end_worker(0)
 

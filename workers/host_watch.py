@@ -27,6 +27,7 @@ class SessionRow:
     jobs: int
     idle_s: float
     changed: bool
+    ttl_s: float = float("inf")
 
     @property
     def tenant(self) -> str:
@@ -46,6 +47,7 @@ def parse_rows(told: Sequence[Mapping[str, Any]]) -> list[SessionRow]:
             int(row.get("jobs", 0)),
             float(row.get("idle_s", 0.0)),
             bool(row.get("changed", True)),
+            float(row.get("ttl_s", "inf")),
         )
         for row in told
     ]

@@ -50,6 +50,17 @@ return {'granted', now}
 """
 )
 
+# KEYS: call. ARGV: attempt, ttl, word, holder, tool, session.
+_CONFIRM = (
+    _GATE
+    + """
+if verdict == 'granted' then
+  note('state', 'running', 'holder', ARGV[4], 'started_at', now, 'tool', ARGV[5], 'session', ARGV[6])
+end
+return {verdict, now}
+"""
+)
+
 # ARGV: attempt, ttl, word.
 _REFUSE = (
     _GATE
@@ -98,6 +109,7 @@ class Ledger:
         self._client = client
         self._clock = clock
         self._claim = client.register_script(_CLAIM)
+        self._confirm = client.register_script(_CONFIRM)
         self._refuse = client.register_script(_REFUSE)
         self._forbid = client.register_script(_FORBID)
 
@@ -109,6 +121,12 @@ class Ledger:
         may_move = int(call.name == "session.open")
         arguments = [holder, repr(context.deadline_at), fence, may_move, call.name, context.session or ""]
         return self._decided(self._claim, [key, place], context.attempt, arguments)
+
+    def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
+        """Note anew that a call runs which was granted here before: GRANTED when that had been forgotten, wherever its session lives by now. Raises
+        BrokerUnavailable."""
+        arguments = [holder, call.name, context.session or ""]
+        return self._decided(self._confirm, [self._key(context.tenant, call.id)], context.attempt, arguments)
 
     def refuse(self, call: ToolCall, context: ToolContext) -> Claim:
         """Whether a refusal is the call's answer: GRANTED, and then it will never start. Raises BrokerUnavailable."""

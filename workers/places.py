@@ -8,7 +8,7 @@ from typing import Any
 import redis
 from pydantic import ValidationError
 
-from contract.names import host_key, host_prefix, place_key
+from contract.names import host_key, host_prefix, place_key, tenant_sessions_key
 from contract.places import SessionPlace, parse_place
 
 # KEYS: place. ARGV: our queue, what the queues of this host begin with, what the keys of reports begin with, then the queues that are known to be gone.
@@ -58,6 +58,14 @@ redis.call('HSET', KEYS[1], 'state', ARGV[3], 'queue', ARGV[4], 'moving_until', 
 return 1
 """
 
+# KEYS: place, the tenant's sessions. ARGV: our queue, session. 1 when the session was ours, and is forgotten.
+_FORGET = """
+local place = redis.call('HMGET', KEYS[1], 'queue', 'state')
+if place[1] ~= ARGV[1] or place[2] ~= 'open' then return 0 end
+redis.call('SREM', KEYS[2], ARGV[2])
+return redis.call('DEL', KEYS[1])
+"""
+
 
 class Adoption(StrEnum):
     """What becomes of a session that sandboxd has, when a worker starts."""
@@ -92,6 +100,7 @@ class WorkerPlaces:
         self._note = client.register_script(_NOTE)
         self._hold = client.register_script(_HOLD)
         self._let_go = client.register_script(_LET_GO)
+        self._forget = client.register_script(_FORGET)
 
     def adopt(self, names: Sequence[str], gone: Sequence[str] = ()) -> dict[str, Adoption]:
         """Take over what is this host's. `names` as sandboxd's: `<tenant>:<session>`; `gone`: queues of earlier incarnations that still count as alive."""
@@ -131,6 +140,15 @@ class WorkerPlaces:
     def release(self, name: str, fence: int) -> bool:
         """It has no host any more: the next call opens it elsewhere, from the checkpoint in its place. False when the hold was over before."""
         return bool(self._let_go(keys=[self._key(name)], args=[self.queue, fence, "moving", ""]))
+
+    def forget(self, names: Iterable[str]) -> int:
+        """Sessions that sandboxd has ended; gives how many were ours."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for name in names:
+                tenant, _, session = name.partition(":")
+                keys = [self._key(name), tenant_sessions_key(self._deployment, tenant)]
+                self._forget(keys=keys, args=[self.queue, session], client=pipe)
+            return sum(pipe.execute())
 
     def _noted(self, name: str, fence: str, checkpoint: str, taken_at: float, *, is_automatic: bool) -> Any:
         return self._note(keys=[self._key(name)], args=[self.queue, fence, checkpoint, taken_at, int(is_automatic)])

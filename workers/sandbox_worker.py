@@ -13,6 +13,7 @@ from workers.call_events import open_events
 from workers.catalog import CatalogPublisher
 from workers.control import ControlListener
 from workers.executor import Executor
+from workers.held_calls import HeldCalls
 from workers.host_life import HostLife
 from workers.ledger import Ledger
 from workers.redis_connection import connect, connect_once
@@ -36,7 +37,9 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     life = HostLife(settings, clock)
     refusals = Refusals(connect_once(settings.broker()), settings.deployment)
     app = build_app(settings.broker(), refusals.count)
-    register_tasks(app, registry, key, partial(_build_executor, settings, registry, life, clock), refusals.count, settings.deployment)
+    register_tasks(
+        app, registry, key, partial(_build_executor, settings, registry, life, clock, HeldCalls()), refusals.count, settings.deployment
+    )
     catalogs = {"sandbox": Catalog(tools=tuple(registry.specs()))}
     publisher = CatalogPublisher(connect(settings.broker()), settings.deployment, catalogs)
     ledger = Ledger(connect(settings.broker()), settings.deployment, clock)
@@ -67,7 +70,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     )
 
 
-def _build_executor(settings: WorkerSettings, registry: WorkerRegistry, life: HostLife, clock: SharedClock) -> Executor:
+def _build_executor(settings: WorkerSettings, registry: WorkerRegistry, life: HostLife, clock: SharedClock, held: HeldCalls) -> Executor:
     client = connect(settings.broker())
     return Executor(
         registry,
@@ -80,4 +83,5 @@ def _build_executor(settings: WorkerSettings, registry: WorkerRegistry, life: Ho
         switches=Switches(client, settings.deployment),
         open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
         tenants=TenantGate(Tenants(client, settings.deployment), Refusals(connect_once(settings.broker()), settings.deployment).count),
+        held=held,
     )

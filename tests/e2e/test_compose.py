@@ -21,7 +21,7 @@ from tests.stack import free_port, missing, require_engine, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = {"redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "flower"}
-BUILD_S, UP_S, HEALTHY_S, DOWN_S, ANSWER_S = 900.0, 240.0, 120.0, 120.0, 60.0
+BUILD_S, UP_S, HEALTHY_S, DOWN_S, ANSWER_S = 900.0, 240.0, 120.0, 120.0, 120.0
 
 KNOCK = """
 import socket, sys
@@ -167,7 +167,7 @@ def test_a_call_goes_through_the_whole_path(composed: ComposeStack) -> None:
 
 
 def test_a_call_of_the_web_pool_goes_through_and_is_kept_from_the_inner_network(composed: ComposeStack) -> None:
-    ran = composed.compose("exec", "-T", "orchestrator", "toolcrew", "call", "webfetch_tool", "url=http://redis:6379/", "--json")
+    ran = composed.execute("orchestrator", "toolcrew", "call", "webfetch_tool", "url=http://redis:6379/", "--json")
     result = json.loads(ran.out)
     assert result["error_code"] == "SECURITY_REFUSED", f"{ran.out}{ran.err}\n{composed.tell()}"
 
@@ -239,7 +239,7 @@ def test_sandboxd_has_no_network_but_its_own_loopback(composed: ComposeStack) ->
 def test_redis_serves_nobody_without_a_password_and_no_service_may_rewrite_it(composed: ComposeStack) -> None:
     assert composed.execute("redis", "redis-cli", "ping").out.startswith("NOAUTH")
     for role in ("orchestrator", "worker", "web", "flower"):
-        for command in ("config set dir /tmp", "flushall", "replicaof redis 1", "keys *", "acl list"):
+        for command in ("config set dir /tmp", "flushall", "replicaof redis 1", "keys x", "acl list"):
             shell = f'REDISCLI_AUTH="$TOOLCREW_REDIS_{role.upper()}_PASSWORD" redis-cli --user {role} --no-auth-warning {command}'
             ran = composed.execute("redis", "sh", "-c", shell)
             assert ran.out.startswith("NOPERM"), f"{role}: {command}: {ran}"
@@ -287,15 +287,13 @@ def test_a_worker_that_crashed_comes_back_and_one_that_was_drained_stays_down(co
 
     def drain() -> Ran | None:
         """Until the new one has taken over there is nobody who could be drained."""
-        told = composed.compose("exec", "-T", "orchestrator", "toolcrew", "hosts", "--json")
+        told = composed.execute("orchestrator", "toolcrew", "hosts", "--json")
         queues = [
             report["queue"] for report in json.loads(told.out or "[]") if report["kind"] == "sandbox" and report["state"] == "serving"
         ]
-        orders = [
-            composed.compose("exec", "-T", "orchestrator", "toolcrew", "worker", "drain", queue, "--lossy", "--wait") for queue in queues
-        ]
+        orders = [composed.execute("orchestrator", "toolcrew", "worker", "drain", queue, "--lossy", "--wait") for queue in queues]
         return next((ran for ran in orders if ran.status == 0), None)
 
-    wait_until(drain, HEALTHY_S, composed.tell)
+    wait_until(drain, UP_S, composed.tell)
     ends = wait_until(lambda: (ends := composed.worker_ends())[0] != "running" and ends, ANSWER_S, composed.tell)
     assert ends == ("exited", 0, 1), "it was drained, and came back"

@@ -117,7 +117,7 @@ def test_a_keeper_killed_after_its_redis_takes_a_worker_along_that_cannot_leave_
     os.kill(program.info.pids["redis"][0], signal.SIGKILL)
     os.kill(program.info.pids["sandboxd"][0], signal.SIGTERM)
     log = Path(program.info.logs) / "worker.log"
-    wait_until(lambda: "Failed operation _store" in log.read_text(errors="replace"), 30, lambda: log.read_text(errors="replace"))
+    wait_until(lambda: "Failed operation" in log.read_text(errors="replace"), 30, lambda: log.read_text(errors="replace"))
 
     os.kill(keeper, signal.SIGKILL)
 

@@ -183,15 +183,18 @@ async def test_judging_many_calls_for_long_is_no_outage(client: "redis.asyncio.R
     watching.watch._ledger.lose = take_long  # type: ignore[method-assign]
     await watching.settle()
     with ExitStack() as watched:
-        for number in range(5):
+        for number in range(6):
             await client.hset(call_key("d", "acme", f"c{number}"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"})
             watched.enter_context(watching.watch.over(f"t{number}", Delivery("tool.x", "pool.web", "acme", f"c{number}", "", 0, 1)))
-        watching.now += WATCH_EVERY_S
-        await watching.watch.look()
+        for name, seen in watching.watch._calls.items():
+            seen.since = 1e9 if name == "t5" else 0
         watching.now += WATCH_EVERY_S
         await watching.watch.look()
         assert len(watching.failed) == 5
-        assert watching.watch._is_steady()
+        watching.now += WATCH_EVERY_S
+        watching.watch._calls["t5"].since = 0
+        await watching.watch.look()
+        assert len(watching.failed) == 6
 
 
 @pytest.mark.parametrize(("holder", "has_started"), [(f"{QUEUE}/w1", True), ("", False)])

@@ -317,9 +317,15 @@ def test_redis_is_started_with_users_for_whom_it_has_passwords(tmp_path: Path) -
     assert ran.stdout.startswith(build_users("prod", {role: hash_password(f"{role}-word") for role in ROLES}))
     assert "-word" not in ran.stdout
     assert acl.stat().st_mode & 0o777 == 0o600
-    del environment["TOOLCREW_REDIS_WEB_PASSWORD"]
-    ran = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, timeout=20, check=False)
-    assert (ran.returncode, "TOOLCREW_REDIS_WEB_PASSWORD is not set" in ran.stderr) == (64, True)
+    # A name with a star would open other deployments to these users.
+    for name, value, told in (
+        ("REDIS_WEB_PASSWORD", "", "is not set"),
+        ("DEPLOYMENT", "pr*", "letters, digits"),
+        ("DEPLOYMENT", "a/b", "digits"),
+    ):
+        wrong = {**environment, f"TOOLCREW_{name}": value}
+        ran = subprocess.run(["sh", "-c", script], env=wrong, capture_output=True, text=True, timeout=20, check=False)
+        assert (ran.returncode, f"TOOLCREW_{name}" in ran.stderr, told in ran.stderr) == (64, True, True)
 
 
 def test_a_new_env_file_has_every_secret_and_is_never_overwritten(tmp_path: Path) -> None:

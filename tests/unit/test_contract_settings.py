@@ -99,6 +99,8 @@ def test_sentinels_are_listed_and_their_first_tells_user_and_database() -> None:
         ("rediss://h", {"redis_key": "/k.pem"}, "belong together"),
         ("redis://h", {"redis_sentinel_master": "m"}, "is for a TOOLCREW_REDIS_URL of sentinel://"),
         (SENTINELS, {}, "TOOLCREW_REDIS_SENTINEL_MASTER"),
+        (f"{SENTINELS}/0", {"redis_sentinel_master": "m"}, "behind a later sentinel"),
+        ("sentinel://h1;sentinel://worker:hunter2@h2", {"redis_sentinel_master": "m"}, "behind a later sentinel"),
         (f"{SENTINELS};http://h3", {"redis_sentinel_master": "m"}, "begins with 'http://'"),
     ],
 )

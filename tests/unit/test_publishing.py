@@ -309,35 +309,22 @@ async def test_a_publish_whose_answer_was_lost_is_seen_even_when_the_call_has_en
     assert server.llen(QUEUE) == 1
 
 
-async def test_what_may_have_been_sent_is_not_told_as_not_sent_though_its_repetition_is_refused(redis_server: RedisProcess) -> None:
+async def test_what_may_have_been_sent_is_not_told_as_not_sent_though_its_repetition_is_refused(
+    publisher: Publisher, server: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever reads that it was not sent makes the call again, while the first one runs."""
-    refused = asyncio.Event()
-    with redis_server.client() as server:
-        async with Cutting(redis_server, 1) as relay:
-            client = redis.asyncio.Redis.from_url(relay.url, socket_timeout=5)
-            publisher = Publisher(client, "d", SharedClock())
-            post = publisher._post
+    post = publisher._post
+    errors = [publishing._Unanswered(ConnectionError("cut"), may_be_sent=True), BrokerUnavailable("the call was not sent: BUSY")]
 
-            async def fill_redis_once_it_is_not_known(command: tuple[Any, ...]) -> str:
-                try:
-                    return await post(command)
-                except BrokerUnavailable:
-                    refused.set()
-                    raise
-                except Exception:
-                    server.config_set("maxmemory", 1024)
-                    raise
+    async def lose_an_answer(command: tuple[Any, ...]) -> str:
+        verdict = await post(command) if len(errors) != 1 else ""
+        if errors:
+            raise errors.pop(0)
+        return verdict
 
-            publisher._post = fill_redis_once_it_is_not_known  # type: ignore[method-assign]
-            sending = asyncio.create_task(publisher.publish(delivery(), "hub-task"))
-            try:
-                await asyncio.wait_for(refused.wait(), 20)
-            finally:
-                server.config_set("maxmemory", 0)
-            await asyncio.wait_for(sending, 20)
-            assert server.llen(QUEUE) == 1
-            await publisher.aclose()
-            await client.aclose()
+    monkeypatch.setattr(publisher, "_post", lose_an_answer)
+    await asyncio.wait_for(publisher.publish(delivery(), "hub-task"), 20)
+    assert server.llen(QUEUE) == 1
 
 
 async def test_closing_ends_who_waits_for_a_redis_that_is_silent(redis_server: RedisProcess) -> None:

@@ -31,7 +31,6 @@ CHANGING_REDIS = (
     "FLUSHALL", "FLUSHDB", "CONFIG GET requirepass", "CONFIG SET dir /tmp", "SHUTDOWN NOSAVE", "DEBUG SLEEP 0", "REPLICAOF localhost 1",
     "MODULE LIST", "ACL SETUSER me on nopass ~* +@all", "SWAPDB 0 1", "SCRIPT FLUSH", "SCRIPT KILL", "BGREWRITEAOF", "CLIENT KILL TYPE normal", "SAVE",
 )  # fmt: skip
-QUEUES = ("host.a.1", "host.a.1.control", "pool.web", "pool.tools", "pool.b.2.control")
 DEP = "default"
 KEYS = {
     "host queue": "host.a.1",
@@ -45,14 +44,31 @@ KEYS = {
     "call": names.call_key(DEP, "acme", "c1"),
     "blob": names.blob_key(DEP, "acme", "b1"),
     "place": names.place_key(DEP, "acme", "s1"),
+    "open sessions": names.tenant_sessions_key(DEP, "acme"),
+    "session's state": names.session_state_key(DEP, "acme", "s1"),
     "web cache": f"toolcrew:{DEP}:acme:web:index",
+    "tools of sandboxes": names.catalog_key(DEP, "sandbox"),
+    "tools of the web": names.catalog_names_key(DEP, "web"),
+    "operators' tools": names.catalog_key(DEP, "tools"),
+    "report of a host": names.host_key(DEP, "host.a.1"),
+    "end of a host": names.tombstone_key(DEP, "host.a.1"),
+    "slots of a host": names.worker_slots_key(DEP, "host.a.1"),
+    "report of a web worker": names.host_key(DEP, "pool.b.2"),
+    "end of a web worker": names.tombstone_key(DEP, "pool.b.2"),
+    "slots of the web": names.slots_key(DEP, "pool.web"),
     "another deployment": names.tenants_key("other"),
     "a key of a stranger": "somebody-elses",
 }
+WORKERS = {"result", "unacknowledged", "tenants", "call", "blob"}
 REACHED = {
     "orchestrator": KEYS.keys() - {"unacknowledged", "another deployment", "a key of a stranger"},
-    "worker": {"host queue", "host control", "result", "unacknowledged", "tenants", "call", "blob", "place"},
-    "web": {"web queue", "result", "unacknowledged", "tenants", "call", "blob", "place", "web cache"},
+    # What a session is, and what its host says: nothing that a worker with the network could change.
+    "worker": WORKERS
+    | {"host queue", "host control", "place", "open sessions", "tools of sandboxes"}
+    | {"report of a host", "end of a host", "slots of a host"},
+    "web": WORKERS
+    | {"web queue", "web cache", "session's state", "tools of the web", "operators' tools"}
+    | {"report of a web worker", "end of a web worker", "slots of the web"},
     "flower": set[str](),
 }
 
@@ -79,6 +95,13 @@ def test_no_role_but_the_admin_looks_around_or_changes_the_server(server: Server
     with server.client(role) as client:
         assert [command for command in LOOKING_AROUND + CHANGING_REDIS if not is_refused(client, *command.split())] == []
         assert client.ping()
+
+
+def test_none_but_web_workers_who_keep_pages_where_there_is_room_asks_how_full_redis_is(server: Server) -> None:
+    asking = {role: server.client(role) for role in LIMITED}
+    assert [role for role, client in asking.items() if not is_refused(client, "INFO", "memory")] == ["web"]
+    for client in asking.values():
+        client.close()
 
 
 @pytest.mark.parametrize("role", LIMITED)
@@ -132,7 +155,7 @@ def test_only_hashes_are_in_the_file_and_a_deployment_has_its_own_keys() -> None
     text = build_users("prod", {"worker": hash_password("hunter2")})
     assert "hunter2" not in text
     assert f"#{hash_password('hunter2')}" in text
-    assert "~toolcrew:prod:host:*" in text
+    assert "~toolcrew:prod:host:host.*" in text
     assert "toolcrew:default" not in text
     assert text.startswith("user default off ")
 
@@ -168,6 +191,13 @@ def test_the_command_overwrites_nothing(folder: Path) -> None:
     assert ran.exit_code == 1
     assert not (folder / "users.acl").exists()
     assert (folder / "redis-passwords.env").read_text() == "mine"
+
+
+@pytest.mark.parametrize("lost", ["--out", "--passwords"])
+def test_a_file_that_cannot_be_written_leaves_none_of_the_two(folder: Path, lost: str) -> None:
+    ran = CliRunner().invoke(redis_app, [lost, "missing/file"])
+    assert ran.exit_code == 1
+    assert list(folder.iterdir()) == []
 
 
 def test_the_command_writes_the_roles_that_are_asked_for(folder: Path) -> None:

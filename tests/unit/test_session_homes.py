@@ -15,6 +15,7 @@ from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.names import host_key, hosts_key, place_key, tombstone_key
 from contract.places import PlaceState
 from contract.tenancy import TenantPolicy
+from orchestrator import homes as homes_module
 from orchestrator.homes import Opening, SessionHomes
 from orchestrator.places import Home, Places
 from orchestrator.transport import CallLost, NotSent
@@ -264,3 +265,27 @@ async def test_a_session_of_a_host_that_left_in_order_or_long_ago_goes_on_elsewh
     await client.zrem(hosts_key("d"), seen.queue)
     hosts.all["host.b.b00t"] = build_report("b")
     assert await homes.refresh("acme", "s1", seen, DEFAULT, is_lost=True) == Home("host.b.b00t", 2)
+
+
+async def test_of_sessions_that_were_never_closed_a_bounded_number_is_known(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(homes_module, "MAX_KNOWN", 2)
+    homes = build_homes(client, Hosts("a"))
+    for number in range(4):
+        await homes.open("acme", f"s{number}", DEFAULT, {})
+    assert [homes.known("acme", f"s{number}") is not None for number in range(4)] == [False, False, True, True]
+
+
+async def test_a_move_that_has_just_ended_is_not_made_once_more(client: "redis.asyncio.Redis") -> None:
+    """By who saw it under way: what was done since then would be lost."""
+    places = Places(client, "d")
+    await places.open("acme", "s1", "host.a.b00t", start="{}", ttl_s=60, limit=1)
+    assert await places.begin_move("acme", "s1", 1, PlaceState.OPEN, "host.b.b00t") == Home("host.b.b00t", 2)
+    seen = await places.find("acme", "s1")
+    assert seen is not None
+    assert await places.settle("acme", "s1", 2, PlaceState.OPEN)
+    assert await places.begin_move("acme", "s1", seen.fence, seen.state, "host.c.b00t") is None
+    place = await places.find("acme", "s1")
+    assert place is not None
+    assert (place.state, place.queue, place.fence) == (PlaceState.OPEN, "host.b.b00t", 2)

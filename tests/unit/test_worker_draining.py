@@ -188,6 +188,17 @@ def test_a_session_that_is_closed_while_it_is_kept_leaves_no_checkpoint(host: Ho
     assert host.sandboxd.deleted == ["c1"]
 
 
+def test_a_session_that_was_opened_by_a_call_of_the_last_moment_goes_elsewhere_too(host: Host) -> None:
+    def leave() -> bool:
+        # What still lay in the queue is served before the worker's report goes.
+        host.add("acme:late")
+        return True
+
+    assert host.drain.finish(60.0, leave, is_lossy=False)
+    assert host.sandboxd.closed == ["acme:late"]
+    assert (host.ground.place("acme:late").queue, host.ground.place("acme:late").checkpoint) == ("", "c1")
+
+
 def test_an_open_that_is_on_its_way_is_waited_for(host: Host) -> None:
     host.at_work.add("acme:new")
     thread = host.begin()

@@ -1,0 +1,116 @@
+"""A call that runs is known to run, also when Redis has forgotten its claim: on a real Redis, with a clock that the test moves on."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from contract.clock import SharedClock
+from contract.errors import BrokerUnavailable
+from contract.ledger import CallState, Claim, parse_record
+from contract.names import call_key
+from tests.builders import build_call, build_context
+from tests.conftest import RedisProcess
+from workers import held_calls
+from workers.held_calls import SURE_AFTER_S, HeldCalls
+from workers.ledger import Ledger
+
+CALL, CONTEXT, HOLDER = build_call("echo", call_id="c1"), build_context(), "host.h1.b00t/w1"
+KEY = call_key("d", "acme", "c1")
+
+
+@pytest.fixture
+def ledger(redis_server: RedisProcess) -> Iterator[Ledger]:
+    with redis_server.client() as client:
+        yield Ledger(client, "d", SharedClock())
+
+
+class Watched:
+    """Held calls whose thread is the test; `confirmed` counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.confirmed = 0
+        self.is_away = False
+        self.held = HeldCalls(lambda: self.now)
+        monkeypatch.setattr(self.held, "_start", lambda: None)
+
+    def confirm(self) -> None:
+        self.confirmed += 1
+        if self.is_away:
+            raise BrokerUnavailable("Redis is away")
+
+    def look_later(self) -> int:
+        self.now += SURE_AFTER_S
+        self.held.look()
+        return self.confirmed
+
+
+def test_a_call_is_made_sure_of_once_and_not_before_it_cannot_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    with watched.held.over(watched.confirm):
+        watched.held.look()
+        assert watched.confirmed == 0
+        assert [watched.look_later(), watched.look_later()] == [1, 1]
+
+
+def test_a_call_that_has_ended_is_made_sure_of_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    with pytest.raises(ValueError, match="of the call"), watched.held.over(watched.confirm):
+        raise ValueError("of the call")
+    assert watched.look_later() == 0
+
+
+def test_a_redis_that_is_away_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    watched.is_away = True
+    with watched.held.over(watched.confirm):
+        assert watched.look_later() == 1
+        watched.is_away = False
+        assert [watched.look_later(), watched.look_later()] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"state": "queued", "attempt": 1, "queue": "host.h1.b00t"}, {}], ids=["forgot the claim", "forgot the call"]
+)
+def test_a_claim_that_redis_forgot_is_noted_again(ledger: Ledger, redis_server: RedisProcess, fields: dict[str, str | int]) -> None:
+    with redis_server.client() as client:
+        assert ledger.claim(CALL, CONTEXT, HOLDER) is Claim.GRANTED
+        client.delete(KEY)
+        if fields:
+            client.hset(KEY, mapping=fields)  # type: ignore[arg-type]
+        assert ledger.confirm(CALL, CONTEXT, HOLDER) is Claim.GRANTED
+        record = parse_record(client.hgetall(KEY))  # type: ignore[arg-type]
+    assert record is not None
+    assert (record.state, record.holder, record.tool, record.session) == (CallState.RUNNING, HOLDER, "echo", "s1")
+    assert not ledger.forbid("acme", "c1")
+    assert ledger.claim(CALL, CONTEXT, "host.h2.b00t/w2") is Claim.STARTED
+
+
+@pytest.mark.parametrize(
+    ("state", "attempt", "told"),
+    [(state, 1, Claim.STARTED) for state in CallState if state is not CallState.QUEUED] + [(CallState.QUEUED, 2, Claim.SUPERSEDED)],
+)
+def test_what_was_decided_since_then_stays(ledger: Ledger, redis_server: RedisProcess, state: CallState, attempt: int, told: Claim) -> None:
+    with redis_server.client() as client:
+        fields = {"state": state.value, "attempt": attempt, "holder": "another"}
+        client.hset(KEY, mapping=fields)  # type: ignore[arg-type]
+        assert ledger.confirm(CALL, CONTEXT, HOLDER) is told
+        record = parse_record(client.hgetall(KEY))  # type: ignore[arg-type]
+    assert record is not None
+    assert (record.state, record.attempt, record.holder) == (state, attempt, "another")
+
+
+def test_a_thread_makes_sure_while_there_are_calls_and_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_calls, "SURE_AFTER_S", 0.0)
+    monkeypatch.setattr(held_calls, "LOOK_S", 0.01)
+    held = HeldCalls()
+    for _ in range(2):
+        sure, threads = threading.Event(), threading.active_count()
+        with held.over(sure.set):
+            assert sure.wait(20)
+        until = time.monotonic() + 20
+        while threading.active_count() > threads and time.monotonic() < until:
+            time.sleep(0.01)
+        assert threading.active_count() <= threads

@@ -1,0 +1,76 @@
+"""What the simulator measures by: a fair hand that is fair, and a clock that jumps only where nobody has to answer."""
+
+import asyncio
+import time
+
+import pytest
+import redis.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.simulator_clock import SimulationStuck, open_counting_pool, run_jumping
+from benchmarks.simulator_shares import misgiven, share_out
+from tests.conftest import RedisProcess
+
+WISHES = st.dictionaries(st.integers(0, 50), st.tuples(st.floats(0, 100), st.floats(0.1, 10)), min_size=1)
+
+
+@given(st.floats(0.1, 500), WISHES)
+def test_a_fair_hand_gives_nobody_more_than_wanted_and_leaves_nothing_that_is_wanted(
+    slots: float, asked: dict[int, tuple[float, float]]
+) -> None:
+    wanted, weights = {name: wish for name, (wish, _) in asked.items()}, {name: weight for name, (_, weight) in asked.items()}
+    given_out = share_out(slots, wanted, weights)
+    assert given_out.keys() == wanted.keys()
+    assert all(given_out[name] <= wanted[name] + 1e-6 for name in wanted)
+    assert sum(given_out.values()) == pytest.approx(min(slots, sum(wanted.values())), rel=1e-6, abs=1e-6)
+    # Who got less than he wanted has, for his weight, as much as anybody.
+    short = [name for name in wanted if given_out[name] < wanted[name] - 1e-6]
+    assert all(given_out[name] / weights[name] >= given_out[other] / weights[other] - 1e-6 for name in short for other in wanted)
+
+
+def test_what_is_misgiven_is_the_part_that_others_should_have_had() -> None:
+    assert misgiven({"a": 30.0, "b": 10.0}, {"a": 3.0, "b": 1.0}) == pytest.approx(0)
+    assert misgiven({"a": 10.0}, {"a": 1.0, "b": 1.0}) == pytest.approx(0.5)
+
+
+def test_an_hour_passes_at_once_and_in_order() -> None:
+    async def main() -> tuple[list[int], float]:
+        woken: list[int] = []
+
+        async def sleep(hours: int) -> None:
+            await asyncio.sleep(hours * 3600)
+            woken.append(hours)
+
+        await asyncio.gather(*(sleep(hours) for hours in (3, 1, 2)))
+        return woken, asyncio.get_running_loop().time()
+
+    began = time.monotonic()
+    assert run_jumping(main) == ([1, 2, 3], 3 * 3600)
+    assert time.monotonic() - began < 60
+
+
+def test_time_stands_still_while_redis_is_asked(redis_server: RedisProcess) -> None:
+    async def main() -> float:
+        pool = open_counting_pool(redis_server.url, 4)
+        async with redis.asyncio.Redis(connection_pool=pool) as client:
+            impatient = asyncio.create_task(asyncio.sleep(0.001))
+            for _ in range(20):
+                async with client.pipeline(transaction=True) as pipe:
+                    for _ in range(5):
+                        pipe.incr("n")
+                    await pipe.execute()
+            before = asyncio.get_running_loop().time()
+            await impatient
+        await pool.disconnect()
+        return before
+
+    assert run_jumping(main) == 0.0
+
+
+def test_who_waits_for_nobody_is_told() -> None:
+    async def main() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(SimulationStuck):
+        run_jumping(main)
