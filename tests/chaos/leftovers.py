@@ -5,19 +5,20 @@ from typing import Any
 
 import redis
 
-from contract.names import admission_prefix, control_queue
+from contract.hosts import HostReport, parse_holder
+from contract.names import admission_prefix, control_queue, host_key
 from tests.host_ground import Ground
 
 OPEN_STATES = (b"queued", b"running")
 _SHOWN = 10
 
 
-def find_leftovers(ground: Ground) -> dict[str, Any]:
-    """By kind; empty when nothing is left. What only waits for its expiry counts as left as long as it is there."""
+def find_leftovers(ground: Ground, *, has_orphans: bool) -> dict[str, Any]:
+    """By kind; empty when nothing is left. `has_orphans`: of orchestrators that were killed."""
     found: dict[str, Any] = {"containers": ground.footprint.containers()}
     try:
         with ground.open_redis() as client:
-            found |= _in_redis(client, ground.deployment)
+            found |= _in_redis(client, ground.deployment, has_orphans=has_orphans)
     except redis.RedisError as error:
         found["redis"] = str(error)
     return {kind: what for kind, what in found.items() if what}
@@ -37,12 +38,12 @@ def find_mounts(folder: Path) -> dict[str, Any]:
     return {kind: what for kind, what in {"mounts": mounts, "loops": loops}.items() if what}
 
 
-def _in_redis(client: "redis.Redis", deployment: str) -> dict[str, Any]:
+def _in_redis(client: "redis.Redis", deployment: str, *, has_orphans: bool) -> dict[str, Any]:
     keys = [key.decode() for key in client.scan_iter(count=1000)]
     # Lists that are read at once expire by themselves where nobody reads them any more.
     queues = [key for key in keys if key.startswith(("host.", "pool.")) and not key.endswith(control_queue(""))]
     return {
-        "calls": _open_calls(client, [key for key in keys if _is_call(key, deployment)]),
+        "calls": _open_calls(client, deployment, [key for key in keys if _is_call(key, deployment)], has_orphans=has_orphans),
         "messages": {queue: length for queue in queues if (length := client.llen(queue))},
         "slots": _held_slots(client, deployment),
     }
@@ -58,8 +59,20 @@ def _is_call(key: str, deployment: str) -> bool:
     return len(parts) == 5 and parts[:2] == ["toolcrew", deployment] and parts[3] == "call"
 
 
-def _open_calls(client: "redis.Redis", keys: list[str]) -> dict[str, str]:
-    """What is known of calls that have not ended."""
+def _open_calls(client: "redis.Redis", deployment: str, keys: list[str], *, has_orphans: bool) -> dict[str, str]:
+    """What is known of calls that have not ended. `has_orphans`: orchestrators were killed, so that nobody notes the end of a call whose worker was killed
+    as well: its record tells until it expires whose it was."""
     records: dict[str, dict[bytes, bytes]] = {key: client.hgetall(key) for key in keys}
     is_open = [key for key, record in records.items() if record.get(b"state") in OPEN_STATES]
-    return {key: b" ".join(b"%s=%s" % field for field in records[key].items()).decode(errors="replace") for key in is_open[:_SHOWN]}
+    left = [key for key in is_open if not has_orphans or _is_held(client, deployment, records[key])]
+    return {key: b" ".join(b"%s=%s" % field for field in records[key].items()).decode(errors="replace") for key in left[:_SHOWN]}
+
+
+def _is_held(client: "redis.Redis", deployment: str, record: dict[bytes, bytes]) -> bool:
+    """Whether somebody lives who has it: the worker that runs it, or that reads its queue."""
+    queue, worker = parse_holder(record.get(b"holder", record[b"queue"]).decode())
+    report = client.get(host_key(deployment, queue))
+    if not isinstance(report, bytes):
+        return False
+    living = HostReport.model_validate_json(report)
+    return living.kind == "web" or not worker or living.worker == worker
