@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from contract.calls import ToolResult
-from contract.errors import BrokerUnavailable, ErrorCode
+from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from contract.ledger import MAX_ATTEMPTS, CallState
 from contract.names import POOL_QUEUES
 from orchestrator.carrier import Carrier, Errand
@@ -42,8 +42,8 @@ class Recovery:
         self._ledger = ledger
 
     async def carry(self, errand: Errand) -> ToolResult:
-        """The one result of the call. Only an idempotent tool's call that may have acted is sent again, MAX_ATTEMPTS times in all; one that nobody took is
-        sent again for RESEND_S."""
+        """The one result of the call. A lost call is sent again when it has surely not begun, or its tool is idempotent, MAX_ATTEMPTS times in all; one
+        that nobody took is sent again for RESEND_S."""
         attempt, losses, until = 1, _Losses(), Patience()
         home = await self._find(errand)
         while True:
@@ -58,8 +58,8 @@ class Recovery:
                 continue
             except CallLost as lost:
                 losses.note(lost.has_started)
-                attempt = await self._sent_again(errand, attempt, losses, lost)
-                home = await self._refresh(errand, home, is_lost=True) if home is not None else None
+                home = await self._after_loss(errand, home, attempt, losses, lost)
+                attempt += 1
                 continue
             if not await self._may_go_again(errand, attempt, result, losses, until):
                 return result
@@ -83,17 +83,23 @@ class Recovery:
     async def _refresh(self, errand: Errand, home: Home, *, is_lost: bool) -> Home:
         return await self._homes.refresh(errand.context.tenant, str(errand.context.session), home, errand.policy, is_lost=is_lost)
 
-    async def _sent_again(self, errand: Errand, attempt: int, losses: "_Losses", lost: CallLost) -> int:
-        """The next attempt's number. Raises DeliveryFailed when the call may not be sent again."""
+    async def _after_loss(self, errand: Errand, home: Home | None, attempt: int, losses: "_Losses", lost: CallLost) -> Home | None:
+        """Where the call may be sent next. Raises DeliveryFailed when it may not be sent again, or cannot be."""
         call = errand.call
         log.warning("call_lost", call=call.id, tool=call.name, attempt=attempt, has_started=lost.has_started, told=lost.told)
-        if not errand.spec.idempotent or losses.times >= MAX_ATTEMPTS:
+        # What has not begun can never begin any more: its record is no longer of that attempt.
+        is_safe = errand.spec.idempotent or not losses.may_have_acted
+        if not is_safe or losses.times >= MAX_ATTEMPTS:
             await self._give_up(errand, attempt, losses, lost.told)
+        try:
+            home = await self._refresh(errand, home, is_lost=True) if home is not None else None
+        except (OperatorError, ToolFailure) as error:
+            await self._give_up(errand, attempt, losses, f"{lost.told}, and {error}")
         if not await self._renewed(errand, attempt):
             raise DeliveryFailed(
                 ErrorCode.OUTCOME_UNKNOWN, f"{lost.told}; it was not sent again: it was cancelled meanwhile, or Redis knows nothing of it"
             )
-        return attempt + 1
+        return home
 
     async def _renewed(self, errand: Errand, attempt: int) -> bool:
         """Whether the call may be sent again; not, when that cannot be noted."""

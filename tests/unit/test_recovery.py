@@ -13,7 +13,7 @@ from contract.errors import BrokerUnavailable, ErrorCode
 from contract.ledger import CallState
 from contract.names import call_key, host_key, place_key
 from contract.signing import ResultSeal
-from orchestrator import recovery
+from orchestrator import homes, recovery
 from orchestrator.call_ledger import CallLedger
 from orchestrator.dispatcher import Dispatcher, Pool, Route
 from orchestrator.places import Places
@@ -109,22 +109,42 @@ async def test_it_is_sent_three_times_and_not_for_ever(client: "redis.asyncio.Re
     assert await ground.state() == CallState.UNKNOWN
 
 
-@pytest.mark.parametrize(
-    ("has_started", "code", "state", "words"),
-    [
-        (True, ErrorCode.OUTCOME_UNKNOWN, CallState.UNKNOWN, "may or may not have acted"),
-        (False, ErrorCode.HOST_LOST, CallState.LOST, "was not run"),
-    ],
-)
-async def test_a_lost_call_of_any_other_tool_is_told_as_it_is(
-    client: "redis.asyncio.Redis", has_started: bool, code: ErrorCode, state: CallState, words: str
-) -> None:
-    ground = Ground(client, CallLost("the host is gone", has_started=has_started))
+async def test_a_lost_call_of_any_other_tool_that_has_begun_is_told_as_it_is(client: "redis.asyncio.Redis") -> None:
+    ground = Ground(client, CallLost("the host is gone", has_started=True))
     result = await ground.call("acts")
-    assert (result.error_code, len(ground.fleet.calls)) == (code, 1)
-    assert words in str(result.error)
+    assert (result.error_code, len(ground.fleet.calls)) == (ErrorCode.OUTCOME_UNKNOWN, 1)
+    assert "may or may not have acted" in str(result.error)
     assert "the host is gone" in str(result.error)
-    assert await ground.state() == state
+    assert await ground.state() == CallState.UNKNOWN
+
+
+async def test_a_lost_call_that_has_surely_not_begun_is_sent_again_whatever_its_tool(client: "redis.asyncio.Redis") -> None:
+    ground = Ground(client, CallLost("gone", has_started=False))
+    assert (await ground.call("acts")).success
+    assert [context.attempt for _, context in ground.fleet.calls] == [1, 2]
+
+
+async def test_a_call_that_is_lost_again_and_again_without_having_begun_was_not_run(client: "redis.asyncio.Redis") -> None:
+    ground = Ground(client, *(CallLost("the host is gone", has_started=False) for _ in range(9)))
+    result = await ground.call("acts")
+    assert (result.error_code, len(ground.fleet.calls)) == (ErrorCode.HOST_LOST, 3)
+    assert "was not run" in str(result.error)
+    assert await ground.state() == CallState.LOST
+
+
+async def test_a_lost_call_that_could_go_nowhere_else_was_not_run_and_says_why(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(homes, "SETTLE_S", 0.3)
+    ground = Ground(client, CallLost("the host is gone", has_started=False))
+    await ground.open()
+    for queue in list(ground.hosts.all):
+        await ground.hosts.lose(client, queue)
+        await client.delete(host_key("d", queue))
+    result = await ground.door.dispatch(ToolCall(id="c1", name="acts"), Route("acme", "s1"))
+    assert (result.error_code, "was not run" in str(result.error)) == (ErrorCode.HOST_LOST, True)
+    assert "no sandbox host reports" in str(result.error)
+    assert await ground.state() == CallState.LOST
 
 
 async def test_a_call_that_was_never_sent_goes_to_where_its_session_lives_by_now(client: "redis.asyncio.Redis") -> None:
