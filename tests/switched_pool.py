@@ -21,12 +21,13 @@ from orchestrator.sessions import Session, SessionInfo
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.switches import RedisSwitches
 from orchestrator.tenants import RedisTenants
+from orchestrator.transport import NotSent
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_pool
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryAsyncBlobs, MemoryBlobs, MemoryLedger
 from workers.call_events import open_events
-from workers.executor import Executor
+from workers.executor import CallRepeated, Executor
 from workers.redis_connection import connect_once
 from workers.switches import Switches
 from workers.tools.base import WorkerTool
@@ -55,7 +56,10 @@ class SwitchedPool:
         self.redis.set(catalog_key("default", "sandbox"), catalog.model_dump_json())
 
     async def _execute(self, call: Any, context: Any) -> Any:
-        return await asyncio.to_thread(self.executor.execute, call, context)
+        try:
+            return await asyncio.to_thread(self.executor.execute, call, context)
+        except CallRepeated:
+            raise NotSent("duplicate") from None  # as the queue, which takes no id twice
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[ToolClient]:
