@@ -23,7 +23,7 @@ from workers.ledger import Ledger
 
 DEPLOYMENT = "simulator"
 KEYS = SigningKeys.of("simulator")
-SIZES = ((2, 20), (3, 32), (6, 64))
+SIZES = ((1, 20), (2, 32), (4, 64))
 """Slots and sessions of a small, a middling and a large host."""
 SHARES = (6, 3, 1)
 OPEN_S = 0.5

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import redis
@@ -125,6 +126,8 @@ class Ground:
         self.tally.mkdir()
         self.tally.chmod(0o777)  # the sandboxes' user is another
         self.redis_url = f"redis://:{PASSWORD}@127.0.0.1:{free_port()}/0"
+        self.has_orphans = False
+        """Whether an orchestrator was killed here: what it alone would have noted stays as it was."""
         self._settings = dict(settings)
         self._processes: dict[str, GroundProcess] = {}
 
@@ -223,11 +226,10 @@ class Ground:
 
     def stop(self) -> None:
         """All in order: workers first, so that each gives its report back; Redis last."""
-        order = ["tools", *(f"{host}.worker" for host in self.hosts), *(f"{host}.sandboxd" for host in self.hosts)]
-        order += [*(f"{host}.engine" for host in self.hosts), "redis"]
-        for role in order:
-            if role in self._processes:
-                self._processes[role].stop(20.0)
+        for parts in (("tools", "worker"), ("sandboxd",), ("engine",), ("redis",)):
+            due = [one for role, one in self._processes.items() if role.rpartition(".")[2] in parts]
+            with ThreadPoolExecutor(len(due) or 1) as threads:
+                list(threads.map(lambda one: one.stop(20.0), due))
 
     def last_words(self) -> str:
         """The end of every log."""

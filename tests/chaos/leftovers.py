@@ -13,12 +13,12 @@ OPEN_STATES = (b"queued", b"running")
 _SHOWN = 10
 
 
-def find_leftovers(ground: Ground, *, has_orphans: bool) -> dict[str, Any]:
-    """By kind; empty when nothing is left. `has_orphans`: of orchestrators that were killed."""
+def find_leftovers(ground: Ground) -> dict[str, Any]:
+    """By kind; empty when nothing is left."""
     found: dict[str, Any] = {"containers": ground.footprint.containers()}
     try:
         with ground.open_redis() as client:
-            found |= _in_redis(client, ground.deployment, has_orphans=has_orphans)
+            found |= _in_redis(client, ground.deployment, has_orphans=ground.has_orphans)
     except redis.RedisError as error:
         found["redis"] = str(error)
     return {kind: what for kind, what in found.items() if what}

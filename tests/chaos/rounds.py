@@ -69,7 +69,8 @@ def play(ground: Ground, blows: Sequence[Blow], terms: Terms, seed: str, say: Ca
             say(f"{blow}: {struck}")
         time.sleep(terms.moments_s[1])
         report.wrong += load.end()
-        report.settled_s = _settle(ground, report, has_orphans=bool(load.killed()))
+        ground.has_orphans |= bool(load.killed())
+        report.settled_s = _settle(ground, report)
         report.verdict = _judge(ground, load)
     report.wrong += report.verdict.wrong
     return report
@@ -82,14 +83,14 @@ def _judge(ground: Ground, load: Load) -> Verdict:
     return judge(lines, acts, load.killed())
 
 
-def _settle(ground: Ground, report: Report, *, has_orphans: bool) -> float:
+def _settle(ground: Ground, report: Report) -> float:
     """Seconds until nothing was left of the calls and sessions."""
     started = time.monotonic()
     left: dict[str, Any] = {}
     while time.monotonic() - started < SETTLE_S:
         # Whoever comes next is served, and clears what the dead held.
         unserved = asyncio.run(_try_call(ground))
-        left = find_leftovers(ground, has_orphans=has_orphans) | ({"unserved": unserved} if unserved else {})
+        left = find_leftovers(ground) | ({"unserved": unserved} if unserved else {})
         if not left:
             return time.monotonic() - started
         time.sleep(0.5)

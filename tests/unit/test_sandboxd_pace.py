@@ -21,7 +21,7 @@ STREAM = {**EXEC, "timeout_s": 0.05, "capture": {"stream": PIECES * len(PIECE)}}
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox_module, "GUEST_GRACE_S", 0.1)
+    monkeypatch.setattr(sandbox_module, "GUEST_GRACE_S", 0.5)
 
 
 async def until(is_so: Callable[[], Any]) -> None:
@@ -63,7 +63,7 @@ async def test_a_worker_that_is_slow_gets_all_of_its_output_and_costs_no_sandbox
     async with running_sandboxd(tmp_path, flooding) as daemon:
         await daemon.open()
         reader, writer = await start_unread_call(daemon)
-        await asyncio.sleep(0.5)  # past the limit and the guest's grace
+        await asyncio.sleep(0.7)  # past the limit and the guest's grace
         decoder, got, last = FrameDecoder(MAX_DOWN), 0, {}
         async with asyncio.timeout(SOON_S):
             while last.get("ev") != "done":

@@ -159,7 +159,7 @@ async def test_nobody_is_started_again_once_the_watch_has_ended(tmp_path: Path) 
         async with watching(house):
             pass
         os.kill(first, signal.SIGKILL)
-        await eventually(lambda: not is_alive(first), SOON_S, "it is gone")
+        await eventually(lambda: not house.supervisor.is_running("a"), SOON_S, "it is gone")
 
         assert house.said == []
         await house.supervisor.start_again("a")
