@@ -4,12 +4,13 @@ Time is played (benchmarks/simulator_clock.py): a minute of the pool takes what 
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 
 import redis
@@ -19,7 +20,7 @@ from benchmarks.fairness import open_server
 from benchmarks.report import Report, median, percentile
 from benchmarks.simulator_clock import JumpingLoop, open_counting_pool, run_jumping
 from benchmarks.simulator_hosts import DEPLOYMENT, World, run_heartbeats
-from benchmarks.simulator_orchestrators import FUTURE_AT, Ends, Orchestrator, Session, open_orchestrators, play_agent
+from benchmarks.simulator_orchestrators import FUTURE_AT, Ends, Orchestrator, Pace, Session, open_orchestrators, play_agent
 from benchmarks.simulator_shares import misgiven, share_out
 from contract.names import POOL_WEB, slots_key
 from contract.tenancy import TenantPolicy
@@ -34,8 +35,8 @@ STEADY_S = 60.0
 """In which the sessions are opened."""
 BURST = 2_000
 """Sessions opened within one second, on reports that are up to four seconds old."""
-THINK_S, CALL_S = 200.0, 40.0
-SETTLE_S, SHARE_S, LOSS_S, AFTER_S = 60.0, 60.0, 15.0, 20.0
+SHARED_HOSTS, SHORT, SETTLE_S, SHARE_S = 25, Pace(think_s=12.0, call_s=3.0), 120.0, 180.0
+LONG, FILL_S, LOSS_S, AFTER_S = Pace(think_s=180.0, call_s=30.0), 40.0, 15.0, 20.0
 DEAD, FROZEN = 25, 15
 POOL_SLOTS, POOL_CALLS, POOL_CALL_S, POOL_SHARE_S = 100, 10_000, 0.5, 20.0
 CONNECTIONS = 64
@@ -62,7 +63,7 @@ def run() -> Report:
         run_jumping(lambda: _play(url, report))
     report.notes.append(
         f"{SESSIONS} sessions, {TENANTS} tenants of Zipf's demand, {HOSTS} hosts of 1, 2 and 4 slots, {ORCHESTRATORS} orchestrators; "
-        f"{time.perf_counter() - began:.0f} s, of which {time.process_time() - worked:.0f} s of one processor, for {STEADY_S + SETTLE_S + SHARE_S + LOSS_S + AFTER_S + POOL_SHARE_S:.0f} s of the pool; times are the pool's"
+        f"{time.perf_counter() - began:.0f} s, of which {time.process_time() - worked:.0f} s of one processor, for {STEADY_S + SETTLE_S + SHARE_S + FILL_S + LOSS_S + AFTER_S + POOL_SHARE_S:.0f} s of the pool; times are the pool's"
     )
     return report
 
@@ -87,7 +88,8 @@ async def _play(url: str, report: Report) -> None:
                 beats = asyncio.create_task(run_heartbeats(world))
                 await asyncio.sleep(12)  # until the watches trust the reports
                 sessions = await _place(ground, report)
-                await _call(ground, sessions, report)
+                await _share_hosts(ground, sessions, report)
+                await _recover(ground, sessions, report)
                 beats.cancel()
             await _share_pool(client, loop, weights, report)
     await pool.disconnect()
@@ -142,34 +144,41 @@ def _used(world: World) -> float:
     return sum(host.sessions for host in world.hosts) / sum(host.max_sessions for host in world.hosts)
 
 
-async def _call(ground: Ground, sessions: Sequence[Session], report: Report) -> None:
-    """All agents at work: first with every host, then while hosts are lost."""
-    is_over = False
+@contextlib.asynccontextmanager
+async def _at_work(ground: Ground, sessions: Sequence[Session], pace: Pace) -> AsyncIterator[None]:
+    """While the block runs all of them think and call; then every call that is under way ends."""
+    over = asyncio.Event()
     agents = [
-        asyncio.create_task(
-            play_agent(
-                ground.orchestrators[at % ORCHESTRATORS],
-                session,
-                random.Random(SEED + at),
-                think_s=THINK_S,
-                call_s=CALL_S,
-                until=lambda: is_over,
-            )
-        )
+        asyncio.create_task(play_agent(ground.orchestrators[at % ORCHESTRATORS], session, random.Random(SEED + at), pace, over))
         for at, session in enumerate(sessions)
     ]
-    await asyncio.sleep(SETTLE_S)
-    begins = ground.world.loop.time()
-    await asyncio.sleep(SHARE_S)
-    _tell_shares(ground, sessions, begins, report)
-    await _lose_hosts(ground)
-    await asyncio.sleep(AFTER_S)
-    is_over = True
+    yield
+    over.set()
     await asyncio.gather(*agents)
-    _tell_recovery(ground, report)
 
 
-def _tell_shares(ground: Ground, sessions: Sequence[Session], begins: float, report: Report) -> None:
+async def _share_hosts(ground: Ground, sessions: Sequence[Session], report: Report) -> None:
+    """Some hosts at work for so long that every tenant of theirs has had many turns."""
+    hosts = {host.queue for host in ground.chance.sample(ground.world.hosts, SHARED_HOSTS)}
+    at_work = [session for session in sessions if ground.ends.lived[session.name] in hosts]
+    async with _at_work(ground, at_work, SHORT):
+        await asyncio.sleep(SETTLE_S)
+        begins = ground.world.loop.time()
+        await asyncio.sleep(SHARE_S)
+        _tell_shares(ground, hosts, at_work, begins, report)
+
+
+async def _recover(ground: Ground, sessions: Sequence[Session], report: Report) -> None:
+    """All at work while hosts are lost."""
+    before = Ends(calls=ground.ends.calls, codes=Counter(ground.ends.codes))
+    async with _at_work(ground, sessions, LONG):
+        await asyncio.sleep(FILL_S)
+        await _lose_hosts(ground)
+        await asyncio.sleep(AFTER_S)
+    _tell_recovery(ground, before, report)
+
+
+def _tell_shares(ground: Ground, hosts: Collection[str], sessions: Sequence[Session], begins: float, report: Report) -> None:
     ends = ground.world.loop.time()
     used: dict[tuple[str, str], float] = defaultdict(float)
     for queue, tenant, began, ended in [*ground.world.runs, *ground.world.running()]:
@@ -177,15 +186,15 @@ def _tell_shares(ground: Ground, sessions: Sequence[Session], begins: float, rep
     living = Counter((ground.ends.lived[session.name], session.tenant) for session in sessions)
     by_host: dict[str, dict[str, float]] = defaultdict(dict)
     for (queue, tenant), number in living.items():
-        by_host[queue][tenant] = number * CALL_S / (CALL_S + THINK_S)
+        by_host[queue][tenant] = number * SHORT.wish
     fair: dict[tuple[str, str], float] = {}
-    for host in ground.world.hosts:
+    for host in (ground.world.by_queue[queue] for queue in hosts):
         # No tenant gets all slots for calls as long as these (docs/admission.md).
         most = max(1, host.slots * 9 // 10)
         wishes = {tenant: min(most, wish) for tenant, wish in by_host[host.queue].items()}
         for tenant, slots in share_out(host.slots, wishes, ground.weights).items():
             fair[host.queue, tenant] = slots * (ends - begins)
-    slots_s = sum(host.slots for host in ground.world.hosts) * (ends - begins)
+    slots_s = sum(ground.world.by_queue[queue].slots for queue in hosts) * (ends - begins)
     wanted = sum(wish for wishes in by_host.values() for wish in wishes.values()) * (ends - begins) / slots_s
     report.add(
         "used_slots_ratio", sum(used.values()) / slots_s, f"of all slots used, with {wanted:.1f} times as many wanted", at_least=0.95
@@ -211,11 +220,12 @@ async def _lose_hosts(ground: Ground) -> None:
             asyncio.get_running_loop().call_later(ground.chance.uniform(5, 40), ground.world.wake, host)
 
 
-def _tell_recovery(ground: Ground, report: Report) -> None:
+def _tell_recovery(ground: Ground, before: Ends, report: Report) -> None:
     ends, starts = ground.ends, ground.world.starts
+    codes = ends.codes - before.codes
     resent = sum(number - 1 for call, number in starts.items() if ends.idempotent[call])
     doubled = sum(number - 1 for call, number in starts.items() if not ends.idempotent[call])
-    report.add("calls_number", ends.calls, f"calls made; meanwhile {DEAD} hosts die and {FROZEN} freeze within {LOSS_S:g} s")
+    report.add("calls_number", ends.calls - before.calls, f"calls made; meanwhile {DEAD} hosts die and {FROZEN} freeze within {LOSS_S:g} s")
     report.add("unanswered_number", len(ends.idempotent) - ends.calls, "of them without a result", at_most=0)
     report.add("doubled_number", doubled, "not idempotent, and begun twice", at_most=0)
     report.add("again_number", resent, "idempotent, and begun again")
@@ -225,8 +235,8 @@ def _tell_recovery(ground: Ground, report: Report) -> None:
         "RATE_LIMITED": "got no slot within five minutes",
     }
     for code, what in told.items():
-        report.add(f"{code.lower()}_number", ends.codes[code], what)
-    others = {code: number for code, number in ends.codes.items() if code and code not in told}
+        report.add(f"{code.lower()}_number", codes[code], what)
+    others = {code: number for code, number in codes.items() if code and code not in told}
     report.add("other_number", sum(others.values()), "ended with any other error", at_most=0)
     report.add("late_number", ground.world.late, "results of frozen hosts that came after their call was given up, and were dropped")
     report.add("moved_number", len(ends.moved_s), "sessions opened on another host")

@@ -1,10 +1,11 @@
 """Orchestrators that play agents: the product's own admission, placement, publishing, ledger, watch, reaper and recovery, over hosts on paper."""
 
 import asyncio
+import contextlib
 import random
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,11 +183,28 @@ async def open_orchestrators(world: World, client: "redis.asyncio.Redis", number
         yield made
 
 
-async def play_agent(
-    orchestrator: Orchestrator, session: Session, chance: random.Random, *, think_s: float, call_s: float, until: Callable[[], bool]
-) -> None:
-    """Thinks and calls until it is told to end; a refused call is no reason to stop."""
-    await asyncio.sleep(chance.uniform(0, think_s * 2))
-    while not until():
-        await orchestrator.call(session, chance.uniform(call_s / 2, call_s * 3 / 2), is_idempotent=chance.random() < 0.5)
-        await asyncio.sleep(chance.expovariate(1 / think_s))
+@dataclass(frozen=True)
+class Pace:
+    """How agents work: seconds that they think, by chance, and that their calls run, give or take a half."""
+
+    think_s: float
+    call_s: float
+
+    @property
+    def wish(self) -> float:
+        """Slots that one agent wants, on average, when it never waits."""
+        return self.call_s / (self.call_s + self.think_s)
+
+
+async def play_agent(orchestrator: Orchestrator, session: Session, chance: random.Random, pace: Pace, over: asyncio.Event) -> None:
+    """Thinks and calls until it is over; a refused call is no reason to stop."""
+    await _think(chance.uniform(0, pace.think_s), over)
+    while not over.is_set():
+        await orchestrator.call(session, chance.uniform(pace.call_s / 2, pace.call_s * 3 / 2), is_idempotent=chance.random() < 0.5)
+        await _think(chance.expovariate(1 / pace.think_s), over)
+
+
+async def _think(seconds: float, over: asyncio.Event) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await over.wait()

@@ -21,7 +21,9 @@ from orchestrator.redis_connection import open_redis
 from orchestrator.results import ResultHub
 
 
-def make_envelope(broker: BrokerSettings, call: ToolCall, *, tenant: str, session: str, key: SigningKeys | None = None, **fields: Any) -> str:
+def make_envelope(
+    broker: BrokerSettings, call: ToolCall, *, tenant: str, session: str, key: SigningKeys | None = None, **fields: Any
+) -> str:
     """A signed envelope as the dispatcher makes it; `fields` replace fields of its context."""
     now = time.time()
     told: dict[str, Any] = {"tenant": tenant, "session": session, "sent_at": now, "deadline_at": now + 60, **fields}

@@ -47,7 +47,9 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool]) -> Non
     life = PoolLife(settings, worker, queues, clock)
     refusals = Refusals(connect_once(broker), settings.deployment)
     app = build_app(broker, refusals.count)
-    register_tasks(app, registry, key, partial(_build_executor, settings, registry, worker, board, clock), refusals.count, settings.deployment)
+    register_tasks(
+        app, registry, key, partial(_build_executor, settings, registry, worker, board, clock), refusals.count, settings.deployment
+    )
     publisher = CatalogPublisher(connect(broker), settings.deployment, build_catalogs(registry))
     ledger = Ledger(connect(broker), settings.deployment, clock)
     control = PoolControlListener(connect(broker), ledger, board, worker, queues, key, clock=clock, on_refused=refusals.count)

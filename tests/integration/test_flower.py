@@ -13,8 +13,11 @@ pytestmark = pytest.mark.stack
 
 
 def tasks_of(stack: Stack) -> dict[str, dict[str, Any]]:
-    """Flower's tasks by id; those it knows by name."""
-    answer = httpx.get(f"{stack.info.flower_url}api/tasks", timeout=20)
+    """Flower's tasks by id; those it knows by name. None yet while it starts."""
+    try:
+        answer = httpx.get(f"{stack.info.flower_url}api/tasks", timeout=20)
+    except httpx.ConnectError:
+        return {}
     answer.raise_for_status()
     return {name: task for name, task in answer.json().items() if task.get("name")}
 
@@ -30,7 +33,7 @@ async def test_flower_lists_calls_by_tool_and_shows_neither_arguments_nor_output
 
     def all_ended() -> dict[str, dict[str, Any]] | None:
         tasks = tasks_of(stack)
-        ours = {name: task for name, task in tasks.items() if any(name.endswith(f"-{call_id}") for call_id in call_ids)}
+        ours = {name: task for name, task in tasks.items() if any(f"-{call_id}." in name for call_id in call_ids)}
         return tasks if len(ours) == 3 and all(task["state"] == "SUCCESS" for task in ours.values()) else None
 
     tasks = await eventually(all_ended, 20, "Flower shows the three calls as done")

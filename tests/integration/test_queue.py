@@ -214,7 +214,9 @@ async def test_a_message_that_redis_gives_out_again_acts_once(stack: Stack, sess
     queue, before = (await session.info()).queue, refusals(store)
     call = bash("echo ran >> log")
     envelope = make_envelope(stack.broker, call, tenant=session.tenant, session=session.id)
-    message = build_message(Delivery("tool.bash_tool", queue, session.tenant, call.id, envelope, time.time() + 60, 60.0), "forged-again", "none")
+    message = build_message(
+        Delivery("tool.bash_tool", queue, session.tenant, call.id, envelope, time.time() + 60, 60.0), "forged-again", "none"
+    )
 
     for _ in range(2):
         store.delete(call_key("default", session.tenant, call.id))
