@@ -26,8 +26,20 @@ from tests.stack import ROOT, UP_S, Footprint, children_of, end_process, free_po
 PAUSES_S = (0.0, 0.3, 1.0)
 """Before a process is started again, the last of them from then on."""
 PASSWORD = "a-test-password"
+_BOUND = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Becomes the program of its arguments, and is killed with whoever started it: a test run that is killed outright leaves no ground."""
 STEADY_S = 20.0
 """After this long without an end the pauses begin anew."""
+
+
+def bound(argv: Sequence[str]) -> list[str]:
+    """How to start a program that must not outlive this process."""
+    return [sys.executable, "-c", _BOUND, str(os.getpid()), *argv]
 
 
 class GroundProcess:
@@ -87,7 +99,7 @@ class GroundProcess:
     def _spawn(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._argv, cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                bound(self._argv), cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
     def _keep(self) -> None:

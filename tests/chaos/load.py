@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.chaos.verdict import read_lines
-from tests.host_ground import Ground
+from tests.host_ground import Ground, bound
 from tests.stack import ROOT, UP_S, wait_until
 
 END_S = 150.0
@@ -27,7 +27,7 @@ class RunningDriver:
         argv = [sys.executable, "-m", "tests.chaos.driver", name, str(self.out), str(sessions), seed]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                argv + ["--tools"] * has_tools, cwd=ROOT, env=ground.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                bound(argv + ["--tools"] * has_tools), cwd=ROOT, env=ground.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     @property

@@ -13,16 +13,22 @@ pytestmark = pytest.mark.stack
 
 
 def tasks_of(stack: Stack) -> dict[str, dict[str, Any]]:
-    """Flower's tasks by id; those it knows by name. None yet while it starts."""
-    try:
-        answer = httpx.get(f"{stack.info.flower_url}api/tasks", timeout=20)
-    except httpx.ConnectError:
-        return {}
+    """Flower's tasks by id; those it knows by name."""
+    answer = httpx.get(f"{stack.info.flower_url}api/tasks", timeout=20)
     answer.raise_for_status()
     return {name: task for name, task in answer.json().items() if task.get("name")}
 
 
+def listens(stack: Stack) -> bool:
+    try:
+        return httpx.get(f"{stack.info.flower_url}api/workers", timeout=20).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 async def test_flower_lists_calls_by_tool_and_shows_neither_arguments_nor_output(stack: Stack, session: Session) -> None:
+    # Calls are served before Flower listens: it never hears of those.
+    await eventually(lambda: listens(stack), 60, "Flower listens")
     # The output differs from the argument, so that a find says which of the two got out.
     word = f"canary-{secrets.token_hex(6)}"
     call_ids = [f"f{secrets.token_hex(3)}" for _ in range(3)]
