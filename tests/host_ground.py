@@ -53,7 +53,7 @@ class GroundProcess:
         self.is_kept = True
         self._argv = list(argv)
         self._log = log
-        self._stopping = threading.Event()
+        self._stopping, self._has_begun = threading.Event(), threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
 
@@ -67,9 +67,10 @@ class GroundProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        self._spawn()
+        """Returns when there is a process."""
         self._thread = threading.Thread(target=self._keep, name=f"keeps {self.role}", daemon=True)
         self._thread.start()
+        self._has_begun.wait()
 
     def kill(self, number: int = signal.SIGKILL) -> int:
         """Send a signal; gives the process that got it."""
@@ -103,7 +104,10 @@ class GroundProcess:
             )
 
     def _keep(self) -> None:
+        """All in one thread, which lives as long as the process: the kernel binds a child to the thread that started it."""
         pauses = iter(PAUSES_S)
+        self._spawn()
+        self._has_begun.set()
         while True:
             started = time.monotonic()
             assert self._process is not None

@@ -1,5 +1,7 @@
 """What the people who watch Flower and read logs see: every tool by its name, and never what went in or came out."""
 
+import asyncio
+import contextlib
 import secrets
 from typing import Any
 
@@ -19,16 +21,18 @@ def tasks_of(stack: Stack) -> dict[str, dict[str, Any]]:
     return {name: task for name, task in answer.json().items() if task.get("name")}
 
 
-def listens(stack: Stack) -> bool:
-    try:
-        return httpx.get(f"{stack.info.flower_url}api/workers", timeout=20).status_code == 200
-    except httpx.TransportError:
-        return False
+async def until_it_hears(stack: Stack, session: Session) -> None:
+    """Calls are served before Flower listens to events, and it never hears of those."""
+    async with asyncio.timeout(60):
+        while True:
+            await session.call("glob_tool", {"pattern": "*"})
+            with contextlib.suppress(httpx.TransportError):
+                if await asyncio.to_thread(tasks_of, stack):
+                    return
 
 
 async def test_flower_lists_calls_by_tool_and_shows_neither_arguments_nor_output(stack: Stack, session: Session) -> None:
-    # Calls are served before Flower listens: it never hears of those.
-    await eventually(lambda: listens(stack), 60, "Flower listens")
+    await until_it_hears(stack, session)
     # The output differs from the argument, so that a find says which of the two got out.
     word = f"canary-{secrets.token_hex(6)}"
     call_ids = [f"f{secrets.token_hex(3)}" for _ in range(3)]
