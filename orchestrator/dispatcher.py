@@ -26,7 +26,7 @@ from orchestrator.heard_calls import Handler
 from orchestrator.homes import HostSource, Opening, SessionHomes
 from orchestrator.logs import get_logger
 from orchestrator.places import Home, PlaceBook
-from orchestrator.recovery import NOT_TAKEN, CallBook, Patience, Recovery, repeated
+from orchestrator.recovery import NOT_TAKEN, RESEND_S, CallBook, Patience, Recovery, repeated
 from orchestrator.switches import SwitchSource
 from orchestrator.tenant_rules import policy_for, refuse_by_policy
 from orchestrator.tenants import OpenTenants, TenantSource
@@ -171,7 +171,7 @@ class Dispatcher:
         return await self._in_pool().open(tenant, session, await self._tenants.policy(tenant), arguments)
 
     async def _close_session(self, call: ToolCall, tenant: str, session: str) -> ToolResult:
-        homes, until = self._in_pool(), Patience()
+        homes, until = self._in_pool(), Patience(RESEND_S)
         closed = ToolResult(call_id=call.id, name=call.name, success=True, metadata={"closed": False})
         home = homes.known(tenant, session) or await homes.find_for_closing(tenant, session)
         while home is not None:

@@ -43,8 +43,8 @@ class Recovery:
 
     async def carry(self, errand: Errand) -> ToolResult:
         """The one result of the call. A lost call is sent again when it has surely not begun, or its tool is idempotent, MAX_ATTEMPTS times in all; one
-        that nobody took is sent again for RESEND_S."""
-        attempt, losses, until = 1, _Losses(), Patience()
+        that nobody took is sent again for RESEND_S, or as long as it may wait in a queue."""
+        attempt, losses, until = 1, _Losses(), Patience(min(RESEND_S, errand.queue_wait_s))
         home = await self._find(errand)
         while True:
             try:
@@ -138,16 +138,17 @@ class _Losses:
 
 
 class Patience:
-    """Waits a little longer each time, RESEND_S in all from the first one on."""
+    """Waits a little longer each time, `limit_s` in all from the first one on."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
         self._until: float | None = None
         self._pause_s = 0.0
 
     async def wait(self) -> bool:
         """False when it is used up."""
         now = time.monotonic()
-        self._until = self._until or now + RESEND_S
+        self._until = self._until or now + self._limit_s
         if now + self._pause_s > self._until:
             return False
         await asyncio.sleep(self._pause_s)
@@ -157,13 +158,11 @@ class Patience:
 
 def _never_taken(queue: str, losses: _Losses) -> DeliveryFailed:
     if losses.may_have_acted:
-        words = (
-            f"an earlier attempt was lost and may have acted, and for {RESEND_S:g} s the session was never where the call was sent again"
-        )
+        words = "an earlier attempt was lost and may have acted, and the session was never where the call was sent again"
         return DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"{words}, last to {queue}; look before you repeat it, and see `toolcrew hosts`")
     return DeliveryFailed(
         ErrorCode.HOST_LOST,
-        f"the call was not run: for {RESEND_S:g} s its session was never where it was sent, last to {queue}; see `toolcrew hosts`",
+        f"the call was not run: its session was never where it was sent, last to {queue}; see `toolcrew hosts`",
     )
 
 

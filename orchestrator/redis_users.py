@@ -5,21 +5,17 @@ open, and how each role's rules were found: docs/wire-security.md.
 """
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from contract.errors import ConfigError
 from contract.names import HUB_SHARDS, result_channel_pattern
 
-MIN_PASSWORD_CHARS = 16
-_HASH = re.compile("[0-9a-f]{64}")
 # What looks around beyond a user's own keys, or changes the server; `@dangerous` has KEYS, the FLUSHes, CONFIG, DEBUG, SHUTDOWN and the like.
 _NEVER = "-@dangerous -@admin -scan -randomkey -dbsize -swapdb -move -copy -client -script -pubsub"
 _BASE = "+@connection +@read +@write +@transaction +@pubsub +eval +evalsha +time +select"
 _SPARED = "+client|setname +client|setinfo +client|getname +client|id +client|maint_notifications +script|load +script|exists"
 _PIDBOX = "/0.celery.pidbox"
-_EVENTS = "/0.celeryev*"
 _EVENTS_OF_WORKERS = ("/0.celeryev/*", "/0.celeryev/worker.*", "/0.celeryev/task.*")
 
 

@@ -21,10 +21,11 @@ SOON_S = 30.0
 
 @dataclass(frozen=True)
 class Blow:
-    """A deed to a target."""
+    """A deed to a target. `pause_s`: from, to; None: as the terms of the round say."""
 
     deed: Deed
     target: str
+    pause_s: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         return f"{self.deed} {self.target}"
@@ -113,7 +114,7 @@ def strike(blow: Blow, ground: Ground, load: Load, chance: random.Random, pause_
             load.forget(pid)
         _send(pid, signal.SIGKILL)
         return Struck(role, pid)
-    seconds = chance.uniform(*pause_s)
+    seconds = chance.uniform(*(blow.pause_s or pause_s))
     _send(pid, signal.SIGSTOP)
     try:
         time.sleep(seconds)

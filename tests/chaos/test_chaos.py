@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 SEED = os.environ.get("TOOLCREW_CHAOS_SEED") or secrets.token_hex(4)
 TERMS = Terms(sessions=4, moments_s=(0.3, 1.0), pause_s=(1.0, 2.0))
 LONG_ENOUGH_S = (12.0, 12.5)
-"""Its report has expired by then: a paused worker is given up for lost and wakes up to find it out."""
+"""A worker's report has expired by then."""
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +26,11 @@ def ground(engine: APIClient) -> Iterator[Ground]:
         yield opened
 
 
-def hold(ground: Ground, blows: list[Blow], terms: Terms = TERMS) -> None:
+def hold(ground: Ground, blows: list[Blow]) -> None:
     """Plays them; fails with all that did not hold, and the seed that plays the same."""
     _say(f"TOOLCREW_CHAOS_SEED={SEED}")
 
-    report = play(ground, blows, terms, SEED, _say)
+    report = play(ground, blows, TERMS, SEED, _say)
 
     if report.wrong:
         _say(ground.last_words())
@@ -48,8 +48,7 @@ def test_whoever_is_killed_every_call_is_answered_once_and_acts_once_at_most(gro
 
 
 def test_whoever_hangs_every_call_is_answered_once_and_acts_once_at_most(ground: Ground) -> None:
-    hold(ground, [blow for blow in BLOWS if blow.deed == "pause" and blow.target != "worker"])
+    """One worker for so long that it is given up for lost: awake again it must not run what was in its hands."""
+    short = [blow for blow in BLOWS if blow.deed == "pause" and blow.target != "worker"]
 
-
-def test_a_worker_that_was_given_up_for_lost_and_wakes_up_runs_nothing_again(ground: Ground) -> None:
-    hold(ground, [Blow("pause", "worker")], Terms(sessions=4, moments_s=(0.3, 1.0), pause_s=LONG_ENOUGH_S))
+    hold(ground, [*short, Blow("pause", "worker", LONG_ENOUGH_S)])

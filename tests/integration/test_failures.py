@@ -14,6 +14,7 @@ from docker import APIClient
 
 from contract.calls import ToolResult
 from contract.errors import OPERATOR_CODES, ErrorCode, OperatorError
+from orchestrator import recovery
 from orchestrator.client import ToolClient
 from orchestrator.sessions import Session
 from orchestrator.settings import OrchestratorSettings
@@ -260,8 +261,11 @@ async def _call(session: Session, command: str) -> ToolResult:
     return await session.call("bash_tool", {"command": command})
 
 
-async def test_a_worker_that_redis_refuses_runs_nothing_and_blames_redis_not_a_bug(engine: APIClient, redis_server: RedisServer) -> None:
+async def test_a_worker_that_redis_refuses_runs_nothing_and_blames_redis_not_a_bug(
+    engine: APIClient, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worker cannot mark the call as started, so it must not run it, and it is the operator's failure."""
+    monkeypatch.setattr(recovery, "RESEND_S", 3.0)
     with redis.Redis.from_url(redis_server.url) as store:
         store.execute_command("ACL", "SETUSER", "stack", "on", ">its-password", "~*", "&*", "+@all")
         workers_url = redis_server.url.replace("redis://:a-test-password", "redis://stack:its-password")

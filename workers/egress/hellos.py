@@ -9,7 +9,6 @@ UNRECOGNIZED_NAME = b"\x15\x03\x03\x00\x02\x02\x70"
 """A TLS alert: fatal, unrecognized_name."""
 TLS_ONLY_PORTS = frozenset({80, 443})
 """Ports at which a tunnel carries TLS and nothing else: plain HTTP is asked for by its URL, where its Host header is judged."""
-_RECORD_HANDSHAKE = 22
 _CLIENT_HELLO = 1
 _EXTENSION_NAME = 0
 _MAX_RECORD_BYTES = 16_384
