@@ -202,7 +202,7 @@ def _tell_shares(ground: Ground, hosts: Collection[str], sessions: Sequence[Sess
         f"of the slots of {len(hosts)} hosts used, with {wanted:.1f} times as many wanted",
         at_least=0.95,
     )
-    kinds = (("one", "the one session of a tenant on a host", 1, 1), ("many", "four sessions or more of a tenant on a host", 4, SESSIONS))
+    kinds = (("one", "the one session of a tenant on a host", 1, 1), ("many", "three sessions or more of a tenant on a host", 3, SESSIONS))
     for kind, what, least, most in kinds:
         for weight in sorted(set(WEIGHTS)):
             pairs = [pair for pair, number in living.items() if least <= number <= most and ground.weights[pair[1]] == weight]

@@ -61,6 +61,10 @@ class Recovery:
                 home = await self._after_loss(errand, home, attempt, losses, lost)
                 attempt += 1
                 continue
+            except DeliveryFailed:
+                # Whoever ran it may be gone without having noted its end.
+                await self._noted(errand, attempt, CallState.UNKNOWN)
+                raise
             if not await self._may_go_again(errand, attempt, result, losses, until):
                 return result
             attempt += 1
@@ -110,12 +114,7 @@ class Recovery:
             return False
 
     async def _give_up(self, errand: Errand, attempt: int, losses: "_Losses", told: str) -> NoReturn:
-        state = CallState.UNKNOWN if losses.may_have_acted else CallState.LOST
-        try:
-            await self._ledger.give_up(errand.context.tenant, errand.call.id, attempt, state)
-        except BrokerUnavailable as error:
-            # What is known of the call is known all the same.
-            log.warning("call_not_given_up", call=errand.call.id, error=str(error))
+        await self._noted(errand, attempt, CallState.UNKNOWN if losses.may_have_acted else CallState.LOST)
         tried = f" (attempt {losses.times} of {MAX_ATTEMPTS})" if losses.times > 1 else ""
         if losses.may_have_acted:
             raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"{told}{tried}: the call may or may not have acted; look before you repeat it")
@@ -123,6 +122,13 @@ class Recovery:
             ErrorCode.HOST_LOST,
             f"{told}{tried}: the call was not run: send it again; its session is served by the host's next worker, or elsewhere from its last checkpoint",
         )
+
+    async def _noted(self, errand: Errand, attempt: int, state: CallState) -> None:
+        """That nobody waits for the call any more, as far as Redis answers: what is known of it is known all the same."""
+        try:
+            await self._ledger.give_up(errand.context.tenant, errand.call.id, attempt, state)
+        except BrokerUnavailable as error:
+            log.warning("call_not_given_up", call=errand.call.id, error=str(error))
 
 
 @dataclass

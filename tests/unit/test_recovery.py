@@ -17,7 +17,7 @@ from orchestrator import homes, recovery
 from orchestrator.call_ledger import CallLedger
 from orchestrator.dispatcher import Dispatcher, Pool, Route
 from orchestrator.places import Places
-from orchestrator.transport import CallLost, Delivery, NotSent
+from orchestrator.transport import CallLost, Delivery, DeliveryFailed, NotSent
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import StaticCatalog
@@ -46,6 +46,8 @@ class Fleet:
             if isinstance(end, NotSent):
                 raise end
             await self.client.hset(call_key("d", delivery.tenant, call.id), mapping={"state": "queued", "attempt": delivery.attempt})
+            if isinstance(end, DeliveryFailed):
+                raise end
             if isinstance(end, CallLost):
                 await self.client.hset(call_key("d", delivery.tenant, call.id), "state", "done" if end is ENDED else "lost")
                 raise end
@@ -234,6 +236,12 @@ async def test_a_call_during_which_the_hosts_sandboxd_died_is_sent_again_only_wh
 
     ground = Ground(client, lose)
     assert ((await ground.call(tool)).success, len(ground.fleet.calls)) == (sent == 2, sent)
+
+
+async def test_a_call_whose_worker_was_killed_at_its_limit_does_not_count_as_running(client: "redis.asyncio.Redis") -> None:
+    ground = Ground(client, DeliveryFailed(ErrorCode.TIMEOUT, "killed with its process"))
+    assert (await ground.call("acts")).error_code is ErrorCode.TIMEOUT
+    assert await ground.state() == CallState.UNKNOWN
 
 
 async def test_a_call_id_that_was_used_is_not_run_again(client: "redis.asyncio.Redis") -> None:
