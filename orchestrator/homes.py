@@ -62,7 +62,7 @@ class SessionHomes:
         self._send_open = send_open
         self._known: dict[tuple[str, str], Home] = {}
         self._placed: Counter[str] = Counter()
-        self._placed_of = 0.0
+        self._reported_at: dict[str, float] = {}
 
     async def open(self, tenant: str, session: str, policy: TenantPolicy, arguments: Mapping[str, Any]) -> ToolResult:
         """Open a new session on a host with room for it. Raises ToolFailure(QUOTA_EXCEEDED), SandboxUnavailable."""
@@ -162,11 +162,11 @@ class SessionHomes:
 
     async def _choose(self, policy: TenantPolicy, arguments: Mapping[str, Any], excluded: set[str]) -> str:
         reports = await self._hosts.reports()
-        newest = max((report.reported_at for report in reports), default=0.0)
-        if newest > self._placed_of:
-            # Reports tell of what was placed before them, themselves.
-            self._placed.clear()
-            self._placed_of = newest
+        for report in reports:
+            # It tells itself of what was placed before it.
+            if report.reported_at > self._reported_at.get(report.queue, 0.0):
+                del self._placed[report.queue]
+        self._reported_at = {report.queue: report.reported_at for report in reports}
         wanted = Wanted(policy.sandbox.tenant_class, arguments.get("image"))
         queue = choose_host(reports, wanted, placed=self._placed, excluded=excluded).queue
         self._placed[queue] += 1
@@ -183,7 +183,7 @@ class SessionHomes:
                 self._placed[queue] -= 1
 
     async def _opened(self, opening: Opening, home: Home, policy: TenantPolicy, excluded: set[str]) -> ToolResult:
-        """Send the verb; to other hosts when that one is lost before it answers. When it did not work, the next who calls may try again."""
+        """Send the verb; to other hosts when that one is lost before it answers, or has no room. When it did not work, the next who calls may try again."""
         tenant, session = opening.tenant, opening.session
         try:
             while True:
@@ -191,6 +191,14 @@ class SessionHomes:
                     result = await self._send_open(opening, home)
                 except (NotSent, CallLost) as lost:
                     home = await self._elsewhere(opening, home, policy, excluded, str(lost))
+                    continue
+                if result.error_code is ErrorCode.SANDBOX_UNAVAILABLE:
+                    # Fuller than its report said, or its engine is in trouble: others may have room.
+                    try:
+                        home = await self._elsewhere(opening, home, policy, excluded, str(result.error))
+                    except SandboxUnavailable:
+                        await self._release(tenant, session, home.fence)
+                        return result
                     continue
                 if result.success:
                     await self._places.settle(tenant, session, home.fence, PlaceState.OPEN)
@@ -203,11 +211,13 @@ class SessionHomes:
             raise
 
     async def _elsewhere(self, opening: Opening, home: Home, policy: TenantPolicy, excluded: set[str], reason: str) -> Home:
-        """Claim another host for an opening whose host was lost."""
+        """Claim another host for an opening whose host was lost, or refused it."""
         excluded.add(home.queue)
-        log.warning("session_host_lost", session=opening.session, queue=home.queue, reason=reason)
+        log.warning("session_opens_elsewhere", session=opening.session, queue=home.queue, reason=reason)
         if len(excluded) > MAX_HOSTS:
-            raise SandboxUnavailable(f"{MAX_HOSTS} hosts in a row were lost while they opened the session; see `toolcrew hosts`")
+            raise SandboxUnavailable(
+                f"{MAX_HOSTS} hosts in a row were lost, or refused the session, while it was opened; see `toolcrew hosts`"
+            )
         queue = await self._choose(policy, opening.arguments, excluded)
         await self._release(opening.tenant, opening.session, home.fence)
         claimed = await self._counted(queue, self._places.begin_move(opening.tenant, opening.session, home.fence, PlaceState.MOVING, queue))

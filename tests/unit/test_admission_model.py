@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from contract.tenancy import TenantPolicy
 from orchestrator.admission.script import enqueue, release, tick
 from tests.admission_ground import Ground, build_request, set_slots
-from tests.admission_model import Model
+from tests.admission_model import Model, Queue
 from tests.conftest import RedisProcess
 
 POLICIES = (
@@ -66,6 +66,8 @@ class Pair:
 
     def slots(self, queue: str, slots: int) -> None:
         set_slots(self.client, slots, queue)
+        # Before the step: whoever it wakes finds them changed.
+        self.model.queues.setdefault(queue, Queue(queue, None)).slots = slots
         self.model.begin(self.ground.now)
         self.model.look(queue, slots)
         self.ground.step(tick([queue]))

@@ -289,3 +289,36 @@ async def test_a_move_that_has_just_ended_is_not_made_once_more(client: "redis.a
     place = await places.find("acme", "s1")
     assert place is not None
     assert (place.state, place.queue, place.fence) == (PlaceState.OPEN, "host.b.b00t", 2)
+
+
+async def test_an_opening_that_a_full_host_refuses_goes_to_another(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    hosts.all["host.b.b00t"] = build_report("b", sessions=50)
+    full = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
+    hosts.answers["host.a.b00t"] = full
+    homes = build_homes(client, hosts)
+    assert (await homes.open("acme", "s1", DEFAULT, {})).success
+    assert (await homes.find("acme", "s1", DEFAULT)).queue == "host.b.b00t"
+
+
+async def test_when_all_hosts_refuse_their_own_words_are_told_and_nothing_is_left(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a", "b")
+    for queue in hosts.all:
+        words = f"{queue} has no engine"
+        hosts.answers[queue] = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, words)
+    told = await build_homes(client, hosts).open("acme", "s1", DEFAULT, {})
+    assert (told.error_code, "has no engine" in str(told.error), len(hosts.opened)) == (ErrorCode.SANDBOX_UNAVAILABLE, True, 2)
+    assert await client.keys("*place*") == []
+
+
+async def test_a_report_forgets_what_was_placed_on_its_own_host_only(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts()
+    hosts.all = {name: build_report(name.split(".")[1], max_sessions=3, reported_at=1.0) for name in ("host.a.b00t", "host.b.b00t")}
+    homes = build_homes(client, hosts)
+    for number in range(6):
+        await homes.open("acme", f"s{number}", DEFAULT, {})
+    hosts.all["host.a.b00t"] = build_report("a", max_sessions=4, sessions=3, reported_at=2.0)
+    await homes.open("acme", "s7", DEFAULT, {})
+    assert hosts.opened[-1][0] == "host.a.b00t"
+    with pytest.raises(SandboxUnavailable, match="full"):
+        await homes.open("acme", "s8", DEFAULT, {})
