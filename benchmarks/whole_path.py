@@ -21,7 +21,7 @@ IN_FLIGHT = 50
 CALLS = 400
 SESSIONS = 4
 MARGIN_MS = 3.0
-"""What the issue grants to everything of ours between Celery and the sandbox."""
+"""What is granted to everything of ours between Celery and the sandbox."""
 
 
 def awaited(work: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[float]]:

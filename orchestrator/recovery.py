@@ -61,9 +61,10 @@ class Recovery:
                 home = await self._after_loss(errand, home, attempt, losses, lost)
                 attempt += 1
                 continue
-            except DeliveryFailed:
-                # Whoever ran it may be gone without having noted its end.
-                await self._noted(errand, attempt, CallState.UNKNOWN)
+            except DeliveryFailed as failed:
+                # Whoever ran it may be gone without having noted its end. A call id that is in use is another call's record.
+                if failed.code is not ErrorCode.INVALID_ARGUMENTS:
+                    await self._noted(errand, attempt, CallState.UNKNOWN)
                 raise
             if not await self._may_go_again(errand, attempt, result, losses, until):
                 return result

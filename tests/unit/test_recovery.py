@@ -244,6 +244,12 @@ async def test_a_call_whose_worker_was_killed_at_its_limit_does_not_count_as_run
     assert await ground.state() == CallState.UNKNOWN
 
 
+async def test_a_call_whose_id_is_in_use_leaves_the_record_of_the_one_in_flight_alone(client: "redis.asyncio.Redis") -> None:
+    ground = Ground(client, DeliveryFailed(ErrorCode.INVALID_ARGUMENTS, "in use by a call in flight"))
+    assert (await ground.call("acts")).error_code is ErrorCode.INVALID_ARGUMENTS
+    assert await ground.state() == CallState.QUEUED
+
+
 async def test_a_call_id_that_was_used_is_not_run_again(client: "redis.asyncio.Redis") -> None:
     result = await Ground(client, NotSent("duplicate")).call("safe")
     assert (result.error_code, "id of its own" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
