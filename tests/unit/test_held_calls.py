@@ -16,7 +16,7 @@ from workers import held_calls
 from workers.held_calls import SURE_AFTER_S, HeldCalls
 from workers.ledger import Ledger
 
-CALL, CONTEXT, HOLDER = build_call("echo", call_id="c1"), build_context(), "host.h1.b00t/w1"
+CALL, CONTEXT, HOLDER = build_call("echo", call_id="c1"), build_context(deadline_at=time.time() + 86_400), "host.h1.b00t/w1"
 KEY = call_key("d", "acme", "c1")
 
 
