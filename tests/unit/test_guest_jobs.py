@@ -1,6 +1,7 @@
 """Background jobs of the guest, on a real pid namespace: started, heard, fed, ended, and proved to be gone from outside."""
 
 import os
+import select
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,8 +115,10 @@ def test_an_attacker_who_kills_a_jobs_keeper_leaves_nothing_of_it(guest: Guest) 
 
 
 def test_a_stopped_keeper_is_woken_by_the_next_request(guest: Guest) -> None:
-    start(guest, "read line; kill -STOP $PPID; echo up; sleep 1000")
-    ask(guest, "input", body=b"\n")
+    start(guest, "until [ -e go ]; do sleep 0.01; done; kill -STOP $PPID; echo up; sleep 1000")
+    # Not by a request: it would be stopped while it serves that one.
+    (guest.workspace / "go").touch()
+    wait_until(lambda: "T" in guest.others().values())
     hear(guest, b"up")
     assert ask(guest, "kill")["kill"]["survivors"] == 0
 
@@ -130,6 +133,18 @@ def test_the_end_of_a_job_waits_to_be_told_with_what_it_printed(guest: Guest) ->
     assert (again["job"]["exit_code"], again.bytes_of("merged")) == (7, b"")
     assert guest.wait_alone(), guest.others()
     assert ask(guest, "input", body=b"x").code == "INVALID_ARGUMENTS"
+
+
+def test_an_end_that_is_read_with_an_older_answer_stays_the_end(guest: Guest) -> None:
+    start(guest, "read line; exit 7")
+    shells = programs(guest, "bash")
+    # While the host takes nothing, PID 1 leaves what keepers say in their pipes: here the answer, and then the end.
+    long = guest.start_script("head -c 1000000 /dev/zero")
+    select.select([guest.pipes[1]], [], [], DEADLINE_S)
+    fed = guest.start("job_input", b"go\n", job="job-1", timeout_s=10)
+    wait_until(lambda: not set(shells) & set(guest.others()))
+    assert (guest.finish(long)["exit_code"], guest.finish(fed)["job"]["state"]) == (0, "running")
+    wait_until(lambda: guest.request("job_list", timeout_s=5)["jobs"][0]["state"] == "exited")
 
 
 def test_polls_that_follow_the_end_at_once_are_all_answered(guest: Guest) -> None:

@@ -75,9 +75,9 @@ class Jobs:
         return job
 
     def note(self, keeper: SupervisorHandle, facts: object) -> None:
-        """What a job's keeper tells of it."""
+        """What a job's keeper tells of it. An end is the last: an answer written before it may be read with it, and noted after it."""
         job = self._of(keeper)
-        if job is not None and isinstance(facts, dict):
+        if job is not None and isinstance(facts, dict) and (job.is_running or facts["state"] != RUNNING):
             job.facts = facts
 
     def drop(self, keeper: SupervisorHandle) -> None:
