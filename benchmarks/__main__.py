@@ -17,6 +17,7 @@ NAMES = (
     "whole_path",
     "throughput",
     "fairness",
+    "flood",
     "simulator",
     "in_flight",
     "session_start",

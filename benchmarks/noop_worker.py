@@ -1,7 +1,9 @@
 """`python -m benchmarks.noop_worker QUEUE POOL`: a worker exactly like ours, with one task that does nothing. Without arguments: ours, with a tool that
-does nothing."""
+does nothing and one that takes ten milliseconds."""
 
 import sys
+import time
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 from contract.registry import Tool
@@ -14,6 +16,8 @@ from workers.web_worker import run_web_worker
 
 TASK = "bench.noop"
 TOOL = "noop_tool"
+NAP_TOOL = "nap_tool"
+NAP_S = 0.01
 
 
 def noop(envelope: str = "") -> None:
@@ -21,6 +25,11 @@ def noop(envelope: str = "") -> None:
 
 
 def _noop_tool(_: dict[str, Any], bench: Workbench) -> Outcome:
+    return Outcome("")
+
+
+def _nap_tool(_: dict[str, Any], bench: Workbench) -> Outcome:
+    time.sleep(NAP_S)
     return Outcome("")
 
 
@@ -39,8 +48,12 @@ def serve_tool() -> None:
     """The pool of operators' tools, as it is shipped."""
     settings = load_worker_settings()
     configure_logging(settings.log_level)
+    run_web_worker(settings, [_tool(TOOL, "Does nothing.", _noop_tool), _tool(NAP_TOOL, "Takes ten milliseconds.", _nap_tool)])
+
+
+def _tool(name: str, description: str, handler: Callable[[dict[str, Any], Workbench], Outcome]) -> Tool:
     parameters = {"type": "object", "properties": {}, "additionalProperties": False}
-    run_web_worker(settings, [Tool(ToolSpec(name=TOOL, description="Does nothing.", parameters=parameters, pool="tools"), _noop_tool)])
+    return Tool(ToolSpec(name=name, description=description, parameters=parameters, pool="tools"), handler)
 
 
 if __name__ == "__main__":

@@ -49,10 +49,10 @@ async def _run(rounds: int) -> Report:
             await session.write_file(PATH, b"a line of text\n" * 20)
 
         def noop(number: int) -> Awaitable[object]:
-            return _succeeds(sessions[number % len(sessions)], TOOL, {})
+            return succeeds(sessions[number % len(sessions)], TOOL, {})
 
         def read(number: int) -> Awaitable[object]:
-            return _succeeds(sessions[number % len(sessions)], "read_tool", {"file_path": PATH})
+            return succeeds(sessions[number % len(sessions)], "read_tool", {"file_path": PATH})
 
         cases: Mapping[str, Work] = {
             "raw_prefork": lambda _: raw_prefork.by_hub(),
@@ -60,19 +60,21 @@ async def _run(rounds: int) -> Report:
             "raw_threads": lambda _: raw_threads.by_hub(),
             "read": read,
         }
-        await _until_served(noop)
+        await until_served(noop)
         rates = await _rates(cases, rounds)
         slow = {name: await half_load(cases[name], median(rates[name]) / 2) for name in ("noop", "read")}
     return _report(rates, slow, rounds)
 
 
-async def _succeeds(session: Session, tool: str, arguments: dict[str, object]) -> None:
+async def succeeds(session: Session, tool: str, arguments: dict[str, object]) -> None:
+    """One call. Raises RuntimeError when it fails."""
     result = await session.call(tool, arguments)
     if not result.success:
         raise RuntimeError(f"the call did not succeed: {result.text()}")
 
 
-async def _until_served(work: Work) -> None:
+async def until_served(work: Work) -> None:
+    """Until its workers are there. Raises what it raised last."""
     until = time.monotonic() + START_LIMIT_S
     while True:
         try:

@@ -12,6 +12,7 @@ from contract.errors import BrokerUnavailable, ConfigError
 from contract.names import CATALOG_POOLS, catalog_key, catalog_names_key
 from contract.specs import Catalog, ToolSpec
 from orchestrator.logs import get_logger
+from orchestrator.shared_reads import SharedReads
 
 log = get_logger(__name__)
 
@@ -44,12 +45,14 @@ class RedisCatalog:
         self._lost: dict[str, str] = {}
         self._clashes: set[str] = set()
         self._read_at = float("-inf")
+        self._reads = SharedReads[None]()
+        # What is read is nearly always what was read before.
+        self._parsed: dict[str, tuple[str | bytes, tuple[ToolSpec, ...]]] = {}
 
     async def specs(self) -> tuple[ToolSpec, ...]:
         """All specs, session verbs included. Raises ConfigError when no worker lives, BrokerUnavailable when Redis does not answer."""
         if time.monotonic() - self._read_at > FRESH_S:
-            self._specs = await self._read()
-            self._read_at = time.monotonic()
+            await self._reads.read("catalog", self._refresh)
         return self._specs
 
     def explain_missing(self, name: str) -> str | None:
@@ -59,7 +62,17 @@ class RedisCatalog:
     async def pools(self) -> dict[str, tuple[ToolSpec, ...]]:
         """Pool -> what its workers publish now; a pool without a worker is not in it. Raises as `specs`, but not for want of workers."""
         texts, _ = await self._fetch()
-        return {pool: _parse_specs(text) for pool, text in texts.items() if text is not None}
+        return {pool: self._parse(pool, text) for pool, text in texts.items() if text is not None}
+
+    async def _refresh(self) -> None:
+        self._specs = await self._read()
+        self._read_at = time.monotonic()
+
+    def _parse(self, pool: str, text: str | bytes) -> tuple[ToolSpec, ...]:
+        known = self._parsed.get(pool)
+        if known is None or known[0] != text:
+            known = self._parsed[pool] = text, _parse_specs(text)
+        return known[1]
 
     async def _read(self) -> tuple[ToolSpec, ...]:
         texts, names = await self._fetch()
@@ -71,7 +84,7 @@ class RedisCatalog:
             if text is None:
                 lost.update((name, pool) for name in _parse_names(names[pool]) if name not in lost)
                 continue
-            for spec in _parse_specs(text):
+            for spec in self._parse(pool, text):
                 self._note_clash(found.setdefault(spec.name, spec), spec)
         self._lost = {name: pool for name, pool in lost.items() if name not in found}
         return tuple(sorted(found.values(), key=lambda spec: spec.name))

@@ -161,6 +161,16 @@ async def test_the_catalogs_are_read_in_one_round_trip(pools: Pools) -> None:
     assert not {"cmdstat_get", "cmdstat_keys", "cmdstat_scan"} & commands.keys()
 
 
+async def test_calls_of_a_moment_share_a_reading_and_specs_are_made_again_only_when_the_text_changed(pools: Pools) -> None:
+    pools.publish(sandbox=(build_spec("bash"),))
+    pools.store.config_resetstat()
+    read = await asyncio.gather(*(pools.catalog.specs() for _ in range(50)))
+    assert pools.store.info("commandstats")["cmdstat_mget"]["calls"] == 1
+    assert (await pools.catalog.specs())[0] is read[0][0]
+    pools.publish(sandbox=(build_spec("bash", description="Another."),))
+    assert [spec.description for spec in await pools.catalog.specs()] == ["Another."]
+
+
 async def test_a_pool_without_a_worker_leaves_the_catalog_and_its_tools_say_which_to_start(pools: Pools) -> None:
     pools.publish(sandbox=(build_spec("bash"),), web=(WEB,))
     assert 0 < pools.store.ttl(catalog_key("d", "web")) <= CATALOG_TTL_S <= 15

@@ -1,0 +1,84 @@
+"""Ten calls of 10 ms behind 2,000 of another tenant through the whole path: two orchestrators, real Redis, Celery workers on prefork."""
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.noop_worker import NAP_S, NAP_TOOL
+from benchmarks.processes import child_process
+from benchmarks.raw_celery import worker_environment
+from benchmarks.report import Report, median
+from benchmarks.throughput import succeeds, until_served
+from contract.tenancy import TenantPolicy
+from orchestrator import ToolClient
+from orchestrator.redis_connection import open_redis
+from orchestrator.sessions import Session
+from orchestrator.settings import load_settings, python
+from orchestrator.tenants import RedisTenants
+
+SLOTS = 4
+FLOOD = 2000
+FEW = 10
+ROUNDS = 5
+LEAD_S = 2.0
+"""How long the flood comes before the few: in a queue of its own order they would wait for all of it."""
+
+
+def run(rounds: int = ROUNDS) -> Report:
+    return asyncio.run(_run(rounds))
+
+
+async def _run(rounds: int) -> Report:
+    async with contextlib.AsyncExitStack() as stack:
+        flooder = await stack.enter_async_context(ToolClient.embedded())
+        assert flooder.stack is not None
+        url = flooder.stack.redis_url
+        settings = load_settings()
+        connection = open_redis(settings.broker(url))
+        stack.push_async_callback(connection.aclose)
+        tenants = RedisTenants(connection, settings.broker(url).deployment)
+        for name in ("many", "few"):
+            await tenants.add(name, TenantPolicy())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-")))
+        web = {**worker_environment(url, SLOTS), "TOOLCREW_WORKER_KIND": "web", "TOOLCREW_HOST": "bench-tools"}
+        stack.enter_context(child_process([python(), "-m", "benchmarks.noop_worker"], web, folder / "log"))
+        few = await stack.enter_async_context(ToolClient.connect(url, tenant="few"))
+        flooding = await stack.enter_async_context(await flooder.open_session(tenant="many"))
+        waiting = await stack.enter_async_context(await few.open_session())
+        await until_served(lambda _: succeeds(flooding, NAP_TOOL, {}))
+        alone = [await _ends(waiting) for _ in range(rounds)]
+        behind = [await _behind(flooding, waiting) for _ in range(rounds)]
+    return _report(alone, behind, rounds)
+
+
+async def _behind(flooding: Session, waiting: Session) -> tuple[float, float]:
+    """Seconds until the few are done that come when the flood is in the queue, and until the flood would have been, at the rate it had."""
+    flood = [asyncio.create_task(succeeds(flooding, NAP_TOOL, {})) for _ in range(FLOOD)]
+    await asyncio.sleep(LEAD_S)
+    done, came = sum(task.done() for task in flood), time.perf_counter()
+    took = await _ends(waiting)
+    await asyncio.gather(*flood)
+    rest_s = time.perf_counter() - came
+    if done == FLOOD:
+        raise RuntimeError(f"the flood was over after {LEAD_S:g} s: nothing was measured")
+    return took, rest_s
+
+
+async def _ends(session: Session) -> float:
+    """Seconds until the last of the few is done that are asked for at once."""
+    came = time.perf_counter()
+    await asyncio.gather(*(succeeds(session, NAP_TOOL, {}) for _ in range(FEW)))
+    return time.perf_counter() - came
+
+
+def _report(alone: list[float], behind: list[tuple[float, float]], rounds: int) -> Report:
+    note = f"medians of {rounds} rounds; {FEW} calls of {NAP_S * 1000:g} ms behind {FLOOD}, {SLOTS} slots on prefork, both orchestrators in one process"
+    report = Report("flood", notes=[note])
+    took = median([few for few, _ in behind])
+    report.add("few_alone_ms", median(alone) * 1000, "the last of the few is done, on an idle pool")
+    report.add("few_behind_ms", took * 1000, "the last of the few is done, behind the flood", at_most=300)
+    report.add("flood_ms", median([rest for _, rest in behind]) * 1000, "the flood is done: what the few would wait for in one queue")
+    report.add("few_ratio", took / median([rest for _, rest in behind]), "behind the flood / in one queue")
+    return report
