@@ -16,7 +16,7 @@ from orchestrator.call_watch import CallWatch
 from orchestrator.publishing import Publisher
 from orchestrator.redis_connection import open_redis
 from orchestrator.results import ResultHub
-from orchestrator.transport import CallLost, Delivery, DeliveryFailed
+from orchestrator.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed
 
 START_GRACE_S = 2.0
 """Beyond a call's deadline for starting: a worker that took it in the last moment notes that first."""
@@ -43,9 +43,7 @@ class CeleryTransport:
         """The encoded result. Raises NotSent, CallLost, DeliveryFailed, TimeoutError after `wait_s`, BrokerUnavailable when Redis is away."""
         name = (delivery.tenant, delivery.call_id)
         if name in self._in_flight:
-            raise DeliveryFailed(
-                ErrorCode.INVALID_ARGUMENTS, f"the call id '{delivery.call_id}' is in use by a call in flight: give each call its own"
-            )
+            raise CallIdInUse(delivery.call_id)
         self._in_flight.add(name)
         try:
             async with asyncio.timeout(delivery.wait_s):

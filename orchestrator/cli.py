@@ -18,7 +18,7 @@ from orchestrator.cli_calls import calls_app
 from orchestrator.cli_hosts import hosts_list, worker_drain, worker_status
 from orchestrator.cli_keeping import Keeping, check_store
 from orchestrator.cli_redis import redis_app
-from orchestrator.cli_runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, open_client, run_work
+from orchestrator.cli_runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, open_client, run_work
 from orchestrator.cli_tenants import tenants_app
 from orchestrator.cli_tools import tools_app
 from orchestrator.dispatcher import Terms
@@ -70,6 +70,7 @@ def run(
     model: Annotated[str | None, typer.Option("--model", help="A name at OPENAI_BASE_URL, or local, or scripted.")] = None,
     dialect: Annotated[str | None, typer.Option("--dialect", help="native, tags, json, or auto: what the model can do.")] = None,
     max_iterations: Annotated[int, typer.Option("--max-iterations", min=1)] = 5,
+    tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """Work one instruction to an answer: steps on stderr, the answer on stdout.
@@ -87,7 +88,7 @@ def run(
     async def work() -> RunResult:
         if checkpoint:
             check_store()
-        async with open_client() as client, await client.open_session(workspace, restore=restore, network=network) as session:
+        async with open_client(tenant) as client, await client.open_session(workspace, restore=restore, network=network) as session:
             options = ReActOptions(max_iterations=max_iterations)
             result = await client.run(
                 text, session=session, model=model, dialect=dialect, options=options, on_event=on_event, shows_output=not as_json
@@ -115,6 +116,7 @@ def call(
         bool | None,
         typer.Option("--live/--no-live", help="Output on stderr while the tool runs. Else: when stderr is a terminal, without --json."),
     ] = None,
+    tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """Run one tool once, through the whole path: the result on stdout. Exit code 0 when it succeeded, 1 otherwise."""
@@ -124,7 +126,7 @@ def call(
     async def work() -> ToolResult:
         values, is_text = parse_arguments(arguments or [])
         terms = Terms(timeout_s=timeout, text_arguments=is_text)
-        async with open_client() as client, await client.open_session(workspace, restore=restore, network=network) as session:
+        async with open_client(tenant) as client, await client.open_session(workspace, restore=restore, network=network) as session:
             with ExitStack() as stack:
                 on_output = stack.enter_context(LiveOutput(console)).show if is_live else None
                 return await session.call(name, values, terms=terms, on_output=on_output)

@@ -9,7 +9,8 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from contract.errors import ErrorCode, OperatorError, ToolFailure
+from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
+from contract.tenancy import DEFAULT_TENANT
 from orchestrator.client import ToolClient
 from orchestrator.settings import load_settings
 from orchestrator.terminal import escape_controls
@@ -17,20 +18,26 @@ from orchestrator.terminal import escape_controls
 EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Tenant = Annotated[str | None, typer.Option("--tenant", help="For whom. Else the tenant of TOOLCREW_API_KEY, or default.")]
 
 T = TypeVar("T")
 
 
 @asynccontextmanager
-async def open_client() -> AsyncIterator[ToolClient]:
-    """The pool that TOOLCREW_REDIS_URL names, else an embedded stack for this command."""
+async def open_client(tenant: str | None = None) -> AsyncIterator[ToolClient]:
+    """The pool that TOOLCREW_REDIS_URL names, for that tenant or the one of TOOLCREW_API_KEY; else an embedded stack for this command."""
     settings = load_settings()
+    key = settings.api_key.get_secret_value() if settings.api_key is not None else None
     if settings.redis_url is not None:
-        async with ToolClient.connect(settings=settings) as client:
+        async with ToolClient.connect(settings=settings, api_key=key, tenant=tenant or DEFAULT_TENANT) as client:
             yield client
+    elif key is not None:
+        raise ConfigError(
+            "TOOLCREW_API_KEY is a key of a running pool: set TOOLCREW_REDIS_URL to that, or unset the key to start a stack of your own"
+        )
     else:
         typer.echo("TOOLCREW_REDIS_URL is not set: starting an embedded stack for this command (`toolcrew up` keeps one running)", err=True)
-        async with ToolClient.embedded(settings=settings) as client:
+        async with ToolClient.embedded(settings=settings, tenant=tenant or DEFAULT_TENANT) as client:
             yield client
 
 

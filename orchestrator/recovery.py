@@ -13,7 +13,7 @@ from orchestrator.carrier import Carrier, Errand
 from orchestrator.homes import SessionHomes
 from orchestrator.logs import get_logger
 from orchestrator.places import Home
-from orchestrator.transport import CallLost, DeliveryFailed, NotSent
+from orchestrator.transport import CallIdInUse, CallLost, DeliveryFailed, NotSent
 
 log = get_logger(__name__)
 
@@ -61,10 +61,11 @@ class Recovery:
                 home = await self._after_loss(errand, home, attempt, losses, lost)
                 attempt += 1
                 continue
-            except DeliveryFailed as failed:
-                # Whoever ran it may be gone without having noted its end. A call id that is in use is another call's record.
-                if failed.code is not ErrorCode.INVALID_ARGUMENTS:
-                    await self._noted(errand, attempt, CallState.UNKNOWN)
+            except CallIdInUse:
+                raise
+            except DeliveryFailed:
+                # Whoever ran it may be gone without having noted its end.
+                await self._noted(errand, attempt, CallState.UNKNOWN)
                 raise
             if not await self._may_go_again(errand, attempt, result, losses, until):
                 return result

@@ -21,6 +21,8 @@ class OrchestratorSettings(BaseSettings):
 
     redis_url: SecretStr | None = None
     deployment: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    api_key: SecretStr | None = None
+    """A tenant's, for whom commands then call (docs/tenants.md)."""
     secret: SecretStr | None = None
     secrets_previous: list[SecretStr] = []
     """Secrets that are still accepted while one is changed (docs/wire-security.md); a JSON list."""

@@ -80,6 +80,13 @@ class DeliveryFailed(Exception):
         self.message = message
 
 
+class CallIdInUse(DeliveryFailed):
+    """A call of that id is in flight. What the ledger has of it is that call's, not this one's."""
+
+    def __init__(self, call_id: str) -> None:
+        super().__init__(ErrorCode.INVALID_ARGUMENTS, f"the call id '{call_id}' is in use by a call in flight: give each call its own")
+
+
 class Transport(Protocol):
     """Carries envelopes. `deliver` gives the encoded result. Raises DeliveryFailed, NotSent, CallLost, BrokerUnavailable, or TimeoutError after `wait_s`."""
 

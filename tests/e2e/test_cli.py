@@ -62,6 +62,23 @@ def test_call_coerces_text_by_the_schema_and_keeps_equal_signs(shell: Shell) -> 
     assert (done.returncode, result.error_code, result.metadata["stdout"]) == (1, "TIMEOUT", "a=b=c\n")
 
 
+def test_call_is_made_for_the_tenant_that_is_named_or_whose_key_is_set(shell: Shell) -> None:
+    assert shell.toolcrew("tenants", "add", "acme-cli", "--tools", "bash_tool").returncode == 0
+    try:
+        named = shell.toolcrew("call", "write_tool", "file_path=a", "content=b", "--tenant", "acme-cli", "--json")
+        key = shell.toolcrew("tenants", "keys", "add", "acme-cli").stdout.strip()
+        keyed = shell.toolcrew("call", "write_tool", "file_path=a", "content=b", "--json", TOOLCREW_API_KEY=key)
+        allowed = shell.toolcrew("call", "bash_tool", "command=echo mine", TOOLCREW_API_KEY=key)
+        others = shell.toolcrew("call", "bash_tool", "command=true", "--tenant", "elsewhere", TOOLCREW_API_KEY=key)
+        homeless = shell.toolcrew("call", "bash_tool", "command=true", TOOLCREW_API_KEY=key, TOOLCREW_REDIS_URL="")
+    finally:
+        assert shell.toolcrew("tenants", "rm", "acme-cli").returncode == 0
+    assert [json.loads(done.stdout)["error_code"] for done in (named, keyed)] == ["PERMISSION_DENIED"] * 2
+    assert (allowed.returncode, allowed.stdout.strip()) == (0, "mine")
+    assert (others.returncode, homeless.returncode, "TOOLCREW_REDIS_URL" in homeless.stderr) == (3, 1, True)
+    assert key.split("_", 2)[2] not in others.stderr + homeless.stderr
+
+
 def test_call_reads_arguments_from_a_file_and_from_stdin(shell: Shell, tmp_path: Path) -> None:
     file = tmp_path / "arguments.json"
     file.write_text(json.dumps({"command": "echo from a file"}))

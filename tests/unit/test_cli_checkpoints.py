@@ -77,7 +77,7 @@ def test_a_run_whose_checkpoint_fails_still_gives_its_answer_and_an_exit_code(mo
     result = RunResult(run="r", answer="42", stop_reason=StopReason.ANSWERED, steps=1, usage=Usage(), clocks=Clocks(), transcript=())
 
     @asynccontextmanager
-    async def open_client() -> AsyncIterator[Any]:
+    async def open_client(_: str | None = None) -> AsyncIterator[Any]:
         yield FakeClient(result)
 
     monkeypatch.setattr("orchestrator.cli.open_client", open_client)

@@ -17,7 +17,7 @@ from orchestrator import homes, recovery
 from orchestrator.call_ledger import CallLedger
 from orchestrator.dispatcher import Dispatcher, Pool, Route
 from orchestrator.places import Places
-from orchestrator.transport import CallLost, Delivery, DeliveryFailed, NotSent
+from orchestrator.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed, NotSent
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import StaticCatalog
@@ -245,7 +245,7 @@ async def test_a_call_whose_worker_was_killed_at_its_limit_does_not_count_as_run
 
 
 async def test_a_call_whose_id_is_in_use_leaves_the_record_of_the_one_in_flight_alone(client: "redis.asyncio.Redis") -> None:
-    ground = Ground(client, DeliveryFailed(ErrorCode.INVALID_ARGUMENTS, "in use by a call in flight"))
+    ground = Ground(client, CallIdInUse("c1"))
     assert (await ground.call("acts")).error_code is ErrorCode.INVALID_ARGUMENTS
     assert await ground.state() == CallState.QUEUED
 
