@@ -20,8 +20,10 @@ log = get_logger(__name__)
 RESEND_S = 30.0
 """How long a call that nobody took is sent again: its session has moved, or its host is just being restarted."""
 LONGEST_PAUSE_S = 2.0
+NOT_RUN = "not_run"
+"""In a result's metadata: why a worker did not run the call."""
 NOT_TAKEN = frozenset({"moved", "broker", "sandboxd"})
-"""Why a worker says (metadata `not_run`) that a call was not run, though it may be a moment later: its session is elsewhere, Redis did not answer, or the
+"""Such reasons of a call that may be run a moment later: its session is elsewhere, Redis did not answer, or the
 host's sandboxd does not."""
 
 
@@ -68,9 +70,15 @@ class Recovery:
                 await self._noted(errand, attempt, CallState.UNKNOWN)
                 raise
             if not await self._may_go_again(errand, attempt, result, losses, until):
+                await self.note_end(errand, result, attempt, may_have_acted=losses.may_have_acted)
                 return result
             attempt += 1
             home = await self._refresh(errand, home, is_lost=False) if home is not None else None
+
+    async def note_end(self, errand: Errand, result: ToolResult, attempt: int = 1, *, may_have_acted: bool = False) -> None:
+        """This answer is the call's last: a worker that did not run it has left its record open, for another attempt."""
+        if NOT_RUN in result.metadata:
+            await self._noted(errand, attempt, CallState.UNKNOWN if may_have_acted else CallState.LOST)
 
     async def _may_go_again(self, errand: Errand, attempt: int, result: ToolResult, losses: "_Losses", until: "Patience") -> bool:
         """Whether a worker's answer only says that the call was not run there, or what it did was lost and may be done again."""
@@ -78,7 +86,7 @@ class Recovery:
         if is_lost:
             losses.note(has_started=True)
         is_repeatable = is_lost and errand.spec.idempotent and losses.times < MAX_ATTEMPTS
-        is_untaken = result.metadata.get("not_run") in NOT_TAKEN
+        is_untaken = result.metadata.get(NOT_RUN) in NOT_TAKEN
         return (is_untaken or is_repeatable) and await until.wait() and await self._renewed(errand, attempt)
 
     async def _find(self, errand: Errand) -> Home | None:
