@@ -205,6 +205,19 @@ async def test_a_call_that_no_worker_could_begin_in_time_is_not_left_open_in_the
     assert await ground.state() == (CallState.UNKNOWN if earlier else CallState.LOST)
 
 
+async def test_a_call_whose_session_is_gone_when_it_is_to_be_sent_again_is_not_left_open_either(
+    client: "redis.asyncio.Redis", redis_server: RedisProcess
+) -> None:
+    def refuse(call: ToolCall) -> ToolResult:
+        with redis_server.client() as at_once:
+            at_once.delete(place_key("d", "acme", "s1"))
+        return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": "sandboxd"})
+
+    ground = Ground(client, refuse)
+    assert (await ground.call("safe")).error_code is ErrorCode.SESSION_NOT_FOUND
+    assert await ground.state() == CallState.LOST
+
+
 async def test_verbs_that_a_worker_could_not_begin_are_not_left_open_either(client: "redis.asyncio.Redis") -> None:
     refused: list[str] = []
 
