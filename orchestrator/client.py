@@ -22,7 +22,7 @@ from orchestrator.approvals import DEFAULT_POLICY, Approver, choose_approver, re
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
 from orchestrator.dialects.choice import choose_dialect, know_model, with_window
 from orchestrator.dispatcher import Terms, find_nearest, note_aliases
-from orchestrator.events import OnEvent, OutputArrived
+from orchestrator.events import CallSent, OnEvent, OutputArrived, SandboxClosed, SandboxReady
 from orchestrator.heard_calls import OnOutput
 from orchestrator.limits import ReActOptions
 from orchestrator.local_stack import StackInfo, embedded_stack
@@ -31,7 +31,7 @@ from orchestrator.models.base import Model
 from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.pool_connection import PoolConnection, open_pool
-from orchestrator.sessions import Checkpoint, Session, Start, delete_checkpoint
+from orchestrator.sessions import Checkpoint, Session, SessionInfo, Start, delete_checkpoint
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings
 from orchestrator.switches import build_switch
 from orchestrator.tenant_rules import with_tenant_rules
@@ -238,14 +238,19 @@ class ToolClient:
         options, run = options or ReActOptions(), secrets.token_hex(8)
         async with AsyncExitStack() as stack:
             chosen = await stack.enter_async_context(choose_model(self._settings, model))
+            tell = on_event or (lambda _: None)
             if session is None:
-                session = await stack.enter_async_context(await self.open_session(workspace))
+                session = await self.open_session(workspace)
+                stack.callback(_tell_closed, tell, run, session.id)
+                await stack.enter_async_context(session)
             wanted = dialect or self._settings.dialect
             known = await know_model(chosen, wanted, self._capabilities)
             speaks = choose_dialect(wanted, known, is_small=chosen.is_small)
             options = with_window(options, self._settings, known)
             states = await self.tool_states()
-            reach = (await session.info()).describe_network()
+            info = await session.info()
+            tell(_ready(run, info))
+            reach = info.describe_network()
             allowed = await self._tenants.policy(session.tenant)
             there = [state.spec.with_network(reach) for state in states if state.switch is None and allowed.allows_tool(state.name)]
             specs = filter_specs(there, chosen.tools if tools is None else tools)
@@ -260,10 +265,11 @@ class ToolClient:
                     Terms(default_timeout_s=options.tool_timeout_s, run=run, model=chosen.model.name),
                     _output_teller(on_event, run) if on_event is not None and shows_output else None,
                     questions,
+                    tell,
                 ),
                 instruction=chosen.instruction,
                 options=options,
-                on_event=on_event or (lambda _: None),
+                on_event=tell,
                 run_id=run,
                 spent_by_tools=questions.usage,
                 switched_off={state.name: state.switch for state in states if state.switch is not None},
@@ -271,7 +277,13 @@ class ToolClient:
             return await agent.run(instruction)
 
     def _run_call(
-        self, session: Session, specs: list[ToolSpec], terms: Terms, tell_output: Callable[[str], OnOutput] | None, questions: ModelRequests
+        self,
+        session: Session,
+        specs: list[ToolSpec],
+        terms: Terms,
+        tell_output: Callable[[str], OnOutput] | None,
+        questions: ModelRequests,
+        tell: OnEvent,
     ) -> Callable[[ToolCall], Awaitable[ToolResult]]:
         """How a model's call is run: reviewed, then dispatched, its output told to who listens."""
         by_name = {spec.name: spec for spec in specs}
@@ -283,15 +295,37 @@ class ToolClient:
             if switch is not None:
                 return ToolResult.failed(call, ErrorCode.TOOL_DISABLED, switch.refusal(call.name))
             policy = with_tenant_rules(self._policy, await self._tenants.policy(session.tenant), session.tenant)
-            reviewed = await review(call, spec, self._approver, policy=policy, tenant=session.tenant, session=session.id)
+            run = terms.run or ""
+            reviewed = await review(
+                call, spec, self._approver, policy=policy, tenant=session.tenant, session=session.id, on_event=tell, run=run
+            )
             if isinstance(reviewed, ToolResult):
                 return reviewed
+            tell(CallSent(run=run, call=reviewed))
             on_output = tell_output(call.id) if tell_output is not None else None
             heard = replace(terms, handlers={MODEL: questions.open_call()}) if spec.pool == "tools" else terms
             result = await session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=heard)
             return note_aliases(result, find_aliases(spec, call.arguments))
 
         return run_call
+
+
+def _tell_closed(tell: OnEvent, run: str, session: str) -> None:
+    tell(SandboxClosed(run=run, session=session))
+
+
+def _ready(run: str, info: SessionInfo) -> SandboxReady:
+    sandbox = info.sandbox
+    return SandboxReady(
+        run=run,
+        session=info.session,
+        host=info.host,
+        image=info.image,
+        network=info.network,
+        sandbox=sandbox.id if sandbox is not None else "",
+        generation=sandbox.generation if sandbox is not None else 1,
+        start_s=info.start_s,
+    )
 
 
 def _output_teller(on_event: OnEvent, run: str) -> Callable[[str], OnOutput]:

@@ -107,7 +107,7 @@ _REDIS = (
     "workers/custom/state.py",
     "workers/web/cache.py",
 )
-_TERMINAL = ("orchestrator/cli*.py", "orchestrator/terminal*.py")
+_TERMINAL = ("orchestrator/cli*.py", "orchestrator/terminal*.py", "orchestrator/batches/live_*.py")
 WALLS: dict[str, tuple[str, ...]] = {
     "celery": _CELERY,
     "kombu": (*_CELERY, "workers/broker_transport.py"),

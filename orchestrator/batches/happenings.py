@@ -9,11 +9,12 @@ from orchestrator.batches.items import FailureKind
 
 
 class _Happening(Record):
-    """`at`: Unix seconds. `item`: its custom_id; `run`: the id of its run."""
+    """`at`: Unix seconds. `item`: its custom_id; `run`: the id of its run; `attempt`: which of the item's it belongs to, from 1."""
 
     at: float
     item: str
     run: str = ""
+    attempt: int = Field(default=1, ge=1)
 
 
 class ItemStarted(_Happening):
@@ -21,7 +22,6 @@ class ItemStarted(_Happening):
     where a process left it that died."""
 
     type: Literal["item_started"] = "item_started"
-    attempt: int = 1
     is_resumed: bool = False
     waited_s: float = 0.0
     orchestrator: str = ""
@@ -71,10 +71,10 @@ class ItemDone(_Happening):
 
 
 class ItemRetried(_Happening):
-    """It is queued again after a failure."""
+    """It is queued again after a failure. `attempt`: the one that is to come, so at least 2."""
 
     type: Literal["item_retried"] = "item_retried"
-    attempt: int
+    attempt: int = Field(ge=2)
     failure: FailureKind
     code: str = ""
 

@@ -59,6 +59,8 @@ class RunBody(Record):
     dialect: Literal["native", "tags", "json", "auto"] | None = None
     tools: tuple[str, ...] | None = None
     limits: RunLimits = RunLimits()
+    sampling: dict[str, JsonValue] = Field(default_factory=dict)
+    """Fields that each request to the model carries as they are (`ModelRequest.extra`)."""
 
 
 class CallBody(Record):
