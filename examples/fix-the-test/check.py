@@ -68,24 +68,28 @@ def put_together(project: Path, artifact: Path, target: Path) -> int:
 def run_tests(project: Path) -> tuple[int, int, int, str] | str:
     """(run, bad, skipped, names of the bad ones), or why that cannot be said."""
     word = secrets.token_hex(16)
-    child = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-B", "-c", _RUN_TESTS, str(project)],
-        cwd=project,
-        env={"LANG": "C.UTF-8", "PATH": os.defpath},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=_set_limits,
-    )
-    try:
-        said, _ = child.communicate(f"{word}\n".encode(), LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return f"the tests did not end within {LIMIT_S} s"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    # To a file, whose size has a limit: a pipe could be flooded until this process has no memory left.
+    with tempfile.TemporaryFile() as report:
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", "-c", _RUN_TESTS, str(project)],
+            cwd=project,
+            env={"LANG": "C.UTF-8", "PATH": os.defpath},
+            stdin=subprocess.PIPE,
+            stdout=report,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_set_limits,
+        )
+        try:
+            child.communicate(f"{word}\n".encode(), LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return f"the tests did not end within {LIMIT_S} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        report.seek(0)
+        said = report.read(MAX_FILE_BYTES)
     parts = said.decode(errors="replace").split(" ", 4)
     if len(parts) != 5 or parts[0] != word:
         return f"the tests did not come to their end (exit code {child.returncode})"

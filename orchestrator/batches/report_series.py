@@ -6,6 +6,7 @@ from collections import Counter
 
 MAX_BUCKETS = 600
 MAX_NAMED = 400
+_END_OF_TIME = 1e15
 DONE, FAILED, RETRIED, RUNNING = range(4)
 """How an attempt ended; RUNNING: not yet."""
 
@@ -14,14 +15,14 @@ class TimeSeries:
     """Sums by name and time. Buckets are seconds that double in width as the time grows that they must cover; the same set gives the same sums."""
 
     def __init__(self) -> None:
-        self.width_s = 1.0
+        self.width_s = 1
         self._sums: dict[str, Counter[int]] = {}
         self._low: int | None = None
         self._high = 0
 
     def add(self, name: str, at: float, amount: int) -> None:
         """`amount` at `at`."""
-        bucket = math.floor(at / self.width_s)
+        bucket = math.floor(max(-_END_OF_TIME, min(_END_OF_TIME, at))) // self.width_s
         self._low = bucket if self._low is None else min(bucket, self._low)
         self._high = max(bucket, self._high) if self._sums else bucket
         self._sums.setdefault(name, Counter())[bucket] += amount
@@ -33,7 +34,7 @@ class TimeSeries:
         points, sum_ = list[tuple[float, float]](), 0
         for bucket, amount in sorted(self._sums.get(name, Counter()).items()):
             sum_ += amount
-            points.append(((bucket + 1) * self.width_s, float(sum_)))
+            points.append((float((bucket + 1) * self.width_s), float(sum_)))
         return points
 
     def _halve(self) -> None:

@@ -82,18 +82,22 @@ function steps.add()
   return added
 end
 
--- owner, how many, lease, then as many words for claims. Gives {tenant, run, claim, how} of each.
+-- owner, how many, lease, tenant|batch whose runs are wanted ('' for all), then as many words for claims. Gives {tenant, run, claim, how} of each.
 function steps.claim()
-  local owner, most, lease_s = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
-  local given, word = {}, 7
+  local owner, most, lease_s, only = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
+  local given, word = {}, 8
   local function take(tenant, batch, run, how)
     table.insert(given, begin(tenant, batch, run, ARGV[word], owner, lease_s, how))
     word = word + 1
   end
-  for _, one in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'leases', '-inf', now, 'LIMIT', 0, most)) do
+  for _, one in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'leases', '-inf', now, 'LIMIT', 0, only == '' and most or 1000)) do
     local tenant, run = split(one)
     local batch = redis.call('HGET', run_key(tenant, run), 'batch')
-    if batch then take(tenant, batch, run, 'resumed') else redis.call('ZREM', runs .. 'leases', one) end
+    if not batch then
+      redis.call('ZREM', runs .. 'leases', one)
+    elseif #given < most and (only == '' or only == tenant .. '|' .. batch) then
+      take(tenant, batch, run, 'resumed')
+    end
   end
   for _, one in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'delayed', '-inf', now, 'LIMIT', 0, 1000)) do
     local tenant, run = split(one)
@@ -105,6 +109,7 @@ function steps.claim()
   local idle = 0
   while #given < most do
     local one = redis.call('ZRANGE', runs .. 'batches', idle, idle)[1]
+    if only ~= '' then one = idle == 0 and redis.call('ZSCORE', runs .. 'batches', only) and only end
     if not one then break end
     local tenant, batch = split(one)
     local key = batch_key(tenant, batch)

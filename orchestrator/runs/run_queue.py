@@ -82,10 +82,12 @@ class RunQueue:
             added += int(await self._step("add", tenant, batch, *arguments))
         return added
 
-    async def claim(self, most: int) -> list[Claim]:
-        """Up to so many runs: those of processes that died first, then the next of each batch in turn."""
+    async def claim(self, most: int, only: tuple[str, str] | None = None) -> list[Claim]:
+        """Up to so many runs: those of processes that died first, then the next of each batch in turn. `only`: of that tenant's batch."""
         most = min(most, AT_ONCE)
-        told = await self._step("claim", self.owner, most, LEASE_S, *(secrets.token_hex(8) for _ in range(most)))
+        told = await self._step(
+            "claim", self.owner, most, LEASE_S, member(*only) if only is not None else "", *(secrets.token_hex(8) for _ in range(most))
+        )
         given = [tuple(part.decode() for part in one) for one in told]
         records = await self.runs([(tenant, run) for tenant, run, _, _ in given])
         return [

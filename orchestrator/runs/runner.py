@@ -40,7 +40,8 @@ class _Working:
 
 @dataclass
 class Runner:
-    """One process's share of the work. `concurrency`: runs at a time here; a batch's own limit holds over all processes."""
+    """One process's share of the work. `concurrency`: runs at a time here; a batch's own limit holds over all processes. `only`: the tenant and the batch
+    whose runs it takes; None: it serves everybody, and so must have what all of them need."""
 
     client: "redis.asyncio.Redis"
     deployment: str
@@ -48,6 +49,7 @@ class Runner:
     work: ItemWork
     writer: HappeningWriter
     concurrency: int
+    only: tuple[str, str] | None
     _working: dict[tuple[str, str], _Working] = field(default_factory=dict)
     _freed: asyncio.Event = field(default_factory=asyncio.Event)
     _defaults: dict[tuple[str, str], BatchDefaults] = field(default_factory=dict)
@@ -87,7 +89,7 @@ class Runner:
 
     async def _claim(self, room: int) -> None:
         try:
-            claims = await self.queue.claim(room)
+            claims = await self.queue.claim(room, self.only)
         except BrokerUnavailable as error:
             log.warning("runs_not_claimed", error=str(error))
             return

@@ -40,6 +40,11 @@ class TraceCall:
         return self.called.arguments if self.called else {}
 
     @property
+    def has_run(self) -> bool:
+        """Whether its result shows that it ran, though the line that says so may be lost."""
+        return self.result is not None and (self.result.sandbox is not None or any(self.result.clocks.model_dump().values()))
+
+    @property
     def was_refused(self) -> bool:
         """Whether a policy or a person refused it."""
         return self.result is not None and bool(self.result.metadata.get("was_refused"))
@@ -85,9 +90,11 @@ class Trace:
         self.start = next((record for record in self.attempt if isinstance(record, records.RunStart)), None)
         self.end = next((record for record in reversed(self.attempt) if isinstance(record, records.RunEnd)), None)
         self.steps = _steps(self.attempt)
+        if starts:
+            _adopt(self.steps, self.records[: starts[-1]])
         self.tools = _tools(self.attempt)
         # Calls of functions of the program itself are not sent anywhere.
-        self._sends = any(isinstance(record, records.ToolStart) for record in self.attempt)
+        self._sends = any(isinstance(record, records.ToolStart) for record in self.records)
 
     @property
     def run(self) -> str:
@@ -106,7 +113,7 @@ class Trace:
             return "its request was malformed" if is_malformed else "the run ended before it"
         if call.was_refused:
             return "it was refused"
-        return "it was not sent" if self._sends and call.started is None else ""
+        return "it was not sent" if self._sends and call.started is None and not call.has_run else ""
 
     def faults(self) -> list[str]:
         """What is not whole, in sentences; none of a trace of a run that ended in order."""
@@ -252,6 +259,22 @@ def _steps(attempt: Sequence[TraceRecord]) -> list[TraceStep]:
             case records.ApprovalRequested() | records.ApprovalDecision() | records.ToolStart() if record.call_id in places:
                 _note(places[record.call_id].call(record.call_id), record)
     return steps
+
+
+def _adopt(steps: Sequence[TraceStep], before: Sequence[TraceRecord]) -> None:
+    """What was asked and sent in earlier attempts: a run that is taken up again is answered out of its log, and does neither twice."""
+    calls = {call.call_id: call for step in steps for call in step.calls}
+    for record in before:
+        if isinstance(record, records.ApprovalRequested | records.ApprovalDecision | records.ToolStart) and record.call_id in calls:
+            call = calls[record.call_id]
+            # What this attempt says itself stands.
+            match record:
+                case records.ApprovalRequested():
+                    call.asked = call.asked or record
+                case records.ApprovalDecision():
+                    call.decided = call.decided or record
+                case records.ToolStart():
+                    call.started = call.started or record
 
 
 def _note(call: TraceCall, record: records.ApprovalRequested | records.ApprovalDecision | records.ToolStart) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from contract.calls import MAX_BLOB_BYTES
 from orchestrator.batches import lines as lines_module
 from orchestrator.batches.items import CALLS_URL, CHAT_URL, RUNS_URL, BatchItem, CallBody, Ground, RunBody, RunLimits
 from orchestrator.batches.lines import BadBatch, BatchFile, load_lines, read_lines
+from orchestrator.batches.rows import parse_row
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=40)
 VALUE = st.recursive(
@@ -292,3 +294,11 @@ def test_a_file_that_is_not_there_or_is_a_folder_is_told(tmp_path: Path) -> None
     for path, told in ((tmp_path / "none", "does not exist"), (tmp_path, "cannot be read")):
         with pytest.raises(BadBatch, match=told):
             load_lines(path)
+
+
+def test_the_lines_and_rows_of_the_page_are_what_is_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "batch-files.md").read_text()
+    (tmp_path / "repo.tar.gz").mkdir()
+    short, openai, rows = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    assert [len(read(text, tmp_path).items) for text in (short, openai)] == [2, 1]
+    assert [parse_row(line.encode()).custom_id for line in rows.splitlines()] == ["q1", "q2"]

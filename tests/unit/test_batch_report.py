@@ -187,14 +187,14 @@ def test_many_items_are_drawn_together_so_that_the_page_stays_small() -> None:
     assert "5,000 attempts, 25 in a row" in page
 
 
-@pytest.mark.parametrize("at", [0.0, -1e9, 1e300, 1e12, -1e300])
+@pytest.mark.parametrize("at", [0.0, -1e9, 1e308, 1.7e308, -1.7e308])
 def test_a_clock_that_is_nonsense_breaks_no_page(at: float) -> None:
     told = [*tell_batch((Attempt(),)), *tell_item("x", failed(), at=at), StepDone(at=at, item="y", step=1, prompt_tokens=5)]
     page = Page(build_report(told, title="t"))
     assert not re.search(r"\b(nan|inf)\b", " ".join(page.values("x") + page.values("points") + page.values("width")))
 
 
-@given(times=st.lists(st.floats(-1e7, 1e7), min_size=1), shuffle=st.randoms(use_true_random=False))
+@given(times=st.lists(st.floats(-1e17, 1e17) | st.floats(-1e3, 1e3), min_size=1), shuffle=st.randoms(use_true_random=False))
 def test_sums_by_time_lose_nothing_and_stay_few_in_any_order(times: list[float], shuffle: object) -> None:
     made = []
     for _ in range(2):

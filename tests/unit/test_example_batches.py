@@ -356,6 +356,9 @@ CHEATS: dict[str, Callable[[Path], object]] = {
     "a module that cannot be imported": lambda place: (place / "roman.py").write_text("raise ImportError\n"),
     "a test that is skipped": lambda place: (place / "roman.py").write_text("import unittest\nraise unittest.SkipTest('later')\n"),
     "a link to another file": lambda place: relink(place / "roman.py", FIX / "projects" / "recent" / "recent.py"),
+    "a flood where the report goes": lambda place: (place / "roman.py").write_text(
+        "import os\nwhile True:\n    os.write(3, b'x' * 9999)\n"
+    ),
     "nothing": lambda place: shutil.rmtree(place),
 }
 

@@ -43,6 +43,16 @@ async def test_batches_take_turns_and_none_has_more_at_a_time_than_it_may(ground
     assert claimed[6:] == ["c-4", "c-5"]
 
 
+async def test_who_works_one_batch_gets_no_run_of_another(ground: RunGround) -> None:
+    await ground.submit(3, batch="b")
+    await ground.submit(2, batch="c", tenant="other")
+    (dead,) = await ground.queue.claim(1, ("acme", "b"))
+    await ground.die(dead)
+    assert [claim.run for claim in await ground.other.claim(9, ("other", "c"))] == ["c-1", "c-2"]
+    assert await ground.other.claim(9, ("other", "d")) == []
+    assert [claim.run for claim in await ground.queue.claim(9, ("acme", "b"))] == ["b-1", "b-2", "b-3"]
+
+
 async def test_a_submission_that_comes_again_adds_nothing(ground: RunGround) -> None:
     await ground.submit(3)
     await ground.submit(3)

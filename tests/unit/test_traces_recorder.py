@@ -96,7 +96,7 @@ async def test_a_reply_that_the_time_limit_interrupts_is_told_as_far_as_it_came(
         return echo(call)
 
     with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
-        options = ReActOptions(max_wall_s=0.05)
+        options = ReActOptions(max_wall_s=1.0)
         agent = Agent(
             ScriptedModel([call_echo("a")]), NativeDialect(), [build_spec("echo")], stall, options=options, on_event=trace, run_id=RUN
         )

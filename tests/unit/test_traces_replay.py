@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
+from contract.calls import Clocks, ToolCall, ToolResult
 from contract.errors import ConfigError
+from orchestrator.agent import Agent
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.events import CallSent
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sessions import Session
 from orchestrator.traces.masking import Masker
 from orchestrator.traces.recorded_calls import RecordedCall, Told, load_calls
+from orchestrator.traces.recorder import open_trace
 from orchestrator.traces.replay import MAX_COMPARED_LINES, MAX_DIFF_LINES, ReplayReport, compare, replay
 from orchestrator.traces.replay import Calls as Place
-from tests.builders import build_call
-from tests.trace_ground import call_echo, echo, fail, run_traced
+from tests.builders import build_call, build_spec
+from tests.trace_ground import RUN, call_echo, echo, fail, run_traced
 
 
 class FakeSession:
@@ -132,6 +136,24 @@ async def test_an_approver_changed_arguments_are_those_that_are_run(tmp_path: Pa
     session = FakeSession()
     await replay(load_calls(path)[0], session)
     assert session.calls == [("echo", {"text": "changed"})]
+
+
+async def test_calls_that_an_earlier_attempt_sent_are_run_though_the_last_one_knew_their_results(tmp_path: Path) -> None:
+    model = [call_echo("a"), call_echo("b"), "done"]
+    await run_traced(tmp_path, ScriptedModel([model[0]]), max_iterations=1)
+    sent: list[int] = []
+    # The run is taken up again: its first result comes out of a log, and only the second call is sent.
+    with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
+
+        async def run_call(call: ToolCall) -> ToolResult:
+            if call.id != "run1-1-0":
+                sent.append(1)
+                trace.on_event(CallSent(run=RUN, call=call))
+            return echo(call).model_copy(update={"sandbox": None, "clocks": Clocks()})
+
+        await Agent(ScriptedModel(model), NativeDialect(), [build_spec("echo")], run_call, on_event=trace, run_id=RUN).run("do it")
+    calls, faults = load_calls(trace.path)
+    assert (len(sent), [call.unrun for call in calls], faults) == (1, ["", ""], [])
 
 
 def test_a_long_difference_is_cut_and_says_so() -> None:
