@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.batches.displays import Display, Watched
+from orchestrator.batches.items import Outcome
 from orchestrator.batches.lines import BatchFile
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.row_files import RowFiles
@@ -17,7 +18,7 @@ from orchestrator.models.choice import ChosenModel
 from orchestrator.pool_connection import PoolConnection
 from orchestrator.run_parts import RunParts
 from orchestrator.runs.batches import DEFAULT_CONCURRENCY, Batches, run_id
-from orchestrator.runs.follower import Follower
+from orchestrator.runs.follower import ROWS_AT_ONCE, Follower
 from orchestrator.runs.happening_stream import HappeningReader, HappeningWriter
 from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.models import Models
@@ -91,11 +92,34 @@ class BatchRuns:
             only = (self.tenant, batch) if batch is not None else None
             yield Runner(self._pool.redis, self._settings.deployment, self.queue, work, self._writer, concurrency, only)
 
-    async def follow(self, batch: str, display: Display, rows: RowFiles | None = None) -> BatchRecord:
-        """Watch a batch to its end, and write its rows, while others work it."""
+    async def outcomes(self, batch: str) -> AsyncIterator[Outcome]:
+        """Of all items that have ended so far, in the order in which they did."""
+        after = 0
+        while ended := (await self.queue.ended(self.tenant, batch, after))[:ROWS_AT_ONCE]:
+            for record in await self.queue.runs([(self.tenant, run) for _, run in ended]):
+                if record is not None and record.outcome is not None:
+                    yield record.outcome
+            after = ended[-1][0]
+
+    async def write_rows(self, batch: str, rows: RowFiles) -> int:
+        """Write the rows of all that has ended so far; how many were new. Raises RowsNotWritten."""
+        count = 0
+        async for outcome in self.outcomes(batch):
+            count += len(await asyncio.to_thread(rows.append, [outcome]))
+        await asyncio.to_thread(rows.settle)
+        return count
+
+    async def tell(self, batch: str, open_display: OpenDisplay, *, follow: bool) -> None:
+        """Show what has happened of late; and, if it is followed, what happens until the batch has ended."""
+        record = await self.batches.status(batch)
         reader = HappeningReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
-        follower = Follower(self.queue, reader, self.tenant, batch, rows=rows, show=display.show, tick=display.tick)
-        return await follower.run()
+        with open_display(Watched(batch, Progress(record.total))) as display:
+            if follow:
+                await Follower(self.queue, reader, self.tenant, batch, rows=None, show=display.show, tick=display.tick).run()
+                return
+            while happenings := await reader.read(0.0):
+                for happening in happenings:
+                    display.show(happening)
 
     async def work(
         self,

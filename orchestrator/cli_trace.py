@@ -103,7 +103,7 @@ def trace_export(
         "traj": lambda: build_traj(trace),
         "otel": lambda: build_otel(trace, with_content=with_content),
     }
-    text = json.dumps(builders[to](), ensure_ascii=output is None, indent=2 if output is not None else None)
+    text = json.dumps(builders[to](), indent=2 if output is not None else None)
     for fault in trace.faults():
         typer.echo(f"toolcrew: {escape_controls(fault)}", err=True)
     if output is None:

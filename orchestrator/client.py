@@ -1,40 +1,33 @@
 """The SDK: connect to a pool or start one, open sessions, call tools, run instructions. The CLI uses nothing else."""
 
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import SecretStr
 
-from contract.call_events import MODEL
-from contract.calls import ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.registry import ToolState, filter_specs
-from contract.schema import find_aliases
 from contract.specs import ToolSpec
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.agent import Agent, RunResult
+from orchestrator.agent import RunResult
 from orchestrator.api_keys import ApiKeys, Credential
-from orchestrator.approvals import DEFAULT_POLICY, Approver, choose_approver, review
+from orchestrator.approvals import DEFAULT_POLICY, Approver, choose_approver
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
-from orchestrator.dialects.choice import choose_dialect, know_model, with_window
-from orchestrator.dispatcher import Terms, find_nearest, note_aliases
-from orchestrator.events import CallSent, OnEvent, OutputArrived, SandboxClosed, SandboxReady
-from orchestrator.heard_calls import OnOutput
+from orchestrator.batch_runs import BatchRuns
+from orchestrator.dispatcher import find_nearest
+from orchestrator.events import OnEvent, SandboxClosed
 from orchestrator.limits import ReActOptions
 from orchestrator.local_stack import StackInfo, embedded_stack
-from orchestrator.model_requests import ModelRequests
 from orchestrator.models.base import Model
-from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.pool_connection import PoolConnection, open_pool
-from orchestrator.sessions import Checkpoint, Session, SessionInfo, Start, delete_checkpoint
+from orchestrator.run_parts import RunAs, RunParts
+from orchestrator.sessions import Checkpoint, Session, Start, delete_checkpoint
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings
 from orchestrator.switches import build_switch
-from orchestrator.tenant_rules import with_tenant_rules
 
 
 class ToolClient:
@@ -57,9 +50,10 @@ class ToolClient:
         self._switches = pool.switches
         self._tenants = pool.tenants
         self._credential = credential
-        self._approver = approver or choose_approver(settings.approvals, is_interactive=is_interactive())
-        self._policy = policy or (load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY)
-        self._capabilities = CapabilityCache(settings.capability_folder)
+        approver = approver or choose_approver(settings.approvals, is_interactive=is_interactive())
+        policy = policy or (load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY)
+        self._parts = RunParts(settings, pool, approver, policy)
+        self._pool = pool
         self.tenant = tenant
         self.stack = stack
 
@@ -192,6 +186,17 @@ class ToolClient:
             return None
         return ToolState(spec) if spec is not None else None
 
+    @asynccontextmanager
+    async def _own_session(self, workspace: Path | str | None, run: str, tell: OnEvent) -> AsyncIterator[Session]:
+        """A session of one run."""
+        async with await self.open_session(workspace) as session:
+            yield session
+        tell(SandboxClosed(run=run, session=session.id))
+
+    def batch_runs(self) -> BatchRuns:
+        """Batches of the client's tenant, and the work on them. A batch's calls are made without the client's key: whoever goes on with it has another."""
+        return BatchRuns(self._settings, self._pool, self._parts, self.tenant)
+
     async def _as_tenant(self, tenant: str | None) -> str:
         """For whom something is done. Raises ToolFailure when the client's key is not good for it."""
         chosen = tenant or self.tenant
@@ -235,102 +240,21 @@ class ToolClient:
         """
         if session is not None and workspace is not None:
             raise ConfigError("give either a session or a workspace to run in, not both")
-        options, run = options or ReActOptions(), secrets.token_hex(8)
+        run, tell = secrets.token_hex(8), on_event or (lambda _: None)
         async with AsyncExitStack() as stack:
             chosen = await stack.enter_async_context(choose_model(self._settings, model))
-            tell = on_event or (lambda _: None)
             if session is None:
-                session = await self.open_session(workspace)
-                stack.callback(_tell_closed, tell, run, session.id)
-                await stack.enter_async_context(session)
-            wanted = dialect or self._settings.dialect
-            known = await know_model(chosen, wanted, self._capabilities)
-            speaks = choose_dialect(wanted, known, is_small=chosen.is_small)
-            options = with_window(options, self._settings, known)
-            states = await self.tool_states()
-            info = await session.info()
-            tell(_ready(run, info))
-            reach = info.describe_network()
-            allowed = await self._tenants.policy(session.tenant)
-            there = [state.spec.with_network(reach) for state in states if state.switch is None and allowed.allows_tool(state.name)]
-            specs = filter_specs(there, chosen.tools if tools is None else tools)
-            questions = ModelRequests(chosen.model)
-            agent = Agent(
-                chosen.model,
-                speaks,
-                specs,
-                self._run_call(
-                    session,
-                    specs,
-                    Terms(default_timeout_s=options.tool_timeout_s, run=run, model=chosen.model.name),
-                    _output_teller(on_event, run) if on_event is not None and shows_output else None,
-                    questions,
-                    tell,
-                ),
-                instruction=chosen.instruction,
-                options=options,
-                on_event=tell,
-                run_id=run,
-                spent_by_tools=questions.usage,
-                switched_off={state.name: state.switch for state in states if state.switch is not None},
+                session = await stack.enter_async_context(self._own_session(workspace, run, tell))
+            wanted = RunAs(
+                run=run,
+                dialect=dialect,
+                options=options or ReActOptions(),
+                tools=tools,
+                tell=tell,
+                shows_output=on_event is not None and shows_output,
             )
+            agent = await self._parts.build_agent(session, chosen, wanted)
             return await agent.run(instruction)
-
-    def _run_call(
-        self,
-        session: Session,
-        specs: list[ToolSpec],
-        terms: Terms,
-        tell_output: Callable[[str], OnOutput] | None,
-        questions: ModelRequests,
-        tell: OnEvent,
-    ) -> Callable[[ToolCall], Awaitable[ToolResult]]:
-        """How a model's call is run: reviewed, then dispatched, its output told to who listens."""
-        by_name = {spec.name: spec for spec in specs}
-
-        async def run_call(call: ToolCall) -> ToolResult:
-            spec = by_name[call.name]
-            # Nobody is asked about a call that will not be run.
-            switch = (await self._switches.switches()).get(call.name)
-            if switch is not None:
-                return ToolResult.failed(call, ErrorCode.TOOL_DISABLED, switch.refusal(call.name))
-            policy = with_tenant_rules(self._policy, await self._tenants.policy(session.tenant), session.tenant)
-            run = terms.run or ""
-            reviewed = await review(
-                call, spec, self._approver, policy=policy, tenant=session.tenant, session=session.id, on_event=tell, run=run
-            )
-            if isinstance(reviewed, ToolResult):
-                return reviewed
-            tell(CallSent(run=run, call=reviewed))
-            on_output = tell_output(call.id) if tell_output is not None else None
-            heard = replace(terms, handlers={MODEL: questions.open_call()}) if spec.pool == "tools" else terms
-            result = await session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=heard)
-            return note_aliases(result, find_aliases(spec, call.arguments))
-
-        return run_call
-
-
-def _tell_closed(tell: OnEvent, run: str, session: str) -> None:
-    tell(SandboxClosed(run=run, session=session))
-
-
-def _ready(run: str, info: SessionInfo) -> SandboxReady:
-    sandbox = info.sandbox
-    return SandboxReady(
-        run=run,
-        session=info.session,
-        host=info.host,
-        image=info.image,
-        network=info.network,
-        sandbox=sandbox.id if sandbox is not None else "",
-        generation=sandbox.generation if sandbox is not None else 1,
-        start_s=info.start_s,
-    )
-
-
-def _output_teller(on_event: OnEvent, run: str) -> Callable[[str], OnOutput]:
-    """Call id -> what tells the pieces of its output as events."""
-    return lambda call_id: lambda stream, text: on_event(OutputArrived(run=run, call_id=call_id, stream=stream, text=text))
 
 
 def _with_secret(settings: OrchestratorSettings) -> OrchestratorSettings:

@@ -104,6 +104,7 @@ _REDIS = (
     "orchestrator/admission/grants.py",
     "orchestrator/admission/shared.py",
     "orchestrator/admission/steps.py",
+    *(f"orchestrator/runs/{name}.py" for name in ("happening_stream", "run_log", "run_queue", "runner")),
     "workers/custom/state.py",
     "workers/web/cache.py",
 )

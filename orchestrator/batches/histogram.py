@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 FLOOR_S = 0.0001
 GROWTH = 1.1
+MAX_S = 1e12
+"""Longer times, which only clocks without sense tell, share its bucket."""
 _LOG_GROWTH = math.log(GROWTH)
 
 
@@ -55,7 +57,7 @@ def bucket_of(seconds: float) -> int:
 
 def place_of(seconds: float) -> float:
     """Its bucket, and how far into it."""
-    return 0.5 if seconds <= FLOOR_S else 1 + max(0.0, math.log(seconds / FLOOR_S) / _LOG_GROWTH)
+    return 0.5 if seconds <= FLOOR_S else 1 + max(0.0, math.log(min(seconds, MAX_S) / FLOOR_S) / _LOG_GROWTH)
 
 
 def start_of(bucket: int) -> float:

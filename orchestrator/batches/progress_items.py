@@ -1,5 +1,6 @@
 """What is remembered of an item that is not settled: where it stands, what its attempts spent, and which of its happenings have been counted."""
 
+import math
 from array import array
 from collections.abc import Hashable
 from enum import IntEnum, IntFlag
@@ -59,7 +60,7 @@ class Working:
         self.run = run
         self.is_ready = False
         self.step = 0
-        self.last_call = (at, "")
+        self.last_call = (-math.inf, "")
         """When a call ended last, and of which tool."""
 
     def age(self, now: float) -> float:

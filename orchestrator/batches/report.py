@@ -8,7 +8,7 @@ from orchestrator.batches.markup import Markup, element, join, text
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.report_page import build_page, figure, paragraph, table
 from orchestrator.batches.report_plots import Line, plot_bars, plot_lines, plot_spans, plot_strips
-from orchestrator.batches.report_series import DONE, FAILED, RETRIED, RUNNING, Spans, TimeSeries
+from orchestrator.batches.report_series import DONE, FAILED, RETRIED, RUNNING, Spans, TimeSeries, within_time
 from orchestrator.batches.snapshot import Snapshot, Spread
 from orchestrator.batches.summary import Summary, build_summary
 
@@ -42,7 +42,7 @@ class _Story:
         self._low: float | None = None
 
     def add(self, happening: Happening) -> None:
-        at = happening.at
+        at = within_time(happening.at)
         self._low = at if self._low is None else min(at, self._low)
         if not self._progress.add(happening):
             return
@@ -60,16 +60,17 @@ class _Story:
                 self._end(happening)
 
     def _end(self, end: ItemDone) -> None:
-        begin = self._begun.pop((end.item, end.attempt), end.at - end.seconds)
-        self._low = min(begin, end.at if self._low is None else self._low)
-        if begin < end.at:
-            self._spans.add(begin, end.at, DONE if end.failure is None else FAILED, end.item)
-        self._series.add("done" if end.failure is None else "failed", end.at, 1)
+        at = within_time(end.at)
+        begin = self._begun.pop((end.item, end.attempt), within_time(end.at - end.seconds))
+        self._low = min(begin, at if self._low is None else self._low)
+        if begin < at:
+            self._spans.add(begin, at, DONE if end.failure is None else FAILED, end.item)
+        self._series.add("done" if end.failure is None else "failed", at, 1)
         if end.cost is not None:
-            self._series.add("cost", end.at, round(end.cost * _NANO))
+            self._series.add("cost", at, round(end.cost * _NANO))
 
     def sections(self, batch: str) -> list[tuple[str, str, Markup]]:
-        high = self._progress.last_at
+        high = within_time(self._progress.last_at)
         low = high if self._low is None else self._low
         snapshot = self._progress.snapshot(high)
         running = {(item.item, item.attempt) for item in self._progress.running_items(high)}

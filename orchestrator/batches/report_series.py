@@ -11,6 +11,11 @@ DONE, FAILED, RETRIED, RUNNING = range(4)
 """How an attempt ended; RUNNING: not yet."""
 
 
+def within_time(at: float) -> float:
+    """Unix seconds that can be drawn, however little sense a clock makes."""
+    return max(-_END_OF_TIME, min(_END_OF_TIME, at))
+
+
 class TimeSeries:
     """Sums by name and time. Buckets are seconds that double in width as the time grows that they must cover; the same set gives the same sums."""
 
@@ -22,7 +27,7 @@ class TimeSeries:
 
     def add(self, name: str, at: float, amount: int) -> None:
         """`amount` at `at`."""
-        bucket = math.floor(max(-_END_OF_TIME, min(_END_OF_TIME, at))) // self.width_s
+        bucket = math.floor(within_time(at)) // self.width_s
         self._low = bucket if self._low is None else min(bucket, self._low)
         self._high = max(bucket, self._high) if self._sums else bucket
         self._sums.setdefault(name, Counter())[bucket] += amount

@@ -23,6 +23,10 @@ def run_id(tenant: str, batch: str, custom_id: str) -> str:
     return hashlib.sha256(f"{tenant}\0{batch}\0{custom_id}".encode()).hexdigest()[:24]
 
 
+def new_batch_id() -> str:
+    return f"batch-{secrets.token_hex(6)}"
+
+
 class Batches:
     """Raises BrokerUnavailable when Redis does not answer, ToolFailure(INVALID_ARGUMENTS) for what cannot be done, with what to do."""
 
@@ -42,7 +46,7 @@ class Batches:
     ) -> str:
         """Queue the items of a file; gives the batch's id. With the id of a batch that was submitted with the same file, that one is gone on with: items
         that are not there are added, and what failed for the infrastructure is queued again."""
-        chosen = batch or f"batch-{secrets.token_hex(6)}"
+        chosen = batch or new_batch_id()
         if not _ID.fullmatch(chosen):
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"'{chosen[:80]}' cannot be a batch's id: 1 to 64 letters, digits, - and _")
         record = BatchRecord(

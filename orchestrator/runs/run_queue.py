@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import redis.asyncio
 from redis.exceptions import ConnectionError as LostConnection
@@ -155,7 +155,7 @@ class RunQueue:
         told: Any = await _told(lambda: self._client.lrange(batch_key(self._deployment, tenant, batch) + ":items", 0, -1))
         return [run.decode() for run in told]
 
-    async def counts(self, tenant: str, batch: str) -> Mapping[Literal["waiting", "running"], int]:
+    async def counts(self, tenant: str, batch: str) -> Mapping[str, int]:
         """How many of a batch wait and run."""
         key = batch_key(self._deployment, tenant, batch)
 

@@ -63,28 +63,30 @@ def build_reference(data: bytes, kind: Kind, *, is_lost: bool = False) -> dict[s
     return {**told, "is_lost": True} if is_lost else told
 
 
-def resolve(value: Any, blobs: BlobFolder | None, missing: list[str]) -> Any:
+def resolve(value: Any, blobs: BlobFolder | None, missing: list[str], *, is_inner: bool = False) -> Any:
     """A line's value with its blobs in place; of those that are not there their hash goes into `missing`, and a note or something empty
-    stands for them. `blobs` None: none is looked for, and none counts as missing."""
+    stands for them. `blobs` None: none is looked for, and none counts as missing.
+
+    `is_inner`: it comes out of a blob, in which only texts may lie apart: blobs of blobs could grow without end.
+    """
     if isinstance(value, list):
-        return [resolve(inner, blobs, missing) for inner in value]
+        return [resolve(inner, blobs, missing, is_inner=is_inner) for inner in value]
     if not isinstance(value, dict):
         return value
     if LITERAL in value and len(value) == 1 and isinstance(value[LITERAL], dict):
-        return {key: resolve(inner, blobs, missing) for key, inner in value[LITERAL].items()}
+        return {key: resolve(inner, blobs, missing, is_inner=is_inner) for key, inner in value[LITERAL].items()}
     if isinstance(value.get(REFERENCE), str):
-        return _fetch(value, blobs, missing)
-    return {key: resolve(inner, blobs, missing) for key, inner in value.items()}
+        return _fetch(value, blobs, missing, is_inner)
+    return {key: resolve(inner, blobs, missing, is_inner=is_inner) for key, inner in value.items()}
 
 
-def _fetch(reference: dict[str, Any], blobs: BlobFolder | None, missing: list[str]) -> Any:
+def _fetch(reference: dict[str, Any], blobs: BlobFolder | None, missing: list[str], is_inner: bool) -> Any:
     digest, kind = reference[REFERENCE], reference.get("kind")
     data = blobs.get(digest) if blobs is not None else None
-    if data is not None:
+    if data is not None and (kind == "text" or not is_inner):
         try:
             text = data.decode()
-            # The parts of an object or a list may lie in blobs of their own.
-            return text if kind == "text" else resolve(json.loads(text), blobs, missing)
+            return text if kind == "text" else resolve(json.loads(text), blobs, missing, is_inner=True)
         except (ValueError, RecursionError):
             pass
     if blobs is not None:

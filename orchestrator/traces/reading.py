@@ -15,6 +15,8 @@ from orchestrator.traces.blobs import BlobFolder, resolve
 from orchestrator.traces.recorder import trace_path
 from orchestrator.traces.records import TraceRecord, is_later, parse_record
 
+_HALF_PAIR = b"\\ud"
+
 
 @dataclass
 class TraceCall:
@@ -199,7 +201,10 @@ def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
 
 def _parse(text: bytes) -> dict[str, Any] | None:
     try:
-        line = json.loads(text)
+        line = json.loads(text, parse_constant=str)
+        if _HALF_PAIR in text.lower():
+            # Half surrogate pairs, which a foreign writer may have escaped, fit into no text.
+            line = json.loads(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) else None

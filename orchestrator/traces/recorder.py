@@ -94,6 +94,8 @@ class TraceRecorder:
         self._step = 0
         self._asked: list[Message] = []
         self._told_tools: set[str] = set()
+        self._tools: list[dict[str, Any]] = []
+        self._tools_hash = ""
         self._request_span = self._root
         self._called_at: dict[str, float] = {}
         self._arguments: dict[str, dict[str, Any]] = {}
@@ -215,9 +217,10 @@ class TraceRecorder:
             "extra": event.request.extra,
         }
         if tools:
-            digest = _hash_json(tools)
-            told |= {"tools": digest} if digest in self._told_tools else {"tools": digest, "tool_definitions": tools}
-            self._told_tools.add(digest)
+            if tools != self._tools:
+                self._tools, self._tools_hash = list(tools), _hash_json(tools)
+            told |= {"tools": self._tools_hash, "tool_definitions": None if self._tools_hash in self._told_tools else tools}
+            self._told_tools.add(self._tools_hash)
         self._tell("llm.request", event, self._request_span, **told)
 
     def _tell_result(self, event: events.CallFinished) -> None:

@@ -193,13 +193,13 @@ def test_a_long_item_has_each_of_its_many_calls_counted_once() -> None:
 
 def test_items_that_have_ended_cost_nearly_no_memory() -> None:
     """50,000 of them, with 20 calls each, cost 2 MB; a small part is enough to see it."""
-    told = [list(tell_item(f"item-{number:032}", Attempt(steps=2, calls_a_step=2))) for number in range(2000)]
-    progress = Progress(2000)
+    told = [list(tell_item(f"item-{number:032}", Attempt(steps=2, calls_a_step=2))) for number in range(1000)]
+    progress = Progress(1000)
     tracemalloc.start()
     for happenings in told:
         for happening in happenings:
             progress.add(happening)
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert progress.snapshot(NOW).done == 2000
-    assert used < 400_000
+    assert progress.snapshot(NOW).done == 1000
+    assert used < 200_000

@@ -137,7 +137,7 @@ def test_a_quantile_is_right_to_five_percent(seconds: list[float], share: float)
     assert abs(told - exact) <= 0.05 * exact + 0.0001
 
 
-@given(seconds=st.floats(0, 1e300))
+@given(seconds=st.floats(0, 1e12))
 def test_a_bucket_holds_what_is_put_into_it(seconds: float) -> None:
     bucket = bucket_of(seconds)
     assert start_of(bucket) <= seconds * (1 + 1e-9)

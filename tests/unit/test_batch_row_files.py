@@ -63,6 +63,14 @@ def test_a_file_that_was_cut_anywhere_is_mended_to_its_whole_rows(path: Path, te
     assert path.read_bytes() == b"".join(lines[:count]) + raw("new")
 
 
+def test_a_last_row_that_lacks_only_its_end_of_line_is_kept(path: Path) -> None:
+    path.write_bytes(raw("a", "b")[:-1])
+    with RowFile.open(path, any_row) as file:
+        assert (sorted(file.ids), file.dropped_bytes) == (["a", "b"], 0)
+        file.append(rows("c"))
+    assert path.read_bytes() == raw("a", "b", "c")
+
+
 def test_blocks_that_never_reached_the_disk_are_taken_out_between_rows(path: Path) -> None:
     path.write_bytes(raw("a") + b"\0" * 20 + raw("b") + raw("c"))
     with RowFile.open(path, any_row) as file:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from contract.errors import ConfigError
 from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.traces.blobs import BlobFolder, build_reference
+from orchestrator.traces.export_atif import build_atif
 from orchestrator.traces.page import build_page
 from orchestrator.traces.reading import find_trace, list_traces, load_trace
 from orchestrator.traces.stats import gather_stats, percentile
@@ -100,6 +102,27 @@ async def test_no_damage_raises(tmp_path_factory: pytest.TempPathFactory, damage
     if trace.records:
         build_page(trace)
     gather_stats([path])
+
+
+async def test_blobs_of_blobs_do_not_grow_without_end(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    blobs = BlobFolder(path.parent / "blobs")
+    inner: Any = "x"
+    for _ in range(40):
+        data = json.dumps([inner, inner]).encode()
+        inner = build_reference(data, "list")
+        blobs.put(data, inner["$blob"])
+    line = next(line for line in map(json.loads, path.read_text().splitlines()) if line["type"] == "llm.response")
+    append(path, json.dumps(line | {"message": {"content": inner}}).encode() + b"\n")
+    assert len(load_trace(path).missing_blobs) == 1
+
+
+async def test_half_a_surrogate_pair_of_a_foreign_writer_can_be_shown_and_exported(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    path.write_text(path.read_text().replace("It is a.", "It \\ud83d is"))
+    trace = load_trace(path)
+    assert (trace.damaged, trace.end and trace.end.answer) == (0, "It ? is")
+    assert json.loads(json.dumps(build_atif(trace)))["steps"][-1]["message"] == "It ? is"
 
 
 # Finding
