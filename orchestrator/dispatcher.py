@@ -26,7 +26,7 @@ from orchestrator.heard_calls import Handler
 from orchestrator.homes import HostSource, Opening, SessionHomes
 from orchestrator.logs import get_logger
 from orchestrator.places import Home, PlaceBook
-from orchestrator.recovery import NOT_TAKEN, RESEND_S, CallBook, Patience, Recovery, repeated
+from orchestrator.recovery import NOT_RUN, NOT_TAKEN, RESEND_S, CallBook, Patience, Recovery, repeated
 from orchestrator.switches import SwitchSource
 from orchestrator.tenant_rules import policy_for, refuse_by_policy
 from orchestrator.tenants import OpenTenants, TenantSource
@@ -199,11 +199,11 @@ class Dispatcher:
         call = ToolCall(id=secrets.token_hex(16), name="session.close")
         errand = await self._errand(call, Route(tenant, session), _verb(OPEN_TIMEOUT_S))
         try:
-            result = await self._carrier.carry(errand, home)
+            result = await self._once(errand, home)
         except (NotSent, CallLost) as lost:
             log.info("session_not_closed_there", session=session, queue=home.queue, reason=str(lost))
             return None
-        return None if result.metadata.get("not_run") in NOT_TAKEN else result
+        return None if result.metadata.get(NOT_RUN) in NOT_TAKEN else result
 
     async def _dispatch(self, call: ToolCall, route: Route, terms: Terms) -> ToolResult:
         errand = await self._errand(call, route, terms)
@@ -268,7 +268,14 @@ class Dispatcher:
         """One attempt at `session.open`, at that home."""
         call = ToolCall(id=secrets.token_hex(16), name="session.open", arguments=dict(opening.arguments))
         terms = _verb(PARCEL_TIMEOUT_S if "restore" in call.arguments else OPEN_TIMEOUT_S)
-        return await self._carrier.carry(await self._errand(call, Route(opening.tenant, opening.session), terms), home)
+        return await self._once(await self._errand(call, Route(opening.tenant, opening.session), terms), home)
+
+    async def _once(self, errand: Errand, home: Home) -> ToolResult:
+        """The result of one attempt; whoever wants another makes another call."""
+        result = await self._carrier.carry(errand, home)
+        if self._recovery is not None:
+            await self._recovery.note_end(errand, result)
+        return result
 
     def _in_pool(self) -> SessionHomes:
         if self._homes is None:

@@ -20,8 +20,10 @@ log = get_logger(__name__)
 RESEND_S = 30.0
 """How long a call that nobody took is sent again: its session has moved, or its host is just being restarted."""
 LONGEST_PAUSE_S = 2.0
+NOT_RUN = "not_run"
+"""In a result's metadata: why a worker did not run the call."""
 NOT_TAKEN = frozenset({"moved", "broker", "sandboxd"})
-"""Why a worker says (metadata `not_run`) that a call was not run, though it may be a moment later: its session is elsewhere, Redis did not answer, or the
+"""Such reasons of a call that may be run a moment later: its session is elsewhere, Redis did not answer, or the
 host's sandboxd does not."""
 
 
@@ -46,8 +48,18 @@ class Recovery:
     async def carry(self, errand: Errand) -> ToolResult:
         """The one result of the call. A lost call is sent again when it has surely not begun, or its tool is idempotent, MAX_ATTEMPTS times in all; one
         that nobody took is sent again for RESEND_S, or as long as it may wait in a queue. One that a process sent which died since is awaited in its place."""
-        losses, until = _Losses(), Patience(min(RESEND_S, errand.queue_wait_s))
-        attempt, earlier = await self._begun(errand) if errand.may_have_been_sent else (1, None)
+        losses = _Losses()
+        try:
+            return await self._until_answered(errand, losses)
+        except (OperatorError, ToolFailure) as error:
+            # Of the first attempt there is no record, if it was not sent; of another one there is.
+            if losses.attempt > 1:
+                await self._noted(errand, losses.attempt, CallState.UNKNOWN if isinstance(error, BrokerUnavailable) else losses.state)
+            raise
+
+    async def _until_answered(self, errand: Errand, losses: "_Losses") -> ToolResult:
+        until = Patience(min(RESEND_S, errand.queue_wait_s))
+        earlier = await self._begun(errand, losses) if errand.may_have_been_sent else None
         home = await self._find(errand)
         while True:
             target: Home | str = home or POOL_QUEUES[errand.spec.pool]
@@ -57,57 +69,63 @@ class Recovery:
                 target = replace(home, queue=earlier.queue) if home is not None else earlier.queue
                 task, earlier = earlier.task, None
             try:
-                result = await self._carrier.carry(errand, target, attempt, task)
+                result = await self._carrier.carry(errand, target, losses.attempt, task)
             except NotSent as refused:
                 if refused.reason == "duplicate" or home is None:
-                    raise repeated(attempt) from None
+                    raise repeated(losses.attempt) from None
                 if not await until.wait():
+                    await self._noted(errand, losses.attempt, losses.state)
                     raise _never_taken(home.queue, losses) from None
                 home = await self._refresh(errand, home, is_lost=refused.reason == "host_lost")
                 continue
             except CallLost as lost:
                 losses.note(lost.has_started)
-                home = await self._after_loss(errand, home, attempt, losses, lost)
-                attempt += 1
+                home = await self._after_loss(errand, home, losses, lost)
                 continue
             except CallIdInUse:
                 raise
             except DeliveryFailed:
                 # Whoever ran it may be gone without having noted its end.
-                await self._noted(errand, attempt, CallState.UNKNOWN)
+                await self._noted(errand, losses.attempt, CallState.UNKNOWN)
                 raise
-            if not await self._may_go_again(errand, attempt, result, losses, until):
+            if not await self._may_go_again(errand, result, losses, until):
+                await self.note_end(errand, result, losses.attempt, losses.state)
                 return result
-            attempt += 1
             home = await self._refresh(errand, home, is_lost=False) if home is not None else None
 
-    async def _may_go_again(self, errand: Errand, attempt: int, result: ToolResult, losses: "_Losses", until: "Patience") -> bool:
+    async def note_end(self, errand: Errand, result: ToolResult, attempt: int = 1, state: CallState = CallState.LOST) -> None:
+        """This answer is the call's last: a worker that did not run it has left its record open, for another attempt."""
+        if NOT_RUN in result.metadata:
+            await self._noted(errand, attempt, state)
+
+    async def _may_go_again(self, errand: Errand, result: ToolResult, losses: "_Losses", until: "Patience") -> bool:
         """Whether a worker's answer only says that the call was not run there, or what it did was lost and may be done again."""
         is_lost = result.metadata.get("outcome_lost") is True
         if is_lost:
             losses.note(has_started=True)
         is_repeatable = is_lost and errand.spec.idempotent and losses.times < MAX_ATTEMPTS
-        is_untaken = result.metadata.get("not_run") in NOT_TAKEN
-        return (is_untaken or is_repeatable) and await until.wait() and await self._renewed(errand, attempt)
+        is_untaken = result.metadata.get(NOT_RUN) in NOT_TAKEN
+        return (is_untaken or is_repeatable) and await until.wait() and await self._renewed(errand, losses)
 
-    async def _begun(self, errand: Errand) -> tuple[int, CallRecord | None]:
-        """The attempt to go on with, and its record when it is on its way, or has ended. Raises DeliveryFailed when the call is not to be sent again."""
-        tenant, call = errand.context.tenant, errand.call.id
-        record = await self._ledger.find(tenant, call)
+    async def _begun(self, errand: Errand, losses: "_Losses") -> CallRecord | None:
+        """The record of an attempt that is on its way, or has ended; `losses` then speaks of the one to go on with. Raises DeliveryFailed when the call is
+        not to be sent again."""
+        record = await self._ledger.find(errand.context.tenant, errand.call.id)
         if record is None:
-            return 1, None
+            return None
+        losses.attempt = record.attempt
         if record.state in (CallState.QUEUED, CallState.RUNNING, CallState.DONE):
             is_published = record.nonce.partition(":")[0] == str(record.attempt)
-            return record.attempt, record if is_published else None
+            return record if is_published else None
         if record.state is CallState.FORBIDDEN:
             raise DeliveryFailed(ErrorCode.CANCELLED, "the call was cancelled, or too late, before a worker took it, and was not run")
-        losses = _Losses(record.attempt, may_have_acted=record.state is CallState.UNKNOWN or bool(record.holder))
+        losses.note(record.state is CallState.UNKNOWN or bool(record.holder))
         told = f"whoever ran the call is gone ({record.holder})" if record.holder else "the call's host is gone, and had not begun with it"
-        if record.state is CallState.UNKNOWN or (losses.may_have_acted and not errand.spec.idempotent) or losses.times >= MAX_ATTEMPTS:
-            await self._give_up(errand, record.attempt, losses, told)
-        if not await self._renewed(errand, record.attempt):
-            raise repeated(record.attempt + 1)
-        return record.attempt + 1, None
+        if record.state is CallState.UNKNOWN or (losses.may_have_acted and not errand.spec.idempotent):
+            await self._give_up(errand, losses, told)
+        if not await self._renewed(errand, losses):
+            raise repeated(losses.attempt + 1)
+        return None
 
     async def _find(self, errand: Errand) -> Home | None:
         if not errand.is_sticky:
@@ -117,34 +135,36 @@ class Recovery:
     async def _refresh(self, errand: Errand, home: Home, *, is_lost: bool) -> Home:
         return await self._homes.refresh(errand.context.tenant, str(errand.context.session), home, errand.policy, is_lost=is_lost)
 
-    async def _after_loss(self, errand: Errand, home: Home | None, attempt: int, losses: "_Losses", lost: CallLost) -> Home | None:
+    async def _after_loss(self, errand: Errand, home: Home | None, losses: "_Losses", lost: CallLost) -> Home | None:
         """Where the call may be sent next. Raises DeliveryFailed when it may not be sent again, or cannot be."""
         call = errand.call
-        log.warning("call_lost", call=call.id, tool=call.name, attempt=attempt, has_started=lost.has_started, told=lost.told)
+        log.warning("call_lost", call=call.id, tool=call.name, attempt=losses.attempt, has_started=lost.has_started, told=lost.told)
         # What has not begun can never begin any more: its record is no longer of that attempt.
         is_safe = errand.spec.idempotent or not losses.may_have_acted
         if not is_safe or losses.times >= MAX_ATTEMPTS:
-            await self._give_up(errand, attempt, losses, lost.told)
+            await self._give_up(errand, losses, lost.told)
         try:
             home = await self._refresh(errand, home, is_lost=True) if home is not None else None
         except (OperatorError, ToolFailure) as error:
-            await self._give_up(errand, attempt, losses, f"{lost.told}, and {error}")
-        if not await self._renewed(errand, attempt):
+            await self._give_up(errand, losses, f"{lost.told}, and {error}")
+        if not await self._renewed(errand, losses):
             raise DeliveryFailed(
                 ErrorCode.OUTCOME_UNKNOWN, f"{lost.told}; it was not sent again: it was cancelled meanwhile, or Redis knows nothing of it"
             )
         return home
 
-    async def _renewed(self, errand: Errand, attempt: int) -> bool:
-        """Whether the call may be sent again; not, when that cannot be noted."""
+    async def _renewed(self, errand: Errand, losses: "_Losses") -> bool:
+        """Whether the call may be sent again, as the next attempt; not, when that cannot be noted."""
         try:
-            return await self._ledger.renew(errand.context.tenant, errand.call.id, attempt)
+            is_renewed = await self._ledger.renew(errand.context.tenant, errand.call.id, losses.attempt)
         except BrokerUnavailable as error:
             log.warning("call_not_sent_again", call=errand.call.id, error=str(error))
             return False
+        losses.attempt += is_renewed
+        return is_renewed
 
-    async def _give_up(self, errand: Errand, attempt: int, losses: "_Losses", told: str) -> NoReturn:
-        await self._noted(errand, attempt, CallState.UNKNOWN if losses.may_have_acted else CallState.LOST)
+    async def _give_up(self, errand: Errand, losses: "_Losses", told: str) -> NoReturn:
+        await self._noted(errand, losses.attempt, losses.state)
         tried = f" (attempt {losses.times} of {MAX_ATTEMPTS})" if losses.times > 1 else ""
         if losses.may_have_acted:
             raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"{told}{tried}: the call may or may not have acted; look before you repeat it")
@@ -163,10 +183,16 @@ class Recovery:
 
 @dataclass
 class _Losses:
-    """How often a call was lost, and whether one of its attempts may have acted."""
+    """Which attempt at a call is on its way, how often it was lost, and whether one of its attempts may have acted."""
 
+    attempt: int = 1
     times: int = 0
     may_have_acted: bool = False
+
+    @property
+    def state(self) -> CallState:
+        """What the call is when it is not sent again."""
+        return CallState.UNKNOWN if self.may_have_acted else CallState.LOST
 
     def note(self, has_started: bool) -> None:
         self.times += 1

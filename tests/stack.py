@@ -26,6 +26,7 @@ from contract.settings import BrokerSettings
 from orchestrator.local_stack import StackInfo, read_stack
 from orchestrator.redis_server import find_redis_server, write_redis_config
 from tests.containers import open_engine
+from tests.processes import read_proc
 
 ROOT = Path(__file__).parent.parent
 TOOLCREW = str(Path(sys.executable).parent / "toolcrew")
@@ -84,14 +85,6 @@ async def eventually(is_so: Callable[[], Any], deadline_s: float, what: str | Ca
 
 
 # --- what is in the world -------------------------------------------------------------------------------------------------
-
-
-def read_proc(pid: int, name: str) -> bytes:
-    """A file of /proc/<pid>; empty when the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:
-        return b""
 
 
 def all_pids() -> list[int]:

@@ -9,7 +9,7 @@ from docker import APIClient
 
 from tests.attack_ground import Ground, Hostile, open_ground
 from tests.containers import Box
-from tests.stack import read_proc
+from tests.processes import read_proc
 
 pytestmark = pytest.mark.stack
 

@@ -99,6 +99,18 @@ async def test_a_removed_workspace_is_not_found_and_may_be_removed_again(kept: O
     assert workspaces.find("one", SMALL) is None
 
 
+async def test_a_workspace_that_is_removed_and_swept_away_at_the_same_time_is_gone_without_an_error(kept: Open) -> None:
+    workspaces = kept()
+    for round_ in range(10):
+        workspace = await workspaces.make(f"w{round_}", SMALL)
+        async with workspace.mounted() as mount:
+            assert mount.bind is not None
+            for number in range(100):
+                (Path(mount.bind) / str(number)).touch()
+        await asyncio.gather(workspace.remove(), workspaces.sweep(set()), workspace.remove(), workspaces.sweep(set()))
+        assert workspaces.find(workspace.name, SMALL) is None
+
+
 async def test_a_name_can_be_used_again_after_a_removal_and_nothing_of_before_is_seen(kept: Open) -> None:
     workspaces = kept()
     await write(workspaces, "one", "secret")

@@ -275,8 +275,11 @@ def test_flower_asks_for_its_password(composed: ComposeStack) -> None:
 
 
 KILL_WORKER = """
-import os
-parents = {int(pid): open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1] for pid in os.listdir("/proc") if pid.isdigit()}
+import contextlib, os
+parents = {}
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    with contextlib.suppress(OSError):  # a health check that has just ended
+        parents[int(pid)] = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]
 os.kill(next(pid for pid, parent in parents.items() if parent == "1"), 9)
 """
 

@@ -27,7 +27,8 @@ from orchestrator.redis_connection import open_redis
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.task_messages import build_message
 from orchestrator.transport import Delivery
-from tests.stack import Stack, all_pids, eventually, open_stack, read_proc
+from tests.processes import read_proc
+from tests.stack import Stack, all_pids, eventually, open_stack
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
 

@@ -4,13 +4,13 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.guest_harness import DEADLINE_S, GUEST_PARENT, Done, Guest, needs_namespace, running_guest
+from tests.processes import read_proc
 
 assert GUEST_PARENT
 from guest.commands.job_log import JobLog  # noqa: E402
@@ -58,7 +58,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def programs(guest: Guest, name: str) -> list[int]:
     """Living processes of that name, by the outside's pid."""
-    return [pid for pid, state in guest.others().items() if state != "Z" and name in Path(f"/proc/{pid}/comm").read_text()]
+    return [pid for pid, state in guest.others().items() if state != "Z" and name.encode() in read_proc(pid, "comm")]
 
 
 pytestmark = needs_namespace

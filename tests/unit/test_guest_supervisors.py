@@ -1,5 +1,6 @@
 """Supervisors that serve one call after the other: what they keep, when they end, and what a hostile neighbour can do to them."""
 
+import contextlib
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.guest_harness import DEADLINE_S, GUEST_PARENT, Guest, needs_namespace, running_guest
+from tests.processes import read_proc
 
 assert GUEST_PARENT
 from guest.calls import Call  # noqa: E402
@@ -48,8 +50,12 @@ def wait_for_one(guest: Guest) -> int:
 
 
 def open_files(pid: int) -> dict[str, str]:
-    directory = Path(f"/proc/{pid}/fd")
-    return {name: os.readlink(directory / name) for name in os.listdir(directory)}
+    """By number; what is closed while they are looked at is left out."""
+    directory, files = Path(f"/proc/{pid}/fd"), {}
+    for name in os.listdir(directory):
+        with contextlib.suppress(FileNotFoundError):
+            files[name] = os.readlink(directory / name)
+    return files
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -161,7 +167,7 @@ def test_a_supervisor_that_waits_holds_no_descriptor_of_a_running_call(guest: Gu
     running = guest.start_script("mkfifo gate; echo up > up; read line < gate", stdin=b"kept", timeout_s=60)
     guest.wait_for_file("up")
     guest.run("true")
-    supervisors = [pid for pid in guest.others() if "python" in Path(f"/proc/{pid}/cmdline").read_text()]
+    supervisors = [pid for pid in guest.others() if b"python" in read_proc(pid, "cmdline")]
     assert len(supervisors) == 2
     # From 3 on: all share PID 1's stderr and /dev/null.
     serving, waiting = sorted(({file for fd, file in open_files(pid).items() if int(fd) > 2} for pid in supervisors), key=len, reverse=True)

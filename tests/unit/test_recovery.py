@@ -1,6 +1,6 @@
 """What becomes of a call when who has it is lost: sent again when that is safe, an honest error when it is not, never two acts."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -28,12 +28,13 @@ SAFE, ACTS = build_spec("safe", idempotent=True), build_spec("acts")
 
 
 class Fleet:
-    """A transport whose deliveries of tools end as scripted, one after the other, then well; session verbs always work. It keeps the ledger as
+    """A transport whose deliveries of tools end as scripted, one after the other, then well; so do session verbs, by `verb_ends`. It keeps the ledger as
     publishing does."""
 
     def __init__(self, client: "redis.asyncio.Redis", *ends: Any) -> None:
         self.client = client
         self.ends = list(ends)
+        self.verb_ends: list[Callable[[ToolCall], ToolResult]] = []
         self.deliveries: list[Delivery] = []
         self.calls: list[tuple[ToolCall, ToolContext]] = []
 
@@ -53,6 +54,9 @@ class Fleet:
                 raise end
             if end is not None:
                 return encode_result(end(call), seal=ResultSeal(KEY, context.tenant))
+        elif self.verb_ends:
+            await self.client.hset(call_key("d", delivery.tenant, call.id), mapping={"state": "running", "attempt": delivery.attempt})
+            return encode_result(self.verb_ends.pop(0)(call), seal=ResultSeal(KEY, context.tenant))
         return encode_result(ToolResult(call_id=call.id, name=call.name, success=True, output="done"), seal=ResultSeal(KEY, context.tenant))
 
     async def command(self, queue: str, envelope: str) -> None:
@@ -186,6 +190,47 @@ async def test_a_call_that_a_worker_could_not_begin_is_sent_again_whatever_its_t
     ground = Ground(client, refuse, refuse)
     assert (await ground.call("acts")).success
     assert [context.attempt for _, context in ground.fleet.calls] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("earlier", [(), (CallLost("gone", has_started=True),)])
+async def test_a_call_that_no_worker_could_begin_in_time_is_not_left_open_in_the_ledger(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch, earlier: tuple[Any, ...]
+) -> None:
+    def refuse(call: ToolCall) -> ToolResult:
+        return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": "sandboxd"})
+
+    monkeypatch.setattr(recovery, "RESEND_S", 0.3)
+    ground = Ground(client, *earlier, *(refuse for _ in range(99)))
+    assert (await ground.call("safe")).error_code is ErrorCode.SANDBOX_UNAVAILABLE
+    assert await ground.state() == (CallState.UNKNOWN if earlier else CallState.LOST)
+
+
+async def test_a_call_whose_session_is_gone_when_it_is_to_be_sent_again_is_not_left_open_either(
+    client: "redis.asyncio.Redis", redis_server: RedisProcess
+) -> None:
+    def refuse(call: ToolCall) -> ToolResult:
+        with redis_server.client() as at_once:
+            at_once.delete(place_key("d", "acme", "s1"))
+        return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": "sandboxd"})
+
+    ground = Ground(client, refuse)
+    assert (await ground.call("safe")).error_code is ErrorCode.SESSION_NOT_FOUND
+    assert await ground.state() == CallState.LOST
+
+
+async def test_verbs_that_a_worker_could_not_begin_are_not_left_open_either(client: "redis.asyncio.Redis") -> None:
+    refused: list[str] = []
+
+    def refuse(call: ToolCall) -> ToolResult:
+        refused.append(call.id)
+        return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": "sandboxd"})
+
+    ground = Ground(client)
+    ground.fleet.verb_ends = [refuse]
+    await ground.open()
+    ground.fleet.verb_ends = [refuse, refuse]
+    assert (await ground.door.close_session("acme", "s1")).success
+    assert [await client.hget(call_key("d", "acme", call), "state") for call in refused] == [b"lost"] * 3
 
 
 async def test_being_lost_and_not_being_taken_are_counted_apart(client: "redis.asyncio.Redis") -> None:

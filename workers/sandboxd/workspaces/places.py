@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable, Set
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -50,6 +51,8 @@ class Places:
         self.folder = folder
         self._host_free_bytes = host_free_bytes
         self._making: set[str] = set()
+        # Whoever needs a lock holds it: with the last one it goes.
+        self._removing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def of(self, name: str) -> Path:
         """A workspace's folder, which need not be there. ValueError for a name that is not of letters, digits, _ and -."""
@@ -97,7 +100,9 @@ class Places:
     async def remove(self, name: str) -> None:
         """Unmount and delete a workspace's folder; one that is not there is fine. Raises SandboxUnavailable; then try again later."""
         place = self.of(name)
-        await run_to_end(lambda: self._delete(place))
+        # A sweep may come upon what a session is just giving up.
+        async with self._removing.setdefault(name, asyncio.Lock()):
+            await run_to_end(lambda: self._delete(place))
 
     async def sweep(self, keep: Set[str]) -> int:
         """Delete the folders of no name in `keep`, but for those that are being made; gives how many. Raises SandboxUnavailable at the end
