@@ -5,11 +5,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from contract.calls import SandboxInfo, ToolResult
+from pydantic import TypeAdapter
+
+from contract.calls import ToolResult
 from contract.errors import OperatorError, ToolFailure
 from orchestrator.batches.artifacts import artifact_folder, copy_artifacts
 from orchestrator.batches.happenings import CallDone, Happening, ItemReady, StepDone
@@ -29,6 +31,7 @@ from orchestrator.runs.run_queue import Claim
 from orchestrator.sessions import Session, SessionInfo, Start
 
 Tell = Callable[[Happening], None]
+_INFO: TypeAdapter[SessionInfo] = TypeAdapter(SessionInfo)
 
 
 class ItemWork:
@@ -70,7 +73,7 @@ class ItemWork:
         """The run's session: the one of its log, or a new one."""
         ground, pool = claim.record.item.ground, self._pool
         if journal.session is not None:
-            return Session(pool.dispatcher, pool.blobs, claim.tenant, SessionInfo(**_fields(journal.session.info)))
+            return Session(pool.dispatcher, pool.blobs, claim.tenant, _INFO.validate_python(journal.session.info))
         if journal.opening is not None:
             await self.abandon(claim, journal)
         name = new_session_name()
@@ -82,7 +85,7 @@ class ItemWork:
             network=ground.network,
         )
         session = await Session.open(pool.dispatcher, pool.blobs, tenant=claim.tenant, start=start, name=name)
-        await journal.note_opened(name, asdict(await session.info()))
+        await journal.note_opened(name, _INFO.dump_python(await session.info(), mode="json"))
         return session
 
     async def _worked(
@@ -200,12 +203,6 @@ def _options(limits: RunLimits, defaults: BatchDefaults) -> ReActOptions:
     if defaults.prompt_price is not None and defaults.completion_price is not None:
         told["prices"] = Prices(defaults.prompt_price, defaults.completion_price)
     return ReActOptions(**told)
-
-
-def _fields(info: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a SessionInfo that went through JSON."""
-    sandbox = info.get("sandbox")
-    return {**info, "hosts": tuple(info["hosts"]), "sandbox": SandboxInfo.model_validate(sandbox) if sandbox is not None else None}
 
 
 def _outcome(claim: Claim, body: dict[str, Any] | None, failure: Failure | None) -> Outcome:

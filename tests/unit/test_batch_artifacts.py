@@ -6,17 +6,19 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.batches.artifacts import ArtifactsNotWritten, Pattern, artifact_folder, build_folder_name, choose_paths, copy_artifacts
 from orchestrator.batches.items import MAX_ID_CHARS
 
+calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 IDS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=MAX_ID_CHARS) | st.text(
     "aAbB./\0%~+ \u0130\u00e9", min_size=1, max_size=12
 )
 
 
+@calmly
 @given(IDS)
 def test_a_name_is_one_part_of_a_path_that_every_disk_takes(custom_id: str) -> None:
     name = build_folder_name(custom_id)
@@ -27,11 +29,13 @@ def test_a_name_is_one_part_of_a_path_that_every_disk_takes(custom_id: str) -> N
     assert artifact_folder(Path("/artifacts"), custom_id).parent == Path("/artifacts")
 
 
+@calmly
 @given(st.lists(IDS, min_size=2, max_size=6, unique=True))
 def test_no_two_ids_have_one_name_even_where_case_does_not_count(ids: list[str]) -> None:
     assert len({build_folder_name(custom_id).lower() for custom_id in ids}) == len(ids)
 
 
+@calmly
 @given(IDS, st.integers(min_value=0))
 def test_ids_that_differ_in_case_alone_have_names_that_differ_in_more(custom_id: str, which: int) -> None:
     place = which % len(custom_id)
@@ -39,6 +43,7 @@ def test_ids_that_differ_in_case_alone_have_names_that_differ_in_more(custom_id:
     assert swapped == custom_id or build_folder_name(swapped).lower() != build_folder_name(custom_id).lower()
 
 
+@calmly
 @given(IDS)
 def test_a_name_that_is_not_cut_can_be_read_back(custom_id: str) -> None:
     name = build_folder_name(custom_id)

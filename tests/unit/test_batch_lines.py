@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contract.calls import MAX_BLOB_BYTES
@@ -18,6 +18,7 @@ from orchestrator.batches.items import CALLS_URL, CHAT_URL, RUNS_URL, BatchItem,
 from orchestrator.batches.lines import BadBatch, BatchFile, load_lines, read_lines
 from orchestrator.batches.rows import parse_row
 
+calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=40)
 VALUE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
@@ -109,7 +110,7 @@ def test_a_byte_order_mark_windows_line_ends_and_blank_lines_are_no_errors() -> 
     assert (file.sha256, file.bytes) == (hashlib.sha256(raw).hexdigest(), len(raw))
 
 
-@settings(max_examples=50)
+@calmly
 @given(st.lists(st.tuples(TEXT, TEXT, st.dictionaries(TEXT, VALUE, max_size=3)), min_size=1, max_size=5, unique_by=lambda entry: entry[0]))
 def test_what_was_written_is_what_is_read(entries: list[tuple[str, str, dict[str, Any]]]) -> None:
     for escapes in (True, False):
@@ -129,6 +130,7 @@ def is_taken_or_refused(raw: bytes) -> bool:
         return len(error.complaints) > 0
 
 
+@calmly
 @given(st.binary(max_size=80) | st.text(max_size=80).map(lambda text: text.encode("utf-8", "replace")))
 def test_any_bytes_are_a_batch_or_refused_with_sentences(raw: bytes) -> None:
     assert is_taken_or_refused(raw)
@@ -138,7 +140,7 @@ FIELDS = st.sampled_from(["id", "instruction", "workspace", "artifacts", "limits
 CHAT = st.fixed_dictionaries({"custom_id": VALUE, "method": st.just("POST"), "url": st.just(CHAT_URL) | VALUE, "body": VALUE})
 
 
-@settings(max_examples=50)
+@calmly
 @given(VALUE | CHAT | st.dictionaries(FIELDS, VALUE, max_size=6))
 def test_any_json_is_a_batch_or_refused_with_sentences(value: Any) -> None:
     assert is_taken_or_refused(json.dumps(value).encode())

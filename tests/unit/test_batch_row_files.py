@@ -43,7 +43,7 @@ def test_rows_that_are_ready_together_share_one_wait_for_the_disk(path: Path, mo
         assert len(synced) == 1
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None, max_examples=60)
 @given(
     texts=st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=8), min_size=1, max_size=4),
     cut=st.integers(min_value=0),

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
@@ -26,6 +26,7 @@ from orchestrator.limits import StopReason
 from orchestrator.models.base import Usage
 from orchestrator.transcript import Transcript
 
+calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=30),
@@ -56,6 +57,7 @@ def build_result(**fields: Any) -> RunResult:
     return RunResult(**{**plain, **fields})
 
 
+@calmly
 @given(OUTCOMES)
 def test_a_row_that_was_written_is_read_as_it_was(outcome: Outcome) -> None:
     line = build_row_line(build_row(outcome))
@@ -66,6 +68,7 @@ def test_a_row_that_was_written_is_read_as_it_was(outcome: Outcome) -> None:
     assert row.response is None or (row.response.status_code, row.response.request_id) == (outcome.status_code, outcome.run)
 
 
+@calmly
 @given(OUTCOMES)
 def test_a_row_is_one_line_to_every_reader(outcome: Outcome) -> None:
     line = build_row_line(build_row(outcome))
