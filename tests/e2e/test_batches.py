@@ -83,7 +83,7 @@ def test_every_line_of_a_batch_becomes_a_row(shell: Shell) -> None:
 def test_after_an_orchestrator_was_killed_the_batch_is_gone_with_where_it_was(shell: Shell) -> None:
     out = str(shell.folder / "out.jsonl")
     first = shell.start("batch", "submit", str(shell.write(12)), "--output", out, "--id", "killed", "--concurrency", "6")
-    wait_until(lambda: shell.server.stats()["replies"] >= 12, 60, "the batch is in the middle", lambda: str(shell.server.stats()))
+    wait_until(lambda: shell.server.stats()["replies"] >= 12, 60, lambda: str(shell.server.stats()))
     first.send_signal(signal.SIGKILL)
     first.communicate()
     running = 12 - len(shell.rows())
@@ -98,7 +98,7 @@ def test_after_an_orchestrator_was_killed_the_batch_is_gone_with_where_it_was(sh
 def test_the_first_interrupt_ends_what_runs_and_the_batch_can_be_gone_on_with(shell: Shell) -> None:
     out = str(shell.folder / "out.jsonl")
     first = shell.start("batch", "submit", str(shell.write(10)), "--output", out, "--id", "interrupted", "--concurrency", "2")
-    wait_until(lambda: shell.server.stats()["replies"] >= 2, 60, "some items run", lambda: str(shell.server.stats()))
+    wait_until(lambda: shell.server.stats()["replies"] >= 2, 60, lambda: str(shell.server.stats()))
     first.send_signal(signal.SIGINT)
     _, said = first.communicate(timeout=60)
     assert first.returncode == 130
@@ -113,7 +113,7 @@ def test_the_first_interrupt_ends_what_runs_and_the_batch_can_be_gone_on_with(sh
 def test_the_second_interrupt_stops_at_once_and_nothing_is_lost(shell: Shell) -> None:
     out = str(shell.folder / "out.jsonl")
     first = shell.start("batch", "submit", str(shell.write(6)), "--output", out, "--id", "stopped", "--concurrency", "3")
-    wait_until(lambda: shell.server.stats()["replies"] >= 3, 60, "some items run", lambda: str(shell.server.stats()))
+    wait_until(lambda: shell.server.stats()["replies"] >= 3, 60, lambda: str(shell.server.stats()))
     first.send_signal(signal.SIGINT)
     assert first.stderr is not None
     while "again to stop now" not in first.stderr.readline():

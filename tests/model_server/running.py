@@ -39,7 +39,7 @@ class ModelServer:
         request = urllib.request.Request(f"{self._root}/reset", data=b"", method="POST")
         urllib.request.urlopen(request, timeout=ANSWER_S).close()
 
-    def environment(self, model: str = "scripted") -> dict[str, str]:
+    def environment(self, model: str = "played") -> dict[str, str]:
         """What a program needs to ask it."""
         return {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": "no-key-needed", "TOOLCREW_MODEL": model}
 
