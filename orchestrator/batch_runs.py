@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.batches.displays import Display, Watched
+from orchestrator.batches.happening_files import HappeningFile
+from orchestrator.batches.happenings import Happening
 from orchestrator.batches.items import Outcome
 from orchestrator.batches.lines import BatchFile
 from orchestrator.batches.progress import Progress
@@ -26,20 +28,29 @@ from orchestrator.runs.records import BatchRecord
 from orchestrator.runs.run_queue import RunQueue
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
+from orchestrator.traces.opening import Traces
 
 OpenDisplay = Callable[[Watched], Display]
 
 
 @dataclass(frozen=True)
 class RowPaths:
-    """Where the rows go. `errors` None: beside the output, as `<output>.errors.jsonl`."""
+    """Where the rows go. `errors` None: beside `out.jsonl`, as `out.errors.jsonl`."""
 
     output: Path
     errors: Path | None = None
 
+    @property
+    def happenings(self) -> Path:
+        """Where it is kept what happened, for a report."""
+        return self._beside("events")
+
+    def _beside(self, what: str) -> Path:
+        return self.output.with_name(f"{self.output.stem}.{what}.jsonl")
+
     def open(self, belongs: Callable[[str, str], bool]) -> RowFiles:
         """Raises ConfigError for paths that cannot be written, before anything of the batch has begun."""
-        errors = self.errors or self.output.with_name(f"{self.output.stem}.errors.jsonl")
+        errors = self.errors or self._beside("errors")
         return RowFiles.open(self.output, errors, lambda custom_id, run, /: belongs(custom_id, run))
 
 
@@ -66,8 +77,11 @@ class Shift:
 class BatchRuns:
     """Batches of one client's tenant, and the work on them."""
 
-    def __init__(self, settings: OrchestratorSettings, pool: PoolConnection, parts: RunParts, tenant: str) -> None:
-        self._settings, self._pool, self._parts, self.tenant = settings, pool, parts, tenant
+    def __init__(
+        self, settings: OrchestratorSettings, pool: PoolConnection, parts: RunParts, tenant: str, traces: Traces | None = None
+    ) -> None:
+        """`traces` None: none are written."""
+        self._settings, self._pool, self._parts, self.tenant, self._traces = settings, pool, parts, tenant, traces
         self.queue = RunQueue(pool.redis, settings.deployment)
         self._writer = HappeningWriter(pool.redis, settings.deployment)
         self.batches = Batches(self.queue, self._writer, tenant)
@@ -88,7 +102,7 @@ class BatchRuns:
     ) -> AsyncIterator[Runner]:
         """What works items of that batch, so many at a time; None: of every batch of every tenant. It has to be run."""
         async with Models(self._settings, model) as models:
-            work = ItemWork(self._pool, self._parts, models)
+            work = ItemWork(self._pool, self._parts, models, self._traces)
             only = (self.tenant, batch) if batch is not None else None
             yield Runner(self._pool.redis, self._settings.deployment, self.queue, work, self._writer, concurrency, only)
 
@@ -109,6 +123,14 @@ class BatchRuns:
         await asyncio.to_thread(rows.settle)
         return count
 
+    async def happenings(self, batch: str) -> list[Happening]:
+        """What has happened of late, as far as Redis keeps it."""
+        reader = HappeningReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
+        told: list[Happening] = []
+        while some := await reader.read(0.0):
+            told += some
+        return told
+
     async def tell(self, batch: str, open_display: OpenDisplay, *, follow: bool) -> None:
         """Show what has happened of late; and, if it is followed, what happens until the batch has ended."""
         record = await self.batches.status(batch)
@@ -117,9 +139,8 @@ class BatchRuns:
             if follow:
                 await Follower(self.queue, reader, self.tenant, batch, rows=None, show=display.show, tick=display.tick).run()
                 return
-            while happenings := await reader.read(0.0):
-                for happening in happenings:
-                    display.show(happening)
+            for happening in await self.happenings(batch):
+                display.show(happening)
 
     async def work(
         self,
@@ -127,13 +148,14 @@ class BatchRuns:
         open_display: OpenDisplay,
         *,
         rows: RowFiles | None = None,
+        kept: HappeningFile | None = None,
         concurrency: int | None = None,
         model: Model | ChosenModel | None = None,
         on_shift: Callable[[Shift], None] = lambda _: None,
     ) -> tuple[BatchRecord, Summary]:
         """Work and watch a batch until it has ended, or until the shift that `on_shift` gets is drained or stopped; how it then stands.
 
-        Rows of all that has ended by then are written.
+        Rows of all that has ended by then are written. `kept`: where it is kept what happens.
         """
         record = await self.batches.status(batch)
         watched = Watched(batch, Progress(record.total))
@@ -142,8 +164,14 @@ class BatchRuns:
             shift = Shift(runner)
             on_shift(shift)
             with open_display(watched) as display:
+
+                def show(happening: Happening) -> None:
+                    if kept is not None:
+                        kept.add(happening)
+                    display.show(happening)
+
                 reader = HappeningReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
-                follower = Follower(self.queue, reader, self.tenant, batch, rows=rows, show=display.show, tick=display.tick)
+                follower = Follower(self.queue, reader, self.tenant, batch, rows=rows, show=show, tick=display.tick)
                 await _until_first(follower.run(), runner.run(), shift.until_stopped())
                 await follower.end()
             return await self.batches.status(batch), watched.summary()

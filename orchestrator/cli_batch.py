@@ -4,7 +4,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +13,15 @@ import typer
 from rich.console import Console
 
 from contract.clock import format_instant
+from contract.errors import ConfigError
 from orchestrator.batch_runs import BatchRuns, RowPaths, Shift
+from orchestrator.batches.happening_files import HappeningFile, read_happenings
+from orchestrator.batches.happenings import Happening
 from orchestrator.batches.items import FailureKind, RunLimits
 from orchestrator.batches.lines import load_lines
 from orchestrator.batches.live_display import open_display
+from orchestrator.batches.report import build_report
+from orchestrator.batches.row_files import RowFiles
 from orchestrator.batches.rows import build_row, build_row_line
 from orchestrator.cli_runner import EXIT_INTERRUPTED, Json, Tenant, open_client, run_work
 from orchestrator.runs.batches import new_batch_id
@@ -79,10 +84,13 @@ def submit(
             runs = client.batch_runs()
             chosen = batch or new_batch_id()
             with ExitStack() as stack:
-                rows = stack.enter_context(runs.open_rows(RowPaths(output, errors), chosen, read)) if output is not None else None
+                paths = RowPaths(output, errors) if output is not None else None
+                rows = stack.enter_context(runs.open_rows(paths, chosen, read)) if paths is not None else None
                 await runs.batches.submit(read, batch=chosen, concurrency=concurrency, defaults=defaults, name=file.name)
                 _print_id(chosen, as_json)
-                return 0 if detach else await _work(runs, chosen, rows, concurrency, as_json)
+                if detach or paths is None or rows is None:
+                    return 0
+                return await _work(runs, chosen, paths, rows, concurrency, as_json)
 
     raise typer.Exit(run_work(work(), as_json))
 
@@ -200,6 +208,42 @@ def logs(
     run_work(work(), as_json)
 
 
+@batch_app.command("report")
+def report(
+    batch: BatchId,
+    page: Annotated[Path, typer.Option("-o", "--html", help="Where the page goes.")],
+    events: Annotated[
+        Path | None,
+        typer.Option(
+            "--events", help="out.events.jsonl, as `submit` wrote it. Else what Redis still has, which for large batches is not all."
+        ),
+    ] = None,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """A page of what happened, with plots, in one file that needs nothing else."""
+
+    async def work() -> None:
+        if events is not None:
+            await asyncio.to_thread(_write_page, page, batch, read_happenings(events))
+            return
+        async with open_client(tenant) as client:
+            runs = client.batch_runs()
+            total = (await runs.batches.status(batch)).total
+            await asyncio.to_thread(_write_page, page, batch, await runs.happenings(batch), total)
+
+    run_work(work(), as_json)
+    typer.echo(json.dumps({"batch": batch, "page": str(page)}) if as_json else str(page))
+
+
+def _write_page(page: Path, batch: str, happenings: Iterable[Happening], total: int = 0) -> None:
+    text = build_report(happenings, title=f"Batch {batch}", batch=batch, total=total)
+    try:
+        page.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{page} cannot be written ({error.strerror or error}): give another place for it") from error
+
+
 async def _go_on(
     batch: str, kinds: list[FailureKind] | None, paths: RowPaths, concurrency: int | None, tenant: str | None, as_json: bool
 ) -> int:
@@ -208,10 +252,10 @@ async def _go_on(
         with await runs.open_rows_again(paths, batch) as rows:
             await (runs.batches.resume(batch) if kinds is None else runs.batches.resume(batch, kinds))
             _print_id(batch, as_json)
-            return await _work(runs, batch, rows, concurrency, as_json)
+            return await _work(runs, batch, paths, rows, concurrency, as_json)
 
 
-async def _work(runs: BatchRuns, batch: str, rows: Any, concurrency: int | None, as_json: bool) -> int:
+async def _work(runs: BatchRuns, batch: str, paths: RowPaths, rows: RowFiles, concurrency: int | None, as_json: bool) -> int:
     """Work a batch, and show it; the first Ctrl-C lets what runs end, the second stops now."""
     console, shifts = Console(stderr=True), list[Shift]()
     loop = asyncio.get_running_loop()
@@ -232,13 +276,15 @@ async def _work(runs: BatchRuns, batch: str, rows: Any, concurrency: int | None,
 
     loop.add_signal_handler(signal.SIGINT, interrupt)
     try:
-        record, summary = await runs.work(
-            batch,
-            lambda watched: open_display(watched, console, as_json=as_json),
-            rows=rows,
-            concurrency=concurrency,
-            on_shift=shifts.append,
-        )
+        with HappeningFile(paths.happenings) as kept:
+            record, summary = await runs.work(
+                batch,
+                lambda watched: open_display(watched, console, as_json=as_json),
+                rows=rows,
+                kept=kept,
+                concurrency=concurrency,
+                on_shift=shifts.append,
+            )
     finally:
         loop.remove_signal_handler(signal.SIGINT)
     if record.state not in (BatchState.COMPLETED, BatchState.CANCELLED):

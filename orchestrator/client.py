@@ -28,6 +28,8 @@ from orchestrator.run_parts import RunAs, RunParts
 from orchestrator.sessions import Checkpoint, Session, Start, delete_checkpoint
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings
 from orchestrator.switches import build_switch
+from orchestrator.traces.masking import password_of
+from orchestrator.traces.opening import Traces
 
 
 class ToolClient:
@@ -53,6 +55,7 @@ class ToolClient:
         approver = approver or choose_approver(settings.approvals, is_interactive=is_interactive())
         policy = policy or (load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY)
         self._parts = RunParts(settings, pool, approver, policy)
+        self.traces = Traces(settings, {"Redis password": (password_of(stack.redis_url) or "") if stack is not None else ""})
         self._pool = pool
         self.tenant = tenant
         self.stack = stack
@@ -193,9 +196,9 @@ class ToolClient:
             yield session
         tell(SandboxClosed(run=run, session=session.id))
 
-    def batch_runs(self) -> BatchRuns:
-        """Batches of the client's tenant, and the work on them. A batch's calls are made without the client's key: whoever goes on with it has another."""
-        return BatchRuns(self._settings, self._pool, self._parts, self.tenant)
+    def batch_runs(self, *, has_traces: bool = True) -> BatchRuns:
+        """Batches of the client's tenant, and the work on them. `has_traces`: every run is written down in `traces`. A batch's calls are made without the client's key: whoever goes on with it has another."""
+        return BatchRuns(self._settings, self._pool, self._parts, self.tenant, self.traces if has_traces else None)
 
     async def _as_tenant(self, tenant: str | None) -> str:
         """For whom something is done. Raises ToolFailure when the client's key is not good for it."""
@@ -232,16 +235,20 @@ class ToolClient:
         on_event: OnEvent | None = None,
         shows_output: bool = True,
         tools: Iterable[str] | Literal["all"] | None = None,
+        has_trace: bool = False,
     ) -> RunResult:
         """Work one instruction to an answer or a limit, in `session` or in one of its own.
 
         `model` None: as the environment says, else the embedded small one. `tools` None: all that the model can cope with. `on_event` gets
-        OutputArrived while calls run, unless `shows_output` is False: then no worker sends any. Raises ModelUnavailable, SandboxUnavailable, ConfigError.
+        OutputArrived while calls run, unless `shows_output` is False: then no worker sends any. `has_trace`: it is written down in `traces`
+        (docs/traces.md), under the result's `run`. Raises ModelUnavailable, SandboxUnavailable, ConfigError.
         """
         if session is not None and workspace is not None:
             raise ConfigError("give either a session or a workspace to run in, not both")
         run, tell = secrets.token_hex(8), on_event or (lambda _: None)
         async with AsyncExitStack() as stack:
+            if has_trace:
+                tell = stack.enter_context(self.traces.open(session.tenant if session is not None else self.tenant, run, tell)).on_event
             chosen = await stack.enter_async_context(choose_model(self._settings, model))
             if session is None:
                 session = await stack.enter_async_context(self._own_session(workspace, run, tell))

@@ -4,7 +4,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from contract.calls import ToolResult
 from contract.errors import OperatorError, ToolFailure
 from orchestrator.batches.artifacts import artifact_folder, copy_artifacts
 from orchestrator.batches.happenings import CallDone, Happening, ItemReady, StepDone
-from orchestrator.batches.items import BatchItem, CallBody, Failure, Outcome, RunBody, RunLimits
+from orchestrator.batches.items import BatchItem, CallBody, Failure, Outcome, RunLimits
 from orchestrator.batches.rows import build_answer_body, build_call_body
 from orchestrator.dispatcher import Terms
 from orchestrator.events import CallFinished, CallStarted, RunEvent, StepFinished
@@ -29,6 +29,7 @@ from orchestrator.runs.outcomes import judge_call, judge_error, judge_run, statu
 from orchestrator.runs.records import BatchDefaults
 from orchestrator.runs.run_queue import Claim
 from orchestrator.sessions import Session, SessionInfo, Start
+from orchestrator.traces.opening import Traces
 
 Tell = Callable[[Happening], None]
 _INFO: TypeAdapter[SessionInfo] = TypeAdapter(SessionInfo)
@@ -37,10 +38,12 @@ _INFO: TypeAdapter[SessionInfo] = TypeAdapter(SessionInfo)
 class ItemWork:
     """Works items of any batch on one pool. `work` gives an outcome whatever happens; it is cancelled when the run is not ours any more."""
 
-    def __init__(self, pool: PoolConnection, parts: RunParts, models: Models) -> None:
+    def __init__(self, pool: PoolConnection, parts: RunParts, models: Models, traces: Traces | None) -> None:
+        """`traces` None: none are written."""
         self._pool = pool
         self._parts = parts
         self._models = models
+        self._traces = traces
 
     async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
         """How the item ended. Its session is closed by then, but when this is cancelled: whoever goes on with the run has it."""
@@ -97,31 +100,36 @@ class ItemWork:
             result = await self._called(claim, journal, item.work, session, tell)
             artifacts = await self._artifacts(item, defaults, session)
             return build_call_body(result, artifacts=artifacts), judge_call(result)
-        agent_run = claim.run if claim.record.attempt == 1 else f"{claim.run}-{claim.record.attempt}"
+        agent_run, telling = _run_name(claim), _Telling(claim, tell)
         options = _options(item.work.limits, defaults)
         if options.max_wall_s is not None:
             # What the run had used before the process died that worked it.
             options = replace(options, max_wall_s=max(0.001, options.max_wall_s - journal.spent_wall_s))
         chosen = await self._models.get(item.work.model or defaults.model)
-        wanted = RunAs(
-            run=agent_run,
-            dialect=item.work.dialect or defaults.dialect,
-            options=options,
-            tools=item.work.tools,
-            tell=_Telling(claim, tell).on_event,
-            terms=Terms(priority="batch"),
-            book=journal,
-            logged=lambda model: LoggedModel(model, journal, _work(item).sampling),
-        )
-        agent = await self._parts.build_agent(session, chosen, wanted)
-        run = await agent.run(item.work.instruction, history=[dict(message) for message in item.work.history])
+        work = item.work
+        with ExitStack() as stack:
+            on_event = telling.on_event
+            if self._traces is not None:
+                on_event = stack.enter_context(self._traces.open(claim.tenant, agent_run, on_event)).on_event
+            wanted = RunAs(
+                run=agent_run,
+                dialect=work.dialect or defaults.dialect,
+                options=options,
+                tools=work.tools,
+                tell=on_event,
+                terms=Terms(priority="batch"),
+                book=journal,
+                logged=lambda model: LoggedModel(model, journal, work.sampling),
+            )
+            agent = await self._parts.build_agent(session, chosen, wanted)
+            run = await agent.run(work.instruction, history=[dict(message) for message in work.history])
         artifacts = await self._artifacts(item, defaults, session)
         body = build_answer_body(item.url, run, model=chosen.model.name, created=claim.record.started_at, artifacts=artifacts)
         return body, judge_run(run)
 
     async def _called(self, claim: Claim, journal: Journal, work: CallBody, session: Session, tell: Tell) -> ToolResult:
         """The one call of an item that is no run."""
-        call_id = f"{claim.run}-{claim.record.attempt}"
+        call_id = _run_name(claim)
         known = journal.result_of(call_id)
         if known is not None:
             return known
@@ -192,9 +200,9 @@ class _Telling:
         self._tell(CallDone.model_validate({**told, "seconds": seconds, "error_code": code, "clocks": result.clocks}))
 
 
-def _work(item: BatchItem) -> RunBody:
-    assert isinstance(item.work, RunBody)
-    return item.work
+def _run_name(claim: Claim) -> str:
+    """The run of one attempt: ids of calls are made of it, and those of an earlier attempt have been used."""
+    return claim.run if claim.record.attempt == 1 else f"{claim.run}-{claim.record.attempt}"
 
 
 def _options(limits: RunLimits, defaults: BatchDefaults) -> ReActOptions:

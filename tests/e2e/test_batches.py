@@ -36,7 +36,7 @@ class Shell:
         self.server = server
         self.folder = folder
         self._footprint = footprint
-        self.environment = {"TOOLCREW_REDIS_URL": stack.redis_url, **server.environment()}
+        self.environment = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_TRACES": str(folder / "traces"), **server.environment()}
 
     def write(self, count: int) -> Path:
         """A batch of so many items."""
@@ -78,6 +78,17 @@ def test_every_line_of_a_batch_becomes_a_row(shell: Shell) -> None:
     assert shell.rows("out.errors.jsonl") == []
     status = json.loads(shell.toolcrew("batch", "status", "rows", "--json").stdout)
     assert (status["status"], status["request_counts"]["completed"]) == ("completed", 8)
+    logs = [json.loads(line) for line in shell.toolcrew("batch", "logs", "rows", "--json").stdout.splitlines()]
+    kept = [json.loads(line) for line in (shell.folder / "out.events.jsonl").read_text().splitlines()]
+    assert [told["type"] for told in logs[:-1]] == [told["type"] for told in kept]
+    assert (logs[-1]["type"], logs[-1]["done"], logs[-1]["calls"]) == ("summary", 8, 8 * STEPS)
+    page = shell.folder / "page.html"
+    assert shell.toolcrew("batch", "report", "rows", "--html", str(page), "--events", str(shell.folder / "out.events.jsonl")).returncode == 0
+    assert "8 of 8" in page.read_text()
+    shown = shell.toolcrew("trace", "show", shell.rows()[0]["id"])
+    assert (shown.returncode, shown.stdout.count("wc -l < acts") >= STEPS) == (0, True)
+    results = shell.toolcrew("batch", "results", "rows").stdout.splitlines()
+    assert sorted(map(json.loads, results), key=lambda row: str(row["id"])) == sorted(shell.rows(), key=lambda row: str(row["id"]))
 
 
 def test_after_an_orchestrator_was_killed_the_batch_is_gone_with_where_it_was(shell: Shell) -> None:
