@@ -2,20 +2,17 @@
 
 import asyncio
 import contextlib
-import tempfile
 import time
-from pathlib import Path
 
 from benchmarks.noop_worker import NAP_S, NAP_TOOL
-from benchmarks.processes import child_process
-from benchmarks.raw_celery import worker_environment
+from benchmarks.raw_celery import running_tools
 from benchmarks.report import Report, median
 from benchmarks.throughput import succeeds, until_served
 from contract.tenancy import TenantPolicy
 from orchestrator import ToolClient
 from orchestrator.redis_connection import open_redis
 from orchestrator.sessions import Session
-from orchestrator.settings import load_settings, python
+from orchestrator.settings import load_settings
 from orchestrator.tenants import RedisTenants
 
 SLOTS = 4
@@ -41,9 +38,7 @@ async def _run(rounds: int) -> Report:
         tenants = RedisTenants(connection, settings.broker(url).deployment)
         for name in ("many", "few"):
             await tenants.add(name, TenantPolicy())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-")))
-        web = {**worker_environment(url, SLOTS), "TOOLCREW_WORKER_KIND": "web", "TOOLCREW_HOST": "bench-tools"}
-        stack.enter_context(child_process([python(), "-m", "benchmarks.noop_worker"], web, folder / "log"))
+        stack.enter_context(running_tools(url, SLOTS))
         few = await stack.enter_async_context(ToolClient.connect(url, tenant="few"))
         flooding = await stack.enter_async_context(await flooder.open_session(tenant="many"))
         waiting = await stack.enter_async_context(await few.open_session())

@@ -1,10 +1,11 @@
-"""The floor of every call through Celery: a worker like ours whose one task does nothing."""
+"""The floor of every call through Celery: a worker like ours whose one task does nothing; and ours, with tools that do as little."""
 
 import asyncio
 import contextlib
 import secrets
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import redis.asyncio
@@ -38,6 +39,15 @@ class RawCelery:
 def worker_environment(redis_url: str, slots: int) -> dict[str, str]:
     """Of a worker on that Redis."""
     return {"TOOLCREW_REDIS_URL": redis_url, "TOOLCREW_CONCURRENCY": str(slots), "TOOLCREW_LOG_LEVEL": "WARNING"}
+
+
+@contextlib.contextmanager
+def running_tools(redis_url: str, slots: int) -> Iterator[None]:
+    """Our own worker of operators' tools on that Redis, on prefork; calls may come a moment before it is there (`until_served`)."""
+    environment = {**worker_environment(redis_url, slots), "TOOLCREW_WORKER_KIND": "web", "TOOLCREW_HOST": "bench-tools"}
+    argv = [python(), "-m", "benchmarks.noop_worker"]
+    with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as folder, child_process(argv, environment, Path(folder) / "log"):
+        yield
 
 
 async def open_raw(

@@ -2,21 +2,18 @@
 
 import asyncio
 import contextlib
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 
 from benchmarks.noop_worker import TOOL
-from benchmarks.processes import child_process
-from benchmarks.raw_celery import open_raw, worker_environment
+from benchmarks.raw_celery import open_raw, running_tools
 from benchmarks.report import Report, median, percentile
 from benchmarks.whole_path import open_sessions, per_second
 from contract.errors import ToolcrewError
 from orchestrator import ToolClient
 from orchestrator.redis_connection import open_redis
 from orchestrator.sessions import Session
-from orchestrator.settings import load_settings, python
+from orchestrator.settings import load_settings
 
 ROUNDS = 5
 CALLS = 300
@@ -39,9 +36,7 @@ async def _run(rounds: int) -> Report:
         url = client.stack.redis_url
         connection = open_redis(load_settings().broker(url))
         stack.push_async_callback(connection.aclose)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-")))
-        web = {**worker_environment(url, SLOTS), "TOOLCREW_WORKER_KIND": "web", "TOOLCREW_HOST": "bench-tools"}
-        stack.enter_context(child_process([python(), "-m", "benchmarks.noop_worker"], web, folder / "log"))
+        stack.enter_context(running_tools(url, SLOTS))
         raw_prefork = await open_raw(url, connection, stack, "prefork", SLOTS)
         raw_threads = await open_raw(url, connection, stack, "threads", SLOTS)
         sessions = await stack.enter_async_context(open_sessions(client))

@@ -13,6 +13,9 @@ def shortened(value: float) -> float:
     return float(f"{value:.14g}")
 
 
+TINY_S = 0.05
+
+
 @dataclass
 class Call:
     id: str
@@ -43,6 +46,10 @@ class Queue:
         if self.slots is None:
             return 4, 4, 3
         return self.slots, max(self.slots + 1, self.slots * 3 // 2), max(1, self.slots * 9 // 10)
+
+    def tiny_size(self) -> int:
+        """Calls that may be held when the next one is over in a moment."""
+        return 4 if self.slots is None else max(self.slots + 4, self.slots * 2)
 
     def long(self, tenant: str | None = None) -> int:
         return sum(call.is_long and tenant in (None, call.request.tenant) for call in self.held)
@@ -199,12 +206,14 @@ class Model:
         return queue.used[tenant] + sum(call.charge for call in queue.held if call.request.tenant == tenant)
 
     def _grant(self, queue: Queue) -> None:
-        while len(queue.held) < queue.sizes()[1]:
+        while len(queue.held) < queue.tiny_size():
             has_long = queue.long() < queue.sizes()[0]
             able = [tenant for tenant, (short, long) in queue.ready.items() if short or (long and has_long)]
             if not able:
                 return
             name = min(able, key=lambda tenant: (self._score(queue, tenant), not queue.ready[tenant][0], tenant))
+            if len(queue.held) >= queue.sizes()[1] and not self._is_tiny(queue, name, has_long=has_long):
+                return
             at = self._limit(name)
             if at is not None:
                 self.tenants[name].blocked.append(queue.name)
@@ -218,9 +227,16 @@ class Model:
                 queue.ready.pop(name, None)
                 self._rank(queue, name)
 
-    def _hold(self, queue: Queue, name: str, fitting: list[Call]) -> None:
+    def _is_tiny(self, queue: Queue, name: str, *, has_long: bool) -> bool:
+        fitting = self._fitting(queue, name, has_long=has_long)
+        return bool(fitting) and self._estimate(self._next(queue, name, fitting).request) < TINY_S
+
+    def _next(self, queue: Queue, name: str, fitting: list[Call]) -> Call:
         is_turn_of_batch = queue.run[name] >= 7
-        call = min(fitting, key=lambda one: ((one.request.priority == "batch") != is_turn_of_batch, one.number))
+        return min(fitting, key=lambda one: ((one.request.priority == "batch") != is_turn_of_batch, one.number))
+
+    def _hold(self, queue: Queue, name: str, fitting: list[Call]) -> None:
+        call = self._next(queue, name, fitting)
         has_batch = any(one.request.priority == "batch" for one in self._waiting(queue, name))
         queue.run[name] = queue.run[name] + 1 if call.request.priority != "batch" and has_batch else 0
         queue.waiting.remove(call)

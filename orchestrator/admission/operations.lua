@@ -67,10 +67,16 @@ local function grant_next(queue, pair, tenant)
   refresh(queue, pair)
 end
 
+-- Whether the next call is over in a moment: only such ones go beyond a queue's capacity. Changes nothing.
+local function is_tiny(queue, name)
+  local head = choose(queue, pair_of(queue, name))
+  return head and estimate(head.call) < TINY_S
+end
+
 local function grant(queue)
-  while queue.fields.held < queue.capacity and queue.fields.waiting > 0 do
+  while queue.fields.held < queue.tiny_capacity and queue.fields.waiting > 0 do
     local name = lowest(queue)
-    if not name then return end
+    if not name or (queue.fields.held >= queue.capacity and not is_tiny(queue, name)) then return end
     local tenant, pair = tenant_of({tenant = name}), pair_of(queue, name)
     local until_at = limit_of(tenant)
     if until_at then

@@ -83,6 +83,7 @@ class SharedAdmission:
             for task in pending:
                 task.cancel()
             _, pending = await asyncio.wait(pending, timeout=0.1)
+        await self._steps.aclose()
 
     async def _acquire(self, request: SlotRequest) -> _Ticket:
         if self._is_closed:

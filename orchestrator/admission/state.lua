@@ -18,6 +18,7 @@ if not now then
 end
 
 local LONG_S = 1           -- a call of so many seconds is long
+local TINY_S = 0.05        -- one of less is over before the next message is there
 local UNKNOWN_SLOTS = 4    -- capacity of a queue whose workers nobody knows
 local INTERACTIVE_RUN = 7  -- so many interactive calls in a row may pass one of a batch
 local FADE = 0.8           -- what is left of a longer estimate after a shorter call
@@ -201,6 +202,8 @@ local function queue_of(name)
   queue.name = name
   queue.slots = is_known and math.floor(number) or UNKNOWN_SLOTS
   queue.capacity = is_known and math.max(queue.slots + 1, math.floor(queue.slots * 3 / 2)) or UNKNOWN_SLOTS
+  -- On its way a call is for some milliseconds, whatever it does: for tiny ones that is most of the time.
+  queue.tiny_capacity = is_known and math.max(queue.slots + 4, queue.slots * 2) or UNKNOWN_SLOTS
   queue.long_each = math.max(1, math.floor(queue.slots * 9 / 10))
   promote(queue)
   if queue.fields.slots ~= queue.slots then

@@ -41,7 +41,9 @@ class Steps:
         lease_s: float,
         clock: Clock | None,
     ) -> None:
-        self._script = client.register_script(load_script())
+        # One step follows the other, so a connection is kept: to get one from the pool costs a quarter of a step.
+        self._client = client.client()
+        self._script = self._client.register_script(load_script())
         self._deployment, self._orchestrator, self._lease_s, self._clock = deployment, orchestrator, lease_s, clock
         self._on_answer, self._on_failure = on_answer, on_failure
         self._requests: dict[str, SlotRequest] = {}
@@ -66,6 +68,10 @@ class Steps:
         """Anything else; only for what may be lost."""
         self._others.append(operation)
         self._note()
+
+    async def aclose(self) -> None:
+        """Let go of the connection; nothing may be on its way. The next step has another."""
+        await self._client.aclose(close_connection_pool=False)
 
     async def settle(self, within_s: float) -> None:
         """Wait until all is sent, as far as that can be done in time."""
@@ -110,6 +116,7 @@ class Steps:
                 answer = parse_answer(await self._say(arguments))
         except (RedisError, OSError) as error:
             log.warning("admission_unanswered", operations=len(operations), error=str(error) or type(error).__name__)
+            await self.aclose()
             self._on_failure(error, frozenset(requests))
             return False
         for call in releases:
@@ -121,6 +128,7 @@ class Steps:
         try:
             said: bytes = await self._script(args=arguments)
         except LostConnection:
-            # A pooled connection of before Redis's restart. Whatever is said may be said twice.
+            # The connection of before Redis's restart; with Sentinel it would go on asking the master of then. Whatever is said may be said twice.
+            await self.aclose()
             said = await self._script(args=arguments)
         return said

@@ -55,19 +55,22 @@ def share(used: Counter[str], tenant: str) -> float:
     return used[tenant] / sum(used.values())
 
 
-def test_a_queue_gives_half_as_many_slots_again_as_its_workers_have(ground: Ground) -> None:
-    ground.learn("acme", 0.01)
-    for _ in range(20):
+@pytest.mark.parametrize(
+    ("slots", "seconds", "held"), [(4, 0.1, 6), (4, 0.01, 8), (1, 0.1, 2), (1, 0.01, 5), (16, 0.1, 24), (16, 0.01, 32)]
+)
+def test_a_queue_has_the_next_calls_ready_and_more_of_those_that_are_over_in_a_moment(
+    ground: Ground, slots: int, seconds: float, held: int
+) -> None:
+    set_slots(ground.client, slots)
+    ground.learn("acme", seconds)
+    for _ in range(40):
         ground.ask()
-    assert len(ground.kept("held")) == 6
+    assert len(ground.kept("held")) == held
 
 
-def test_a_queue_of_one_slot_has_the_next_call_ready(ground: Ground) -> None:
-    set_slots(ground.client, 1)
-    ground.learn("acme", 0.01)
-    for _ in range(5):
-        ground.ask()
-    assert len(ground.kept("held")) == 2
+def test_calls_that_are_over_in_a_moment_take_no_share_from_others_by_going_beyond_the_capacity(ground: Ground) -> None:
+    used = play(ground, {"quick": TenantPolicy(), "slow": TenantPolicy()}, {"quick": 0.02, "slow": 0.4}, for_s=15, callers={"quick": 40})
+    assert share(used, "slow") == pytest.approx(0.5, rel=0.1)
 
 
 def test_a_queue_without_known_workers_lets_a_few_pass_to_learn_that_its_host_is_lost(ground: Ground) -> None:
