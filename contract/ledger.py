@@ -52,7 +52,7 @@ class CallRecord(Record):
     """The fields of the hash, all text in Redis; absent ones are not known. Instants in Unix seconds of the shared clock.
 
     `holder`: who runs it (contract/hosts.py: holder_name); `claim`: a word of the claim that started it, by which one that is sent again knows itself;
-    `code`: the result's error code, "" when it succeeded.
+    `code`: the result's error code, "" when it succeeded; `nonce`: the attempt that was published last, and a random word; `task`: under which task id.
     """
 
     state: CallState
@@ -68,6 +68,7 @@ class CallRecord(Record):
     ended_at: float = 0.0
     code: str = ""
     nonce: str = ""
+    task: str = ""
 
 
 def parse_record(fields: Mapping[bytes, bytes]) -> CallRecord | None:

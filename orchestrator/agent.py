@@ -17,6 +17,8 @@ from orchestrator.dialects.thinking import strip_thinking
 from orchestrator.events import (
     CallFinished,
     CallStarted,
+    ModelAnswered,
+    ModelAsked,
     OnEvent,
     RunAborted,
     RunEvent,
@@ -105,6 +107,7 @@ class _Reply:
     observed: list[Observed] = field(default_factory=list)
     malformed: int = 0
     tools_s: float = 0.0
+    asked_at: float = field(default_factory=time.monotonic)
 
     def finish(self) -> ReplyEnd:
         """Its end, also when it stops in the middle: calls that were half read count as asked."""
@@ -199,7 +202,8 @@ class _Run:
         reply = self._current
         if reply is None or not reply.asked:
             return
-        reply.finish()
+        if reply.end is None:
+            self._tell_answer(reply, reply.finish())
         results = build_interrupted_results(reply.asked[len(reply.observed) :], self._begun)
         for _, result in results:
             if self._begun.get(result.call_id) is None:
@@ -269,6 +273,7 @@ class _Run:
         ContextWindowExceeded when it broke off before any call."""
         reader = self._agent.dialect.open_reader(self._id, self._spending.steps, reads_tags=self._agent.options.enable_tool_action_parsing)
         reply = self._current = _Reply(request, reader)
+        self._tell(ModelAsked(run=self._id, step=self._spending.steps, request=request))
         is_broken = False
         async with ReadAhead(self._agent.model.stream(request)) as chunks:
             try:
@@ -282,6 +287,7 @@ class _Run:
                 self._warn(f"{error}; its calls up to there have run")
                 is_broken = True
         events, reply.end = reader.finish(is_broken=is_broken)
+        self._tell_answer(reply, reply.end)
         await self._handle(events, reply, shown)
         return reply
 
@@ -315,6 +321,19 @@ class _Run:
         elif isinstance(event, CallFinished):
             self._begun[event.result.call_id] = event.result
         self._tell(event)
+
+    def _tell_answer(self, reply: _Reply, end: ReplyEnd) -> None:
+        model_s = max(0.0, time.monotonic() - reply.asked_at - reply.tools_s)
+        self._tell(
+            ModelAnswered(
+                run=self._id,
+                step=self._spending.steps,
+                message=end.message,
+                finish_reason=end.finish_reason,
+                usage=end.usage,
+                model_s=model_s,
+            )
+        )
 
     def _withdraw(self, characters: int) -> None:
         if characters:

@@ -38,6 +38,9 @@ class Errand:
     handlers: Mapping[str, Handler]
     aliases: list[str]
     """By which other names its parameters were given."""
+    keeps_result: bool = False
+    may_have_been_sent: bool = False
+    """By a process that died since."""
 
     @property
     def is_sticky(self) -> bool:
@@ -62,9 +65,12 @@ class Carrier:
         self._clock = clock
         self._events = events
 
-    async def carry(self, errand: Errand, home: Home | str, attempt: int = 1) -> ToolResult:
-        """The call's result from that queue, or from the home of its session."""
+    async def carry(self, errand: Errand, home: Home | str, attempt: int = 1, published_as: str | None = None) -> ToolResult:
+        """The call's result from that queue, or from the home of its session. `published_as`: this attempt is there already, under that task id."""
         queue = home if isinstance(home, str) else home.queue
+        if published_as is not None:
+            # Whoever sent it had its slot.
+            return await self._sent(errand, home, queue, attempt, published_as)
         async with self._admission.slot(self._request(errand, queue)) as slot:
             result = await self._sent(errand, home, queue, attempt)
             slot.used_s = result.clocks.sandbox_s + result.clocks.run_s
@@ -88,7 +94,11 @@ class Carrier:
             is_urgent=errand.call.name in URGENT,
         )
 
-    async def _sent(self, errand: Errand, home: Home | str, queue: str, attempt: int) -> ToolResult:
+    def settle(self, tenant: str, call_id: str) -> None:
+        """The result of an errand that keeps it is safe elsewhere."""
+        self._transport.settle(tenant, call_id)
+
+    async def _sent(self, errand: Errand, home: Home | str, queue: str, attempt: int, published_as: str | None = None) -> ToolResult:
         context, call = errand.context, errand.call
         start_by = max(context.deadline_at, self._clock() + LEAST_WAIT_S)
         sticky = Sticky(context.tenant, str(context.session), home.fence) if isinstance(home, Home) else None
@@ -104,6 +114,8 @@ class Carrier:
             attempt=attempt,
             sticky=sticky,
             limit_s=None if errand.is_sticky else context.timeout_s,
+            keeps_result=errand.keeps_result,
+            published_as=published_as,
         )
         if self._events is None:
             return await self._delivered(delivery)

@@ -10,7 +10,7 @@ from contract.clock import SharedClock
 from contract.envelope import join_result, kept_result_key
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.hosts import HOST_LOST_TYPE
-from contract.names import control_queue, is_blob_of
+from contract.names import control_queue, is_blob_of, result_key
 from contract.settings import BrokerSettings
 from orchestrator.call_watch import CallWatch
 from orchestrator.publishing import Publisher
@@ -38,6 +38,7 @@ class CeleryTransport:
         self._redis = open_redis(broker)
         self._publisher = Publisher(self._redis, broker.deployment, self._clock)
         self._in_flight: set[tuple[str, str]] = set()
+        self._kept: dict[tuple[str, str], list[str]] = {}
 
     async def deliver(self, delivery: Delivery) -> Any:
         """The encoded result. Raises NotSent, CallLost, DeliveryFailed, TimeoutError after `wait_s`, BrokerUnavailable when Redis is away."""
@@ -53,14 +54,19 @@ class CeleryTransport:
 
     async def _deliver(self, delivery: Delivery) -> Any:
         # No two attempts share a task: what comes late of the first would be taken for the second's.
-        task_id = self._hub.task_id(f"{delivery.call_id}.{delivery.attempt}.{delivery.tenant}")
-        with self._hub.expect(task_id) as stored:
-            await self._publisher.publish(delivery, task_id)
+        task_id = delivery.published_as or self._hub.task_id(f"{delivery.call_id}.{delivery.attempt}.{delivery.tenant}")
+        with self._hub.expect(task_id, keeps=delivery.keeps_result) as stored:
+            if delivery.published_as is None:
+                await self._publisher.publish(delivery, task_id)
+            else:
+                await self._hub.look(task_id)
             if self._watch is None:
                 ended = await self._await_stored(stored, delivery)
             else:
                 with self._watch.over(task_id, delivery):
                     ended = await self._await_stored(stored, delivery)
+        if delivery.keeps_result:
+            self._kept[delivery.tenant, delivery.call_id] = [result_key(task_id)]
         return await self._complete(_unpack(ended, delivery), delivery)
 
     async def _await_stored(self, stored: "asyncio.Future[dict[str, Any]]", delivery: Delivery) -> dict[str, Any]:
@@ -100,7 +106,10 @@ class CeleryTransport:
                 ErrorCode.OUTCOME_UNKNOWN,
                 "the call has ended, and its result is gone from Redis before it was read: see that Redis evicts nothing",
             )
-        self._hub.discard(key)
+        if delivery.keeps_result:
+            self._kept[delivery.tenant, delivery.call_id].append(key)
+        else:
+            self._hub.discard(key)
         return join_result(result, record)
 
     async def _read(self, key: str) -> bytes | None:
@@ -112,6 +121,11 @@ class CeleryTransport:
                 await asyncio.sleep(ASK_AGAIN_S)
             else:
                 return data if isinstance(data, bytes) else None
+
+    def settle(self, tenant: str, call_id: str) -> None:
+        """Let go of what was kept of a call's result."""
+        for key in self._kept.pop((tenant, call_id), ()):
+            self._hub.discard(key)
 
     async def command(self, queue: str, envelope: str) -> None:
         """Put an envelope on the host's control list, which its worker reads at once, however busy its pool is."""

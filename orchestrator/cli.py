@@ -14,6 +14,7 @@ from rich.console import Console
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.agent import RunResult
+from orchestrator.cli_batch import batch_app
 from orchestrator.cli_calls import calls_app
 from orchestrator.cli_hosts import hosts_list, worker_drain, worker_status
 from orchestrator.cli_keeping import Keeping, check_store
@@ -21,6 +22,7 @@ from orchestrator.cli_redis import redis_app
 from orchestrator.cli_runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, open_client, run_work
 from orchestrator.cli_tenants import tenants_app
 from orchestrator.cli_tools import tools_app
+from orchestrator.cli_trace import trace_app
 from orchestrator.dispatcher import Terms
 from orchestrator.doctor import Report, examine
 from orchestrator.events import CallFinished, RunEvent
@@ -35,6 +37,8 @@ HELP = "Runs the tools of LLM agents at scale, on the pool that TOOLCREW_REDIS_U
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, pretty_exceptions_enable=False)
 worker_app = typer.Typer(no_args_is_help=True, help="Workers: starting this host's, and taking any out of service.")
 app.add_typer(tools_app, name="tools")
+app.add_typer(batch_app, name="batch")
+app.add_typer(trace_app, name="trace")
 app.add_typer(calls_app, name="calls")
 app.add_typer(tenants_app, name="tenants")
 app.add_typer(redis_app, name="redis")

@@ -1,40 +1,35 @@
 """The SDK: connect to a pool or start one, open sessions, call tools, run instructions. The CLI uses nothing else."""
 
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import SecretStr
 
-from contract.call_events import MODEL
-from contract.calls import ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.registry import ToolState, filter_specs
-from contract.schema import find_aliases
 from contract.specs import ToolSpec
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.agent import Agent, RunResult
+from orchestrator.agent import RunResult
 from orchestrator.api_keys import ApiKeys, Credential
-from orchestrator.approvals import DEFAULT_POLICY, Approver, choose_approver, review
+from orchestrator.approvals import DEFAULT_POLICY, Approver, choose_approver
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
-from orchestrator.dialects.choice import choose_dialect, know_model, with_window
-from orchestrator.dispatcher import Terms, find_nearest, note_aliases
-from orchestrator.events import OnEvent, OutputArrived
-from orchestrator.heard_calls import OnOutput
+from orchestrator.batch_runs import BatchRuns
+from orchestrator.dispatcher import find_nearest
+from orchestrator.events import OnEvent, SandboxClosed
 from orchestrator.limits import ReActOptions
 from orchestrator.local_stack import StackInfo, embedded_stack
-from orchestrator.model_requests import ModelRequests
 from orchestrator.models.base import Model
-from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.pool_connection import PoolConnection, open_pool
+from orchestrator.run_parts import RunAs, RunParts
 from orchestrator.sessions import Checkpoint, Session, Start, delete_checkpoint
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings
 from orchestrator.switches import build_switch
-from orchestrator.tenant_rules import with_tenant_rules
+from orchestrator.traces.masking import password_of
+from orchestrator.traces.opening import Traces
 
 
 class ToolClient:
@@ -57,9 +52,11 @@ class ToolClient:
         self._switches = pool.switches
         self._tenants = pool.tenants
         self._credential = credential
-        self._approver = approver or choose_approver(settings.approvals, is_interactive=is_interactive())
-        self._policy = policy or (load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY)
-        self._capabilities = CapabilityCache(settings.capability_folder)
+        approver = approver or choose_approver(settings.approvals, is_interactive=is_interactive())
+        policy = policy or (load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY)
+        self._parts = RunParts(settings, pool, approver, policy)
+        self.traces = Traces(settings, {"Redis password": (password_of(stack.redis_url) or "") if stack is not None else ""})
+        self._pool = pool
         self.tenant = tenant
         self.stack = stack
 
@@ -192,6 +189,17 @@ class ToolClient:
             return None
         return ToolState(spec) if spec is not None else None
 
+    @asynccontextmanager
+    async def _own_session(self, workspace: Path | str | None, run: str, tell: OnEvent) -> AsyncIterator[Session]:
+        """A session of one run."""
+        async with await self.open_session(workspace) as session:
+            yield session
+        tell(SandboxClosed(run=run, session=session.id))
+
+    def batch_runs(self, *, has_traces: bool = True) -> BatchRuns:
+        """Batches of the client's tenant, and the work on them. `has_traces`: every run is written down in `traces`. A batch's calls are made without the client's key: whoever goes on with it has another."""
+        return BatchRuns(self._settings, self._pool, self._parts, self.tenant, self.traces if has_traces else None)
+
     async def _as_tenant(self, tenant: str | None) -> str:
         """For whom something is done. Raises ToolFailure when the client's key is not good for it."""
         chosen = tenant or self.tenant
@@ -227,76 +235,33 @@ class ToolClient:
         on_event: OnEvent | None = None,
         shows_output: bool = True,
         tools: Iterable[str] | Literal["all"] | None = None,
+        has_trace: bool = False,
     ) -> RunResult:
         """Work one instruction to an answer or a limit, in `session` or in one of its own.
 
         `model` None: as the environment says, else the embedded small one. `tools` None: all that the model can cope with. `on_event` gets
-        OutputArrived while calls run, unless `shows_output` is False: then no worker sends any. Raises ModelUnavailable, SandboxUnavailable, ConfigError.
+        OutputArrived while calls run, unless `shows_output` is False: then no worker sends any. `has_trace`: it is written down in `traces`
+        (docs/traces.md), under the result's `run`. Raises ModelUnavailable, SandboxUnavailable, ConfigError.
         """
         if session is not None and workspace is not None:
             raise ConfigError("give either a session or a workspace to run in, not both")
-        options, run = options or ReActOptions(), secrets.token_hex(8)
+        run, tell = secrets.token_hex(8), on_event or (lambda _: None)
         async with AsyncExitStack() as stack:
+            if has_trace:
+                tell = stack.enter_context(self.traces.open(session.tenant if session is not None else self.tenant, run, tell)).on_event
             chosen = await stack.enter_async_context(choose_model(self._settings, model))
             if session is None:
-                session = await stack.enter_async_context(await self.open_session(workspace))
-            wanted = dialect or self._settings.dialect
-            known = await know_model(chosen, wanted, self._capabilities)
-            speaks = choose_dialect(wanted, known, is_small=chosen.is_small)
-            options = with_window(options, self._settings, known)
-            states = await self.tool_states()
-            reach = (await session.info()).describe_network()
-            allowed = await self._tenants.policy(session.tenant)
-            there = [state.spec.with_network(reach) for state in states if state.switch is None and allowed.allows_tool(state.name)]
-            specs = filter_specs(there, chosen.tools if tools is None else tools)
-            questions = ModelRequests(chosen.model)
-            agent = Agent(
-                chosen.model,
-                speaks,
-                specs,
-                self._run_call(
-                    session,
-                    specs,
-                    Terms(default_timeout_s=options.tool_timeout_s, run=run, model=chosen.model.name),
-                    _output_teller(on_event, run) if on_event is not None and shows_output else None,
-                    questions,
-                ),
-                instruction=chosen.instruction,
-                options=options,
-                on_event=on_event or (lambda _: None),
-                run_id=run,
-                spent_by_tools=questions.usage,
-                switched_off={state.name: state.switch for state in states if state.switch is not None},
+                session = await stack.enter_async_context(self._own_session(workspace, run, tell))
+            wanted = RunAs(
+                run=run,
+                dialect=dialect,
+                options=options or ReActOptions(),
+                tools=tools,
+                tell=tell,
+                shows_output=on_event is not None and shows_output,
             )
+            agent = await self._parts.build_agent(session, chosen, wanted)
             return await agent.run(instruction)
-
-    def _run_call(
-        self, session: Session, specs: list[ToolSpec], terms: Terms, tell_output: Callable[[str], OnOutput] | None, questions: ModelRequests
-    ) -> Callable[[ToolCall], Awaitable[ToolResult]]:
-        """How a model's call is run: reviewed, then dispatched, its output told to who listens."""
-        by_name = {spec.name: spec for spec in specs}
-
-        async def run_call(call: ToolCall) -> ToolResult:
-            spec = by_name[call.name]
-            # Nobody is asked about a call that will not be run.
-            switch = (await self._switches.switches()).get(call.name)
-            if switch is not None:
-                return ToolResult.failed(call, ErrorCode.TOOL_DISABLED, switch.refusal(call.name))
-            policy = with_tenant_rules(self._policy, await self._tenants.policy(session.tenant), session.tenant)
-            reviewed = await review(call, spec, self._approver, policy=policy, tenant=session.tenant, session=session.id)
-            if isinstance(reviewed, ToolResult):
-                return reviewed
-            on_output = tell_output(call.id) if tell_output is not None else None
-            heard = replace(terms, handlers={MODEL: questions.open_call()}) if spec.pool == "tools" else terms
-            result = await session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=heard)
-            return note_aliases(result, find_aliases(spec, call.arguments))
-
-        return run_call
-
-
-def _output_teller(on_event: OnEvent, run: str) -> Callable[[str], OnOutput]:
-    """Call id -> what tells the pieces of its output as events."""
-    return lambda call_id: lambda stream, text: on_event(OutputArrived(run=run, call_id=call_id, stream=stream, text=text))
 
 
 def _with_secret(settings: OrchestratorSettings) -> OrchestratorSettings:

@@ -65,6 +65,11 @@ class Terms:
     """By kind (contract/call_events.py): who is told what the call says while it runs."""
     config: Mapping[str, JsonValue] = field(default_factory=dict)
     """What tools find in their context's configuration."""
+    keeps_result: bool = False
+    """What Redis has of the result stays there until `Dispatcher.settle`, so that another process finds it when this one dies; and who stops waiting does
+    not cancel the call."""
+    may_have_been_sent: bool = False
+    """By a process that died since: the call is then awaited in its place."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,10 @@ class Dispatcher:
         """Have a session closed at once, past its host's queue, and forget it. Raises BrokerUnavailable."""
         await self.command(ToolCall(id=secrets.token_hex(16), name="session.close"), Route(tenant, session))
         await self._in_pool().forget(tenant, session)
+
+    def settle(self, tenant: str, call_id: str) -> None:
+        """The result of a call that was made with `keeps_result` is safe elsewhere."""
+        self._carrier.settle(tenant, call_id)
 
     def session_queue(self, tenant: str, session: str) -> str | None:
         """Where the last call of the session went."""
@@ -202,7 +211,7 @@ class Dispatcher:
         try:
             return note_aliases(await self._carried(errand, pool or route.queue), errand.aliases)
         except asyncio.CancelledError:
-            if pool is not None:
+            if pool is not None and not terms.keeps_result:
                 # The host of the session, whom the session tells, does not run it.
                 await asyncio.shield(self._cancel(call, Route(route.tenant, route.session, pool)))
             raise
@@ -242,7 +251,18 @@ class Dispatcher:
             events=self._listener if terms.handlers else None,
         )
         prepared = call.model_copy(update={"arguments": arguments})
-        return Errand(prepared, context, spec, policy, self._queue_wait_s, terms.priority, dict(terms.handlers), aliases)
+        return Errand(
+            prepared,
+            context,
+            spec,
+            policy,
+            self._queue_wait_s,
+            terms.priority,
+            dict(terms.handlers),
+            aliases,
+            keeps_result=terms.keeps_result,
+            may_have_been_sent=terms.may_have_been_sent,
+        )
 
     async def _send_open(self, opening: Opening, home: Home) -> ToolResult:
         """One attempt at `session.open`, at that home."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.calls import Clocks, ToolCall, ToolResult
-from orchestrator.models.base import Usage
+from orchestrator.models.base import Message, ModelRequest, Usage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,30 @@ class StepStarted(RunEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelAsked(RunEvent):
+    """A request is on its way to the model; one that fails is followed by another. `request` is the loop's own: not to be changed."""
+
+    step: int
+    request: ModelRequest
+
+    def to_json(self) -> dict[str, Any]:
+        """How much was sent, not all of it: each request holds the ones before it (a trace has them, docs/traces.md)."""
+        counts = {"messages": len(self.request.messages), "tools": len(self.request.tools)}
+        return {"type": type(self).__name__, "run": self.run, "at": self.at, "step": self.step, **counts}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelAnswered(RunEvent):
+    """A reply has been read to its end, or was given up in the middle. `model_s`: since it was asked for, without the calls that ran meanwhile."""
+
+    step: int
+    message: Message
+    finish_reason: str | None
+    usage: Usage
+    model_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextArrived(RunEvent):
     """A piece of the model's text, as it comes."""
 
@@ -52,6 +76,55 @@ class TextWithdrawn(RunEvent):
 @dataclass(frozen=True, kw_only=True)
 class CallStarted(RunEvent):
     call: ToolCall
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApprovalAsked(RunEvent):
+    """A call waits for somebody's yes, until `expires_at` (Unix seconds)."""
+
+    call: ToolCall
+    digest: str
+    reason: str
+    warning: str
+    expires_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApprovalDecided(RunEvent):
+    """The answer to it, or that there was none. `is_changed`: allowed with other arguments than those that were asked about."""
+
+    call_id: str
+    digest: str
+    is_allowed: bool
+    reason: str
+    is_changed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallSent(RunEvent):
+    """A call goes to the pool: its arguments are those that are run, completed, and changed where an approver did."""
+
+    call: ToolCall
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxReady(RunEvent):
+    """The session that the run's calls go to. `start_s`: how long its sandbox took; `sandbox`: its id, "" when that is not known yet."""
+
+    session: str
+    host: str
+    image: str
+    network: str
+    sandbox: str = ""
+    generation: int = 1
+    start_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxClosed(RunEvent):
+    """The run's own session has been closed."""
+
+    session: str
 
 
 @dataclass(frozen=True, kw_only=True)

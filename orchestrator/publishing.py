@@ -29,7 +29,8 @@ RETRY_S = (0.05, 0.1, 0.2, 0.5)
 CLOCK_ROUND_TRIP_S = 0.5
 """What Redis says of the time is old after a longer way."""
 
-# KEYS: call, queue; for a session's call its place, the queue's host, and the tenant's sessions. ARGV: attempt, nonce, tool, message; for a session's call session, fence.
+# KEYS: call, queue; for a session's call its place, the queue's host, and the tenant's sessions. ARGV: attempt, nonce, tool, message, task; for a session's
+# call session, fence.
 # Gives what became of it, and Redis's time, in one line.
 _PUBLISH = """
 local time = redis.call('TIME')
@@ -40,7 +41,7 @@ local place
 if KEYS[3] then
   place = redis.call('HMGET', KEYS[3], 'state', 'queue', 'fence', 'ttl_s')
   local is_there = place[1] == 'open' or place[1] == 'moving'
-  if not is_there or place[2] ~= KEYS[2] or place[3] ~= ARGV[6] then return answer('moved') end
+  if not is_there or place[2] ~= KEYS[2] or place[3] ~= ARGV[7] then return answer('moved') end
   if redis.call('EXISTS', KEYS[4]) == 0 then return answer('host_lost') end
 end
 local first = ARGV[1] == '1'
@@ -51,8 +52,8 @@ if not first then
 end
 redis.call('LPUSH', KEYS[2], ARGV[4])
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[3], 'session', ARGV[5] or '', 'queue', KEYS[2],
-  'queued_at', time[1] .. '.' .. string.format('%06d', time[2]), 'nonce', ARGV[2])
+redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[3], 'session', ARGV[6] or '', 'queue', KEYS[2],
+  'queued_at', time[1] .. '.' .. string.format('%06d', time[2]), 'nonce', ARGV[2], 'task', ARGV[5])
 redis.call('EXPIRE', KEYS[1], CALL_TTL_S)
 if place then
   local life = math.ceil(tonumber(place[4]) or 0) + PLACE_MARGIN_S
@@ -121,7 +122,7 @@ class Publisher:
         Raises NotSent; BrokerUnavailable when Redis does not answer for SEND_PATIENCE_S, or refuses it. Once it may have been sent that is found out, for
         as long as it takes: until its deadline the call may still start.
         """
-        command = self._command(delivery, build_message(delivery, task_id, call_key(self._deployment, delivery.tenant, delivery.call_id)))
+        command = self._command(delivery, task_id)
         began = asyncio.get_running_loop().time()
         attempt, may_be_sent = 0, False
         while True:
@@ -167,11 +168,12 @@ class Publisher:
         await self._give_back()
         _fail(self._letters, _Unanswered(ConnectionError("the client was closed"), may_be_sent=False))
 
-    def _command(self, delivery: Delivery, message: str) -> tuple[Any, ...]:
-        keys = [call_key(self._deployment, delivery.tenant, delivery.call_id), delivery.queue]
+    def _command(self, delivery: Delivery, task_id: str) -> tuple[Any, ...]:
+        call = call_key(self._deployment, delivery.tenant, delivery.call_id)
+        message, keys = build_message(delivery, task_id, call), [call, delivery.queue]
         # A random word is wanted that is another each time, not one that nobody can guess.
         nonce = f"{delivery.attempt}:{random.getrandbits(64):x}"
-        arguments: list[Any] = [delivery.attempt, nonce, delivery.task.removeprefix("tool."), message]
+        arguments: list[Any] = [delivery.attempt, nonce, delivery.task.removeprefix("tool."), message, task_id]
         if delivery.sticky is not None:
             session = delivery.sticky.session
             keys += [place_key(self._deployment, delivery.tenant, session), host_key(self._deployment, delivery.queue)]

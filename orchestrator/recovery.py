@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
 from contract.calls import ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
-from contract.ledger import MAX_ATTEMPTS, CallState
+from contract.ledger import MAX_ATTEMPTS, CallRecord, CallState
 from contract.names import POOL_QUEUES
 from orchestrator.carrier import Carrier, Errand
 from orchestrator.homes import SessionHomes
@@ -28,7 +28,9 @@ host's sandboxd does not."""
 
 
 class CallBook(Protocol):
-    """What becomes of lost calls (orchestrator/call_ledger.py)."""
+    """What is known of calls, and what becomes of lost ones (orchestrator/call_ledger.py)."""
+
+    async def find(self, tenant: str, call_id: str) -> CallRecord | None: ...
 
     async def renew(self, tenant: str, call_id: str, attempt: int) -> bool: ...
 
@@ -45,7 +47,7 @@ class Recovery:
 
     async def carry(self, errand: Errand) -> ToolResult:
         """The one result of the call. A lost call is sent again when it has surely not begun, or its tool is idempotent, MAX_ATTEMPTS times in all; one
-        that nobody took is sent again for RESEND_S, or as long as it may wait in a queue."""
+        that nobody took is sent again for RESEND_S, or as long as it may wait in a queue. One that a process sent which died since is awaited in its place."""
         losses = _Losses()
         try:
             return await self._until_answered(errand, losses)
@@ -57,10 +59,17 @@ class Recovery:
 
     async def _until_answered(self, errand: Errand, losses: "_Losses") -> ToolResult:
         until = Patience(min(RESEND_S, errand.queue_wait_s))
+        earlier = await self._begun(errand, losses) if errand.may_have_been_sent else None
         home = await self._find(errand)
         while True:
+            target: Home | str = home or POOL_QUEUES[errand.spec.pool]
+            task = None
+            if earlier is not None:
+                # Where it was sent, wherever its session is by now.
+                target = replace(home, queue=earlier.queue) if home is not None else earlier.queue
+                task, earlier = earlier.task, None
             try:
-                result = await self._carrier.carry(errand, home or POOL_QUEUES[errand.spec.pool], losses.attempt)
+                result = await self._carrier.carry(errand, target, losses.attempt, task)
             except NotSent as refused:
                 if refused.reason == "duplicate" or home is None:
                     raise repeated(losses.attempt) from None
@@ -97,6 +106,26 @@ class Recovery:
         is_repeatable = is_lost and errand.spec.idempotent and losses.times < MAX_ATTEMPTS
         is_untaken = result.metadata.get(NOT_RUN) in NOT_TAKEN
         return (is_untaken or is_repeatable) and await until.wait() and await self._renewed(errand, losses)
+
+    async def _begun(self, errand: Errand, losses: "_Losses") -> CallRecord | None:
+        """The record of an attempt that is on its way, or has ended; `losses` then speaks of the one to go on with. Raises DeliveryFailed when the call is
+        not to be sent again."""
+        record = await self._ledger.find(errand.context.tenant, errand.call.id)
+        if record is None:
+            return None
+        losses.attempt = record.attempt
+        if record.state in (CallState.QUEUED, CallState.RUNNING, CallState.DONE):
+            is_published = record.nonce.partition(":")[0] == str(record.attempt)
+            return record if is_published else None
+        if record.state is CallState.FORBIDDEN:
+            raise DeliveryFailed(ErrorCode.CANCELLED, "the call was cancelled, or too late, before a worker took it, and was not run")
+        losses.note(record.state is CallState.UNKNOWN or bool(record.holder))
+        told = f"whoever ran the call is gone ({record.holder})" if record.holder else "the call's host is gone, and had not begun with it"
+        if record.state is CallState.UNKNOWN or (losses.may_have_acted and not errand.spec.idempotent):
+            await self._give_up(errand, losses, told)
+        if not await self._renewed(errand, losses):
+            raise repeated(losses.attempt + 1)
+        return None
 
     async def _find(self, errand: Errand) -> Home | None:
         if not errand.is_sticky:

@@ -44,6 +44,7 @@ class ResultHub:
         self.dropped = 0
         self._client = client
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._kept: set[str] = set()
         self._taken: list[str] = []
         self._channel_start = result_key(f"{self.id}-").encode()
         self._key_chars = len(result_key(""))
@@ -87,16 +88,29 @@ class ResultHub:
         return f"{self.id}-{name}"
 
     @contextlib.contextmanager
-    def expect(self, task_id: str) -> Iterator[asyncio.Future[dict[str, Any]]]:
-        """A future of the task's stored result; enter before publishing. Raises ValueError when that task is awaited already."""
+    def expect(self, task_id: str, *, keeps: bool = False) -> Iterator[asyncio.Future[dict[str, Any]]]:
+        """A future of the task's stored result; enter before publishing. Raises ValueError when that task is awaited already.
+
+        `keeps`: the result stays in Redis until its key is discarded by who took it.
+        """
         if task_id in self._waiting:
             raise ValueError(f"task {task_id} is awaited already")
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[task_id] = future
+        if keeps:
+            self._kept.add(task_id)
         try:
             yield future
         finally:
             self._waiting.pop(task_id, None)
+            self._kept.discard(task_id)
+
+    async def look(self, task_id: str) -> None:
+        """Take the result of one task now, if it is there: of what another hub published nothing is heard."""
+        try:
+            await self._take_stored([task_id])
+        except (RedisError, OSError) as error:
+            log.debug("result_not_looked_for", task=task_id, error=str(error))
 
     def fail(self, task_id: str, error: Exception) -> None:
         """Raise `error` to whoever still waits for that task; a result that comes later is dropped."""
@@ -169,12 +183,14 @@ class ResultHub:
     async def _sweep(self) -> None:
         awaited = [task_id for task_id, future in self._waiting.items() if not future.done()]
         for at in range(0, len(awaited), SWEEP_BATCH):
-            batch = awaited[at : at + SWEEP_BATCH]
-            stored = await self._client.mget([result_key(task_id) for task_id in batch])
-            for task_id, value in zip(batch, stored, strict=True):
-                future = self._waiting.get(task_id)
-                if isinstance(value, bytes) and future is not None and not future.done():
-                    self._take(task_id, value)
+            await self._take_stored(awaited[at : at + SWEEP_BATCH])
+
+    async def _take_stored(self, awaited: list[str]) -> None:
+        stored = await self._client.mget([result_key(task_id) for task_id in awaited])
+        for task_id, value in zip(awaited, stored, strict=True):
+            future = self._waiting.get(task_id)
+            if isinstance(value, bytes) and future is not None and not future.done():
+                self._take(task_id, value)
 
     def _take_message(self, channel: bytes, data: bytes) -> None:
         if channel.startswith(self._channel_start):
@@ -196,7 +212,8 @@ class ResultHub:
             return
         if is_ready:
             future.set_result(stored)
-            self.discard(result_key(task_id))
+            if task_id not in self._kept:
+                self.discard(result_key(task_id))
 
     async def _delete_regularly(self) -> None:
         while True:

@@ -92,14 +92,21 @@ class Session:
 
     @classmethod
     async def open(
-        cls, dispatcher: Dispatcher, blobs: Blobs, *, tenant: str, start: Start, credential: Credential | None = None
+        cls,
+        dispatcher: Dispatcher,
+        blobs: Blobs,
+        *,
+        tenant: str,
+        start: Start,
+        credential: Credential | None = None,
+        name: str | None = None,
     ) -> "Session":
-        """A session with a fresh sandbox and, when given, what `start.workspace` holds in /workspace.
+        """A session with a fresh sandbox and, when given, what `start.workspace` holds in /workspace. `name`: its id, from new_session_name.
 
         Raises ConfigError for a workspace that is no source, SandboxUnavailable, ToolFailure.
         """
         source = await asyncio.to_thread(load_source, start.workspace) if start.workspace is not None else None
-        name = new_session_name()
+        name = name or new_session_name()
         opening = asyncio.ensure_future(dispatcher.open_session(tenant, name, start.arguments()))
         try:
             result = _checked(await asyncio.shield(opening))
@@ -235,7 +242,9 @@ class Session:
                 self._info = replace(self._info, sandbox=result.sandbox)
             return result
         except asyncio.CancelledError:
-            await asyncio.shield(self._command(ToolCall(id=_call_id(), name="session.cancel", arguments={"call_id": call.id})))
+            # Of a call whose result is kept somebody else may be about to take it.
+            if not terms.keeps_result:
+                await asyncio.shield(self._command(ToolCall(id=_call_id(), name="session.cancel", arguments={"call_id": call.id})))
             raise
 
     async def _check_credential(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from contract.errors import ConfigError
 from contract.settings import BrokerSettings
+
+_SECRET_NAME = re.compile(r"(?:^|_)(?:API_?KEY|ACCESS_KEY|SECRET_KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
 
 
 class OrchestratorSettings(BaseSettings):
@@ -55,6 +58,8 @@ class OrchestratorSettings(BaseSettings):
     """sandboxd's, which judges them; here they only say whether an embedded stack needs an egress proxy."""
     egress_socket: Path | None = None
     """Of an egress proxy that runs already."""
+    traces: Path = Field(default_factory=lambda: _state_home() / "toolcrew" / "traces")
+    """The folder of the runs' traces (docs/traces.md)."""
     workspace_store: str | None = None
     """sandboxd's; here it only says whether a checkpoint would outlive an embedded stack."""
 
@@ -110,6 +115,15 @@ def is_interactive() -> bool:
 def python() -> str:
     """The interpreter that runs us."""
     return sys.executable
+
+
+def secrets_of_environment() -> dict[str, str]:
+    """What this process's environment holds under names of secrets (..._API_KEY, ..._TOKEN, ..._SECRET, ..._PASSWORD), for masking it."""
+    return {name: value for name, value in os.environ.items() if value and _SECRET_NAME.search(name)}
+
+
+def _state_home() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
 
 
 def _cache_home() -> Path:

@@ -38,7 +38,8 @@ class Delivery:
     """One envelope on its way. `start_by`: Unix seconds of the shared clock after which it must not start; `wait_s`: when the sender gives up.
 
     `attempt`: 1, and more when a lost call is sent again. `sticky` None: any worker of the queue may run it. `limit_s`: the call's limit where the queue's
-    workers enforce it themselves; None: where a sandbox does.
+    workers enforce it themselves; None: where a sandbox does. `keeps_result`: what Redis has of the result stays there until `settle`. `published_as`: the
+    task id under which this attempt was published by a process that is gone; it is only awaited.
     """
 
     task: str
@@ -51,6 +52,8 @@ class Delivery:
     attempt: int = 1
     sticky: Sticky | None = None
     limit_s: float | None = None
+    keeps_result: bool = False
+    published_as: str | None = None
 
 
 class NotSent(Exception):
@@ -91,6 +94,10 @@ class Transport(Protocol):
     """Carries envelopes. `deliver` gives the encoded result. Raises DeliveryFailed, NotSent, CallLost, BrokerUnavailable, or TimeoutError after `wait_s`."""
 
     async def deliver(self, delivery: Delivery) -> Any: ...
+
+    def settle(self, tenant: str, call_id: str) -> None:
+        """The result of a call that was delivered with `keeps_result` is safe elsewhere."""
+        ...
 
     async def command(self, queue: str, envelope: str) -> None:
         """Tell a host at once, past its queue; nothing comes back. Raises BrokerUnavailable."""
@@ -134,6 +141,9 @@ class InProcessTransport:
         clock = _Clock()
         result = await self._result(call, context, delivery.wait_s, clock)
         return encode_result(result.model_copy(update={"clocks": clock.read()}), seal=ResultSeal(self._key, context.tenant))
+
+    def settle(self, tenant: str, call_id: str) -> None:
+        """Nothing is kept."""
 
     async def command(self, queue: str, envelope: str) -> None:
         """Nothing to tell: a function runs where it was called."""

@@ -104,10 +104,11 @@ _REDIS = (
     "orchestrator/admission/grants.py",
     "orchestrator/admission/shared.py",
     "orchestrator/admission/steps.py",
+    *(f"orchestrator/runs/{name}.py" for name in ("happening_stream", "run_log", "run_queue", "runner")),
     "workers/custom/state.py",
     "workers/web/cache.py",
 )
-_TERMINAL = ("orchestrator/cli*.py", "orchestrator/terminal*.py")
+_TERMINAL = ("orchestrator/cli*.py", "orchestrator/terminal*.py", "orchestrator/batches/live_*.py")
 WALLS: dict[str, tuple[str, ...]] = {
     "celery": _CELERY,
     "kombu": (*_CELERY, "workers/broker_transport.py"),

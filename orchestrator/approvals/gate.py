@@ -23,6 +23,7 @@ from orchestrator.approvals.approvers import (
     Decision,
 )
 from orchestrator.approvals.policies import ApprovalPolicy, Verdict
+from orchestrator.events import ApprovalAsked, ApprovalDecided, OnEvent
 from orchestrator.logs import get_logger
 
 log = get_logger(__name__)
@@ -73,6 +74,8 @@ async def review(
     checks: Checks = (),
     ttl_s: float = APPROVAL_TTL_S,
     clock: Callable[[], float] = time.time,
+    on_event: OnEvent = lambda _: None,
+    run: str = "",
 ) -> ToolCall | ToolResult:
     """The call to run, its arguments checked and completed and its own, or the result that says why not.
 
@@ -91,7 +94,9 @@ async def review(
         approval = Approval(digest_call(asked, tenant, session), clock() + ttl_s)
         shown = asked.model_copy(deep=True)
         request = ApprovalRequest(shown, spec, tenant, session, approval.digest, verdict.reason, verdict.warning, approval.expires_at)
+        on_event(_asked(run, request))
         decision = await _ask(approver, request, ttl_s)
+        on_event(_decided(run, request, decision))
         if not decision.is_allowed:
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, decision.reason or "it was refused")
         # Neither what was shown nor what the caller holds may have changed meanwhile.
@@ -144,6 +149,28 @@ async def _ask(approver: Approver, request: ApprovalRequest, ttl_s: float) -> De
         return Decision(False, "it needs approval and the answer could not be read")
     log.info("approval_decided", tool=request.call.name, call=request.call.id, digest=request.digest, allowed=decision.is_allowed)
     return decision
+
+
+def _asked(run: str, request: ApprovalRequest) -> ApprovalAsked:
+    return ApprovalAsked(
+        run=run,
+        call=request.call.model_copy(deep=True),
+        digest=request.digest,
+        reason=request.reason,
+        warning=request.warning,
+        expires_at=request.expires_at,
+    )
+
+
+def _decided(run: str, request: ApprovalRequest, decision: Decision) -> ApprovalDecided:
+    return ApprovalDecided(
+        run=run,
+        call_id=request.call.id,
+        digest=request.digest,
+        is_allowed=decision.is_allowed,
+        reason=decision.reason,
+        is_changed=decision.is_allowed and decision.arguments is not None,
+    )
 
 
 def _is_whole(decision: Any) -> bool:

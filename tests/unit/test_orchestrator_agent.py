@@ -12,7 +12,19 @@ from orchestrator.agent import Agent, RunResult
 from orchestrator.dialects.base import Dialect, MalformedCall, ReplyEnd, Text, Usage
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect
-from orchestrator.events import CallFinished, CallStarted, RunEvent, RunFinished, RunStarted, StepFinished, StepStarted, TextArrived, Warned
+from orchestrator.events import (
+    CallFinished,
+    CallStarted,
+    ModelAnswered,
+    ModelAsked,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    StepStarted,
+    TextArrived,
+    Warned,
+)
 from orchestrator.limits import ReActOptions, StopReason
 from orchestrator.models.base import Chunk, Model, ModelRequest
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
@@ -244,12 +256,16 @@ async def test_events_tell_the_run_in_order() -> None:
     assert kinds == [
         RunStarted,
         StepStarted,
+        ModelAsked,
         TextArrived,
+        ModelAnswered,
         CallStarted,
         CallFinished,
         StepFinished,
         StepStarted,
+        ModelAsked,
         TextArrived,
+        ModelAnswered,
         StepFinished,
         RunFinished,
     ]

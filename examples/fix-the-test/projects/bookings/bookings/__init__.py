@@ -1,0 +1,1 @@
+"""Bookings of a room: who has it when."""

@@ -1,0 +1,1 @@
+"""Invoices: lines, discounts and tax."""

@@ -1,0 +1,1 @@
+"""Reports on logs of a web service."""

@@ -1,0 +1,190 @@
+"""Working a batch from this process: its items are run here, and on whatever other orchestrators there are, until every one has its row."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator.batches.displays import Display, Watched
+from orchestrator.batches.happening_files import HappeningFile
+from orchestrator.batches.happenings import Happening
+from orchestrator.batches.items import Outcome
+from orchestrator.batches.lines import BatchFile
+from orchestrator.batches.progress import Progress
+from orchestrator.batches.row_files import RowFiles
+from orchestrator.batches.summary import Summary
+from orchestrator.models.base import Model
+from orchestrator.models.choice import ChosenModel
+from orchestrator.pool_connection import PoolConnection
+from orchestrator.run_parts import RunParts
+from orchestrator.runs.batches import DEFAULT_CONCURRENCY, Batches, run_id
+from orchestrator.runs.follower import ROWS_AT_ONCE, Follower
+from orchestrator.runs.happening_stream import HappeningReader, HappeningWriter
+from orchestrator.runs.item_work import ItemWork
+from orchestrator.runs.models import Models
+from orchestrator.runs.records import BatchRecord
+from orchestrator.runs.run_queue import RunQueue
+from orchestrator.runs.runner import Runner
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.traces.opening import Traces
+
+OpenDisplay = Callable[[Watched], Display]
+
+
+@dataclass(frozen=True)
+class RowPaths:
+    """Where the rows go. `errors` None: beside `out.jsonl`, as `out.errors.jsonl`."""
+
+    output: Path
+    errors: Path | None = None
+
+    @property
+    def happenings(self) -> Path:
+        """Where it is kept what happened, for a report."""
+        return self._beside("events")
+
+    def _beside(self, what: str) -> Path:
+        return self.output.with_name(f"{self.output.stem}.{what}.jsonl")
+
+    def open(self, belongs: Callable[[str, str], bool]) -> RowFiles:
+        """Raises ConfigError for paths that cannot be written, before anything of the batch has begun."""
+        errors = self.errors or self._beside("errors")
+        return RowFiles.open(self.output, errors, lambda custom_id, run, /: belongs(custom_id, run))
+
+
+@dataclass
+class Shift:
+    """This process's work on a batch while it lasts. `drain`: begin nothing any more; what runs is ended. `stop`: give back what runs, now."""
+
+    runner: Runner
+    _stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    is_drained: bool = False
+
+    def drain(self) -> None:
+        self.is_drained = True
+        self.runner.drain()
+
+    def stop(self) -> None:
+        self.is_drained = True
+        self._stopped.set()
+
+    async def until_stopped(self) -> None:
+        await self._stopped.wait()
+
+
+class BatchRuns:
+    """Batches of one client's tenant, and the work on them."""
+
+    def __init__(
+        self, settings: OrchestratorSettings, pool: PoolConnection, parts: RunParts, tenant: str, traces: Traces | None = None
+    ) -> None:
+        """`traces` None: none are written."""
+        self._settings, self._pool, self._parts, self.tenant, self._traces = settings, pool, parts, tenant, traces
+        self.queue = RunQueue(pool.redis, settings.deployment)
+        self._writer = HappeningWriter(pool.redis, settings.deployment)
+        self.batches = Batches(self.queue, self._writer, tenant)
+
+    def open_rows(self, paths: RowPaths, batch: str, file: BatchFile) -> RowFiles:
+        """The files of a batch that is submitted with that file."""
+        known = {item.custom_id for item in file.items}
+        return paths.open(lambda custom_id, run: custom_id in known and run == run_id(self.tenant, batch, custom_id))
+
+    async def open_rows_again(self, paths: RowPaths, batch: str) -> RowFiles:
+        """The files of a batch that is there already."""
+        known = await self.batches.custom_ids(batch)
+        return paths.open(lambda custom_id, run: known.get(custom_id) == run)
+
+    @asynccontextmanager
+    async def runner(
+        self, batch: str | None = None, *, concurrency: int = DEFAULT_CONCURRENCY, model: Model | ChosenModel | None = None
+    ) -> AsyncIterator[Runner]:
+        """What works items of that batch, so many at a time; None: of every batch of every tenant. It has to be run."""
+        async with Models(self._settings, model) as models:
+            work = ItemWork(self._pool, self._parts, models, self._traces)
+            only = (self.tenant, batch) if batch is not None else None
+            yield Runner(self._pool.redis, self._settings.deployment, self.queue, work, self._writer, concurrency, only)
+
+    async def outcomes(self, batch: str) -> AsyncIterator[Outcome]:
+        """Of all items that have ended so far, in the order in which they did."""
+        after = 0
+        while ended := (await self.queue.ended(self.tenant, batch, after))[:ROWS_AT_ONCE]:
+            for record in await self.queue.runs([(self.tenant, run) for _, run in ended]):
+                if record is not None and record.outcome is not None:
+                    yield record.outcome
+            after = ended[-1][0]
+
+    async def write_rows(self, batch: str, rows: RowFiles) -> int:
+        """Write the rows of all that has ended so far; how many were new. Raises RowsNotWritten."""
+        count = 0
+        async for outcome in self.outcomes(batch):
+            count += len(await asyncio.to_thread(rows.append, [outcome]))
+        await asyncio.to_thread(rows.settle)
+        return count
+
+    async def happenings(self, batch: str) -> list[Happening]:
+        """What has happened of late, as far as Redis keeps it."""
+        reader = HappeningReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
+        told: list[Happening] = []
+        while some := await reader.read(0.0):
+            told += some
+        return told
+
+    async def tell(self, batch: str, open_display: OpenDisplay, *, follow: bool) -> None:
+        """Show what has happened of late; and, if it is followed, what happens until the batch has ended."""
+        record = await self.batches.status(batch)
+        reader = HappeningReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
+        with open_display(Watched(batch, Progress(record.total))) as display:
+            if follow:
+                await Follower(self.queue, reader, self.tenant, batch, rows=None, show=display.show, tick=display.tick).run()
+                return
+            for happening in await self.happenings(batch):
+                display.show(happening)
+
+    async def work(
+        self,
+        batch: str,
+        open_display: OpenDisplay,
+        *,
+        rows: RowFiles | None = None,
+        kept: HappeningFile | None = None,
+        concurrency: int | None = None,
+        model: Model | ChosenModel | None = None,
+        on_shift: Callable[[Shift], None] = lambda _: None,
+    ) -> tuple[BatchRecord, Summary]:
+        """Work and watch a batch until it has ended, or until the shift that `on_shift` gets is drained or stopped; how it then stands.
+
+        Rows of all that has ended by then are written. `kept`: where it is kept what happens.
+        """
+        record = await self.batches.status(batch)
+        watched = Watched(batch, Progress(record.total))
+        async with AsyncExitStack() as stack:
+            runner = await stack.enter_async_context(self.runner(batch, concurrency=concurrency or record.concurrency, model=model))
+            shift = Shift(runner)
+            on_shift(shift)
+            with open_display(watched) as display:
+
+                def show(happening: Happening) -> None:
+                    if kept is not None:
+                        kept.add(happening)
+                    display.show(happening)
+
+                reader = HappeningReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
+                follower = Follower(self.queue, reader, self.tenant, batch, rows=rows, show=show, tick=display.tick)
+                await _until_first(follower.run(), runner.run(), shift.until_stopped())
+                await follower.end()
+            return await self.batches.status(batch), watched.summary()
+
+
+async def _until_first(*works: Coroutine[Any, Any, object]) -> None:
+    """Until one of these ends; the others are cancelled, and waited for. Raises what that one raises."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

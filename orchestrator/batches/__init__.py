@@ -1,0 +1,1 @@
+"""Many runs: a file of lines in, a row for each out."""

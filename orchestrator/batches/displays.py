@@ -1,0 +1,42 @@
+"""What a display of a batch has to do, whatever it shows, and where: on a terminal, in a log, for a program."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from orchestrator.batches.happenings import Happening
+from orchestrator.batches.progress import Progress
+from orchestrator.batches.snapshot import Snapshot
+from orchestrator.batches.summary import Summary, build_summary
+
+
+class Display(Protocol):
+    """A context manager: leaving it, at any moment and for any reason, ends the display cleanly with a summary. Not for several threads."""
+
+    def __enter__(self) -> "Display": ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+    def show(self, happening: Happening) -> None:
+        """Count one more, and show what is to be shown of it."""
+
+    def tick(self) -> None:
+        """Time has passed: to be called a few times a second, also when nothing happens."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The batch that a display shows. `wall`: Unix seconds; `ticks`: seconds that never jump."""
+
+    batch: str
+    progress: Progress
+    wall: Callable[[], float] = time.time
+    ticks: Callable[[], float] = time.monotonic
+
+    def snapshot(self) -> Snapshot:
+        return self.progress.snapshot(self.wall())
+
+    def summary(self) -> Summary:
+        return build_summary(self.snapshot(), batch=self.batch)

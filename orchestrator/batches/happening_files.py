@@ -1,0 +1,62 @@
+"""What happened in a batch, kept in a file beside its rows: one happening a line, read again for a report."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from pydantic import ValidationError
+
+from contract.errors import ConfigError
+from orchestrator.batches.happenings import Happening, parse_happening
+from orchestrator.logs import get_logger
+
+log = get_logger(__name__)
+
+
+class HappeningFile:
+    """Appends to a file, which only tells: what the disk does not take ends nothing, and is counted. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lost = 0
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> "HappeningFile":
+        """Raises ConfigError for a path that cannot be written."""
+        try:
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be written ({error.strerror or error}): give another place for it") from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError as failure:
+                log.warning("happenings_not_kept", path=str(self.path), lost=self.lost, error=str(failure))
+
+    def add(self, happening: Happening) -> None:
+        """One more line."""
+        assert self._file is not None
+        try:
+            self._file.write(happening.model_dump_json() + "\n")
+            self._file.flush()
+        except OSError as error:
+            self.lost += 1
+            if self.lost == 1:
+                log.warning("happenings_not_kept", path=str(self.path), error=str(error))
+
+
+def read_happenings(path: Path) -> Iterator[Happening]:
+    """Those of a file, in its order; what a crash left of a line is passed over. Raises ConfigError for a file that cannot be read."""
+    try:
+        with path.open("rb") as lines:
+            for line in lines:
+                try:
+                    yield parse_happening(line)
+                except ValidationError:
+                    log.debug("happening_passed_over", path=str(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}): give the file that `toolcrew batch submit` wrote") from error

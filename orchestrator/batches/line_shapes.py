@@ -1,0 +1,236 @@
+"""The shapes that a line may have, as records, and each as the item that it asks for."""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from contract.calls import MAX_NAME_CHARS, MAX_TIMEOUT_S
+from orchestrator.batches.items import CALLS_URL, CHAT_URL, MAX_ID_CHARS, RUNS_URL, BatchItem, CallBody, Ground, RunBody, RunLimits
+
+_Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+_Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+_Model = Annotated[str, Field(min_length=1, max_length=256)]
+_Text = Annotated[str, Field(min_length=1)]
+_Roles = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class Unfit(Exception):
+    """A field that cannot be honoured: where it stands, and a sentence."""
+
+    def __init__(self, path: tuple[str | int, ...], message: str) -> None:
+        super().__init__(message)
+        self.path = path
+        self.message = message
+
+
+class Shape(BaseModel):
+    """Base of all shapes: types are exact, unknown fields are an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class OpenAILine(Shape):
+    """A line of OpenAI's batch files; `body` is read by its url."""
+
+    custom_id: _Id
+    method: Literal["POST"]
+    url: Literal["/v1/agent/runs", "/v1/tools/execute", "/v1/chat/completions"]
+    body: dict[str, JsonValue]
+
+
+class LimitFields(Shape):
+    max_iterations: int | None = Field(default=None, ge=1)
+    tool_timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    max_wall_s: float | None = Field(default=None, gt=0)
+    max_tokens: int | None = Field(default=None, gt=0)
+    max_cost: float | None = Field(default=None, gt=0)
+
+
+class GroundFields(Shape):
+    """Where it works, and how soon."""
+
+    workspace: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    restore: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
+    image: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    network: Literal["none", "egress"] | None = None
+    artifacts: list[str] = []
+    priority: int = Field(default=0, ge=-100, le=100)
+
+    def to_ground(self) -> Ground:
+        """Raises Unfit for two beginnings."""
+        if self.workspace is not None and self.restore is not None:
+            raise Unfit(("restore",), "a session begins with a workspace or with a checkpoint: leave one of `workspace` and `restore`")
+        return Ground(
+            workspace=self.workspace, restore=self.restore, image=self.image, network=self.network, artifacts=tuple(self.artifacts)
+        )
+
+
+class RunFields(GroundFields):
+    """Body of an agent run."""
+
+    instruction: _Text | None = None
+    input: _Text | None = None
+    history: list[dict[str, JsonValue]] = []
+    model: _Model | None = None
+    dialect: Literal["native", "tags", "json", "auto"] | None = None
+    tools: list[_Name] | None = None
+    limits: LimitFields = LimitFields()
+
+    def to_work(self) -> RunBody:
+        """Raises Unfit."""
+        if (self.instruction is None) == (self.input is None):
+            one = self.instruction is None
+            raise (
+                Unfit((), "`instruction` is missing: say what is to be done")
+                if one
+                else Unfit(("input",), "`input` and `instruction` are two names of one thing: leave one")
+            )
+        for place, message in enumerate(self.history):
+            _check_message(message, ("history", place))
+        return RunBody(
+            instruction=self.instruction or self.input or "",
+            history=tuple(self.history),
+            model=self.model,
+            dialect=self.dialect,
+            tools=None if self.tools is None else tuple(self.tools),
+            limits=_limits(self.limits),
+        )
+
+
+class CallFields(GroundFields):
+    """Body of one tool call."""
+
+    name: _Name
+    arguments: dict[str, JsonValue] = {}
+    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+
+    def to_work(self) -> CallBody:
+        return CallBody(name=self.name, arguments=self.arguments, timeout_s=self.timeout_s)
+
+
+class ShortRun(RunFields):
+    id: _Id
+
+
+class ShortCall(GroundFields):
+    id: _Id
+    tool: _Name
+    arguments: dict[str, JsonValue] = {}
+    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+
+    def to_work(self) -> CallBody:
+        return CallBody(name=self.tool, arguments=self.arguments, timeout_s=self.timeout_s)
+
+
+class ChatFields(Shape):
+    """Body of a plain chat completion: the model answers once, and has no tools."""
+
+    model: _Model | None = None
+    messages: list[dict[str, JsonValue]] = Field(min_length=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, JsonValue] | None = None
+    response_format: dict[str, JsonValue] | None = None
+    reasoning_effort: str | None = None
+    user: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    logprobs: bool | None = None
+    store: bool | None = None
+    tools: list[JsonValue] | None = None
+    tool_choice: JsonValue = None
+    parallel_tool_calls: bool | None = None
+
+    def to_work(self) -> RunBody:
+        """Raises Unfit."""
+        self._check_promises()
+        for place, message in enumerate(self.messages):
+            _check_message(message, ("messages", place))
+        last = len(self.messages) - 1
+        if self.messages[-1]["role"] != "user":
+            raise Unfit(("messages", last), "the last message is not the user's: end with what the model is to answer")
+        sampling = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return RunBody(
+            instruction=_instruction(self.messages[-1], last),
+            history=tuple(self.messages[:-1]),
+            model=self.model,
+            tools=(),
+            limits=_ONE_STEP,
+            sampling=sampling,
+        )
+
+    def _check_promises(self) -> None:
+        if self.n not in (None, 1):
+            raise Unfit(("n",), "a row has one answer: leave `n` out, and write a line for each answer")
+        if self.stream:
+            raise Unfit(("stream",), "a row is written when its answer is whole: leave `stream` out")
+        if self.logprobs:
+            raise Unfit(("logprobs",), "rows carry no log probabilities: leave `logprobs` out")
+        if self.store:
+            raise Unfit(("store",), "nothing is stored at the endpoint: leave `store` out")
+        if self.tools or self.tool_choice not in (None, "none", "auto"):
+            raise Unfit(
+                ("tools",) if self.tools else ("tool_choice",),
+                f"functions of yours cannot be called from here: leave `tools` out, or use the url {RUNS_URL}, whose tools run in a sandbox",
+            )
+
+
+_SAMPLING = (
+    *("temperature", "top_p", "max_tokens", "max_completion_tokens", "seed", "stop", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "response_format", "reasoning_effort", "user"),
+)
+_NO_LIMITS, _ONE_STEP = RunLimits(), RunLimits(max_iterations=1)
+
+Fields = RunFields | CallFields | ShortCall | ChatFields
+BODIES: dict[str, type[RunFields | CallFields | ChatFields]] = {
+    RUNS_URL: RunFields,
+    CALLS_URL: CallFields,
+    CHAT_URL: ChatFields,
+}
+LIMIT_NAMES = tuple(LimitFields.model_fields)
+
+
+def build_item(line: int, custom_id: Any, url: str, fields: Fields) -> BatchItem:
+    """Raises Unfit, with a path from the fields; ValidationError for a custom_id that is none."""
+    ground, priority = (Ground(), 0) if isinstance(fields, ChatFields) else (fields.to_ground(), fields.priority)
+    work = fields.to_work()
+    return BatchItem(custom_id=custom_id, line=line, url=url, work=work, ground=ground, priority=priority)
+
+
+def _limits(fields: LimitFields) -> RunLimits:
+    """One record for all items that set none: a batch has many."""
+    return RunLimits(**fields.model_dump()) if fields.model_fields_set else _NO_LIMITS
+
+
+def _check_message(message: dict[str, JsonValue], path: tuple[str | int, ...]) -> None:
+    role, content = message.get("role"), message.get("content")
+    if role not in _Roles.__args__:  # type: ignore[attr-defined]
+        raise Unfit((*path, "role"), f"`role` of a message is one of {', '.join(_Roles.__args__)}")  # type: ignore[attr-defined]
+    has_calls = role == "assistant" and bool(message.get("tool_calls"))
+    if not isinstance(content, str | list) and not (content is None and has_calls):
+        raise Unfit((*path, "content"), "`content` of a message is text, or a list of parts")
+
+
+def _instruction(message: dict[str, JsonValue], place: int) -> str:
+    """The text of the last message. Raises Unfit for what is more than text."""
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    texts = []
+    for at, part in enumerate(parts if isinstance(parts, list) else []):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise Unfit(
+                ("messages", place, "content", at), "the last message can only hold text here: put files into the workspace of a run"
+            )
+        texts.append(text)
+    joined = "\n".join(texts)
+    if not re.search(r"\S", joined):
+        raise Unfit(("messages", place, "content"), "the last message is empty: say what the model is to answer")
+    return joined

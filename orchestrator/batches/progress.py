@@ -1,0 +1,267 @@
+"""Happenings folded into what is known of a batch. They may come twice and in any order: the same set gives the same totals."""
+
+import heapq
+from collections import Counter
+
+from orchestrator.batches.arrival import MAX_ENDS, estimate_arrival
+from orchestrator.batches.failure_groups import MAX_MESSAGE_CHARS, FailedItem, FailureGroups
+from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemReady, ItemRetried, ItemStarted, StepDone
+from orchestrator.batches.histogram import LogHistogram
+from orchestrator.batches.items import MAX_ITEMS, FailureKind
+from orchestrator.batches.progress_items import Heard, Item, Spent, Stage, Working
+from orchestrator.batches.settled_items import SettledItems
+from orchestrator.batches.snapshot import EndedItem, Note, RunningItem, Snapshot, Spread
+from orchestrator.batches.tool_times import ToolTable
+
+MAX_SLOWEST = 20
+MAX_NOTES = 20
+RATE_WINDOW_S = 10
+_MAX_SECONDS = 64
+_NANO = 10**9
+
+_OfItem = ItemStarted | ItemReady | StepDone | CallDone | ItemDone | ItemRetried
+
+
+class Progress:
+    """Add what happens, ask how it stands. Reads no clock; keeps a few bytes of an item of which nothing more is to come.
+
+    `total`: how many items there are, as far as a BatchNoted does not say more. `max_failed_rows`: so many failed items can be listed.
+    """
+
+    def __init__(self, total: int = 0, *, max_failed_rows: int = 0) -> None:
+        self._total = total
+        self._settled = SettledItems()
+        self._open: dict[str, Item] = {}
+        self._running: dict[str, Item] = {}
+        self._known = self._done = self._failed = self._retried = self._resumed = 0
+        self._groups = FailureGroups(max_failed_rows)
+        self._spent = (0, 0, 0, 0)
+        # Sums of floats depend on their order, those of integers do not.
+        self._nano_cost, self._costs_told, self._costs_unknown = 0, 0, 0
+        self._lengths, self.waits, self._setups, self._replies = (LogHistogram() for _ in range(4))
+        self.tools = ToolTable()
+        self._calls_at: Counter[int] = Counter()
+        self._ends: list[float] = []
+        self._slowest: list[tuple[float, str, int, str, str]] = []
+        self._notes: list[tuple[float, str]] = []
+        self._first_at: float | None = None
+        self.last_at = 0.0
+        """When the last thing happened."""
+
+    def add(self, happening: Happening) -> bool:
+        """Count it; False: it has been counted before, or says nothing new."""
+        self.last_at = happening.at if self._first_at is None else max(happening.at, self.last_at)
+        self._first_at = happening.at if self._first_at is None else min(happening.at, self._first_at)
+        if isinstance(happening, BatchNoted):
+            return self._add_note(happening)
+        item = self._open.get(happening.item) or self._find(happening.item)
+        if item.is_settled and happening.attempt == 1 and not isinstance(happening, ItemStarted | ItemReady):
+            return False
+        is_new = self._count(item, happening)
+        state = item.settled_state()
+        if state is None:
+            self._open[happening.item] = item
+        else:
+            self._settled.put(happening.item, state)
+            self._open.pop(happening.item, None)
+        return is_new
+
+    def failed_items(self) -> list[FailedItem]:
+        """Those that stand as failed, by time, as far as `max_failed_rows` says."""
+        return self._groups.rows()
+
+    def running_items(self, now: float, most: int = MAX_ITEMS) -> tuple[RunningItem, ...]:
+        """Those that run, the longest first."""
+        aged = ((item.working.age(now), name, item.attempt, item.working) for name, item in self._running.items() if item.working)
+        slowest = heapq.nsmallest(most, aged, key=lambda row: (-row[0], row[1]))
+        return tuple(
+            RunningItem(item=name, run=working.run, attempt=attempt, age_s=age, does=working.does())
+            for age, name, attempt, working in slowest
+        )
+
+    def snapshot(self, now: float) -> Snapshot:
+        """How it stands. `now`: Unix seconds."""
+        total = max(self._total, self._known)
+        running = len(self._running)
+        queued = total - self._done - self._failed - running
+        has_ended = self._total > 0 and running + queued == 0
+        began = now if self._first_at is None else self._first_at
+        wall = max(0.0, (self.last_at if has_ended else now) - began)
+        steps, calls, prompt, completion = self._spent
+        ages = [item.working.age(now) for item in self._running.values() if item.working]
+        return Snapshot(
+            at=now,
+            total=total,
+            done=self._done,
+            failed=self._failed,
+            running=running,
+            queued=queued,
+            failures=self._groups.by_kind(),
+            groups=self._groups.groups(),
+            retried=self._retried,
+            resumed=self._resumed,
+            steps=steps,
+            calls=calls,
+            calls_per_s=sum(count for second, count in self._calls_at.items() if now - RATE_WINDOW_S < second <= now) / RATE_WINDOW_S,
+            calls_per_s_overall=calls / wall if wall > 0 else 0.0,
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            cost=self._nano_cost / _NANO if self._costs_told else None,
+            cost_unknown=self._costs_unknown,
+            wall_s=wall,
+            eta_s=estimate_arrival(now, self._total, queued, ages, self._lengths, self._ends) if self._total else None,
+            slowest_running=self.running_items(now, MAX_SLOWEST),
+            slowest=tuple(
+                EndedItem(item=item, run=run, attempt=attempt, seconds=seconds, failure=FailureKind(failure) if failure else None)
+                for seconds, item, attempt, run, failure in sorted(self._slowest, reverse=True)
+            ),
+            tools=self.tools.times(),
+            waits=Spread.of(self.waits),
+            setups=Spread.of(self._setups),
+            replies=Spread.of(self._replies),
+            notes=tuple(Note(at=at, message=message) for at, message in sorted(self._notes)),
+            has_ended=has_ended,
+        )
+
+    def _find(self, name: str) -> Item:
+        state = self._settled.get(name)
+        if state is not None:
+            return Item.reopened(state)
+        self._known += 1
+        return Item()
+
+    def _add_note(self, note: BatchNoted) -> bool:
+        self._total = max(self._total, note.total or 0)
+        kept = note.at, note.message[:MAX_MESSAGE_CHARS]
+        if kept in self._notes:
+            return False
+        _keep_largest(self._notes, kept, MAX_NOTES)
+        return kept in self._notes
+
+    def _count(self, item: Item, happening: _OfItem) -> bool:
+        attempt = happening.attempt
+        if not isinstance(happening, ItemDone | ItemRetried):
+            self._advance(item, happening, Stage.RUNNING)
+            if item.working is not None and attempt == item.attempt:
+                _watch(item.working, happening)
+        match happening:
+            case ItemStarted():
+                return self._count_start(item, happening)
+            case ItemReady():
+                is_new = item.hears_first(Heard.READY) if attempt == 1 else item.is_first(("ready", attempt))
+                if is_new:
+                    self._setups.add(happening.setup_s)
+                return is_new
+            case StepDone():
+                return item.is_first(("step", attempt, happening.step)) and self._count_step(item.of_attempt(attempt), happening)
+            case CallDone():
+                return item.is_first(("call", attempt, happening.call)) and self._count_call(item.of_attempt(attempt), happening)
+            case ItemRetried():
+                self._advance(item, happening, Stage.QUEUED)
+                return item.is_first(("retried", attempt))
+            case ItemDone():
+                is_new = self._count_end(item.of_attempt(attempt), happening)
+                if is_new:
+                    self._advance(item, happening, Stage.ENDED)
+                return is_new
+
+    def _count_start(self, item: Item, start: ItemStarted) -> bool:
+        if start.is_resumed:
+            is_new = item.hears_first(Heard.RESUMED)
+            self._resumed += is_new
+            return is_new
+        is_new = item.hears_first(Heard.STARTED) if start.attempt == 1 else item.is_first(("started", start.attempt))
+        if is_new:
+            self.waits.add(start.waited_s)
+        return is_new
+
+    def _count_step(self, spent: Spent, step: StepDone) -> bool:
+        self._replies.add(step.model_s)
+        self._spend(spent, (1, 0, step.prompt_tokens, step.completion_tokens))
+        return True
+
+    def _count_call(self, spent: Spent, call: CallDone) -> bool:
+        self.tools.add(call)
+        self._spend(spent, (0, 1, 0, 0))
+        self._calls_at[int(call.at)] += 1
+        if len(self._calls_at) > _MAX_SECONDS:
+            for second in sorted(self._calls_at)[: _MAX_SECONDS // 2]:
+                del self._calls_at[second]
+        return True
+
+    def _count_end(self, spent: Spent, end: ItemDone) -> bool:
+        if spent.said is not None:
+            return False
+        self._spend(spent, None, (end.steps, end.calls, end.prompt_tokens, end.completion_tokens))
+        if end.cost is None:
+            self._costs_unknown += 1
+        else:
+            self._costs_told += 1
+            self._nano_cost += round(end.cost * _NANO)
+        _keep_largest(self._slowest, (end.seconds, end.item, end.attempt, end.run, end.failure or ""), MAX_SLOWEST)
+        if end.failure != FailureKind.CANCELLED:
+            self._lengths.add(end.seconds)
+            _keep_largest(self._ends, end.at, MAX_ENDS)
+        return True
+
+    def _spend(self, spent: Spent, more: tuple[int, int, int, int] | None, said: tuple[int, int, int, int] | None = None) -> None:
+        before = spent.counted()
+        if more is not None:
+            a, b, c, d = spent.seen
+            spent.seen = a + more[0], b + more[1], c + more[2], d + more[3]
+        spent.said = said or spent.said
+        after = spent.counted()
+        a, b, c, d = self._spent
+        self._spent = a + after[0] - before[0], b + after[1] - before[1], c + after[2] - before[2], d + after[3] - before[3]
+
+    def _advance(self, item: Item, happening: _OfItem, stage: Stage) -> None:
+        """Items go upwards only: what an earlier attempt or stage tells late moves nothing."""
+        if (happening.attempt, stage) <= (item.attempt, item.stage):
+            return
+        name = happening.item
+        if item.stage == Stage.RUNNING:
+            del self._running[name]
+            item.working = None
+        elif item.stage == Stage.ENDED:
+            self._done -= not item.reason
+            self._failed -= item.reason > 0
+            if item.reason:
+                self._groups.leave(item.reason, name)
+        self._retried += happening.attempt - item.attempt
+        item.attempt, item.stage, item.reason = happening.attempt, stage, 0
+        if stage == Stage.RUNNING:
+            item.working = Working(happening.at, happening.run)
+            self._running[name] = item
+        elif isinstance(happening, ItemDone):
+            self._end(item, happening)
+
+    def _end(self, item: Item, end: ItemDone) -> None:
+        if end.failure is None:
+            self._done += 1
+            return
+        self._failed += 1
+        item.reason = self._groups.number(end.failure, end.code)
+        message = end.message[:MAX_MESSAGE_CHARS]
+        failed = FailedItem(end.at, end.item, end.run, end.attempt, end.failure, end.code, message)
+        self._groups.enter(item.reason, failed)
+
+
+def _watch(working: Working, happening: _OfItem) -> None:
+    working.first_at = min(working.first_at, happening.at)
+    working.run = working.run or happening.run
+    match happening:
+        case ItemStarted():
+            working.begun_at = happening.at if working.begun_at is None else max(working.begun_at, happening.at)
+        case ItemReady():
+            working.is_ready = True
+        case StepDone():
+            working.step = max(working.step, happening.step)
+        case CallDone():
+            working.last_call = max(working.last_call, (happening.at, happening.tool))
+
+
+def _keep_largest(heap: list, value: object, most: int) -> None:  # type: ignore[type-arg]
+    if len(heap) < most:
+        heapq.heappush(heap, value)
+    else:
+        heapq.heappushpop(heap, value)

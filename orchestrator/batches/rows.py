@@ -1,0 +1,149 @@
+"""A batch's output: one row of JSON for each item, in the shape of OpenAI's batch output, built and read back."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from contract.calls import ToolResult
+from orchestrator.agent import RunResult
+from orchestrator.batches.items import CHAT_URL, MAX_ID_CHARS, FailureKind, Outcome
+from orchestrator.limits import StopReason
+
+MAX_ROW_BYTES = 256 * 1024 * 1024
+
+_CUT = frozenset({StopReason.CUT_REPLY, StopReason.MAX_ITERATIONS, StopReason.MAX_WALL, StopReason.MAX_TOKENS, StopReason.MAX_COST})
+_SPLITTERS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+"""Readers that split text into lines, not bytes, would split a row at these."""
+
+
+class RowResponse(BaseModel):
+    """What an item was answered. `body`: by its url (docs/batch-files.md)."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    status_code: int = Field(ge=100, le=599)
+    request_id: str
+    body: dict[str, Any]
+
+
+class RowError(BaseModel):
+    """Why an item has no result. `kind`: whose fault it is; None in rows that are not ours."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    code: str
+    message: str
+    kind: FailureKind | None = None
+
+
+class Row(BaseModel):
+    """One line of an output or errors file. `id`: of the run. An error may have a response beside it: what there was until then."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: str
+    custom_id: str = Field(min_length=1, max_length=MAX_ID_CHARS)
+    response: RowResponse | None
+    error: RowError | None
+
+    @property
+    def is_success(self) -> bool:
+        return self.error is None
+
+
+def build_row(outcome: Outcome) -> dict[str, Any]:
+    """The row of an item that ended: with a failure its response is null, or what the run left."""
+    response, failure = None, outcome.failure
+    if outcome.body is not None or failure is None:
+        response = {"status_code": outcome.status_code, "request_id": outcome.run, "body": outcome.body or {}}
+    error = None if failure is None else {"code": failure.code, "message": failure.message, "kind": failure.kind.value}
+    return {"id": outcome.run, "custom_id": outcome.custom_id, "response": response, "error": error}
+
+
+def build_row_line(row: Mapping[str, Any]) -> bytes:
+    """The row as one line with its end: UTF-8 with nothing else in it that any reader takes for the end of a line.
+
+    Raises ValueError, a sentence, for a row that could not be read again.
+    """
+    try:
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False).translate(_SPLITTERS)
+        try:
+            line = text.encode() + b"\n"
+        except UnicodeEncodeError:
+            # Half a surrogate pair, of a file name or a model: as an escape it stays what it is.
+            line = json.dumps(row, allow_nan=False).encode() + b"\n"
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it cannot be written as JSON ({error})") from error
+    if len(line) > MAX_ROW_BYTES:
+        raise ValueError(f"it is larger than {MAX_ROW_BYTES} bytes")
+    return line
+
+
+def parse_row(line: bytes) -> Row:
+    """One line of a file. Raises ValueError, a sentence, for what is none."""
+    try:
+        return Row.model_validate(json.loads(line))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"this is no row of a batch: `{'.'.join(str(step) for step in first['loc'])}` {first['msg']}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"this is no row of a batch: {error}") from None
+
+
+def build_run_body(result: RunResult, *, has_transcript: bool = False, artifacts: Iterable[str] | None = None) -> dict[str, JsonValue]:
+    """Body of a row of /v1/agent/runs. Fields that were not asked for are not there."""
+    body: dict[str, JsonValue] = {
+        "run": result.run,
+        "answer": result.answer,
+        "stop_reason": result.stop_reason.value,
+        "steps": result.steps,
+        "usage": {"prompt_tokens": result.usage.prompt_tokens, "completion_tokens": result.usage.completion_tokens},
+        "cost": result.cost,
+        "clocks": result.clocks.model_dump(),
+    }
+    return _with(body, transcript=[dict(message) for message in result.transcript] if has_transcript else None, artifacts=artifacts)
+
+
+def build_call_body(result: ToolResult, *, artifacts: Iterable[str] | None = None) -> dict[str, JsonValue]:
+    """Body of a row of /v1/tools/execute: the result of the call."""
+    return _with(result.model_dump(mode="json"), artifacts=artifacts)
+
+
+def build_chat_body(result: RunResult, *, model: str, created: float) -> dict[str, JsonValue]:
+    """Body of a row of /v1/chat/completions: a `chat.completion`. `created`: Unix seconds."""
+    usage = result.usage
+    return {
+        "id": f"chatcmpl-{result.run}",
+        "object": "chat.completion",
+        "created": int(created),
+        "model": model,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": result.answer, "refusal": None},
+                "logprobs": None,
+                "finish_reason": "length" if result.stop_reason in _CUT else "stop",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        },
+    }
+
+
+def build_answer_body(
+    url: str, result: RunResult, *, model: str, created: float, has_transcript: bool = False, artifacts: Iterable[str] | None = None
+) -> dict[str, JsonValue]:
+    """Body of a run's row by the url of its item."""
+    if url == CHAT_URL:
+        return build_chat_body(result, model=model, created=created)
+    return build_run_body(result, has_transcript=has_transcript, artifacts=artifacts)
+
+
+def _with(body: dict[str, JsonValue], **lists: Iterable[Any] | None) -> dict[str, JsonValue]:
+    """With those lists that there are."""
+    return body | {name: list(entries) for name, entries in lists.items() if entries is not None}

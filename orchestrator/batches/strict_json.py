@@ -1,0 +1,184 @@
+"""One line of JSON, read strictly: one object, no key twice, no NaN, no half characters; and where in the line a value stands."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+MAX_DEPTH = 64
+
+Path = tuple[str | int, ...]
+"""Keys and indices from the outermost object to a value."""
+
+_TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]:,]|[^\s"{}\[\]:,]+')
+_ESCAPE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.")
+
+
+class NotStrict(Exception):
+    """A sentence about a text, and the column, from 1, where it stops to be what it should."""
+
+    def __init__(self, message: str, column: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.column = column
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a key or a value begins."""
+
+    path: Path
+    column: int
+    is_key: bool
+    word: str
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """The one object of a line. Raises NotStrict."""
+    if text.count("{") + text.count("[") > MAX_DEPTH:
+        _check_depth(text)
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise NotStrict(_sentence(error, text), error.pos + 1) from None
+    except _Doubled as doubled:
+        raise NotStrict(f"the key '{doubled}' is there twice in one object: leave one", _find_doubled(text)) from None
+    except _Infinite as number:
+        column = next((place.column for place in walk_places(text) if not place.is_key and _is_infinite(place.word)), None)
+        raise NotStrict(f"{number} is no number of JSON: write null, or a finite number", column) from None
+    except ValueError as error:
+        raise NotStrict(f"a number cannot be read ({error}): write it as a string", None) from None
+    if not isinstance(value, dict):
+        raise NotStrict(f"this is {_kind(value)}: every line is one object", 1)
+    if "\\u" in text:
+        _check_characters(text)
+    return value
+
+
+def find_column(text: str, path: Path) -> int | None:
+    """Where the value at `path` begins in a line that has been parsed; for one that is not there, the nearest that it would be in."""
+    found: tuple[int, int] | None = None
+    for place in walk_places(text):
+        depth = len(place.path)
+        if not place.is_key and place.path == path[:depth] and (found is None or depth > found[0]):
+            found = (depth, place.column)
+    return found[1] if found is not None else None
+
+
+def walk_places(text: str) -> Iterator[Place]:
+    """Every key and value of a text in order, as far as it is JSON."""
+    kinds: list[str] = []
+    steps: list[str | int] = []
+    expects_key = False
+    for token in _TOKEN.finditer(text):
+        word, column = token[0], token.start() + 1
+        if word in ("}", "]"):
+            if not kinds:
+                return
+            kinds.pop()
+            steps.pop()
+            expects_key = False
+        elif word == ",":
+            if not kinds:
+                return
+            expects_key = kinds[-1] == "{"
+            if not expects_key:
+                steps[-1] = int(steps[-1]) + 1
+        elif expects_key and word != ":":
+            steps[-1] = _key(word)
+            expects_key = False
+            yield Place(tuple(steps), column, True, word)
+        elif word != ":":
+            yield Place(tuple(steps), column, False, word)
+            if word in ("{", "["):
+                kinds.append(word)
+                steps.append("" if word == "{" else 0)
+                expects_key = word == "{"
+
+
+class _Doubled(Exception):
+    pass
+
+
+class _Infinite(Exception):
+    pass
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        raise _Doubled(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+    return made
+
+
+def _refuse(word: str) -> NoReturn:
+    raise _Infinite(word)
+
+
+def _finite(word: str) -> float:
+    number = float(word)
+    if not math.isfinite(number):
+        raise _Infinite(word)
+    return number
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
+
+
+def _is_infinite(word: str) -> bool:
+    try:
+        return not word.startswith('"') and not math.isfinite(float(word))
+    except ValueError:
+        return False
+
+
+def _check_depth(text: str) -> None:
+    depth = 0
+    for token in _TOKEN.finditer(text):
+        if token[0] in ("{", "["):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise NotStrict(f"the JSON is nested deeper than {MAX_DEPTH}: make it flatter", token.start() + 1)
+        elif token[0] in ("}", "]"):
+            depth -= 1
+
+
+def _check_characters(text: str) -> None:
+    """Half a surrogate pair is no character: no UTF-8 could carry it on."""
+    for escape in _ESCAPE.finditer(text):
+        if escape[1] is not None:
+            raise NotStrict(f"{escape[1]} is half a character: write both halves, or the character itself", escape.start() + 1)
+
+
+def _find_doubled(text: str) -> int | None:
+    seen: set[Path] = set()
+    for place in walk_places(text):
+        if place.is_key:
+            if place.path in seen:
+                return place.column
+            seen.add(place.path)
+    return None
+
+
+def _key(word: str) -> str:
+    try:
+        return str(json.loads(word))
+    except ValueError:
+        return word
+
+
+def _kind(value: object) -> str:
+    names = {list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number", type(None): "null"}
+    return names[type(value)]
+
+
+def _sentence(error: json.JSONDecodeError, text: str) -> str:
+    rest = text[error.pos :].strip()
+    if error.msg == "Extra data":
+        return "something follows the object: a line holds one object and nothing else"
+    if text.strip() in ("[", "{") or (not rest and text.lstrip().startswith(("{", "["))):
+        return "the JSON is not whole at the end of the line: write each object on one line (`jq -c .` does, `jq -c '.[]'` of a list)"
+    return f"this is no JSON ({error.msg[0].lower()}{error.msg[1:]}): mend it"

@@ -1,0 +1,81 @@
+"""What is said of a batch at the end: totals, failures with an example each, the slowest items, and what to do next."""
+
+import shlex
+from typing import Literal
+
+from orchestrator.batches.figures import format_cost, format_count, format_rate, format_seconds, one_line
+from orchestrator.batches.items import FailureKind
+from orchestrator.batches.snapshot import FailureGroup, Snapshot
+
+MAX_SHOWN_GROUPS = 10
+MAX_SHOWN_SLOWEST = 5
+
+
+class Summary(Snapshot):
+    """`next`: sentences, each with what to do."""
+
+    type: Literal["summary"] = "summary"
+    batch: str
+    next: tuple[str, ...]
+
+
+def build_summary(snapshot: Snapshot, *, batch: str) -> Summary:
+    """`batch`: its id, for the commands that it tells."""
+    fields = {name: getattr(snapshot, name) for name in Snapshot.model_fields}
+    return Summary(**fields, batch=batch, next=tuple(_next(snapshot, shlex.quote(one_line(batch)))))
+
+
+def _next(snapshot: Snapshot, batch: str) -> list[str]:
+    told, counts = [], snapshot.failures
+    unfinished = snapshot.running + snapshot.queued
+    if unfinished:
+        told.append(f"{unfinished:,} {_items(unfinished)} without a result yet: go on with `toolcrew batch resume {batch}`")
+    if infrastructure := counts.get(FailureKind.INFRASTRUCTURE, 0):
+        told.append(f"{infrastructure:,} failed for the infrastructure: try them again with `toolcrew batch retry {batch} --errors`")
+    if wrong := counts.get(FailureKind.INPUT, 0):
+        told.append(f"{wrong:,} failed for what their lines name: mend these lines and submit them as a batch of their own")
+    groups = [group for group in snapshot.groups if group.kind in (FailureKind.MODEL, FailureKind.TOOL)]
+    if groups:
+        count = counts.get(FailureKind.MODEL, 0) + counts.get(FailureKind.TOOL, 0)
+        run = next((group.run for group in groups if group.run), "")
+        look = f"`toolcrew trace show {shlex.quote(one_line(run))}`" if run else "`toolcrew trace show RUN`"
+        told.append(f"{count:,} failed for the model or a tool, as they would again: see what happened, for one of them with {look}")
+    if cancelled := counts.get(FailureKind.CANCELLED, 0):
+        told.append(f"{cancelled:,} cancelled: submit their lines again if they are wanted after all")
+    if snapshot.ended:
+        told.append(f"read what there is with `toolcrew batch results {batch}`")
+    return told
+
+
+def build_summary_lines(summary: Summary) -> list[str]:
+    """The same for people. Safe on a terminal; lines may be longer than one is wide."""
+    s = summary
+    head = "done" if s.has_ended else "not finished"
+    counts = [f"{s.done:,} of {s.total:,} succeeded", f"{s.failed:,} failed"]
+    counts += [f"{count:,} {word}" for count, word in ((s.running, "running"), (s.queued, "queued")) if count]
+    lines = [f"batch {one_line(s.batch)}: {head}, {', '.join(counts)}"]
+    extra = [f"{count:,} {word}" for count, word in ((s.retried, "tried again"), (s.resumed, "resumed")) if count]
+    lines.append(f"  {format_seconds(s.wall_s)}, {s.steps:,} steps, {s.calls:,} calls ({format_rate(s.calls_per_s_overall)} a second)")
+    lines[-1] += "".join(f", {part}" for part in extra)
+    lines.append(
+        f"  tokens {format_count(s.prompt_tokens)} in, {format_count(s.completion_tokens)} out; cost {format_cost(s.cost, s.cost_unknown)}"
+    )
+    lines += [_group_line(group) for group in s.groups[:MAX_SHOWN_GROUPS]]
+    if rest := s.groups[MAX_SHOWN_GROUPS:]:
+        lines.append(f"  and {sum(group.count for group in rest):,} more failed with {len(rest)} other codes")
+    if s.slowest:
+        slowest = (f"{one_line(item.item, 60)} {format_seconds(item.seconds)}" for item in s.slowest[:MAX_SHOWN_SLOWEST])
+        lines.append(f"  slowest: {', '.join(slowest)}")
+    return [*lines, *(f"  next: {sentence}" for sentence in s.next)]
+
+
+def _group_line(group: FailureGroup) -> str:
+    line = f"  failed {group.count:,}: {group.kind} {one_line(group.code, 64)}"
+    if not group.item:
+        return line
+    message = f": {one_line(group.message)}" if group.message else ""
+    return f"{line}, as {one_line(group.item, 60)}{message}"
+
+
+def _items(count: int) -> str:
+    return "item" if count == 1 else "items"

@@ -1,0 +1,197 @@
+"""What a run on a pool is made of: a model in its dialect, the tools that it may have, and how its calls are reviewed and sent."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from contract.call_events import MODEL
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode
+from contract.registry import Switch, filter_specs
+from contract.schema import find_aliases
+from contract.specs import ToolSpec
+from orchestrator.agent import Agent, RunCall
+from orchestrator.approvals import Approver, review
+from orchestrator.approvals.policies import ApprovalPolicy
+from orchestrator.dialects.choice import choose_dialect, know_model, with_window
+from orchestrator.dispatcher import Terms, note_aliases
+from orchestrator.events import ApprovalAsked, CallSent, OnEvent, OutputArrived, RunEvent, SandboxReady
+from orchestrator.heard_calls import OnOutput
+from orchestrator.limits import ReActOptions
+from orchestrator.model_requests import ModelRequests
+from orchestrator.models.base import Model
+from orchestrator.models.capabilities import CapabilityCache
+from orchestrator.models.choice import ChosenModel
+from orchestrator.pool_connection import PoolConnection
+from orchestrator.sessions import Session, SessionInfo
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.tenant_rules import with_tenant_rules
+
+
+class RunBook(Protocol):
+    """What a run remembers beyond this process (orchestrator/runs/journal.py)."""
+
+    @property
+    def is_catching_up(self) -> bool: ...
+
+    def review_of(self, call: str) -> ToolCall | ToolResult | None: ...
+
+    def result_of(self, call: str) -> ToolResult | None: ...
+
+    async def note_review(self, call: str, reviewed: ToolCall | ToolResult) -> None: ...
+
+    async def note_result(self, call: str, result: ToolResult) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunAs:
+    """How one run is to be made. `tools` None: all that the model can cope with. `terms`: of its calls, beside what the run itself says. `book` None: it
+    is remembered by nobody. `logged`: what a model is wrapped in, so that its replies are."""
+
+    run: str
+    dialect: str | None = None
+    options: ReActOptions = field(default_factory=ReActOptions)
+    tools: Iterable[str] | Literal["all"] | None = None
+    tell: OnEvent = lambda _: None
+    shows_output: bool = False
+    terms: Terms = field(default_factory=Terms)
+    book: RunBook | None = None
+    logged: Callable[[Model], Model] = lambda model: model
+
+
+class RunParts:
+    """Builds the agents of one client. Raises as the pool does: BrokerUnavailable, ToolFailure, ConfigError."""
+
+    def __init__(self, settings: OrchestratorSettings, pool: PoolConnection, approver: Approver, policy: ApprovalPolicy) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._approver = approver
+        self._policy = policy
+        self._capabilities = CapabilityCache(settings.capability_folder)
+
+    async def build_agent(self, session: Session, chosen: ChosenModel, wanted: RunAs) -> Agent:
+        """The agent of one run in a session that is open."""
+        dialect = wanted.dialect or self._settings.dialect
+        known = await know_model(chosen, dialect, self._capabilities)
+        options = with_window(wanted.options, self._settings, known)
+        info = await session.info()
+        wanted.tell(_ready(wanted.run, info))
+        switches = await self._pool.switches.switches()
+        specs = await self._specs(session.tenant, info, switches, chosen.tools if wanted.tools is None else wanted.tools)
+        questions = ModelRequests(chosen.model)
+        return Agent(
+            wanted.logged(chosen.model),
+            choose_dialect(dialect, known, is_small=chosen.is_small),
+            specs,
+            _Calls(self, session, specs, replace(wanted, options=options), chosen.model.name, questions).run_call(),
+            instruction=chosen.instruction,
+            options=options,
+            on_event=wanted.tell,
+            run_id=wanted.run,
+            spent_by_tools=questions.usage,
+            switched_off=switches,
+        )
+
+    async def _specs(
+        self, tenant: str, info: SessionInfo, switches: Mapping[str, Switch], names: Iterable[str] | Literal["all"]
+    ) -> list[ToolSpec]:
+        """What the model is told of."""
+        allowed, reach = await self._pool.tenants.policy(tenant), info.describe_network()
+        published = sorted(await self._pool.catalog.specs(), key=lambda spec: spec.name)
+        there = [
+            spec.with_network(reach)
+            for spec in published
+            if spec.audience == "model" and spec.name not in switches and allowed.allows_tool(spec.name)
+        ]
+        return filter_specs(there, names)
+
+    async def review(self, call: ToolCall, spec: ToolSpec, session: Session, tell: OnEvent, run: str) -> ToolCall | ToolResult:
+        """The call as it may run, or the result that refuses it."""
+        # Nobody is asked about a call that will not be run.
+        switch = (await self._pool.switches.switches()).get(call.name)
+        if switch is not None:
+            return ToolResult.failed(call, ErrorCode.TOOL_DISABLED, switch.refusal(call.name))
+        policy = with_tenant_rules(self._policy, await self._pool.tenants.policy(session.tenant), session.tenant)
+        return await review(call, spec, self._approver, policy=policy, tenant=session.tenant, session=session.id, on_event=tell, run=run)
+
+    def settle(self, session: Session, call: str) -> None:
+        """The result of a call is remembered."""
+        self._pool.dispatcher.settle(session.tenant, call)
+
+
+class _Calls:
+    """How the calls of one run are made: reviewed, then dispatched, their output told to who listens; remembered where there is a book."""
+
+    def __init__(
+        self, parts: RunParts, session: Session, specs: list[ToolSpec], wanted: RunAs, model: str, questions: ModelRequests
+    ) -> None:
+        self._parts, self._session, self._wanted, self._questions = parts, session, wanted, questions
+        self._specs = {spec.name: spec for spec in specs}
+        keeps = wanted.book is not None
+        self._terms = replace(
+            wanted.terms, default_timeout_s=wanted.options.tool_timeout_s, run=wanted.run, model=model, keeps_result=keeps
+        )
+
+    def run_call(self) -> RunCall:
+        """What the agent runs a call with."""
+        return self._fresh if self._wanted.book is None else self._remembered
+
+    async def _remembered(self, call: ToolCall) -> ToolResult:
+        book = self._wanted.book
+        assert book is not None
+        known = book.result_of(call.id)
+        if known is not None:
+            return known
+        result = await self._fresh(call)
+        await book.note_result(call.id, result)
+        self._parts.settle(self._session, call.id)
+        return result
+
+    async def _fresh(self, call: ToolCall) -> ToolResult:
+        spec = self._specs[call.name]
+        reviewed = await self._reviewed(call, spec)
+        if isinstance(reviewed, ToolResult):
+            return reviewed
+        self._wanted.tell(CallSent(run=self._wanted.run, call=reviewed))
+        terms = self._terms
+        if self._wanted.book is not None:
+            terms = replace(terms, may_have_been_sent=self._wanted.book.is_catching_up)
+        if spec.pool == "tools":
+            terms = replace(terms, handlers={MODEL: self._questions.open_call()})
+        on_output = self._teller(call.id) if self._wanted.shows_output else None
+        result = await self._session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=terms)
+        return note_aliases(result, find_aliases(spec, call.arguments))
+
+    async def _reviewed(self, call: ToolCall, spec: ToolSpec) -> ToolCall | ToolResult:
+        """As `RunParts.review`; somebody who was asked is not asked again."""
+        book, asked = self._wanted.book, list[str]()
+
+        def tell(event: RunEvent) -> None:
+            if isinstance(event, ApprovalAsked):
+                asked.append(event.digest)
+            self._wanted.tell(event)
+
+        known = book.review_of(call.id) if book is not None else None
+        if known is not None:
+            return known
+        reviewed = await self._parts.review(call, spec, self._session, tell, self._wanted.run)
+        if book is not None and asked:
+            await book.note_review(call.id, reviewed)
+        return reviewed
+
+    def _teller(self, call: str) -> OnOutput:
+        return lambda stream, text: self._wanted.tell(OutputArrived(run=self._wanted.run, call_id=call, stream=stream, text=text))
+
+
+def _ready(run: str, info: SessionInfo) -> SandboxReady:
+    sandbox, generation = (info.sandbox.id, info.sandbox.generation) if info.sandbox is not None else ("", 1)
+    return SandboxReady(
+        run=run,
+        session=info.session,
+        host=info.host,
+        image=info.image,
+        network=info.network,
+        start_s=info.start_s,
+        sandbox=sandbox,
+        generation=generation,
+    )

@@ -1,0 +1,111 @@
+"""Batches of one tenant, as a program handles them: submitted, looked at, gone on with, cancelled."""
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Collection, Sequence
+
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.batches.happenings import BatchNoted
+from orchestrator.batches.items import BatchItem, FailureKind
+from orchestrator.batches.lines import BatchFile
+from orchestrator.runs.happening_stream import HappeningWriter
+from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
+from orchestrator.runs.run_queue import RunQueue
+
+DEFAULT_CONCURRENCY = 16
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def run_id(tenant: str, batch: str, custom_id: str) -> str:
+    """The id of an item's run: the same whoever submits it, so that an item is one run however often its batch is submitted."""
+    return hashlib.sha256(f"{tenant}\0{batch}\0{custom_id}".encode()).hexdigest()[:24]
+
+
+def new_batch_id() -> str:
+    return f"batch-{secrets.token_hex(6)}"
+
+
+class Batches:
+    """Raises BrokerUnavailable when Redis does not answer, ToolFailure(INVALID_ARGUMENTS) for what cannot be done, with what to do."""
+
+    def __init__(self, queue: RunQueue, writer: HappeningWriter, tenant: str) -> None:
+        self._queue = queue
+        self._writer = writer
+        self.tenant = tenant
+
+    async def submit(
+        self,
+        file: BatchFile,
+        *,
+        batch: str | None = None,
+        concurrency: int | None = None,
+        defaults: BatchDefaults | None = None,
+        name: str = "",
+    ) -> str:
+        """Queue the items of a file; gives the batch's id. With the id of a batch that was submitted with the same file, that one is gone on with: items
+        that are not there are added, and what failed for the infrastructure is queued again."""
+        chosen = batch or new_batch_id()
+        if not _ID.fullmatch(chosen):
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"'{chosen[:80]}' cannot be a batch's id: 1 to 64 letters, digits, - and _")
+        record = BatchRecord(
+            state=BatchState.IN_PROGRESS,
+            total=len(file.items),
+            sha256=file.sha256,
+            concurrency=concurrency or DEFAULT_CONCURRENCY,
+            defaults=defaults or BatchDefaults(),
+            created_at=time.time(),
+            name=name,
+        )
+        is_new = await self._queue.create(self.tenant, chosen, record)
+        if not is_new:
+            await self._check_same(chosen, file)
+            await self._go_on(chosen, concurrency, defaults)
+        await self._queue.add(self.tenant, chosen, self._runs(chosen, file.items))
+        if is_new:
+            await self._note(chosen, f"submitted with {len(file.items)} items", total=len(file.items))
+        else:
+            await self.resume(chosen)
+        return chosen
+
+    async def resume(self, batch: str, kinds: Collection[FailureKind] = (FailureKind.INFRASTRUCTURE, FailureKind.CANCELLED)) -> int:
+        """Queue again what ended in one of these ways; how many items. What runs, waits or succeeded is left alone."""
+        await self._queue.batch(self.tenant, batch)
+        again = await self._queue.retry(self.tenant, batch, kinds)
+        await self._note(batch, f"resumed, {again} items are begun anew")
+        return again
+
+    async def status(self, batch: str) -> BatchRecord:
+        return await self._queue.batch(self.tenant, batch)
+
+    async def cancel(self, batch: str) -> int:
+        """Begin nothing of it any more, and end what runs; gives how many items had not been begun."""
+        waited = await self._queue.cancel(self.tenant, batch)
+        await self._note(batch, "cancelled")
+        return waited
+
+    async def custom_ids(self, batch: str) -> dict[str, str]:
+        """Of every item that was submitted, its custom_id and its run."""
+        runs = await self._queue.items(self.tenant, batch)
+        records = await self._queue.runs([(self.tenant, run) for run in runs])
+        return {record.item.custom_id: run for run, record in zip(runs, records, strict=True) if record is not None}
+
+    def _runs(self, batch: str, items: Sequence[BatchItem]) -> list[tuple[str, BatchItem]]:
+        return [(run_id(self.tenant, batch, item.custom_id), item) for item in items]
+
+    async def _check_same(self, batch: str, file: BatchFile) -> None:
+        known = await self._queue.batch(self.tenant, batch)
+        if known.sha256 != file.sha256:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"the batch {batch} was submitted with another file: submit this one under an id of its own, or that file to go on with it",
+            )
+
+    async def _go_on(self, batch: str, concurrency: int | None, defaults: BatchDefaults | None) -> None:
+        known = await self._queue.batch(self.tenant, batch)
+        await self._queue.change(self.tenant, batch, concurrency=concurrency or known.concurrency, defaults=defaults or known.defaults)
+
+    async def _note(self, batch: str, message: str, total: int | None = None) -> None:
+        self._writer.tell(self.tenant, batch, BatchNoted(at=time.time(), message=message, total=total))
+        await self._writer.flush()

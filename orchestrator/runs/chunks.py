@@ -1,0 +1,84 @@
+"""Neighbouring chunks of a reply as one, so that a log holds a reply and not each of its tokens."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from orchestrator.models.base import Chunk
+
+_TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
+
+
+def join_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """The same reply in fewer chunks: pieces of one text, and of one call's arguments, that follow each other are one. All else stays as it is."""
+    joined: list[Chunk] = []
+    pieces: list[str] = []
+    for chunk in chunks:
+        place = _place(chunk)
+        if place is not None and joined and _place(joined[-1]) == place and _frame(joined[-1]) == _frame(chunk):
+            pieces.append(_piece(chunk, place))
+            continue
+        _fill(joined, pieces)
+        joined.append(copy.deepcopy(chunk))
+        pieces = [_piece(chunk, place)] if place is not None else []
+    _fill(joined, pieces)
+    return joined
+
+
+def _fill(joined: list[Chunk], pieces: list[str]) -> None:
+    """Give the last chunk all the pieces that were found to belong to it."""
+    if len(pieces) < 2:
+        return
+    place = _place(joined[-1])
+    delta = joined[-1]["choices"][0]["delta"]
+    text = "".join(pieces)
+    if isinstance(place, str):
+        delta[place] = text
+    else:
+        delta["tool_calls"][0]["function"]["arguments"] = text
+
+
+def _place(chunk: Chunk) -> str | int | None:
+    """Where its one piece of text lies: a field of the delta, or the call of that index; None for a chunk that is more than that."""
+    choices = chunk.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict) or chunk.get("usage") is not None:
+        return None
+    choice: dict[str, Any] = choices[0]
+    delta = choice.get("delta")
+    if (
+        not isinstance(delta, dict)
+        or choice.get("finish_reason") is not None
+        or set(choice) - {"index", "delta", "finish_reason", "logprobs"}
+    ):
+        return None
+    if choice.get("logprobs") is not None:
+        return None
+    fields = [name for name, value in delta.items() if value is not None]
+    if len(fields) != 1:
+        return None
+    if fields[0] == "tool_calls":
+        return _place_of_call(delta)
+    return fields[0] if fields[0] in _TEXTS and isinstance(delta[fields[0]], str) else None
+
+
+def _place_of_call(delta: dict[str, Any]) -> int | None:
+    """The index of the one call that a delta goes on with."""
+    calls = delta["tool_calls"]
+    if not isinstance(calls, list) or len(calls) != 1 or not isinstance(calls[0], dict) or set(calls[0]) != {"index", "function"}:
+        return None
+    function = calls[0]["function"]
+    is_piece = isinstance(function, dict) and set(function) == {"arguments"} and isinstance(function["arguments"], str)
+    index = calls[0]["index"]
+    return index if is_piece and type(index) is int else None
+
+
+def _piece(chunk: Chunk, place: str | int) -> str:
+    delta = chunk["choices"][0]["delta"]
+    piece = delta[place] if isinstance(place, str) else delta["tool_calls"][0]["function"]["arguments"]
+    return str(piece)
+
+
+def _frame(chunk: Chunk) -> Any:
+    """All of a chunk beside its piece and what only numbers it."""
+    around = {name: value for name, value in chunk.items() if name not in ("choices", "created")}
+    return around, chunk["choices"][0].get("index")

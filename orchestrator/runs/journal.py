@@ -1,0 +1,134 @@
+"""A run and its log: what the log has is answered out of it, what is new gets into it before it takes effect."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import NoReturn, TypeVar
+
+from contract.calls import ToolCall, ToolResult
+from orchestrator.models.base import Chunk, Model, ModelRequest
+from orchestrator.runs.chunks import join_chunks
+from orchestrator.runs.entries import Entry, Replied, Resulted, Reviewed, SessionOpened, SessionOpening
+from orchestrator.runs.run_log import RunLog, RunTaken
+
+AnyEntry = TypeVar("AnyEntry", SessionOpening, SessionOpened, Reviewed, Resulted)
+
+
+class Journal:
+    """One run's, for as long as this process works it. `on_taken`: another process has the run: this one's task is to be cancelled.
+
+    The loop that runs by it is the ordinary one: it asks the same questions again, in the same order, and gets the same answers as far as there are
+    some. Only what follows is asked of the model and of the pool.
+    """
+
+    def __init__(self, run_log: RunLog, on_taken: Callable[[], None], clock: Callable[[], float] = time.time) -> None:
+        self._log, self._on_taken, self._clock = run_log, on_taken, clock
+        known = list(run_log.entries)
+        self._replies = [entry for entry in known if isinstance(entry, Replied)]
+        self._reviews = {entry.call: entry for entry in known if isinstance(entry, Reviewed)}
+        self._results = {entry.call: entry.result for entry in known if isinstance(entry, Resulted)}
+        self._given = 0
+        self._begun_at: float | None = None
+        self.spent_wall_s = max((entry.wall_s for entry in known), default=0.0)
+        """How long the run had worked when its log ended."""
+
+    @property
+    def is_resumed(self) -> bool:
+        return bool(self._log.entries)
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether the reply that is being worked through is one of the log: its calls may have been sent."""
+        return 0 < self._given <= len(self._replies)
+
+    @property
+    def opening(self) -> str | None:
+        """The session that was about to be opened when the log ended, and is not known to be there."""
+        last = self._last((SessionOpening, SessionOpened))
+        return last.session if isinstance(last, SessionOpening) else None
+
+    @property
+    def session(self) -> SessionOpened | None:
+        """The run's session."""
+        last = self._last((SessionOpening, SessionOpened))
+        return last if isinstance(last, SessionOpened) else None
+
+    def begin(self) -> None:
+        """Its sandbox is there: from here its time counts."""
+        self._begun_at = time.monotonic()
+
+    def next_reply(self) -> tuple[Chunk, ...] | None:
+        """The next reply of the log; None when the model has to be asked."""
+        self._given += 1
+        return self._replies[self._given - 1].chunks if self._given <= len(self._replies) else None
+
+    def review_of(self, call: str) -> ToolCall | ToolResult | None:
+        """What an approver has said."""
+        known = self._reviews.get(call)
+        return None if known is None else known.approved or known.refused
+
+    def result_of(self, call: str) -> ToolResult | None:
+        """The result of a call that has ended."""
+        return self._results.get(call)
+
+    async def note_opening(self, session: str) -> None:
+        await self._append(SessionOpening(at=self._clock(), wall_s=self._wall_s(), session=session))
+
+    async def note_opened(self, session: str, info: dict[str, object]) -> None:
+        await self._append(SessionOpened.model_validate({"at": self._clock(), "wall_s": self._wall_s(), "session": session, "info": info}))
+
+    async def note_reply(self, chunks: Iterable[Chunk]) -> None:
+        await self._append(Replied(at=self._clock(), wall_s=self._wall_s(), chunks=tuple(chunks)))
+
+    async def note_review(self, call: str, reviewed: ToolCall | ToolResult) -> None:
+        approved, refused = (reviewed, None) if isinstance(reviewed, ToolCall) else (None, reviewed)
+        await self._append(Reviewed(at=self._clock(), wall_s=self._wall_s(), call=call, approved=approved, refused=refused))
+
+    async def note_result(self, call: str, result: ToolResult) -> None:
+        await self._append(Resulted(at=self._clock(), wall_s=self._wall_s(), call=call, result=result))
+
+    async def _append(self, entry: Entry) -> None:
+        try:
+            await self._log.append(entry)
+        except RunTaken:
+            await self._stop()
+
+    async def _stop(self) -> NoReturn:
+        """Nothing that this process would do counts any more. Waits for being cancelled: whatever it returned or raised would be taken for an outcome."""
+        self._on_taken()
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("nobody sets it")
+
+    def _last(self, kinds: tuple[type[SessionOpening], type[SessionOpened]]) -> SessionOpening | SessionOpened | None:
+        return next((entry for entry in reversed(self._log.entries) if isinstance(entry, kinds)), None)
+
+    def _wall_s(self) -> float:
+        return self.spent_wall_s + (time.monotonic() - self._begun_at if self._begun_at is not None else 0.0)
+
+
+class LoggedModel:
+    """A model whose replies are in the log before anybody hears them. A reply comes whole: its calls run when all of it is known."""
+
+    def __init__(self, model: Model, journal: Journal, extra: Mapping[str, object]) -> None:
+        """`extra`: fields that every request carries."""
+        self._model = model
+        self._journal = journal
+        self._extra = dict(extra)
+
+    @property
+    def name(self) -> str:
+        return self._model.name
+
+    async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
+        """The reply of the log, else the model's. Raises as the model does; nothing of a reply that broke off is logged, or heard."""
+        chunks = self._journal.next_reply()
+        if chunks is None:
+            asked = replace(request, extra={**request.extra, **self._extra})
+            chunks = tuple(join_chunks([chunk async for chunk in self._model.stream(asked)]))
+            await self._journal.note_reply(chunks)
+        for chunk in chunks:
+            yield chunk
+
+    async def aclose(self) -> None:
+        """The model is its opener's to close."""

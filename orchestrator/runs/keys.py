@@ -1,0 +1,43 @@
+"""The Redis keys of runs and batches. Only orchestrators read them."""
+
+RUN_TTL_S = 30 * 24 * 3600
+"""How long a run and its batch are remembered, from when something last happened in them."""
+LOG_KEPT_S = 3600
+"""How long a log outlives its run: what the run came to is in its record."""
+
+
+def runs_prefix(deployment: str) -> str:
+    """Of the deployment's queue of runs: `leases` (sorted set, by when they end), `delayed` (by when they are due), `batches` (those with
+    something to do, by when they were last served)."""
+    return f"toolcrew:{deployment}:runs:"
+
+
+def run_key(deployment: str, tenant: str, run: str) -> str:
+    """The hash of a run (RunRecord)."""
+    return f"toolcrew:{deployment}:{tenant}:run:{run}"
+
+
+def run_log_key(deployment: str, tenant: str, run: str) -> str:
+    """The list of what happened in it (entries.py)."""
+    return f"toolcrew:{deployment}:{tenant}:run:{run}:log"
+
+
+def run_part_key(deployment: str, tenant: str, run: str, index: int) -> str:
+    """An entry that is too large to lie in the log itself."""
+    return f"toolcrew:{deployment}:{tenant}:run:{run}:part:{index}"
+
+
+def batch_key(deployment: str, tenant: str, batch: str) -> str:
+    """The hash of a batch (BatchRecord); beside it `:waiting` (sorted set), `:running` (set), `:ended` (list) and `:items` (list) of its runs'
+    ids, and `:events` (stream)."""
+    return f"toolcrew:{deployment}:{tenant}:batch:{batch}"
+
+
+def member(tenant: str, name: str) -> str:
+    """How a tenant's run or batch is called in the deployment's sets; a tenant's name has no bar."""
+    return f"{tenant}|{name}"
+
+
+def split_member(text: str) -> tuple[str, str]:
+    tenant, _, name = text.partition("|")
+    return tenant, name

@@ -1,0 +1,85 @@
+"""How an item ended, told so that it is known what a retry is good for."""
+
+from contract.calls import ToolResult
+from contract.errors import (
+    OPERATOR_CODES,
+    BrokerUnavailable,
+    ConfigError,
+    ContextWindowExceeded,
+    ErrorCode,
+    ModelRefused,
+    ModelUnavailable,
+    OperatorError,
+    ToolFailure,
+)
+from orchestrator.agent import RunResult
+from orchestrator.batches.items import Failure, FailureKind
+from orchestrator.limits import StopReason
+
+_INPUT_CODES = frozenset(
+    {
+        ErrorCode.PERMISSION_DENIED,
+        ErrorCode.UNKNOWN_TENANT,
+        ErrorCode.UNAUTHENTICATED,
+        ErrorCode.TOOL_NOT_FOUND,
+        ErrorCode.TOOL_DISABLED,
+        ErrorCode.INVALID_ARGUMENTS,
+        ErrorCode.FILE_NOT_FOUND,
+        ErrorCode.FILE_TOO_LARGE,
+    }
+)
+_BUSY_CODES = frozenset({ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.SESSION_NOT_FOUND})
+"""Nothing is wrong with the item: another time it may go."""
+
+_TOLD: dict[StopReason, str] = {
+    StopReason.MAX_ITERATIONS: "the model still called tools when its steps were used up: allow more (max_iterations)",
+    StopReason.MAX_WALL: "the run reached its time limit (max_wall_s)",
+    StopReason.MAX_TOKENS: "the run used up its tokens (max_tokens)",
+    StopReason.MAX_COST: "the run used up its money (max_cost)",
+    StopReason.MALFORMED_REPLY: "the model wrote calls that cannot be read, again and again",
+    StopReason.EMPTY_REPLY: "the model answered nothing",
+    StopReason.CUT_REPLY: "the answer was cut at the model's token limit",
+}
+
+
+def judge_run(result: RunResult) -> Failure | None:
+    """Why a run that has ended is no success; None: it has answered."""
+    if result.stop_reason is StopReason.ANSWERED:
+        return None
+    return Failure(kind=FailureKind.MODEL, code=result.stop_reason.value, message=_TOLD[result.stop_reason])
+
+
+def judge_call(result: ToolResult) -> Failure | None:
+    """Why a single call is no success; None: it is."""
+    if result.success:
+        return None
+    code = result.error_code or ErrorCode.INTERNAL
+    is_ours = code in OPERATOR_CODES or code in _BUSY_CODES
+    kind = FailureKind.INFRASTRUCTURE if is_ours else FailureKind.TOOL
+    return Failure(kind=kind, code=code.value, message=result.error or "the call failed")
+
+
+def judge_error(error: BaseException) -> Failure:
+    """Why an item was not worked to its end. Whatever is no error of ours is a bug, and told as one."""
+    match error:
+        case ContextWindowExceeded() | ModelRefused():
+            return Failure(kind=FailureKind.MODEL, code=error.code.value, message=str(error))
+        case ModelUnavailable() | BrokerUnavailable():
+            return Failure(kind=FailureKind.INFRASTRUCTURE, code=error.code.value, message=str(error))
+        case ConfigError():
+            return Failure(kind=FailureKind.INPUT, code=error.code.value, message=str(error))
+        case OperatorError():
+            return Failure(kind=FailureKind.INFRASTRUCTURE, code=error.code.value, message=str(error))
+        case ToolFailure():
+            kind = FailureKind.INPUT if error.code in _INPUT_CODES else FailureKind.INFRASTRUCTURE
+            return Failure(kind=kind, code=error.code.value, message=error.message)
+        case _:
+            return Failure(kind=FailureKind.INFRASTRUCTURE, code=ErrorCode.INTERNAL.value, message=f"{type(error).__name__}: {error}")
+
+
+def status_of(failure: Failure | None) -> int:
+    """An HTTP status that tells roughly the same."""
+    if failure is None:
+        return 200
+    kinds = {FailureKind.MODEL: 422, FailureKind.TOOL: 422, FailureKind.INPUT: 400, FailureKind.CANCELLED: 499}
+    return kinds.get(failure.kind, 503)

@@ -1,0 +1,225 @@
+-- The steps of the queue of runs; ARGV: prefix of the deployment, prefix of its queue, operation, its arguments. Each step is all or nothing.
+
+local deployment, runs, operation = ARGV[1], ARGV[2], ARGV[3]
+local time = redis.call('TIME')
+local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
+local stamp = string.format('%.6f', now)
+
+local function split(text)
+  local at = string.find(text, '|', 1, true)
+  return string.sub(text, 1, at - 1), string.sub(text, at + 1)
+end
+
+local function run_key(tenant, run) return deployment .. tenant .. ':run:' .. run end
+local function batch_key(tenant, batch) return deployment .. tenant .. ':batch:' .. batch end
+
+local function keep(tenant, batch, run)
+  local ttl = tonumber(redis.call('HGET', batch_key(tenant, batch), 'ttl_s')) or 2592000
+  local key = batch_key(tenant, batch)
+  for _, one in ipairs({key, key .. ':waiting', key .. ':running', key .. ':ended', key .. ':items', key .. ':events'}) do redis.call('EXPIRE', one, ttl) end
+  if run then redis.call('EXPIRE', run_key(tenant, run), ttl) end
+end
+
+-- Lower comes first: by priority, then in the order of the lines.
+local function rank(priority, line) return -tonumber(priority) * 1e9 + tonumber(line) end
+
+local function wait(tenant, batch, run)
+  local told = redis.call('HMGET', run_key(tenant, run), 'priority', 'line')
+  redis.call('ZADD', batch_key(tenant, batch) .. ':waiting', rank(told[1] or 0, told[2] or 0), run)
+  redis.call('ZADD', runs .. 'batches', 'NX', stamp, tenant .. '|' .. batch)
+end
+
+local function begin(tenant, batch, run, claim, owner, lease_s, how)
+  local key = run_key(tenant, run)
+  redis.call('HSET', key, 'state', 'running', 'claim', claim, 'owner', owner)
+  if how ~= 'resumed' then redis.call('HSET', key, 'started_at', stamp) end
+  redis.call('SADD', batch_key(tenant, batch) .. ':running', run)
+  redis.call('ZADD', runs .. 'leases', now + lease_s, tenant .. '|' .. run)
+  return {tenant, run, claim, how}
+end
+
+local function settle(tenant, batch)
+  local key = batch_key(tenant, batch)
+  local ended = redis.call('ZCARD', key .. ':ended')
+  local told = redis.call('HMGET', key, 'total', 'state')
+  if ended < tonumber(told[1] or '0') then return end
+  redis.call('ZREM', runs .. 'batches', tenant .. '|' .. batch)
+  redis.call('HSET', key, 'state', told[2] == 'cancelling' and 'cancelled' or 'completed', 'ended_at', stamp)
+end
+
+local function finish(tenant, run, outcome, failure)
+  local key = run_key(tenant, run)
+  local batch = redis.call('HGET', key, 'batch')
+  redis.call('HSET', key, 'state', 'ended', 'claim', '', 'outcome', outcome, 'failure', failure, 'ended_at', stamp)
+  local batch_at = batch_key(tenant, batch)
+  redis.call('SREM', batch_at .. ':running', run)
+  redis.call('ZREM', batch_at .. ':waiting', run)
+  redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
+  redis.call('ZREM', runs .. 'delayed', tenant .. '|' .. run)
+  redis.call('ZADD', batch_at .. ':ended', redis.call('HINCRBY', batch_at, 'ends', 1), run)
+  redis.call('HINCRBY', batch_at, failure == '' and 'succeeded' or 'failed:' .. failure, 1)
+  redis.call('EXPIRE', key .. ':log', 3600)
+  settle(tenant, batch)
+end
+
+local steps = {}
+
+-- tenant, batch, then for each item: run, item (JSON), priority, line. Gives how many are new.
+function steps.add()
+  local tenant, batch, added = ARGV[4], ARGV[5], 0
+  local key = batch_key(tenant, batch)
+  for at = 6, #ARGV, 4 do
+    local run = ARGV[at]
+    if redis.call('EXISTS', run_key(tenant, run)) == 0 then
+      redis.call('HSET', run_key(tenant, run), 'batch', batch, 'item', ARGV[at + 1], 'priority', ARGV[at + 2], 'line', ARGV[at + 3],
+        'state', 'queued', 'attempt', 1, 'queued_at', stamp)
+      redis.call('RPUSH', key .. ':items', run)
+      wait(tenant, batch, run)
+      keep(tenant, batch, run)
+      added = added + 1
+    end
+  end
+  return added
+end
+
+-- owner, how many, lease, tenant|batch whose runs are wanted ('' for all), then as many words for claims. Gives {tenant, run, claim, how} of each.
+function steps.claim()
+  local owner, most, lease_s, only = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
+  local given, word = {}, 8
+  local function take(tenant, batch, run, how)
+    table.insert(given, begin(tenant, batch, run, ARGV[word], owner, lease_s, how))
+    word = word + 1
+  end
+  for _, one in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'leases', '-inf', now, 'LIMIT', 0, only == '' and most or 1000)) do
+    local tenant, run = split(one)
+    local batch = redis.call('HGET', run_key(tenant, run), 'batch')
+    if not batch then
+      redis.call('ZREM', runs .. 'leases', one)
+    elseif #given < most and (only == '' or only == tenant .. '|' .. batch) then
+      take(tenant, batch, run, 'resumed')
+    end
+  end
+  for _, one in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'delayed', '-inf', now, 'LIMIT', 0, 1000)) do
+    local tenant, run = split(one)
+    local batch = redis.call('HGET', run_key(tenant, run), 'batch')
+    redis.call('ZREM', runs .. 'delayed', one)
+    if batch then wait(tenant, batch, run) end
+  end
+  -- One of each batch in turn, the one that was served longest ago first.
+  local idle = 0
+  while #given < most do
+    local one = redis.call('ZRANGE', runs .. 'batches', idle, idle)[1]
+    if only ~= '' then one = idle == 0 and redis.call('ZSCORE', runs .. 'batches', only) and only end
+    if not one then break end
+    local tenant, batch = split(one)
+    local key = batch_key(tenant, batch)
+    local told = redis.call('HMGET', key, 'concurrency', 'state')
+    local is_full = redis.call('SCARD', key .. ':running') >= tonumber(told[1] or '0')
+    local run = not is_full and told[2] == 'in_progress' and redis.call('ZPOPMIN', key .. ':waiting')[1]
+    if run then
+      local is_logged = redis.call('EXISTS', run_key(tenant, run) .. ':log') == 1
+      take(tenant, batch, run, is_logged and 'resumed' or 'begun')
+      redis.call('ZADD', runs .. 'batches', now + #given * 1e-6, one)
+    elseif redis.call('EXISTS', key .. ':waiting') == 0 then
+      redis.call('ZREM', runs .. 'batches', one)
+    else
+      idle = idle + 1
+    end
+  end
+  return given
+end
+
+-- lease, then {tenant|run, claim} of each. Gives those that are to be given up: lost, or of a batch that is being cancelled.
+function steps.renew()
+  local lost, cancelled = {}, {}
+  for at = 5, #ARGV, 2 do
+    local tenant, run = split(ARGV[at])
+    local told = redis.call('HMGET', run_key(tenant, run), 'claim', 'batch')
+    if told[1] ~= ARGV[at + 1] then
+      table.insert(lost, ARGV[at])
+    else
+      redis.call('ZADD', runs .. 'leases', now + tonumber(ARGV[4]), ARGV[at])
+      local state = redis.call('HGET', batch_key(tenant, told[2]), 'state')
+      if state == 'cancelling' or state == 'cancelled' then table.insert(cancelled, ARGV[at]) end
+    end
+  end
+  return {lost, cancelled}
+end
+
+-- tenant, run, claim, outcome, kind of failure. 1 when it is the run's outcome; 0 when another process has the run.
+function steps.finish()
+  local told = redis.call('HMGET', run_key(ARGV[4], ARGV[5]), 'claim', 'state', 'outcome')
+  if told[2] == 'ended' and told[3] == ARGV[7] then return 1 end
+  if told[1] ~= ARGV[6] then return 0 end
+  finish(ARGV[4], ARGV[5], ARGV[7], ARGV[8])
+  return 1
+end
+
+-- tenant, run, claim, seconds, '1' when it is begun anew. Back into the queue, now or later.
+function steps.give_back()
+  local tenant, run, after_s = ARGV[4], ARGV[5], tonumber(ARGV[7])
+  local key = run_key(tenant, run)
+  local told = redis.call('HMGET', key, 'claim', 'batch')
+  if told[1] ~= ARGV[6] then return 0 end
+  redis.call('HSET', key, 'state', 'queued', 'claim', '', 'queued_at', stamp)
+  if ARGV[8] == '1' then
+    redis.call('HINCRBY', key, 'attempt', 1)
+    redis.call('DEL', key .. ':log')
+  end
+  redis.call('SREM', batch_key(tenant, told[2]) .. ':running', run)
+  redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
+  if after_s > 0 then
+    redis.call('ZADD', runs .. 'delayed', now + after_s, tenant .. '|' .. run)
+  else
+    wait(tenant, told[2], run)
+  end
+  return 1
+end
+
+-- tenant, batch, how many. Nothing of the batch is begun any more; gives some of the runs that wait, to be dropped.
+function steps.cancel()
+  local tenant, batch = ARGV[4], ARGV[5]
+  local key = batch_key(tenant, batch)
+  local state = redis.call('HGET', key, 'state')
+  if state == 'in_progress' then redis.call('HSET', key, 'state', 'cancelling') end
+  if state ~= 'in_progress' and state ~= 'cancelling' then return {} end
+  return redis.call('ZRANGE', key .. ':waiting', 0, tonumber(ARGV[6]) - 1)
+end
+
+-- tenant, batch, then {run, outcome} of each: those that still wait end so.
+function steps.drop()
+  local tenant, batch, dropped = ARGV[4], ARGV[5], 0
+  for at = 6, #ARGV, 2 do
+    if redis.call('HGET', run_key(tenant, ARGV[at]), 'state') == 'queued' then
+      finish(tenant, ARGV[at], ARGV[at + 1], 'cancelled')
+      dropped = dropped + 1
+    end
+  end
+  return dropped
+end
+
+-- tenant, batch, number of kinds, kinds of failure, runs. Those that ended so are queued again, from their beginning; gives them.
+function steps.retry()
+  local tenant, batch, again, kinds = ARGV[4], ARGV[5], {}, {}
+  local key, count = batch_key(tenant, batch), tonumber(ARGV[6])
+  for at = 7, 6 + count do kinds[ARGV[at]] = true end
+  for at = 7 + count, #ARGV do
+    local run = ARGV[at]
+    local record = run_key(tenant, run)
+    local failure = redis.call('HGET', record, 'failure')
+    if failure and kinds[failure] then
+      redis.call('HSET', record, 'state', 'queued', 'outcome', '', 'failure', '', 'queued_at', stamp)
+      redis.call('HINCRBY', record, 'attempt', 1)
+      redis.call('DEL', record .. ':log')
+      redis.call('ZREM', key .. ':ended', run)
+      redis.call('HINCRBY', key, 'failed:' .. failure, -1)
+      wait(tenant, batch, run)
+      keep(tenant, batch, run)
+      table.insert(again, run)
+    end
+  end
+  if #again > 0 then redis.call('HSET', key, 'state', 'in_progress', 'ended_at', '0') end
+  return again
+end
+
+return steps[operation]()

@@ -1,0 +1,141 @@
+"""A trace as an ATIF 1.7 trajectory."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from orchestrator.dialects.thinking import THINK, THINK_END, strip_thinking
+from orchestrator.traces import records
+from orchestrator.traces.atif_schema import (
+    AtifAgent,
+    AtifFinalMetrics,
+    AtifMetrics,
+    AtifObservation,
+    AtifObservationResult,
+    AtifStep,
+    AtifToolCall,
+    AtifTrajectory,
+)
+from orchestrator.traces.reading import Trace, TraceCall, TraceStep
+
+_SOURCES = {"system": "system", "developer": "system", "assistant": "agent"}
+
+
+def build_atif(trace: Trace) -> dict[str, Any]:
+    """The document, checked against the whole schema. What ATIF has no field for lies in `extra`."""
+    start, end = trace.start, trace.end
+    steps = [*_opening(trace), *(_agent_step(trace, step) for step in trace.steps)]
+    for number, step in enumerate(steps, 1):
+        step["step_id"] = number
+    run: dict[str, Any] = {"run": trace.run, "faults": trace.faults(), "attempts": trace.attempts}
+    if trace.records:
+        run |= {"tenant": trace.records[0].tenant, "trace_id": trace.records[0].trace_id}
+    run["warnings"] = [record.message for record in trace.attempt if isinstance(record, records.RunWarning)]
+    if end is not None:
+        run |= {"stop_reason": end.stop_reason, "error": end.error, "answer": end.answer}
+    trajectory = AtifTrajectory(
+        session_id=next((record.session for record in reversed(trace.attempt) if record.session), None) or trace.run,
+        trajectory_id=trace.run,
+        agent=AtifAgent(
+            name="toolcrew",
+            version=(start.release if start else "") or "unknown",
+            model_name=start.model if start else None,
+            tool_definitions=trace.tools or None,
+            extra={"dialect": start.dialect} if start else None,
+        ),
+        steps=[AtifStep.model_validate(step) for step in steps],
+        final_metrics=_final_metrics(trace, len(steps)),
+        extra={"toolcrew": run},
+    )
+    return trajectory.model_dump(mode="json", exclude_none=True)
+
+
+def split_thinking(message: dict[str, Any]) -> tuple[str, str | None]:
+    """A reply's text, and what it thought before, as far as that is told."""
+    content = message.get("content")
+    text = content if isinstance(content, str) else ""
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if text.startswith(THINK):
+        inner = text[len(THINK) :].partition(THINK_END)[0].strip()
+        text, thought = strip_thinking(text), thought or inner
+    return text, thought if isinstance(thought, str) and thought else None
+
+
+def _opening(trace: Trace) -> Iterator[dict[str, Any]]:
+    """The messages of the first request: they are there before the agent does anything."""
+    first = trace.steps[0] if trace.steps else None
+    timestamp = first.request.ts if first is not None and first.request is not None else trace.start.ts if trace.start else None
+    messages = first.messages if first is not None else []
+    if not messages and trace.start is not None:
+        messages = [{"role": "user", "content": trace.start.instruction}]
+    for message in messages:
+        source = _SOURCES.get(str(message.get("role")), "user")
+        step: dict[str, Any] = {"timestamp": timestamp, "source": source, "message": _text(message.get("content"))}
+        if source == "agent":
+            # Of an earlier conversation: nothing that this run has done.
+            step |= {"is_copied_context": True, "llm_call_count": 0}
+        left = {key: value for key, value in message.items() if key not in ("role", "content")}
+        yield step | ({"extra": {"message": left}} if left else {})
+
+
+def _agent_step(trace: Trace, step: TraceStep) -> dict[str, Any]:
+    response = step.response
+    message, thought = split_thinking(response.message if response else {})
+    told: dict[str, Any] = {"source": "agent", "message": message, "extra": {"step": step.number}}
+    if response is not None:
+        metrics = AtifMetrics(
+            prompt_tokens=response.prompt_tokens, completion_tokens=response.completion_tokens, extra={"model_s": response.model_s}
+        )
+        told |= {"timestamp": response.ts, "reasoning_content": thought, "metrics": metrics, "llm_call_count": 1}
+        told["extra"]["finish_reason"] = response.finish_reason
+    elif step.request is not None:
+        told |= {"timestamp": step.request.ts}
+        told["extra"]["has_no_reply"] = True
+    if trace.start is not None:
+        told["model_name"] = trace.start.model
+    if step.calls:
+        told["tool_calls"] = [_call(call, trace.why_unrun(call)) for call in step.calls]
+        told["observation"] = AtifObservation(results=[_result(call, call.result) for call in step.calls if call.result is not None])
+    return told
+
+
+def _call(call: TraceCall, unrun: str) -> AtifToolCall:
+    extra: dict[str, Any] = {"unrun": unrun} if unrun else {}
+    if call.called is not None and call.arguments != call.called.arguments:
+        extra["asked_arguments"] = call.called.arguments
+    return AtifToolCall(tool_call_id=call.call_id, function_name=call.tool, arguments=call.arguments, extra=extra or None)
+
+
+def _result(call: TraceCall, result: records.ToolResulted) -> AtifObservationResult:
+    extra = {
+        "success": result.success,
+        "error_code": result.error_code,
+        "error": result.error,
+        "output": result.output,
+        "metadata": result.metadata,
+        "seconds": result.seconds,
+        "clocks": result.clocks.model_dump(),
+        "truncated": result.truncated,
+        "was_refused": call.was_refused,
+    }
+    if result.success:
+        # It is the content.
+        del extra["output"]
+    return AtifObservationResult(
+        source_call_id=call.call_id, content=result.text(), extra={key: value for key, value in extra.items() if value is not None}
+    )
+
+
+def _final_metrics(trace: Trace, steps: int) -> AtifFinalMetrics:
+    replies = [step.response for step in trace.steps if step.response is not None]
+    prompt = trace.end.prompt_tokens if trace.end else sum(reply.prompt_tokens for reply in replies)
+    completion = trace.end.completion_tokens if trace.end else sum(reply.completion_tokens for reply in replies)
+    # A run's cost is in the currency of its prices, which need not be dollars.
+    extra = {"cost": trace.end.cost} if trace.end and trace.end.cost is not None else None
+    return AtifFinalMetrics(total_prompt_tokens=prompt, total_completion_tokens=completion, total_steps=steps, extra=extra)
+
+
+def _text(content: Any) -> str:
+    """A message's text; of parts, those of text."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
+    return content if isinstance(content, str) else ""

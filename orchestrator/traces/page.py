@@ -1,0 +1,149 @@
+"""A trace as one HTML page that opens offline: no script, no external resource, hostile text escaped."""
+
+import json
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from orchestrator.terminal import format_clocks
+from orchestrator.terminal_text import escape_controls
+from orchestrator.traces import records
+from orchestrator.traces.export_atif import split_thinking
+from orchestrator.traces.reading import Trace, TraceCall, TraceStep, seconds_of
+
+OPEN_CHARS = 4000
+"""A longer text is folded."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+STYLE = """
+:root { color-scheme: light dark; --back: #fff; --text: #1c1e21; --dim: #61666d; --line: #d9dce1; --card: #f6f7f9; --good: #17703c; --bad: #b3261e;
+  --mark: #7a4d00; --bar: #4c7bd9; }
+@media (prefers-color-scheme: dark) { :root { --back: #16181b; --text: #e4e6ea; --dim: #9aa0a8; --line: #33373d; --card: #1e2125; --good: #6fcf97;
+  --bad: #ff8a80; --mark: #e5b567; --bar: #7da2ef; } }
+body { margin: 0 auto; max-width: 72rem; padding: 1.5rem; background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.35rem; margin: 0 0 .25rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 1.5rem 0 .5rem; }
+pre { margin: .4rem 0; padding: .6rem .8rem; background: var(--card); border: 1px solid var(--line); border-radius: .4rem; white-space: pre-wrap;
+  overflow-wrap: anywhere; font: 13px/1.45 ui-monospace, monospace; }
+.dim { color: var(--dim); } .good { color: var(--good); } .bad { color: var(--bad); } .mark { color: var(--mark); }
+.call { margin: .6rem 0 .6rem .2rem; padding-left: .8rem; border-left: 3px solid var(--line); } .call.failed { border-color: var(--bad); }
+.time { position: relative; height: 6px; margin: .3rem 0; background: var(--card); border-radius: 3px; }
+.time i { position: absolute; height: 6px; min-width: 2px; background: var(--bar); border-radius: 3px; }
+table { border-collapse: collapse; } td { padding: .1rem 1rem .1rem 0; vertical-align: top; } summary { cursor: pointer; color: var(--dim); }
+"""
+
+
+def build_page(trace: Trace) -> str:
+    """The page."""
+    title = _text(f"Run {trace.run}")
+    body = "\n".join([*_head(trace), *(line for step in trace.steps for line in _step(trace, step)), *_tail(trace)])
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="referrer" content="no-referrer">\n'
+        f"<title>{title}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _head(trace: Trace) -> Iterator[str]:
+    start, end = trace.start, trace.end
+    yield f"<h1>Run {_text(trace.run)}</h1>"
+    rows: list[tuple[str, Any]] = []
+    if start is not None:
+        rows += [("began", start.ts), ("model", start.model), ("dialect", start.dialect)]
+    if end is not None:
+        took = max(0.0, seconds_of(end.ts) - seconds_of(trace.attempt[0].ts))
+        rows += [
+            ("ended", end.stop_reason or f"aborted: {end.error}"),
+            ("took", f"{took:.2f} s, {end.steps} steps, {len(trace.calls)} calls"),
+        ]
+        rows += [("tokens", f"{end.prompt_tokens} in, {end.completion_tokens} out"), ("tools", format_clocks(end.clocks))]
+        rows += [("cost", f"{end.cost:.4f}")] if end.cost is not None else []
+    if trace.attempts > 1:
+        rows.append(("attempts", f"{trace.attempts}; this is the last one"))
+    yield "<table>" + "".join(f'<tr><td class="dim">{name}</td><td>{_text(str(value))}</td></tr>' for name, value in rows) + "</table>"
+    for fault in trace.faults():
+        yield f'<p class="mark">{_text(fault)}</p>'
+    if start is not None:
+        yield "<h2>Instruction</h2>" + _pre(start.instruction)
+
+
+def _step(trace: Trace, step: TraceStep) -> Iterator[str]:
+    yield f"<section><h2>Step {step.number}</h2>"
+    if step.request is not None:
+        yield _bar(trace, step.request.ts, step.response.ts if step.response else step.request.ts)
+        told = json.dumps(step.request.messages, ensure_ascii=False, indent=1)
+        yield f"<details><summary>{len(step.request.messages)} new of {step.request.total} messages sent</summary>{_plain(told)}</details>"
+    if step.response is None:
+        yield '<p class="mark">No reply came.</p>'
+    else:
+        text, thought = split_thinking(step.response.message)
+        if thought:
+            yield f"<details><summary>thinking</summary>{_plain(thought)}</details>"
+        if text:
+            yield _pre(text)
+        reply = step.response
+        yield f'<p class="dim">model {reply.model_s:.2f} s, {reply.prompt_tokens} + {reply.completion_tokens} tokens, {_text(str(reply.finish_reason))}</p>'
+    for call in step.calls:
+        yield from _call(trace, call)
+    yield "</section>"
+
+
+def _call(trace: Trace, call: TraceCall) -> Iterator[str]:
+    result = call.result
+    failed = " failed" if result is None or not result.success else ""
+    yield f'<div class="call{failed}"><b>{_text(call.tool)}</b> <span class="dim">{_text(call.call_id)}</span>'
+    if call.called is not None:
+        yield _bar(trace, call.called.ts, result.ts if result else call.called.ts)
+    command = call.arguments.get("command")
+    is_command = isinstance(command, str) and len(call.arguments) == 1
+    yield _pre(str(command) if is_command else json.dumps(call.arguments, ensure_ascii=False, indent=1))
+    if call.asked is not None:
+        yield f'<p class="mark">asked: {_text(call.asked.reason)} {_text(call.asked.warning)}</p>'
+    if call.decided is not None:
+        word = "allowed" if call.decided.is_allowed else "refused"
+        yield f'<p class="{"good" if call.decided.is_allowed else "bad"}">{word} {_text(call.decided.reason)}</p>'
+    if result is None:
+        yield '<p class="bad">No result.</p></div>'
+        return
+    yield _pre(result.text())
+    seconds = f"{result.seconds:.3f} s, " if result.seconds is not None else ""
+    code = result.metadata.get("exit_code")
+    ended = "" if code is None else f", exit code {_text(str(code))}"
+    yield f'<p class="dim">{seconds}{format_clocks(result.clocks)}{ended}</p></div>'
+
+
+def _tail(trace: Trace) -> Iterator[str]:
+    if trace.end is not None and trace.end.answer:
+        yield "<h2>Answer</h2>" + _pre(trace.end.answer)
+    notes = []
+    for record in trace.attempt:
+        match record:
+            case records.RunWarning():
+                notes.append(f"warning: {record.message}")
+            case records.SandboxStart():
+                notes.append(f"sandbox {record.why}: {record.sandbox} {record.host} {record.image}")
+            case records.SandboxStop():
+                notes.append(f"sandbox {record.why}: {record.sandbox} is gone")
+    if notes:
+        yield "<h2>Notes</h2>" + "".join(f"<p>{_text(note)}</p>" for note in notes)
+
+
+def _bar(trace: Trace, begun: str, ended: str) -> str:
+    """When it was, of the time of the whole run."""
+    first, last = seconds_of(trace.attempt[0].ts), seconds_of(trace.attempt[-1].ts)
+    whole = max(1e-6, last - first)
+    left = min(100.0, max(0.0, (seconds_of(begun) - first) / whole * 100))
+    width = min(100.0 - left, max(0.0, (seconds_of(ended) - seconds_of(begun)) / whole * 100))
+    return f'<div class="time"><i style="left:{left:.2f}%;width:{width:.2f}%"></i></div>'
+
+
+def _pre(text: str) -> str:
+    if len(text) <= OPEN_CHARS:
+        return _plain(text)
+    return f"<details><summary>{_text(text[:200])} ... ({len(text)} characters)</summary>{_plain(text)}</details>"
+
+
+def _plain(text: str) -> str:
+    return f"<pre>{_text(text)}</pre>"
+
+
+def _text(text: str) -> str:
+    return escape(escape_controls(text))

@@ -1,0 +1,113 @@
+"""The file of one trace: lines are gathered, and written at least once a second. A full disk costs lines, never the run."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+FLUSH_S = 1.0
+MAX_GATHERED_BYTES = 64 * 1024
+TAIL_BYTES = 1024 * 1024
+
+
+class TraceWriter:
+    """Appends lines to `path`. `on_failure` is called once, with a sentence, when some could not be written; they are counted in `lost`.
+
+    The file is opened for each write: a thousand runs at a time hold no thousand descriptors.
+    """
+
+    def __init__(self, path: Path, on_failure: Callable[[str], None]) -> None:
+        self.path = path
+        self.lost = 0
+        self._on_failure = on_failure
+        self._has_failed = False
+        self._lines: list[bytes] = []
+        self._bytes = 0
+        self._gathered_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        # Whoever wrote before may have died in the middle of a line.
+        self._is_torn = _is_torn(path)
+
+    def add(self, line: bytes) -> None:
+        """Take one line, without its end."""
+        if not self._lines:
+            self._gathered_at = time.monotonic()
+            self._wake_later()
+        self._lines.append(line)
+        self._bytes += len(line)
+        if self._bytes >= MAX_GATHERED_BYTES or time.monotonic() - self._gathered_at >= FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is gathered; what cannot be written is lost and counted."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        lines, self._lines, self._bytes = self._lines, [], 0
+        if not lines:
+            return
+        try:
+            self.lost += len(lines) - self._append(lines)
+        except OSError as error:
+            self.lost += len(lines)
+            self.tell_failure(error)
+
+    def tell_failure(self, error: OSError) -> None:
+        """Say it, the first time."""
+        if not self._has_failed:
+            self._has_failed = True
+            self._on_failure(
+                f"the trace {self.path} cannot be written ({error.strerror or error}); the run goes on, and what is lost is counted: make room, "
+                "or set TOOLCREW_TRACES to another folder"
+            )
+
+    def _append(self, lines: list[bytes]) -> int:
+        """How many lines were written whole."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self.path, flags, 0o600)
+        try:
+            head = b"\n" if self._is_torn else b""
+            data = head + b"".join(line + b"\n" for line in lines)
+            written = 0
+            while written < len(data):
+                try:
+                    written += os.write(descriptor, data[written:])
+                except OSError as error:
+                    self.tell_failure(error)
+                    break
+        finally:
+            os.close(descriptor)
+        if written:
+            self._is_torn = not data[:written].endswith(b"\n")
+        return len(lines) if written == len(data) else max(0, data[len(head) : written].count(b"\n"))
+
+    def _wake_later(self) -> None:
+        # Without a loop the next line looks at the clock, and closing writes the rest.
+        with contextlib.suppress(RuntimeError):
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
+
+
+def read_last_lines(path: Path) -> list[bytes]:
+    """The whole lines at the end of a file, as far as they lie in its last megabyte; none when it is not there."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return []
+    return [line for line in (lines[1:-1] if size > TAIL_BYTES else lines[:-1]) if line]
+
+
+def _is_torn(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:
+        return False

@@ -1,0 +1,113 @@
+"""`python -m tests.model_server SCRIPT`: serves until SIGTERM or its parent's end; the first line it prints is its URL."""
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.model_server.script import BadScript, Script, load_script
+from tests.model_server.service import Chat, Source
+from tests.model_server.wire import Connection
+
+BACKLOG = 4096
+_PR_SET_PDEATHSIG = 1
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.model_server", description="An OpenAI-compatible server that plays a script.")
+    parser.add_argument(
+        "script", nargs="?", type=Path, help="JSON lines, as docs/model-server.md tells; with --replay only its faults count"
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: one that is free")
+    parser.add_argument("--record", metavar="URL", help="pass requests on to this endpoint (its base, as in OPENAI_BASE_URL)")
+    parser.add_argument("--to", metavar="FILE", type=Path, help="where --record appends its pairs")
+    parser.add_argument("--replay", metavar="FILE", type=Path, help="play pairs that --record has written")
+    parser.add_argument("--ignore", metavar="PATTERN", action="append", default=[], help="what does not count when messages are matched")
+    parser.add_argument("--parent", metavar="PID", type=int, help="leave at once when this is not the parent any more")
+    asked = parser.parse_args(arguments)
+    if (asked.record is None) != (asked.to is None):
+        parser.error("--record and --to go together: name the endpoint and the file")
+    if asked.record is not None and (asked.replay is not None or asked.script is not None):
+        parser.error("--record plays nothing: leave the script and --replay out")
+    if asked.record is None and asked.replay is None and asked.script is None:
+        parser.error("name a script, or give --replay FILE, or --record URL --to FILE")
+    return asked
+
+
+async def serve(asked: argparse.Namespace) -> None:
+    """Raises BadScript, and OSError for a port that cannot be had."""
+    script = load_script(asked.script, needs_rules=asked.replay is None) if asked.script is not None else Script()
+    ignored = _compile(asked.ignore)
+    async with contextlib.AsyncExitStack() as stack:
+        source: Source | None = None
+        if asked.record is not None:
+            # Here: who only plays needs no HTTP client.
+            from tests.model_server.recording import Recorder
+
+            recorder = Recorder(asked.record, asked.to, ignored)
+            stack.push_async_callback(recorder.aclose)
+            source = recorder
+        elif asked.replay is not None:
+            from tests.model_server.recording import Replay, load_pairs
+
+            source = Replay(load_pairs(asked.replay), ignored)
+        chat = Chat(script, source)
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, ended.set)
+        server = await loop.create_server(lambda: Connection(chat), asked.host, asked.port, backlog=BACKLOG)
+        port = server.sockets[0].getsockname()[1]
+        host = f"[{asked.host}]" if ":" in asked.host else asked.host
+        sys.stdout.write(f"http://{host}:{port}/v1\n")
+        sys.stdout.flush()
+        await ended.wait()
+        server.close()
+
+
+def _compile(patterns: Sequence[str]) -> list["re.Pattern[str]"]:
+    try:
+        return [re.compile(pattern) for pattern in patterns]
+    except re.error as error:
+        raise BadScript(f"--ignore {error.pattern!r} is no regular expression ({error}): correct it") from None
+
+
+def _die_with_parent(parent: int | None) -> bool:
+    """Gives False when the parent has gone already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    return parent is None or os.getppid() == parent
+
+
+def _allow_connections() -> None:
+    """A connection is a file."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = _parse(arguments)
+    if not _die_with_parent(asked.parent):
+        return 0
+    _allow_connections()
+    try:
+        asyncio.run(serve(asked))
+    except BadScript as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(
+            f"cannot listen on {asked.host} port {asked.port} ({error.strerror}): choose another --port, or 0 for a free one\n"
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

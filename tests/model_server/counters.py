@@ -1,0 +1,80 @@
+"""What the server counts: requests, whole replies by conversation and step, faults, requests that came twice."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.model_server.asked import Asked
+
+
+@dataclass
+class _Conversation:
+    requests: int = 0
+    asked: Counter[int] = field(default_factory=Counter)
+    replies: Counter[int] = field(default_factory=Counter)
+
+
+class Counters:
+    """Counts since the start, or since the last reset."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.requests = self.probes = self.refused = self.replies = self.left = self.identical = 0
+        self.most_open = self.open
+        self.faults: Counter[str] = Counter()
+        self._seen: set[bytes] = set()
+        self._conversations: dict[str, _Conversation] = {}
+
+    def opened(self) -> None:
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+
+    def closed(self) -> None:
+        self.open -= 1
+
+    def ask(self, asked: Asked) -> int:
+        """Count a request; gives how many there were for this step of its conversation."""
+        self.requests += 1
+        if asked.digest in self._seen:
+            self.identical += 1
+        self._seen.add(asked.digest)
+        conversation = self._conversations.setdefault(asked.conversation, _Conversation())
+        conversation.requests += 1
+        conversation.asked[asked.step] += 1
+        return conversation.asked[asked.step]
+
+    def reply(self, conversation: str, step: int) -> None:
+        """A whole reply has left for the client."""
+        self.replies += 1
+        # A reset while it was under way: it belongs to what is no longer counted.
+        if conversation in self._conversations:
+            self._conversations[conversation].replies[step] += 1
+
+    def tell(self) -> dict[str, Any]:
+        """For /stats. `repeated`: steps of which more than one whole reply was sent."""
+        repeated: list[dict[str, Any]] = [
+            {"conversation": name, "step": step, "replies": count}
+            for name, conversation in self._conversations.items()
+            for step, count in sorted(conversation.replies.items())
+            if count > 1
+        ]
+        return {
+            "requests": self.requests,
+            "replies": self.replies,
+            "repeated": repeated,
+            "replies_repeated": sum(entry["replies"] - 1 for entry in repeated),
+            "identical_requests": self.identical,
+            "faults": dict(sorted(self.faults.items())),
+            "refused": self.refused,
+            "left": self.left,
+            "probes": self.probes,
+            "open": self.open,
+            "most_open": self.most_open,
+            "conversations": {
+                name: {"requests": conversation.requests, "replies": {str(step): n for step, n in sorted(conversation.replies.items())}}
+                for name, conversation in self._conversations.items()
+            },
+        }

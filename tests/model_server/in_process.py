@@ -1,0 +1,92 @@
+"""The model server in a test's own process and loop, with a client: for tests of what it plays, and of clients that it plays for."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from orchestrator.dialects.native_assembler import NativeCallAssembler, Reply
+from orchestrator.models.base import ModelRequest
+from orchestrator.models.openai import OpenAIModel
+from orchestrator.models.retries import RetryPolicy
+from tests.model_server.script import parse_script
+from tests.model_server.service import Chat
+from tests.model_server.wire import Connection
+
+Lines = Sequence[dict[str, Any]]
+OK = {"kind": "rule", "reply": {"text": "ok"}}
+
+
+class WatchedChat(Chat):
+    """`gone`: a client has left before its answer was whole. `clock`: the time that faults go by."""
+
+    def __init__(self, *lines: dict[str, Any]) -> None:
+        self.gone = asyncio.Event()
+        self.clock = 0.0
+        super().__init__(parse_script("\n".join(json.dumps(line) for line in lines)), now=lambda: self.clock)
+
+    def left(self) -> None:
+        super().left()
+        self.gone.set()
+
+
+class Playing:
+    """A server in this process, and a client of it."""
+
+    def __init__(self, chat: WatchedChat, port: int, client: httpx.AsyncClient) -> None:
+        self.chat = chat
+        self.port = port
+        self.client = client
+        self.url = f"http://127.0.0.1:{port}/v1"
+
+    async def ask(self, *messages: dict[str, Any], **fields: Any) -> httpx.Response:
+        return await self.client.post("/v1/chat/completions", json={"model": "m", "messages": list(messages), **fields})
+
+    async def say(self, text: str, **fields: Any) -> str:
+        """The text of a whole reply."""
+        reply = await self.ask(user(text), **fields)
+        assert reply.status_code == 200, reply.text
+        return str(reply.json()["choices"][0]["message"]["content"])
+
+    def model(self, attempts: int = 1, *, timeout_s: float = 60, streaming: bool = True) -> OpenAIModel:
+        return OpenAIModel("m", self.url, timeout_s=timeout_s, retries=RetryPolicy(attempts=attempts, base_s=0.0), streaming=streaming)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        return self.chat.counters.tell()
+
+
+@asynccontextmanager
+async def playing(*lines: dict[str, Any]) -> AsyncIterator[Playing]:
+    chat = WatchedChat(*lines)
+    server = await asyncio.get_running_loop().create_server(lambda: Connection(chat), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
+        yield Playing(chat, port, client)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def after_call(text: str, result: str) -> list[dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": "bash_tool", "arguments": "{}"}}
+    return [
+        user(text),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": result},
+    ]
+
+
+async def read(model: OpenAIModel, *messages: dict[str, Any], tools: Lines = ()) -> Reply:
+    """What the orchestrator's own client makes of a reply."""
+    assembler = NativeCallAssembler()
+    try:
+        async for chunk in model.stream(ModelRequest(list(messages), list(tools))):
+            assembler.feed(chunk)
+    finally:
+        await model.aclose()
+    return assembler.finish(strict=False)

@@ -1,0 +1,140 @@
+"""Replies of a script as a server sends them: the events of a stream, or one chat completion."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator.dialects.tag_values import build_tag_call
+from tests.model_server.asked import Asked
+from tests.model_server.script import Call, Reply
+from tests.model_server.templates import TemplateError, fill
+
+CREATED = 1_700_000_000
+"""Of every reply: a script's replies are the same each time."""
+DONE = b"data: [DONE]\n\n"
+# Made once: json.dumps makes one each time for other separators than its own.
+_ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def dump(value: Any) -> bytes:
+    try:
+        return _ENCODE(value).encode()
+    except UnicodeEncodeError:
+        # Half a character, which a request may bring in as an escape: so it goes out again.
+        return json.dumps(value).encode()
+
+
+def event(chunk: Any) -> bytes:
+    """One event of a stream; a text goes as it stands."""
+    return b"data: " + (chunk.encode(errors="surrogatepass") if isinstance(chunk, str) else dump(chunk)) + b"\n\n"
+
+
+def build_error(message: str, code: str) -> bytes:
+    return dump({"error": {"message": message, "type": code, "code": code}})
+
+
+class Written:
+    """A reply with every place filled, spelled for the request that it answers. Raises TemplateError when that cannot be done."""
+
+    def __init__(self, reply: Reply, asked: Asked, known: Mapping[str, str]) -> None:
+        self._asked = asked
+        self._reply = reply
+        self._text = str(fill(reply.text, known))
+        self._calls = [(str(fill(call.name, known)), _arguments(call, known)) for call in reply.calls]
+        self._chunks: Sequence[Any] | None = fill(list(reply.chunks), known) if reply.chunks is not None else None
+        self._whole = fill(reply.whole, known)
+        spelling = asked.dialect if reply.spelling == "auto" else reply.spelling
+        if reply.chunks is None and spelling != "native":
+            self._spell(spelling)
+        digest = hashlib.blake2b(f"{asked.conversation}\0{asked.step}".encode(errors="replace"), digest_size=6).hexdigest()
+        self._head = {"id": f"chatcmpl-{digest}", "created": CREATED, "model": asked.model}
+        self._call_id = f"call_{digest}"
+
+    def _spell(self, spelling: str) -> None:
+        """Calls become text."""
+        if spelling == "tags":
+            tags = [build_tag_call(name, {key: _as_text(value) for key, value in _as_record(given).items()}) for name, given in self._calls]
+            self._text = "\n".join(part for part in [self._text, *tags] if part)
+        elif len(self._calls) > 1:
+            raise TemplateError("the request's dialect has room for one call a reply: give the others in later steps")
+        elif self._calls:
+            name, arguments = self._calls[0]
+            self._text = json.dumps({"tool": name, "arguments": arguments}, ensure_ascii=False)
+        else:
+            self._text = json.dumps({"tool": None, "reply": self._text}, ensure_ascii=False)
+        self._calls = []
+
+    def events(self, chunk_chars: int, *, has_end: bool = True) -> list[bytes]:
+        """Of its stream. `has_end` False: without all that says that it is over; chunks of the script's own stay as they are."""
+        if self._chunks is not None:
+            return [event(chunk) for chunk in self._chunks]
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": None if self._calls and not self._text else ""}]
+        deltas += [{"content": self._text[at : at + chunk_chars]} for at in range(0, len(self._text), chunk_chars)]
+        for place, (name, given) in enumerate(self._calls):
+            raw = _as_text(given)
+            function = {"name": name, "arguments": ""}
+            deltas.append({"tool_calls": [{"index": place, "id": f"{self._call_id}_{place}", "type": "function", "function": function}]})
+            pieces = [raw[at : at + chunk_chars] for at in range(0, len(raw), chunk_chars)]
+            deltas += [{"tool_calls": [{"index": place, "function": {"arguments": piece}}]} for piece in pieces]
+        events = [self._event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}) for delta in deltas]
+        if not has_end:
+            return events
+        events.append(self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": self._finish_reason()}]}))
+        if self._asked.wants_usage:
+            events.append(self._event({"choices": [], "usage": self._usage()}))
+        return [*events, DONE]
+
+    def whole(self) -> bytes:
+        """As one chat completion. Raises TemplateError for chunks without a `whole`."""
+        if self._chunks is not None:
+            if self._whole is None:
+                raise TemplateError("the request wants no stream and the script has only chunks: add whole to the reply")
+            return self._whole.encode() if isinstance(self._whole, str) else dump(self._whole)
+        message: dict[str, Any] = {"role": "assistant", "content": self._text or (None if self._calls else "")}
+        if self._calls:
+            message["tool_calls"] = [
+                {"id": f"{self._call_id}_{place}", "type": "function", "function": {"name": name, "arguments": _as_text(given)}}
+                for place, (name, given) in enumerate(self._calls)
+            ]
+        choice = {"index": 0, "message": message, "finish_reason": self._finish_reason()}
+        return dump({**self._head, "object": "chat.completion", "choices": [choice], "usage": self._usage()})
+
+    def more(self) -> bytes:
+        """An event for a stream that never ends."""
+        return self._event({"choices": [{"index": 0, "delta": {"content": "and on "}, "finish_reason": None}]})
+
+    def _event(self, fields: dict[str, Any]) -> bytes:
+        return event({**self._head, "object": "chat.completion.chunk", **fields})
+
+    def _finish_reason(self) -> str:
+        return self._reply.finish_reason or ("tool_calls" if self._calls else "stop")
+
+    def _usage(self) -> dict[str, int]:
+        """As the script says, else a quarter of the characters."""
+        counted = self._reply.usage
+        prompt = counted.prompt_tokens if counted else self._asked.prompt_tokens
+        said = len(self._text) + sum(len(name) + len(_as_text(given)) for name, given in self._calls)
+        completion = counted.completion_tokens if counted else max(1, said // 4)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def build_probe_reply(asked: Asked) -> Written:
+    """What a server that can do everything answers to whoever finds that out."""
+    if asked.probe == "tool":
+        return Written(Reply(calls=(Call(name="echo", arguments={"text": "hello"}),), spelling="native"), asked, {})
+    return Written(Reply(text='{"text": "hello"}', spelling="native"), asked, {})
+
+
+def _arguments(call: Call, known: Mapping[str, str]) -> Any:
+    return fill(call.arguments, known)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _as_record(given: Any) -> dict[str, Any]:
+    if isinstance(given, dict):
+        return given
+    raise TemplateError("arguments given as a text can only be spelled natively: give them as an object, or spelling native")

@@ -1,0 +1,84 @@
+"""Texts of a script with places that a request fills: `{{item}}`, `{{observation|last_line}}`, `{{match.NAME}}`."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import JsonValue
+
+NAMES = ("item", "step", "attempt", "observation", "user", "match.NAME")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+# Only what has the form of a name: doubled braces of programs and of JSON stay as they are.
+_PLACE = re.compile(r"\{\{\s*(?P<name>[a-z_]+(?:\.\w+)?)\s*(?:\|\s*(?P<filter>[a-z_]+)\s*)?\}\}")
+
+
+class TemplateError(ValueError):
+    """A place that cannot be filled; the sentence says what to write instead."""
+
+
+def _first_line(text: str) -> str:
+    return next((line for line in text.splitlines() if line.strip()), "").strip()
+
+
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "").strip()
+
+
+def _first_number(text: str) -> str:
+    found = _NUMBER.search(text)
+    if found is None:
+        raise TemplateError(f"there is no number in {text[:80]!r}: match the observation before you take its number")
+    return found.group()
+
+
+FILTERS: Mapping[str, Callable[[str], str]] = {
+    "strip": str.strip,
+    "first_line": _first_line,
+    "last_line": _last_line,
+    "number": _first_number,
+    "int": _first_number,
+}
+"""`int`: where the place is the whole of a JSON text, a JSON number comes out."""
+
+
+def find_unknown_places(value: JsonValue, groups: frozenset[str]) -> list[str]:
+    """A sentence for each place that no request could fill. `groups`: the named groups of the rule's `observation`."""
+    if isinstance(value, str):
+        return [told for place in _PLACE.finditer(value) if (told := _judge(place, groups)) is not None]
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [told for part in below for told in find_unknown_places(part, groups)]
+
+
+def _judge(place: re.Match[str], groups: frozenset[str]) -> str | None:
+    name, filtered = place["name"], place["filter"]
+    if filtered is not None and filtered not in FILTERS:
+        return f"{place.group()}: there is no filter {filtered!r}, take one of {', '.join(FILTERS)}"
+    head, _, group = name.partition(".")
+    if head == "match" and group:
+        named = f"(?P<{group}>...)"
+        return None if group in groups else f"{place.group()}: name the group in when.observation of the same rule: {named}"
+    return None if name in NAMES else f"{place.group()}: there is no {name!r}, take one of {', '.join(NAMES)}"
+
+
+def fill(value: JsonValue, known: Mapping[str, str]) -> Any:
+    """The value with every place filled, in lists and objects, too. Raises TemplateError."""
+    if isinstance(value, str):
+        return _fill_text(value, known) if "{{" in value else value
+    if isinstance(value, dict):
+        return {key: fill(part, known) for key, part in value.items()}
+    return [fill(part, known) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _fill_text(text: str, known: Mapping[str, str]) -> str | int | float:
+    only = _PLACE.fullmatch(text)
+    if only is not None and only["filter"] == "int":
+        number = _value(only, known)
+        return float(number) if "." in number else int(number)
+    # By a function: what is filled in may hold backslashes and braces of its own.
+    return _PLACE.sub(lambda place: _value(place, known), text)
+
+
+def _value(place: re.Match[str], known: Mapping[str, str]) -> str:
+    # Groups that took no part in the match are not known.
+    value = known.get(place["name"], "")
+    return FILTERS[place["filter"]](value) if place["filter"] else value

@@ -1,0 +1,53 @@
+"""A queue of runs on a real Redis, and items to put into it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import redis.asyncio
+
+from orchestrator.batches.items import BatchItem, Failure, FailureKind, Outcome, RunBody
+from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
+from orchestrator.runs.run_queue import Claim, RunQueue
+
+
+def build_item(number: int, **fields: Any) -> BatchItem:
+    """The item of that line."""
+    told: Mapping[str, Any] = {
+        "custom_id": f"item-{number}",
+        "line": number,
+        "url": "/v1/agent/runs",
+        "work": RunBody(instruction=f"do {number}"),
+    }
+    return BatchItem.model_validate({**told, **fields})
+
+
+def build_outcome(claim: Claim, kind: FailureKind | None = None) -> Outcome:
+    """How a claimed run ended: well, or with a failure of that kind."""
+    failure = Failure(kind=kind, code="TIMEOUT", message="no") if kind is not None else None
+    return Outcome(custom_id=claim.record.item.custom_id, run=claim.run, status_code=200, body={}, failure=failure)
+
+
+class RunGround:
+    """Batches `b` of tenants, submitted and worked by hand."""
+
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        self.client = client
+        self.queue = RunQueue(client, "d", owner="one")
+        self.other = RunQueue(client, "d", owner="two")
+
+    async def submit(self, count: int, *, tenant: str = "acme", batch: str = "b", concurrency: int = 100, **fields: Any) -> None:
+        record = BatchRecord(
+            state=BatchState.IN_PROGRESS,
+            total=count,
+            sha256="0" * 64,
+            concurrency=concurrency,
+            defaults=BatchDefaults(),
+            created_at=0.0,
+        )
+        await self.queue.create(tenant, batch, record)
+        items = [build_item(number, **fields) for number in range(1, count + 1)]
+        await self.queue.add(tenant, batch, [(f"{batch}-{item.line}", item) for item in items])
+
+    async def die(self, claim: Claim) -> None:
+        """Its holder has not been heard of for a lease."""
+        await self.client.zadd("toolcrew:d:runs:leases", {f"{claim.tenant}|{claim.run}": 1.0})

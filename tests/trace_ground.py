@@ -1,0 +1,103 @@
+"""Runs with a trace for tests: a scripted model, tools that are functions, a folder."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from contract.calls import Clocks, SandboxInfo, ToolCall, ToolResult
+from contract.errors import ErrorCode
+from orchestrator.agent import Agent, RunResult
+from orchestrator.dialects.base import Dialect
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.events import CallSent, OnEvent
+from orchestrator.limits import ReActOptions
+from orchestrator.models.base import Model
+from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.traces.masking import Masker
+from orchestrator.traces.recorder import TraceRecorder, open_trace
+from tests.builders import build_spec
+
+RUN = "run1"
+Answer = Callable[[ToolCall], ToolResult]
+
+
+def echo(call: ToolCall) -> ToolResult:
+    """A tool that says its text again."""
+    return ToolResult(
+        call_id=call.id,
+        name=call.name,
+        success=True,
+        output=str(call.arguments.get("text")),
+        metadata={"exit_code": 0},
+        clocks=Clocks(run_s=0.5),
+        sandbox=SandboxInfo(id="box1"),
+    )
+
+
+def fail(call: ToolCall) -> ToolResult:
+    """A tool that has no time."""
+    return ToolResult.failed(call, ErrorCode.TIMEOUT, "it took too long", output="so far")
+
+
+def call_echo(text: str) -> Calls:
+    return Calls([("echo", {"text": text})], "Let me see.")
+
+
+async def run_traced(
+    folder: Path,
+    model: Model | None = None,
+    *,
+    secrets: Mapping[str, str] | None = None,
+    answer: Answer = echo,
+    dialect: Dialect | None = None,
+    history: list[dict[str, Any]] | None = None,
+    run: str = RUN,
+    is_sent: bool = True,
+    also: OnEvent = lambda _: None,
+    **options: Any,
+) -> tuple[Path, RunResult, TraceRecorder]:
+    """A run of one agent, traced."""
+    with open_trace(folder, "acme", run, masker=Masker(secrets), session="s1") as trace:
+
+        async def run_call(call: ToolCall) -> ToolResult:
+            if is_sent:
+                trace.on_event(CallSent(run=run, call=call))
+            return answer(call)
+
+        def on_event(event: Any) -> None:
+            trace.on_event(event)
+            also(event)
+
+        agent = Agent(
+            model or ScriptedModel([call_echo("a"), "It is a."]),
+            dialect or NativeDialect(),
+            [build_spec("echo")],
+            run_call,
+            instruction="Be brief.",
+            options=ReActOptions(**options),
+            on_event=on_event,
+            run_id=run,
+        )
+        result = await agent.run("do it", history=history or [])
+    return trace.path, result, trace
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def of_type(path: Path, kind: str) -> list[dict[str, Any]]:
+    return [line for line in lines_of(path) if line["type"] == kind]
+
+
+# Runs with every kind of text, in one step or several
+texts = st.text(max_size=40)
+replies = st.one_of(
+    st.builds(lambda calls, text: Calls([("echo", {"text": one}) for one in calls], text), st.lists(texts, min_size=1, max_size=3), texts),
+    st.builds(lambda: Calls([("echo", "{broken")])),
+    st.builds(lambda name: Calls([(name, {})]), st.sampled_from(["ech", "other"])),
+)
+scripts = st.builds(lambda body, end: [*body, end or "."], st.lists(replies, max_size=3), texts)

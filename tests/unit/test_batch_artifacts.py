@@ -1,0 +1,166 @@
+"""Of an item's files those are copied out that its patterns name, into a folder that is no other item's."""
+
+import os
+import string
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.batches.artifacts import ArtifactsNotWritten, Pattern, artifact_folder, build_folder_name, choose_paths, copy_artifacts
+from orchestrator.batches.items import MAX_ID_CHARS
+
+calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+IDS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=MAX_ID_CHARS) | st.text(
+    "aAbB./\0%~+ \u0130\u00e9", min_size=1, max_size=12
+)
+
+
+@calmly
+@given(IDS)
+def test_a_name_is_one_part_of_a_path_that_every_disk_takes(custom_id: str) -> None:
+    name = build_folder_name(custom_id)
+    assert set(name) <= set(string.ascii_letters + string.digits + "-_.%~+")
+    assert 0 < len(name) <= 255
+    assert not name.startswith(".")
+    assert not name.endswith(".")
+    assert artifact_folder(Path("/artifacts"), custom_id).parent == Path("/artifacts")
+
+
+@calmly
+@given(st.lists(IDS, min_size=2, max_size=6, unique=True))
+def test_no_two_ids_have_one_name_even_where_case_does_not_count(ids: list[str]) -> None:
+    assert len({build_folder_name(custom_id).lower() for custom_id in ids}) == len(ids)
+
+
+@calmly
+@given(IDS, st.integers(min_value=0))
+def test_ids_that_differ_in_case_alone_have_names_that_differ_in_more(custom_id: str, which: int) -> None:
+    place = which % len(custom_id)
+    swapped = custom_id[:place] + custom_id[place].swapcase() + custom_id[place + 1 :]
+    assert swapped == custom_id or build_folder_name(swapped).lower() != build_folder_name(custom_id).lower()
+
+
+@calmly
+@given(IDS)
+def test_a_name_that_is_not_cut_can_be_read_back(custom_id: str) -> None:
+    name = build_folder_name(custom_id)
+    if "%+" not in name:
+        assert unquote(name.partition("%~")[0]) == custom_id
+
+
+@pytest.mark.parametrize(
+    ("custom_id", "name"),
+    [
+        ("task-12", "task-12"),
+        ("Task-12", "Task-12%~1"),
+        ("REQ-1", "REQ-1%~7"),
+        ("a/b c", "a%2Fb%20c"),
+        ("..", "%2E%2E"),
+        (".", "%2E"),
+        (".hidden", "%2Ehidden"),
+        ("v1.2.", "v1.2%2E"),
+        ("\0", "%00"),
+        ("50%", "50%25"),
+        ("é", "%C3%A9"),
+        ("a" * 256, "a" * 140 + "%+02d7160d77e18c6447be80c2e355c7ed43885452"),
+    ],
+)
+def test_names_are_readable(custom_id: str, name: str) -> None:
+    assert build_folder_name(custom_id) == name
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "matches"),
+    [
+        ("out.csv", "out.csv", True),
+        ("out.csv", "deep/out.csv", False),
+        ("*.csv", "out.csv", True),
+        ("*.csv", "deep/out.csv", False),
+        ("**/*.csv", "out.csv", True),
+        ("**/*.csv", "very/deep/out.csv", True),
+        ("deep", "deep/er/out.csv", True),
+        ("deep/", "deep/er/out.csv", True),
+        ("/workspace/deep", "deep/out.csv", True),
+        ("/workspace", "out.csv", True),
+        (".", "deep/out.csv", True),
+        ("**", "deep/out.csv", True),
+        ("d*/out.csv", "deep/er/out.csv", False),
+        ("d*/**/out.csv", "deep/er/out.csv", True),
+        ("d*/**/out.csv", "deep/out.csv", True),
+        ("deep/**", "deep/out.csv", True),
+        ("deep/**", "deeper/out.csv", False),
+        ("[a-c]?.txt", "b1.txt", True),
+        ("[a-c]?.txt", "B1.txt", False),
+        ("*", ".hidden", True),
+        ("a\nb", "a\nb", True),
+    ],
+)
+def test_a_pattern_names_paths_from_the_top_of_the_workspace(pattern: str, path: str, matches: bool) -> None:
+    assert Pattern(pattern).matches(path) is matches
+
+
+@pytest.mark.parametrize("text", ["", "..", "a/../b", "/etc", "/workspaces/a", "/workspace/../etc", "a\0b", "a" * 1025])
+def test_a_pattern_that_does_not_stay_in_the_workspace_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        Pattern(text)
+
+
+def test_a_name_made_to_keep_a_pattern_busy_does_not() -> None:
+    assert not Pattern("/".join(["**", "*a*a*a*a*a*a*b"] * 8)).matches("/".join(["a" * 250] * 60))
+
+
+def test_what_no_pattern_named_and_patterns_that_named_nothing_are_told() -> None:
+    assert choose_paths(["b.txt", "a.txt", "c.csv"], ["*.txt", "*.md"]) == (["a.txt", "b.txt"], ["*.md"])
+
+
+def test_files_are_copied_with_their_folders_and_links_to_files_become_files(tmp_path: Path) -> None:
+    exported, target = tmp_path / "export", tmp_path / "artifacts" / "a"
+    (exported / "out").mkdir(parents=True)
+    (exported / "out" / "a.csv").write_text("1,2")
+    (exported / "out" / "run.sh").write_text("#!/bin/sh")
+    (exported / "out" / "run.sh").chmod(0o755)
+    (exported / "out" / "link").symlink_to("a.csv")
+    (exported / "out" / "folder").symlink_to(".")
+    (exported / "out" / "broken").symlink_to("none")
+    (exported / "out" / "leading-out").symlink_to("/etc/passwd")
+    (exported / "rest.txt").write_text("rest")
+    copied = copy_artifacts(exported, ["out", "*.md"], target)
+    assert copied.paths == ("out/a.csv", "out/link", "out/run.sh")
+    assert copied.skipped == ("out/broken", "out/folder", "out/leading-out")
+    assert (copied.unmatched, copied.bytes) == (("*.md",), 15)
+    assert {path.name: path.read_text() for path in (target / "out").iterdir()} == {"a.csv": "1,2", "link": "1,2", "run.sh": "#!/bin/sh"}
+    assert not (target / "out" / "link").is_symlink()
+    assert os.access(target / "out" / "run.sh", os.X_OK)
+
+
+def test_a_file_that_is_there_is_replaced_whole_and_its_neighbours_stay(tmp_path: Path) -> None:
+    exported, target = tmp_path / "export", tmp_path / "a"
+    for folder, text in ((exported, "new"), (target, "old")):
+        folder.mkdir()
+        (folder / "a.txt").write_text(text)
+    (target / "mine.txt").write_text("mine")
+    (target / "a.txt").unlink()
+    (target / "a.txt").symlink_to("mine.txt")
+    copy_artifacts(exported, ["a.txt"], target)
+    assert {path.name: path.read_text() for path in target.iterdir()} == {"a.txt": "new", "mine.txt": "mine"}
+
+
+def test_nothing_is_made_where_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    assert copy_artifacts(tmp_path / "export", ["*.csv"], tmp_path / "a").paths == ()
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_stands_in_the_way_is_told_and_nothing_is_written_outside(tmp_path: Path) -> None:
+    (tmp_path / "export" / "out").mkdir(parents=True)
+    (tmp_path / "export" / "out" / "a.txt").write_text("x")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "out").symlink_to(tmp_path)
+    for target in (tmp_path / "file", tmp_path / "linked"):
+        with pytest.raises(ArtifactsNotWritten, match=r"'out/a\.txt' cannot be copied .* then resume"):
+            copy_artifacts(tmp_path / "export", ["out"], target)
+    assert not (tmp_path / "a.txt").exists()

@@ -1,0 +1,306 @@
+"""A batch's file is checked as a whole: what is right in it is read as it was meant, and all that is wrong is told with its place."""
+
+import hashlib
+import io
+import json
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from contract.calls import MAX_BLOB_BYTES
+from orchestrator.batches import lines as lines_module
+from orchestrator.batches.items import CALLS_URL, CHAT_URL, RUNS_URL, BatchItem, CallBody, Ground, RunBody, RunLimits
+from orchestrator.batches.lines import BadBatch, BatchFile, load_lines, read_lines
+from orchestrator.batches.rows import parse_row
+
+calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=40)
+VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def read(text: str | bytes, folder: Path = Path("/nowhere")) -> BatchFile:
+    return read_lines(io.BytesIO(text.encode() if isinstance(text, str) else text), folder, "tasks.jsonl")
+
+
+def read_one(folder: Path = Path("/nowhere"), **fields: Any) -> BatchItem:
+    return read(json.dumps({"id": "a", **fields}), folder).items[0]
+
+
+def openai_line(custom_id: str = "a", url: str = RUNS_URL, **body: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+def chat_line(*messages: dict[str, Any], **body: Any) -> str:
+    return openai_line(url=CHAT_URL, messages=list(messages) or [{"role": "user", "content": "Hello"}], **body)
+
+
+def refused(text: str | bytes, folder: Path = Path("/nowhere")) -> str:
+    with pytest.raises(BadBatch) as caught:
+        read(text, folder)
+    assert (caught.value.more, len(caught.value.complaints)) == (0, 1)
+    return str(caught.value.complaints[0])
+
+
+def test_a_short_line_is_a_run(tmp_path: Path) -> None:
+    (tmp_path / "ws").mkdir()
+    item = read_one(
+        tmp_path,
+        instruction="Count",
+        workspace="ws",
+        model="m",
+        dialect="tags",
+        tools=["bash_tool"],
+        artifacts=["out/*.csv"],
+        limits={"max_iterations": 9, "max_cost": 0.5},
+        image="python:3.11",
+        network="none",
+        priority=3,
+    )
+    assert item.work == RunBody(
+        instruction="Count", model="m", dialect="tags", tools=("bash_tool",), limits=RunLimits(max_iterations=9, max_cost=0.5)
+    )
+    assert item.ground == Ground(workspace=str(tmp_path / "ws"), image="python:3.11", network="none", artifacts=("out/*.csv",))
+    assert (item.custom_id, item.line, item.url, item.priority) == ("a", 1, RUNS_URL, 3)
+
+
+def test_short_lines_of_runs_and_of_calls_may_stand_in_one_file() -> None:
+    file = read('{"id":"a","instruction":"Count"}\n{"id":"b","tool":"bash_tool","arguments":{"command":"ls"},"timeout_s":5}\n')
+    assert [item.url for item in file.items] == [RUNS_URL, CALLS_URL]
+    assert file.items[1].work == CallBody(name="bash_tool", arguments={"command": "ls"}, timeout_s=5)
+    assert file.url is None
+
+
+def test_a_line_of_openais_shape_is_a_run_a_call_or_a_chat() -> None:
+    run = read(openai_line(input="Count", restore="c1", history=[{"role": "user", "content": "Hi"}])).items[0]
+    call = read(openai_line(url=CALLS_URL, name="bash_tool", arguments={"command": "ls"})).items[0]
+    chat = read(chat_line({"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hello"}, max_tokens=5, n=1, stream=False))
+    assert run.work == RunBody(instruction="Count", history=({"role": "user", "content": "Hi"},))
+    assert run.ground.restore == "c1"
+    assert call.work == CallBody(name="bash_tool", arguments={"command": "ls"})
+    assert chat.url == CHAT_URL
+    assert chat.items[0].work == RunBody(
+        instruction="Hello",
+        history=({"role": "system", "content": "Be kind"},),
+        tools=(),
+        limits=RunLimits(max_iterations=1),
+        sampling={"max_tokens": 5},
+    )
+
+
+def test_parts_of_text_are_one_instruction() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    work = read(chat_line({"role": "user", "content": parts})).items[0].work
+    assert isinstance(work, RunBody)
+    assert work.instruction == "one\ntwo"
+
+
+def test_a_byte_order_mark_windows_line_ends_and_blank_lines_are_no_errors() -> None:
+    raw = b'\xef\xbb\xbf{"id":"a","instruction":"x"}\r\n\r\n  \n{"id":"b","instruction":"y"}'
+    file = read(raw)
+    assert [(item.custom_id, item.line) for item in file.items] == [("a", 1), ("b", 4)]
+    assert (file.sha256, file.bytes) == (hashlib.sha256(raw).hexdigest(), len(raw))
+
+
+@calmly
+@given(st.lists(st.tuples(TEXT, TEXT, st.dictionaries(TEXT, VALUE, max_size=3)), min_size=1, max_size=5, unique_by=lambda entry: entry[0]))
+def test_what_was_written_is_what_is_read(entries: list[tuple[str, str, dict[str, Any]]]) -> None:
+    for escapes in (True, False):
+        text = "\n".join(
+            json.dumps({"id": name, "tool": tool, "arguments": arguments}, ensure_ascii=escapes) for name, tool, arguments in entries
+        )
+        items = read(text).items
+        assert [(item.custom_id, item.work) for item in items] == [
+            (name, CallBody(name=tool, arguments=arguments)) for name, tool, arguments in entries
+        ]
+
+
+def is_taken_or_refused(raw: bytes) -> bool:
+    try:
+        return len(read(raw).items) > 0
+    except BadBatch as error:
+        return len(error.complaints) > 0
+
+
+@calmly
+@given(st.binary(max_size=80) | st.text(max_size=80).map(lambda text: text.encode("utf-8", "replace")))
+def test_any_bytes_are_a_batch_or_refused_with_sentences(raw: bytes) -> None:
+    assert is_taken_or_refused(raw)
+
+
+FIELDS = st.sampled_from(["id", "instruction", "workspace", "artifacts", "limits", "tool", "arguments", "custom_id", "body", "messages"])
+CHAT = st.fixed_dictionaries({"custom_id": VALUE, "method": st.just("POST"), "url": st.just(CHAT_URL) | VALUE, "body": VALUE})
+
+
+@calmly
+@given(VALUE | CHAT | st.dictionaries(FIELDS, VALUE, max_size=6))
+def test_any_json_is_a_batch_or_refused_with_sentences(value: Any) -> None:
+    assert is_taken_or_refused(json.dumps(value).encode())
+
+
+GOOD = '{"id":"a","instruction":"x"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"id":"a","instructoin":"x"}', "line 1, column 25: `instructoin` is not known: did you mean `instruction`?"),
+        ('{"id":"a","instruction":"x","prompt":"y"}', "line 1, column 38: `prompt` is not known: did you mean `instruction`?"),
+        (
+            '{"id":"a","instruction":"x","max_iterations":3}',
+            "line 1, column 46: `max_iterations` is not known: write it as `limits.max_iterations`",
+        ),
+        ('{"id":"a","instruction":"x","limits":{"maxTokens":3}}', "column 51: `limits.maxTokens` is not known: did you mean `max_tokens`?"),
+        ('{"custom_id":"a","id":"b","instruction":"x"}', "`custom_id` is not known: did you mean `id`?"),
+        ('{"id":"a","instruction":"x","zzz":1}', "`zzz` is not known: there are artifacts, dialect,"),
+        ('{"id":"a"}', "line 1, column 1: `instruction` is missing"),
+        ('{"instruction":"x"}', "line 1, column 1: `id` is missing"),
+        ('{"id":7,"instruction":"x"}', "line 1, column 7: `id` should be a valid string, not 7"),
+        ('{"id":"","instruction":"x"}', "`id` should have at least 1 character"),
+        (json.dumps({"id": "a" * 257, "instruction": "x"}), "`id` should have at most 256 characters"),
+        ('{"id":"a","instruction":"x","input":"y"}', "column 37: `input` and `instruction` are two names of one thing"),
+        (
+            '{"id":"a","instruction":"x","limits":{"max_iterations":0}}',
+            "`limits.max_iterations` should be greater than or equal to 1, not 0",
+        ),
+        ('{"id":"a","instruction":"x","limits":{"max_iterations":"5"}}', "should be a valid integer, not '5'"),
+        ('{"id":"a","instruction":"x","tools":["a",true]}', "column 42: `tools.1` should be a valid string, not true"),
+        ('{"id":"a","tool":"t","timeout_s":601}', "less than or equal to 600, not 601"),
+        ('{"id":"a","tool":"t","instruction":"x"}', "`instruction` is not known"),
+        ('{"id":"a","instruction":"x","workspace":".","restore":"c1"}', "leave one of `workspace` and `restore`"),
+        ('{"id":"a","instruction":"x","artifacts":["a","../b"]}', "column 46: '../b' cannot be copied out: it holds '..'"),
+        ('{"id":"a","instruction":"x","artifacts":["/etc/passwd"]}', "it is not below /workspace"),
+        ('{"id":"a","instruction":"x","workspace":"a\\u0000b"}', "embedded null byte"),
+        ('{"id":"a","instruction":"x","id":"b"}', "line 1, column 29: the key 'id' is there twice in one object"),
+        ('{"id":"a","tool":"t","arguments":{"x":[{"k":1,"k":2}]}}', "line 1, column 47: the key 'k' is there twice"),
+        ('{"id":"a","tool":"t","arguments":{"NaN":1,"x":NaN}}', "line 1, column 47: NaN is no number of JSON"),
+        ('{"id":"a","tool":"t","arguments":{"x":-Infinity}}', "line 1, column 39: -Infinity is no number of JSON"),
+        ('{"id":"a","tool":"t","arguments":{"x":1e999}}', "line 1, column 39: 1e999 is no number of JSON"),
+        ('{"id":"a","tool":"t","arguments":{"x":' + "9" * 5000 + "}}", "a number cannot be read"),
+        ('{"id":"a","tool":"t","arguments":{"x":' + "[" * 70 + "]" * 70 + "}}", "line 1, column 101: the JSON is nested deeper than 64"),
+        ("[" * 100_000, "nested deeper than 64"),
+        ('{"id":"a","instruction":"\\ud83d"}', "line 1, column 26: \\ud83d is half a character"),
+        ('{"id":"a","instruction":"\\ude00\\ud83d"}', "column 26: \\ude00 is half a character"),
+        ('{"id":"a" "instruction":"x"}', "line 1, column 11: this is no JSON (expecting ',' delimiter)"),
+        ('{"id":"a","instruction":"x"} {}', "line 1, column 30: something follows the object"),
+        ('{"id":"a","instruction":"x"', "is not whole at the end of the line"),
+        ('"a"', "line 1, column 1: this is a string: every line is one object"),
+        ("[]", "line 1, column 1: this is a list"),
+        (b'{"id":"a","instruction":"\xe9t\xe9"}', "line 1, column 26: this is no UTF-8 (byte 0xe9)"),
+        ('{"id":"a","instruction":"x"}'.encode("utf-16"), "line 1, column 1: this is no UTF-8 (byte 0xff)"),
+        ("", "the file holds no line"),
+        ("\n \n", "the file holds no line"),
+        (GOOD + "\n" + openai_line("b", instruction="x"), "line 2, column 1: this line has another shape than line 1"),
+        (openai_line("b", input="x") + "\n" + GOOD, "line 2, column 1: this line has another shape than line 1"),
+        (
+            openai_line(input="x") + "\n" + openai_line("b", CALLS_URL, name="t"),
+            "line 2, column 45: this is '/v1/tools/execute' and line 1 has",
+        ),
+        (f"{GOOD}\n\n{GOOD}", "line 3, column 7: 'a' is the id of line 1 as well"),
+        (
+            openai_line(url="/v1/embeddings"),
+            "`url` is one of /v1/agent/runs, /v1/tools/execute, /v1/chat/completions, not '/v1/embeddings'",
+        ),
+        (openai_line(input="x").replace("POST", "GET"), "`method` should be 'POST', not 'GET'"),
+        (openai_line(instruction="x", bogus=1), "`body.bogus` is not known"),
+        ('{"custom_id":"a","method":"POST","url":"/v1/agent/runs"}', "`body` is missing"),
+        (chat_line(n=2), "`n` out"),
+        (chat_line(stream=True), "`stream` out"),
+        (chat_line(logprobs=True), "`logprobs` out"),
+        (chat_line(store=True), "`store` out"),
+        (chat_line(tools=[{"type": "function"}]), "use the url /v1/agent/runs"),
+        (chat_line(stream_options={}), "`body.stream_options` is not known"),
+        (chat_line({"role": "user", "content": " "}), "the last message is empty"),
+        (chat_line({"role": "robot", "content": "x"}), "`role` of a message is one of system, developer"),
+        (chat_line({"role": "user", "content": None}), "`content` of a message is text"),
+        (chat_line({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}), "the last message is not the user's"),
+        (chat_line({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}), "can only hold text"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place_and_what_to_do(text: str | bytes, told: str) -> None:
+    assert told in refused(text)
+
+
+def test_all_that_is_wrong_is_told_at_once_the_first_twenty_in_words() -> None:
+    with pytest.raises(BadBatch) as caught:
+        read("\n".join(json.dumps({"id": str(number), "instruction": "x", "a": 1, "b": 2}) for number in range(15)) + "\nno JSON\n")
+    assert (len(caught.value.complaints), caught.value.more) == (20, 11)
+    assert str(caught.value).startswith(
+        "tasks.jsonl has 31 errors and nothing of it was started: mend the file and submit it again\n  line 1, "
+    )
+    assert str(caught.value).endswith("\n  and 11 more")
+
+
+def test_a_workspace_is_looked_for_in_the_folder_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "ws").mkdir(parents=True)
+    (tmp_path / "tasks.jsonl").write_text('{"id":"a","instruction":"x","workspace":"./deep/../deep/ws"}')
+    assert load_lines(tmp_path / "tasks.jsonl").items[0].ground.workspace == str(tmp_path / "deep" / "ws")
+
+
+def test_a_workspace_is_an_archive_or_told_to_be_none(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar.bz2", "w:bz2") as archive:
+        archive.add(__file__, "a.py")
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "part.bundle").write_text("# v2 git bundle\n-0123 old\n0123 HEAD\n\n")
+    assert read_one(tmp_path, instruction="x", workspace="a.tar.bz2").ground.workspace == str(tmp_path / "a.tar.bz2")
+    for name, told in (
+        ("notes.txt", "is of no kind that is known"),
+        ("missing", "does not exist"),
+        ("part.bundle", "only a part of a history"),
+    ):
+        assert told in refused(json.dumps({"id": "a", "instruction": "x", "workspace": name}), tmp_path)
+
+
+def test_a_large_archive_is_known_by_its_beginning_and_one_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        entry = tarfile.TarInfo("big")
+        archive.addfile(entry)
+    with (tmp_path / "a.tar").open("r+b") as file:
+        file.truncate(2 * 1024 * 1024)
+    assert read_one(tmp_path, instruction="x", workspace="a.tar").ground.workspace is not None
+    with (tmp_path / "a.tar").open("r+b") as file:
+        file.truncate(MAX_BLOB_BYTES + 1)
+    assert "is larger than" in refused('{"id":"a","instruction":"x","workspace":"a.tar"}', tmp_path)
+
+
+def test_a_ground_that_many_lines_name_is_kept_once(tmp_path: Path) -> None:
+    (tmp_path / "ws").mkdir()
+    items = read("\n".join(json.dumps({"id": str(number), "instruction": "x", "workspace": "ws"}) for number in range(3)), tmp_path).items
+    assert items[0].ground is items[2].ground
+
+
+def test_too_many_lines_are_refused_where_they_begin_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines_module, "MAX_ITEMS", 2)
+    assert "line 4: this is line 3 of at most 2" in refused(
+        "\n".join(json.dumps({"id": str(n), "instruction": "x"}) if n else "" for n in range(9))
+    )
+
+
+def test_too_large_a_file_and_too_long_a_line_are_read_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 40)
+    assert read(GOOD + " " * (40 - len(GOOD)) + "\r\n").items
+    assert "line 1: it is longer than 40 bytes" in refused(GOOD + " " * 80)
+    monkeypatch.setattr(lines_module, "MAX_INPUT_BYTES", 30)
+    assert "the file is larger than 30 bytes" in refused(GOOD + "\n" + GOOD)
+
+
+def test_a_file_that_is_not_there_or_is_a_folder_is_told(tmp_path: Path) -> None:
+    for path, told in ((tmp_path / "none", "does not exist"), (tmp_path, "cannot be read")):
+        with pytest.raises(BadBatch, match=told):
+            load_lines(path)
+
+
+def test_the_lines_and_rows_of_the_page_are_what_is_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "batch-files.md").read_text()
+    (tmp_path / "repo.tar.gz").mkdir()
+    short, openai, rows = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    assert [len(read(text, tmp_path).items) for text in (short, openai)] == [2, 1]
+    assert [parse_row(line.encode()).custom_id for line in rows.splitlines()] == ["q1", "q2"]

@@ -1,0 +1,247 @@
+"""The report page: complete, small, the same for the same input, opens offline, and no stranger's text becomes markup."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
+from orchestrator.batches.items import FailureKind
+from orchestrator.batches.markup import Markup, element, text
+from orchestrator.batches.report import MAX_FAILED_ROWS, build_report
+from orchestrator.batches.report_series import MAX_BUCKETS, Spans, TimeSeries
+from tests.batch_story import BEGAN, Attempt, failed, tell_batch, tell_item
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "]]><svg onload=alert(1)>",
+    "</title></style></svg><iframe src=//x>",
+    "\u202egnp.exe\u2066",
+    "\x1b[31m\x00\x07\u2028",
+    "'onmouseover='x",
+    "&lt;b&gt;",
+    "-->{{x}}${y}",
+    "\ud800",
+]
+VOID = {"meta", "br"}
+
+
+class Page(HTMLParser):
+    """What a browser would make of it. Fails where an element is not closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    def handle_comment(self, data: str) -> None:
+        raise AssertionError(f"a comment came from somewhere: {data}")
+
+    def values(self, name: str) -> list[str]:
+        return [value for _, attribute, value in self.attributes if attribute == name]
+
+    def text(self) -> str:
+        return "\n".join(self.texts)
+
+
+KNOWN = Page(build_report(tell_batch((Attempt(),), (failed(),), (Attempt(is_retried=True), Attempt()), (Attempt(is_cut=True),)), title="t"))
+
+
+def hostile_batch(word: str) -> Iterator[Happening]:
+    yield BatchNoted(at=BEGAN, message=word, total=4)
+    yield from tell_item(word, Attempt(tool=word))
+    yield from tell_item(f"{word}2", failed(code=word, message=word))
+    yield from tell_item(f"{word}3", Attempt(is_cut=True, tool=word))
+    yield ItemDone(at=BEGAN, item="x", run=word, failure=FailureKind.MODEL, code=word, message=word)
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+def test_no_tag_and_no_attribute_comes_from_an_attacker_who_chooses_ids_tools_codes_and_messages(word: str) -> None:
+    page = Page(build_report(hostile_batch(word), title=word, batch=word))
+    harmless = Page(build_report(hostile_batch("harmless"), title="harmless", batch="harmless"))
+    assert page.tags == harmless.tags
+    assert Counter((tag, name) for tag, name, _ in page.attributes) == Counter((tag, name) for tag, name, _ in harmless.attributes)
+    assert not re.search(
+        "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]", "".join(page.texts + page.values("aria-label"))
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(word=st.text(st.characters(exclude_categories=()), min_size=1, max_size=40))
+def test_any_text_stays_text(word: str) -> None:
+    page = Page(build_report(hostile_batch(word), title=word))
+    assert page.tags.keys() <= KNOWN.tags.keys()
+    assert {(tag, name) for tag, name, _ in page.attributes} <= {(tag, name) for tag, name, _ in KNOWN.attributes}
+
+
+def test_hostile_text_is_shown_as_it_was_written() -> None:
+    page = Page(build_report(hostile_batch("<script>&amp;]]>"), title="t"))
+    assert "<script>&amp;]]>" in page.texts
+
+
+def test_the_page_asks_nobody_for_anything_and_runs_nothing() -> None:
+    page = KNOWN
+    policy = next(value for value in page.values("content") if "default-src" in value)
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'")
+    assert not {"script", "link", "img", "iframe", "object", "embed", "form", "base"} & page.tags.keys()
+    assert not {"src", "srcset", "action", "style", "xlink:href"} & {name for _, name, _ in page.attributes}
+    assert not any(name.startswith("on") for _, name, _ in page.attributes)
+    assert all(value.startswith("#") for value in page.values("href"))
+    assert "url(" not in page.text()
+    assert "@import" not in page.text()
+
+
+def test_the_page_is_made_for_readers_who_do_not_see_it() -> None:
+    page = KNOWN
+    ids = page.values("id")
+    assert len(ids) == len(set(ids))
+    assert {name[1:] for name in page.values("href")} <= set(ids)
+    assert page.tags["table"] == page.tags["caption"]
+    assert page.tags["svg"] == page.values("role").count("img") == page.tags["desc"]
+    assert {name for value in page.values("aria-labelledby") for name in value.split()} <= set(ids)
+    assert (page.tags["h1"], page.tags["main"], page.tags["nav"]) == (1, 1, 1)
+    assert all(value == "en" for value in page.values("lang"))
+    assert "prefers-color-scheme: dark" in page.text()
+    assert "width=device-width" in "".join(page.values("content"))
+
+
+def test_every_plot_and_every_table_is_there() -> None:
+    headings = ("Summary", "Failures", "Over time", "Tools", "Waiting", "Tokens and cost", "Slowest items", "Notes")
+    assert all(heading in KNOWN.texts for heading in headings)
+    plots = {value.split()[0].removesuffix("-title") for value in KNOWN.values("aria-labelledby")}
+    assert plots == {"kinds", "spans", "ends", "running", "latency", "waits", "tokens", "costs"}
+    assert KNOWN.tags["table"] == 8
+    assert "tried again" in KNOWN.text()
+
+
+def test_the_same_happenings_make_the_same_page() -> None:
+    told = tell_batch((Attempt(),), (failed(),), (Attempt(is_cut=True),))
+    assert build_report(told, title="t") == build_report(iter(told), title="t") == build_report([*told, *told], title="t")
+
+
+def test_nothing_makes_a_page_too() -> None:
+    page = Page(build_report([], title="Nothing yet"))
+    assert "No item has been worked yet." in page.texts
+
+
+def test_failures_beyond_the_first_are_counted_and_the_page_says_so() -> None:
+    told = [happening for n in range(MAX_FAILED_ROWS + 20) for happening in tell_item(f"i{n}", failed(steps=0), at=BEGAN + n)]
+    page = Page(build_report(told, title="t"))
+    assert "20 more failed items are not listed here; the batch's error file has them all." in page.texts
+    assert (f"i{MAX_FAILED_ROWS - 1}" in page.texts, f"i{MAX_FAILED_ROWS}" in page.texts) == (True, False)
+
+
+def test_an_item_that_succeeded_at_last_is_in_no_table_of_failures() -> None:
+    page = Page(build_report(tell_batch((failed(message="it was away"), Attempt())), title="t"))
+    assert "Nothing has failed." in page.texts
+    assert "it was away" not in page.text()
+
+
+def test_the_failures_that_an_attacker_makes_as_long_as_he_can_keep_the_page_below_two_megabytes() -> None:
+    told = [
+        ItemDone(
+            at=BEGAN + n,
+            item=f"{n}{'&' * 250}",
+            failure=FailureKind.MODEL,
+            code=f"{n}{chr(34) * 300}",
+            message="\u202e'\"&<" * 5000,
+            seconds=1,
+        )
+        for n in range(2000)
+    ]
+    calls = [CallDone(at=BEGAN, item="a", call=str(n), tool=f"{n}" + "'" * 500, seconds=0.0001 * 1.1 ** (n % 180)) for n in range(20_000)]
+    assert len(build_report([*told, *calls], title="&" * 500).encode()) < 2_000_000
+
+
+def test_many_items_are_drawn_together_so_that_the_page_stays_small() -> None:
+    def told() -> Iterator[Happening]:
+        for number in range(5000):
+            at = BEGAN + number
+            yield ItemDone(at=at + 40, item=str(number), seconds=40, failure=FailureKind.TOOL if number % 9 == 0 else None, code="TIMEOUT")
+
+    page = build_report(told(), title="t")
+    assert len(page.encode()) < 500_000
+    assert "5,000 attempts, 25 in a row" in page
+
+
+@pytest.mark.parametrize("at", [0.0, -1e9, 1e308, 1.7e308, -1.7e308])
+def test_a_clock_that_is_nonsense_breaks_no_page(at: float) -> None:
+    told = [*tell_batch((Attempt(),)), *tell_item("x", failed(), at=at), StepDone(at=at, item="y", step=1, prompt_tokens=5)]
+    page = Page(build_report(told, title="t"))
+    assert not re.search(r"\b(nan|inf)\b", " ".join(page.values("x") + page.values("points") + page.values("width")))
+
+
+@given(times=st.lists(st.floats(-1e17, 1e17) | st.floats(-1e3, 1e3), min_size=1), shuffle=st.randoms(use_true_random=False))
+def test_sums_by_time_lose_nothing_and_stay_few_in_any_order(times: list[float], shuffle: object) -> None:
+    made = []
+    for _ in range(2):
+        series = TimeSeries()
+        for time in times:
+            series.add("x", time, 1)
+        made.append(series.added_up("x"))
+        shuffle.shuffle(times)  # type: ignore[attr-defined]
+    assert made[0] == made[1]
+    assert made[0][-1][1] == len(times)
+    assert (made[0][-1][0] - made[0][0][0]) / series.width_s < MAX_BUCKETS
+
+
+@given(spans=st.lists(st.tuples(st.floats(0, 1000), st.floats(0, 1000)), min_size=1))
+def test_how_many_run_at_once_adds_up_to_the_time_that_they_ran(spans: list[tuple[float, float]]) -> None:
+    kept = Spans()
+    for begin, length in spans:
+        kept.add(begin, begin + length, 0, "x")
+    low, high = min(kept.begins), max(kept.ends)
+    points = kept.running(low, high)
+    if points:
+        width = points[1][0] - points[0][0]
+        assert math.isclose(
+            sum(value for _, value in points) * width,
+            sum(end - begin for begin, end in zip(kept.begins, kept.ends, strict=True)),
+            rel_tol=1e-6,
+            abs_tol=1e-6,
+        )
+        assert max(value for _, value in points) <= len(spans) + 1e-9
+
+
+def test_an_item_cancelled_in_the_queue_never_ran() -> None:
+    told = [ItemDone(at=BEGAN + 5, item=str(n), failure=FailureKind.CANCELLED) for n in range(9)]
+    page = Page(build_report([*told, *tell_item("a", Attempt(steps=9))], title="t"))
+    assert "1 attempts, a row each" in page.text()
+    assert "running: 1 at most" in page.text()
+
+
+def test_an_element_cannot_be_given_a_name_that_is_none() -> None:
+    with pytest.raises(ValueError, match="give one of letters"):
+        element("a b")
+    assert element("p", text("<"), class_='"') == Markup('<p class="&quot;">&lt;</p>')
+
+
+def test_what_is_retried_is_a_span_of_its_own() -> None:
+    told: list[Happening] = [
+        ItemStarted(at=BEGAN, item="a"),
+        ItemRetried(at=BEGAN + 5, item="a", attempt=2, failure=FailureKind.INFRASTRUCTURE),
+    ]
+    assert "a: 5.0 s, tried again" in Page(build_report(told, title="t")).texts

@@ -1,0 +1,305 @@
+"""Rows reach the disk whole or not at all, once each, whatever dies, fills up or gets in the way."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from contract.errors import ConfigError
+from orchestrator.batches.row_files import RowFile, RowsNotWritten
+from orchestrator.batches.rows import build_row, build_row_line
+from tests.batch_rows import any_row, build_outcome, ids_of, raw, room_for, rows
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def test_rows_are_added_once_and_known_when_the_file_is_opened_again(path: Path) -> None:
+    with RowFile.open(path, any_row) as file:
+        assert file.append(rows("a", "b")) == ["a", "b"]
+        assert file.append(rows("b", "c")) == ["c"]
+    with RowFile.open(path, any_row) as file:
+        assert sorted(file.ids) == ["a", "b", "c"]
+        assert file.append(rows("c")) == []
+    assert path.read_bytes() == raw("a", "b", "c")
+
+
+def test_rows_that_are_ready_together_share_one_wait_for_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RowFile.open(path, any_row) as file:
+        synced: list[int] = []
+        monkeypatch.setattr(os, "fsync", synced.append)
+        file.append(rows("a", "b", "c"))
+        assert len(synced) == 1
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None, max_examples=60)
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=8), min_size=1, max_size=4),
+    cut=st.integers(min_value=0),
+    hole=st.sampled_from([b"", b"\0" * 40]),
+)
+def test_a_file_that_was_cut_anywhere_is_mended_to_its_whole_rows(path: Path, texts: list[str], cut: int, hole: bytes) -> None:
+    lines = [build_row_line(build_row(build_outcome(str(place), text=text))) for place, text in enumerate(texts)]
+    whole = b"".join(lines)
+    kept = whole[: cut % (len(whole) + 1)]
+    path.write_bytes(kept + hole)
+    with RowFile.open(path, any_row) as file:
+        known = sorted(file.ids, key=int)
+        assert file.append(rows("new")) == ["new"]
+    # A row that lacks nothing but its end of line is whole.
+    count = sum(1 for place in range(len(lines)) if len(kept + b"\n" * (not hole)) >= sum(map(len, lines[: place + 1])))
+    assert known == [str(place) for place in range(count)]
+    assert path.read_bytes() == b"".join(lines[:count]) + raw("new")
+
+
+def test_a_last_row_that_lacks_only_its_end_of_line_is_kept(path: Path) -> None:
+    path.write_bytes(raw("a", "b")[:-1])
+    with RowFile.open(path, any_row) as file:
+        assert (sorted(file.ids), file.dropped_bytes) == (["a", "b"], 0)
+        file.append(rows("c"))
+    assert path.read_bytes() == raw("a", "b", "c")
+
+
+def test_blocks_that_never_reached_the_disk_are_taken_out_between_rows(path: Path) -> None:
+    path.write_bytes(raw("a") + b"\0" * 20 + raw("b") + raw("c"))
+    with RowFile.open(path, any_row) as file:
+        assert sorted(file.ids) == ["a", "c"]
+        assert file.dropped_bytes == 20 + len(raw("b"))
+        file.append(rows("b"))
+    assert ids_of(path) == ["a", "c", "b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"hello\n", "line 1 of .* is no row"),
+        (b"hello", "line 1 of .* is no row of a batch \\(it begins as none does"),
+        (b'{"id": "a", "instruction": "x"}', "line 1 of .* is no row"),
+        (b'{"custom_id": "a", "meth', "line 1 of .* is no row"),
+        (raw("a") + b"hello\n" + raw("b"), "line 2 of .* is no row"),
+        (raw("a") + b"hello", "line 2 of .* is no row"),
+        (raw("a")[:-9] + b"\n" + raw("b"), "line 1 of .* is no row"),
+        (b"\x89PNG\0\0\0", "line 1 of .* is no row"),
+        (b"\x89PNG\0\0\0\nxx\0", "line 1 of .* is no row"),
+        (raw("a", "b", "a"), "holds two rows of 'a', the second in line 3"),
+    ],
+)
+def test_what_no_crash_of_ours_can_have_left_is_refused_and_not_touched(path: Path, content: bytes, told: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=told):
+        RowFile.open(path, any_row)
+    assert path.read_bytes() == content
+
+
+def test_rows_of_another_batch_are_refused(path: Path) -> None:
+    path.write_bytes(raw("a", "b") + raw("c")[:-5])
+    with pytest.raises(ConfigError, match="holds a row of another batch \\(line 2, 'b'\\)"):
+        RowFile.open(path, lambda custom_id, run: (custom_id, run) == ("a", "run-a"))
+    assert path.read_bytes() == raw("a", "b") + raw("c")[:-5]
+
+
+def test_a_file_that_is_open_is_not_opened_again(path: Path) -> None:
+    with RowFile.open(path, any_row), pytest.raises(ConfigError, match="another process is writing rows"):
+        RowFile.open(path, any_row)
+    RowFile.open(path, any_row).close()
+
+
+def test_of_two_processes_one_writes_and_when_it_is_killed_the_other_finds_whole_rows(path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from orchestrator.batches.row_files import RowFile\n"
+        "from orchestrator.batches.rows import build_row_line\n"
+        "file = RowFile.open(Path(sys.argv[1]), lambda custom_id, run: True); print('open', flush=True)\n"
+        "for number in range(10**9):\n"
+        "    file.append({str(number): build_row_line({'id': 'r', 'custom_id': str(number), 'response': None, 'error': None, 'x': 'y' * 50_000})})\n"
+        "    print(number, flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        with pytest.raises(ConfigError, match="another process"):
+            RowFile.open(path, any_row)
+        promised = [process.stdout.readline().strip() for _ in range(3)]
+        process.send_signal(signal.SIGKILL)
+        promised += process.stdout.read().split()
+    with RowFile.open(path, any_row) as file:
+        assert set(promised) <= set(file.ids)
+    assert len(ids_of(path)) == len(set(ids_of(path))) in (len(promised), len(promised) + 1)
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def make_device(path: Path) -> None:
+    path.symlink_to("/dev/null")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [(make_folder, "no plain file"), (make_pipe, "no plain file"), (make_device, "no plain file"), (make_loop, "cannot be")],
+)
+def test_what_keeps_no_rows_is_refused_before_the_batch_begins(path: Path, make: Any, told: str) -> None:
+    make(path)
+    with pytest.raises(ConfigError, match=told):
+        RowFile.open(path, any_row)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("none/out.jsonl", "make its folder"), ("x" * 300, "too long"), ("a\0b", "null"), ("file/out.jsonl", "[Nn]ot a directory")],
+)
+def test_a_path_that_cannot_be_written_is_told_before_the_batch_begins(tmp_path: Path, name: str, told: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=told):
+        RowFile.open(tmp_path / name, any_row)
+
+
+def test_a_folder_in_which_no_file_can_be_made_is_told_before_the_batch_begins(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match="mend the folder's rights"):
+        RowFile.open(path, any_row)
+
+
+def test_what_does_not_fit_is_in_the_file_not_at_all_and_goes_in_later(path: Path) -> None:
+    with RowFile.open(path, any_row) as file:
+        file.append(rows("a"))
+        with room_for(len(raw("a")) * 2 + 10):
+            with pytest.raises(RowsNotWritten, match="make room on its disk, then resume; no row is lost"):
+                file.append(rows("b", "c"))
+            assert path.read_bytes() == raw("a")
+            assert list(file.ids) == ["a"]
+        assert file.append(rows("b", "c")) == ["b", "c"]
+    assert path.read_bytes() == raw("a", "b", "c")
+
+
+def test_a_disk_without_room_is_told_before_the_batch_begins(path: Path) -> None:
+    path.write_bytes(raw("a"))
+    with room_for(len(raw("a")) + 10), pytest.raises(ConfigError, match="make room on its disk"):
+        RowFile.open(path, any_row)
+    assert path.read_bytes() == raw("a")
+
+
+FULL_DISK = """
+import os, sys
+from pathlib import Path
+from orchestrator.batches.row_files import RowFile, RowsNotWritten
+from orchestrator.batches.rows import build_row_line
+
+def two_rows():
+    ids = [f"{n:03}" for n in (number, number + 1)]
+    return {i: build_row_line({"id": "r", "custom_id": i, "response": None, "error": None, "x": "y" * 3000}) for i in ids}
+
+folder, number = Path(sys.argv[1]), 0
+out = folder / "out.jsonl"
+with RowFile.open(out, lambda custom_id, run: True) as file:
+    size = 0
+    try:
+        while True:
+            file.append(two_rows())
+            number, size = number + 2, os.path.getsize(out)
+    except RowsNotWritten as error:
+        assert "No space left on device" in str(error), error
+    assert number > 10 and len(file.ids) == number and os.path.getsize(out) == size
+    (folder / "ballast").unlink()
+    file.append(two_rows())
+with RowFile.open(out, lambda custom_id, run: True) as file:
+    assert sorted(file.ids) == [f"{n:03}" for n in range(number + 2)] and file.dropped_bytes == 0
+print("right")
+"""
+
+
+def test_a_disk_that_is_really_full_costs_no_row(tmp_path: Path) -> None:
+    script = 'mount -t tmpfs -o size=256k none "$1" && head -c 65536 /dev/zero >"$1/ballast" && exec "$2" -c "$3" "$1"'
+    command = [
+        "unshare",
+        *(["--map-root-user"] if os.geteuid() else []),
+        "--mount",
+        "sh",
+        "-c",
+        script,
+        "sh",
+        str(tmp_path),
+        sys.executable,
+        FULL_DISK,
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode != 0 and ("unshare failed" in done.stderr or "mount:" in done.stderr):
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    assert (done.stdout, done.stderr) == ("right\n", "")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
+def test_rows_that_the_disk_lost_are_taken_away_and_written_again(path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    with RowFile.open(path, any_row) as file:
+
+        def fail(_: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", fail)
+            patched.setattr(os, "ftruncate", lambda *_: fail(0))
+            with pytest.raises(RowsNotWritten):
+                file.append(rows("a"))
+            with pytest.raises(RowsNotWritten):
+                file.append(rows("a"))
+        assert file.append(rows("b")) == ["b"]
+    assert path.read_bytes() == raw("b")
+
+
+def test_a_file_that_was_moved_or_changed_meanwhile_gets_no_rows(path: Path) -> None:
+    with RowFile.open(path, any_row) as file:
+        file.append(rows("a"))
+        with path.open("ab") as other:
+            other.write(b"hello\n")
+        with pytest.raises(RowsNotWritten, match="has been changed by another program"):
+            file.append(rows("b"))
+        os.truncate(path, len(raw("a")))
+        path.rename(path.with_name("moved"))
+        with pytest.raises(RowsNotWritten, match="has been moved or deleted"):
+            file.append(rows("b"))
+        path.write_bytes(b"")
+        with pytest.raises(RowsNotWritten, match="has been moved or deleted"):
+            file.append(rows("b"))
+        path.with_name("moved").rename(path)
+        file.append(rows("b"))
+    assert ids_of(path) == ["a", "b"]
+
+
+def test_a_closed_file_gets_no_rows(path: Path) -> None:
+    file = RowFile.open(path, any_row)
+    file.close()
+    file.close()
+    with pytest.raises(RowsNotWritten, match="is closed"):
+        file.append(rows("a"))
+
+
+def test_standard_output_is_taken_as_a_file_and_refused_as_a_pipe(path: Path) -> None:
+    reader, writer = os.pipe()
+    try:
+        with pytest.raises(ConfigError, match="no plain file"):
+            RowFile.open(Path(f"/dev/fd/{writer}"), any_row)
+    finally:
+        os.close(reader)
+        os.close(writer)
+    with path.open("w") as redirected, RowFile.open(Path(f"/dev/fd/{redirected.fileno()}"), any_row) as file:
+        file.append(rows("a"))
+    assert ids_of(path) == ["a"]

@@ -1,0 +1,149 @@
+"""A run's log on a real Redis: only its holder appends, nothing twice, and what Redis has lost it is told again."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.exceptions import ConnectionError as LostConnection
+
+from contract.calls import ToolResult
+from orchestrator.dialects.native_assembler import NativeCallAssembler
+from orchestrator.runs import run_log
+from orchestrator.runs.chunks import join_chunks
+from orchestrator.runs.entries import Replied, Resulted, SessionOpening
+from orchestrator.runs.run_log import INLINE_BYTES, RunLog, RunTaken
+from tests.conftest import RedisProcess
+from tests.run_ground import RunGround
+
+LOG = "toolcrew:d:acme:run:b-1:log"
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess) -> AsyncIterator[RunGround]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        yield RunGround(client)
+
+
+async def claimed(ground: RunGround) -> RunLog:
+    """The log of a run that has just been claimed."""
+    await ground.submit(1)
+    (claim,) = await ground.queue.claim(1)
+    return await load(ground, claim.word)
+
+
+async def load(ground: RunGround, word: str) -> RunLog:
+    return await RunLog.load(ground.client, "d", "acme", "b-1", word)
+
+
+def opening(number: int) -> SessionOpening:
+    return SessionOpening(at=number, session=f"s{number}")
+
+
+def result(text: str) -> Resulted:
+    return Resulted(at=1.0, call="c1", result=ToolResult(call_id="c1", name="echo", success=True, output=text))
+
+
+async def test_what_was_appended_is_there_for_whoever_comes_next(ground: RunGround) -> None:
+    log = await claimed(ground)
+    entries = [opening(1), Replied(at=2.0, wall_s=1.5, chunks=({"choices": []},)), result("done")]
+    for entry in entries:
+        await log.append(entry)
+    (word,) = await ground.client.hmget("toolcrew:d:acme:run:b-1", "claim")
+    assert (await load(ground, word.decode())).entries == entries
+
+
+async def test_a_large_entry_lies_beside_the_log(ground: RunGround) -> None:
+    log = await claimed(ground)
+    await log.append(result("x" * (INLINE_BYTES + 1)))
+    await log.append(opening(1))
+    assert len(await ground.client.lindex(LOG, 0)) < 100
+    assert (await load(ground, "")).entries == log.entries
+
+
+async def test_whoever_lost_the_run_appends_nothing(ground: RunGround) -> None:
+    log = await claimed(ground)
+    await ground.client.hset("toolcrew:d:acme:run:b-1", "claim", "another")
+    with pytest.raises(RunTaken):
+        await log.append(opening(1))
+    assert await ground.client.llen(LOG) == 0
+
+
+async def test_an_entry_whose_answer_was_lost_is_not_appended_twice(ground: RunGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_log, "RETRY_S", (0.0,))
+    log = await claimed(ground)
+    real, lost = log._append, [LostConnection("cut"), LostConnection("cut")]
+
+    async def append(**arguments: Any) -> Any:
+        told = await real(**arguments)
+        if lost:
+            raise lost.pop()
+        return told
+
+    log._append = append  # type: ignore[assignment]
+    await log.append(opening(1))
+    await log.append(opening(2))
+    assert (await load(ground, "")).entries == [opening(1), opening(2)]
+
+
+async def test_what_redis_lost_in_a_crash_is_appended_again(ground: RunGround) -> None:
+    log = await claimed(ground)
+    for number in range(4):
+        await log.append(opening(number))
+    await ground.client.rpop(LOG, 3)
+    await log.append(opening(4))
+    assert (await load(ground, "")).entries == [opening(number) for number in range(5)]
+
+
+def text_chunk(text: str, **fields: Any) -> dict[str, Any]:
+    return {"id": "r", "choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}], **fields}
+
+
+def call_chunk(index: int, text: str) -> dict[str, Any]:
+    call = {"index": index, "function": {"arguments": text}}
+    return {"id": "r", "choices": [{"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": None}]}
+
+
+def call_start(index: int) -> dict[str, Any]:
+    call = {"index": index, "id": f"c{index}", "type": "function", "function": {"name": "echo", "arguments": ""}}
+    return {"id": "r", "choices": [{"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": None}]}
+
+
+def test_pieces_of_a_text_and_of_a_calls_arguments_are_joined() -> None:
+    chunks = [text_chunk("a"), text_chunk("b"), call_start(0), call_chunk(0, '{"x"'), call_chunk(0, ": 1}"), call_chunk(1, "{}")]
+    assert join_chunks(chunks) == [text_chunk("ab"), call_start(0), call_chunk(0, '{"x": 1}'), call_chunk(1, "{}")]
+    assert chunks[0] == text_chunk("a")
+
+
+def test_what_is_more_than_a_piece_stays_as_it_is() -> None:
+    end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+    usage = {"choices": [], "usage": {"prompt_tokens": 1}}
+    odd = [text_chunk("a", usage={"prompt_tokens": 1}), {"odd": 1}, {"choices": None}, {"choices": [1]}, text_chunk("b", id="other")]
+    assert join_chunks([*odd, end, usage]) == [*odd, end, usage]
+
+
+PIECES = st.lists(
+    st.one_of(
+        st.builds(text_chunk, st.text(max_size=3)),
+        st.builds(call_chunk, st.integers(0, 2), st.text(max_size=3)),
+        st.builds(call_start, st.integers(0, 2)),
+    ),
+    max_size=30,
+)
+
+
+@given(PIECES)
+def test_a_joined_reply_says_the_same(chunks: list[dict[str, Any]]) -> None:
+    def read(some: list[dict[str, Any]]) -> tuple[str, object]:
+        assembler, text = NativeCallAssembler(), ""
+        for chunk in some:
+            delta = chunk["choices"][0]["delta"]
+            text += delta.get("content") or ""
+            assembler.feed(chunk)
+        return text, assembler.finish(strict=False)
+
+    joined = join_chunks(chunks)
+    assert len(joined) <= len(chunks)
+    assert read(joined) == read(chunks)

@@ -1,0 +1,162 @@
+"""The queue of runs on a real Redis: every run is one process's at a time, and ends once."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+
+from contract.errors import ToolFailure
+from orchestrator.batches.items import FailureKind
+from orchestrator.runs.records import BatchState, RunState
+from orchestrator.runs.run_queue import AT_ONCE
+from tests.conftest import RedisProcess
+from tests.run_ground import RunGround, build_item, build_outcome
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess) -> AsyncIterator[RunGround]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        yield RunGround(client)
+
+
+async def test_runs_are_claimed_once_in_the_order_of_their_lines(ground: RunGround) -> None:
+    await ground.submit(5)
+    first, second = await ground.queue.claim(3), await ground.other.claim(9)
+    assert [claim.run for claim in first] == ["b-1", "b-2", "b-3"]
+    assert [claim.run for claim in second] == ["b-4", "b-5"]
+    assert {claim.record.state for claim in first + second} == {RunState.RUNNING}
+    assert first[0].record.item == build_item(1)
+    assert await ground.queue.claim(9) == []
+
+
+async def test_what_is_more_urgent_is_begun_first(ground: RunGround) -> None:
+    await ground.submit(2)
+    await ground.queue.add("acme", "b", [("urgent", build_item(3, priority=5))])
+    assert [claim.run for claim in await ground.queue.claim(9)] == ["urgent", "b-1", "b-2"]
+
+
+async def test_batches_take_turns_and_none_has_more_at_a_time_than_it_may(ground: RunGround) -> None:
+    await ground.submit(9, batch="b", concurrency=3)
+    await ground.submit(9, batch="c", tenant="other")
+    claimed = [claim.run for claim in await ground.queue.claim(8)]
+    assert sorted(claimed[:6]) == ["b-1", "b-2", "b-3", "c-1", "c-2", "c-3"]
+    assert claimed[6:] == ["c-4", "c-5"]
+
+
+async def test_who_works_one_batch_gets_no_run_of_another(ground: RunGround) -> None:
+    await ground.submit(3, batch="b")
+    await ground.submit(2, batch="c", tenant="other")
+    (dead,) = await ground.queue.claim(1, ("acme", "b"))
+    await ground.die(dead)
+    assert [claim.run for claim in await ground.other.claim(9, ("other", "c"))] == ["c-1", "c-2"]
+    assert await ground.other.claim(9, ("other", "d")) == []
+    assert [claim.run for claim in await ground.queue.claim(9, ("acme", "b"))] == ["b-1", "b-2", "b-3"]
+
+
+async def test_a_submission_that_comes_again_adds_nothing(ground: RunGround) -> None:
+    await ground.submit(3)
+    await ground.submit(3)
+    assert len(await ground.queue.claim(9)) == 3
+    assert await ground.queue.items("acme", "b") == ["b-1", "b-2", "b-3"]
+
+
+async def test_a_large_batch_is_added_and_claimed_in_steps(ground: RunGround) -> None:
+    count = 2 * AT_ONCE + 1
+    await ground.submit(count, concurrency=count)
+    claims = [claim for _ in range(4) for claim in await ground.queue.claim(count)]
+    assert [claim.run for claim in claims] == [f"b-{number}" for number in range(1, count + 1)]
+    assert await ground.queue.renew(claims) == (set(), set())
+
+
+async def test_the_run_of_a_process_that_died_goes_to_another_which_goes_on_with_it(ground: RunGround) -> None:
+    await ground.submit(1)
+    (dead,) = await ground.queue.claim(1)
+    await ground.die(dead)
+    (claim,) = await ground.other.claim(1)
+    assert (claim.run, claim.is_resumed, claim.word != dead.word) == ("b-1", True, True)
+    assert claim.record.started_at == dead.record.started_at
+    assert await ground.queue.renew([dead]) == ({("acme", "b-1")}, set())
+    assert not await ground.queue.finish(dead, build_outcome(dead))
+    assert not await ground.queue.give_back(dead)
+    assert await ground.other.finish(claim, build_outcome(claim))
+
+
+async def test_a_run_that_is_renewed_stays_whose_it_is(ground: RunGround) -> None:
+    await ground.submit(1)
+    (claim,) = await ground.queue.claim(1)
+    await ground.die(claim)
+    assert await ground.queue.renew([claim]) == (set(), set())
+    assert await ground.other.claim(1) == []
+
+
+async def test_an_end_that_is_said_twice_counts_once(ground: RunGround) -> None:
+    await ground.submit(2)
+    (claim, _) = await ground.queue.claim(2)
+    outcome = build_outcome(claim)
+    assert await ground.queue.finish(claim, outcome)
+    assert await ground.queue.finish(claim, outcome)
+    record = await ground.queue.batch("acme", "b")
+    assert (record.succeeded, record.state) == (1, BatchState.IN_PROGRESS)
+    assert await ground.queue.ended("acme", "b", 0) == [(1, "b-1")]
+
+
+async def test_a_batch_is_complete_when_every_run_has_ended(ground: RunGround) -> None:
+    await ground.submit(3)
+    kinds = (None, FailureKind.MODEL, FailureKind.INFRASTRUCTURE)
+    for claim, kind in zip(await ground.queue.claim(3), kinds, strict=True):
+        await ground.queue.finish(claim, build_outcome(claim, kind))
+    record = await ground.queue.batch("acme", "b")
+    assert (record.state, record.succeeded, record.failed[FailureKind.MODEL]) == (BatchState.COMPLETED, 1, 1)
+    (told,) = await ground.queue.runs([("acme", "b-3")])
+    assert told is not None
+    assert (told.state, told.outcome.failure.kind if told.outcome and told.outcome.failure else None) == (
+        RunState.ENDED,
+        FailureKind.INFRASTRUCTURE,
+    )
+
+
+async def test_only_what_failed_in_the_asked_way_is_queued_again(ground: RunGround) -> None:
+    await ground.submit(3)
+    kinds = (None, FailureKind.MODEL, FailureKind.INFRASTRUCTURE)
+    for claim, kind in zip(await ground.queue.claim(3), kinds, strict=True):
+        await ground.queue.finish(claim, build_outcome(claim, kind))
+    assert await ground.queue.retry("acme", "b", [FailureKind.INFRASTRUCTURE]) == 1
+    assert (await ground.queue.batch("acme", "b")).state is BatchState.IN_PROGRESS
+    (again,) = await ground.queue.claim(9)
+    assert (again.run, again.record.attempt, again.is_resumed) == ("b-3", 2, False)
+    assert await ground.queue.finish(again, build_outcome(again))
+    record = await ground.queue.batch("acme", "b")
+    assert (record.state, record.succeeded, record.failed[FailureKind.INFRASTRUCTURE]) == (BatchState.COMPLETED, 2, 0)
+    assert [run for _, run in await ground.queue.ended("acme", "b", 3)] == ["b-3"]
+
+
+async def test_what_is_given_back_is_resumed_at_once_or_begun_anew_later(ground: RunGround) -> None:
+    await ground.submit(2)
+    (one, two) = await ground.queue.claim(2)
+    await ground.client.rpush("toolcrew:d:acme:run:b-1:log", "{}")
+    await ground.client.rpush("toolcrew:d:acme:run:b-2:log", "{}")
+    assert await ground.queue.give_back(one)
+    assert await ground.queue.give_back(two, after_s=0.3, anew=True)
+    (resumed,) = await ground.other.claim(9)
+    assert (resumed.run, resumed.is_resumed, resumed.record.attempt) == ("b-1", True, 1)
+    assert await ground.other.claim(9) == []
+    await ground.client.zadd("toolcrew:d:runs:delayed", {"acme|b-2": 1.0})
+    (again,) = await ground.other.claim(9)
+    assert (again.run, again.is_resumed, again.record.attempt) == ("b-2", False, 2)
+
+
+async def test_of_a_cancelled_batch_nothing_is_begun_what_runs_is_told_and_every_item_ends(ground: RunGround) -> None:
+    await ground.submit(AT_ONCE + 50, concurrency=2)
+    running = await ground.queue.claim(9)
+    assert await ground.queue.cancel("acme", "b") == AT_ONCE + 48
+    assert await ground.queue.claim(9) == []
+    assert await ground.queue.renew(running) == (set(), {("acme", "b-1"), ("acme", "b-2")})
+    for claim in running:
+        await ground.queue.finish(claim, build_outcome(claim, FailureKind.CANCELLED))
+    record = await ground.queue.batch("acme", "b")
+    assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLED, AT_ONCE + 50)
+
+
+async def test_a_batch_that_there_is_not_is_said_to_be_none(ground: RunGround) -> None:
+    with pytest.raises(ToolFailure, match="nothing is known of batch x"):
+        await ground.queue.batch("acme", "x")

@@ -1,0 +1,42 @@
+"""What a client's run tells its trace beside the loop's own events."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.client import ToolClient
+from orchestrator.events import CallFinished, CallSent, CallStarted, RunEvent, RunStarted, SandboxReady
+from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.traces.masking import Masker
+from orchestrator.traces.reading import load_trace
+from orchestrator.traces.recorder import open_trace
+from tests.builders import build_spec
+from tests.conftest import RedisProcess
+from tests.switched_pool import SESSION, SwitchedPool
+from workers.tools.base import Outcome, Workbench, WorkerTool
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator[ToolClient]:
+    def say(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+        return Outcome(str(arguments.get("text")))
+
+    async with SwitchedPool(redis_server, WorkerTool(build_spec("say"), say)).client() as opened:
+        yield opened
+
+
+async def test_a_run_tells_its_sandbox_before_it_starts_and_each_call_when_it_is_sent(client: ToolClient, tmp_path: Path) -> None:
+    seen: list[RunEvent] = []
+    model = ScriptedModel([Calls([("say", {"text": "a"})]), "ok"])
+    await client.run("go", session=await client.open_session(), model=model, on_event=seen.append, shows_output=False)
+    kinds = [type(event) for event in seen]
+    assert kinds.index(SandboxReady) < kinds.index(RunStarted)
+    assert [kind for kind in kinds if kind in (CallStarted, CallSent, CallFinished)] == [CallStarted, CallSent, CallFinished]
+    with open_trace(tmp_path, "acme", seen[0].run, masker=Masker()) as trace:
+        for event in seen:
+            trace(event)
+    read = load_trace(trace.path)
+    assert (read.faults(), [record.type for record in read.records][:3]) == ([], ["run.start", "sandbox.start", "llm.request"])
+    assert ({record.session for record in read.records[1:]}, [call.arguments for call in read.calls]) == ({SESSION}, [{"text": "a"}])

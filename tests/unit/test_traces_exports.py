@@ -1,0 +1,198 @@
+"""Traces in the formats of others: ATIF there and back, chat messages, trajectories of two agents, OpenTelemetry."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from pydantic import ValidationError
+
+from contract.errors import ErrorCode
+from orchestrator.dialects.tags import TagsDialect, build_tag_call
+from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.traces.atif_schema import AtifTrajectory
+from orchestrator.traces.export_atif import build_atif
+from orchestrator.traces.export_messages import build_openai, build_traj
+from orchestrator.traces.export_otel import build_otel
+from orchestrator.traces.reading import load_trace
+from orchestrator.traces.recorded_calls import calls_of_trace, load_calls
+from tests.trace_ground import call_echo, echo, fail, run_traced, scripts
+
+
+async def export(folder: Path, build: Any, *turns: Any, **options: Any) -> dict[str, Any]:
+    path, _, _ = await run_traced(folder, ScriptedModel(list(turns)) if turns else None, **options)
+    told: dict[str, Any] = json.loads(json.dumps(build(load_trace(path))))
+    return told
+
+
+# ATIF
+
+
+async def test_a_trajectory_has_prompt_instruction_and_a_step_for_each_reply(tmp_path: Path) -> None:
+    told = await export(tmp_path, build_atif)
+    assert (told["schema_version"], told["session_id"], told["trajectory_id"]) == ("ATIF-v1.7", "s1", "run1")
+    assert [(step["step_id"], step["source"]) for step in told["steps"]] == [(1, "system"), (2, "user"), (3, "agent"), (4, "agent")]
+    step = told["steps"][2]
+    assert (step["message"], step["tool_calls"][0]["function_name"], step["tool_calls"][0]["arguments"]) == (
+        "Let me see.",
+        "echo",
+        {"text": "a"},
+    )
+    [result] = step["observation"]["results"]
+    assert (result["source_call_id"], result["content"]) == (step["tool_calls"][0]["tool_call_id"], "a")
+    assert (told["steps"][3]["message"], told["final_metrics"]["total_steps"], told["final_metrics"]["total_prompt_tokens"]) == (
+        "It is a.",
+        4,
+        2,
+    )
+    assert (told["agent"]["name"], told["agent"]["model_name"], len(told["agent"]["tool_definitions"])) == ("toolcrew", "scripted", 1)
+
+
+async def test_what_a_model_thinks_is_no_message(tmp_path: Path) -> None:
+    told = await export(tmp_path, build_atif, "<think>hm</think>Yes.")
+    assert (told["steps"][-1]["reasoning_content"], told["steps"][-1]["message"]) == ("hm", "Yes.")
+
+
+async def test_replies_of_an_earlier_conversation_are_marked_as_copied(tmp_path: Path) -> None:
+    told = await export(tmp_path, build_atif, "ok", history=[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}])
+    assert [step.get("is_copied_context") for step in told["steps"]] == [None, None, True, None, None]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": [{"step_id": 2, "source": "user", "message": "x"}]},
+        {"steps": [{"step_id": 1, "source": "user", "message": "x", "tool_calls": []}]},
+        {"steps": [{"step_id": 1, "source": "agent", "message": "x", "llm_call_count": 0, "metrics": {}}]},
+        {"steps": [{"step_id": 1, "source": "agent", "message": "x", "timestamp": "yesterday"}]},
+        {"steps": [{"step_id": 1, "source": "agent", "message": [{"type": "text"}]}]},
+        {
+            "steps": [
+                {"step_id": 1, "source": "agent", "message": "", "tool_calls": [], "observation": {"results": [{"source_call_id": "x"}]}}
+            ]
+        },
+        {"surprise": 1},
+        {"schema_version": "ATIF-v9"},
+        {"subagent_trajectories": [{"agent": {"name": "a", "version": "1"}, "steps": []}]},
+    ],
+)
+def test_the_schema_refuses_what_breaks_its_rules(change: dict[str, Any]) -> None:
+    good = {"schema_version": "ATIF-v1.7", "agent": {"name": "a", "version": "1"}, "steps": []}
+    AtifTrajectory.model_validate(good)
+    with pytest.raises(ValidationError):
+        AtifTrajectory.model_validate(good | change)
+
+
+@settings(max_examples=25, deadline=None)
+@given(scripts)
+async def test_calls_come_back_from_atif_as_they_are_in_the_trace(tmp_path_factory: pytest.TempPathFactory, script: list[Any]) -> None:
+    folder = tmp_path_factory.mktemp("t")
+    answers = iter([echo, fail] * 20)
+    path, _, _ = await run_traced(folder, ScriptedModel(script), answer=lambda call: next(answers)(call), max_malformed_replies=9)
+    trace = load_trace(path)
+    exported = folder / "x.json"
+    exported.write_text(json.dumps(build_atif(trace), indent=1))
+    assert load_calls(exported) == (calls_of_trace(trace), [])
+    for build in (build_openai, build_traj, build_otel):
+        json.dumps(build(trace), allow_nan=False)
+
+
+async def test_why_a_call_was_not_run_comes_back(tmp_path: Path) -> None:
+    def refuse(call: Any) -> Any:
+        return fail(call).model_copy(update={"error_code": ErrorCode.PERMISSION_DENIED, "metadata": {"was_refused": True}})
+
+    turns = [Calls([("echo", {"text": "a"}), ("echo", "{broken"), ("nope", {})]), "done"]
+    told = await export(tmp_path, build_atif, *turns, answer=refuse)
+    (tmp_path / "x.json").write_text(json.dumps(told))
+    calls, _ = load_calls(tmp_path / "x.json")
+    assert [call.unrun for call in calls] == ["it was refused", "its request was malformed", "it was not sent"]
+
+
+# Chat messages
+
+
+async def test_messages_are_the_conversation_to_its_end(tmp_path: Path) -> None:
+    told = await export(tmp_path, build_openai)
+    assert [message["role"] for message in told["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert (told["messages"][-1]["content"], told["tools"][0]["function"]["name"]) == ("It is a.", "echo")
+
+
+async def test_results_that_a_limit_kept_from_the_model_are_there(tmp_path: Path) -> None:
+    told = await export(tmp_path, build_openai, call_echo("a"), max_iterations=1)
+    call, answer = told["messages"][-2:]
+    assert (answer["role"], answer["tool_call_id"], answer["content"]) == ("tool", call["tool_calls"][0]["id"], "a")
+
+
+async def test_results_of_calls_by_tag_that_a_limit_kept_from_the_model_are_told_as_text(tmp_path: Path) -> None:
+    told = await export(tmp_path, build_openai, build_tag_call("echo", {"text": "a"}), max_iterations=1, dialect=TagsDialect())
+    assert told["messages"][-1] == {"role": "user", "content": "Tool result for echo:\na"}
+
+
+async def test_a_trajectory_file_serves_both_agents_readers(tmp_path: Path) -> None:
+    told = await export(tmp_path, build_traj)
+    assert (told["trajectory_format"], told["info"]["exit_status"], told["info"]["submission"]) == (
+        "mini-swe-agent-1.1",
+        "answered",
+        "It is a.",
+    )
+    assert told["info"]["model_stats"]["api_calls"] == 2
+    assert [message["role"] for message in told["messages"]][-2:] == ["assistant", "exit"]
+    assert told["messages"][2]["extra"]["actions"] == [{"command": 'echo {"text": "a"}', "tool_call_id": "run1-1-0"}]
+    first, last = told["trajectory"]
+    assert (first["action"], first["observation"], first["thought"], first["state"]) == (
+        'echo {"text": "a"}',
+        "a",
+        "Let me see.",
+        {"exit_code": 0},
+    )
+    assert (last["action"], last["response"]) == ("", "It is a.")
+
+
+async def test_the_action_of_a_shell_tool_is_its_command(tmp_path: Path) -> None:
+    told = await export(tmp_path, build_traj, Calls([("echo", {"command": "ls -l"})]), "done")
+    assert told["trajectory"][0]["action"] == "ls -l"
+
+
+# OpenTelemetry
+
+
+async def test_spans_are_one_tree_with_the_conventions_names(tmp_path: Path) -> None:
+    told = await export(tmp_path, build_otel)
+    [resource] = told["resourceSpans"]
+    spans = resource["scopeSpans"][0]["spans"]
+    assert [(span["name"], span["kind"]) for span in spans] == [
+        ("invoke_agent toolcrew", 1),
+        ("chat scripted", 3),
+        ("chat scripted", 3),
+        ("execute_tool echo", 1),
+    ]
+    assert {span.get("parentSpanId") for span in spans[1:]} == {spans[0]["spanId"]}
+    assert (len({span["spanId"] for span in spans}), len({span["traceId"] for span in spans})) == (4, 1)
+    assert all(int(span["startTimeUnixNano"]) <= int(span["endTimeUnixNano"]) for span in spans)
+    attributes = {entry["key"]: entry["value"] for entry in spans[3]["attributes"]}
+    assert attributes["gen_ai.operation.name"] == {"stringValue": "execute_tool"}
+    assert (attributes["gen_ai.tool.call.id"], attributes["gen_ai.tool.type"]) == ({"stringValue": "run1-1-0"}, {"stringValue": "function"})
+    usage = {entry["key"]: entry["value"] for entry in spans[0]["attributes"]}["gen_ai.usage.input_tokens"]
+    assert usage == {"intValue": "2"}
+
+
+async def test_spans_hold_no_text_of_the_run_unless_it_is_asked_for(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path, ScriptedModel([call_echo("needle"), "needle"]))
+    trace = load_trace(path)
+    assert ("needle" in json.dumps(build_otel(trace)), "needle" in json.dumps(build_otel(trace, with_content=True))) == (False, True)
+
+
+async def test_a_call_that_failed_has_its_code_as_error_type(tmp_path: Path) -> None:
+    told = await export(tmp_path, build_otel, answer=fail)
+    span = told["resourceSpans"][0]["scopeSpans"][0]["spans"][3]
+    assert {"key": "error.type", "value": {"stringValue": "TIMEOUT"}} in span["attributes"]
+    assert span["status"] == {"code": 2}
+
+
+async def test_two_attempts_have_no_span_in_common(tmp_path: Path) -> None:
+    ids = []
+    for _ in range(2):
+        told = await export(tmp_path, build_otel)
+        ids.append({span["spanId"] for span in told["resourceSpans"][0]["scopeSpans"][0]["spans"]})
+    assert ids[0] & ids[1] == set()

@@ -1,0 +1,168 @@
+"""Secrets in texts: known ones in every form, keys by their shape; and that what is none stays."""
+
+import base64
+import json
+import time
+from urllib.parse import quote, quote_plus
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from orchestrator.settings import load_settings, secrets_of_environment
+from orchestrator.traces.masking import MARK, Masker, build_masker, is_masked
+
+SECRET = "hunter2/+pass wörd"
+MASKER = Masker({"TOOLCREW_SECRET": SECRET})
+BLANK = "\ue000"
+letters = st.characters(exclude_characters=BLANK, exclude_categories=["Cs"])
+known = st.text(letters, min_size=6, max_size=40)
+around = st.text(letters, max_size=30)
+
+
+@given(known, around, around)
+def test_a_known_secret_is_in_no_text(secret: str, before: str, after: str) -> None:
+    masked = Masker({"k": secret}).mask(before + secret + after)
+    assert MARK in masked
+    if secret not in f"{MARK}k]":
+        assert secret not in masked.replace(f"{MARK}k]", BLANK)
+
+
+@given(known, st.binary(max_size=20), st.binary(max_size=20), st.booleans())
+def test_a_known_secret_inside_a_base64_text_is_masked_wherever_it_begins(secret: str, before: bytes, after: bytes, is_url: bool) -> None:
+    encode = base64.urlsafe_b64encode if is_url else base64.b64encode
+    text = encode(before + secret.encode() + after).decode()
+    assert Masker({"k": secret}).mask(f"got: {text}, done") == "got: [masked: k], done"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        SECRET,
+        quote(SECRET),
+        quote(SECRET, safe=""),
+        quote_plus(SECRET),
+        quote(SECRET, safe="").replace("%2F", "%2f").replace("%2B", "%2b").replace("%C3%B6", "%c3%b6"),
+        json.dumps(SECRET)[1:-1],
+        SECRET.encode().hex(),
+        SECRET.encode().hex().upper(),
+        base64.b64encode(SECRET.encode()).decode(),
+    ],
+)
+def test_a_known_secret_is_masked_in_the_forms_it_travels_in(form: str) -> None:
+    assert MASKER.mask(f"<{form}>") == "<[masked: TOOLCREW_SECRET]>"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("sk-proj-abcdEFGH1234567890abcd", "API key"),
+        ("ghp_" + "a1B2" * 9, "GitHub token"),
+        ("github_pat_" + "a1B2" * 9, "GitHub token"),
+        ("glpat-" + "a1B2-" * 5, "GitLab token"),
+        ("AKIAIOSFODNN7EXAMPLE", "AWS key"),
+        ("AIza" + "a" * 35, "Google key"),
+        ("xoxb-123456789012-abcdef", "Slack token"),
+        ("hf_" + "a" * 34, "Hugging Face token"),
+        ("tc_" + "0" * 16 + "_" + "x" * 43, "toolcrew key"),
+        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc-_", "JWT"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----", "private key"),
+        ("-----BEGIN PRIVATE KEY-----\\nabc and it is cut", "private key"),
+    ],
+)
+def test_a_key_is_known_by_its_shape(text: str, kind: str) -> None:
+    assert MASKER.mask(f'"{text}"').startswith(f'"[masked: {kind}]')
+    assert text not in MASKER.mask(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("redis://:p4ss@host:6379/0", "redis://:[masked: password]@host:6379/0"),
+        ("https://me:p@ss:word@host/x", "https://me:[masked: password]@host/x"),
+        ("aws_secret_access_key = wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "aws_secret_access_key = [masked: AWS key]"),
+        ("Authorization: Bearer abc123def456", "Authorization: Bearer [masked: bearer token]"),
+        ('{"Authorization": "Basic dXNlcjpwYXNz"}', '{"Authorization": "Basic [masked: credentials]"}'),
+    ],
+)
+def test_what_stands_around_a_secret_stays(text: str, masked: str) -> None:
+    assert MASKER.mask(text) == masked
+    assert MASKER.mask(masked) == masked
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://localhost:8080/path?mail=a@b",
+        "the sk-learn-contrib-and-other-packages",
+        "risk-assessment-documents-2024",
+        "the bearer of this letter",
+        "see https://example.org:443/x and ask a@b.c",
+        "BASIC programs, basic training",
+        "AKIA is a prefix",
+    ],
+)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert MASKER.mask(text) == text
+
+
+def test_a_value_too_short_to_tell_is_not_looked_for() -> None:
+    assert Masker({"k": "abc"}).mask("abcabc") == "abcabc"
+
+
+def test_of_two_secrets_of_which_one_holds_the_other_nothing_stays() -> None:
+    assert Masker({"short": "secret1", "long": "secret1-and-more"}).mask("x secret1-and-more y") == "x [masked: long] y"
+
+
+def test_keys_and_values_of_an_object_are_masked() -> None:
+    masked = MASKER.mask_value({SECRET: [{"x": f"a{SECRET}"}, 1, None]})
+    assert (SECRET in json.dumps(masked, ensure_ascii=False), is_masked(masked), is_masked({"x": [1]})) == (False, True, False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sk-" * 80_000,
+        "eyJ" * 80_000,
+        "://" * 80_000,
+        "bearer " * 40_000,
+        "-----BEGIN PRIVATE KEY-----" * 9000,
+        "xoxb-" * 50_000,
+        "A" * 250_000,
+    ],
+)
+def test_hostile_text_takes_no_longer_than_plain_text_of_its_length(text: str) -> None:
+    started = time.process_time()
+    MASKER.mask(text)
+    assert time.process_time() - started < 3
+
+
+def test_the_secrets_of_settings_and_environment_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://:redis-passw0rd@h")
+    monkeypatch.setenv("TOOLCREW_SECRET", "signing-secret")
+    monkeypatch.setenv("TOOLCREW_SECRETS_PREVIOUS", '["older-secret"]')
+    monkeypatch.setenv("TOOLCREW_BRAVE_API_KEY", "brave-api-value")
+    monkeypatch.setenv("OPENAI_API_KEY", "openai-api-value")
+    monkeypatch.setenv("SOME_TOKEN", "token-of-another")
+    masker = build_masker(load_settings(), {"more": "given-by-hand"})
+    secrets = [
+        "redis-passw0rd",
+        "signing-secret",
+        "older-secret",
+        "brave-api-value",
+        "openai-api-value",
+        "token-of-another",
+        "given-by-hand",
+    ]
+    masked = masker.mask(" ".join(secrets))
+    assert [secret for secret in secrets if secret in masked] == []
+    assert {"TOOLCREW_BRAVE_API_KEY", "SOME_TOKEN"} <= secrets_of_environment().keys()
+
+
+def test_every_secret_setting_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load_settings()
+    fields = [name for name, field in type(settings).model_fields.items() if "SecretStr" in str(field.annotation) and name != "redis_url"]
+    values = {name: [SecretStr(f"value-of-{name}")] if name == "secrets_previous" else SecretStr(f"value-of-{name}") for name in fields}
+    masker = build_masker(settings.model_copy(update=values))
+    assert [name for name in fields if f"value-of-{name}" in masker.mask(f"value-of-{name}")] == []

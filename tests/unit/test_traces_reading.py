@@ -1,0 +1,262 @@
+"""Traces read back: also torn, damaged, of a later release; as text, as a page, and counted."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contract.errors import ConfigError
+from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.traces.blobs import BlobFolder, build_reference
+from orchestrator.traces.export_atif import build_atif
+from orchestrator.traces.page import build_page
+from orchestrator.traces.reading import find_trace, list_traces, load_trace
+from orchestrator.traces.stats import gather_stats, percentile
+from orchestrator.traces.text_view import MAX_LINES, build_json, build_lines
+from tests.trace_ground import call_echo, echo, fail, run_traced
+
+HOSTILE = "</pre><script>alert(1)</script><img src=http://x onerror=a> &amp; \x1b[31m \u202e " + '" onload="x'
+
+
+def append(path: Path, *lines: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(b"".join(lines))
+
+
+async def test_a_line_that_broke_off_is_dropped_and_told(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    append(path, b'{"v":1,"seq":9,"ty')
+    trace = load_trace(path)
+    assert (trace.torn, trace.damaged, len(trace.records)) == (1, 0, 9)
+    assert trace.faults() == ["1 lines broke off when whoever wrote them died, and are left out"]
+
+
+async def test_lines_of_a_later_release_are_passed_over_and_counted(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    line = json.loads(path.read_text().splitlines()[0])
+    append(path, *(json.dumps(line | change).encode() + b"\n" for change in ({"type": "run.dream"}, {"v": 2}, {"new_field": 1})))
+    trace = load_trace(path)
+    assert (trace.later, trace.damaged, len(trace.records)) == (2, 0, 10)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"not json\n", b"[1]\n", b"{}\n", b'{"v":1,"type":"run.start"}\n', b"\xff\xfe}\n", b"[" * 100_000 + b"\n", b'{"v":"x","type":[]}\n'],
+)
+async def test_lines_that_are_none_are_left_out_and_counted(tmp_path: Path, line: bytes) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    append(path, line)
+    trace = load_trace(path)
+    assert (trace.torn + trace.damaged, len(trace.records), len(trace.faults())) == (1, 9, 1)
+
+
+async def test_a_line_that_could_not_be_written_is_missed(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2] + lines[3:]))
+    trace = load_trace(path)
+    assert (trace.gaps, trace.steps[0].response, len(trace.steps)) == (1, None, 2)
+
+
+async def test_a_trace_without_an_end_says_so(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:4]))
+    trace = load_trace(path)
+    assert "the trace has no end" in trace.faults()[-1]
+    assert "   no result" in build_lines(trace)
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"other")])
+async def test_a_large_part_that_is_missing_or_not_what_its_name_says_is_told(tmp_path: Path, damage: Any) -> None:
+    path, _, _ = await run_traced(tmp_path, answer=lambda call: echo(call).model_copy(update={"output": "x" * 40_000}))
+    [damage(file) for file in (path.parent / "blobs").rglob("*") if file.is_file()]
+    trace = load_trace(path)
+    outputs = [call.result.output for call in trace.calls if call.result]
+    assert (len(trace.missing_blobs), outputs[0] and outputs[0][:25]) == (1, "[40000 bytes are missing:")
+
+
+async def test_a_large_part_names_no_file_elsewhere(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    (tmp_path / "acme" / "private").write_text("mine")
+    line = json.loads(path.read_text().splitlines()[0])
+    append(path, json.dumps(line | {"instruction": {"$blob": "../private", "bytes": 4, "kind": "text"}}).encode() + b"\n")
+    trace = load_trace(path)
+    assert trace.start is not None
+    assert "mine" not in trace.start.instruction
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=5), st.floats(0, 1))
+async def test_no_damage_raises(tmp_path_factory: pytest.TempPathFactory, damages: list[tuple[float, int]], kept: float) -> None:
+    path, _, _ = await run_traced(tmp_path_factory.mktemp("t"))
+    content = bytearray(path.read_bytes())
+    for place, byte in damages:
+        content[int(place * len(content))] = byte
+    path.write_bytes(content[: int(kept * len(content))])
+    trace = load_trace(path)
+    build_lines(trace)
+    if trace.records:
+        build_page(trace)
+    gather_stats([path])
+
+
+async def test_blobs_of_blobs_do_not_grow_without_end(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    blobs = BlobFolder(path.parent / "blobs")
+    inner: Any = "x"
+    for _ in range(40):
+        data = json.dumps([inner, inner]).encode()
+        inner = build_reference(data, "list")
+        blobs.put(data, inner["$blob"])
+    line = next(line for line in map(json.loads, path.read_text().splitlines()) if line["type"] == "llm.response")
+    append(path, json.dumps(line | {"message": {"content": inner}}).encode() + b"\n")
+    assert len(load_trace(path).missing_blobs) == 1
+
+
+async def test_half_a_surrogate_pair_of_a_foreign_writer_can_be_shown_and_exported(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    path.write_text(path.read_text().replace("It is a.", "It \\ud83d is"))
+    trace = load_trace(path)
+    assert (trace.damaged, trace.end and trace.end.answer) == (0, "It ? is")
+    assert json.loads(json.dumps(build_atif(trace)))["steps"][-1]["message"] == "It ? is"
+
+
+# Finding
+
+
+async def test_a_trace_is_found_by_its_run_or_its_path(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    assert (find_trace(tmp_path, "run1"), find_trace(tmp_path, "run1", "acme"), find_trace(tmp_path, str(path))) == (path, path, path)
+    assert (list_traces(tmp_path), list_traces(tmp_path, "other")) == ([path], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "tenant", "sentence"),
+    [
+        ("nope", None, "no trace of the run"),
+        ("a*", None, "no name of a run"),
+        ("x/y", None, "no file"),
+        ("run1", "other", "no trace of the run"),
+    ],
+)
+async def test_a_trace_that_is_not_there_is_told(tmp_path: Path, name: str, tenant: str | None, sentence: str) -> None:
+    await run_traced(tmp_path)
+    with pytest.raises(ConfigError, match=sentence):
+        find_trace(tmp_path, name, tenant)
+
+
+async def test_a_run_that_two_tenants_have_is_asked_about(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    (tmp_path / "zeta").mkdir()
+    (tmp_path / "zeta" / "run1.jsonl").write_bytes(path.read_bytes())
+    with pytest.raises(ConfigError, match=r"--tenant \(acme, zeta\)"):
+        find_trace(tmp_path, "run1")
+
+
+# Showing
+
+
+async def test_a_run_is_shown_step_by_step(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    text = "\n".join(build_lines(load_trace(path)))
+    for told in (
+        "model scripted",
+        "do it",
+        "step 1",
+        "Let me see.",
+        '-> echo {"text": "a"}',
+        "run 500.0 ms",
+        "step 2",
+        "answer: It is a.",
+        "stopped: answered",
+    ):
+        assert told in text
+
+
+async def test_a_long_text_is_shortened_and_told_unless_all_is_wanted(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path, answer=lambda call: echo(call).model_copy(update={"output": "\n".join(map(str, range(500)))}))
+    trace = load_trace(path)
+    short, full = build_lines(trace), build_lines(trace, is_full=True)
+    assert (any("characters more (--full shows them)" in line for line in short), "   499" in short, "   499" in full) == (
+        True,
+        False,
+        True,
+    )
+    assert len([line for line in short if line.strip().isdigit()]) == MAX_LINES
+
+
+async def test_hostile_text_drives_no_terminal(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path, ScriptedModel([call_echo(HOSTILE), HOSTILE]))
+    assert not {"\x1b", "\u202e"} & set("".join(build_lines(load_trace(path), is_full=True)))
+
+
+async def test_the_object_of_a_run_has_every_record(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    told = json.loads(json.dumps(build_json(load_trace(path))))
+    assert (len(told["records"]), told["faults"], told["run"]) == (9, [], "run1")
+
+
+class Tags(HTMLParser):
+    """What a browser would find in a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: dict[str, list[str]] = {}
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            self.attributes.setdefault(name, []).append(value or "")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+async def test_a_page_needs_no_network_and_runs_nothing_of_what_it_shows(tmp_path: Path) -> None:
+    model = ScriptedModel([Calls([("echo", {"text": HOSTILE}), (f"x{HOSTILE}", {})], f"<think>{HOSTILE}</think>{HOSTILE}"), HOSTILE])
+    path, _, _ = await run_traced(tmp_path, model)
+    found = Tags(build_page(load_trace(path)))
+    assert not found.tags & {"script", "img", "link", "iframe", "object", "a", "form", "base"}
+    assert found.attributes.keys() <= {"lang", "charset", "http-equiv", "content", "name", "class", "style"}
+    assert any("default-src 'none'" in content for content in found.attributes["content"])
+    assert all(style.startswith("left:") for style in found.attributes["style"])
+    assert "<script>alert(1)</script>" in found.text
+    assert not {"\x1b", "\u202e"} & set(found.text)
+
+
+async def test_a_page_is_dark_where_the_reader_wants_it_dark(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    assert "prefers-color-scheme: dark" in build_page(load_trace(path))
+
+
+# Counting
+
+
+async def test_figures_over_runs_count_tools_errors_times_and_ends(tmp_path: Path) -> None:
+    await run_traced(tmp_path, run="one")
+    await run_traced(tmp_path, ScriptedModel([call_echo("a"), call_echo("b"), "no"]), run="two", answer=fail)
+    path, _, _ = await run_traced(tmp_path, ScriptedModel([call_echo("a")]), run="three", max_iterations=1)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    told = gather_stats(list_traces(tmp_path)).to_json()
+    assert (told["runs"], told["unfinished"], told["stop_reasons"]) == (3, 1, {"answered": 2})
+    tool = told["tools"]["echo"]
+    assert (tool["count"], tool["errors"], tool["error_codes"]) == (4, 2, {"TIMEOUT": 2})
+    assert 0 <= tool["p50_s"] <= tool["p95_s"]
+    assert told["prompt_tokens"] == 2 + 3 + 1
+
+
+async def test_a_call_that_was_not_run_has_no_time(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path, ScriptedModel([Calls([("echo", "{broken")]), "done"]))
+    assert gather_stats([path]).to_json()["tools"]["echo"]["p50_s"] is None
+
+
+def test_percentiles_are_values_that_were_there() -> None:
+    assert [percentile([3, 1, 2, 4], share) for share in (0.5, 0.95, 0.25)] == [2, 4, 1]
+    assert percentile([], 0.5) is None

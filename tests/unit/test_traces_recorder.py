@@ -1,0 +1,352 @@
+"""What a trace holds: every event of a run, masked, large parts apart; and that nothing that befalls it ends the run."""
+
+import asyncio
+import base64
+import errno
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from contract.calls import SandboxInfo, ToolCall, ToolResult
+from contract.errors import ConfigError, ModelUnavailable
+from orchestrator.agent import Agent
+from orchestrator.approvals import ApprovalPolicy, CallbackApprover, Decision, review
+from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.tags import TagsDialect, build_tag_call
+from orchestrator.events import CallFinished, OutputArrived, RunStarted, SandboxClosed, SandboxReady, TextArrived
+from orchestrator.limits import ReActOptions, StopReason
+from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.traces.blobs import MAX_INLINE_BYTES
+from orchestrator.traces.masking import Masker
+from orchestrator.traces.reading import load_trace
+from orchestrator.traces.recorder import open_trace, trace_path
+from orchestrator.traces.records import IDENTIFIERS, parse_record
+from tests.builders import build_call, build_spec
+from tests.trace_ground import RUN, call_echo, echo, lines_of, of_type, run_traced, scripts
+
+CANARY = "canary-7f3a/9b+!"
+
+
+async def test_a_run_is_told_in_order(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    assert [line["type"] for line in lines_of(path)] == [
+        "run.start",
+        "llm.request",
+        "llm.response",
+        "tool.call",
+        "tool.start",
+        "tool.result",
+        "llm.request",
+        "llm.response",
+        "run.end",
+    ]
+    assert path == tmp_path / "acme" / "run1.jsonl"
+
+
+async def test_every_line_says_whose_it_is_and_can_be_read(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    lines = lines_of(path)
+    assert {(line["v"], line["tenant"], line["session"], line["run"]) for line in lines} == {(1, "acme", "s1", RUN)}
+    assert ([line["seq"] for line in lines], len({line["trace_id"] for line in lines})) == (list(range(len(lines))), 1)
+    assert [parse_record(line).type for line in lines] == [line["type"] for line in lines]
+
+
+async def test_a_request_holds_what_is_new_since_the_last_one_and_its_tools_once(tmp_path: Path) -> None:
+    model = ScriptedModel([call_echo("a"), call_echo("b"), "done"])
+    path, _, _ = await run_traced(tmp_path, model)
+    requests = of_type(path, "llm.request")
+    assert [(line["kept"], len(line["messages"]), line["total"]) for line in requests] == [(0, 2, 2), (2, 2, 4), (4, 2, 6)]
+    assert (["tool_definitions" in line for line in requests], len({line["tools"] for line in requests})) == ([True, False, False], 1)
+    assert [step.messages for step in load_trace(path).steps] == [request.messages for request in model.requests]
+
+
+async def test_a_request_that_changes_what_was_sent_is_told_from_there_on(tmp_path: Path) -> None:
+    model = ScriptedModel([build_tag_call("echo", {"text": "a" * 3000}), build_tag_call("echo", {"text": "b" * 3000}), "done"])
+    path, _, _ = await run_traced(tmp_path, model, dialect=TagsDialect(), context_tokens=2500)
+    assert [step.messages for step in load_trace(path).steps] == [request.messages for request in model.requests]
+
+
+async def test_calls_by_tag_are_told_before_the_reply_has_ended(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path, ScriptedModel([build_tag_call("echo", {"text": "a"}) + " more", "done"]), dialect=TagsDialect())
+    kinds = [line["type"] for line in lines_of(path)]
+    assert kinds.index("tool.result") < kinds.index("llm.response")
+
+
+async def test_an_aborted_run_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnavailable):
+        await run_traced(tmp_path, ScriptedModel([]))
+    [end] = of_type(tmp_path / "acme" / "run1.jsonl", "run.end")
+    assert (end.get("stop_reason"), "the script has 0 turns" in end["error"]) == (None, True)
+
+
+async def test_a_malformed_call_has_a_result_and_was_not_called(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path, ScriptedModel([Calls([("echo", "{broken")]), "done"]))
+    assert (of_type(path, "tool.call"), [line["error_code"] for line in of_type(path, "tool.result")]) == ([], ["INVALID_ARGUMENTS"])
+
+
+async def test_a_reply_that_the_time_limit_interrupts_is_told_as_far_as_it_came(tmp_path: Path) -> None:
+    async def stall(call: ToolCall) -> ToolResult:
+        await asyncio.Event().wait()
+        return echo(call)
+
+    with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
+        options = ReActOptions(max_wall_s=1.0)
+        agent = Agent(
+            ScriptedModel([call_echo("a")]), NativeDialect(), [build_spec("echo")], stall, options=options, on_event=trace, run_id=RUN
+        )
+        result = await agent.run("do it")
+    assert result.stop_reason is StopReason.MAX_WALL
+    told = load_trace(trace.path)
+    assert ([call.result.error_code for call in told.calls if call.result], told.end and told.end.stop_reason) == (
+        ["CANCELLED"],
+        "max_wall",
+    )
+    assert told.steps[0].response is not None
+
+
+# Sandboxes, approvals, pieces
+
+
+async def test_a_sandbox_that_took_over_is_told(tmp_path: Path) -> None:
+    def answer(call: ToolCall) -> ToolResult:
+        return echo(call).model_copy(update={"sandbox": SandboxInfo(id=f"box-{call.arguments['text']}", generation=2)})
+
+    with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
+        # The session is there before the run begins, and still there when it has ended.
+        trace(SandboxReady(run=RUN, session="s9", host="h", image="i", network="none", sandbox="box-a"))
+        trace(RunStarted(run=RUN, instruction="x", model="m", dialect="native"))
+        for text in ("a", "b"):
+            trace(CallFinished(run=RUN, result=answer(build_call(text=text, call_id=text))))
+        trace(SandboxClosed(run=RUN, session="s9"))
+    told = [(line["type"], line.get("sandbox"), line.get("why"), line["session"]) for line in lines_of(trace.path)]
+    assert told[:2] == [("run.start", None, None, "s9"), ("sandbox.start", "box-a", None, "s9")]
+    assert [line[:3] for line in told if line[0].startswith("sandbox")][1:] == [
+        ("sandbox.stop", "box-a", "replaced"),
+        ("sandbox.start", "box-b", "replaced"),
+        ("sandbox.stop", "box-b", None),
+    ]
+
+
+async def test_questions_and_answers_of_approvals_are_told(tmp_path: Path) -> None:
+    spec, call = build_spec("echo", requires_permission=True), build_call("echo", text="a", call_id="c1")
+    approver = CallbackApprover(lambda request: Decision(True, "fine", {"text": "b"}))
+    with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
+        trace(RunStarted(run=RUN, instruction="x", model="m", dialect="native"))
+        reviewed = await review(call, spec, approver, policy=ApprovalPolicy(), on_event=trace, run=RUN)
+    assert isinstance(reviewed, ToolCall)
+    [asked], [decided] = of_type(trace.path, "approval.request"), of_type(trace.path, "approval.decision")
+    assert (asked["call_id"], asked["tool"], decided["is_allowed"], decided["is_changed"], decided["reason"]) == (
+        "c1",
+        "echo",
+        True,
+        True,
+        "fine",
+    )
+    assert asked["digest"] == decided["digest"]
+
+
+async def test_nobody_is_asked_and_nothing_told_of_a_call_that_needs_no_approval(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    await review(build_call("echo"), build_spec("echo"), CallbackApprover(lambda _: Decision(False)), on_event=seen.append)
+    assert seen == []
+
+
+async def test_of_pieces_only_sizes_are_told(tmp_path: Path) -> None:
+    with open_trace(tmp_path, "acme", RUN, masker=Masker(), has_pieces=True) as trace:
+        trace(RunStarted(run=RUN, instruction="x", model="m", dialect="native"))
+        trace(TextArrived(run=RUN, text=CANARY[:8]))
+        trace(OutputArrived(run=RUN, call_id="c1", stream="stdout", text=CANARY[8:]))
+    text = trace.path.read_text()
+    assert (CANARY[:8] in text, CANARY[8:] in text) == (False, False)
+    assert [line["chars"] for line in lines_of(trace.path)[1:]] == [8, len(CANARY) - 8]
+
+
+async def test_events_of_other_runs_are_passed_over(tmp_path: Path) -> None:
+    with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
+        trace(RunStarted(run="other", instruction="x", model="m", dialect="native"))
+    assert not trace.path.exists()
+
+
+# Secrets
+
+
+def all_of(folder: Path) -> tuple[bytes, str]:
+    """What all files below hold, and how they are called."""
+    found = list(folder.rglob("*"))
+    return b"".join(file.read_bytes() for file in found if file.is_file()), " ".join(str(file) for file in found)
+
+
+async def test_a_secret_is_nowhere_in_the_folder_in_any_form(tmp_path: Path) -> None:
+    forms = [CANARY, base64.b64encode(b"user:" + CANARY.encode()).decode(), CANARY.encode().hex()]
+    model = ScriptedModel(
+        [Calls([("echo", {"text": f"say {CANARY}"}), (f"x{CANARY}", {CANARY: 1})], f"I use {CANARY}."), f"It is {CANARY}."]
+    )
+
+    def answer(call: ToolCall) -> ToolResult:
+        large = f"{forms[1]} {forms[2]} " + "x" * 2 * MAX_INLINE_BYTES + CANARY
+        return echo(call).model_copy(update={"output": large, "metadata": {"note": CANARY, CANARY: [CANARY]}})
+
+    await run_traced(tmp_path, model, secrets={"the canary": CANARY}, answer=answer, history=[{"role": "user", "content": CANARY}])
+    whole, names = all_of(tmp_path)
+    assert [form for form in forms if form.encode() in whole or form in names] == []
+    assert whole.count(b"[masked: the canary]") >= 8
+    assert hashlib.sha256(CANARY.encode()).hexdigest().encode() not in whole
+
+
+async def test_no_field_with_content_is_left_unmasked() -> None:
+    # Whoever adds a field must say whether it is ours: only these may hold what a model or a tool wrote.
+    assert (
+        IDENTIFIERS & {"instruction", "messages", "message", "arguments", "tool", "output", "error", "metadata", "reason", "answer"}
+        == set()
+    )
+
+
+async def test_files_and_folders_are_the_owners_alone(tmp_path: Path) -> None:
+    await run_traced(tmp_path / "traces", answer=lambda call: echo(call).model_copy(update={"output": "x" * 3 * MAX_INLINE_BYTES}))
+    modes = {file.is_file(): file.stat().st_mode & 0o777 for file in (tmp_path / "traces" / "acme").rglob("*")}
+    assert modes == {True: 0o600, False: 0o700}
+
+
+# Large parts
+
+
+async def test_a_large_text_lies_beside_the_trace_by_its_hash_and_comes_back(tmp_path: Path) -> None:
+    large = "é" * MAX_INLINE_BYTES
+    path, _, _ = await run_traced(tmp_path, answer=lambda call: echo(call).model_copy(update={"output": large}))
+    digest = hashlib.sha256(large.encode()).hexdigest()
+    assert (path.parent / "blobs" / digest[:2] / digest[2:]).read_bytes() == large.encode()
+    trace = load_trace(path)
+    assert ([call.result.output for call in trace.calls if call.result], trace.faults()) == ([large], [])
+    assert path.stat().st_size < MAX_INLINE_BYTES
+
+
+async def test_a_large_part_is_written_once_for_all_traces(tmp_path: Path) -> None:
+    for run in ("one", "two"):
+        await run_traced(tmp_path, answer=lambda call: echo(call).model_copy(update={"output": "y" * 50_000}), run=run)
+    assert len([file for file in (tmp_path / "acme" / "blobs").rglob("*") if file.is_file()]) == 1
+
+
+async def test_a_field_of_many_small_parts_is_kept_apart_as_well(tmp_path: Path) -> None:
+    metadata: dict[str, Any] = {"rows": [{"n": n} for n in range(5000)]}
+    path, _, _ = await run_traced(tmp_path, answer=lambda call: echo(call).model_copy(update={"metadata": metadata}))
+    assert of_type(path, "tool.result")[0]["metadata"]["kind"] == "object"
+    assert [call.result.metadata for call in load_trace(path).calls if call.result] == [metadata]
+
+
+async def test_arguments_that_look_like_a_large_part_bring_no_file_into_the_trace(tmp_path: Path) -> None:
+    await run_traced(tmp_path, run="first", answer=lambda call: echo(call).model_copy(update={"output": "z" * 50_000}))
+    forged = {"$blob": hashlib.sha256(b"z" * 50_000).hexdigest(), "bytes": 50_000, "kind": "text"}
+    model = ScriptedModel([Calls([("echo", {"text": forged}), ("echo", forged), ("echo", {"$literal": {"$blob": "x"}})]), "done"])
+    path, _, _ = await run_traced(tmp_path, model, answer=lambda call: echo(call).model_copy(update={"output": ""}))
+    told = [call.called.arguments for call in load_trace(path).calls if call.called]
+    assert told == [{"text": forged}, forged, {"$literal": {"$blob": "x"}}]
+
+
+async def test_text_that_no_utf8_carries_and_numbers_that_no_json_has_are_written(tmp_path: Path) -> None:
+    history = [{"role": "user", "content": "half \ud800 a pair", "n": float("nan")}]
+    path, _, trace = await run_traced(tmp_path, history=history)
+    assert (trace.lost_lines, load_trace(path).damaged) == (0, 0)
+    assert of_type(path, "llm.request")[0]["messages"][1]["content"] == "half ? a pair"
+
+
+async def test_what_nests_too_deep_is_left_out_and_the_rest_is_there(tmp_path: Path) -> None:
+    deep: Any = "x"
+    for _ in range(400):
+        deep = [deep]
+    path, _, trace = await run_traced(tmp_path, history=[{"role": "user", "content": deep}])
+    assert (trace.lost_lines, "it nests too deep" in path.read_text(), load_trace(path).faults()) == (0, True, [])
+
+
+@settings(max_examples=25, deadline=None)
+@given(scripts)
+async def test_whatever_a_run_says_all_of_it_can_be_read_back(tmp_path_factory: pytest.TempPathFactory, script: list[Any]) -> None:
+    seen: list[Any] = []
+    model = ScriptedModel(script)
+    path, result, recorder = await run_traced(tmp_path_factory.mktemp("t"), model, also=seen.append, max_malformed_replies=9)
+    trace = load_trace(path)
+    assert (trace.faults(), recorder.lost_lines, trace.end is not None and trace.end.stop_reason) == ([], 0, result.stop_reason.value)
+    told = [(call.call_id, call.result.text()) for call in trace.calls if call.result]
+    assert told == [(event.result.call_id, event.result.text()) for event in seen if isinstance(event, CallFinished)]
+
+
+# Writing
+
+
+async def test_lines_are_written_within_a_second_though_nothing_more_happens(tmp_path: Path) -> None:
+    with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
+        trace(RunStarted(run=RUN, instruction="x", model="m", dialect="native"))
+        assert not trace.path.exists()
+        async with asyncio.timeout(30):
+            while not trace.path.exists():  # noqa: ASYNC110  # a file tells nobody that it is there
+                await asyncio.sleep(0.05)
+
+
+async def test_another_process_that_takes_the_run_over_continues_the_trace(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    with path.open("ab") as file:
+        file.write(b'{"v":1,"seq":9,"type":"warn')
+    await run_traced(tmp_path, ScriptedModel(["Better."]))
+    trace = load_trace(path)
+    assert (trace.attempts, trace.torn, trace.damaged, trace.end and trace.end.answer, len(trace.steps)) == (2, 1, 0, "Better.", 1)
+    assert [line["is_continued"] for line in map(json.loads, re.findall(r'.*"run.start".*', path.read_text()))] == [False, True]
+    assert len({record.trace_id for record in trace.records}) == 1
+
+
+@pytest.mark.parametrize(
+    ("tenant", "run"), [("../x", "r"), ("acme", "../r"), ("acme", "a/b"), ("", "r"), ("acme", "x" * 65), ("acme", "r\n")]
+)
+def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, tenant: str, run: str) -> None:
+    with pytest.raises(ConfigError, match="give one of at most 64 letters"):
+        trace_path(tmp_path, tenant, run)
+
+
+async def test_a_trace_that_is_a_link_to_somewhere_else_is_not_written(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("mine\n")
+    (tmp_path / "acme").mkdir()
+    (tmp_path / "acme" / "run1.jsonl").symlink_to(target)
+    _, result, trace = await run_traced(tmp_path)
+    assert (target.read_text(), result.answer, len(trace.warnings)) == ("mine\n", "It is a.", 1)
+
+
+async def test_a_folder_that_cannot_be_written_ends_no_run_and_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "acme").write_text("a file")
+    told: list[str] = []
+    with open_trace(tmp_path, "acme", RUN, masker=Masker(), on_warning=told.append) as trace:
+        for _ in range(3):
+            trace(RunStarted(run=RUN, instruction="x" * 20_000, model="m", dialect="native"))
+            trace.close()
+    assert (trace.lost_lines, len(told), "make room, or set TOOLCREW_TRACES" in told[0], trace.warnings == told) == (3, 1, True, True)
+
+
+async def test_a_disk_that_is_full_in_the_middle_costs_lines_and_the_end_says_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, room = os.write, [700]
+
+    def write(descriptor: int, data: bytes) -> int:
+        if room[0] <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = real(descriptor, data[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr("orchestrator.traces.writer.os.write", write)
+    with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
+        for number in range(5):
+            trace(RunStarted(run=RUN, instruction=str(number), model="m", dialect="native"))
+        trace.close()
+        lost = trace.lost_lines
+        room[0] = 1 << 20
+        trace(RunStarted(run=RUN, instruction="again", model="m", dialect="native"))
+        trace.close()
+    told = load_trace(trace.path)
+    assert (lost > 0, trace.lost_lines, told.torn + told.damaged, told.gaps, len(told.records)) == (True, lost, 1, lost, 6 - lost)
+    assert told.start is not None
+    assert told.start.instruction == "again"
