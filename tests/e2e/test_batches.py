@@ -83,7 +83,9 @@ def test_every_line_of_a_batch_becomes_a_row(shell: Shell) -> None:
     assert [told["type"] for told in logs[:-1]] == [told["type"] for told in kept]
     assert (logs[-1]["type"], logs[-1]["done"], logs[-1]["calls"]) == ("summary", 8, 8 * STEPS)
     page = shell.folder / "page.html"
-    assert shell.toolcrew("batch", "report", "rows", "--html", str(page), "--events", str(shell.folder / "out.events.jsonl")).returncode == 0
+    assert (
+        shell.toolcrew("batch", "report", "rows", "--html", str(page), "--events", str(shell.folder / "out.events.jsonl")).returncode == 0
+    )
     assert "submitted with 8 items" in page.read_text()
     shown = shell.toolcrew("trace", "show", shell.rows()[0]["id"])
     assert (shown.returncode, shown.stdout.count("wc -l < acts") >= STEPS) == (0, True)
