@@ -4,10 +4,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from contract.errors import ConfigError, ModelUnavailable
 from contract.specs import ToolSpec
@@ -87,10 +89,18 @@ def _join(chunks: list[Chunk]) -> dict[str, Any]:
     return {"choices": [{"index": 0, "message": message, "finish_reason": reply.finish_reason}], "usage": usage}
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server() -> AsyncIterator[LocalModelServer]:
+    """One for the whole file: it takes seconds to read its weights."""
+    async with LocalModelServer(_weights()) as running:
+        yield running
+
+
 @asynccontextmanager
-async def local() -> AsyncIterator[Model]:
-    async with LocalModelServer(_weights()) as server:
-        yield server.open_model()
+async def local(server: LocalModelServer) -> AsyncIterator[Model]:
+    model = server.open_model()
+    yield model
+    await model.aclose()
 
 
 def _weights() -> Path:
@@ -101,17 +111,19 @@ def _weights() -> Path:
         pytest.skip(str(error))
 
 
-MODELS: dict[str, Callable[[], AbstractAsyncContextManager[Model]]] = {
-    "scripted": scripted,
-    "endpoint": endpoint,
-    "whole": whole,
-    "local": local,
-}
+Opener = Callable[[], AbstractAsyncContextManager[Model]]
+MODELS: dict[str, Opener] = {"scripted": scripted, "endpoint": endpoint, "whole": whole}
 
 
-@pytest.fixture(params=["scripted", "endpoint", "whole", pytest.param("local", marks=[pytest.mark.model, pytest.mark.timeout(600)])])
-async def model(request: pytest.FixtureRequest) -> AsyncIterator[Model]:
-    async with MODELS[request.param]() as opened:
+@pytest.fixture(params=[*MODELS, pytest.param("local", marks=[pytest.mark.model, pytest.mark.timeout(600)])])
+def open_model(request: pytest.FixtureRequest) -> Opener:
+    """Not async, because the server, which only the last one needs, has a loop of its own."""
+    return partial(local, request.getfixturevalue("server")) if request.param == "local" else MODELS[request.param]
+
+
+@pytest.fixture
+async def model(open_model: Opener) -> AsyncIterator[Model]:
+    async with open_model() as opened:
         yield opened
 
 
@@ -161,6 +173,6 @@ async def test_a_model_that_cannot_answer_raises_for_the_operator() -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
-async def test_the_embedded_model_can_do_what_its_record_says() -> None:
-    async with local() as model:
+async def test_the_embedded_model_can_do_what_its_record_says(server: LocalModelServer) -> None:
+    async with local(server) as model:
         assert await probe(model) == SMALL_CAPABILITIES

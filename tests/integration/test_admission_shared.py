@@ -38,11 +38,12 @@ class House:
     async def count(self, what: str) -> int:
         return int(await self.client.hlen(f"{admission_prefix(DEPLOYMENT)}{what}"))
 
-    async def until(self, is_true: Callable[[], bool], what: str | None = None, number: int = 0) -> None:
+    async def until(self, is_true: Callable[[], bool], what: str | None = None, number: int | Callable[[], int] = 0) -> None:
         """Until it is true, or so many calls are `what` in Redis; fails after 30 s."""
+        wanted = number if callable(number) else lambda: number
         async with asyncio.timeout(30):
             # What Redis holds has no event of ours.
-            while not (is_true() and (what is None or await self.count(what) == number)):  # noqa: ASYNC110
+            while not (is_true() and (what is None or await self.count(what) == wanted())):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
 
@@ -216,7 +217,7 @@ async def test_what_redis_has_forgotten_is_held_and_waits_again(house: House) ->
     await house.client.flushall()
     await house.set_slots(1)
     # Who asks before the holder has told of its slot is given one, too.
-    await house.until(lambda: True, "waiting", 3 - max(1, holding(callers)))
+    await house.until(lambda: True, "waiting", lambda: 3 - max(1, holding(callers)))
     await drain(house, callers, at_once=1)
 
 

@@ -19,6 +19,7 @@ from contract.names import POOL_WEB, call_key, control_queue, pool_worker
 from contract.signing import SigningKeys
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess
+from tests.stack import wait_until
 from workers.interrupts import CancelBoard
 from workers.ledger import Ledger
 from workers.pool_control import PoolControlListener, _interrupt_child, process_holder
@@ -66,12 +67,6 @@ class Floor:
         call = ToolCall(id="order", name=name, arguments={"call_id": call_id})
         self.store.lpush(control_queue(queue), encode_call(call, build_context(session=None), key))
 
-    def until_read(self, queue: str = POOL_WEB) -> None:
-        until = time.monotonic() + 10
-        while self.store.llen(control_queue(queue)):
-            assert time.monotonic() < until
-            time.sleep(0.005)
-
     def close(self) -> None:
         self.here.close()
         self.there.close()
@@ -105,19 +100,14 @@ def test_an_order_for_a_worker_that_is_gone_vanishes(floor: Floor) -> None:
     gone = pool_worker("h3", "cccc")
     floor.hold("c1", process_holder(gone, 43))
     floor.order("c1")
-    until = time.monotonic() + 10
-    while not floor.store.exists(control_queue(gone)):
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    wait_until(lambda: floor.store.exists(control_queue(gone)), 10, "the order is passed on")
     assert 0 < floor.store.ttl(control_queue(gone)) <= 60
 
 
 def test_a_call_that_has_not_started_never_will(floor: Floor) -> None:
     floor.order("c1")
-    floor.until_read()
-    floor.hold("after", process_holder(HERE, 1))
-    floor.order("after")
-    assert floor.here.was_asked()
+    # Every order is obeyed in a thread of its own: that a later one has been says nothing of this one.
+    wait_until(lambda: floor.store.exists(call_key("d", "acme", "c1")), 10, "the order is obeyed")
     late = Ledger(floor.store, "d", SharedClock()).claim(ToolCall(id="c1", name="echo"), build_context(session=None), "late")
     assert late is Claim.STARTED
 

@@ -1,0 +1,101 @@
+"""The program that runs the test suite in parts: nothing is left out, nothing that fails is hidden, and a signal ends it in order."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.stack import wait_until
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "test_parts.py"
+PASSES = "def test_good(): pass\n"
+SKIPS = "import pytest\n@pytest.mark.skip(reason='no moon')\ndef test_by_night(): pass\n"
+FAILS = "def test_bad():\n    print('what it said')\n    assert 1 == 2\n"
+DIES = "import os\ndef test_first(): pass\ndef test_deadly(): os.abort()\n"
+LASTS = """
+import time, pytest
+@pytest.fixture
+def house(request):
+    yield
+    (request.config.rootpath / "cleared").write_text("")
+def test_long(house, request):
+    (request.config.rootpath / "begun").write_text("")
+    time.sleep(100)
+"""
+
+
+def start(root: Path, **parts: str) -> "subprocess.Popen[str]":
+    for name, source in parts.items():
+        folder = root / "tests" / name
+        folder.mkdir(parents=True)
+        (folder / f"test_{name}.py").write_text(source)
+    (root / "pytest.ini").write_text("[pytest]\naddopts = -ra -p no:cacheprovider\n")
+    return subprocess.Popen([sys.executable, str(SCRIPT), str(root)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run(root: Path, **parts: str) -> tuple[int, str]:
+    process = start(root, **parts)
+    told, _ = process.communicate(timeout=100)
+    return process.returncode, told
+
+
+def test_parts_that_pass_are_counted_and_their_skips_told(tmp_path: Path) -> None:
+    status, told = run(tmp_path, one=PASSES, two=SKIPS)
+
+    assert status == 0, told
+    assert "test: tests/one: 1 passed in" in told
+    assert "no moon" in told
+    assert told.endswith("test: all parts passed\n")
+
+
+def test_what_fails_and_what_dies_fails_all_is_told_whole_and_named_last(tmp_path: Path) -> None:
+    status, told = run(tmp_path, good=PASSES, bad=FAILS, deadly=DIES)
+
+    assert status == 1
+    assert "test: tests/good: 1 passed" in told
+    assert "what it said" in told
+    assert "test_good" not in told  # the lines of what passed are left out
+    last = told[told.index("it ran last:") :].splitlines()
+    assert last[1].startswith("tests/deadly/test_deadly.py::test_first PASSED")
+    assert last[2].startswith("tests/deadly/test_deadly.py::test_deadly")
+    names = told.rpartition("test: failed:\n")[2].splitlines()
+    assert [name.partition(" - ")[0] for name in sorted(names)] == [
+        "FAILED tests/bad/test_bad.py::test_bad",
+        "tests/deadly: no result (died of SIGABRT)",
+    ]
+
+
+def test_a_fault_of_pytest_itself_fails_all_and_names_what_ran(tmp_path: Path) -> None:
+    (tmp_path / "tests" / "one").mkdir(parents=True)
+    (tmp_path / "tests" / "one" / "conftest.py").write_text("def pytest_runtest_logfinish(nodeid): raise RuntimeError('a plugin')\n")
+    (tmp_path / "tests" / "one" / "test_one.py").write_text(PASSES)
+
+    status, told = run(tmp_path, two=PASSES)
+
+    assert status == 3
+    assert "INTERNALERROR> RuntimeError: a plugin" in told
+    assert "it ran last:\ntests/one/test_one.py::test_good" in told
+
+
+def test_a_test_that_no_part_would_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_astray.py").write_text(PASSES)
+
+    status, told = run(tmp_path, one=PASSES)
+
+    assert status == 1
+    assert "put tests/test_astray.py into a directory below tests/" in told
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_parts_in_order(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path, one=LASTS)
+    wait_until((tmp_path / "begun").exists, 60, "the test has begun")
+
+    process.send_signal(number)
+    told, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 128 + number, told
+    assert (tmp_path / "cleared").exists()
