@@ -1,10 +1,12 @@
 """asyncio Redis clients of the orchestrator, with every time-out set and errors in plain words."""
 
+import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import redis.asyncio
-from redis.asyncio.connection import BlockingConnectionPool, Connection, SSLConnection
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.asyncio.connection import AbstractConnection, BlockingConnectionPool, Connection, SSLConnection
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection, SentinelManagedSSLConnection
 from redis.exceptions import AuthenticationError, RedisError
 
 from contract.errors import BrokerUnavailable
@@ -31,6 +33,36 @@ async def check_redis(client: "redis.asyncio.Redis", broker: BrokerSettings) -> 
         ) from error
 
 
+class _Cancellable(AbstractConnection):
+    """Whoever is cancelled while a command is being sent is cancelled: the client sends in `asyncio.wait_for`, which loses a cancellation that comes just
+    as the last byte has gone (Python before 3.12), and a task that never ends by it is waited for in vain."""
+
+    async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
+        await super().send_packed_command(command, check_health)
+        if task is not None and task.cancelling() > before:
+            # Nobody is left to read the answer.
+            await self.disconnect(nowait=True)
+            raise asyncio.CancelledError
+
+
+class _PlainConnection(_Cancellable, Connection):
+    pass
+
+
+class _TlsConnection(_Cancellable, SSLConnection):
+    pass
+
+
+class _MasterConnection(_Cancellable, SentinelManagedConnection):
+    pass
+
+
+class _MasterTlsConnection(_Cancellable, SentinelManagedSSLConnection):
+    pass
+
+
 class _BlockingSentinelPool(SentinelConnectionPool, BlockingConnectionPool):
     """Connections to whoever is the master now; closing them closes those to the sentinels, too."""
 
@@ -54,6 +86,7 @@ def _open_pool(broker: BrokerSettings) -> BlockingConnectionPool:
     }
     if broker.is_sentinel:
         sentinel = Sentinel(broker.addresses, sentinel_kwargs=broker.sentinel_options())  # type: ignore[no-untyped-call]
+        options["connection_class"] = _MasterTlsConnection if broker.is_tls else _MasterConnection
         return _BlockingSentinelPool(broker.redis_sentinel_master, sentinel, ssl=broker.is_tls, **options)  # type: ignore[no-untyped-call]
     host, port = broker.addresses[0]
-    return BlockingConnectionPool(connection_class=SSLConnection if broker.is_tls else Connection, host=host, port=port, **options)
+    return BlockingConnectionPool(connection_class=_TlsConnection if broker.is_tls else _PlainConnection, host=host, port=port, **options)
