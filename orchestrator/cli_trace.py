@@ -12,16 +12,17 @@ import typer
 
 from contract.errors import ConfigError
 from orchestrator.cli_runner import EXIT_ERROR, Json, Tenant, open_client, run_work
+from orchestrator.cli_traced import write_private
 from orchestrator.settings import load_settings
 from orchestrator.terminal import escape_controls, table_rows
+from orchestrator.traces.attempts import find_attempts
 from orchestrator.traces.export_atif import build_atif
 from orchestrator.traces.export_messages import build_openai, build_traj
 from orchestrator.traces.export_otel import build_otel
-from orchestrator.traces.masking import build_masker
 from orchestrator.traces.page import build_page
 from orchestrator.traces.reading import Trace, find_trace, list_traces, load_trace
 from orchestrator.traces.recorded_calls import RecordedCall, load_calls
-from orchestrator.traces.replay import Replayed, ReplayReport, replay
+from orchestrator.traces.replay import Comparing, Replayed, ReplayReport, replay
 from orchestrator.traces.stats import TraceStats, gather_stats
 from orchestrator.traces.text_view import build_json, build_lines
 
@@ -121,15 +122,18 @@ def trace_replay(
     image: Annotated[str | None, typer.Option("--image", help="The sandbox's image.")] = None,
     network: Annotated[Literal["none", "egress"] | None, typer.Option("--network", help="Else as the tenant's class says.")] = None,
     ignore: Annotated[list[str] | None, typer.Option("--ignore", help="What matches this regular expression counts as the same.")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Times, numbers of processes and names made by chance count, too.")] = False,
+    outside: Annotated[
+        bool, typer.Option("--outside", help="Run calls that act outside of the sandbox (web, own tools) again, too.")
+    ] = False,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """Run the tool calls of a trace (native, or ATIF) again in a fresh session, and show what differs. Exit code 0 the same, 1 not, or not all could be run."""
 
     async def work() -> ReplayReport:
-        settings = load_settings()
         patterns = _compile(ignore or [])
-        calls, faults = load_calls(find_trace(settings.traces, name, tenant))
+        calls, faults = load_calls(_find(name, tenant))
         for fault in faults:
             typer.echo(f"toolcrew: {escape_controls(fault)}", err=True)
         if not any(_can_run(call) for call in calls):
@@ -139,7 +143,9 @@ def trace_replay(
             await client.open_session(workspace, restore=restore, image=image, network=network) as session,
         ):
             show = (lambda _: None) if as_json else _show_replayed
-            return await replay(calls, session, ignore=patterns, masker=build_masker(settings), on_call=show)
+            comparing = Comparing(patterns, is_exact=exact, masker=client.traces.masker)
+            pools = {state.name: state.spec.pool for state in await client.tool_states()}
+            return await replay(calls, session, comparing, pools=pools, runs_outside=outside, on_call=show)
 
     report = run_work(work(), as_json)
     if as_json:
@@ -148,13 +154,14 @@ def trace_replay(
         counts = report.counts()
         told = f"{counts['same']} the same, {counts['different']} different"
         told += f", {counts['unfit']} could not be run as they were" if counts["unfit"] else ""
+        told += f", {counts['outside']} act outside of the sandbox and were left alone" if counts["outside"] else ""
         typer.echo(told + (f", {counts['unrun']} had not been run then either" if counts["unrun"] else ""))
     raise typer.Exit(0 if report.is_same else EXIT_ERROR)
 
 
 def _load(name: str, tenant: str | None, as_json: bool) -> Trace:
     async def work() -> Trace:
-        trace = load_trace(find_trace(load_settings().traces, name, tenant))
+        trace = load_trace(_find(name, tenant))
         if not trace.records:
             raise ConfigError(f"{trace.path} has no line of a trace: give the file of a run")
         return trace
@@ -162,16 +169,16 @@ def _load(name: str, tenant: str | None, as_json: bool) -> Trace:
     return run_work(work(), as_json)
 
 
-async def _write(path: Path, text: str) -> None:
-    def write() -> None:
-        # What a run has seen is for nobody else of this host.
-        path.touch(mode=0o600)
-        path.write_text(text, encoding="utf-8")
+def _find(name: str, tenant: str | None) -> Path:
+    """The trace of a run; of an item that was begun anew the last one, and on stderr that there are others."""
+    found = find_attempts(load_settings().traces, name, tenant)
+    if note := found.note():
+        typer.echo(f"toolcrew: {escape_controls(note)}", err=True)
+    return found.path
 
-    try:
-        await asyncio.to_thread(write)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}): give another file with -o") from error
+
+async def _write(path: Path, text: str) -> None:
+    await asyncio.to_thread(write_private, path, text)
 
 
 def _compile(texts: list[str]) -> list[re.Pattern[str]]:
@@ -191,7 +198,7 @@ def _can_run(call: RecordedCall) -> bool:
 def _show_replayed(one: Replayed) -> None:
     arguments = json.dumps(one.call.arguments, ensure_ascii=False)
     shown = arguments if len(arguments) <= 200 else f"{arguments[:200]}... ({len(arguments)} characters)"
-    word = {"same": "same", "different": "DIFFERENT", "unfit": "CANNOT BE RUN", "unrun": "not run"}[one.state]
+    word = {"same": "same", "different": "DIFFERENT", "unfit": "CANNOT BE RUN", "unrun": "not run", "outside": "left alone"}[one.state]
     lines = [f"{word}  {one.call.tool} {shown}", *([f"   {one.why}"] if one.why else []), *(f"   {line}" for line in one.diff)]
     for line in lines:
         typer.echo(escape_controls(line))

@@ -1,7 +1,7 @@
 """The SDK: connect to a pool or start one, open sessions, call tools, run instructions. The CLI uses nothing else."""
 
 import secrets
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Literal
@@ -28,8 +28,7 @@ from orchestrator.run_parts import RunAs, RunParts
 from orchestrator.sessions import Checkpoint, Session, Start, delete_checkpoint
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings
 from orchestrator.switches import build_switch
-from orchestrator.traces.masking import password_of
-from orchestrator.traces.opening import Traces
+from orchestrator.traces.opening import Traces, secrets_of_pool
 
 
 class ToolClient:
@@ -44,7 +43,9 @@ class ToolClient:
         stack: StackInfo | None,
         policy: ApprovalPolicy | None = None,
         credential: Credential | None = None,
+        secrets: Mapping[str, str] | None = None,
     ) -> None:
+        """`secrets`: what traces mask beside what the settings hold (kind -> value)."""
         self._settings = settings
         self._dispatcher = pool.dispatcher
         self._catalog = pool.catalog
@@ -55,7 +56,7 @@ class ToolClient:
         approver = approver or choose_approver(settings.approvals, is_interactive=is_interactive())
         policy = policy or (load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY)
         self._parts = RunParts(settings, pool, approver, policy)
-        self.traces = Traces(settings, {"Redis password": (password_of(stack.redis_url) or "") if stack is not None else ""})
+        self.traces = Traces(settings, secrets or {})
         self._pool = pool
         self.tenant = tenant
         self.stack = stack
@@ -79,14 +80,16 @@ class ToolClient:
         ToolFailure (UNAUTHENTICATED for a key that is none, PERMISSION_DENIED for another tenant's).
         """
         settings = settings or load_settings()
-        async with open_pool(settings.broker(url), queue_wait_s=settings.queue_wait_s) as pool:
+        broker = settings.broker(url)
+        async with open_pool(broker, queue_wait_s=settings.queue_wait_s) as pool:
             credential = None
             if api_key is not None:
                 keys = ApiKeys(pool.redis, settings.deployment)
                 credential = Credential(keys, api_key)
                 tenant = (await keys.authenticate(api_key)).tenant if tenant == DEFAULT_TENANT else tenant
                 await credential.check(tenant)
-            yield cls(settings, pool, tenant, approver, None, policy, credential)
+            known = secrets_of_pool(broker.redis_url.get_secret_value(), api_key=api_key)
+            yield cls(settings, pool, tenant, approver, None, policy, credential, known)
 
     @classmethod
     @asynccontextmanager
@@ -107,7 +110,9 @@ class ToolClient:
             embedded_stack(settings.for_children()) as stack,
             open_pool(settings.broker(stack.redis_url), queue_wait_s=settings.queue_wait_s) as pool,
         ):
-            yield cls(settings, pool, tenant, approver, stack, policy)
+            yield cls(
+                settings, pool, tenant, approver, stack, policy, secrets=secrets_of_pool(stack.redis_url, flower_url=stack.flower_url)
+            )
 
     async def open_session(
         self,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote, quote_plus, urlsplit
+from urllib.parse import quote, quote_plus, unquote, urlsplit
 
 from pydantic import SecretStr
 
@@ -130,12 +130,20 @@ def build_masker(settings: OrchestratorSettings, more: Mapping[str, str] | None 
     return Masker({**secrets_of_environment(), **dict(_of_settings(settings)), **(more or {})})
 
 
-def password_of(url: str) -> str | None:
-    """The password in a URL, as it is written there."""
-    try:
-        return urlsplit(url).password
-    except ValueError:
-        return None
+def passwords_of(kind: str, urls: str) -> dict[str, str]:
+    """The passwords in a URL, or in several with `;` between: each as it is written there and as who asks for it gets it. Kind -> value."""
+    found: dict[str, str] = {}
+    for at, url in enumerate(urls.split(";")):
+        name = kind + (f" {at + 1}" if at else "")
+        try:
+            written = urlsplit(url).password
+        except ValueError:
+            continue
+        if written:
+            found[name] = unquote(written)
+            if written != found[name]:
+                found[f"{name} in its URL"] = written
+    return found
 
 
 def is_masked(value: Any) -> bool:
@@ -154,21 +162,16 @@ def _of_settings(settings: OrchestratorSettings) -> Iterable[tuple[str, str]]:
     for name in type(settings).model_fields:
         value = getattr(settings, name)
         kind = name.upper() if name.startswith("openai") else f"TOOLCREW_{name.upper()}"
-        held = (
-            [value]
-            if isinstance(value, SecretStr)
-            else [one for one in value if isinstance(one, SecretStr)]
-            if isinstance(value, list)
-            else []
-        )
+        held = value if isinstance(value, list) else [value]
         for secret in held:
-            text = secret.get_secret_value()
-            if name != "redis_url":
-                yield kind, text
+            text = secret.get_secret_value() if isinstance(secret, SecretStr) else secret
+            if not isinstance(text, str):
                 continue
-            for at, part in enumerate(text.split(";")):
-                if password := password_of(part):
-                    yield f"{kind} password" + (f" {at + 1}" if at else ""), password
+            if "://" in text:
+                yield from passwords_of(f"{kind} password", text).items()
+            # Of a setting that is a URL only the password is secret.
+            if isinstance(secret, SecretStr) and not name.endswith("_url"):
+                yield kind, text
 
 
 def _forms(value: str) -> set[str]:

@@ -6,21 +6,21 @@ from pathlib import Path
 
 from orchestrator.events import OnEvent, RunEvent
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.traces.masking import build_masker
+from orchestrator.traces.masking import Masker, build_masker, passwords_of
 from orchestrator.traces.recorder import TraceRecorder, open_trace
 
 
 class Traces:
-    """`secrets`: what is masked beside what settings and environment hold (kind -> value)."""
+    """`secrets`: what is masked beside what settings and environment hold (kind -> value). `masker`: masks as they do."""
 
     def __init__(self, settings: OrchestratorSettings, secrets: Mapping[str, str]) -> None:
         self.folder: Path = settings.traces
-        self._masker = build_masker(settings, {kind: value for kind, value in secrets.items() if value})
+        self.masker: Masker = build_masker(settings, secrets)
 
     @contextmanager
     def open(self, tenant: str, run: str, tell: OnEvent, on_warning: Callable[[str], None] = lambda _: None) -> Iterator["Traced"]:
         """The trace of one run. Raises ConfigError for a tenant or run whose name is none; what cannot be written is warned of, and ends no run."""
-        with open_trace(self.folder, tenant, run, masker=self._masker, on_warning=on_warning) as recorder:
+        with open_trace(self.folder, tenant, run, masker=self.masker, on_warning=on_warning) as recorder:
             yield Traced(recorder, tell)
 
 
@@ -40,3 +40,9 @@ class Traced:
         """The trace first: whoever listens may raise."""
         self._recorder.on_event(event)
         self._tell(event)
+
+
+def secrets_of_pool(redis_url: str, *, flower_url: str | None = None, api_key: str | None = None) -> dict[str, str]:
+    """What a client of a pool knows beside its settings: a URL that it was given, what a stack of its own has made up, a tenant's key."""
+    found = {**passwords_of("Redis password", redis_url), **passwords_of("Flower password", flower_url or "")}
+    return {**found, **({"API key of the tenant": api_key} if api_key else {})}

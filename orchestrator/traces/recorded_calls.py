@@ -18,12 +18,14 @@ MISSING = "bytes are missing: blob "
 
 @dataclass(frozen=True)
 class Told:
-    """What a result says, as far as it can be compared. `success` None: its trace does not say; then `text` is all there is."""
+    """What a result says, as far as it can be compared. `success` None: its trace does not say; then `text` is all there is. `streams`: a command's
+    stdout and stderr, each for itself."""
 
     text: str
     success: bool | None = None
     error_code: str | None = None
     exit_code: int | None = None
+    streams: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class RecordedCall:
     told: Told | None
     unfit: str = ""
     unrun: str = ""
+
+    @property
+    def is_of_job(self) -> bool:
+        """Whether it starts a job in the background, or asks about one."""
+        return bool(self.arguments.get("background")) or self.arguments.get("action") in ("poll", "input", "kill", "list")
 
 
 def load_calls(path: Path) -> tuple[list[RecordedCall], list[str]]:
@@ -60,10 +67,16 @@ def exit_code_of(metadata: dict[str, Any]) -> int | None:
     return code if isinstance(code, int) and not isinstance(code, bool) else None
 
 
+def streams_of(metadata: dict[str, Any]) -> tuple[str, str] | None:
+    """A command's stdout and stderr, where its result has both."""
+    out, err = metadata.get("stdout"), metadata.get("stderr")
+    return (out, err) if isinstance(out, str) and isinstance(err, str) else None
+
+
 def _of_trace(call: TraceCall, unrun: str) -> RecordedCall:
     result, told = call.result, None
     if result is not None:
-        told = Told(result.text(), result.success, result.error_code, exit_code_of(result.metadata))
+        told = Told(result.text(), result.success, result.error_code, exit_code_of(result.metadata), streams_of(result.metadata))
     return RecordedCall(call.call_id, call.tool, call.arguments, told, "" if unrun else _unfit(call.arguments, told), unrun)
 
 
@@ -121,11 +134,13 @@ def _of_atif_call(call: AtifToolCall, result: AtifObservationResult | None) -> R
     if result is not None:
         extra = result.extra or {}
         success, code, metadata = extra.get("success"), extra.get("error_code"), extra.get("metadata")
+        metadata = metadata if isinstance(metadata, dict) else {}
         told = Told(
             _text(result),
             success if isinstance(success, bool) else None,
             code if isinstance(code, str) else None,
-            exit_code_of(metadata if isinstance(metadata, dict) else {}),
+            exit_code_of(metadata),
+            streams_of(metadata),
         )
     unfit = "" if unrun else _unfit(call.arguments, told)
     return RecordedCall(call.tool_call_id, call.function_name, call.arguments, told, unfit, unrun)

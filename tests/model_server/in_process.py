@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +19,8 @@ from tests.model_server.wire import Connection
 
 Lines = Sequence[dict[str, Any]]
 OK = {"kind": "rule", "reply": {"text": "ok"}}
+TRUST_NOBODY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For clients of loopback, which speak no TLS: to load the authorities of the world takes more than all else that such a test does."""
 
 
 class WatchedChat(Chat):
@@ -64,7 +67,7 @@ async def playing(*lines: dict[str, Any]) -> AsyncIterator[Playing]:
     chat = WatchedChat(*lines)
     server = await asyncio.get_running_loop().create_server(lambda: Connection(chat), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
+    async with server, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=TRUST_NOBODY, trust_env=False, timeout=60) as client:
         yield Playing(chat, port, client)
 
 

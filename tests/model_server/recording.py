@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -142,7 +142,7 @@ class Recorder:
     def _build_pair(self, request: Request, asked: Asked, response: httpx.Response, raw: bytes) -> Pair:
         secrets = _secrets(request.headers)
         try:
-            body, is_binary = _strike(raw.decode(), secrets), False
+            body, is_binary = _strike_pieces(_strike(raw.decode(), secrets), secrets), False
         except UnicodeDecodeError:
             for secret in secrets:
                 raw = raw.replace(secret.encode(), MASK.encode())
@@ -172,6 +172,51 @@ def _strike(text: str, secrets: Sequence[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, MASK)
     return text
+
+
+def _strike_pieces(body: str, secrets: Sequence[str]) -> str:
+    """Of a stream, where a secret may lie over several pieces of one text: then the first piece gets all of the text without it. Else it stays."""
+    events = [_Event(part) for part in re.split(r"(?<=\n\n)", body)]
+    places: dict[tuple[Any, ...], list[tuple[dict[str, Any], str]]] = {}
+    for event in events:
+        for place, holder, key in event.texts():
+            places.setdefault(place, []).append((holder, key))
+    is_struck = False
+    for pieces in places.values():
+        whole = "".join(holder[key] for holder, key in pieces)
+        if (struck := _strike(whole, secrets)) != whole:
+            is_struck = True
+            for at, (holder, key) in enumerate(pieces):
+                holder[key] = "" if at else struck
+    return "".join(event.tell() for event in events) if is_struck else body
+
+
+class _Event:
+    """One event of a stream, and the pieces of texts in it."""
+
+    def __init__(self, written: str) -> None:
+        self._written = written
+        try:
+            self._chunk: Any = json.loads(written.removeprefix("data:"))
+        except (ValueError, RecursionError):
+            self._chunk = None
+
+    def texts(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], str]]:
+        """Which text it is a piece of, and where it stands."""
+        choices = self._chunk.get("choices") if isinstance(self._chunk, dict) else None
+        for choice in choices if isinstance(choices, list) else []:
+            delta = choice.get("delta") if isinstance(choice, dict) else None
+            if not isinstance(delta, dict):
+                continue
+            yield from ((("text", choice.get("index"), key), delta, key) for key, value in delta.items() if isinstance(value, str))
+            calls = delta.get("tool_calls")
+            for call in calls if isinstance(calls, list) else []:
+                function = call.get("function") if isinstance(call, dict) else None
+                if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                    yield ("call", choice.get("index"), call.get("index")), function, "arguments"
+
+    def tell(self) -> str:
+        return f"data: {json.dumps(self._chunk)}\n\n" if isinstance(self._chunk, dict) else self._written
 
 
 class Replay:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from orchestrator.batches.lines import load_lines
+from tests.model_server.in_process import TRUST_NOBODY
 from tests.model_server.running import ModelServer, running_model_server
 from tests.model_server.script import load_script
 
@@ -222,7 +223,7 @@ def work(server: ModelServer, client: httpx.Client, instruction: str, workspace:
 
 @pytest.fixture
 def client() -> Iterator[httpx.Client]:
-    with httpx.Client(timeout=60, trust_env=False) as opened:
+    with httpx.Client(verify=TRUST_NOBODY, timeout=60, trust_env=False) as opened:
         yield opened
 
 
@@ -247,7 +248,7 @@ def repaired(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The artifacts and the output of a batch that the script has worked."""
     folder = tmp_path_factory.mktemp("repaired")
     rows = []
-    with running_model_server(FIX / "script.jsonl") as server, httpx.Client(timeout=60, trust_env=False) as client:
+    with running_model_server(FIX / "script.jsonl") as server, httpx.Client(verify=TRUST_NOBODY, timeout=60, trust_env=False) as client:
         for line in read_lines(FIX / "batch.jsonl"):
             copy = folder / "artifacts" / line["id"]
             shutil.copytree(FIX / line["workspace"], copy)

@@ -14,7 +14,7 @@ import pytest
 
 from contract.errors import ModelRefused
 from orchestrator.models.capabilities import probe
-from tests.model_server.in_process import OK, Lines, Playing, after_call, playing, read, user
+from tests.model_server.in_process import OK, TRUST_NOBODY, Lines, Playing, after_call, playing, read, user
 from tests.model_server.running import ROOT, DidNotStart, running_model_server
 
 CALL = {"kind": "rule", "when": {"step": 0}, "reply": {"calls": [{"name": "bash_tool", "arguments": {"command": "seq {{item}}"}}]}}
@@ -203,7 +203,7 @@ async def test_requests_sent_at_once_are_answered_in_their_order() -> None:
 
 
 def test_the_program_says_its_url_first_serves_counts_and_goes_with_its_block() -> None:
-    with running_model_server([OK]) as server, httpx.Client(trust_env=False, timeout=60) as client:
+    with running_model_server([OK]) as server, httpx.Client(verify=TRUST_NOBODY, trust_env=False, timeout=60) as client:
         reply = client.post(f"{server.url}/chat/completions", json={"messages": [user("go")]})
         assert reply.json()["choices"][0]["message"]["content"] == "ok"
         assert client.get(f"{server.url}/models").json()["data"][0]["id"] == "scripted"

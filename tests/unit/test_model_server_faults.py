@@ -55,12 +55,12 @@ async def play_dice(order: Sequence[int], seed: int) -> dict[int, list[int]]:
 
 
 async def test_chance_goes_by_the_seed_whatever_the_order_of_requests() -> None:
-    numbers = [*range(40), *range(40)]
+    numbers = [*range(20), *range(20)]
     drawn = await play_dice(numbers, 1)
     assert drawn == await play_dice(numbers[::-1], 1)
     assert drawn != await play_dice(numbers, 2)
     failed = sum(status == 503 for statuses in drawn.values() for status in statuses)
-    assert 15 < failed < 50
+    assert 5 < failed < 30
 
 
 @pytest.mark.parametrize("after_bytes", [0, 1, 200, 10**6])

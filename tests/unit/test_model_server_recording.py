@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.model_server.in_process import TRUST_NOBODY
 from tests.model_server.recording import Recorder, Replay, digest_messages, load_pairs
 from tests.model_server.script import BadScript, Script, parse_script
 from tests.model_server.service import Chat, Source
@@ -31,7 +32,7 @@ async def serving(source: Source | None, script: Script | None = None) -> AsyncI
 
 
 async def ask(url: str, *messages: dict[str, Any], stream: bool = False, **headers: str) -> httpx.Response:
-    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+    async with httpx.AsyncClient(verify=TRUST_NOBODY, trust_env=False, timeout=60) as client:
         # ASCII: halves of characters go as escapes.
         body = json.dumps({"model": "m", "messages": messages, "stream": stream})
         return await client.post(f"{url}/chat/completions", content=body, headers=headers)
@@ -57,7 +58,7 @@ async def record(file: Path, answer: Any, *requests: tuple[dict[str, Any], bool]
 async def test_a_recorded_stream_is_played_again_byte_for_byte(tmp_path: Path) -> None:
     rules = parse_script('{"kind": "rule", "reply": {"text": "hello {{user}}", "chunk_chars": 2}}')
     async with serving(None, rules) as (real, _):
-        recorder = Recorder(real, tmp_path / "pairs.jsonl")
+        recorder = Recorder(real, tmp_path / "pairs.jsonl", transport=httpx.AsyncHTTPTransport(verify=TRUST_NOBODY))
         async with serving(recorder) as (url, chat):
             recorded = [await ask(url, HI, stream=stream) for stream in (True, False)]
             assert chat.counters.replies == 2
@@ -86,6 +87,24 @@ async def test_no_secret_of_the_client_is_in_the_file_though_the_endpoint_repeat
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize("kind", ["content", "arguments"])
+async def test_a_secret_that_a_stream_brings_in_pieces_is_struck_out_of_it(tmp_path: Path, kind: str) -> None:
+    said = f"it is {KEY}, I think"
+    pieces = [said[at : at + 3] for at in range(0, len(said), 3)]
+    deltas = [
+        {"content": piece} if kind == "content" else {"tool_calls": [{"index": 0, "function": {"arguments": piece}}]} for piece in pieces
+    ]
+    body = "".join(f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}\n\n" for delta in deltas) + "data: [DONE]\n\n"
+    file = tmp_path / "pairs.jsonl"
+    got, _ = await record(file, lambda _: httpx.Response(200, text=body, headers={"content-type": "text/event-stream"}), (HI, True))
+    assert got[0].text == body
+    [pair] = load_pairs(file)
+    told = [json.loads(part.removeprefix("data: ")) for part in pair.body.split("\n\n")[:-2]]
+    came = [choice["delta"] for chunk in told for choice in chunk["choices"]]
+    texts = [delta["content"] if kind == "content" else delta["tool_calls"][0]["function"]["arguments"] for delta in came]
+    assert ("".join(texts), len(texts), pair.body.endswith("data: [DONE]\n\n")) == ("it is [secret], I think", len(pieces), True)
+
+
 async def test_refusals_bytes_and_their_headers_are_recorded_too(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     answers = [httpx.Response(429, text="slow down", headers={"retry-after": "3"}), httpx.Response(200, content=b"\xff\xfe")]
@@ -95,7 +114,7 @@ async def test_refusals_bytes_and_their_headers_are_recorded_too(tmp_path: Path)
         assert (first.status_code, first.headers["retry-after"], first.text) == (429, "3", "slow down")
         # In their order, and the last one from then on; until it is reset.
         assert (second.content, third.content) == (b"\xff\xfe", b"\xff\xfe")
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(verify=TRUST_NOBODY, trust_env=False) as client:
             await client.post(url.removesuffix("/v1") + "/reset")
         assert (await ask(url, HI)).status_code == 429
         assert chat.counters.requests == 1
@@ -104,7 +123,7 @@ async def test_refusals_bytes_and_their_headers_are_recorded_too(tmp_path: Path)
 async def test_a_reply_that_breaks_off_is_not_recorded_and_breaks_off_for_the_client(tmp_path: Path) -> None:
     rules = parse_script('{"kind": "rule", "reply": {"text": "hello"}}\n{"kind": "fault", "fault": {"kind": "cut", "after_bytes": 99}}')
     async with serving(None, rules) as (real, _):
-        recorder = Recorder(real, tmp_path / "pairs.jsonl")
+        recorder = Recorder(real, tmp_path / "pairs.jsonl", transport=httpx.AsyncHTTPTransport(verify=TRUST_NOBODY))
         async with serving(recorder) as (url, chat):
             with pytest.raises(httpx.HTTPError):
                 await ask(url, HI, stream=True)

@@ -4,15 +4,19 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from typer.testing import CliRunner
 
 from contract.calls import ToolCall, ToolResult
+from contract.registry import ToolState
 from orchestrator import cli_trace
 from orchestrator.cli_trace import trace_app
 from orchestrator.models.scripted import ScriptedModel
+from orchestrator.settings import load_settings
+from orchestrator.traces.opening import Traces
+from tests.builders import build_spec
 from tests.trace_ground import echo, run_traced
 
 
@@ -68,8 +72,12 @@ def test_export_prints_or_writes_each_format(trace: Path, tmp_path: Path, to: st
 class FakeClient:
     """Opens sessions whose calls are answered by `answer`."""
 
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
+    def __init__(self, answer: Any, pool: Literal["sandbox", "tools"] = "sandbox") -> None:
+        self._answer, self._pool = answer, pool
+        self.traces = Traces(load_settings(), {})
+
+    async def tool_states(self) -> list[ToolState]:
+        return [ToolState(build_spec("echo").model_copy(update={"pool": self._pool}))]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         result: ToolResult = self._answer(ToolCall(id="new", name=name, arguments=dict(arguments)))
@@ -85,10 +93,10 @@ class FakeClient:
         """Nothing to close."""
 
 
-def replay_with(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+def replay_with(monkeypatch: pytest.MonkeyPatch, answer: Any, pool: Literal["sandbox", "tools"] = "sandbox") -> None:
     @asynccontextmanager
     async def open_client(tenant: str | None = None) -> AsyncIterator[FakeClient]:
-        yield FakeClient(answer)
+        yield FakeClient(answer, pool)
 
     monkeypatch.setattr(cli_trace, "open_client", open_client)
 
@@ -102,6 +110,17 @@ def test_replay_exits_with_0_when_all_is_the_same_and_1_when_not(trace: Path, mo
     assert (code, "DIFFERENT  echo" in told, "\x1b" in told) == (1, True, False)
     assert json.loads(run("replay", "run1", "--json")[1])["different"] == 1
     assert run("replay", "run1", "--ignore", "^a.*")[0] == 0
+
+
+def test_replay_leaves_alone_what_acts_outside_of_the_sandbox_unless_told(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay_with(monkeypatch, echo, pool="tools")
+    code, told, _ = run("replay", "run1")
+    assert (code, "left alone  echo" in told, told.splitlines()[-1]) == (
+        0,
+        True,
+        "0 the same, 0 different, 1 act outside of the sandbox and were left alone",
+    )
+    assert run("replay", "run1", "--outside")[1].splitlines()[-1] == "1 the same, 0 different"
 
 
 def test_replay_reads_what_export_wrote(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

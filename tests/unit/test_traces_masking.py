@@ -12,6 +12,7 @@ from pydantic import SecretStr
 
 from orchestrator.settings import load_settings, secrets_of_environment
 from orchestrator.traces.masking import MARK, Masker, build_masker, is_masked
+from orchestrator.traces.opening import secrets_of_pool
 
 SECRET = "hunter2/+pass wörd"
 MASKER = Masker({"TOOLCREW_SECRET": SECRET})
@@ -158,6 +159,21 @@ def test_the_secrets_of_settings_and_environment_are_known(monkeypatch: pytest.M
     masked = masker.mask(" ".join(secrets))
     assert [secret for secret in secrets if secret in masked] == []
     assert {"TOOLCREW_BRAVE_API_KEY", "SOME_TOKEN"} <= secrets_of_environment().keys()
+
+
+def test_a_password_in_a_url_is_known_as_it_is_written_and_as_it_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", "sentinel://u:p%40ss%3Aw0rd-a@h:1;sentinel://:p%40ss%3Aw0rd-b@h:2")
+    monkeypatch.setenv("OPENAI_BASE_URL", "https://u:endpoint-passw0rd@h/v1")
+    monkeypatch.setenv("TOOLCREW_SECRET", "no://url:of@any/kind")
+    masker = build_masker(load_settings())
+    written = ["p%40ss%3Aw0rd-a", "p@ss:w0rd-a", "p@ss:w0rd-b", "endpoint-passw0rd", "no://url:of@any/kind"]
+    assert [secret for secret in written if secret in masker.mask(f"it is {secret} here")] == []
+
+
+def test_what_a_client_of_a_pool_was_given_or_has_made_up_is_known() -> None:
+    known = secrets_of_pool("redis://:redis-made-up@h", flower_url="http://toolcrew:flower-made-up@h/", api_key="key-of-the-tenant")
+    assert sorted(known.values()) == ["flower-made-up", "key-of-the-tenant", "redis-made-up"]
+    assert secrets_of_pool("redis://h:1") == {}
 
 
 def test_every_secret_setting_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
