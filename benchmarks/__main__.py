@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...] [--json] [--check]`: runs the named benchmarks, or all. With --check a missed target is exit status 1."""
+"""`python -m benchmarks [NAME ...] [--runs N] [--json] [--check]`: runs the named benchmarks, or all. With --check a missed target is exit status 1."""
 
 import argparse
 import importlib
@@ -36,22 +36,32 @@ NAMES = (
     "workspaces",
     "egress",
     "neighbours",
+    "batch_runs",
+    "batch_memory",
+    "batch_queue",
 )
+GROUPS = {"batch": ("batch_runs", "batch_memory", "batch_queue")}
+SIZED = ("batch_runs", "batch_memory")
+"""Those that --runs is for."""
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench", description="Ours beside floors and peers, from one interleaved run each.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; default all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; batch: all of batches; default all")
+    parser.add_argument("--runs", type=int, metavar="N", help=f"how many runs a batch has, of {' and '.join(SIZED)}; default 1000")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
     asked = parser.parse_args(argv)
-    unknown = [name for name in asked.names if name not in NAMES]
+    names = [name for given in asked.names for name in GROUPS.get(given, (given,))] or NAMES
+    unknown = [name for name in names if name not in NAMES]
     if unknown:
-        parser.error(f"unknown benchmark {unknown[0]}; there are {', '.join(NAMES)}")
+        parser.error(f"unknown benchmark {unknown[0]}; there are {', '.join((*NAMES, *GROUPS))}")
+    if asked.runs is not None and (asked.runs < 2 or not set(names) & set(SIZED)):
+        parser.error(f"--runs is at least 2, and for {' and '.join(SIZED)}")
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:
-        reports = [_run(name, quiet=asked.json) for name in asked.names or NAMES]
+        reports = [_run(name, asked.runs, quiet=asked.json) for name in names]
     except KeyboardInterrupt:
         sys.stderr.write("bench: interrupted; everything it started has been taken down\n")
         return 130
@@ -64,11 +74,11 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if missed and asked.check else 0
 
 
-def _run(name: str, *, quiet: bool) -> Report:
+def _run(name: str, runs: int | None, *, quiet: bool) -> Report:
     """A benchmark's report; its module is loaded only now, so that one does not need what another needs."""
-    run: Callable[[], Report] = importlib.import_module(f"benchmarks.{name}").run
+    run: Callable[..., Report] = importlib.import_module(f"benchmarks.{name}").run
     before = os.getloadavg()[0]
-    report = run()
+    report = run(runs) if runs is not None and name in SIZED else run()
     report.notes.append(f"load average {before:.1f} before, {os.getloadavg()[0]:.1f} after, on {os.cpu_count()} cores")
     if not quiet:
         print(report.as_text(), flush=True)

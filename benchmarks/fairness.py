@@ -197,7 +197,7 @@ async def open_ground() -> AsyncIterator[Ground]:
     with open_server() as url:
         pool = redis.asyncio.BlockingConnectionPool.from_url(url, max_connections=16, timeout=10, socket_timeout=10)
         async with redis.asyncio.Redis(connection_pool=pool) as client:
-            await _until_it_answers(client)
+            await until_it_answers(client)
             ground = Ground(client)
             await ground.set_slots(SLOTS)
             yield ground
@@ -222,7 +222,7 @@ def open_server() -> Iterator[str]:
             server.wait(20)
 
 
-async def _until_it_answers(client: "redis.asyncio.Redis") -> None:
+async def until_it_answers(client: "redis.asyncio.Redis") -> None:
     until = time.monotonic() + 20
     while True:
         try:

@@ -1,0 +1,105 @@
+"""`toolcrew batch submit` as its users type it, in a process of its own that is looked at while it works."""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import child_process
+from orchestrator.batches.happening_files import read_happenings
+from orchestrator.batches.happenings import Happening, ItemDone, ItemRetried, ItemStarted
+from tests.model_server.running import ModelServer
+
+LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class Worked:
+    """A batch that was worked to its end. `seconds`: from its first item's beginning to its last one's end; `cpu_s` and `peak_bytes` (resident): of the
+    process that worked it, from its start to its end."""
+
+    seconds: float
+    cpu_s: float
+    peak_bytes: float
+    answers: Mapping[str, str]
+    failures: Sequence[str]
+    retried: int
+    most_in_flight: int
+
+
+class BatchShell:
+    """Submits batches to a pool, with a model server as the model."""
+
+    def __init__(self, redis_url: str, folder: Path) -> None:
+        self._redis_url = redis_url
+        self._folder = folder
+
+    async def work(self, name: str, lines: Sequence[Mapping[str, Any]], server: ModelServer, concurrency: int) -> Worked:
+        """Work a batch of these lines. Raises RuntimeError with the last words of a submit that ended otherwise."""
+        file, out = self._folder / f"{name}.jsonl", self._folder / f"{name}-out.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        argv = [str(Path(sys.executable).with_name("toolcrew")), "batch", "submit", str(file), "--output", str(out), "--id", name]
+        environment = {
+            **server.environment(),
+            "TOOLCREW_REDIS_URL": self._redis_url,
+            "TOOLCREW_TRACES": str(self._folder / "traces"),
+            "TOOLCREW_LOG_LEVEL": "WARNING",
+        }
+        log = self._folder / f"{name}.log"
+        cpu_s = peak = 0.0
+        with child_process([*argv, "--concurrency", str(concurrency)], environment, log) as child:
+            while child.poll() is None:
+                with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                    # As it was last seen: nothing can be read of a process that has ended.
+                    cpu_s, peak = max(cpu_s, _cpu_s(child.pid)), max(peak, _peak_bytes(child.pid))
+                await asyncio.sleep(LOOK_S)
+        if child.returncode not in (0, 1):
+            raise RuntimeError(f"the batch {name} was not worked to its end: {log.read_text(errors='replace')[-2000:]}")
+        seconds, retried, most = _told(list(read_happenings(out.with_name(f"{out.stem}.events.jsonl"))))
+        failures = [json.dumps(row["error"]) for row in _rows(out.with_name(f"{out.stem}.errors.jsonl"))]
+        answers = {row["custom_id"]: _answer(row) for row in _rows(out)}
+        return Worked(seconds, cpu_s, peak, answers, failures, retried, most)
+
+
+@contextlib.contextmanager
+def open_shell(redis_url: str) -> Iterator[BatchShell]:
+    with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as folder:
+        yield BatchShell(redis_url, Path(folder))
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        yield from (json.loads(line) for line in path.read_text().splitlines())
+
+
+def _answer(row: dict[str, Any]) -> str:
+    body = row["response"]["body"]
+    return str(body["answer"] if "answer" in body else body["choices"][0]["message"]["content"])
+
+
+def _told(happenings: Sequence[Happening]) -> tuple[float, int, int]:
+    """Seconds from the first beginning to the last end; how often an item was begun anew; and how many were worked at once, at most."""
+    ends = (ItemDone, ItemRetried)
+    changes = sorted((one.at, 1 if isinstance(one, ItemStarted) else -1) for one in happenings if isinstance(one, (ItemStarted, *ends)))
+    now = most = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return changes[-1][0] - changes[0][0], sum(isinstance(one, ItemRetried) for one in happenings), most
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _peak_bytes(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    # Of one that has just ended there is no such line any more.
+    return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("VmHWM:")), 0.0)

@@ -1,0 +1,52 @@
+"""What the process that works a batch takes of memory with 1,000 runs in flight that all wait for their model at once."""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.batch_ground import open_shell
+from benchmarks.report import Report
+from orchestrator import ToolClient
+from tests.model_server.running import ModelServer, running_model_server
+
+RUNS = 1000
+THINKS_S = 20.0
+"""How long the model is silent: long enough for all to be asking at once."""
+MIB = 1024 * 1024
+SCRIPT: list[dict[str, Any]] = [{"kind": "rule", "reply": {"text": "answer {{item}}", "first_byte_s": THINKS_S}}]
+
+
+def lines(runs: int) -> list[Mapping[str, Any]]:
+    """Chats, which need no sandbox: what hosts have is no limit."""
+    return [
+        {
+            "custom_id": f"i{number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": [{"role": "user", "content": f"[item {number}] think"}]},
+        }
+        for number in range(runs)
+    ]
+
+
+def run(runs: int = RUNS) -> Report:
+    with running_model_server(SCRIPT) as model:
+        return asyncio.run(_run(runs, model))
+
+
+async def _run(runs: int, model: ModelServer) -> Report:
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(ToolClient.embedded())
+        assert client.stack is not None
+        shell = stack.enter_context(open_shell(client.stack.redis_url))
+        few = await shell.work("few", lines(1), model, 1)
+        many = await shell.work("many", lines(runs), model, runs)
+    answered = sum(many.answers.get(f"i{number}") == f"answer {number}" for number in range(runs))
+    report = Report("batch_memory", notes=[f"{runs} chats in one batch, the model silent for {THINKS_S:g} s before each reply"])
+    report.add("right_number", answered, f"of {runs}: answered", at_least=runs)
+    report.add("asking_number", model.stats()["most_open"], "connections to the model at once", at_least=0.95 * runs)
+    report.add("peak_bytes", many.peak_bytes, "the process that works them, resident at most", at_most=300 * MIB)
+    report.add("few_bytes", few.peak_bytes, "the same with one run")
+    report.add("run_bytes", (many.peak_bytes - few.peak_bytes) / (runs - 1), "a run more")
+    return report

@@ -1,0 +1,173 @@
+"""What a run costs Redis and the orchestrator's process while 10, 1,000 or 10,000 others are queued: claimed and ended, and in the whole loop that works a batch."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import redis.asyncio
+from pydantic import SecretStr
+
+from benchmarks.fairness import open_server, until_it_answers
+from benchmarks.report import Report, median
+from contract.settings import BrokerSettings
+from orchestrator.batch_runs import until_first
+from orchestrator.batches.happenings import CallDone, Happening, ItemReady, StepDone
+from orchestrator.batches.items import BatchItem, Outcome, RunBody
+from orchestrator.batches.progress import Progress
+from orchestrator.batches.row_files import RowFiles
+from orchestrator.redis_connection import open_redis
+from orchestrator.runs.brake import Brake
+from orchestrator.runs.follower import Follower
+from orchestrator.runs.happening_stream import HappeningReader, HappeningWriter
+from orchestrator.runs.journal import Journal
+from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
+from orchestrator.runs.run_queue import Claim, RunQueue
+from orchestrator.runs.runner import Runner
+
+QUEUED = (10, 1000, 10_000)
+ROUNDS = 3
+RUNS = 600
+"""Worked in a round, beside those that stay queued."""
+AT_ONCE = 10
+STEPS = 5
+DEPLOYMENT, TENANT = "bench", "default"
+
+
+def run(rounds: int = ROUNDS) -> Report:
+    return asyncio.run(_run(rounds))
+
+
+async def _run(rounds: int) -> Report:
+    report = Report(
+        "batch_queue", notes=[f"medians of {rounds} interleaved rounds of {RUNS} runs; processor time of Redis and of the orchestrator"]
+    )
+    spent: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for number in range(rounds + 1):
+        for queued in QUEUED:
+            for name, case in (("queue", _claimed_and_ended), ("loop", _worked)):
+                one = await _on_a_redis_of_its_own(case, queued)
+                if number:
+                    spent.setdefault((name, queued), []).append(one)
+    for name, what in (("queue", "claimed and ended"), ("loop", f"the whole loop, {STEPS} steps")):
+        for queued in QUEUED:
+            redis_s, own_s = (median([one[at] for one in spent[name, queued]]) for at in (0, 1))
+            report.add(f"{name}_{queued}_redis_ms", redis_s * 1000, f"{what}, {queued:,} more queued: Redis, a run")
+            report.add(f"{name}_{queued}_own_ms", own_s * 1000, f"{what}, {queued:,} more queued: orchestrator, a run")
+        for at, whose in ((0, "redis"), (1, "own")):
+            most = median([after[at] / before[at] for before, after in zip(spent[name, QUEUED[0]], spent[name, QUEUED[-1]], strict=True)])
+            report.add(f"{name}_{whose}_ratio", most, f"{what}, {whose}: {QUEUED[-1]:,} / {QUEUED[0]}", at_most=1.5)
+    return report
+
+
+class _Spent:
+    """Processor seconds of Redis and of this process, between `begin` and `end`."""
+
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        self._client = client
+        self._before = (0.0, 0.0)
+
+    async def begin(self) -> None:
+        self._before = (await self._redis_s(), time.process_time())
+
+    async def end(self) -> tuple[float, float]:
+        own = time.process_time()
+        return await self._redis_s() - self._before[0], own - self._before[1]
+
+    async def _redis_s(self) -> float:
+        told: Any = await self._client.info("cpu")
+        return float(told["used_cpu_user_main_thread"]) + float(told["used_cpu_sys_main_thread"])
+
+
+Case = Callable[["redis.asyncio.Redis", RunQueue, str], Any]
+
+
+async def _on_a_redis_of_its_own(case: Case, queued: int) -> tuple[float, float]:
+    """Processor seconds a run of Redis and of this process, with RUNS to be worked and so many more that stay."""
+    with open_server() as url:
+        async with _client(url) as client:
+            queue = RunQueue(client, DEPLOYMENT)
+            batch = await _submitted(queue, RUNS + queued)
+            redis_s, own_s = await case(client, queue, batch)
+            return redis_s / RUNS, own_s / RUNS
+
+
+@contextlib.asynccontextmanager
+async def _client(url: str) -> AsyncIterator["redis.asyncio.Redis"]:
+    client = open_redis(BrokerSettings(redis_url=SecretStr(url)))
+    try:
+        await until_it_answers(client)
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def _submitted(queue: RunQueue, count: int) -> str:
+    record = BatchRecord(
+        state=BatchState.IN_PROGRESS, total=count, sha256="0" * 64, concurrency=16, defaults=BatchDefaults(), created_at=time.time()
+    )
+    await queue.create(TENANT, "b", record)
+    await queue.add(TENANT, "b", [(f"run-{number}", _item(number)) for number in range(1, count + 1)])
+    return "b"
+
+
+def _item(number: int) -> BatchItem:
+    return BatchItem(custom_id=f"i{number}", line=number, url="/v1/agent/runs", work=RunBody(instruction=f"do {number}"))
+
+
+def _outcome(claim: Claim) -> Outcome:
+    return Outcome(custom_id=claim.record.item.custom_id, run=claim.run, status_code=200, body={"answer": "done"})
+
+
+async def _claimed_and_ended(client: "redis.asyncio.Redis", queue: RunQueue, batch: str) -> tuple[float, float]:
+    spent = _Spent(client)
+    await spent.begin()
+    for _ in range(RUNS // AT_ONCE):
+        for claim in await queue.claim(AT_ONCE, (TENANT, batch)):
+            if not await queue.finish(claim, _outcome(claim)):
+                raise RuntimeError(f"run {claim.run} was lost while it was held")
+    return await spent.end()
+
+
+class _PlayedWork:
+    """Works items at once: each has its steps in its log, and tells of them. After RUNS of them nothing is begun any more."""
+
+    def __init__(self) -> None:
+        self.brake = Brake()
+        self.ended = 0
+        self.drain: Callable[[], None] = lambda: None
+
+    async def work(self, claim: Claim, journal: Journal, _: BatchDefaults, tell: Callable[[Happening], None]) -> Outcome:
+        told: dict[str, Any] = {"item": claim.record.item.custom_id, "run": claim.run}
+        tell(ItemReady(at=time.time(), **told))
+        journal.begin()
+        for step in range(STEPS):
+            await journal.note_reply([{"choices": [{"index": 0, "delta": {"content": "a reply"}}]}])
+            tell(CallDone(at=time.time(), call=f"{claim.run}-{step}", tool="bash_tool", seconds=0.0, **told))
+            tell(StepDone(at=time.time(), step=step, **told))
+        self.ended += 1
+        if self.ended >= RUNS:
+            self.drain()
+        return _outcome(claim)
+
+
+async def _worked(client: "redis.asyncio.Redis", queue: RunQueue, batch: str) -> tuple[float, float]:
+    work, writer, progress = _PlayedWork(), HappeningWriter(client, DEPLOYMENT), Progress(RUNS)
+    played: Any = work
+    runner = Runner(client, DEPLOYMENT, queue, played, writer, 16, (TENANT, batch))
+    work.drain = runner.drain
+    reader, spent = HappeningReader(client, DEPLOYMENT, TENANT, batch), _Spent(client)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="toolcrew-bench-")))
+        rows = stack.enter_context(RowFiles.open(folder / "out.jsonl", folder / "errors.jsonl", lambda *_: True))
+        follower = Follower(queue, reader, TENANT, batch, rows=rows, show=progress.add, tick=lambda: None)
+        await spent.begin()
+        await until_first(follower.run(), runner.run())
+        await follower.end()
+        told = await spent.end()
+        if len(rows.succeeded) < RUNS:
+            raise RuntimeError(f"{len(rows.succeeded)} rows were written of {RUNS} runs or more")
+    return told
