@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 
+from tests.chaos import batch_main
 from tests.chaos.blows import BLOWS, TARGETS, Blow
 from tests.chaos.rounds import Report, Terms, open_chaos, play
 from tests.containers import open_engine
@@ -83,4 +84,4 @@ def _say(sentence: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(batch_main.main(sys.argv[2:]) if sys.argv[1:2] == ["batch"] else main())

@@ -70,7 +70,7 @@ def play(ground: Ground, blows: Sequence[Blow], terms: Terms, seed: str, say: Ca
         time.sleep(terms.moments_s[1])
         report.wrong += load.end()
         ground.has_orphans |= bool(load.killed())
-        report.settled_s = _settle(ground, report)
+        report.settled_s = settle(ground, report.wrong)
         report.verdict = _judge(ground, load)
     report.wrong += report.verdict.wrong
     return report
@@ -83,8 +83,8 @@ def _judge(ground: Ground, load: Load) -> Verdict:
     return judge(lines, acts, load.killed())
 
 
-def _settle(ground: Ground, report: Report) -> float:
-    """Seconds until nothing was left of the calls and sessions."""
+def settle(ground: Ground, wrong: list[str]) -> float:
+    """Seconds until nothing was left of the calls and sessions; what is left at the end of all patience is added to `wrong`."""
     started = time.monotonic()
     left: dict[str, Any] = {}
     while time.monotonic() - started < SETTLE_S:
@@ -94,7 +94,7 @@ def _settle(ground: Ground, report: Report) -> float:
         if not left:
             return time.monotonic() - started
         time.sleep(0.5)
-    report.wrong.append(f"left {SETTLE_S:g} s after the last orchestrator ended: {left}")
+    wrong.append(f"left {SETTLE_S:g} s after the last orchestrator ended: {left}")
     return SETTLE_S
 
 

@@ -1,0 +1,99 @@
+"""What is done to those that work a batch."""
+
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from contract.tenancy import DEFAULT_TENANT
+from orchestrator.runs.keys import batch_key
+from tests.chaos.batch_load import BatchLoad
+from tests.host_ground import Ground
+from tests.stack import UP_S, wait_until
+
+BatchBlow = Literal["orchestrator", "worker", "redis", "pause", "forget"]
+KILLS: tuple[BatchBlow, ...] = ("orchestrator", "worker", "redis")
+"""The others: an orchestrator is stopped for longer than its leases last, and goes on; Redis forgets its last second, as when its machine loses its power."""
+BATCH_BLOWS: tuple[BatchBlow, ...] = (*KILLS, "pause", "forget")
+PAUSE_S = 50.0
+FORGOTTEN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What was done. `held`: the runs that may have been in the hands of an orchestrator that was struck."""
+
+    kind: BatchBlow
+    told: str
+    held: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return self.told
+
+
+def strike(load: BatchLoad, kind: BatchBlow, chance: random.Random) -> Blow:
+    """Returns when the deed is done; after a pause, when the process goes on."""
+    ground = load.ground
+    match kind:
+        case "orchestrator" | "pause":
+            return _strike_orchestrator(load, kind, chance)
+        case "worker":
+            role = f"{chance.choice(ground.hosts)}.worker"
+            return Blow(kind, f"kill {role} ({ground.kill(role)})")
+        case "redis":
+            return Blow(kind, f"kill redis ({ground.kill('redis')})")
+        case "forget":
+            return Blow(kind, f"cut {_forget(ground)} bytes off redis")
+
+
+def _strike_orchestrator(load: BatchLoad, kind: BatchBlow, chance: random.Random) -> Blow:
+    load.ground.wait_redis()
+    one, held = chance.choice(load.living()), _running(load)
+    pid = one.pid
+    if kind == "orchestrator":
+        one.kill_and_start()
+    else:
+        one.signal(signal.SIGSTOP)
+        try:
+            time.sleep(PAUSE_S)
+        finally:
+            one.signal(signal.SIGCONT)
+    load.ground.wait_redis()
+    return Blow(kind, f"{'kill' if kind == 'orchestrator' else 'pause'} orchestrator {one.name} ({pid})", frozenset(held | _running(load)))
+
+
+def _running(load: BatchLoad) -> set[str]:
+    """The runs that some orchestrator has now."""
+    with load.ground.open_redis() as client:
+        return {run.decode() for run in client.smembers(batch_key(load.ground.deployment, DEFAULT_TENANT, load.mark) + ":running")}
+
+
+def _forget(ground: Ground) -> int:
+    """Kill Redis, take away what it has written in its last second, and start it; how much that was."""
+    process, folder = ground.process("redis"), ground.folder / "redis"
+    ends, file = len(process.ends), _newest(folder)
+    before = file.stat()
+    time.sleep(FORGOTTEN_S)
+    process.is_kept = False
+    try:
+        process.kill()
+        wait_until(lambda: len(process.ends) > ends, UP_S, "redis has ended")
+    finally:
+        process.is_kept = True
+    # A rewrite meanwhile began another file, which then loses nothing.
+    after = _newest(folder).stat()
+    lost = after.st_size - before.st_size if after.st_ino == before.st_ino else 0
+    if lost:
+        os.truncate(file, before.st_size)
+    process.start()
+    ground.wait_redis()
+    return lost
+
+
+def _newest(folder: Path) -> Path:
+    """What Redis appends to: one file, or since its seventh release the last of several."""
+    parts = (folder / "appendonlydir").glob("*.incr.aof")
+    return max(parts, key=lambda file: int(file.name.split(".")[-3]), default=folder / "appendonly.aof")

@@ -1,0 +1,153 @@
+"""A batch under chaos: its lines, the script of its model, and the orchestrators that work it, each a `toolcrew batch` that is started again when it is
+killed, as whoever runs batches does."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.verdict import read_lines
+from tests.host_ground import Ground, bound
+from tests.model_server.running import ModelServer
+from tests.stack import ROOT, TOOLCREW, wait_until
+
+OBSERVED = "acts (?P<workspace>[0-9a-f]{32}) (?P<acts>[0-9,]*)"
+_MARK = "[ -s .workspace ] || tr -d - < /proc/sys/kernel/random/uuid > .workspace"
+_ACT = "cat .workspace >> /tally/{{item}}.{{step}}; echo {{step}} >> acts"
+_LOOK = "touch acts; echo acts $(cat .workspace) $(paste -sd, acts)"
+MOST_STEPS = 50
+"""Of an item: its calls, and looks again as long as it is not known what they did."""
+
+
+def build_script(calls: int, call_s: float) -> list[dict[str, Any]]:
+    """So many calls of each item, one a step. Each adds the mark of its workspace to a file of the host that is the call's own, and its number to a file of
+    the workspace; the answer tells both, so that what came twice or not at all shows from outside and from inside."""
+    acting, looking = f"{_MARK}; {_ACT}; sleep {call_s:g}; {_LOOK}", f"{_MARK}; {_LOOK}"
+    return [
+        *({"kind": "rule", "when": {"step": step}, "reply": _calling(acting)} for step in range(calls)),
+        {"kind": "rule", "when": {"observation": OBSERVED}, "reply": {"text": "{{match.workspace}} {{match.acts}}"}},
+        {"kind": "rule", "reply": _calling(looking)},
+    ]
+
+
+def _calling(command: str) -> dict[str, Any]:
+    return {"calls": [{"name": "bash_tool", "arguments": {"command": command}}]}
+
+
+class BatchLoad:
+    """One batch on a ground, and the orchestrators that work it. `mark`: the batch's id; its items are `<mark>-<number>`."""
+
+    def __init__(self, ground: Ground, server: ModelServer, mark: str, runs: int, concurrency: int) -> None:
+        self.ground, self.server, self.mark = ground, server, mark
+        self.items = [f"{mark}-{number}" for number in range(runs)]
+        self.folder = ground.folder / mark
+        self.folder.mkdir()
+        self._file = self.folder / "in.jsonl"
+        limits = {"max_iterations": MOST_STEPS}
+        lines = [{"id": item, "instruction": f"[item {item}] act", "limits": limits} for item in self.items]
+        self._file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self._concurrency = str(concurrency)
+        self.orchestrators: list[BatchOrchestrator] = []
+
+    def submit(self) -> None:
+        """The first of them: submits the file, again when it was killed, and works it."""
+        self._start("one", "batch", "submit", str(self._file), "--id", self.mark)
+        first = self.orchestrators[0]
+        wait_until(lambda: first.has_said(self.mark) or not first.is_running, 60, first.log)
+
+    def join(self) -> None:
+        """One more, which works the same batch and writes all of its rows, too."""
+        self._start("two", "batch", "resume", self.mark)
+
+    def living(self) -> list["BatchOrchestrator"]:
+        return [one for one in self.orchestrators if one.is_running]
+
+    def wait(self, within_s: float) -> list[str]:
+        """Until all have ended by themselves. Gives what did not end as it should."""
+        for one in self.orchestrators:
+            wait_until(lambda one=one: not one.is_running, within_s, lambda one=one: f"{one.name} still works: {one.log()[-1500:]}")
+        return [
+            f"orchestrator {one.name} ended with {one.code}: {one.log()[-1500:]}" for one in self.orchestrators if one.code not in (0, 1)
+        ]
+
+    def resume(self, within_s: float) -> list[str]:
+        """Go on with the batch once more, into the first one's files; nobody is struck any more, so that all must succeed."""
+        last = BatchOrchestrator(self, "last", ["batch", "resume", self.mark], self.orchestrators[0].output)
+        self.orchestrators.append(last)
+        last.start()
+        wait_until(lambda: not last.is_running, within_s, lambda: f"the last resume still works: {last.log()[-1500:]}")
+        return [f"the last resume ended with {last.code}: {last.log()[-1500:]}"] if last.code != 0 else []
+
+    def end(self) -> None:
+        for one in self.orchestrators:
+            one.end()
+
+    def _start(self, name: str, *command: str) -> None:
+        started = BatchOrchestrator(self, name, [*command, "--concurrency", self._concurrency], self.folder / f"{name}.jsonl")
+        self.orchestrators.append(started)
+        started.start()
+
+
+class BatchOrchestrator:
+    """A `toolcrew batch` process with files of its own."""
+
+    def __init__(self, load: BatchLoad, name: str, command: Sequence[str], output: Path) -> None:
+        self.name, self.output = name, output
+        self._out, self._log = load.folder / f"{name}.out", load.folder / f"{name}.log"
+        self._argv = bound([str(TOOLCREW), *command, "--output", str(output)])
+        self._environment = load.ground.environment({"TOOLCREW_TRACES": str(load.folder / "traces"), **load.server.environment()})
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def code(self) -> int | None:
+        return None if self._process is None else self._process.poll()
+
+    @property
+    def errors(self) -> Path:
+        return self.output.with_name(f"{self.output.stem}.errors.jsonl")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of both of its files."""
+        return [row for path in (self.output, self.errors) if path.exists() for row in read_lines(path)]
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def has_said(self, word: str) -> bool:
+        return self._out.exists() and word in self._out.read_text(errors="replace")
+
+    def start(self) -> None:
+        with self._out.open("ab") as out, self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._argv, cwd=ROOT, env=self._environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log)
+
+    def kill_and_start(self) -> int:
+        """Gives the process that was killed."""
+        assert self._process is not None
+        pid = self._process.pid
+        self._process.kill()
+        self._process.wait()
+        self.start()
+        return pid
+
+    def signal(self, number: int) -> None:
+        if self.is_running:
+            os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """By force, if it still runs."""
+        if self._process is not None and self._process.poll() is None:
+            self.signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait()

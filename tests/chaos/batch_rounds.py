@@ -1,0 +1,130 @@
+"""Rounds of chaos on batches: two orchestrators work one, somebody is struck now and then, and at the end its files are judged."""
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from contract.tenancy import DEFAULT_TENANT
+from orchestrator.runs.batches import run_id
+from orchestrator.runs.keys import batch_key, run_key, runs_prefix
+from tests.chaos.batch_blows import KILLS, PAUSE_S, BatchBlow, Blow, strike
+from tests.chaos.batch_load import BatchLoad, build_script
+from tests.chaos.batch_verdict import BatchVerdict, Evidence, judge_batch, read_tally
+from tests.chaos.rounds import settle
+from tests.host_ground import Ground
+from tests.model_server.running import running_model_server
+from tests.stack import wait_until
+
+LATEST = 0.85
+"""The part of the replies before which everybody is struck."""
+
+
+@dataclass(frozen=True)
+class BatchTerms:
+    """`concurrency`: items at a time, over both orchestrators; `blows`: of a round, among `kinds`; `call_s`: what each call takes beside its marks."""
+
+    runs: int = 100
+    calls: int = 5
+    concurrency: int = 16
+    blows: int = 4
+    kinds: Sequence[BatchBlow] = KILLS
+    call_s: float = 0.1
+
+    @property
+    def within_s(self) -> float:
+        """More than a batch takes on a machine that is busy with other things."""
+        return 300.0 + self.runs * (2.0 + self.calls) + self.blows * PAUSE_S
+
+
+@dataclass
+class BatchReport:
+    """What came of a round. `wrong` is empty when all held."""
+
+    struck: list[Blow] = field(default_factory=list)
+    verdict: BatchVerdict | None = None
+    wrong: list[str] = field(default_factory=list)
+    took_s: float = 0.0
+    settled_s: float = 0.0
+
+
+def play_batch(ground: Ground, terms: BatchTerms, seed: str, mark: str, say: Callable[[str], None] = lambda _: None) -> BatchReport:
+    """One batch, submitted, worked by two orchestrators, struck, gone on with after its end; then the verdict. `mark`: the batch's id."""
+    chance, report, began = random.Random(seed), BatchReport(), time.monotonic()
+    with running_model_server(build_script(terms.calls, terms.call_s)) as server:
+        load = BatchLoad(ground, server, mark, terms.runs, terms.concurrency)
+        try:
+            load.submit()
+            load.join()
+            for kind, moment in _plan(terms, chance):
+                if not _wait_until_replies(load, moment, terms.within_s):
+                    break
+                report.struck.append(strike(load, kind, chance))
+                say(str(report.struck[-1]))
+            report.wrong += load.wait(terms.within_s)
+            report.wrong += load.resume(terms.within_s)
+            report.took_s = time.monotonic() - began
+            replies = _replies(server.stats())
+        finally:
+            load.end()
+    ground.has_orphans |= any(blow.held for blow in report.struck)
+    report.settled_s = settle(ground, report.wrong)
+    report.verdict = judge_batch(_gather(load, terms, replies, report.struck))
+    report.wrong += [*report.verdict.wrong, *_left_in_redis(ground, load)]
+    return report
+
+
+def _plan(terms: BatchTerms, chance: random.Random) -> list[tuple[BatchBlow, int]]:
+    """Who is struck, and after how many of the model's replies; each kind once, if there are blows for that."""
+    kinds = [*chance.sample(list(terms.kinds), min(len(terms.kinds), terms.blows))]
+    kinds += chance.choices(list(terms.kinds), k=terms.blows - len(kinds))
+    whole = terms.runs * (terms.calls + 1)
+    return list(zip(kinds, sorted(int(whole * chance.uniform(0.0, LATEST)) for _ in kinds), strict=True))
+
+
+def _wait_until_replies(load: BatchLoad, count: int, within_s: float) -> bool:
+    """False when the batch has ended before."""
+    wait_until(lambda: load.server.stats()["replies"] >= count or not load.living(), within_s, lambda: str(load.server.stats()))
+    return bool(load.living())
+
+
+def _replies(stats: Mapping[str, Any]) -> dict[str, dict[int, int]]:
+    return {item: {int(step): count for step, count in told["replies"].items()} for item, told in stats["conversations"].items()}
+
+
+def _gather(load: BatchLoad, terms: BatchTerms, replies: Mapping[str, Mapping[int, int]], blows: Sequence[Blow]) -> Evidence:
+    runs = {item: run_id(DEFAULT_TENANT, load.mark, item) for item in load.items}
+    deployment = load.ground.deployment
+    with load.ground.open_redis() as client:
+        attempts = {item: int(client.hget(run_key(deployment, DEFAULT_TENANT, run), "attempt") or 0) for item, run in runs.items()}
+    # The last resume wrote into the first one's files.
+    first, *others = load.orchestrators[:-1]
+    return Evidence(
+        items=load.items,
+        calls=terms.calls,
+        rows={one.name: one.rows() for one in (first, *others)},
+        acts=read_tally(load.ground.tally, load.mark),
+        attempts=attempts,
+        replies=replies,
+        struck={item: sum(run in blow.held for blow in blows) for item, run in runs.items()},
+        may_lose=any(blow.kind not in ("orchestrator", "pause") for blow in blows),
+        may_repeat=any(blow.kind == "forget" for blow in blows),
+    )
+
+
+def _left_in_redis(ground: Ground, load: BatchLoad) -> list[str]:
+    """What of the batch is there twice, or still waits for somebody."""
+    key, prefix = batch_key(ground.deployment, DEFAULT_TENANT, load.mark), runs_prefix(ground.deployment)
+    wanted = sorted(run_id(DEFAULT_TENANT, load.mark, item) for item in load.items)
+    with ground.open_redis() as client:
+        items = sorted(run.decode() for run in client.lrange(f"{key}:items", 0, -1))
+        ended = sorted(run.decode() for run in client.zrange(f"{key}:ended", 0, -1))
+        counted = int(client.hget(key, "succeeded") or 0)
+        open_sets = [f"{key}:waiting", f"{key}:running", f"{prefix}leases", f"{prefix}delayed", f"{prefix}batches"]
+        left = [name for name in open_sets if client.exists(name)]
+    wrong = [f"{name} is not empty though the batch has ended" for name in left]
+    wrong += [f"Redis knows {len(items)} items of {len(wanted)}, some of them twice or not at all"] * (items != wanted)
+    wrong += [f"Redis knows {len(ended)} ended items of {len(wanted)}"] * (ended != wanted)
+    wrong += [f"Redis counts {counted} successes of {len(wanted)}"] * (counted != len(wanted))
+    return wrong

@@ -1,0 +1,111 @@
+"""What must hold of a batch whatever was killed, judged from its files, from the tally of what its calls did, and from the model's own count."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known from outside. `rows`: by orchestrator, of both of its files, the last one's first; `acts`: item -> step -> the marks of the workspaces
+    it acted in, one each time; `attempts`: how often each item was begun; `struck`: how often each item may have been in the hands of an orchestrator that was
+    killed; `may_lose`: a worker or Redis was struck, so that some calls' outcome is unknown, and items may be begun anew; `may_repeat`: Redis
+    forgot its last second, and with it what had been paid for and what had acted then."""
+
+    items: Sequence[str]
+    calls: int
+    rows: Mapping[str, Sequence[Mapping[str, Any]]]
+    acts: Mapping[str, Mapping[int, Sequence[str]]]
+    attempts: Mapping[str, int]
+    replies: Mapping[str, Mapping[int, int]]
+    struck: Mapping[str, int] = field(default_factory=dict)
+    may_lose: bool = False
+    may_repeat: bool = False
+
+
+@dataclass(frozen=True)
+class BatchVerdict:
+    """`wrong`: sentences; empty when all held. `unknown`: calls that did not act, which the run was told is not known; `begun_anew`: attempts beyond the first."""
+
+    wrong: tuple[str, ...]
+    items: int
+    acts: int
+    unknown: int
+    begun_anew: int
+    replies_repeated: int
+
+
+def read_tally(tally: Path, mark: str) -> dict[str, dict[int, list[str]]]:
+    """Item -> step -> marks of workspaces, of the items of one batch."""
+    acts: dict[str, dict[int, list[str]]] = {}
+    for file in tally.glob(f"{mark}-*.*"):
+        item, _, step = file.name.rpartition(".")
+        acts.setdefault(item, {})[int(step)] = file.read_text().split()
+    return acts
+
+
+def judge_batch(seen: Evidence) -> BatchVerdict:
+    """What of it is wrong, and some figures."""
+    first = next(iter(seen.rows.values()), ())
+    answers = {str(row["custom_id"]): _answer(row) for row in first if row.get("error") is None}
+    wrong = [sentence for name, rows in seen.rows.items() for sentence in _judge_rows(name, rows, seen.items)]
+    wrong += [f"{row['custom_id']} failed in the end: {row['error']}" for row in first if row.get("error") is not None]
+    if not seen.may_repeat:
+        wrong += [sentence for item in seen.items for sentence in _judge_acts(item, seen, answers.get(item))]
+        wrong += [sentence for item in seen.items for sentence in _judge_replies(item, seen)]
+    wrong += [f"{item} acted, and is no item" for item in seen.acts.keys() - set(seen.items)]
+    return BatchVerdict(
+        wrong=tuple(wrong),
+        items=len(seen.items),
+        acts=sum(len(marks) for steps in seen.acts.values() for marks in steps.values()),
+        unknown=sum(seen.calls - len(acts) for _, acts in answers.values()),
+        begun_anew=sum(attempts - 1 for attempts in seen.attempts.values()),
+        replies_repeated=sum(_repeated(seen, item) for item in seen.items),
+    )
+
+
+def _judge_rows(name: str, rows: Iterable[Mapping[str, Any]], items: Sequence[str]) -> Iterable[str]:
+    counts = Counter(str(row["custom_id"]) for row in rows)
+    yield from (f"{item} has {counts[item]} rows of orchestrator {name}" for item in items if counts[item] != 1)
+    yield from (f"orchestrator {name} wrote a row of {item}, which is no item" for item in counts.keys() - set(items))
+
+
+def _judge_acts(item: str, seen: Evidence, answer: tuple[str, list[int]] | None) -> Iterable[str]:
+    """From outside and from inside: no call twice in one attempt's workspace, and what the last attempt did is what its answer tells."""
+    steps, attempts = seen.acts.get(item, {}), seen.attempts.get(item, 1)
+    workspaces = {mark for marks in steps.values() for mark in marks}
+    for step, marks in sorted(steps.items()):
+        yield from (f"{item} acted {count} times at step {step} of one attempt" for count in Counter(marks).values() if count > 1)
+    if len(workspaces) > attempts:
+        yield f"{item} acted in {len(workspaces)} workspaces and was begun {attempts} times"
+    if attempts > 1 and not seen.may_lose:
+        yield f"{item} was begun {attempts} times though only orchestrators were struck"
+    if answer is None:
+        return
+    workspace, told = answer
+    acted = sorted(step for step, marks in steps.items() if workspace in marks)
+    # A command that was killed between its two marks has left the first.
+    is_told = set(told) <= set(acted) if seen.may_lose else told == acted
+    if not is_told or len(told) != len(set(told)):
+        yield f"{item} tells that it acted at steps {told}, and acted at {acted}"
+    if not seen.may_lose and acted != list(range(seen.calls)):
+        yield f"{item} acted at steps {acted} of {seen.calls} though only orchestrators were struck"
+
+
+def _judge_replies(item: str, seen: Evidence) -> Iterable[str]:
+    """An attempt that is begun anew asks everything again."""
+    repeated, struck = _repeated(seen, item), seen.struck.get(item, 0)
+    if seen.attempts.get(item, 1) == 1 and repeated > struck:
+        yield f"{item} was answered {repeated} times more than it has steps, and its orchestrators were struck {struck} times"
+
+
+def _repeated(seen: Evidence, item: str) -> int:
+    return sum(count - 1 for count in seen.replies.get(item, {}).values() if count > 1)
+
+
+def _answer(row: Mapping[str, Any]) -> tuple[str, list[int]]:
+    """The workspace, and the steps that it has seen."""
+    workspace, _, acts = str(row["response"]["body"]["answer"]).partition(" ")
+    return workspace, [int(step) for step in acts.split(",") if step]

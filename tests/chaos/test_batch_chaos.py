@@ -1,0 +1,32 @@
+"""A short batch whose orchestrator, worker and Redis are killed; scripts/chaos batch plays long ones."""
+
+import os
+import secrets
+import sys
+
+import pytest
+from docker import APIClient
+
+from tests.chaos.batch_rounds import BatchTerms, play_batch
+from tests.chaos.rounds import Terms, open_chaos
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+
+SEED = os.environ.get("TOOLCREW_CHAOS_SEED") or secrets.token_hex(4)
+
+
+def test_whoever_is_killed_every_item_of_a_batch_gets_its_one_row_and_acts_once(engine: APIClient) -> None:
+    _say(f"TOOLCREW_CHAOS_SEED={SEED}")
+
+    with open_chaos(engine, Terms(has_tools=False)) as ground:
+        report = play_batch(ground, BatchTerms(runs=8, calls=3, concurrency=4, blows=3, call_s=0.0), SEED, "short", _say)
+        if report.wrong:
+            _say(ground.last_words())
+            pytest.fail("\n".join(report.wrong), pytrace=False)
+
+    assert report.verdict is not None
+    assert {blow.kind for blow in report.struck} == {"orchestrator", "worker", "redis"}
+
+
+def _say(sentence: str) -> None:
+    sys.stdout.write(f"{sentence}\n")

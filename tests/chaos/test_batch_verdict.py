@@ -1,0 +1,79 @@
+"""The judge of batches under chaos sees what it is there for: otherwise a round that held would mean nothing."""
+
+from typing import Any
+
+import pytest
+
+from tests.chaos.batch_verdict import Evidence, judge_batch
+
+HERE, ELSEWHERE = "a" * 32, "b" * 32
+
+
+def row(item: str = "m-0", answer: str = f"{HERE} 0,1") -> dict[str, Any]:
+    return {"custom_id": item, "response": {"body": {"answer": answer}}, "error": None}
+
+
+def failed(item: str = "m-0") -> dict[str, Any]:
+    return {"custom_id": item, "response": None, "error": {"code": "HOST_LOST"}}
+
+
+def evidence(**changes: Any) -> Evidence:
+    """One item of two calls that all went well with."""
+    plain: dict[str, Any] = {
+        "items": ["m-0"],
+        "calls": 2,
+        "rows": {"one": [row()], "two": [row()]},
+        "acts": {"m-0": {0: [HERE], 1: [HERE]}},
+        "attempts": {"m-0": 1},
+        "replies": {"m-0": {0: 1, 1: 1, 2: 1}},
+    }
+    return Evidence(**{**plain, **changes})
+
+
+def test_an_item_with_one_row_whose_calls_acted_once_is_right() -> None:
+    verdict = judge_batch(evidence())
+
+    assert (verdict.wrong, verdict.items, verdict.acts, verdict.unknown) == ((), 1, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rows": {"one": [row()], "two": []}}, "has 0 rows of orchestrator two"),
+        ({"rows": {"one": [row(), row()]}}, "has 2 rows"),
+        ({"rows": {"one": [row()], "two": [row(), row("m-9")]}}, "which is no item"),
+        ({"rows": {"one": [failed()]}}, "failed in the end"),
+        ({"acts": {"m-0": {0: [HERE, HERE], 1: [HERE]}}, "may_lose": True}, "acted 2 times at step 0"),
+        ({"acts": {"m-0": {0: [HERE, ELSEWHERE], 1: [HERE]}}}, "in 2 workspaces"),
+        ({"attempts": {"m-0": 2}}, "begun 2 times though only orchestrators"),
+        ({"acts": {"m-0": {0: [HERE]}}, "may_lose": True}, "tells that it acted at steps [0, 1]"),
+        ({"rows": {"one": [row(answer=f"{HERE} 0,1,1")]}, "may_lose": True}, "tells that it acted at steps [0, 1, 1]"),
+        ({"rows": {"one": [row(answer=f"{HERE} 0")]}, "acts": {"m-0": {0: [HERE]}}}, "acted at steps [0] of 2"),
+        ({"acts": {"m-0": {0: [HERE], 1: [HERE]}, "m-7": {0: [HERE]}}}, "m-7 acted, and is no item"),
+        ({"replies": {"m-0": {0: 2, 1: 1, 2: 1}}}, "answered 1 times more"),
+        ({"replies": {"m-0": {0: 2, 1: 2, 2: 1}}, "struck": {"m-0": 1}}, "answered 2 times more"),
+    ],
+)
+def test_what_must_not_be_is_said(changes: dict[str, Any], words: str) -> None:
+    (sentence,) = judge_batch(evidence(**changes)).wrong
+
+    assert words in sentence
+
+
+def test_a_reply_may_be_paid_for_once_more_for_each_time_its_run_was_killed() -> None:
+    verdict = judge_batch(evidence(replies={"m-0": {0: 2, 1: 1, 2: 1}}, struck={"m-0": 1}))
+
+    assert (verdict.wrong, verdict.replies_repeated) == ((), 1)
+
+
+def test_a_call_whose_outcome_is_unknown_may_have_acted_or_not() -> None:
+    told_one = {"one": [row(answer=f"{HERE} 0")]}
+
+    assert judge_batch(evidence(rows=told_one, acts={"m-0": {0: [HERE]}}, may_lose=True)).wrong == ()
+    assert judge_batch(evidence(rows=told_one, may_lose=True)).wrong == ()
+
+
+def test_an_item_that_was_begun_anew_acts_anew_and_once() -> None:
+    anew = {"m-0": {0: [ELSEWHERE, HERE], 1: [HERE]}}
+
+    assert judge_batch(evidence(acts=anew, attempts={"m-0": 2}, may_lose=True, replies={"m-0": {0: 2, 1: 1, 2: 1}})).wrong == ()
