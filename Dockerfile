@@ -95,6 +95,8 @@ USER 10003:10003
 CMD ["python", "-m", "orchestrator.flower"]
 
 FROM runtime AS orchestrator
+# The traces of runs, in a volume of their own.
+RUN install -d -o 10002 -g 10002 -m 0700 /var/lib/toolcrew-traces
 USER 10002:10002
-# The place from which the command is used; it has no program of its own that would run all the time.
-CMD ["sleep", "infinity"]
+# It works what is handed over by `toolcrew batch submit --detach`, and is the place from which all other commands are used.
+CMD ["toolcrew", "batch", "work"]

@@ -12,6 +12,7 @@
     |       +-- ModelInterrupted       its reply broke off after a part of it was given out
     |       +-- ContextWindowExceeded  it refuses a request as too long
     |       +-- ModelRefused           it refuses a request for what is in it
+    |       +-- ModelDenied            it refuses the key, the account or the model's name: any request
     +-- EnvelopeRefused        bytes from the queue that are not a call of ours: counted, never run
 
 Anything else is the developer's: a bug, loud.
@@ -137,6 +138,14 @@ class ModelRefused(ModelUnavailable):
     def __init__(self, message: str, detail: str = "") -> None:
         super().__init__(message)
         self.detail = detail
+
+
+class ModelDenied(ModelUnavailable):
+    """The server refuses us, whatever we ask: no request passes until that is mended. `is_unknown_model`: it is the model's name that it does not know."""
+
+    def __init__(self, message: str, *, is_unknown_model: bool = False) -> None:
+        super().__init__(message)
+        self.is_unknown_model = is_unknown_model
 
 
 RefusalReason = Literal["malformed", "oversized", "version", "signature", "expired", "wrong_task", "wrong_tenant", "repeated"]

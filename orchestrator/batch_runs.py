@@ -1,6 +1,7 @@
 """Working a batch from this process: its items are run here, and on whatever other orchestrators there are, until every one has its row."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 
 from orchestrator.batches.displays import Display, Watched
 from orchestrator.batches.happening_files import HappeningFile
-from orchestrator.batches.happenings import Happening
+from orchestrator.batches.happenings import Happening, build_recalled
 from orchestrator.batches.items import Outcome
 from orchestrator.batches.lines import BatchFile
 from orchestrator.batches.progress import Progress
@@ -41,6 +42,11 @@ class RowPaths:
     errors: Path | None = None
 
     @property
+    def failures(self) -> Path:
+        """Where rows of failures go."""
+        return self.errors or self._beside("errors")
+
+    @property
     def happenings(self) -> Path:
         """Where it is kept what happened, for a report."""
         return self._beside("events")
@@ -50,8 +56,7 @@ class RowPaths:
 
     def open(self, belongs: Callable[[str, str], bool]) -> RowFiles:
         """Raises ConfigError for paths that cannot be written, before anything of the batch has begun."""
-        errors = self.errors or self._beside("errors")
-        return RowFiles.open(self.output, errors, lambda custom_id, run, /: belongs(custom_id, run))
+        return RowFiles.open(self.output, self.failures, lambda custom_id, run, /: belongs(custom_id, run))
 
 
 @dataclass
@@ -106,10 +111,28 @@ class BatchRuns:
             only = (self.tenant, batch) if batch is not None else None
             yield Runner(self._pool.redis, self._settings.deployment, self.queue, work, self._writer, concurrency, only)
 
+    async def recall(self, batch: str, rows: RowFiles) -> int:
+        """End items that wait and have a row in these files already, as that says: of a batch that Redis knows no more, or not all of. Those whose
+        attempt would be begun anew are left out. How many items."""
+        waiting, recalled = await self.queue.waiting(self.tenant, batch), 0
+        known = await asyncio.to_thread(lambda: [outcome for outcome in rows.outcomes() if outcome.run in waiting] if waiting else [])
+        for at in range(0, len(known), ROWS_AT_ONCE):
+            some = known[at : at + ROWS_AT_ONCE]
+            records = await self.queue.runs([(self.tenant, outcome.run) for outcome in some])
+            first = {outcome.run for outcome, record in zip(some, records, strict=True) if record is not None and record.attempt == 1}
+            fit = [outcome for outcome in some if outcome.run in first or outcome.failure is None]
+            settled = await self.queue.settle(self.tenant, batch, fit)
+            for outcome in fit:
+                if outcome.run in settled:
+                    self._writer.tell(self.tenant, batch, build_recalled(outcome, time.time()))
+            await self._writer.flush()
+            recalled += len(settled)
+        return recalled
+
     async def outcomes(self, batch: str) -> AsyncIterator[Outcome]:
         """Of all items that have ended so far, in the order in which they did."""
         after = 0
-        while ended := (await self.queue.ended(self.tenant, batch, after))[:ROWS_AT_ONCE]:
+        while ended := await self.queue.ended(self.tenant, batch, after, ROWS_AT_ONCE):
             for record in await self.queue.runs([(self.tenant, run) for _, run in ended]):
                 if record is not None and record.outcome is not None:
                     yield record.outcome
@@ -152,13 +175,15 @@ class BatchRuns:
         concurrency: int | None = None,
         model: Model | ChosenModel | None = None,
         on_shift: Callable[[Shift], None] = lambda _: None,
+        is_kept: bool = True,
     ) -> tuple[BatchRecord, Summary]:
         """Work and watch a batch until it has ended, or until the shift that `on_shift` gets is drained or stopped; how it then stands.
 
-        Rows of all that has ended by then are written. `kept`: where it is kept what happens.
+        Rows of all that has ended by then are written. `kept`: where it is kept what happens. `is_kept`: the pool outlives this process, so that
+        what is said at the end can name the batch by its id.
         """
         record = await self.batches.status(batch)
-        watched = Watched(batch, Progress(record.total))
+        watched = Watched(batch, Progress(record.total), is_kept=is_kept)
         async with AsyncExitStack() as stack:
             runner = await stack.enter_async_context(self.runner(batch, concurrency=concurrency or record.concurrency, model=model))
             shift = Shift(runner)
@@ -172,12 +197,14 @@ class BatchRuns:
 
                 reader = HappeningReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
                 follower = Follower(self.queue, reader, self.tenant, batch, rows=rows, show=show, tick=display.tick)
-                await _until_first(follower.run(), runner.run(), shift.until_stopped())
-                await follower.end()
+                try:
+                    await until_first(follower.run(), runner.run(), shift.until_stopped())
+                finally:
+                    await follower.end()
             return await self.batches.status(batch), watched.summary()
 
 
-async def _until_first(*works: Coroutine[Any, Any, object]) -> None:
+async def until_first(*works: Coroutine[Any, Any, object]) -> None:
     """Until one of these ends; the others are cancelled, and waited for. Raises what that one raises."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

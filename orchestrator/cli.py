@@ -23,6 +23,7 @@ from orchestrator.cli_runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, 
 from orchestrator.cli_tenants import tenants_app
 from orchestrator.cli_tools import tools_app
 from orchestrator.cli_trace import trace_app
+from orchestrator.cli_traced import Leaving
 from orchestrator.dispatcher import Terms
 from orchestrator.doctor import Report, examine
 from orchestrator.events import CallFinished, RunEvent
@@ -73,7 +74,13 @@ def run(
     ] = False,
     model: Annotated[str | None, typer.Option("--model", help="A name at OPENAI_BASE_URL, or local, or scripted.")] = None,
     dialect: Annotated[str | None, typer.Option("--dialect", help="native, tags, json, or auto: what the model can do.")] = None,
-    max_iterations: Annotated[int, typer.Option("--max-iterations", min=1)] = 5,
+    max_iterations: Annotated[int, typer.Option("--max-iterations", min=1, help="How often the model may reply.")] = 5,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The run's trajectory as a file, as `toolcrew trace export --to traj` gives it.")
+    ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Write a trace, and say where. Else one is written with -o, or where TOOLCREW_TRACES is set.")
+    ] = False,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
@@ -82,8 +89,10 @@ def run(
     Exit code 0 answered, 1 error, 2 limit reached, 3 answered though a call was refused.
     """
     view, refused, keeping = RunView(Console(stderr=True)), list[str](), Keeping(save_workspace, checkpoint)
+    leavings: list[Leaving] = []
 
     def on_event(event: RunEvent) -> None:
+        leavings[0].on_event(event)
         if isinstance(event, CallFinished) and event.result.metadata.get("was_refused"):
             refused.append(event.result.call_id)
         if not as_json:
@@ -92,20 +101,35 @@ def run(
     async def work() -> RunResult:
         if checkpoint:
             check_store()
+        leavings.append(leaving := Leaving(output, trace))
         async with open_client(tenant) as client, await client.open_session(workspace, restore=restore, network=network) as session:
             options = ReActOptions(max_iterations=max_iterations)
-            result = await client.run(
-                text, session=session, model=model, dialect=dialect, options=options, on_event=on_event, shows_output=not as_json
-            )
+            try:
+                result = await client.run(
+                    text,
+                    session=session,
+                    model=model,
+                    dialect=dialect,
+                    options=options,
+                    on_event=on_event,
+                    shows_output=not as_json,
+                    has_trace=leaving.has_trace,
+                )
+            finally:
+                leaving.leave(session.tenant)
             await keeping.keep(session)
             return result
 
-    result = run_work(work(), as_json)
-    typer.echo(json.dumps(_run_json(result) | keeping.to_json()) if as_json else escape_controls(result.answer))
+    try:
+        result = run_work(work(), as_json)
+    finally:
+        _tell(leavings, as_json)
+    typer.echo(json.dumps(_run_json(result) | leavings[0].to_json() | keeping.to_json()) if as_json else escape_controls(result.answer))
     if not as_json:
         for line in keeping.lines():
             typer.echo(escape_controls(line), err=True)
-    raise typer.Exit(EXIT_ERROR if keeping.failure else _exit_code(result.stop_reason, is_refused=bool(refused)))
+    is_kept = keeping.failure is None and leavings[0].failure is None
+    raise typer.Exit(_exit_code(result.stop_reason, is_refused=bool(refused)) if is_kept else EXIT_ERROR)
 
 
 @app.command()
@@ -213,6 +237,13 @@ def _read_json(source: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "the arguments must be one JSON object")
     return value
+
+
+def _tell(leavings: list[Leaving], as_json: bool) -> None:
+    """What was left of a run; also of one that broke off."""
+    for leaving in leavings:
+        for line in [] if as_json else leaving.lines():
+            typer.echo(escape_controls(line), err=True)
 
 
 def _exit_code(reason: StopReason, *, is_refused: bool) -> int:

@@ -41,6 +41,18 @@ async def open_client(tenant: str | None = None) -> AsyncIterator[ToolClient]:
             yield client
 
 
+@asynccontextmanager
+async def open_pool_client(tenant: str | None = None) -> AsyncIterator[ToolClient]:
+    """As `open_client`, for commands to which a stack of their own could tell nothing. Raises ConfigError when no pool is named."""
+    if load_settings().redis_url is None:
+        raise ConfigError(
+            "batches are kept in the Redis of a pool, and TOOLCREW_REDIS_URL names none: set it (`toolcrew up` prints it). "
+            "A batch that ran on a stack of its own is gone on with by submitting its file again with the same --id and --output"
+        )
+    async with open_client(tenant) as client:
+        yield client
+
+
 def run_work(work: Coroutine[Any, Any, T], as_json: bool) -> T:
     """The command's result; our own errors end it with a sentence and an exit code, Ctrl-C after everything was taken down."""
     try:

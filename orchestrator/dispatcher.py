@@ -25,6 +25,7 @@ from orchestrator.catalog import CatalogSource
 from orchestrator.heard_calls import Handler
 from orchestrator.homes import HostSource, Opening, SessionHomes
 from orchestrator.logs import get_logger
+from orchestrator.placement import HostRoom
 from orchestrator.places import Home, PlaceBook
 from orchestrator.recovery import NOT_RUN, NOT_TAKEN, RESEND_S, CallBook, Patience, Recovery, repeated
 from orchestrator.switches import SwitchSource
@@ -124,6 +125,10 @@ class Dispatcher:
         call = ToolCall(id=secrets.token_hex(16), name="session.open", arguments=dict(arguments))
         return await self._answered(call, self._open_session(tenant, session, arguments))
 
+    async def room(self, tenant: str, image: str | None) -> HostRoom | None:
+        """What hosts have for more sessions of a tenant; None when none could take one. Raises ToolFailure, OperatorError."""
+        return await self._in_pool().room(await self._tenants.policy(tenant), image)
+
     async def close_session(self, tenant: str, session: str) -> ToolResult:
         """Close a session where it lives, and forget it; one whose host is lost is closed as well. The result of `session.close`."""
         call = ToolCall(id=secrets.token_hex(16), name="session.close")
@@ -131,8 +136,10 @@ class Dispatcher:
 
     async def abandon_session(self, tenant: str, session: str) -> None:
         """Have a session closed at once, past its host's queue, and forget it. Raises BrokerUnavailable."""
-        await self.command(ToolCall(id=secrets.token_hex(16), name="session.close"), Route(tenant, session))
-        await self._in_pool().forget(tenant, session)
+        homes = self._in_pool()
+        if (home := await homes.last(tenant, session)) is not None:
+            await self.command(ToolCall(id=secrets.token_hex(16), name="session.close"), Route(tenant, session, home.queue))
+        await homes.forget(tenant, session)
 
     def settle(self, tenant: str, call_id: str) -> None:
         """The result of a call that was made with `keeps_result` is safe elsewhere."""

@@ -17,7 +17,7 @@ from contract.hosts import HostReport
 from contract.places import PlaceState, SessionPlace
 from contract.tenancy import TenantPolicy
 from orchestrator.logs import get_logger
-from orchestrator.placement import NoHost, Wanted, choose_host
+from orchestrator.placement import HostRoom, NoHost, Wanted, choose_host, find_room
 from orchestrator.places import Home, PlaceBook
 from orchestrator.transport import CallLost, NotSent
 
@@ -140,6 +140,11 @@ class SessionHomes:
         """As of the last call."""
         return self._known.get((tenant, session))
 
+    async def last(self, tenant: str, session: str) -> Home | None:
+        """Where a session was last, whether that host lives or not; None for one that is nowhere. Raises BrokerUnavailable."""
+        place = None if (tenant, session) in self._known else await self._places.find(tenant, session)
+        return self.known(tenant, session) or (Home(place.queue, place.fence) if place is not None else None)
+
     async def forget(self, tenant: str, session: str) -> None:
         """The session is closed. Raises BrokerUnavailable."""
         self._known.pop((tenant, session), None)
@@ -148,6 +153,10 @@ class SessionHomes:
     async def any_queue(self, policy: TenantPolicy) -> str:
         """Of some host, for what any may do. Raises SandboxUnavailable."""
         return choose_host(await self._hosts.reports(), Wanted(policy.sandbox.tenant_class)).queue
+
+    async def room(self, policy: TenantPolicy, image: str | None) -> HostRoom | None:
+        """What hosts have for more sessions; None when none could take one. Raises BrokerUnavailable."""
+        return find_room(await self._reports(), Wanted(policy.sandbox.tenant_class, image), self._placed)
 
     async def _forget_quietly(self, tenant: str, session: str) -> None:
         # Expires by itself when Redis is away.
@@ -161,16 +170,21 @@ class SessionHomes:
         return home
 
     async def _choose(self, policy: TenantPolicy, arguments: Mapping[str, Any], excluded: set[str]) -> str:
+        reports = await self._reports()
+        wanted = Wanted(policy.sandbox.tenant_class, arguments.get("image"))
+        queue = choose_host(reports, wanted, placed=self._placed, excluded=excluded).queue
+        self._placed[queue] += 1
+        return queue
+
+    async def _reports(self) -> list[HostReport]:
+        """Of all hosts; what was placed since is counted."""
         reports = await self._hosts.reports()
         for report in reports:
             # It tells itself of what was placed before it.
             if report.reported_at > self._reported_at.get(report.queue, 0.0):
                 del self._placed[report.queue]
         self._reported_at = {report.queue: report.reported_at for report in reports}
-        wanted = Wanted(policy.sandbox.tenant_class, arguments.get("image"))
-        queue = choose_host(reports, wanted, placed=self._placed, excluded=excluded).queue
-        self._placed[queue] += 1
-        return queue
+        return reports
 
     async def _counted(self, queue: str, claim: Awaitable[_Claimed]) -> _Claimed:
         """What the claim of a place on that host gives. One that was refused is no session there: whoever asks again and again would fill the host."""
@@ -213,6 +227,8 @@ class SessionHomes:
     async def _elsewhere(self, opening: Opening, home: Home, policy: TenantPolicy, excluded: set[str], reason: str) -> Home:
         """Claim another host for an opening whose host was lost, or refused it."""
         excluded.add(home.queue)
+        if (adopted := await self._adopted(opening, home)) is not None:
+            return adopted
         log.warning("session_opens_elsewhere", session=opening.session, queue=home.queue, reason=reason)
         if len(excluded) > MAX_HOSTS:
             raise SandboxUnavailable(
@@ -224,6 +240,12 @@ class SessionHomes:
         if claimed is None:
             raise SandboxUnavailable("the session was closed, or opened by somebody else, while it was opened here")
         return claimed
+
+    async def _adopted(self, opening: Opening, home: Home) -> Home | None:
+        """The home of an opening that the host's next worker has taken over: asked again it gives what there is. Left, nobody would know of it."""
+        place = await self._places.find(opening.tenant, opening.session) if "moved" not in opening.arguments else None
+        is_adopted = place is not None and place.state is PlaceState.OPEN and place.fence > home.fence
+        return Home(place.queue, place.fence) if place is not None and is_adopted else None
 
     async def _moved(self, tenant: str, session: str, place: SessionPlace, policy: TenantPolicy) -> Home | None:
         """Open the session on another host; None when its place changed meanwhile, or another process is at it: look again."""

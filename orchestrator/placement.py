@@ -23,6 +23,29 @@ class Wanted:
     image: str | None = None
 
 
+@dataclass(frozen=True)
+class HostRoom:
+    """What hosts have for sessions of one kind now. `at_once`: openings at a time that keep them busy; `sandboxes`: sessions that each get a sandbox of
+    their own; `sessions`: those that are taken at all, whose sandboxes then take turns."""
+
+    at_once: int
+    sandboxes: int
+    sessions: int
+
+
+def find_room(reports: Sequence[HostReport], wanted: Wanted, placed: Mapping[str, int]) -> HostRoom | None:
+    """For work that can wait until there is some. None when no host could ever take it: opening a session tells why."""
+    able = [host for host in reports if host.kind == "sandbox" and _is_able(host, wanted)]
+    if not able:
+        return None
+    return HostRoom(
+        # The other half is for the calls of the sessions that are there.
+        at_once=sum(max(1, host.slots // 2) for host in able),
+        sandboxes=sum(max(0, (host.max_sandboxes or host.max_sessions) - host.sessions - placed.get(host.queue, 0)) for host in able),
+        sessions=sum(max(0, host.max_sessions - host.sessions - placed.get(host.queue, 0)) for host in able),
+    )
+
+
 def choose_host(
     reports: Sequence[HostReport],
     wanted: Wanted,

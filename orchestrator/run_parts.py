@@ -1,19 +1,21 @@
 """What a run on a pool is made of: a model in its dialect, the tools that it may have, and how its calls are reviewed and sent."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from contract.call_events import MODEL
 from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode
+from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable
 from contract.registry import Switch, filter_specs
 from contract.schema import find_aliases
 from contract.specs import ToolSpec
+from orchestrator.admission.insistence import until_admitted
 from orchestrator.agent import Agent, RunCall
 from orchestrator.approvals import Approver, review
 from orchestrator.approvals.policies import ApprovalPolicy
 from orchestrator.dialects.choice import choose_dialect, know_model, with_window
+from orchestrator.dialects.plain import PlainDialect
 from orchestrator.dispatcher import Terms, note_aliases
 from orchestrator.events import ApprovalAsked, CallSent, OnEvent, OutputArrived, RunEvent, SandboxReady
 from orchestrator.heard_calls import OnOutput
@@ -22,6 +24,7 @@ from orchestrator.model_requests import ModelRequests
 from orchestrator.models.base import Model
 from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel
+from orchestrator.outages import outlast
 from orchestrator.pool_connection import PoolConnection
 from orchestrator.sessions import Session, SessionInfo
 from orchestrator.settings import OrchestratorSettings
@@ -57,6 +60,8 @@ class RunAs:
     terms: Terms = field(default_factory=Terms)
     book: RunBook | None = None
     logged: Callable[[Model], Model] = lambda model: model
+    is_chat: bool = False
+    """The model hears nothing but the run's own messages."""
 
 
 class RunParts:
@@ -69,21 +74,26 @@ class RunParts:
         self._policy = policy
         self._capabilities = CapabilityCache(settings.capability_folder)
 
-    async def build_agent(self, session: Session, chosen: ChosenModel, wanted: RunAs) -> Agent:
-        """The agent of one run in a session that is open."""
-        dialect = wanted.dialect or self._settings.dialect
-        known = await know_model(chosen, dialect, self._capabilities)
+    async def build_agent(self, session: Session | None, chosen: ChosenModel, wanted: RunAs) -> Agent:
+        """The agent of one run in a session that is open; None: of one without tools."""
+        name = "native" if wanted.is_chat else wanted.dialect or self._settings.dialect
+        known = await know_model(chosen, name, self._capabilities)
         options = with_window(wanted.options, self._settings, known)
-        info = await session.info()
-        wanted.tell(_ready(wanted.run, info))
-        switches = await self._pool.switches.switches()
-        specs = await self._specs(session.tenant, info, switches, chosen.tools if wanted.tools is None else wanted.tools)
+        specs: list[ToolSpec] = []
+        switches: Mapping[str, Switch] = {}
         questions = ModelRequests(chosen.model)
+        run_call: RunCall = _refused
+        if session is not None:
+            info = await session.info()
+            switches = await self._pool.switches.switches()
+            specs = await self._specs(session.tenant, info, switches, chosen.tools if wanted.tools is None else wanted.tools)
+            wanted.tell(_ready(wanted.run, info))
+            run_call = _Calls(self, session, specs, replace(wanted, options=options), chosen.model.name, questions).run_call()
         return Agent(
             wanted.logged(chosen.model),
-            choose_dialect(dialect, known, is_small=chosen.is_small),
+            PlainDialect() if wanted.is_chat else choose_dialect(name, known, is_small=chosen.is_small),
             specs,
-            _Calls(self, session, specs, replace(wanted, options=options), chosen.model.name, questions).run_call(),
+            run_call,
             instruction=chosen.instruction,
             options=options,
             on_event=wanted.tell,
@@ -97,7 +107,11 @@ class RunParts:
     ) -> list[ToolSpec]:
         """What the model is told of."""
         allowed, reach = await self._pool.tenants.policy(tenant), info.describe_network()
-        published = sorted(await self._pool.catalog.specs(), key=lambda spec: spec.name)
+        try:
+            published = sorted(await self._pool.catalog.specs(), key=lambda spec: spec.name)
+        except ConfigError as error:
+            # There is a session, so workers there were: it is no setting of whoever asks.
+            raise SandboxUnavailable(str(error)) from error
         there = [
             spec.with_network(reach)
             for spec in published
@@ -142,12 +156,29 @@ class _Calls:
         known = book.result_of(call.id)
         if known is not None:
             return known
-        result = await self._fresh(call)
+        try:
+            result = await outlast(self._tries(call))
+        except BrokerUnavailable as error:
+            result = ToolResult.failed(call, error.code, str(error))
         await book.note_result(call.id, result)
         self._parts.settle(self._session, call.id)
         return result
 
-    async def _fresh(self, call: ToolCall) -> ToolResult:
+    def _tries(self, call: ToolCall) -> Callable[[], Awaitable[ToolResult]]:
+        """Makes the call each time it is called; raises BrokerUnavailable when nobody knows what came of it. By its record the next try then finds out."""
+        has_been_tried = False
+
+        async def send() -> ToolResult:
+            nonlocal has_been_tried
+            is_again, has_been_tried = has_been_tried, True
+            result = await self._fresh(call, is_again=is_again)
+            if result.error_code is ErrorCode.BROKER_UNAVAILABLE:
+                raise BrokerUnavailable(result.error or "Redis does not answer")
+            return result
+
+        return send
+
+    async def _fresh(self, call: ToolCall, *, is_again: bool = False) -> ToolResult:
         spec = self._specs[call.name]
         reviewed = await self._reviewed(call, spec)
         if isinstance(reviewed, ToolResult):
@@ -155,11 +186,16 @@ class _Calls:
         self._wanted.tell(CallSent(run=self._wanted.run, call=reviewed))
         terms = self._terms
         if self._wanted.book is not None:
-            terms = replace(terms, may_have_been_sent=self._wanted.book.is_catching_up)
+            terms = replace(terms, may_have_been_sent=is_again or self._wanted.book.is_catching_up)
         if spec.pool == "tools":
             terms = replace(terms, handlers={MODEL: self._questions.open_call()})
         on_output = self._teller(call.id) if self._wanted.shows_output else None
-        result = await self._session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=terms)
+
+        async def send() -> ToolResult:
+            return await self._session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=terms)
+
+        # A run that is remembered has time: its model is not told of a limit that only makes it wait.
+        result = await (send() if self._wanted.book is None else until_admitted(send))
         return note_aliases(result, find_aliases(spec, call.arguments))
 
     async def _reviewed(self, call: ToolCall, spec: ToolSpec) -> ToolCall | ToolResult:
@@ -181,6 +217,11 @@ class _Calls:
 
     def _teller(self, call: str) -> OnOutput:
         return lambda stream, text: self._wanted.tell(OutputArrived(run=self._wanted.run, call_id=call, stream=stream, text=text))
+
+
+async def _refused(call: ToolCall) -> ToolResult:
+    """Of a run that has no tools."""
+    return ToolResult.failed(call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}")
 
 
 def _ready(run: str, info: SessionInfo) -> SandboxReady:

@@ -41,6 +41,7 @@ class AnsweringTransport:
         self.calls: list[ToolCall] = []
         self.contexts: list[ToolContext] = []
         self.commands: list[tuple[str, ToolCall]] = []
+        self.settled: list[tuple[str, str]] = []
 
     async def deliver(self, delivery: Delivery) -> Any:
         call, context = decode_call(delivery.envelope, KEY)
@@ -49,6 +50,9 @@ class AnsweringTransport:
         self.contexts.append(context)
         result = self._answer(call, context)
         return encode_result(result if isinstance(result, ToolResult) else await result, seal=ResultSeal(KEY, context.tenant))
+
+    def settle(self, tenant: str, call_id: str) -> None:
+        self.settled.append((tenant, call_id))
 
     async def command(self, queue: str, envelope: str) -> None:
         call, context = decode_call(envelope, KEY)

@@ -35,7 +35,9 @@ class RunGround:
         self.queue = RunQueue(client, "d", owner="one")
         self.other = RunQueue(client, "d", owner="two")
 
-    async def submit(self, count: int, *, tenant: str = "acme", batch: str = "b", concurrency: int = 100, **fields: Any) -> None:
+    async def submit(
+        self, count: int, *, tenant: str = "acme", batch: str = "b", concurrency: int = 100, is_detached: bool = True, **fields: Any
+    ) -> None:
         record = BatchRecord(
             state=BatchState.IN_PROGRESS,
             total=count,
@@ -43,6 +45,7 @@ class RunGround:
             concurrency=concurrency,
             defaults=BatchDefaults(),
             created_at=0.0,
+            is_detached=is_detached,
         )
         await self.queue.create(tenant, batch, record)
         items = [build_item(number, **fields) for number in range(1, count + 1)]

@@ -69,6 +69,12 @@ class Copied:
     unmatched: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
 
+    def missing(self) -> list[str]:
+        """What was asked for and is not there, in sentences."""
+        return [f"no file of the workspace is named by '{pattern}'" for pattern in self.unmatched] + [
+            f"'{path}' was not copied: it is a link that leads to no file of the workspace" for path in self.skipped
+        ]
+
 
 def choose_paths(paths: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
     """The paths that a pattern names, sorted, and the patterns that named none. Raises ValueError for what is no pattern."""

@@ -28,15 +28,16 @@ class Display(Protocol):
 
 @dataclass(frozen=True)
 class Watched:
-    """The batch that a display shows. `wall`: Unix seconds; `ticks`: seconds that never jump."""
+    """The batch that a display shows. `wall`: Unix seconds; `ticks`: seconds that never jump. `is_kept`: commands can name the batch afterwards."""
 
     batch: str
     progress: Progress
     wall: Callable[[], float] = time.time
     ticks: Callable[[], float] = time.monotonic
+    is_kept: bool = True
 
     def snapshot(self) -> Snapshot:
         return self.progress.snapshot(self.wall())
 
     def summary(self) -> Summary:
-        return build_summary(self.snapshot(), batch=self.batch)
+        return build_summary(self.snapshot(), batch=self.batch, is_kept=self.is_kept)

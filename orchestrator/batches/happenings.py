@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from contract.calls import Clocks, Record
-from orchestrator.batches.items import FailureKind
+from orchestrator.batches.items import FailureKind, Outcome
 
 
 class _Happening(Record):
@@ -90,6 +90,27 @@ class BatchNoted(_Happening):
 
 Happening = Annotated[ItemStarted | ItemReady | StepDone | CallDone | ItemDone | ItemRetried | BatchNoted, Field(discriminator="type")]
 _ANY: TypeAdapter[Happening] = TypeAdapter(Happening)
+
+
+def build_recalled(outcome: Outcome, at: float) -> ItemDone:
+    """The end of an item that was worked before anybody told of it here: with what its row says, and no time."""
+    body, failure = outcome.body or {}, outcome.failure
+    usage, cost, steps = body.get("usage"), body.get("cost"), body.get("steps")
+    counts = usage if isinstance(usage, dict) else {}
+    told = {
+        "at": at,
+        "item": outcome.custom_id,
+        "run": outcome.run,
+        "attempt": outcome.attempt,
+        "failure": failure.kind if failure is not None else None,
+        "code": failure.code if failure is not None else "",
+        "message": failure.message if failure is not None else "",
+        "steps": steps if isinstance(steps, int) else 0,
+        "prompt_tokens": counts.get("prompt_tokens") or 0,
+        "completion_tokens": counts.get("completion_tokens") or 0,
+        "cost": cost if isinstance(cost, float) else None,
+    }
+    return ItemDone.model_validate(told)
 
 
 def parse_happening(text: str | bytes) -> Happening:

@@ -4,7 +4,7 @@ import codecs
 import difflib
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from contract.errors import ErrorCode, OperatorError
 from orchestrator.batches.grounds import Grounds
+from orchestrator.batches.item_list import ItemList
 from orchestrator.batches.items import CALLS_URL, MAX_INPUT_BYTES, MAX_ITEMS, RUNS_URL, BatchItem
 from orchestrator.batches.line_shapes import BODIES, LIMIT_NAMES, Fields, OpenAILine, Shape, ShortCall, ShortRun, Unfit, build_item
 from orchestrator.batches.strict_json import NotStrict, find_column, parse_object
@@ -62,7 +63,7 @@ class BadBatch(OperatorError):
 class BatchFile:
     """A file without an error. `sha256` and `bytes`: of its content as it was read; `url`: of all its lines, None for the short form."""
 
-    items: tuple[BatchItem, ...]
+    items: Sequence[BatchItem]
     sha256: str
     bytes: int
     url: str | None
@@ -71,6 +72,11 @@ class BatchFile:
 def load_lines(path: Path) -> BatchFile:
     """The items of a file, in its order; names of workspaces in it begin at its folder. Raises BadBatch with all that is wrong."""
     try:
+        # Looked at first: opening a pipe would wait for somebody who writes it, and a device may never end.
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise BadBatch(
+                str(path), [Complaint("it is no plain file, and its lines are read again to go on with the batch: save them to one")]
+            )
         with path.open("rb") as file:
             return read_lines(file, path.parent, str(path))
     except FileNotFoundError:
@@ -87,12 +93,12 @@ def read_lines(stream: BinaryIO, folder: Path, name: str) -> BatchFile:
         raise BadBatch(name, reader.complaints, reader.more)
     if not reader.items:
         raise BadBatch(name, [Complaint("the file holds no line: write one object a line, with an id and an instruction")])
-    return BatchFile(tuple(reader.items), reader.sha256.hexdigest(), reader.bytes, reader.url)
+    return BatchFile(reader.items, reader.sha256.hexdigest(), reader.bytes, reader.url)
 
 
 class _Reader:
     def __init__(self, grounds: Grounds) -> None:
-        self.items: list[BatchItem] = []
+        self.items = ItemList()
         self.complaints: list[Complaint] = []
         self.more = 0
         self.sha256 = hashlib.sha256()
@@ -130,14 +136,14 @@ class _Reader:
             found = parse_object(text)
         except NotStrict as error:
             return self._complain(Complaint(error.message, number, error.column))
-        complaints = list(self._take(number, found))
+        complaints = list(self._take(number, found, text.count(",") + text.count("{") + text.count("[")))
         # From here on the column of a field is looked for only where somebody reads it.
         for path, message in complaints:
             column = find_column(text, path) if not self._is_full else None
             self._complain(Complaint(message, number, column))
         return None
 
-    def _take(self, number: int, found: dict[str, Any]) -> Iterator[tuple[FieldPath, str]]:
+    def _take(self, number: int, found: dict[str, Any], values: int) -> Iterator[tuple[FieldPath, str]]:
         """The line's item is kept, or it is said why there is none."""
         is_openai = not _OUTER_NAMES.isdisjoint(found)
         yield from self._check_id(number, "custom_id" if is_openai else "id", found)
@@ -166,7 +172,7 @@ class _Reader:
             yield (*prefix, *path), message
         # Once a line is wrong nothing will run: what the rest asks for need not be kept.
         if not self.complaints:
-            self.items.append(item.model_copy(update={"ground": self._grounds.settle(item.ground)}))
+            self.items.add(item.model_copy(update={"ground": self._grounds.settle(item.ground)}), values)
 
     def _check_id(self, number: int, name: str, found: dict[str, Any]) -> Iterator[tuple[FieldPath, str]]:
         custom_id = found.get(name)

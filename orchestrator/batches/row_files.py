@@ -7,13 +7,13 @@ import hashlib
 import os
 import stat
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from contract.errors import ConfigError, ErrorCode, OperatorError
 from orchestrator.batches.items import Failure, FailureKind, Outcome
 from orchestrator.batches.row_scan import Belongs, Scan, read_rows, scan_rows
-from orchestrator.batches.rows import build_row, build_row_line
+from orchestrator.batches.rows import Row, build_row, build_row_line, parse_outcome, parse_row
 
 MAX_HELD_BYTES = 64 * 1024 * 1024
 """Of newer failures, which take the place of older ones when the files are settled; with more, that is done at once."""
@@ -83,6 +83,12 @@ class RowFile:
                 self._write(fresh.values())
                 self._ids.update(fresh)
             return list(fresh)
+
+    def rows(self) -> Iterator[Row]:
+        """All that are in it, in their order."""
+        with os.fdopen(os.dup(self._descriptor), "rb") as source:
+            for _, line in read_rows(source, self._end):
+                yield parse_row(line)
 
     def rewrite(self, leave_out: Collection[str], newer: Mapping[str, bytes]) -> None:
         """Put a file in its place, at once and whole, without the rows of some ids and with `newer` lines for others. Raises RowsNotWritten."""
@@ -251,6 +257,14 @@ class RowFiles:
         if sum(map(len, self._newer.values())) > MAX_HELD_BYTES:
             self.settle()
         return [*added, *new]
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """How those items ended that are not worth the same attempt again: the successes, then the failures of other items."""
+        for row in self._output.rows():
+            yield from parse_outcome(row)
+        for row in self._errors.rows():
+            if row.custom_id not in self._output.ids:
+                yield from parse_outcome(row)
 
     def settle(self) -> None:
         """One row for each item: the errors file loses those of items that have succeeded since, and has the newest of the others.

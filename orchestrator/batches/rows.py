@@ -1,14 +1,14 @@
 """A batch's output: one row of JSON for each item, in the shape of OpenAI's batch output, built and read back."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from contract.calls import ToolResult
 from orchestrator.agent import RunResult
-from orchestrator.batches.items import CHAT_URL, MAX_ID_CHARS, FailureKind, Outcome
+from orchestrator.batches.items import CHAT_URL, MAX_ID_CHARS, Failure, FailureKind, Outcome
 from orchestrator.limits import StopReason
 
 MAX_ROW_BYTES = 256 * 1024 * 1024
@@ -92,8 +92,21 @@ def parse_row(line: bytes) -> Row:
         raise ValueError(f"this is no row of a batch: {error}") from None
 
 
-def build_run_body(result: RunResult, *, has_transcript: bool = False, artifacts: Iterable[str] | None = None) -> dict[str, JsonValue]:
-    """Body of a row of /v1/agent/runs. Fields that were not asked for are not there."""
+def parse_outcome(row: Row) -> Iterator[Outcome]:
+    """How the item of a row ended; nothing for one that may be begun anew: the infrastructure failed it, it was cancelled, or nobody says why."""
+    failure, status = None, row.response.status_code if row.response is not None else 500
+    if row.error is not None:
+        if row.error.kind in (None, FailureKind.INFRASTRUCTURE, FailureKind.CANCELLED):
+            return
+        failure = Failure(kind=row.error.kind, code=row.error.code, message=row.error.message)
+    body = row.response.body if row.response is not None else None
+    yield Outcome(custom_id=row.custom_id, run=row.id, status_code=status, body=body, failure=failure)
+
+
+def build_run_body(
+    result: RunResult, *, has_transcript: bool = False, artifacts: Iterable[str] | None = None, missing: Iterable[str] = ()
+) -> dict[str, JsonValue]:
+    """Body of a row of /v1/agent/runs. Fields that were not asked for are not there. `missing`: why some artifacts are not."""
     body: dict[str, JsonValue] = {
         "run": result.run,
         "answer": result.answer,
@@ -103,12 +116,14 @@ def build_run_body(result: RunResult, *, has_transcript: bool = False, artifacts
         "cost": result.cost,
         "clocks": result.clocks.model_dump(),
     }
-    return _with(body, transcript=[dict(message) for message in result.transcript] if has_transcript else None, artifacts=artifacts)
+    return _with(
+        body, transcript=[dict(message) for message in result.transcript] if has_transcript else None, **_artifacts(artifacts, missing)
+    )
 
 
-def build_call_body(result: ToolResult, *, artifacts: Iterable[str] | None = None) -> dict[str, JsonValue]:
+def build_call_body(result: ToolResult, *, artifacts: Iterable[str] | None = None, missing: Iterable[str] = ()) -> dict[str, JsonValue]:
     """Body of a row of /v1/tools/execute: the result of the call."""
-    return _with(result.model_dump(mode="json"), artifacts=artifacts)
+    return _with(result.model_dump(mode="json"), **_artifacts(artifacts, missing))
 
 
 def build_chat_body(result: RunResult, *, model: str, created: float) -> dict[str, JsonValue]:
@@ -136,12 +151,23 @@ def build_chat_body(result: RunResult, *, model: str, created: float) -> dict[st
 
 
 def build_answer_body(
-    url: str, result: RunResult, *, model: str, created: float, has_transcript: bool = False, artifacts: Iterable[str] | None = None
+    url: str,
+    result: RunResult,
+    *,
+    model: str,
+    created: float,
+    has_transcript: bool = False,
+    artifacts: Iterable[str] | None = None,
+    missing: Iterable[str] = (),
 ) -> dict[str, JsonValue]:
     """Body of a run's row by the url of its item."""
     if url == CHAT_URL:
         return build_chat_body(result, model=model, created=created)
-    return build_run_body(result, has_transcript=has_transcript, artifacts=artifacts)
+    return build_run_body(result, has_transcript=has_transcript, artifacts=artifacts, missing=missing)
+
+
+def _artifacts(paths: Iterable[str] | None, missing: Iterable[str]) -> dict[str, Iterable[str] | None]:
+    return {"artifacts": paths, "artifacts_missing": list(missing) or None}
 
 
 def _with(body: dict[str, JsonValue], **lists: Iterable[Any] | None) -> dict[str, JsonValue]:

@@ -19,19 +19,23 @@ class Summary(Snapshot):
     next: tuple[str, ...]
 
 
-def build_summary(snapshot: Snapshot, *, batch: str) -> Summary:
-    """`batch`: its id, for the commands that it tells."""
+def build_summary(snapshot: Snapshot, *, batch: str, is_kept: bool = True) -> Summary:
+    """`batch`: its id, for the commands that it tells; without `is_kept` nothing but its files is left of it afterwards."""
     fields = {name: getattr(snapshot, name) for name in Snapshot.model_fields}
-    return Summary(**fields, batch=batch, next=tuple(_next(snapshot, shlex.quote(one_line(batch)))))
+    return Summary(**fields, batch=batch, next=tuple(_next(snapshot, shlex.quote(one_line(batch)), is_kept)))
 
 
-def _next(snapshot: Snapshot, batch: str) -> list[str]:
+def _next(snapshot: Snapshot, batch: str, is_kept: bool) -> list[str]:
     told, counts = [], snapshot.failures
+    submit = f"by submitting the same file again with `--id {batch}` and the same --output"
+    resume, retry = (
+        (f"with `toolcrew batch resume {batch}`", f"with `toolcrew batch retry {batch} --errors`") if is_kept else (submit, submit)
+    )
     unfinished = snapshot.running + snapshot.queued
     if unfinished:
-        told.append(f"{unfinished:,} {_items(unfinished)} without a result yet: go on with `toolcrew batch resume {batch}`")
+        told.append(f"{unfinished:,} {_items(unfinished)} without a result yet: go on {resume}")
     if infrastructure := counts.get(FailureKind.INFRASTRUCTURE, 0):
-        told.append(f"{infrastructure:,} failed for the infrastructure: try them again with `toolcrew batch retry {batch} --errors`")
+        told.append(f"{infrastructure:,} failed for the infrastructure: try them again {retry}")
     if wrong := counts.get(FailureKind.INPUT, 0):
         told.append(f"{wrong:,} failed for what their lines name: mend these lines and submit them as a batch of their own")
     groups = [group for group in snapshot.groups if group.kind in (FailureKind.MODEL, FailureKind.TOOL)]
@@ -42,7 +46,7 @@ def _next(snapshot: Snapshot, batch: str) -> list[str]:
         told.append(f"{count:,} failed for the model or a tool, as they would again: see what happened, for one of them with {look}")
     if cancelled := counts.get(FailureKind.CANCELLED, 0):
         told.append(f"{cancelled:,} cancelled: submit their lines again if they are wanted after all")
-    if snapshot.ended:
+    if snapshot.ended and is_kept:
         told.append(f"read what there is with `toolcrew batch results {batch}`")
     return told
 

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from contract.errors import ContextWindowExceeded, ModelInterrupted, ModelRefused, ModelUnavailable
+from contract.errors import ContextWindowExceeded, ModelDenied, ModelInterrupted, ModelRefused, ModelUnavailable
 from orchestrator.models.retries import is_retried_status
 
 MAX_DETAIL_CHARS = 300
@@ -63,6 +63,7 @@ _QUOTA_CODES = frozenset({"insufficient_quota", "billing_hard_limit_reached"})
 _TEMPLATE = re.compile(r"jinja", re.IGNORECASE)
 _ABOUT_TOOLS = re.compile(r"tool|function", re.IGNORECASE)
 _REFUSED_STATUSES = frozenset({400, 413, 415, 422, 501})
+_DENIED_STATUSES = frozenset({401, 402, 403, 404})
 
 
 def is_transient(failure: Failure) -> bool:
@@ -91,6 +92,8 @@ def build_error(failure: Failure, endpoint: Endpoint, *, attempts: int = 1, max_
         return ContextWindowExceeded(sentence, find_limit_tokens(failure))
     if _is_refusal(failure):
         return ModelRefused(sentence, _detail(failure, endpoint))
+    if _is_denial(failure):
+        return ModelDenied(sentence, is_unknown_model=failure.status == 404)
     return ModelUnavailable(sentence)
 
 
@@ -204,6 +207,12 @@ def _is_refusal(failure: Failure) -> bool:
         # Routers answer so when none of a model's hosts takes tools.
         return _ABOUT_TOOLS.search(_said(failure.body)) is not None
     return failure.status in _REFUSED_STATUSES or _is_template_fault(failure)
+
+
+def _is_denial(failure: Failure) -> bool:
+    """Of a key, an account or a model's name: by HTTP status, or as an error inside a reply tells it."""
+    status = _told_status(failure) if failure.kind == "told" else failure.status
+    return status in _DENIED_STATUSES or bool(failure.codes & _QUOTA_CODES)
 
 
 def _is_template_fault(failure: Failure) -> bool:

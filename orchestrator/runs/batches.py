@@ -4,9 +4,10 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from contract.errors import ErrorCode, ToolFailure
+from orchestrator.batches.detached import check_detached
 from orchestrator.batches.happenings import BatchNoted
 from orchestrator.batches.items import BatchItem, FailureKind
 from orchestrator.batches.lines import BatchFile
@@ -27,6 +28,12 @@ def new_batch_id() -> str:
     return f"batch-{secrets.token_hex(6)}"
 
 
+def check_batch_id(batch: str) -> None:
+    """Raises ToolFailure(INVALID_ARGUMENTS) for what cannot be one."""
+    if not _ID.fullmatch(batch):
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"'{batch[:80]}' cannot be a batch's id: 1 to 64 letters, digits, - and _")
+
+
 class Batches:
     """Raises BrokerUnavailable when Redis does not answer, ToolFailure(INVALID_ARGUMENTS) for what cannot be done, with what to do."""
 
@@ -43,12 +50,18 @@ class Batches:
         concurrency: int | None = None,
         defaults: BatchDefaults | None = None,
         name: str = "",
+        is_detached: bool = False,
     ) -> str:
         """Queue the items of a file; gives the batch's id. With the id of a batch that was submitted with the same file, that one is gone on with: items
-        that are not there are added, and what failed for the infrastructure is queued again."""
+        that are not there are added, and what failed for the infrastructure is queued again.
+
+        `is_detached`: handed over to the orchestrators that serve everybody (batch_service.py), until it is submitted otherwise. Raises BadBatch when
+        lines name paths of this machine then.
+        """
+        if is_detached:
+            check_detached(file, defaults.artifacts if defaults is not None else None, name or "the batch")
         chosen = batch or new_batch_id()
-        if not _ID.fullmatch(chosen):
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"'{chosen[:80]}' cannot be a batch's id: 1 to 64 letters, digits, - and _")
+        check_batch_id(chosen)
         record = BatchRecord(
             state=BatchState.IN_PROGRESS,
             total=len(file.items),
@@ -57,11 +70,12 @@ class Batches:
             defaults=defaults or BatchDefaults(),
             created_at=time.time(),
             name=name,
+            is_detached=is_detached,
         )
         is_new = await self._queue.create(self.tenant, chosen, record)
         if not is_new:
             await self._check_same(chosen, file)
-            await self._go_on(chosen, concurrency, defaults)
+            await self._go_on(chosen, concurrency, defaults, is_detached=is_detached)
         await self._queue.add(self.tenant, chosen, self._runs(chosen, file.items))
         if is_new:
             await self._note(chosen, f"submitted with {len(file.items)} items", total=len(file.items))
@@ -71,7 +85,13 @@ class Batches:
 
     async def resume(self, batch: str, kinds: Collection[FailureKind] = (FailureKind.INFRASTRUCTURE, FailureKind.CANCELLED)) -> int:
         """Queue again what ended in one of these ways; how many items. What runs, waits or succeeded is left alone."""
-        await self._queue.batch(self.tenant, batch)
+        record, queued = await self._queue.batch(self.tenant, batch), await self._queue.count_items(self.tenant, batch)
+        if queued < record.total:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"only {queued} of the {record.total} lines of batch {batch} were queued before its submission broke off: "
+                f"submit the same file again with --id {batch} to go on with it",
+            )
         again = await self._queue.retry(self.tenant, batch, kinds)
         await self._note(batch, f"resumed, {again} items are begun anew")
         return again
@@ -91,8 +111,8 @@ class Batches:
         records = await self._queue.runs([(self.tenant, run) for run in runs])
         return {record.item.custom_id: run for run, record in zip(runs, records, strict=True) if record is not None}
 
-    def _runs(self, batch: str, items: Sequence[BatchItem]) -> list[tuple[str, BatchItem]]:
-        return [(run_id(self.tenant, batch, item.custom_id), item) for item in items]
+    def _runs(self, batch: str, items: Sequence[BatchItem]) -> Iterator[tuple[str, BatchItem]]:
+        return ((run_id(self.tenant, batch, item.custom_id), item) for item in items)
 
     async def _check_same(self, batch: str, file: BatchFile) -> None:
         known = await self._queue.batch(self.tenant, batch)
@@ -102,9 +122,10 @@ class Batches:
                 f"the batch {batch} was submitted with another file: submit this one under an id of its own, or that file to go on with it",
             )
 
-    async def _go_on(self, batch: str, concurrency: int | None, defaults: BatchDefaults | None) -> None:
+    async def _go_on(self, batch: str, concurrency: int | None, defaults: BatchDefaults | None, *, is_detached: bool) -> None:
         known = await self._queue.batch(self.tenant, batch)
-        await self._queue.change(self.tenant, batch, concurrency=concurrency or known.concurrency, defaults=defaults or known.defaults)
+        limit, told = concurrency or known.concurrency, defaults or known.defaults
+        await self._queue.change(self.tenant, batch, concurrency=limit, defaults=told, is_detached=is_detached)
 
     async def _note(self, batch: str, message: str, total: int | None = None) -> None:
         self._writer.tell(self.tenant, batch, BatchNoted(at=time.time(), message=message, total=total))

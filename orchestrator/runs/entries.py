@@ -53,7 +53,15 @@ class Resulted(_Entry):
     result: ToolResult
 
 
-Entry = Annotated[SessionOpening | SessionOpened | Replied | Reviewed | Resulted, Field(discriminator="type")]
+class Exported(_Entry):
+    """The item's artifacts are where they belong: their session need not be there any more. `missing`: what of them there was not, in sentences."""
+
+    type: Literal["exported"] = "exported"
+    paths: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+
+Entry = Annotated[SessionOpening | SessionOpened | Replied | Reviewed | Resulted | Exported, Field(discriminator="type")]
 _ANY: TypeAdapter[Entry] = TypeAdapter(Entry)
 
 

@@ -2,13 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from orchestrator.batches.happenings import BatchNoted, Happening
 from orchestrator.batches.items import Outcome
 from orchestrator.batches.row_files import RowFiles, RowsNotWritten
+from orchestrator.batches.settled_items import SettledItems
 from orchestrator.logs import get_logger
+from orchestrator.runs.cancelling import check_cancelled
 from orchestrator.runs.happening_stream import HappeningReader
 from orchestrator.runs.records import BatchRecord, BatchState
 from orchestrator.runs.run_queue import RunQueue
@@ -19,6 +21,12 @@ LOOK_S = 0.25
 ROWS_AT_ONCE = 500
 WRITE_AGAIN_S = 5.0
 ENDED = (BatchState.COMPLETED, BatchState.CANCELLED)
+
+
+class BatchForgotten(OperatorError):
+    """Redis knows nothing any more of a batch that it knew."""
+
+    code = ErrorCode.BROKER_UNAVAILABLE
 
 
 class Follower:
@@ -38,43 +46,84 @@ class Follower:
         self._queue, self._reader, self._tenant, self._batch = queue, reader, tenant, batch
         self._rows, self._show, self._tick = rows, show, tick
         self._written = 0
+        self._numbers = SettledItems()
         self._write_after = 0.0
 
     async def run(self) -> BatchRecord:
-        """Until every item has ended and its row is written; gives the batch as it then is. However long Redis, or the disk, needs."""
+        """Until every item has ended and its row is written; gives the batch as it then is. However long Redis, or the disk, needs.
+
+        Raises BatchForgotten.
+        """
         while True:
+            check_cancelled()
             try:
-                record = await self._queue.batch(self._tenant, self._batch)
+                record = await self._looked()
+                if record.state is BatchState.CANCELLING:
+                    # What nobody works any more by now is nobody else's to end.
+                    await self._queue.cancel(self._tenant, self._batch)
                 is_written = await self.write()
                 await self._hear()
+                if record.state in ENDED and is_written and await self._write_missed():
+                    self._tick()
+                    await self._settle()
+                    await self._hear()
+                    return record
             except BrokerUnavailable as error:
                 log.warning("batch_not_followed", batch=self._batch, error=str(error))
                 await asyncio.sleep(LOOK_S)
                 self._tick()
                 continue
             self._tick()
-            if record.state in ENDED and is_written:
-                await self.end()
-                return record
+
+    async def _looked(self) -> BatchRecord:
+        try:
+            return await self._queue.batch(self._tenant, self._batch)
+        except ToolFailure as error:
+            raise BatchForgotten(
+                f"Redis has forgotten batch {self._batch} while it was worked: its data was flushed or lost. The rows that were written stay: "
+                "see that Redis keeps its data, then submit the lines that have no row yet as a batch of their own"
+            ) from error
+
+    async def _write_missed(self) -> bool:
+        """Write what got a number that had been read by: a Redis that forgot its last second counts on from before it."""
+        self._written = 0
+        return await self.write()
 
     async def end(self) -> None:
-        """Write and show what there is now. Raises BrokerUnavailable."""
-        await self.write()
-        await self._settle()
-        await self._hear()
+        """Write and show what there is now. Raises RowsNotWritten when the disk does not take all of it, BrokerUnavailable."""
+        try:
+            await self._write_now()
+        finally:
+            await self._hear()
+
+    async def _write_now(self) -> None:
+        while self._rows is not None and (some := await self._next()) is not None:
+            await asyncio.to_thread(self._rows.append, some[1])
+            self._note_written(some[0])
+        if self._rows is not None:
+            await asyncio.to_thread(self._rows.settle)
 
     async def write(self) -> bool:
         """Write the rows of what has ended; False: the disk does not take them now, and nothing of them is lost."""
-        while self._rows is not None and (ended := await self._queue.ended(self._tenant, self._batch, self._written)):
-            if time.monotonic() < self._write_after:
+        while self._rows is not None and (some := await self._next()) is not None:
+            if time.monotonic() < self._write_after or not await self._append(some[1]):
                 return False
-            some = ended[:ROWS_AT_ONCE]
-            records = await self._queue.runs([(self._tenant, run) for _, run in some])
-            outcomes = [record.outcome for record in records if record is not None and record.outcome is not None]
-            if not await self._append(outcomes):
-                return False
-            self._written = some[-1][0]
+            self._note_written(some[0])
         return True
+
+    def _note_written(self, ended: Sequence[tuple[int, str]]) -> None:
+        for number, run in ended:
+            self._numbers.put(run, number)
+        self._written = ended[-1][0]
+
+    async def _next(self) -> tuple[Sequence[tuple[int, str]], list[Outcome]] | None:
+        """Some of what has ended and is not written: numbers and runs, and their outcomes; None: that is all."""
+        while told := await self._queue.ended(self._tenant, self._batch, self._written, ROWS_AT_ONCE):
+            if ended := [one for one in told if self._numbers.get(one[1]) != one[0]]:
+                records = await self._queue.runs([(self._tenant, run) for _, run in ended])
+                return ended, [record.outcome for record in records if record is not None and record.outcome is not None]
+            self._written = told[-1][0]
+        return None
 
     async def _append(self, outcomes: list[Outcome]) -> bool:
         assert self._rows is not None

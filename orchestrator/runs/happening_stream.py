@@ -10,6 +10,7 @@ from redis.exceptions import RedisError
 from contract.errors import BrokerUnavailable
 from orchestrator.batches.happenings import Happening, parse_happening
 from orchestrator.logs import get_logger
+from orchestrator.runs.cancelling import check_cancelled
 from orchestrator.runs.keys import RUN_TTL_S, batch_key
 
 log = get_logger(__name__)
@@ -42,6 +43,7 @@ class HappeningWriter:
         """Until cancelled; then what is left is written."""
         try:
             while True:
+                check_cancelled()
                 await asyncio.sleep(EVERY_S)
                 await self.flush()
         finally:

@@ -1,42 +1,50 @@
 """Works one claimed run from where its log ends to its outcome."""
 
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from pydantic import TypeAdapter
 
 from contract.calls import ToolResult
-from contract.errors import OperatorError, ToolFailure
+from contract.errors import ConfigError, OperatorError, ToolFailure
+from orchestrator.admission.insistence import until_admitted
 from orchestrator.batches.artifacts import artifact_folder, copy_artifacts
-from orchestrator.batches.happenings import CallDone, Happening, ItemReady, StepDone
-from orchestrator.batches.items import BatchItem, CallBody, Failure, Outcome, RunLimits
+from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemReady, StepDone
+from orchestrator.batches.items import CHAT_URL, BatchItem, CallBody, Failure, Ground, Outcome, RunBody, RunLimits
 from orchestrator.batches.rows import build_answer_body, build_call_body
 from orchestrator.dispatcher import Terms
 from orchestrator.events import CallFinished, CallStarted, RunEvent, StepFinished
 from orchestrator.homes import new_session_name
-from orchestrator.limits import Prices, ReActOptions
+from orchestrator.limits import Prices, ReActOptions, StopReason
+from orchestrator.outages import outlast
 from orchestrator.pool_connection import PoolConnection
 from orchestrator.run_parts import RunAs, RunParts
+from orchestrator.runs.brake import Brake, HeldModel
+from orchestrator.runs.entries import Exported
 from orchestrator.runs.journal import Journal, LoggedModel
 from orchestrator.runs.models import Models
 from orchestrator.runs.outcomes import judge_call, judge_error, judge_run, status_of
 from orchestrator.runs.records import BatchDefaults
 from orchestrator.runs.run_queue import Claim
+from orchestrator.runs.session_turns import SessionTurns
 from orchestrator.sessions import Session, SessionInfo, Start
 from orchestrator.traces.opening import Traces
 
 Tell = Callable[[Happening], None]
+LEAST_WALL_S = 1.0
+"""For a run that is gone on with when its time is up: what its log has is worked through again, so that its end tells of all of it."""
 _INFO: TypeAdapter[SessionInfo] = TypeAdapter(SessionInfo)
 
 
 class ItemWork:
-    """Works items of any batch on one pool. `work` gives an outcome whatever happens; it is cancelled when the run is not ours any more."""
+    """Works items of any batch on one pool. `work` gives an outcome, or says that the run has to wait; it is cancelled when the run is not ours any more."""
 
     def __init__(self, pool: PoolConnection, parts: RunParts, models: Models, traces: Traces | None) -> None:
         """`traces` None: none are written."""
@@ -44,25 +52,41 @@ class ItemWork:
         self._parts = parts
         self._models = models
         self._traces = traces
+        self._turns = SessionTurns(pool.dispatcher.room)
+        self.brake = Brake()
+        """What whoever claims runs for it goes by."""
 
     async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
-        """How the item ended. Its session is closed by then, but when this is cancelled: whoever goes on with the run has it."""
+        """How the item ended. Its session is closed by then, but when this is cancelled, or raises: whoever goes on with the run has it.
+
+        Raises NotNow for a run that has to wait, ModelDenied when no run of this process can go on.
+        """
         item, began = claim.record.item, time.monotonic()
+        own_model = item.work.model if isinstance(item.work, RunBody) else None
+        session: Session | None = None
         try:
-            session = await self._session(claim, journal)
+            self.brake.check_model(own_model)
+            # A tenant that may do nothing has no chats either.
+            await outlast(lambda: self._pool.tenants.policy(claim.tenant))
+            session = await outlast(lambda: self._session(claim, journal)) if _needs_session(item) else None
             tell(
                 ItemReady(
                     at=time.time(), item=item.custom_id, run=claim.run, attempt=claim.record.attempt, setup_s=time.monotonic() - began
                 )
             )
             journal.begin()
-            try:
-                body, failure = await self._worked(claim, journal, defaults, session, tell)
-            finally:
-                if not _is_being_cancelled():
-                    await self._close(session)
-        except Exception as error:  # noqa: BLE001  # the edge of an item: whatever it is, the item has an end, and the batch goes on
+            body, failure = await self._worked(claim, journal, defaults, session, tell)
+        except Exception as error:  # the edge of an item: whatever it is, the item has an end, and the batch goes on
+            if (instead := self.brake.judge(error, own_model)) is not None:
+                session = None
+                raise instead from error
             body, failure = None, judge_error(error)
+            if session is None:
+                # Somewhere its sandbox may be there all the same.
+                await self.abandon(claim, journal)
+        finally:
+            if session is not None and not _is_being_cancelled():
+                await self._close(session)
         return _outcome(claim, body, failure)
 
     async def abandon(self, claim: Claim, journal: Journal) -> None:
@@ -70,7 +94,7 @@ class ItemWork:
         name = journal.opening or (journal.session.session if journal.session is not None else None)
         if name is not None:
             with suppress(OperatorError, ToolFailure):
-                await self._pool.dispatcher.abandon_session(claim.tenant, name)
+                await outlast(lambda: self._pool.dispatcher.abandon_session(claim.tenant, name))
 
     async def _session(self, claim: Claim, journal: Journal) -> Session:
         """The run's session: the one of its log, or a new one."""
@@ -80,33 +104,42 @@ class ItemWork:
         if journal.opening is not None:
             await self.abandon(claim, journal)
         name = new_session_name()
-        await journal.note_opening(name)
         start = Start(
             image=ground.image,
             workspace=Path(ground.workspace) if ground.workspace is not None else None,
             restore=ground.restore,
             network=ground.network,
         )
-        session = await Session.open(pool.dispatcher, pool.blobs, tenant=claim.tenant, start=start, name=name)
+        async with self._turns.turn(claim.tenant, ground.image):
+            await journal.note_opening(name)
+            session = await Session.open(pool.dispatcher, pool.blobs, tenant=claim.tenant, start=start, name=name)
         await journal.note_opened(name, _INFO.dump_python(await session.info(), mode="json"))
         return session
 
     async def _worked(
-        self, claim: Claim, journal: Journal, defaults: BatchDefaults, session: Session, tell: Tell
+        self, claim: Claim, journal: Journal, defaults: BatchDefaults, session: Session | None, tell: Tell
     ) -> tuple[dict[str, Any], Failure | None]:
         """The body of the item's row, and why it is no success."""
-        item, artifacts = claim.record.item, None
-        if isinstance(item.work, CallBody):
-            result = await self._called(claim, journal, item.work, session, tell)
-            artifacts = await self._artifacts(item, defaults, session)
-            return build_call_body(result, artifacts=artifacts), judge_call(result)
-        agent_run, telling = _run_name(claim), _Telling(claim, tell)
-        options = _options(item.work.limits, defaults)
+        work = claim.record.item.work
+        if isinstance(work, RunBody):
+            return await self._run(claim, work, journal, defaults, session, tell)
+        assert session is not None
+        result = await self._called(claim, journal, work, session, tell)
+        artifacts = await self._artifacts(claim.record.item, journal, defaults, session, tell)
+        return build_call_body(result, **artifacts), judge_call(result)
+
+    async def _run(
+        self, claim: Claim, work: RunBody, journal: Journal, defaults: BatchDefaults, session: Session | None, tell: Tell
+    ) -> tuple[dict[str, Any], Failure | None]:
+        """The agent run of an item."""
+        item, agent_run, telling = claim.record.item, _run_name(claim), _Telling(claim, tell)
+        options, is_over = _options(work.limits, defaults), False
         if options.max_wall_s is not None:
             # What the run had used before the process died that worked it.
-            options = replace(options, max_wall_s=max(0.001, options.max_wall_s - journal.spent_wall_s))
-        chosen = await self._models.get(item.work.model or defaults.model)
-        work = item.work
+            left_s = options.max_wall_s - journal.spent_wall_s
+            options, is_over = replace(options, max_wall_s=max(LEAST_WALL_S, left_s) if journal.is_resumed else left_s), left_s <= 0
+        chosen = await self._models.get(work.model or defaults.model)
+        held = HeldModel(chosen.model, self.brake, claim.run)
         with ExitStack() as stack:
             on_event = telling.on_event
             if self._traces is not None:
@@ -119,43 +152,65 @@ class ItemWork:
                 tell=on_event,
                 terms=Terms(priority="batch"),
                 book=journal,
-                logged=lambda model: LoggedModel(model, journal, work.sampling),
+                logged=lambda _: LoggedModel(held, journal, work.sampling, is_over=is_over),
+                is_chat=item.url == CHAT_URL,
             )
-            agent = await self._parts.build_agent(session, chosen, wanted)
+            with self.brake.asking(claim.run):
+                agent = await outlast(lambda: self._parts.build_agent(session, chosen, wanted))
             run = await agent.run(work.instruction, history=[dict(message) for message in work.history])
-        artifacts = await self._artifacts(item, defaults, session)
-        body = build_answer_body(item.url, run, model=chosen.model.name, created=claim.record.started_at, artifacts=artifacts)
+            if run.stop_reason is StopReason.MAX_WALL:
+                held.check_heard()
+        artifacts = await self._artifacts(item, journal, defaults, session, tell) if session is not None else _CopiedOut()
+        body = build_answer_body(item.url, run, model=chosen.model.name, created=claim.record.started_at, **artifacts)
         return body, judge_run(run)
 
     async def _called(self, claim: Claim, journal: Journal, work: CallBody, session: Session, tell: Tell) -> ToolResult:
         """The one call of an item that is no run."""
-        call_id = _run_name(claim)
+        call_id, telling = _run_name(claim), _Telling(claim, tell)
         known = journal.result_of(call_id)
         if known is not None:
+            telling.call_done(known, 0.0)
             return known
-        telling = _Telling(claim, tell)
         began = time.monotonic()
         terms = Terms(timeout_s=work.timeout_s, priority="batch", run=claim.run, keeps_result=True, may_have_been_sent=journal.is_resumed)
-        result = await session.call(work.name, work.arguments, call_id=call_id, terms=terms)
+        result = await until_admitted(lambda: session.call(work.name, work.arguments, call_id=call_id, terms=terms))
         await journal.note_result(call_id, result)
         self._pool.dispatcher.settle(claim.tenant, call_id)
         telling.call_done(result, time.monotonic() - began)
         return result
 
-    async def _artifacts(self, item: BatchItem, defaults: BatchDefaults, session: Session) -> list[str] | None:
-        """The files that the item's line names, copied out; None when it names none."""
+    async def _artifacts(self, item: BatchItem, journal: Journal, defaults: BatchDefaults, session: Session, tell: Tell) -> "_CopiedOut":
+        """The files that the item's line names, copied out, and what of them there is not, as the row has it; nothing when it names none."""
         if not item.ground.artifacts or defaults.artifacts is None:
-            return None
-        target = artifact_folder(Path(defaults.artifacts), item.custom_id)
+            return {}
+        exported = journal.artifacts or await self._export(item, journal, defaults.artifacts, session)
+        for sentence in exported.missing:
+            tell(BatchNoted(at=time.time(), message=f"{item.custom_id}: {sentence}"))
+        return {"artifacts": exported.paths, "missing": exported.missing}
+
+    async def _export(self, item: BatchItem, journal: Journal, folder_of_all: str, session: Session) -> Exported:
+        target = artifact_folder(Path(folder_of_all), item.custom_id)
         with tempfile.TemporaryDirectory(prefix="toolcrew-artifacts-") as folder:
             await session.export(folder)
             copied = await asyncio.to_thread(copy_artifacts, Path(folder), item.ground.artifacts, target)
-        return list(copied.paths)
+        # A file's name may be any bytes; a row is text.
+        paths, missing = (
+            [os.fsencode(text).decode(errors="backslashreplace") for text in texts] for texts in (copied.paths, copied.missing())
+        )
+        return await journal.note_artifacts(paths, missing)
 
     async def _close(self, session: Session) -> None:
         """An item whose sandbox cannot be removed now has its outcome all the same: the sandbox goes when its time is up."""
         with suppress(OperatorError, ToolFailure):
-            await session.close()
+            await outlast(session.close)
+        self._turns.note_end()
+
+
+class _CopiedOut(TypedDict, total=False):
+    """What a row tells of artifacts."""
+
+    artifacts: tuple[str, ...]
+    missing: tuple[str, ...]
 
 
 class _Telling:
@@ -189,6 +244,9 @@ class _Telling:
     def call_done(self, result: ToolResult, seconds: float) -> None:
         """A call has ended."""
         code = result.error_code.value if result.error_code is not None else None
+        clocks = result.clocks
+        # Of one that comes out of the log its own clocks tell how long it took.
+        seconds = max(seconds, clocks.queued_s + clocks.sandbox_s + clocks.run_s + clocks.transfer_s)
         told = {
             "at": time.time(),
             "item": self._item,
@@ -197,7 +255,12 @@ class _Telling:
             "call": result.call_id,
             "tool": result.name,
         }
-        self._tell(CallDone.model_validate({**told, "seconds": seconds, "error_code": code, "clocks": result.clocks}))
+        self._tell(CallDone.model_validate({**told, "seconds": seconds, "error_code": code, "clocks": clocks}))
+
+
+def _needs_session(item: BatchItem) -> bool:
+    """Whether anything of an item happens in a sandbox: not, when its model has no tools, and nothing is copied in or out."""
+    return isinstance(item.work, CallBody) or item.work.tools != () or item.ground != Ground()
 
 
 def _run_name(claim: Claim) -> str:
@@ -205,12 +268,22 @@ def _run_name(claim: Claim) -> str:
     return claim.run if claim.record.attempt == 1 else f"{claim.run}-{claim.record.attempt}"
 
 
+def prices_of(defaults: BatchDefaults) -> Prices | None:
+    """None: they are not known."""
+    if defaults.prompt_price is None or defaults.completion_price is None:
+        return None
+    return Prices(defaults.prompt_price, defaults.completion_price)
+
+
 def _options(limits: RunLimits, defaults: BatchDefaults) -> ReActOptions:
-    """The item's own limits, else the batch's, else the usual ones."""
+    """The item's own limits, else the batch's, else the usual ones. Raises ConfigError for those that do not go together."""
     told = {**defaults.limits.model_dump(exclude_none=True), **limits.model_dump(exclude_none=True)}
-    if defaults.prompt_price is not None and defaults.completion_price is not None:
-        told["prices"] = Prices(defaults.prompt_price, defaults.completion_price)
-    return ReActOptions(**told)
+    if (prices := prices_of(defaults)) is not None:
+        told["prices"] = prices
+    try:
+        return ReActOptions(**told)
+    except ValueError as error:
+        raise ConfigError(f"the item's limits cannot be kept: {error}") from error
 
 
 def _outcome(claim: Claim, body: dict[str, Any] | None, failure: Failure | None) -> Outcome:

@@ -4,12 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode, SandboxUnavailable
 from orchestrator.models.base import Chunk, Model, ModelRequest
 from orchestrator.runs.chunks import join_chunks
-from orchestrator.runs.entries import Entry, Replied, Resulted, Reviewed, SessionOpened, SessionOpening
+from orchestrator.runs.entries import Entry, Exported, Replied, Resulted, Reviewed, SessionOpened, SessionOpening
 from orchestrator.runs.run_log import RunLog, RunTaken
 
 AnyEntry = TypeVar("AnyEntry", SessionOpening, SessionOpened, Reviewed, Resulted)
@@ -22,20 +23,22 @@ class Journal:
     some. Only what follows is asked of the model and of the pool.
     """
 
-    def __init__(self, run_log: RunLog, on_taken: Callable[[], None], clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, run_log: RunLog, on_taken: Callable[[], object], clock: Callable[[], float] = time.time) -> None:
         self._log, self._on_taken, self._clock = run_log, on_taken, clock
         known = list(run_log.entries)
         self._replies = [entry for entry in known if isinstance(entry, Replied)]
         self._reviews = {entry.call: entry for entry in known if isinstance(entry, Reviewed)}
         self._results = {entry.call: entry.result for entry in known if isinstance(entry, Resulted)}
+        self.artifacts = next((entry for entry in known if isinstance(entry, Exported)), None)
+        """Those that have been copied out; None: none have been yet."""
+        self.is_resumed = bool(known)
+        """Whether another process, or this one before, has begun with the run."""
+        self.has_lost_session = any(_is_session_lost(result) for result in self._results.values())
+        """Whether a call has found the run's session gone: what the model is told from there on would be worth nothing."""
         self._given = 0
         self._begun_at: float | None = None
         self.spent_wall_s = max((entry.wall_s for entry in known), default=0.0)
         """How long the run had worked when its log ended."""
-
-    @property
-    def is_resumed(self) -> bool:
-        return bool(self._log.entries)
 
     @property
     def is_catching_up(self) -> bool:
@@ -86,7 +89,14 @@ class Journal:
         await self._append(Reviewed(at=self._clock(), wall_s=self._wall_s(), call=call, approved=approved, refused=refused))
 
     async def note_result(self, call: str, result: ToolResult) -> None:
+        self.has_lost_session = self.has_lost_session or _is_session_lost(result)
         await self._append(Resulted(at=self._clock(), wall_s=self._wall_s(), call=call, result=result))
+
+    async def note_artifacts(self, paths: Iterable[str], missing: Iterable[str]) -> Exported:
+        """Gives what was noted."""
+        entry = Exported(at=self._clock(), wall_s=self._wall_s(), paths=tuple(paths), missing=tuple(missing))
+        await self._append(entry)
+        return entry
 
     async def _append(self, entry: Entry) -> None:
         try:
@@ -107,14 +117,32 @@ class Journal:
         return self.spent_wall_s + (time.monotonic() - self._begun_at if self._begun_at is not None else 0.0)
 
 
+def _is_session_lost(result: ToolResult) -> bool:
+    return result.error_code is ErrorCode.SESSION_NOT_FOUND
+
+
+def _as_text(value: Any) -> Any:
+    """The same without halves of surrogate pairs, which cannot be written down: two that belong together are one character, others the replacement character."""
+    match value:
+        case str():
+            return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case dict():
+            return {_as_text(name): _as_text(inner) for name, inner in value.items()}
+        case list():
+            return [_as_text(inner) for inner in value]
+        case _:
+            return value
+
+
 class LoggedModel:
     """A model whose replies are in the log before anybody hears them. A reply comes whole: its calls run when all of it is known."""
 
-    def __init__(self, model: Model, journal: Journal, extra: Mapping[str, object]) -> None:
-        """`extra`: fields that every request carries."""
+    def __init__(self, model: Model, journal: Journal, extra: Mapping[str, object], *, is_over: bool = False) -> None:
+        """`extra`: fields that every request carries. `is_over`: the run had used up its time before: nothing new is asked."""
         self._model = model
         self._journal = journal
         self._extra = dict(extra)
+        self._is_over = is_over
 
     @property
     def name(self) -> str:
@@ -123,9 +151,16 @@ class LoggedModel:
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         """The reply of the log, else the model's. Raises as the model does; nothing of a reply that broke off is logged, or heard."""
         chunks = self._journal.next_reply()
+        if chunks is None and self._is_over:
+            # The run's limit ends this, and a reply that came then would be paid for nothing.
+            await asyncio.get_running_loop().create_future()
+        if chunks is None and self._journal.has_lost_session:
+            raise SandboxUnavailable(
+                "the run's sandbox is gone, closed or past its time to live while nobody worked the run: retry the item"
+            )
         if chunks is None:
             asked = replace(request, extra={**request.extra, **self._extra})
-            chunks = tuple(join_chunks([chunk async for chunk in self._model.stream(asked)]))
+            chunks = tuple(_as_text(chunk) for chunk in join_chunks([chunk async for chunk in self._model.stream(asked)]))
             await self._journal.note_reply(chunks)
         for chunk in chunks:
             yield chunk

@@ -22,15 +22,20 @@ def run_log_key(deployment: str, tenant: str, run: str) -> str:
     return f"toolcrew:{deployment}:{tenant}:run:{run}:log"
 
 
-def run_part_key(deployment: str, tenant: str, run: str, index: int) -> str:
-    """An entry that is too large to lie in the log itself."""
-    return f"toolcrew:{deployment}:{tenant}:run:{run}:part:{index}"
+def run_parts_key(deployment: str, tenant: str, run: str) -> str:
+    """The hash of entries that are too large to lie in the log itself, by their places in it."""
+    return f"toolcrew:{deployment}:{tenant}:run:{run}:parts"
 
 
 def batch_key(deployment: str, tenant: str, batch: str) -> str:
     """The hash of a batch (BatchRecord); beside it `:waiting` (sorted set), `:running` (set), `:ended` (list) and `:items` (list) of its runs'
     ids, and `:events` (stream)."""
     return f"toolcrew:{deployment}:{tenant}:batch:{batch}"
+
+
+def batches_key(deployment: str, tenant: str) -> str:
+    """The sorted set of a tenant's batches, by when they were submitted; some of them may be forgotten by now."""
+    return f"toolcrew:{deployment}:{tenant}:batches"
 
 
 def member(tenant: str, name: str) -> str:

@@ -7,6 +7,7 @@ from contract.errors import (
     ConfigError,
     ContextWindowExceeded,
     ErrorCode,
+    ModelDenied,
     ModelRefused,
     ModelUnavailable,
     OperatorError,
@@ -64,6 +65,8 @@ def judge_error(error: BaseException) -> Failure:
     match error:
         case ContextWindowExceeded() | ModelRefused():
             return Failure(kind=FailureKind.MODEL, code=error.code.value, message=str(error))
+        case ModelDenied():
+            return Failure(kind=FailureKind.INPUT, code=error.code.value, message=str(error))
         case ModelUnavailable() | BrokerUnavailable():
             return Failure(kind=FailureKind.INFRASTRUCTURE, code=error.code.value, message=str(error))
         case ConfigError():

@@ -12,11 +12,13 @@ end
 
 local function run_key(tenant, run) return deployment .. tenant .. ':run:' .. run end
 local function batch_key(tenant, batch) return deployment .. tenant .. ':batch:' .. batch end
+local function batches_key(tenant) return deployment .. tenant .. ':batches' end
 
 local function keep(tenant, batch, run)
   local ttl = tonumber(redis.call('HGET', batch_key(tenant, batch), 'ttl_s')) or 2592000
   local key = batch_key(tenant, batch)
   for _, one in ipairs({key, key .. ':waiting', key .. ':running', key .. ':ended', key .. ':items', key .. ':events'}) do redis.call('EXPIRE', one, ttl) end
+  redis.call('EXPIRE', batches_key(tenant), ttl)
   if run then redis.call('EXPIRE', run_key(tenant, run), ttl) end
 end
 
@@ -59,6 +61,7 @@ local function finish(tenant, run, outcome, failure)
   redis.call('ZADD', batch_at .. ':ended', redis.call('HINCRBY', batch_at, 'ends', 1), run)
   redis.call('HINCRBY', batch_at, failure == '' and 'succeeded' or 'failed:' .. failure, 1)
   redis.call('EXPIRE', key .. ':log', 3600)
+  redis.call('EXPIRE', key .. ':parts', 3600)
   settle(tenant, batch)
 end
 
@@ -82,21 +85,33 @@ function steps.add()
   return added
 end
 
--- owner, how many, lease, tenant|batch whose runs are wanted ('' for all), then as many words for claims. Gives {tenant, run, claim, how} of each.
+-- owner, how many, lease, tenant|batch whose runs are wanted, tenants, then as many words for claims. Gives {tenant, run, claim, how} of each.
+-- Without a tenant|batch: of all that are detached, of those tenants (',a,b,'; '' for all).
 function steps.claim()
-  local owner, most, lease_s, only = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
-  local given, word = {}, 8
+  local owner, most, lease_s, only, tenants = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8]
+  local given, word = {}, 9
+  local function is_wanted(tenant, batch)
+    if only ~= '' then return only == tenant .. '|' .. batch end
+    if tenants ~= '' and not string.find(tenants, ',' .. tenant .. ',', 1, true) then return false end
+    return redis.call('HGET', batch_key(tenant, batch), 'is_detached') == '1'
+  end
   local function take(tenant, batch, run, how)
     table.insert(given, begin(tenant, batch, run, ARGV[word], owner, lease_s, how))
     word = word + 1
   end
-  for _, one in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'leases', '-inf', now, 'LIMIT', 0, only == '' and most or 1000)) do
+  for _, one in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'leases', '-inf', now, 'LIMIT', 0, 1000)) do
     local tenant, run = split(one)
     local batch = redis.call('HGET', run_key(tenant, run), 'batch')
     if not batch then
       redis.call('ZREM', runs .. 'leases', one)
-    elseif #given < most and (only == '' or only == tenant .. '|' .. batch) then
-      take(tenant, batch, run, 'resumed')
+    elseif is_wanted(tenant, batch) then
+      if #given < most then take(tenant, batch, run, 'resumed') end
+    elseif redis.call('HGET', batch_key(tenant, batch), 'state') == 'in_progress' then
+      -- Somebody else's, who may never come: it waits for him there, and not before what is ours.
+      redis.call('HSET', run_key(tenant, run), 'state', 'queued', 'claim', '')
+      redis.call('SREM', batch_key(tenant, batch) .. ':running', run)
+      redis.call('ZREM', runs .. 'leases', one)
+      wait(tenant, batch, run)
     end
   end
   for _, one in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'delayed', '-inf', now, 'LIMIT', 0, 1000)) do
@@ -115,7 +130,8 @@ function steps.claim()
     local key = batch_key(tenant, batch)
     local told = redis.call('HMGET', key, 'concurrency', 'state')
     local is_full = redis.call('SCARD', key .. ':running') >= tonumber(told[1] or '0')
-    local run = not is_full and told[2] == 'in_progress' and redis.call('ZPOPMIN', key .. ':waiting')[1]
+    local is_open = not is_full and told[2] == 'in_progress' and is_wanted(tenant, batch)
+    local run = is_open and redis.call('ZPOPMIN', key .. ':waiting')[1]
     if run then
       local is_logged = redis.call('EXISTS', run_key(tenant, run) .. ':log') == 1
       take(tenant, batch, run, is_logged and 'resumed' or 'begun')
@@ -155,16 +171,18 @@ function steps.finish()
   return 1
 end
 
--- tenant, run, claim, seconds, '1' when it is begun anew. Back into the queue, now or later.
+-- tenant, run, claim, seconds, '1' when it is begun anew. Back into the queue, now or later. 2, and nothing done, when nobody would go on with it.
 function steps.give_back()
   local tenant, run, after_s = ARGV[4], ARGV[5], tonumber(ARGV[7])
   local key = run_key(tenant, run)
   local told = redis.call('HMGET', key, 'claim', 'batch')
   if told[1] ~= ARGV[6] then return 0 end
+  local state = redis.call('HGET', batch_key(tenant, told[2]), 'state')
+  if state == 'cancelling' or state == 'cancelled' then return 2 end
   redis.call('HSET', key, 'state', 'queued', 'claim', '', 'queued_at', stamp)
   if ARGV[8] == '1' then
     redis.call('HINCRBY', key, 'attempt', 1)
-    redis.call('DEL', key .. ':log')
+    redis.call('DEL', key .. ':log', key .. ':parts')
   end
   redis.call('SREM', batch_key(tenant, told[2]) .. ':running', run)
   redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
@@ -183,19 +201,36 @@ function steps.cancel()
   local state = redis.call('HGET', key, 'state')
   if state == 'in_progress' then redis.call('HSET', key, 'state', 'cancelling') end
   if state ~= 'in_progress' and state ~= 'cancelling' then return {} end
+  -- What is to be tried again later waits like the rest, and so does what nobody works any more.
+  for _, one in ipairs(redis.call('ZRANGE', runs .. 'delayed', 0, -1)) do
+    local owner, run = split(one)
+    if owner == tenant and redis.call('HGET', run_key(tenant, run), 'batch') == batch then
+      redis.call('ZREM', runs .. 'delayed', one)
+      wait(tenant, batch, run)
+    end
+  end
+  for _, run in ipairs(redis.call('SMEMBERS', key .. ':running')) do
+    local lease_ends = tonumber(redis.call('ZSCORE', runs .. 'leases', tenant .. '|' .. run) or '0')
+    if lease_ends <= now then
+      redis.call('HSET', run_key(tenant, run), 'state', 'queued', 'claim', '')
+      redis.call('SREM', key .. ':running', run)
+      redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
+      wait(tenant, batch, run)
+    end
+  end
   return redis.call('ZRANGE', key .. ':waiting', 0, tonumber(ARGV[6]) - 1)
 end
 
--- tenant, batch, then {run, outcome} of each: those that still wait end so.
-function steps.drop()
-  local tenant, batch, dropped = ARGV[4], ARGV[5], 0
-  for at = 6, #ARGV, 2 do
+-- tenant, batch, then {run, outcome, kind of failure} of each: those that still wait end so. Gives them.
+function steps.settle()
+  local tenant, batch, settled = ARGV[4], ARGV[5], {}
+  for at = 6, #ARGV, 3 do
     if redis.call('HGET', run_key(tenant, ARGV[at]), 'state') == 'queued' then
-      finish(tenant, ARGV[at], ARGV[at + 1], 'cancelled')
-      dropped = dropped + 1
+      finish(tenant, ARGV[at], ARGV[at + 1], ARGV[at + 2])
+      table.insert(settled, ARGV[at])
     end
   end
-  return dropped
+  return settled
 end
 
 -- tenant, batch, number of kinds, kinds of failure, runs. Those that ended so are queued again, from their beginning; gives them.
@@ -210,7 +245,7 @@ function steps.retry()
     if failure and kinds[failure] then
       redis.call('HSET', record, 'state', 'queued', 'outcome', '', 'failure', '', 'queued_at', stamp)
       redis.call('HINCRBY', record, 'attempt', 1)
-      redis.call('DEL', record .. ':log')
+      redis.call('DEL', record .. ':log', record .. ':parts')
       redis.call('ZREM', key .. ':ended', run)
       redis.call('HINCRBY', key, 'failed:' .. failure, -1)
       wait(tenant, batch, run)

@@ -56,8 +56,17 @@ class BatchDefaults(Record):
     """The folder that items' artifacts are copied to, as whoever works them sees it."""
 
 
+class RowPlace(Record):
+    """Where the rows of a batch were written to last. `host`: the machine of these paths, by its name."""
+
+    host: str
+    output: str
+    errors: str
+
+
 class BatchRecord(Record):
-    """`sha256`: of the input file; `concurrency`: items at a time, over all orchestrators. `failed`: by kind."""
+    """`sha256`: of the input file; `concurrency`: items at a time, over all orchestrators. `failed`: by kind. `is_detached`: handed over to the
+    orchestrators that serve everybody; else it is worked by who names it."""
 
     state: BatchState
     total: int
@@ -67,6 +76,8 @@ class BatchRecord(Record):
     created_at: float
     ended_at: float = 0.0
     name: str = ""
+    is_detached: bool = False
+    rows: RowPlace | None = None
     succeeded: int = 0
     failed: dict[FailureKind, int] = Field(default_factory=dict)
 
@@ -84,6 +95,8 @@ def parse_batch(fields: Mapping[bytes, bytes]) -> BatchRecord:
     """The record of a batch's hash. Raises ValidationError for what is none."""
     told: dict[str, Any] = {name.decode(): value.decode() for name, value in fields.items()}
     told["defaults"] = BatchDefaults.model_validate_json(told.get("defaults", "{}"))
+    rows = told.pop("rows", "")
+    told["rows"] = RowPlace.model_validate_json(rows) if rows else None
     told["failed"] = {kind: int(told.pop(f"failed:{kind}", 0)) for kind in FailureKind}
     told = {name: value for name, value in told.items() if name in BatchRecord.model_fields}
     return BatchRecord.model_validate(told, strict=False)

@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 from contract.errors import BrokerUnavailable, ConfigError
 from orchestrator.logs import get_logger
 from orchestrator.runs.entries import Entry, parse_entry
-from orchestrator.runs.keys import RUN_TTL_S, run_key, run_log_key, run_part_key
+from orchestrator.runs.keys import RUN_TTL_S, run_key, run_log_key, run_parts_key
 
 log = get_logger(__name__)
 
@@ -19,14 +19,17 @@ INLINE_BYTES = 64 * 1024
 """A larger entry lies beside the log."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 
-# KEYS: run, log, part. ARGV: claim, index, entry, part ('' for none), time to live. Gives added; there (said before, its answer was lost); taken (another
+# KEYS: run, log, parts. ARGV: claim, index, entry, part ('' for none), time to live. Gives added; there (said before, its answer was lost); taken (another
 # process has the run); or how many entries there are, when Redis has lost its last ones.
 _APPEND = """
 if redis.call('HGET', KEYS[1], 'claim') ~= ARGV[1] then return 'taken' end
 local length, index = redis.call('LLEN', KEYS[2]), tonumber(ARGV[2])
 if length > index then return 'there' end
 if length < index then return tostring(length) end
-if ARGV[4] ~= '' then redis.call('SET', KEYS[3], ARGV[4], 'EX', ARGV[5]) end
+if ARGV[4] ~= '' then
+  redis.call('HSET', KEYS[3], ARGV[2], ARGV[4])
+  redis.call('EXPIRE', KEYS[3], ARGV[5])
+end
 redis.call('RPUSH', KEYS[2], ARGV[3])
 redis.call('EXPIRE', KEYS[1], ARGV[5])
 redis.call('EXPIRE', KEYS[2], ARGV[5])
@@ -85,7 +88,7 @@ class RunLog:
             item, part = json.dumps({"part": index}), text
         names = (self._deployment, self._tenant, self._run)
         told = await self._append(
-            keys=[run_key(*names), run_log_key(*names), run_part_key(*names, index)], args=[self._claim, index, item, part, RUN_TTL_S]
+            keys=[run_key(*names), run_log_key(*names), run_parts_key(*names)], args=[self._claim, index, item, part, RUN_TTL_S]
         )
         return told.decode() if isinstance(told, bytes) else str(told)
 
@@ -94,7 +97,7 @@ async def _whole(client: "redis.asyncio.Redis", deployment: str, tenant: str, ru
     """The text of an entry, wherever it lies."""
     if not item.startswith(b'{"part"'):
         return item
-    text = await client.get(run_part_key(deployment, tenant, run, index))
+    text: Any = await client.hget(run_parts_key(deployment, tenant, run), str(index))
     if not isinstance(text, bytes):
         raise ConfigError(f"a part of the log of run {run} is gone from Redis: see that it evicts nothing, and retry the item")
     return text

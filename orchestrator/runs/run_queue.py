@@ -1,20 +1,24 @@
 """The queue of runs in Redis: added by whoever submits a batch, claimed under a lease by whoever works them, ended once."""
 
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import redis.asyncio
+from pydantic import ValidationError
 from redis.exceptions import ConnectionError as LostConnection
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from orchestrator.batches.items import BatchItem, Failure, FailureKind, Outcome
-from orchestrator.runs.keys import RUN_TTL_S, batch_key, member, run_key, runs_prefix, split_member
-from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState, RunRecord, parse_batch, parse_run
+from orchestrator.logs import get_logger
+from orchestrator.runs.keys import RUN_TTL_S, batch_key, batches_key, member, run_key, runs_prefix, split_member
+from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState, RowPlace, RunRecord, parse_batch, parse_run
+
+log = get_logger(__name__)
 
 Thing = TypeVar("Thing")
 LEASE_S = 20.0
@@ -34,6 +38,10 @@ class Claim:
     record: RunRecord
 
 
+class BatchCancelled(Exception):
+    """Nobody goes on with a run of that batch any more: who has it ends it."""
+
+
 class RunQueue:
     """Runs and batches of one deployment. Every method raises BrokerUnavailable when Redis does not answer."""
 
@@ -46,7 +54,7 @@ class RunQueue:
 
     async def create(self, tenant: str, batch: str, record: BatchRecord) -> bool:
         """Note a batch; its runs are added afterwards. False when there is one of that id."""
-        key = batch_key(self._deployment, tenant, batch)
+        key, known = batch_key(self._deployment, tenant, batch), batches_key(self._deployment, tenant)
         fields: dict[Any, Any] = {
             "total": record.total,
             "sha256": record.sha256,
@@ -54,24 +62,26 @@ class RunQueue:
             "defaults": record.defaults.model_dump_json(),
             "created_at": record.created_at,
             "name": record.name,
+            "is_detached": int(record.is_detached),
             "ttl_s": RUN_TTL_S,
         }
 
         async def write() -> bool:
-            if not await self._client.hsetnx(key, "state", record.state.value):
-                return False
+            # All or nothing: half of a batch would keep its id from everybody.
             async with self._client.pipeline(transaction=True) as pipe:
-                pipe.hset(key, mapping=fields)
+                for name, value in {"state": record.state.value, **fields}.items():
+                    pipe.hsetnx(key, name, value)
                 pipe.expire(key, RUN_TTL_S)
-                await pipe.execute()
-            return True
+                pipe.zadd(known, {batch: record.created_at}, nx=True)
+                pipe.expire(known, RUN_TTL_S)
+                return bool((await pipe.execute())[0])
 
         return bool(await _told(write))
 
-    async def change(self, tenant: str, batch: str, *, concurrency: int, defaults: BatchDefaults) -> None:
+    async def change(self, tenant: str, batch: str, *, concurrency: int, defaults: BatchDefaults, is_detached: bool) -> None:
         """How a batch goes on from now."""
         key = batch_key(self._deployment, tenant, batch)
-        mapping: dict[Any, Any] = {"concurrency": concurrency, "defaults": defaults.model_dump_json()}
+        mapping: dict[Any, Any] = {"concurrency": concurrency, "defaults": defaults.model_dump_json(), "is_detached": int(is_detached)}
         await _told(lambda: self._client.hset(key, mapping=mapping))
 
     async def add(self, tenant: str, batch: str, runs: Iterable[tuple[str, BatchItem]]) -> int:
@@ -82,19 +92,23 @@ class RunQueue:
             added += int(await self._step("add", tenant, batch, *arguments))
         return added
 
-    async def claim(self, most: int, only: tuple[str, str] | None = None) -> list[Claim]:
-        """Up to so many runs: those of processes that died first, then the next of each batch in turn. `only`: of that tenant's batch."""
+    async def claim(self, most: int, only: tuple[str, str] | None = None, tenants: Collection[str] = ()) -> list[Claim]:
+        """Up to so many runs: those of processes that died first, then the next of each batch in turn. `only`: of that tenant's batch; None: of all
+        detached ones, of those `tenants` if there are some. What another release wrote is left to that one."""
         most = min(most, AT_ONCE)
-        told = await self._step(
-            "claim", self.owner, most, LEASE_S, member(*only) if only is not None else "", *(secrets.token_hex(8) for _ in range(most))
-        )
+        wanted = (member(*only) if only is not None else "", f",{','.join(tenants)}," if tenants else "")
+        told = await self._step("claim", self.owner, most, LEASE_S, *wanted, *(secrets.token_hex(8) for _ in range(most)))
         given = [tuple(part.decode() for part in one) for one in told]
-        records = await self.runs([(tenant, run) for tenant, run, _, _ in given])
-        return [
-            Claim(tenant, run, word, how == "resumed", record)
-            for (tenant, run, word, how), record in zip(given, records, strict=True)
-            if record is not None
-        ]
+        claims: list[Claim] = []
+        for (tenant, run, word, how), fields in zip(given, await self._fields([one[:2] for one in given]), strict=True):
+            if b"item" not in fields:
+                continue
+            try:
+                claims.append(Claim(tenant, run, word, how == "resumed", parse_run(fields)))
+            except ValidationError as error:
+                log.error("run_not_readable", tenant=tenant, run=run, error=_first(error))
+                await self._step("give_back", tenant, run, word, LEASE_S, "")
+        return claims
 
     async def renew(self, claims: Sequence[Claim]) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
         """Keep runs; gives those that are ours no more, and those whose batch is being cancelled, as (tenant, run)."""
@@ -113,8 +127,12 @@ class RunQueue:
         return bool(await self._step("finish", claim.tenant, claim.run, claim.word, outcome.model_dump_json(), kind))
 
     async def give_back(self, claim: Claim, *, after_s: float = 0.0, anew: bool = False) -> bool:
-        """Let another process go on with a run, or begin it `anew`, as one more attempt, after so many seconds."""
-        return bool(await self._step("give_back", claim.tenant, claim.run, claim.word, after_s, "1" if anew else "0"))
+        """Let another process go on with a run, or begin it `anew`, as one more attempt, after so many seconds. False when another process has it. Raises
+        BatchCancelled."""
+        told = int(await self._step("give_back", claim.tenant, claim.run, claim.word, after_s, "1" if anew else "0"))
+        if told == 2:
+            raise BatchCancelled(claim.record.batch)
+        return bool(told)
 
     async def cancel(self, tenant: str, batch: str) -> int:
         """Begin nothing of a batch any more: what waits ends as cancelled, what runs is ended by who works it. How many waited."""
@@ -122,9 +140,19 @@ class RunQueue:
         while waiting := await self._step("cancel", tenant, batch, AT_ONCE):
             names = [run.decode() for run in waiting]
             records = await self.runs([(tenant, name) for name in names])
-            outcomes = [_cancelled(name, told).model_dump_json() for name, told in zip(names, records, strict=True) if told is not None]
-            dropped += int(await self._step("drop", tenant, batch, *(word for pair in zip(names, outcomes, strict=True) for word in pair)))
+            outcomes = [_cancelled(name, told) for name, told in zip(names, records, strict=True) if told is not None]
+            dropped += len(await self.settle(tenant, batch, outcomes))
         return dropped if record.state in (BatchState.IN_PROGRESS, BatchState.CANCELLING) else 0
+
+    async def settle(self, tenant: str, batch: str, outcomes: Iterable[Outcome]) -> set[str]:
+        """End runs that wait, without working them; gives those that did."""
+        settled: set[str] = set()
+        for some in _in_steps(outcomes):
+            words = [
+                word for one in some for word in (one.run, one.model_dump_json(), one.failure.kind.value if one.failure is not None else "")
+            ]
+            settled |= {run.decode() for run in await self._step("settle", tenant, batch, *words)}
+        return settled
 
     async def retry(self, tenant: str, batch: str, kinds: Iterable[FailureKind]) -> int:
         """Queue items again that failed so; how many."""
@@ -144,16 +172,54 @@ class RunQueue:
             )
         return parse_batch(fields)
 
-    async def ended(self, tenant: str, batch: str, after: int) -> list[tuple[int, str]]:
-        """The runs that have ended after the one of that number, with their numbers, in order."""
+    async def note_rows(self, tenant: str, batch: str, place: RowPlace) -> None:
+        """Keep where the rows of a batch go."""
+        await _told(lambda: self._client.hset(batch_key(self._deployment, tenant, batch), "rows", place.model_dump_json()))
+
+    async def set_concurrency(self, tenant: str, batch: str, concurrency: int) -> None:
+        """So many items of a batch at a time, over all orchestrators, from now."""
+        await _told(lambda: self._client.hset(batch_key(self._deployment, tenant, batch), "concurrency", str(concurrency)))
+
+    async def known(self, tenant: str) -> dict[str, BatchRecord]:
+        """The batches of a tenant that are remembered, the newest first."""
+        key = batches_key(self._deployment, tenant)
+        names: Any = await _told(lambda: self._client.zrange(key, 0, -1, desc=True))
+        found: dict[str, BatchRecord] = {}
+        for some in _in_steps(name.decode() for name in names):
+            records = await self._records(tenant, some)
+            found |= {name: record for name, record in zip(some, records, strict=True) if record is not None}
+        if gone := [name for name in names if name.decode() not in found]:
+            await _told(lambda: self._client.zrem(key, *gone))
+        return found
+
+    async def _records(self, tenant: str, batches: Sequence[str]) -> list[BatchRecord | None]:
+        async def read() -> list[Any]:
+            async with self._client.pipeline(transaction=False) as pipe:
+                for batch in batches:
+                    pipe.hgetall(batch_key(self._deployment, tenant, batch))
+                return list(await pipe.execute())
+
+        return [parse_batch(fields) if b"total" in fields else None for fields in await _told(read)]
+
+    async def waiting(self, tenant: str, batch: str) -> set[str]:
+        """The runs that wait."""
+        told: Any = await _told(lambda: self._client.zrange(batch_key(self._deployment, tenant, batch) + ":waiting", 0, -1))
+        return {run.decode() for run in told}
+
+    async def ended(self, tenant: str, batch: str, after: int, most: int = -1) -> list[tuple[int, str]]:
+        """The runs that have ended after the one of that number, with their numbers, in order; no more than `most` (-1: all)."""
         key = batch_key(self._deployment, tenant, batch) + ":ended"
-        told: Any = await _told(lambda: self._client.zrangebyscore(key, f"({after}", "+inf", withscores=True))
+        told: Any = await _told(lambda: self._client.zrangebyscore(key, f"({after}", "+inf", start=0, num=most, withscores=True))
         return [(int(number), run.decode()) for run, number in told]
 
     async def items(self, tenant: str, batch: str) -> list[str]:
         """The ids of all runs, in the order in which they were added."""
         told: Any = await _told(lambda: self._client.lrange(batch_key(self._deployment, tenant, batch) + ":items", 0, -1))
         return [run.decode() for run in told]
+
+    async def count_items(self, tenant: str, batch: str) -> int:
+        """How many have been added."""
+        return int(await _told(lambda: self._client.llen(batch_key(self._deployment, tenant, batch) + ":items")))
 
     async def counts(self, tenant: str, batch: str) -> Mapping[str, int]:
         """How many of a batch wait and run."""
@@ -170,6 +236,10 @@ class RunQueue:
 
     async def runs(self, names: Sequence[tuple[str, str]]) -> list[RunRecord | None]:
         """Records by (tenant, run); None for one that is gone."""
+        return [parse_run(fields) if b"item" in fields else None for fields in await self._fields(names)]
+
+    async def _fields(self, names: Sequence[tuple[str, ...]]) -> list[Any]:
+        """The hashes of runs by (tenant, run)."""
 
         async def read() -> list[Any]:
             async with self._client.pipeline(transaction=False) as pipe:
@@ -177,8 +247,7 @@ class RunQueue:
                     pipe.hgetall(run_key(self._deployment, tenant, run))
                 return list(await pipe.execute())
 
-        told = await _told(read) if names else []
-        return [parse_run(fields) if b"item" in fields else None for fields in told]
+        return list(await _told(read)) if names else []
 
     async def _step(self, operation: str, *arguments: Any) -> Any:
         async def say() -> Any:
@@ -196,6 +265,12 @@ def _in_steps(things: Iterable[Thing]) -> Iterator[list[Thing]]:
     left = iter(things)
     while some := list(islice(left, AT_ONCE)):
         yield some
+
+
+def _first(error: ValidationError) -> str:
+    """What is wrong, without the words of whoever wrote it."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['type']}"
 
 
 def _cancelled(run: str, record: RunRecord) -> Outcome:

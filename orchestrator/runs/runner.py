@@ -3,28 +3,36 @@
 import asyncio
 import random
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import redis.asyncio
 
-from contract.errors import BrokerUnavailable, ConfigError, ErrorCode
-from orchestrator.batches.happenings import ItemDone, ItemRetried, ItemStarted
+from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDenied
+from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
 from orchestrator.batches.items import Failure, FailureKind, Outcome
+from orchestrator.limits import Prices
 from orchestrator.logs import get_logger
+from orchestrator.models.base import Usage
+from orchestrator.runs.brake import ROOM_AGAIN_S, NotNow
+from orchestrator.runs.cancelling import cancel_all, check_cancelled
 from orchestrator.runs.happening_stream import HappeningWriter
-from orchestrator.runs.item_work import ItemWork
+from orchestrator.runs.item_work import ItemWork, prices_of
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import judge_error, status_of
 from orchestrator.runs.records import BatchDefaults
 from orchestrator.runs.run_log import RunLog
-from orchestrator.runs.run_queue import LEASE_S, Claim, RunQueue
+from orchestrator.runs.run_queue import LEASE_S, BatchCancelled, Claim, RunQueue
 
 log = get_logger(__name__)
 
 LOOK_S = 0.5
 """How often it is looked for work while there is room for some."""
 RENEWALS_A_LEASE = 4
+DEFAULTS_FRESH_S = 2.0
+"""How old what is known of a batch's defaults may be."""
 RETRY_AFTER_S = (2.0, 10.0, 60.0)
 """Before an item is begun anew, after its first, second, ... infrastructure failure; half as much again, at random, so that not all come at once."""
 
@@ -34,14 +42,37 @@ class _Working:
     claim: Claim
     task: "asyncio.Task[None]"
     journal: Journal | None = None
+    began: float = field(default_factory=time.monotonic)
+    prices: Prices | None = None
     is_taken: bool = False
     is_cancelled: bool = False
+    is_ending: bool = False
+    """Its outcome is being noted, which its claim guards."""
+    is_interrupted: bool = False
+    """It has heard that it is not gone on with here."""
+    steps: set[int] = field(default_factory=set)
+    calls: set[str] = field(default_factory=set)
+    """Of this attempt, those of its log included."""
+
+    def count(self, happening: Happening) -> None:
+        """Note what its end has to tell the number of."""
+        if isinstance(happening, StepDone):
+            self.steps.add(happening.step)
+        elif isinstance(happening, CallDone):
+            self.calls.add(happening.call)
+
+    def cost(self, body: Mapping[str, Any], usage: Usage) -> float | None:
+        """What its row says, or what its tokens cost where rows have no place for that."""
+        if "cost" in body or self.prices is None or not body:
+            told = body.get("cost")
+            return float(told) if told is not None else None
+        return self.prices.cost(usage)
 
 
 @dataclass
 class Runner:
     """One process's share of the work. `concurrency`: runs at a time here; a batch's own limit holds over all processes. `only`: the tenant and the batch
-    whose runs it takes; None: it serves everybody, and so must have what all of them need."""
+    whose runs it takes; None: it takes those of all detached batches, of those `tenants` if there are some."""
 
     client: "redis.asyncio.Redis"
     deployment: str
@@ -50,10 +81,14 @@ class Runner:
     writer: HappeningWriter
     concurrency: int
     only: tuple[str, str] | None
+    tenants: tuple[str, ...] = ()
     _working: dict[tuple[str, str], _Working] = field(default_factory=dict)
     _freed: asyncio.Event = field(default_factory=asyncio.Event)
-    _defaults: dict[tuple[str, str], BatchDefaults] = field(default_factory=dict)
+    _defaults: dict[tuple[str, str], tuple[float, BatchDefaults]] = field(default_factory=dict)
     _is_draining: bool = False
+    _held: set[tuple[str, str]] = field(default_factory=set)
+    _crowded: set[tuple[str, str]] = field(default_factory=set)
+    _denied: ModelDenied | None = None
 
     @property
     def running(self) -> int:
@@ -61,16 +96,19 @@ class Runner:
         return len(self._working)
 
     async def run(self) -> None:
-        """Until `drain` has let the last one end, or until cancelled: then what runs is given back, for another process to go on with."""
+        """Until `drain` has let the last one end, or until cancelled: then what runs is given back, for another process to go on with.
+
+        Raises ModelDenied when the model refuses this process: what runs is given back, and nothing has failed for it.
+        """
         renewing = asyncio.create_task(self._renew_regularly(), name="renew-runs")
         writing = asyncio.create_task(self.writer.run(), name="write-happenings")
         try:
             await self._until_drained()
         finally:
             await asyncio.shield(self._end_all())
-            for task in (renewing, writing):
-                task.cancel()
-            await asyncio.gather(renewing, writing, return_exceptions=True)
+            await cancel_all((renewing, writing))
+        if self._denied is not None:
+            raise self._denied
 
     def drain(self) -> None:
         """Begin nothing any more."""
@@ -78,18 +116,21 @@ class Runner:
         self._freed.set()
 
     async def _until_drained(self) -> None:
-        while not (self._is_draining and not self._working):
+        while self._denied is None and not (self._is_draining and not self._working):
+            check_cancelled()
             self._freed.clear()
-            room = self.concurrency - len(self._working)
-            if room > 0 and not self._is_draining:
+            self._tell_answered()
+            room = 0 if self._is_draining else self.work.brake.room(self.concurrency - len(self._working), len(self._working))
+            if room > 0:
                 await self._claim(room)
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._freed.wait()
+        self._tell_answered()
 
     async def _claim(self, room: int) -> None:
         try:
-            claims = await self.queue.claim(room, self.only)
+            claims = await self.queue.claim(room, self.only, self.tenants)
         except BrokerUnavailable as error:
             log.warning("runs_not_claimed", error=str(error))
             return
@@ -99,45 +140,102 @@ class Runner:
             if earlier is not None:
                 # Our own, whose lease ended while Redis was away: it stops by itself, having lost its log.
                 earlier.is_taken = True
-                earlier.task.cancel()
-                await asyncio.gather(earlier.task, return_exceptions=True)
+                await cancel_all((earlier.task,))
             self._working[key] = _Working(claim, asyncio.create_task(self._worked(claim), name=f"run-{claim.run}"))
 
     async def _worked(self, claim: Claim) -> None:
         key = (claim.tenant, claim.run)
-        began = time.monotonic()
+        working = self._working[key]
         try:
-            await self._until_ended(claim, began)
+            await self._until_ended(claim, working)
         except asyncio.CancelledError:
-            await self._interrupted(claim)
+            await self._interrupted(claim, working)
         except Exception:  # the edge of a run: the runner goes on, and the lease gives this one to whoever comes next
             log.exception("run_broke_off", run=claim.run)
         finally:
-            if self._working.get(key) is not None and self._working[key].claim is claim:
+            if self._working.get(key) is working:
                 del self._working[key]
             self._freed.set()
 
-    async def _until_ended(self, claim: Claim, began: float) -> None:
-        working, record = self._working[claim.tenant, claim.run], claim.record
+    async def _until_ended(self, claim: Claim, working: _Working) -> None:
+        record = claim.record
         told = {"item": record.item.custom_id, "run": claim.run, "attempt": record.attempt}
         waited_s = max(0.0, record.started_at - record.queued_at)
         started = {**told, "at": time.time(), "is_resumed": claim.is_resumed, "waited_s": waited_s, "orchestrator": self.queue.owner}
         self.writer.tell(claim.tenant, record.batch, ItemStarted.model_validate(started))
         try:
-            run_log = await RunLog.load(self.client, self.deployment, claim.tenant, claim.run, claim.word)
-            defaults = await self._defaults_of(claim)
-        except (BrokerUnavailable, ConfigError) as error:
-            await self._ended(claim, _failed(claim, judge_error(error)), BatchDefaults(), began)
+            run_log, defaults = await self._loaded(claim)
+        except ConfigError as error:
+            # What it has done is not known here: by itself it is not begun anew.
+            failure = Failure(kind=FailureKind.INFRASTRUCTURE, code=error.code.value, message=str(error))
+            await self._ended(claim, working, _failed(claim, failure), BatchDefaults(retries=0))
             return
         working.journal = Journal(run_log, lambda: self._lose(working))
-        tell = lambda happening: self.writer.tell(claim.tenant, record.batch, happening)  # noqa: E731
-        outcome = await self.work.work(claim, working.journal, defaults, tell)
-        await self._ended(claim, outcome, defaults, began)
+        working.prices = prices_of(defaults)
 
-    async def _ended(self, claim: Claim, outcome: Outcome, defaults: BatchDefaults, began: float) -> None:
+        def tell(happening: Happening) -> None:
+            working.count(happening)
+            self.writer.tell(claim.tenant, record.batch, happening)
+
+        try:
+            outcome = await self.work.work(claim, working.journal, defaults, tell)
+            check_cancelled()
+        except NotNow as reason:
+            await self._hold(claim, reason)
+        except ModelDenied as error:
+            if self.only is None and error.is_unknown_model and defaults.model is not None:
+                # One batch names a model that is not there: the others have theirs.
+                await self.work.abandon(claim, working.journal)
+                await self._ended(claim, working, _failed(claim, judge_error(error)), defaults)
+                return
+            self._denied = error
+            await self._give_back(claim, working)
+        else:
+            await self._ended(claim, working, outcome, defaults)
+
+    async def _loaded(self, claim: Claim) -> tuple[RunLog, BatchDefaults]:
+        """The log of a run, and what its batch says; however long Redis is away: begun anew instead, it would pay and act twice. Raises ConfigError for
+        a log that cannot be gone on with."""
+        while True:
+            try:
+                run_log = await RunLog.load(self.client, self.deployment, claim.tenant, claim.run, claim.word)
+                return run_log, await self._defaults_of(claim)
+            except BrokerUnavailable as error:
+                log.warning("run_not_loaded", run=claim.run, error=str(error))
+                await asyncio.sleep(LOOK_S)
+
+    async def _hold(self, claim: Claim, reason: NotNow) -> None:
+        """Put a run back that has to wait, as it is. Who watches its batch is told once what for."""
+        batch, after_s = (claim.tenant, claim.record.batch), ROOM_AGAIN_S * random.uniform(1.0, 2.0)
+        if reason.cause == "endpoint":
+            after_s = 0.0
+            self._note_once(self._held, batch, f"the batch waits for its model, and no item fails for it: {reason}")
+        elif reason.cause == "quota":
+            if self.only is not None:
+                self.work.brake.note_quota(len(self._working) - 1)
+            self._note_once(self._crowded, batch, f"items beyond what the tenant may have wait, and none fails for it: {reason}")
+        await self._give_back(claim, self._working[claim.tenant, claim.run], after_s)
+
+    def _note_once(self, told: set[tuple[str, str]], batch: tuple[str, str], message: str) -> None:
+        if batch not in told:
+            told.add(batch)
+            self._note(batch, message)
+
+    def _tell_answered(self) -> None:
+        """Tell the batches whose runs had to wait for the model that it is there."""
+        if self.work.brake.away_s is None:
+            for batch in self._held:
+                self._note(batch, "the model answers again: the batch goes on")
+            self._held.clear()
+
+    def _note(self, batch: tuple[str, str], message: str) -> None:
+        self.writer.tell(*batch, BatchNoted(at=time.time(), message=message))
+
+    async def _ended(self, claim: Claim, working: _Working, outcome: Outcome, defaults: BatchDefaults) -> None:
         """Note the outcome, or have the item begun anew. However long Redis is away: what a run came to is not lost for that."""
         failure, attempt = outcome.failure, claim.record.attempt
         is_retried = failure is not None and failure.kind is FailureKind.INFRASTRUCTURE and attempt <= defaults.retries
+        working.is_ending = True
         while True:
             try:
                 if is_retried:
@@ -146,51 +244,62 @@ class Runner:
                 else:
                     is_ours = await self.queue.finish(claim, outcome)
                 break
+            except BatchCancelled:
+                is_retried = False
             except BrokerUnavailable as error:
                 log.warning("outcome_not_noted", run=claim.run, error=str(error))
                 await asyncio.sleep(LOOK_S)
         if is_ours:
-            self._tell_end(claim, outcome, began, is_retried=is_retried)
+            self._tell_end(claim, working, outcome, is_retried=is_retried)
 
-    def _tell_end(self, claim: Claim, outcome: Outcome, began: float, *, is_retried: bool) -> None:
+    def _tell_end(self, claim: Claim, working: _Working, outcome: Outcome, *, is_retried: bool) -> None:
         failure, body, record = outcome.failure, outcome.body or {}, claim.record
         told = {"at": time.time(), "item": record.item.custom_id, "run": claim.run, "attempt": record.attempt}
         if is_retried and failure is not None:
             again = {**told, "attempt": record.attempt + 1, "failure": failure.kind, "code": failure.code}
             self.writer.tell(claim.tenant, record.batch, ItemRetried.model_validate(again))
             return
-        usage = body.get("usage")
-        counts = usage if isinstance(usage, dict) else {}
+        usage = _usage_of(body)
         done = {
             **told,
             "failure": failure.kind if failure is not None else None,
             "code": failure.code if failure is not None else "",
             "message": failure.message if failure is not None else "",
-            "seconds": time.monotonic() - began,
-            "steps": body.get("steps") or 0,
-            "prompt_tokens": counts.get("prompt_tokens") or 0,
-            "completion_tokens": counts.get("completion_tokens") or 0,
-            "cost": body.get("cost"),
+            "seconds": time.monotonic() - working.began,
+            "steps": max(_number(body.get("steps")), len(working.steps)),
+            "calls": len(working.calls),
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cost": working.cost(body, usage),
         }
         self.writer.tell(claim.tenant, record.batch, ItemDone.model_validate(done))
 
-    async def _interrupted(self, claim: Claim) -> None:
+    async def _interrupted(self, claim: Claim, working: _Working) -> None:
         """This process does not go on with a run: it was taken, its batch is cancelled, or the process ends."""
-        working = self._working[claim.tenant, claim.run]
+        working.is_ending = working.is_interrupted = True
         if working.is_taken:
             return
+        # When Redis is away, another process goes on with it after its lease.
         with suppress(BrokerUnavailable):
-            if not working.is_cancelled:
-                await self.queue.give_back(claim)
-                return
-            if working.journal is not None:
-                await self.work.abandon(claim, working.journal)
-            failure = Failure(
-                kind=FailureKind.CANCELLED, code=ErrorCode.CANCELLED.value, message="the batch was cancelled while this item ran"
-            )
-            outcome = _failed(claim, failure)
-            if await self.queue.finish(claim, outcome):
-                self._tell_end(claim, outcome, time.monotonic(), is_retried=False)
+            if working.is_cancelled:
+                await self._cancelled(claim, working)
+            else:
+                await self._give_back(claim, working)
+
+    async def _give_back(self, claim: Claim, working: _Working, after_s: float = 0.0) -> None:
+        """Put a run back as it is; one of a batch that is being cancelled ends."""
+        try:
+            await self.queue.give_back(claim, after_s=after_s)
+        except BatchCancelled:
+            await self._cancelled(claim, working)
+
+    async def _cancelled(self, claim: Claim, working: _Working) -> None:
+        if working.journal is not None:
+            await self.work.abandon(claim, working.journal)
+        failure = Failure(kind=FailureKind.CANCELLED, code=ErrorCode.CANCELLED.value, message="the batch was cancelled while this item ran")
+        outcome = _failed(claim, failure)
+        if await self.queue.finish(claim, outcome):
+            self._tell_end(claim, working, outcome, is_retried=False)
 
     def _lose(self, working: _Working) -> None:
         working.is_taken = True
@@ -198,6 +307,7 @@ class Runner:
 
     async def _renew_regularly(self) -> None:
         while True:
+            check_cancelled()
             await asyncio.sleep(LEASE_S / RENEWALS_A_LEASE)
             working = dict(self._working)
             try:
@@ -205,25 +315,38 @@ class Runner:
             except BrokerUnavailable as error:
                 log.warning("runs_not_renewed", runs=len(working), error=str(error))
                 continue
-            for key in lost:
-                # One that has just ended is nobody's any more.
-                if key in self._working and self._working[key] is working[key]:
+            # One that has just ended is nobody's any more, and one that ends is not to be disturbed.
+            for key in lost | cancelled:
+                if self._working.get(key) is not working[key] or working[key].is_ending:
+                    continue
+                if key in lost:
                     self._lose(working[key])
-            for key in cancelled:
-                working[key].is_cancelled = True
-                working[key].task.cancel()
+                else:
+                    working[key].is_cancelled = True
+                    working[key].task.cancel()
 
     async def _end_all(self) -> None:
-        tasks = [working.task for working in self._working.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        interrupted = {working.task: working for working in self._working.values()}
+        await cancel_all(interrupted, lambda task: interrupted[task].is_interrupted)
 
     async def _defaults_of(self, claim: Claim) -> BatchDefaults:
-        key = (claim.tenant, claim.record.batch)
+        """Of the claim's batch. They may change when it is submitted again."""
+        key, now = (claim.tenant, claim.record.batch), time.monotonic()
+        self._defaults = {of: known for of, known in self._defaults.items() if now - known[0] < DEFAULTS_FRESH_S}
         if key not in self._defaults:
-            self._defaults[key] = (await self.queue.batch(*key)).defaults
-        return self._defaults[key]
+            self._defaults[key] = now, (await self.queue.batch(*key)).defaults
+        return self._defaults[key][1]
+
+
+def _usage_of(body: Mapping[str, Any]) -> Usage:
+    """What a row's body tells of tokens."""
+    told = body.get("usage")
+    counts = told if isinstance(told, dict) else {}
+    return Usage(_number(counts.get("prompt_tokens")), _number(counts.get("completion_tokens")))
+
+
+def _number(told: object) -> int:
+    return told if isinstance(told, int) else 0
 
 
 def _failed(claim: Claim, failure: Failure) -> Outcome:

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -240,3 +241,23 @@ async def test_what_celery_stores_of_a_failure_becomes_one_of_our_codes_or_a_los
         await transport.aclose()
         await close_hub(hub)
         await client.aclose()
+
+
+async def test_to_settle_a_call_that_nobody_knows_does_nothing(transport: Transport) -> None:
+    transport.settle("acme", "never-sent")
+    assert (await delivered(transport, build_delivery(text="abc"))).output == "cba"
+
+
+async def test_a_result_that_is_kept_is_there_for_another_process_until_it_is_settled(redis_server: RedisProcess) -> None:
+    async with celery_transport(redis_server) as (first, worker), celery_transport(redis_server) as (second, _):
+        kept = dataclasses.replace(build_delivery(text="abc"), keeps_result=True)
+        assert (await delivered(first, kept)).output == "cba"
+        [key] = await worker.client.keys("celery-task-meta-*")
+        task = key.decode().removeprefix("celery-task-meta-")
+        assert (await delivered(second, dataclasses.replace(kept, published_as=task))).output == "cba"
+        first.settle("acme", "c1")
+        second.settle("acme", "c1")
+        async with asyncio.timeout(SOON_S):
+            # Deleted together with others, a moment later.
+            while await worker.client.exists(f"celery-task-meta-{task}"):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)

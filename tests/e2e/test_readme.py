@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
+from tests.model_server.running import running_model_server
 from tests.stack import open_stack, require_engine
 
 ROOT = Path(__file__).parent.parent.parent
@@ -27,16 +28,19 @@ FAST = {
 BLOCKS = [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)]
 
 
+BATCH = next(block for block in BLOCKS if "toolcrew batch submit" in block[0])
+
+
 def read_commands() -> list[str]:
     """Those that need nothing."""
-    return [line for block in BLOCKS[:-1] for line in block]
+    return [line for block in BLOCKS[:-1] if block != BATCH for line in block]
 
 
-def run(command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+def run(command: str, folder: Path = ROOT, **environment: str) -> "subprocess.CompletedProcess[str]":
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TOOLCREW_", "OPENAI_"))}
     return subprocess.run(
-        command, shell=True, cwd=ROOT, capture_output=True, text=True, env={**kept, "PATH": path, **environment}, timeout=500, check=False
+        command, shell=True, cwd=folder, capture_output=True, text=True, env={**kept, "PATH": path, **environment}, timeout=500, check=False
     )
 
 
@@ -56,6 +60,12 @@ def test_a_command_of_the_readme_works(command: str) -> None:
 def test_the_commands_for_a_running_pool_work_in_their_order(tmp_path: Path) -> None:
     engine = require_engine()
     with open_stack(engine, {"TOOLCREW_HOST": "HOST", "TOOLCREW_WORKSPACE_STORE": str(tmp_path)}) as stack:
+        with running_model_server(ROOT / "examples" / "fix-the-test" / "script.jsonl") as server:
+            (tmp_path / "examples").symlink_to(ROOT / "examples")
+            environment = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_TRACES": str(tmp_path / "traces"), **server.environment()}
+            for command in BATCH:
+                done = run(command, tmp_path, **environment)
+                assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         for command in BLOCKS[-1]:
             done = run(command, TOOLCREW_REDIS_URL=stack.redis_url)
             assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"

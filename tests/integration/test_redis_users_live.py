@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,13 @@ from contract.envelope import INLINE_BYTES
 from contract.names import catalog_key, host_key, hosts_key, place_key, tombstone_key
 from contract.tenancy import TenantPolicy
 from orchestrator.approvals import AutoApprover
+from orchestrator.batch_service import BatchService
 from orchestrator.cli import app
 from orchestrator.client import ToolClient
 from orchestrator.hosts import RedisHosts, find_workers
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.redis_connection import open_redis
+from orchestrator.runs.records import BatchState
 from orchestrator.sessions import Session
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tenants import RedisTenants
@@ -94,6 +96,13 @@ class House:
         done = CliRunner().invoke(app, [*arguments, "--json"], env=settings)
         assert done.exit_code == 0, done.output
         return json.loads(done.stdout)
+
+    def toolcrew_lines(self, *arguments: str) -> list[Any]:
+        """The same of a command that prints an object a line."""
+        settings = {"TOOLCREW_REDIS_URL": self.server.url("orchestrator"), "TOOLCREW_SECRET": SECRET}
+        done = CliRunner().invoke(app, [*arguments, "--json"], env=settings)
+        assert done.exit_code == 0, done.output
+        return [json.loads(line) for line in done.stdout.splitlines()]
 
     def ask_flower(self, path: str) -> Any:
         request = urllib.request.Request(f"http://127.0.0.1:{self.flower_port}{path}")
@@ -248,6 +257,57 @@ async def test_two_orchestrators_share_what_a_tenant_may_have_at_a_time(house: H
     finally:
         await tenants.replace("default", TenantPolicy())
         await redis.aclose()
+
+
+def test_a_batch_that_is_handed_over_watched_cancelled_and_gone_on_with(house: House, tmp_path: Path) -> None:
+    file, slow, out = tmp_path / "in.jsonl", tmp_path / "slow.jsonl", tmp_path / "out.jsonl"
+    file.write_text(
+        "".join(f'{{"id": "{number}", "tool": "bash_tool", "arguments": {{"command": "echo {number}"}}}}\n' for number in range(3))
+    )
+    slow.write_text('{"id": "s", "tool": "bash_tool", "arguments": {"command": "sleep 60"}}\n{"id": "t", "instruction": "never begun"}\n')
+    house.toolcrew("batch", "submit", str(file), "--detach", "--id", "given")
+    asyncio.run(serve(house, until("given", BatchState.COMPLETED)))
+    assert house.toolcrew("batch", "status", "given")["request_counts"]["completed"] == 3
+    house.toolcrew("batch", "submit", str(slow), "--detach", "--id", "stopped", "--concurrency", "1")
+    asyncio.run(serve(house, cancel_once_it_is_worked("stopped")))
+    assert house.toolcrew("batch", "status", "stopped")["failed"] == {"cancelled": 2}
+    house.toolcrew("batch", "results", "given", "--output", str(out))
+    assert len(out.read_text().splitlines()) == 3
+    own = tmp_path / "own.jsonl"
+    house.toolcrew_lines("batch", "submit", str(file), "--output", str(own), "--id", "own")
+    house.toolcrew_lines("batch", "resume", "own")
+    assert len(own.read_text().splitlines()) == 3
+    assert {line["type"] for line in house.toolcrew_lines("batch", "logs", "own")} >= {"item_started", "call_done", "item_done"}
+    house.toolcrew("batch", "report", "own", "--html", str(tmp_path / "page.html"))
+
+
+async def serve(house: House, watch: Callable[[House], Awaitable[None]]) -> None:
+    """An orchestrator works what is handed over until the watch has seen enough."""
+    service = BatchService(house.settings, concurrency=2, has_traces=False)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(service.run())
+        await watch(house)
+        service.interrupt()
+
+
+def until(batch: str, state: BatchState) -> Callable[[House], Awaitable[None]]:
+    async def watch(house: House) -> None:
+        with house.server.client() as admin:
+            key = f"toolcrew:default:default:batch:{batch}"
+            await eventually(lambda: admin.hget(key, "state") == state.value.encode(), UP_S, house.last_words)
+
+    return watch
+
+
+def cancel_once_it_is_worked(batch: str) -> Callable[[House], Awaitable[None]]:
+    async def watch(house: House) -> None:
+        with house.server.client() as admin:
+            await eventually(lambda: admin.scard(f"toolcrew:default:default:batch:{batch}:running"), UP_S, house.last_words)
+        async with house.client() as client:
+            await client.batch_runs().batches.cancel(batch)
+        await until(batch, BatchState.CANCELLED)(house)
+
+    return watch
 
 
 async def test_flower_and_health_checks_see_the_workers_and_their_calls(house: House) -> None:

@@ -3,8 +3,10 @@
 import hashlib
 import io
 import json
+import os
 import re
 import tarfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +306,31 @@ def test_the_lines_and_rows_of_the_page_are_what_is_read(tmp_path: Path) -> None
     short, openai, rows = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     assert [len(read(text, tmp_path).items) for text in (short, openai)] == [2, 1]
     assert [parse_row(line.encode()).custom_id for line in rows.splitlines()] == ["q1", "q2"]
+
+
+def test_a_line_of_many_small_values_is_kept_in_about_the_room_of_its_text(tmp_path: Path) -> None:
+    values: list[Any] = [[]] * 20_000
+    text = json.dumps({"id": "a", "tool": "t", "arguments": {"values": values}})
+    tracemalloc.start()
+    try:
+        file = read("\n".join(text.replace('"a"', f'"{number}"', 1) for number in range(20)), tmp_path)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < 2 * 20 * len(text)
+    assert [item.custom_id for item in file.items] == [str(number) for number in range(20)]
+    assert file.items[3].work == file.items[-1].work == CallBody(name="t", arguments={"values": values})
+    assert [item.line for item in file.items[1:3]] == [2, 3]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "binary", "empty", "nothing but blank lines"])
+def test_what_is_no_file_of_lines_is_told(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes({"binary": bytes(range(256)) * 64, "empty": b"", "nothing but blank lines": b"\n \r\n"}[kind])
+    with pytest.raises(BadBatch) as caught:
+        load_lines(path)
+    told = {"pipe": "it is no plain file", "binary": "this is no UTF-8 (byte 0x80)"}
+    assert told.get(kind, "the file holds no line") in str(caught.value)

@@ -159,8 +159,8 @@ def test_a_service_is_told_the_same_as_by_compose(name: str) -> None:
         elif value is not None and "$" not in f"{value}{plain}" and theirs[variable] is not None:
             assert value == plain, variable
     missing = {variable for variable, value in theirs.items() if value is not None} - ours.keys()
-    # Empty unless a secret is being changed; the node's name in a script; and this engine's only sandboxd.
-    assert missing <= {"TOOLCREW_SECRETS_PREVIOUS", "TOOLCREW_HOST"}
+    # Empty unless a secret is being changed; the node's name in a script; this engine's only sandboxd; and no folder that all pods share.
+    assert missing <= {"TOOLCREW_SECRETS_PREVIOUS", "TOOLCREW_HOST", "TOOLCREW_TRACES"}
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ContextWindowExceeded, ErrorCode, ModelInterrupted, ModelRefused, ModelUnavailable
+from contract.errors import ContextWindowExceeded, ErrorCode, ModelDenied, ModelInterrupted, ModelRefused, ModelUnavailable
 from orchestrator.models.failures import Endpoint, Failure, build_error, build_interruption, find_limit_tokens, is_transient
 
 ENDPOINT = Endpoint("http://host/v1", "m", "sk-secret")
@@ -114,3 +114,26 @@ def test_a_reason_that_nests_deeper_than_can_be_written_is_none() -> None:
 
 def test_the_key_is_in_no_representation_of_its_endpoint() -> None:
     assert "sk-secret" not in repr(ENDPOINT)
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_denial"),
+    [
+        (Failure("status", 401, {"message": "no"}), True),
+        (Failure("status", 402, {"message": "pay"}), True),
+        (Failure("status", 403, {"message": "no"}), True),
+        (Failure("status", 404, {"message": "no such model"}), True),
+        (Failure("status", 429, {"message": "pay", "code": "insufficient_quota"}), True),
+        (Failure("told", body={"message": "no", "code": 401}), True),
+        (Failure("status", 404, {"message": "no endpoint takes tools"}), False),
+        (Failure("status", 429, {"message": "slower"}), False),
+        (Failure("status", 503, {"message": "later"}), False),
+        (Failure("connection"), False),
+    ],
+)
+def test_a_key_an_account_and_a_name_that_are_refused_are_told_from_what_another_request_may_meet(
+    failure: Failure, is_denial: bool
+) -> None:
+    error = build_error(failure, ENDPOINT)
+    assert isinstance(error, ModelDenied) is is_denial
+    assert not is_denial or error.is_unknown_model is (failure.status == 404)  # type: ignore[attr-defined]

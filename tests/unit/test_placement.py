@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from orchestrator.placement import LOW_MEMORY_BYTES, Wanted, choose_host
+from orchestrator.placement import LOW_MEMORY_BYTES, Wanted, choose_host, find_room
 from tests.fake_hosts import build_report
 
 GIB = 1024**3
@@ -78,3 +78,28 @@ def test_an_image_that_no_host_allows_is_the_callers_mistake() -> None:
     with pytest.raises(ToolFailure, match="image 'odd' is not allowed on any host; allowed: base") as refused:
         choose_host([build_report("a", images=("base",))], Wanted(image="odd"))
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+
+
+def test_room_is_what_hosts_that_could_take_the_session_have_left() -> None:
+    reports = [
+        build_report("a", sessions=98, slots=16),
+        build_report("b", sessions=10, slots=1),
+        build_report("drains", draining=True),
+        build_report("w", kind="web"),
+    ]
+    room = find_room(reports, Wanted(), {"host.a.b00t": 1})
+    first = build_report("a")
+    assert room is not None
+    assert (room.at_once, room.sandboxes) == (9, 2 * first.max_sandboxes - 98 - 1 - 10)
+    assert room.sessions == 2 * first.max_sessions - 98 - 1 - 10
+
+
+def test_a_host_that_is_too_full_takes_nothing_from_the_others_room() -> None:
+    room = find_room([build_report("a", sessions=100), build_report("b", sessions=99)], Wanted(), {"host.a.b00t": 7})
+    assert room is not None
+    assert room.sandboxes == 1
+
+
+def test_where_no_host_could_take_it_there_is_no_room_to_wait_for() -> None:
+    assert find_room([build_report("a", classes=("gold",))], Wanted("silver"), {}) is None
+    assert find_room([], Wanted(), {}) is None

@@ -111,6 +111,28 @@ async def test_an_opening_goes_to_another_host_when_the_first_is_lost_on_the_way
     assert await homes.find("acme", "s1", DEFAULT) == Home("host.b.b00t", 2)
 
 
+async def test_an_opening_that_the_next_worker_of_its_host_has_taken_over_is_asked_for_there(client: "redis.asyncio.Redis") -> None:
+    """Left, its sandbox would stay where nobody knows of it."""
+    hosts = Hosts("a", "b")
+    asked: list[tuple[str, int]] = []
+
+    async def send_open(opening: Opening, home: Home) -> ToolResult:
+        asked.append((home.queue, home.fence))
+        if home.fence == 1:
+            place = place_key("d", opening.tenant, opening.session)
+            await client.hset(place, "queue", "host.a.n3w")
+            await client.hincrby(place, "fence", 1)
+            raise CallLost("gone", has_started=True)
+        return await hosts.send_open(opening, home)
+
+    homes = SessionHomes(Places(client, "d"), hosts, send_open)
+    opened = await homes.open("acme", "s1", DEFAULT, {})
+
+    assert opened.success
+    assert asked[1:] == [("host.a.n3w", 2)]
+    assert await homes.find("acme", "s1", DEFAULT) == Home("host.a.n3w", 2)
+
+
 @pytest.mark.parametrize(
     "answer", [NotSent("host_lost"), ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.NO_SPACE, "full")]
 )

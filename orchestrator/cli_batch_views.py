@@ -1,0 +1,170 @@
+"""`toolcrew batch ls|status|results|logs|report`: what is known of batches, and what they came to."""
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from contract.clock import format_instant
+from contract.errors import ConfigError
+from orchestrator.batch_runs import BatchRuns, RowPaths
+from orchestrator.batches.happening_files import read_happenings
+from orchestrator.batches.happenings import Happening
+from orchestrator.batches.live_display import open_display
+from orchestrator.batches.report import build_report
+from orchestrator.batches.rows import build_row, build_row_line
+from orchestrator.cli_runner import Json, Tenant, open_pool_client, run_work
+from orchestrator.runs.records import BatchRecord
+from orchestrator.terminal import escape_controls, table_rows
+
+BatchId = Annotated[str, typer.Argument(help="The batch, as `submit` printed it and `ls` shows it.")]
+Errors = Annotated[
+    Path | None, typer.Option("--errors", help="Where rows of failures go, with --output. Else OUT.errors.jsonl beside the output.")
+]
+_COLUMNS = ("id", "status", "total", "completed", "failed", "waiting", "running", "created", "name")
+
+
+def batch_ls(tenant: Tenant = None, as_json: Json = False) -> None:
+    """The batches of the last 30 days, the newest first."""
+
+    async def work() -> list[dict[str, Any]]:
+        async with open_pool_client(tenant) as client:
+            runs = client.batch_runs()
+            known = await runs.queue.known(runs.tenant)
+            return [build_status(batch, record, await runs.queue.counts(runs.tenant, batch)) for batch, record in known.items()]
+
+    told = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps(told))
+        return
+    rows = [{**one, **one["request_counts"], "created": one["created_at"], "name": one["name"] or ""} for one in told]
+    for line in table_rows(rows, _COLUMNS) if rows else ["no batch was submitted in the last 30 days"]:
+        typer.echo(escape_controls(line))
+
+
+def batch_status(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> None:
+    """How a batch stands."""
+
+    async def work() -> dict[str, Any]:
+        async with open_pool_client(tenant) as client:
+            runs = client.batch_runs()
+            return build_status(batch, await runs.batches.status(batch), await runs.queue.counts(runs.tenant, batch))
+
+    told = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps(told))
+        return
+    counts = told.pop("request_counts")
+    told["items"] = ", ".join(f"{count} {name}" for name, count in counts.items())
+    told["failed"] = ", ".join(f"{count} {kind}" for kind, count in told["failed"].items())
+    if told["rows"] is not None:
+        told["rows"] = f"{told['rows']['output']}, {told['rows']['errors']} on {told['rows']['host']}"
+    for name, value in told.items():
+        if value not in (None, ""):
+            typer.echo(escape_controls(f"{name:<12}{value}"))
+
+
+def batch_results(
+    batch: BatchId,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Into this file, and failures beside it. Else all rows on stdout.")
+    ] = None,
+    errors: Errors = None,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """The rows of what has ended so far, successes and failures."""
+    if errors is not None and output is None:
+        raise typer.BadParameter("--errors goes with --output: without it all rows are printed")
+
+    async def work() -> int:
+        async with open_pool_client(tenant) as client:
+            runs = client.batch_runs()
+            if output is None:
+                return await _print_rows(runs, batch)
+            with await runs.open_rows_again(RowPaths(output, errors), batch) as rows:
+                return await runs.write_rows(batch, rows)
+
+    count = run_work(work(), as_json)
+    if output is not None:
+        typer.echo(json.dumps({"batch": batch, "rows": count}) if as_json else f"{count} rows", err=not as_json)
+
+
+def batch_logs(
+    batch: BatchId,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the batch has ended.")] = False,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """What has happened in a batch of late; with -f, what happens."""
+
+    async def work() -> None:
+        async with open_pool_client(tenant) as client:
+            runs = client.batch_runs()
+            await runs.tell(batch, lambda watched: open_display(watched, Console(), as_json=as_json), follow=follow)
+
+    run_work(work(), as_json)
+
+
+def batch_report(
+    batch: BatchId,
+    page: Annotated[Path, typer.Option("-o", "--html", help="Where the page goes.")],
+    events: Annotated[
+        Path | None,
+        typer.Option(
+            "--events", help="out.events.jsonl, as `submit` wrote it. Else what Redis still has, which for large batches is not all."
+        ),
+    ] = None,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """A page of what happened, with plots, in one file that needs nothing else."""
+
+    async def work() -> None:
+        if events is not None:
+            await asyncio.to_thread(_write_page, page, batch, read_happenings(events))
+            return
+        async with open_pool_client(tenant) as client:
+            runs = client.batch_runs()
+            total = (await runs.batches.status(batch)).total
+            await asyncio.to_thread(_write_page, page, batch, await runs.happenings(batch), total)
+
+    run_work(work(), as_json)
+    typer.echo(json.dumps({"batch": batch, "page": str(page)}) if as_json else str(page))
+
+
+def build_status(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> dict[str, Any]:
+    """A batch as one object: fields of OpenAI's batches where they say the same."""
+    failed = {kind.value: count for kind, count in record.failed.items() if count}
+    return {
+        "id": batch,
+        "status": record.state.value,
+        "name": record.name or None,
+        "request_counts": {"total": record.total, "completed": record.succeeded, "failed": sum(failed.values()), **counts},
+        "failed": failed,
+        "concurrency": record.concurrency,
+        "created_at": format_instant(record.created_at),
+        "ended_at": format_instant(record.ended_at) if record.ended_at else None,
+        "rows": record.rows.model_dump() if record.rows is not None else None,
+    }
+
+
+def _write_page(page: Path, batch: str, happenings: Iterable[Happening], total: int = 0) -> None:
+    text = build_report(happenings, title=f"Batch {batch}", batch=batch, total=total)
+    try:
+        page.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{page} cannot be written ({error.strerror or error}): give another place for it") from error
+
+
+async def _print_rows(runs: BatchRuns, batch: str) -> int:
+    await runs.batches.status(batch)
+    count = 0
+    async for outcome in runs.outcomes(batch):
+        typer.echo(build_row_line(build_row(outcome)).decode(), nl=False)
+        count += 1
+    return count

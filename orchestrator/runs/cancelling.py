@@ -1,0 +1,23 @@
+"""Cancellations that cannot get lost: a wait of the Redis client swallows one that comes in the same moment as its answer."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+AGAIN_S = 0.5
+
+
+def check_cancelled() -> None:
+    """Raises CancelledError in a task that has been cancelled and goes on all the same. For the top of loops without an end."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling() > 0:
+        raise asyncio.CancelledError
+
+
+async def cancel_all(tasks: Iterable["asyncio.Task[None]"], is_ending: Callable[["asyncio.Task[None]"], bool] = lambda _: False) -> None:
+    """Cancel tasks until they are done. `is_ending`: one that has heard it, and only cleans up."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            if not is_ending(task):
+                task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=AGAIN_S)

@@ -1,0 +1,295 @@
+"""`toolcrew batch work` on a real pool: several orchestrators share what was handed over, come and go, and are nobody's way into their host."""
+
+import contextlib
+import json
+import re
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+from docker import APIClient
+from pydantic import SecretStr
+
+from contract.tenancy import TenantPolicy
+from orchestrator.api_keys import ApiKeys
+from orchestrator.approvals import AutoApprover
+from orchestrator.batch_runs import BatchRuns
+from orchestrator.batches.happenings import CallDone, ItemStarted
+from orchestrator.batches.items import BatchItem, CallBody, FailureKind, Ground, Outcome, RunLimits
+from orchestrator.batches.lines import load_lines
+from orchestrator.client import ToolClient
+from orchestrator.redis_connection import open_redis
+from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
+from orchestrator.runs.run_queue import RunQueue
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.tenants import RedisTenants
+from tests.model_server.running import ModelServer, running_model_server
+from tests.stack import TOOLCREW, UP_S, Footprint, Stack, end_process, eventually, open_footprint, run_toolcrew, wait_until
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+
+STEPS = 2
+"""Calls of each item: each adds a line to a file of its workspace and counts them, so that one that acted twice shows in the answer."""
+
+
+def acting(step: int) -> dict[str, Any]:
+    return {"calls": [{"name": "bash_tool", "arguments": {"command": f"echo {step} >> acts; sleep 0.3; wc -l < acts"}}]}
+
+
+SCRIPT: list[dict[str, Any]] = [
+    {"kind": "server", "key": "\\[item (\\S+)\\]"},
+    {"kind": "rule", "when": {"conversation": ["endless"]}, "reply": acting(0)},
+    *({"kind": "rule", "when": {"step": step}, "reply": acting(step)} for step in range(STEPS)),
+    {"kind": "rule", "when": {"observation": "(?P<lines>\\d+)"}, "reply": {"text": "{{item}} acted {{match.lines}} times"}},
+]
+
+
+class Service:
+    """One `toolcrew batch work`, and what it says."""
+
+    def __init__(self, place: "Place", *options: str) -> None:
+        self._log = place.folder / f"service-{secrets.token_hex(4)}.log"
+        with self._log.open("wb") as log:
+            argv = [TOOLCREW, "batch", "work", *options]
+            environment = place.footprint.environment(place.environment)
+            self.process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def runs(self, event: str) -> set[str]:
+        """Those that it has begun, or that have ended there."""
+        return set(re.findall(rf"event={event} .*?\brun=(\S+)", self.said()))
+
+    def is_at_work(self) -> bool:
+        return bool(self.runs("run_begun") - self.runs("run_ended"))
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(UP_S)
+
+
+class Place:
+    """Types commands and starts services where the environment names the shared stack and a model server."""
+
+    def __init__(self, stack: Stack, footprint: Footprint, server: ModelServer, folder: Path) -> None:
+        self.stack, self.footprint, self.server, self.folder = stack, footprint, server, folder
+        self.model_key = f"canary{secrets.token_hex(12)}"
+        told = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_TRACES": str(folder / "traces")}
+        self.environment = {**told, **server.environment(), "OPENAI_API_KEY": self.model_key}
+
+    @property
+    def settings(self) -> OrchestratorSettings:
+        return OrchestratorSettings(redis_url=SecretStr(self.stack.redis_url))
+
+    @contextlib.contextmanager
+    def service(self, *options: str) -> Iterator[Service]:
+        service = Service(self, *options)
+        try:
+            wait_until(lambda: "event=serving" in service.said(), UP_S, service.said)
+            yield service
+        finally:
+            end_process(service.process)
+
+    def client(self, tenant: str = "default", api_key: str | None = None) -> contextlib.AbstractAsyncContextManager[ToolClient]:
+        return ToolClient.connect(settings=self.settings, tenant=tenant, api_key=api_key, approver=AutoApprover())
+
+    def write(self, batch: str, items: list[str]) -> Path:
+        """A batch of runs."""
+        file = self.folder / f"{batch}.jsonl"
+        file.write_text("".join(json.dumps({"id": item, "instruction": f"[item {item}] act"}) + "\n" for item in items))
+        return file
+
+    def has_ended(self, tenant: str, batch: str) -> bool:
+        with self.stack.open_redis() as client:
+            return client.hget(f"toolcrew:default:{tenant}:batch:{batch}", "state") in (b"completed", b"cancelled")
+
+
+@pytest.fixture(scope="module")
+def place(stack: Stack, engine: APIClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with running_model_server(SCRIPT) as server, open_footprint(engine) as footprint:
+        yield Place(stack, footprint, server, tmp_path_factory.mktemp("service"))
+
+
+@pytest.fixture(scope="module")
+def service(place: Place) -> Iterator[Service]:
+    """One that nobody stops."""
+    with place.service() as service:
+        yield service
+
+
+async def find_outcomes(runs: BatchRuns, batch: str) -> list[Outcome]:
+    return [outcome async for outcome in runs.outcomes(batch)]
+
+
+async def check_rows(runs: BatchRuns, batch: str, items: list[str]) -> None:
+    """One right answer each."""
+    told = [(outcome.body or {}).get("answer") for outcome in await find_outcomes(runs, batch)]
+    assert sorted(map(str, told)) == sorted(f"{item} acted {STEPS} times" for item in items)
+
+
+def dump(client: "redis.Redis") -> bytes:
+    """All that Redis holds of runs and batches."""
+    readers: dict[bytes, Callable[[bytes], Any]] = {
+        b"hash": client.hgetall,
+        b"list": lambda key: client.lrange(key, 0, -1),
+        b"stream": client.xrange,
+        b"string": client.get,
+        b"zset": lambda key: client.zrange(key, 0, -1),
+        b"set": client.smembers,
+    }
+    keys = [key for kind in ("run", "batch") for key in client.scan_iter(f"toolcrew:*:{kind}:*", count=1000)]
+    kinds: list[bytes] = [client.type(key) for key in keys]
+    return b"\n".join(repr(readers[kind](key)).encode() for kind, key in zip(kinds, keys, strict=True) if kind != b"none")
+
+
+async def make_key(place: Place) -> str:
+    async with open_queue(place) as (client, _):
+        return (await ApiKeys(client, "default").add("default")).text
+
+
+@contextlib.asynccontextmanager
+async def open_queue(place: Place) -> AsyncIterator[tuple["redis.asyncio.Redis", RunQueue]]:
+    client = open_redis(place.settings.broker())
+    try:
+        yield client, RunQueue(client, "default")
+    finally:
+        await client.aclose()
+
+
+async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_stopped_or_killed_costs_nothing(place: Place) -> None:
+    ours, theirs = [f"a{number}" for number in range(6)], [f"b{number}" for number in range(6)]
+    key = await make_key(place)
+    with place.service("--concurrency", "2") as first, place.service("--concurrency", "2") as second:
+        submit = ("batch", "submit", str(place.write("shared", ours)), "--detach", "--id", "shared")
+        done = run_toolcrew(place.footprint, *submit, environment={**place.environment, "TOOLCREW_API_KEY": key})
+        assert (done.returncode, done.stdout.split()) == (0, ["shared"]), done.stderr
+        async with place.client("zeta") as zeta:
+            await zeta.batch_runs().batches.submit(load_lines(place.write("shared", theirs)), batch="shared", is_detached=True)
+        await eventually(lambda: first.is_at_work() and second.is_at_work(), UP_S, lambda: first.said() + second.said())
+        assert first.stop() == 0
+        assert "event=giving_back" not in first.said(), "what ran was ended"
+        assert first.runs("run_begun") == first.runs("run_ended")
+        await eventually(second.is_at_work, UP_S, second.said)
+        second.process.kill()
+        second.process.wait()
+        left = second.runs("run_begun") - second.runs("run_ended")
+        with place.service("--concurrency", "6") as third:
+            with place.stack.open_redis() as client:
+                # What the dead one held is free after a lease, which nobody has to wait for here.
+                leases = client.zrange("toolcrew:default:runs:leases", 0, -1)
+                client.zadd("toolcrew:default:runs:leases", {one: 1.0 for one in leases if one.decode().rpartition("|")[2] in left})
+            await eventually(lambda: place.has_ended("default", "shared") and place.has_ended("zeta", "shared"), UP_S, third.said)
+            assert third.stop() == 0
+    async with place.client("zeta") as zeta, place.client(api_key=key) as default:
+        await check_rows(default.batch_runs(), "shared", ours)
+        await check_rows(zeta.batch_runs(), "shared", theirs)
+        told = await default.batch_runs().happenings("shared")
+    assert len({event.orchestrator for event in told if isinstance(event, ItemStarted)}) >= 2
+    assert left <= third.runs("run_ended")
+    # A reply may have been paid for and not yet logged: one of each run that was killed.
+    assert place.server.stats()["replies_repeated"] <= len(left) <= 2
+    assert_no_secret(place, key, "".join(service.said() for service in (first, second, third)))
+
+
+def assert_no_secret(place: Place, key: str, said: str) -> None:
+    with place.stack.open_redis() as client:
+        kept = dump(client)
+    traces = b"".join(path.read_bytes() for path in (place.folder / "traces").rglob("*") if path.is_file())
+    assert b"[item a0] act" in kept
+    assert b"[item a0] act" in traces
+    password = place.stack.redis_url.partition("://:")[2].partition("@")[0]
+    for secret in (place.model_key, password, key, key.split("_", 2)[2]):
+        assert len(secret) > 20
+        assert secret not in said
+        assert secret.encode() not in kept + traces
+
+
+async def test_a_cancelled_batch_ends_and_one_that_was_not_handed_over_is_its_submitter_s_alone(place: Place, service: Service) -> None:
+    await submit_by_hand(place, "kept", [call("k")], is_detached=False)
+    async with place.client() as client:
+        runs, file = client.batch_runs(), load_lines(place.write("cancelled", ["endless", "x", "y"]))
+        defaults = BatchDefaults(limits=RunLimits(max_iterations=1000))
+        await runs.batches.submit(file, batch="cancelled", concurrency=1, defaults=defaults, is_detached=True)
+        await eventually(service.is_at_work, UP_S, service.said)
+        assert await runs.batches.cancel("cancelled") == 2
+        await eventually(lambda: place.has_ended("default", "cancelled"), UP_S, service.said)
+        failures = [outcome.failure for outcome in await find_outcomes(runs, "cancelled")]
+        assert [failure.kind for failure in failures if failure is not None] == [FailureKind.CANCELLED] * 3
+        assert (await runs.batches.status("cancelled")).state is BatchState.CANCELLED
+        assert await runs.queue.counts("default", "kept") == {"waiting": 1, "running": 0}
+
+
+def call(name: str, **ground: Any) -> BatchItem:
+    body = CallBody(name="bash_tool", arguments={"command": "cat secret* */secret*"})
+    return BatchItem(custom_id=name, line=1, url="/v1/tools/execute", work=body, ground=Ground(**ground))
+
+
+async def submit_by_hand(
+    place: Place, batch: str, items: list[BatchItem], *, is_detached: bool, artifacts: Path | None = None, tenant: str = "default"
+) -> None:
+    """As somebody does who writes records past every check of a submission."""
+    record = BatchRecord(
+        state=BatchState.IN_PROGRESS,
+        total=len(items),
+        sha256="0" * 64,
+        concurrency=9,
+        defaults=BatchDefaults(artifacts=str(artifacts) if artifacts else None),
+        created_at=0,
+        is_detached=is_detached,
+    )
+    async with open_queue(place) as (_, queue):
+        await queue.create(tenant, batch, record)
+        await queue.add(tenant, batch, [(f"{batch}-{number}", item) for number, item in enumerate(items)])
+
+
+async def test_a_record_cannot_have_a_service_read_or_write_files_of_its_host(place: Place, service: Service, tmp_path: Path) -> None:
+    secret, stolen = tmp_path / "secret", tmp_path / "stolen"
+    secret.write_text("a-word-of-the-host")
+    reading = [call("folder", workspace=str(tmp_path)), call("file", workspace=str(secret)), call("etc", workspace="/etc")]
+    await submit_by_hand(place, "reading", reading, is_detached=True)
+    writing = [call("patterns", artifacts=("**",)), call("plain")]
+    await submit_by_hand(place, "writing", writing, is_detached=True, artifacts=stolen)
+    await submit_by_hand(place, "outside", [call("name")], is_detached=True, tenant="../../../out")
+    ends = [("default", "reading"), ("default", "writing"), ("../../../out", "outside")]
+    await eventually(lambda: all(place.has_ended(*end) for end in ends), UP_S, service.said)
+    async with place.client() as client:
+        runs = client.batch_runs()
+        outcomes = await find_outcomes(runs, "reading") + await find_outcomes(runs, "writing")
+    refused = {outcome.custom_id: outcome.failure and (outcome.failure.kind, outcome.failure.code) for outcome in outcomes}
+    names = ("folder", "file", "etc", "patterns", "plain")
+    assert refused == dict.fromkeys(names, (FailureKind.INPUT, "PERMISSION_DENIED"))
+    assert not stolen.exists()
+    with place.stack.open_redis() as redis_client:
+        assert b"a-word-of-the-host" not in dump(redis_client)
+
+
+async def test_an_interactive_call_does_not_wait_for_a_batch(place: Place, service: Service) -> None:
+    async with open_queue(place) as (redis_client, _), place.client() as user, await user.open_session() as session:
+        tenants, runs = RedisTenants(redis_client, "default"), user.batch_runs()
+        await tenants.replace("default", TenantPolicy(in_flight=1))
+        try:
+            file = load_lines(place.write("slow", [f"s{number}" for number in range(6)]))
+            await runs.batches.submit(file, batch="slow", is_detached=True)
+
+            async def ends() -> list[float]:
+                return [told.at for told in await runs.happenings("slow") if isinstance(told, CallDone)]
+
+            while len(await ends()) < 2:
+                assert service.process.poll() is None
+            began = time.time()
+            assert (await session.call("bash_tool", {"command": "true"})).success
+            passed = time.time()
+            # The one that ran and one that was just about to; others wait.
+            assert sum(began < at < passed for at in await ends()) <= 3
+            await runs.batches.cancel("slow")
+            await eventually(lambda: place.has_ended("default", "slow"), UP_S, service.said)
+        finally:
+            await tenants.replace("default", TenantPolicy())

@@ -1,0 +1,201 @@
+"""`toolcrew batch` on bad days, as its users type it: files that are none, paths that take no rows, disks that fill up, models that are away, quotas."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_batches import SCRIPT, Shell, answers, expected
+from tests.model_server.running import running_model_server
+from tests.stack import TOOLCREW, Footprint, Stack, free_port, missing, run_toolcrew, wait_until
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+
+HASTY = {"TOOLCREW_MODEL_RETRIES": "0"}
+"""A request that fails is told at once: what follows is the batch's."""
+
+
+class Told:
+    """A command that runs, and what it has said on stderr so far."""
+
+    def __init__(
+        self, shell: "TroubledShell", *arguments: str, environment: Mapping[str, str] | None = None, prefix: tuple[str, ...] = ()
+    ) -> None:
+        self._path = shell.folder / "stderr.txt"
+        with self._path.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [*prefix, TOOLCREW, *arguments],
+                env=shell.footprint.environment({**shell.environment, **HASTY, **(environment or {})}),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            )
+        shell.begun.append(self.process)
+
+    def said(self) -> str:
+        return self._path.read_text(errors="replace")
+
+    def wait_for(self, words: str) -> None:
+        wait_until(lambda: words in self.said() or self.process.poll() is not None, 90, self.said)
+        assert words in self.said()
+
+    def end(self) -> int:
+        return self.process.wait(150)
+
+
+class TroubledShell(Shell):
+    def __init__(self, stack: Stack, footprint: Footprint, server: Any, folder: Path) -> None:
+        super().__init__(stack, footprint, server, folder)
+        self.footprint = footprint
+        self.out = str(folder / "out.jsonl")
+        self.begun: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "TroubledShell":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.begun:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def run(self, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+        return run_toolcrew(self.footprint, *arguments, environment={**self.environment, **HASTY, **environment}, within_s=150)
+
+    def happenings(self, kind: str) -> list[dict[str, Any]]:
+        return [told for told in self.rows("out.events.jsonl") if told["type"] == kind]
+
+    def counts(self, batch: str) -> dict[str, int]:
+        counts: dict[str, int] = json.loads(self.run("batch", "status", batch, "--json").stdout)["request_counts"]
+        return counts
+
+
+@pytest.fixture
+def shell(stack: Stack, footprint: Footprint, tmp_path: Path) -> Iterator[TroubledShell]:
+    with running_model_server(SCRIPT) as server, TroubledShell(stack, footprint, server, tmp_path) as shell:
+        yield shell
+
+
+def fault(kind: str, **fields: Any) -> dict[str, Any]:
+    """A line of the model server's script."""
+    when: dict[str, Any] = {name: fields.pop(name) for name in ("first", "per", "during_s") if name in fields}
+    return {"kind": "fault", "fault": {"kind": kind, **fields}, **when}
+
+
+def test_a_file_that_is_wrong_is_told_line_by_line_and_nothing_is_begun(shell: TroubledShell) -> None:
+    lines = [
+        b"\xef\xbb\xbf" + json.dumps({"id": "a", "instruction": "fine"}).encode() + b"\r",
+        b'{"id": "b", "instruction": "x"',
+        b'{"id": "c", "instruction": "\0"}',
+        b'{"id": "d", "instruction": "\\ud800"}',
+        b'{"id": "e", "x": NaN, "instruction": "x"}',
+        b'{"id": "f", "id": "g", "instruction": "x"}',
+        b'{"id": "h", "x": ' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+        b'{"id": "a", "instruction": "again"}',
+        b'{"id": "i", "instruction": "x", "workspace": "missing.tar.gz"}',
+        b'{"custom_id": "j", "method": "POST", "url": "/v1/agent/runs", "body": {"instruction": "x"}}',
+    ]
+    file = shell.folder / "in.jsonl"
+    file.write_bytes(b"\n".join(lines))
+    done = shell.run("batch", "submit", str(file), "--output", shell.out, "--id", "wrong")
+    assert (done.returncode, done.stdout, Path(shell.out).exists()) == (1, "", False)
+    assert [number for number in range(1, 11) if f"  line {number}, column" in done.stderr] == [2, 3, 4, 5, 6, 7, 8, 9, 10], done.stderr
+    assert shell.run("batch", "status", "wrong").returncode == 1
+
+
+def test_an_output_that_is_the_input_or_another_batchs_is_told_and_left_as_it_is(shell: TroubledShell) -> None:
+    file = shell.write(1)
+    before = file.read_bytes()
+    done = shell.run("batch", "submit", str(file), "--output", str(file), "--id", "same")
+    assert (done.returncode, file.read_bytes()) == (1, before)
+    assert "line 1 of" in done.stderr
+    assert "nothing was changed in it" in done.stderr
+    row = {"id": "r", "custom_id": "i0", "response": None, "error": None}
+    Path(shell.out).write_text(json.dumps(row) + "\n")
+    done = shell.run("batch", "submit", str(file), "--output", shell.out, "--id", "same")
+    assert done.returncode == 1
+    assert "holds a row of another batch" in done.stderr
+    assert shell.run("batch", "status", "same").returncode == 1
+
+
+def test_a_disk_that_fills_up_holds_up_rows_and_loses_none(shell: TroubledShell) -> None:
+    disk = shell.folder / "disk"
+    disk.mkdir()
+    script = (
+        'mount -t tmpfs -o size=512k none "$0" || exit 99; '
+        'head -c 499712 /dev/zero >"$0/ballast"; "$@"; code=$?; cp "$0"/out.*jsonl "$0"/..; exit $code'
+    )
+    in_namespace = ("unshare", *(["--map-root-user"] if os.geteuid() else []), "--mount", "sh", "-c", script, str(disk))
+    if subprocess.run([*in_namespace, "true"], capture_output=True, check=False).returncode == 99:
+        missing("no file system can be mounted here")
+    arguments = ("batch", "submit", str(shell.write(24)), "--output", str(disk / "out.jsonl"), "--id", "full", "--concurrency", "6")
+    told = Told(shell, *arguments, prefix=in_namespace)
+    told.wait_for("make room on its disk")
+    Path(f"/proc/{told.process.pid}/root{disk}/ballast").unlink()
+    assert told.end() == 0, told.said()
+    assert answers(shell.rows()) == expected(24)
+    assert shell.rows("out.errors.jsonl") == []
+
+
+def test_while_the_model_is_away_the_batch_waits_and_pays_nothing_twice(stack: Stack, footprint: Footprint, tmp_path: Path) -> None:
+    script = [*SCRIPT, fault("status", status=503, retry_after=1, during_s=[2, 8])]
+    with running_model_server(script) as server, TroubledShell(stack, footprint, server, tmp_path) as shell:
+        told = Told(shell, "batch", "submit", str(shell.write(16)), "--output", shell.out, "--id", "away", "--concurrency", "4")
+        assert told.end() == 0, told.said()
+        stats = server.stats()
+    assert answers(shell.rows()) == expected(16)
+    assert stats["replies_repeated"] == 0
+    # Those that ran when it went, and now and then one that looks whether it is back.
+    assert 4 <= stats["faults"]["status"] <= 8
+    assert shell.happenings("item_retried") == []
+    assert "the batch waits for its model" in told.said()
+    assert "the model answers again" in told.said()
+
+
+def test_a_batch_whose_model_is_not_there_can_be_interrupted_and_gone_on_with(shell: TroubledShell) -> None:
+    port = free_port()
+    shell.environment["OPENAI_BASE_URL"] = f"http://127.0.0.1:{port}/v1"
+    told = Told(shell, "batch", "submit", str(shell.write(6)), "--output", shell.out, "--id", "gone", "--concurrency", "3")
+    told.wait_for("the batch waits for its model")
+    told.process.send_signal(signal.SIGINT)
+    assert told.end() == 130
+    assert "toolcrew batch resume gone" in told.said()
+    counts = shell.counts("gone")
+    assert (counts["failed"], counts["waiting"], counts["running"]) == (0, 6, 0)
+    with running_model_server(SCRIPT, port=port):
+        done = shell.run("batch", "resume", "gone", "--output", shell.out)
+    assert done.returncode == 0, done.stderr
+    assert answers(shell.rows()) == expected(6)
+
+
+def test_a_model_that_refuses_the_key_ends_the_work_and_no_item(shell: TroubledShell) -> None:
+    arguments = ("batch", "submit", str(shell.write(20)), "--output", shell.out, "--id", "refused", "--concurrency", "2")
+    with running_model_server([*SCRIPT, fault("status", status=401)]) as server:
+        done = shell.run(*arguments, **server.environment())
+        asked = server.stats()["requests"]
+    assert done.returncode == 1
+    assert "check OPENAI_API_KEY" in done.stderr
+    assert "toolcrew batch resume refused" in done.stderr
+    assert asked <= 2
+    counts = shell.counts("refused")
+    assert (counts["failed"], counts["waiting"], counts["running"]) == (0, 20, 0)
+
+
+def test_what_a_tenant_may_have_makes_its_batch_wait_and_fail_nothing(shell: TroubledShell) -> None:
+    shell.run("tenants", "add", "small", "--sandboxes", "2", "--in-flight", "1", "--queued", "1")
+    try:
+        done = shell.run(
+            *("batch", "submit", str(shell.write(5)), "--output", shell.out, "--id", "quota", "--concurrency", "5", "--tenant", "small")
+        )
+    finally:
+        shell.run("tenants", "rm", "small")
+    assert done.returncode == 0, done.stderr
+    assert answers(shell.rows()) == expected(5)
+    assert shell.happenings("item_retried") == []
+    assert "tenant small has 2 sessions open" in done.stderr

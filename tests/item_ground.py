@@ -1,0 +1,159 @@
+"""Items worked for real on a real Redis: the model plays a script, and the pool's one worker is a function."""
+
+import asyncio
+import io
+import tarfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio
+
+from contract.calls import ToolCall, ToolContext, ToolResult
+from orchestrator.approvals import DEFAULT_POLICY, ApprovalPolicy, AutoApprover
+from orchestrator.approvals.approvers import Approver
+from orchestrator.batches.happenings import Happening
+from orchestrator.batches.items import BatchItem, CallBody, Outcome, RunBody
+from orchestrator.call_ledger import CallLedger
+from orchestrator.dispatcher import Dispatcher, Pool
+from orchestrator.models.base import Model
+from orchestrator.models.choice import ChosenModel
+from orchestrator.models.scripted import EVERYTHING, Calls, ScriptedModel, Turn
+from orchestrator.pool_connection import PoolConnection
+from orchestrator.run_parts import RunParts
+from orchestrator.runs.item_work import ItemWork
+from orchestrator.runs.journal import Journal
+from orchestrator.runs.models import Models
+from orchestrator.runs.records import BatchDefaults
+from orchestrator.runs.run_log import RunLog
+from orchestrator.runs.run_queue import Claim
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.switches import RedisSwitches
+from orchestrator.tenants import RedisTenants
+from tests.builders import KEY, build_spec
+from tests.fake_hosts import MemoryPlaces, StaticHosts, build_report
+from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
+from tests.run_ground import RunGround, build_item
+from workers.tools.builtin import build_registry
+
+Answer = Callable[[ToolCall, ToolContext], ToolResult | Awaitable[ToolResult]]
+OPENED = {
+    "host": "h1",
+    "queue": "host.h1.b00t",
+    "image": "default",
+    "start_s": 0.5,
+    "network": "none",
+    "hosts": [],
+    "workspace": "image",
+}
+
+
+def echo_then(answer: str, *texts: str) -> list[Turn]:
+    """A call of `echo` for each text, one a step, then the answer."""
+    return [*(Calls([("echo", {"text": text})]) for text in texts), answer]
+
+
+def failed(code: Any, message: str = "no") -> Answer:
+    return lambda call, _: ToolResult.failed(call, code, message)
+
+
+class ItemGround(RunGround):
+    """One process with its pool. `answers`: by verb or tool, instead of a success. `happenings`: what was told. `places`: shared by processes of one pool."""
+
+    def __init__(
+        self,
+        client: "redis.asyncio.Redis",
+        turns: Sequence[Turn] | Model = ("done",),
+        *,
+        approver: Approver | None = None,
+        policy: ApprovalPolicy = DEFAULT_POLICY,
+        places: MemoryPlaces | None = None,
+        answers: Mapping[str, Answer] | None = None,
+    ) -> None:
+        super().__init__(client)
+        self.model = turns if not isinstance(turns, Sequence) else ScriptedModel(turns)
+        self.answers: dict[str, Answer] = dict(answers or {})
+        self.happenings: list[Happening] = []
+        self.places = places or MemoryPlaces()
+        self.transport = AnsweringTransport(self._answer)
+        self.blobs = MemoryAsyncBlobs()
+        catalog: Any = StaticCatalog(*build_registry().specs(), build_spec("echo"))
+        blobs: Any = self.blobs
+        pool = Pool(self.places, StaticHosts(build_report()), CallLedger(client, "d"))
+        dispatcher = Dispatcher(self.transport, catalog, KEY, queue_wait_s=60, pool=pool)
+        self.pool = PoolConnection(client, dispatcher, catalog, blobs, RedisSwitches(client, "d"), RedisTenants(client, "d"))
+        settings = OrchestratorSettings(deployment="d", dialect="native", redis_url=None)
+        self.parts = RunParts(settings, self.pool, approver or AutoApprover(), policy)
+        models = Models(settings, ChosenModel(self.model, capabilities=EVERYTHING))
+        self.work = ItemWork(self.pool, self.parts, models, None)
+
+    def sent(self) -> list[str]:
+        """Verbs and tools, in the order in which the worker got them."""
+        return [call.name.removeprefix("session.") for call in self.transport.calls]
+
+    def asked(self) -> int:
+        """How many replies the model was asked for."""
+        assert isinstance(self.model, ScriptedModel)
+        return len(self.model.requests)
+
+    async def put(self, item: BatchItem) -> Claim:
+        """Submit a batch of this one item, and claim it."""
+        await self.submit(1, url=item.url, work=item.work, ground=item.ground)
+        (claim,) = await self.queue.claim(1, ("acme", "b"))
+        return claim
+
+    async def taken_over(self, claim: Claim) -> Claim:
+        """The same run, claimed by another process after its holder's death."""
+        await self.die(claim)
+        (again,) = await self.other.claim(1, ("acme", "b"))
+        return again
+
+    async def begun_anew(self, claim: Claim) -> Claim:
+        """The same item's next attempt."""
+        await self.queue.give_back(claim, anew=True)
+        (again,) = await self.queue.claim(1, ("acme", "b"))
+        return again
+
+    async def journal(self, claim: Claim) -> Journal:
+        """As its holder has it; whoever works by it is cancelled when it is taken."""
+        task = asyncio.current_task()
+        assert task is not None
+        return Journal(await RunLog.load(self.client, "d", claim.tenant, claim.run, claim.word), task.cancel)
+
+    async def worked(self, claim: Claim, defaults: BatchDefaults | None = None) -> Outcome:
+        """How the item ends."""
+        return await self.work.work(claim, await self.journal(claim), defaults or BatchDefaults(), self.happenings.append)
+
+    async def _answer(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        name = call.name.removeprefix("session.")
+        if name in self.answers:
+            result = self.answers[name](call, context)
+            return result if isinstance(result, ToolResult) else await result
+        if name == "open":
+            return ToolResult(call_id=call.id, name=call.name, success=True, metadata=OPENED)
+        return ToolResult(call_id=call.id, name=call.name, success=True, output=f"said {call.arguments.get('text')}")
+
+
+def build_run(**fields: Any) -> BatchItem:
+    """An agent run with the tool echo."""
+    body = {"instruction": "say it", "tools": ("echo",), **fields}
+    return build_item(1, work=RunBody.model_validate(body))
+
+
+def build_tool_call(**fields: Any) -> BatchItem:
+    """A single call of echo."""
+    return build_item(1, url="/v1/tools/execute", work=CallBody(name="echo", arguments={"text": "x"}), **fields)
+
+
+def with_ground(item: BatchItem, **fields: Any) -> BatchItem:
+    """The item with that ground to stand on."""
+    return item.model_copy(update={"ground": item.ground.model_copy(update=fields)})
+
+
+def archive_of(folder: Path) -> bytes:
+    """What a session exports of a workspace with these files."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for path in sorted(folder.iterdir()):
+            archive.add(path, arcname=path.name)
+    return buffer.getvalue()

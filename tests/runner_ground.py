@@ -1,0 +1,109 @@
+"""A queue with runners on it, whose work on items is a function's to say."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import redis.asyncio
+
+from contract.errors import BrokerUnavailable
+from orchestrator.batches.happenings import Happening, ItemDone, parse_happening
+from orchestrator.batches.items import Failure, FailureKind, Outcome
+from orchestrator.runs.brake import Brake
+from orchestrator.runs.happening_stream import HappeningWriter
+from orchestrator.runs.journal import Journal
+from orchestrator.runs.records import BatchDefaults, BatchState
+from orchestrator.runs.run_queue import Claim, RunQueue
+from orchestrator.runs.runner import Runner
+from tests.run_ground import RunGround
+
+SOON_S = 20.0
+BATCH = ("acme", "b")
+Work = Callable[[Claim, Journal, Callable[[Happening], None]], Awaitable[Outcome]]
+
+
+def outcome_of(claim: Claim, kind: FailureKind | None = None, body: dict[str, Any] | None = None) -> Outcome:
+    failure = Failure(kind=kind, code="CODE", message="no") if kind is not None else None
+    attempt = claim.record.attempt
+    return Outcome(custom_id=claim.record.item.custom_id, run=claim.run, status_code=200, body=body, failure=failure, attempt=attempt)
+
+
+class Worker:
+    """Stands for the work on items: what becomes of each is a function's to say. `begun`: run and attempt of each, in order."""
+
+    def __init__(self, work: Work | None = None) -> None:
+        self.brake = Brake()
+        self.begun: list[tuple[str, int]] = []
+        self.abandoned: list[str] = []
+        self.has_begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self._work = work
+
+    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Callable[[Happening], None]) -> Outcome:
+        self.begun.append((claim.run, claim.record.attempt))
+        self.has_begun.set()
+        if self._work is not None:
+            return await self._work(claim, journal, tell)
+        await self.may_end.wait()
+        return outcome_of(claim)
+
+    async def abandon(self, claim: Claim, journal: Journal) -> None:
+        self.abandoned.append(claim.run)
+
+
+class House(RunGround):
+    """A queue, and runners on it."""
+
+    def runner(self, worker: Worker, queue: RunQueue | None = None, *, concurrency: int = 4) -> Runner:
+        work: Any = worker
+        return Runner(self.client, "d", queue or self.queue, work, HappeningWriter(self.client, "d"), concurrency, BATCH)
+
+    @asynccontextmanager
+    async def working(self, *runners: Runner) -> AsyncIterator[list["asyncio.Task[None]"]]:
+        """They run within the block."""
+        tasks = [asyncio.create_task(runner.run()) for runner in runners]
+        try:
+            async with asyncio.timeout(SOON_S):
+                yield tasks
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def until(self, state: BatchState) -> None:
+        # Redis has no event of ours for it.
+        while (await self.queue.batch(*BATCH)).state is not state:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    async def happenings(self) -> list[Happening]:
+        told = await self.client.xrange("toolcrew:d:acme:batch:b:events")
+        return [parse_happening(fields[b"h"]) for _, fields in told]
+
+    async def ends(self) -> list[ItemDone]:
+        return [told for told in await self.happenings() if isinstance(told, ItemDone)]
+
+
+class WatchedQueue(RunQueue):
+    """Says when runs have been renewed; fails as often as it is told to when an end is noted."""
+
+    def __init__(self, client: "redis.asyncio.Redis", outages: int = 0) -> None:
+        super().__init__(client, "d")
+        self.renewed = asyncio.Event()
+        self.outages = outages
+        self.noting = asyncio.Event()
+        self.may_note = asyncio.Event()
+        self.may_note.set()
+
+    async def renew(self, claims: Any) -> Any:
+        told = await super().renew(claims)
+        self.renewed.set()
+        return told
+
+    async def finish(self, claim: Claim, outcome: Outcome) -> bool:
+        self.noting.set()
+        await self.may_note.wait()
+        if self.outages:
+            self.outages -= 1
+            raise BrokerUnavailable("Redis is away")
+        return await super().finish(claim, outcome)

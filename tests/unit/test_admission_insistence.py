@@ -1,0 +1,39 @@
+"""Calls that have time are sent again when their tenant's limits did not let them through, and no other ones."""
+
+import pytest
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode
+from orchestrator.admission.insistence import until_admitted
+
+CALL = ToolCall(id="c", name="bash_tool", arguments={})
+
+
+def refused(code: ErrorCode, **metadata: float) -> ToolResult:
+    return ToolResult.failed(CALL, code, "no", metadata=dict(metadata))
+
+
+@pytest.mark.parametrize(
+    ("results", "sent"),
+    [
+        (
+            [
+                refused(ErrorCode.RATE_LIMITED, retry_after_s=0.0),
+                refused(ErrorCode.RATE_LIMITED, retry_after_s=-1.0),
+                refused(ErrorCode.TIMEOUT),
+            ],
+            3,
+        ),
+        ([refused(ErrorCode.RATE_LIMITED)], 1),
+        ([refused(ErrorCode.QUOTA_EXCEEDED, retry_after_s=0.0)], 1),
+    ],
+    ids=["let through in the end", "a tool's own word", "another code"],
+)
+async def test_a_call_is_sent_until_it_is_let_through(results: list[ToolResult], sent: int) -> None:
+    waiting = list(results)
+
+    async def send() -> ToolResult:
+        return waiting.pop(0)
+
+    assert await until_admitted(send) is results[-1]
+    assert len(results) - len(waiting) == sent

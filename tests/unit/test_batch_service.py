@@ -1,0 +1,357 @@
+"""An orchestrator that works for everybody: what it takes, what it refuses to touch, and for whom it stops."""
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import redis.asyncio
+from pydantic import SecretStr
+
+from contract.errors import ConfigError, ErrorCode, ModelDenied, ToolFailure
+from contract.tenancy import TenantPolicy
+from orchestrator.batch_service import MAX_IDLE_MODELS, BatchService, ServiceWork
+from orchestrator.batches.detached import check_detached
+from orchestrator.batches.happenings import CallDone, Happening
+from orchestrator.batches.items import FailureKind, Ground, Outcome
+from orchestrator.batches.lines import BadBatch, load_lines
+from orchestrator.logs import configure_logging, get_logger
+from orchestrator.runs.batches import Batches
+from orchestrator.runs.happening_stream import HappeningWriter
+from orchestrator.runs.item_work import ItemWork
+from orchestrator.runs.journal import Journal
+from orchestrator.runs.models import Models
+from orchestrator.runs.records import BatchDefaults
+from orchestrator.runs.run_log import RunLog
+from orchestrator.runs.run_queue import Claim
+from orchestrator.runs.runner import Runner
+from orchestrator.settings import OrchestratorSettings
+from tests.conftest import RedisProcess
+from tests.run_ground import RunGround, build_outcome
+from tests.stack import eventually
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess) -> AsyncIterator[RunGround]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        yield RunGround(client)
+
+
+def write(folder: Path, *lines: str) -> Path:
+    file = folder / "in.jsonl"
+    file.write_text("\n".join(lines))
+    return file
+
+
+# What is handed over
+
+
+def test_lines_that_name_paths_are_told_when_they_are_handed_over(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        '{"id": "a", "instruction": "x"}',
+        '{"id": "b", "instruction": "x", "workspace": "."}',
+        '{"id": "c", "instruction": "x", "artifacts": ["out/**"]}',
+        '{"id": "d", "instruction": "x", "restore": "c1"}',
+    )
+    with pytest.raises(BadBatch) as refused:
+        check_detached(load_lines(file), "/srv/out", "in.jsonl")
+    told = str(refused.value).splitlines()
+    assert told[0].startswith("in.jsonl has 3 errors and nothing of it was started")
+    assert [line.split(":")[0].strip() for line in told[1:]] == [told[1].split(":")[0].strip(), "line 2", "line 3"]
+    assert "leave out --artifacts, or leave out --detach" in told[1]
+    assert all("leave out --detach" in line for line in told[2:])
+
+
+async def test_the_sdk_cannot_hand_over_paths_either(ground: RunGround, tmp_path: Path) -> None:
+    batches = Batches(ground.queue, HappeningWriter(ground.client, "d"), "acme")
+    file = load_lines(write(tmp_path, '{"id": "b", "instruction": "x", "workspace": "."}'))
+    with pytest.raises(BadBatch, match=r"line 1: its workspace is a path"):
+        await batches.submit(file, batch="b", is_detached=True)
+    assert await ground.client.keys() == []
+
+
+async def test_only_what_is_handed_over_is_taken_and_only_of_the_tenants_that_are_served(ground: RunGround) -> None:
+    await ground.submit(1, batch="kept", is_detached=False)
+    await ground.submit(1, batch="given")
+    await ground.submit(1, batch="theirs", tenant="zeta")
+    assert [claim.run for claim in await ground.queue.claim(9, None, ("zeta", "nobody"))] == ["theirs-1"]
+    assert [claim.run for claim in await ground.queue.claim(9)] == ["given-1"]
+    assert [claim.run for claim in await ground.queue.claim(9, ("acme", "kept"))] == ["kept-1"]
+
+
+async def test_who_submits_a_batch_again_decides_again_who_works_it(ground: RunGround, tmp_path: Path) -> None:
+    batches = Batches(ground.queue, HappeningWriter(ground.client, "d"), "acme")
+    file = load_lines(write(tmp_path, '{"id": "a", "instruction": "x"}'))
+    await batches.submit(file, batch="b", is_detached=True)
+    await batches.submit(file, batch="b")
+    assert await ground.queue.claim(9) == []
+    await batches.submit(file, batch="b", is_detached=True)
+    assert len(await ground.queue.claim(9)) == 1
+
+
+async def test_runs_of_the_dead_that_nobody_may_take_do_not_hide_those_that_may_be_taken(ground: RunGround) -> None:
+    await ground.submit(1100, batch="kept", is_detached=False, concurrency=2000)
+    held = [claim for _ in range(6) for claim in await ground.queue.claim(200, ("acme", "kept"))]
+    assert len(held) == 1100
+    await ground.submit(1, batch="given")
+    (dead,) = await ground.queue.claim(1)
+    await ground.client.zadd("toolcrew:d:runs:leases", {f"acme|{claim.run}": 1.0 for claim in held} | {"acme|given-1": 2.0})
+    claimed = [claim.run for _ in range(2) for claim in await ground.other.claim(9)]
+    assert claimed == [dead.run]
+    # They wait for theirs, as they were.
+    assert (await ground.queue.counts("acme", "kept"))["waiting"] == 1100
+    assert not await ground.queue.give_back(held[0])
+    assert [claim.run for claim in await ground.other.claim(2, ("acme", "kept"))] == ["kept-1", "kept-2"]
+
+
+async def test_a_record_that_cannot_be_read_is_left_to_another_release_and_stops_nobody(
+    ground: RunGround, caplog: pytest.LogCaptureFixture
+) -> None:
+    await ground.submit(2)
+    await ground.client.hset("toolcrew:d:acme:run:b-1", "item", '{"of": "tomorrow"}')
+    assert [claim.run for claim in await ground.queue.claim(9)] == ["b-2"]
+    assert await ground.queue.claim(9) == []
+    assert await ground.client.hget("toolcrew:d:acme:run:b-1", "claim") == b""
+    assert "run_not_readable" in caplog.text
+    assert "tomorrow" not in caplog.text
+
+
+# Working it
+
+
+class Tenants:
+    """Serves those of a list."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = set(names)
+
+    async def policy(self, tenant: str) -> TenantPolicy:
+        if tenant not in self.names:
+            raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}: register it")
+        return TenantPolicy()
+
+
+class FakePool:
+    """A pool that knows its tenants and counts sessions that are taken away; whoever asks it for more gets an AttributeError."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self.tenants = tenants
+        self.abandoned: list[tuple[str, str]] = []
+        self.dispatcher = self
+
+    async def room(self, *_: Any) -> int:
+        return 1
+
+    async def abandon_session(self, tenant: str, session: str) -> None:
+        self.abandoned.append((tenant, session))
+
+
+async def take(ground: RunGround, /, **fields: Any) -> tuple[Claim, Journal]:
+    await ground.submit(1, **fields)
+    (claim,) = await ground.queue.claim(1)
+    run_log = await RunLog.load(ground.client, "d", claim.tenant, claim.run, claim.word)
+    return claim, Journal(run_log, lambda: None)
+
+
+def service_of(pool: FakePool, models: Any = None) -> ServiceWork:
+    return ServiceWork(cast(Any, pool), cast(Any, None), models, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "folder"),
+    [(Ground(workspace="/etc"), None), (Ground(artifacts=("**",)), None), (Ground(), "/srv/out"), (Ground(artifacts=("x",)), "/srv/out")],
+)
+async def test_a_record_that_names_a_path_is_refused_whatever_wrote_it(ground: RunGround, fields: Ground, folder: str | None) -> None:
+    claim, journal = await take(ground, ground=fields)
+    pool = FakePool(Tenants("acme"))
+    outcome = await service_of(pool).work(claim, journal, BatchDefaults(artifacts=folder), lambda _: None)
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.code, outcome.status_code) == (FailureKind.INPUT, "PERMISSION_DENIED", 400)
+
+
+async def test_a_run_of_a_tenant_that_was_removed_ends_and_its_sandbox_goes(ground: RunGround) -> None:
+    claim, journal = await take(ground)
+    await journal.note_opening("s1")
+    pool = FakePool(Tenants("zeta"))
+    outcome = await service_of(pool).work(claim, journal, BatchDefaults(), lambda _: None)
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.INPUT, "UNKNOWN_TENANT")
+    assert pool.abandoned == [("acme", "s1")]
+
+
+class Unserved(ItemWork):
+    """A call of it is told that its tenant is none any more; by itself it never ends."""
+
+    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Any) -> Outcome:
+        told = {"at": 0.0, "item": "item-1", "run": claim.run, "attempt": 1, "call": "c1", "tool": "bash_tool", "seconds": 0.0}
+        tell(CallDone.model_validate({**told, "error_code": "UNKNOWN_TENANT"}))
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("nobody sets it")
+
+
+class UnservedService(ServiceWork, Unserved):
+    """What is worked is that."""
+
+
+async def test_a_tenant_that_is_removed_in_the_middle_ends_the_run_and_not_its_next_steps(ground: RunGround) -> None:
+    claim, journal = await take(ground)
+    await journal.note_opening("s1")
+    pool, told = FakePool(Tenants("acme")), list[Happening]()
+    service = UnservedService(cast(Any, pool), cast(Any, None), cast(Any, None), None)
+    async with asyncio.timeout(30):
+        outcome = await service.work(claim, journal, BatchDefaults(), told.append)
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.INPUT, "UNKNOWN_TENANT")
+    assert "register it again and retry the item" in outcome.failure.message
+    assert (len(told), pool.abandoned) == (1, [("acme", "s1")])
+
+
+async def test_a_service_starts_no_model_of_its_own_for_a_batch(ground: RunGround) -> None:
+    claim, journal = await take(ground)
+    outcome = await service_of(FakePool(Tenants("acme"))).work(claim, journal, BatchDefaults(model="local"), lambda _: None)
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, "name one of its endpoint" in outcome.failure.message) == (FailureKind.INPUT, True)
+
+
+class Asking(ItemWork):
+    """Opens the model that its batch names, and is done; of the model `held`, once it may be."""
+
+    may_end: asyncio.Event
+
+    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Any) -> Outcome:
+        await self._models.get(defaults.model)
+        if defaults.model == "held":
+            await self.may_end.wait()
+        if defaults.model == "refused":
+            raise ModelDenied("the key is not good for it: give another")
+        return build_outcome(claim)
+
+
+class AskingService(ServiceWork, Asking):
+    """What is worked is the asking."""
+
+
+def asking_service() -> tuple[AskingService, Models]:
+    settings = OrchestratorSettings.model_validate({"openai_base_url": "http://127.0.0.1:9/v1"})
+    models = Models(settings)
+    service = AskingService(cast(Any, FakePool(Tenants("acme"))), cast(Any, None), models, None)
+    service.may_end = asyncio.Event()
+    return service, models
+
+
+async def test_models_without_number_that_batches_name_do_not_stay_open(ground: RunGround) -> None:
+    claim, journal = await take(ground)
+    service, models = asking_service()
+    async with models:
+
+        async def work(model: str) -> Outcome:
+            return await service.work(claim, journal, BatchDefaults(model=model), lambda _: None)
+
+        held = asyncio.create_task(work("held"))
+        for number in range(MAX_IDLE_MODELS + 2):
+            await work(f"m{number}")
+        assert models.names == {"held", *(f"m{number}" for number in range(2, MAX_IDLE_MODELS + 2))}
+        service.may_end.set()
+        assert (await held).failure is None
+
+
+async def test_a_model_that_is_refused_ends_the_item_that_names_it_and_not_the_service(ground: RunGround) -> None:
+    claim, journal = await take(ground)
+    service, models = asking_service()
+    async with models:
+        outcome = await service.work(claim, journal, BatchDefaults(model="refused"), lambda _: None)
+    assert outcome.failure is not None
+    assert outcome.failure.message == "the key is not good for it: give another"
+
+
+# The process
+
+
+def test_a_service_says_why_it_does_not_start() -> None:
+    url = SecretStr("redis://:a-password@127.0.0.1:1/0")
+    key = OrchestratorSettings(redis_url=url, api_key=SecretStr("tc_x"))
+    nowhere = OrchestratorSettings(redis_url=None)
+    unsigned = OrchestratorSettings(redis_url=SecretStr("redis://127.0.0.1:1/0"), secret=None)
+    for settings, words in ((key, "TOOLCREW_API_KEY is set"), (nowhere, "TOOLCREW_REDIS_URL is not set"), (unsigned, "TOOLCREW_SECRET")):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            asyncio.run(BatchService(settings, 1).run())
+
+
+async def test_a_service_waits_for_a_pool_and_can_be_stopped_meanwhile(
+    redis_server: RedisProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Nobody has published tools there.
+    service = BatchService(OrchestratorSettings(redis_url=SecretStr(redis_server.url)), 1)
+    running = asyncio.create_task(service.run())
+    await eventually(lambda: "no worker has published its tools" in caplog.text, 30, lambda: caplog.text)
+    service.interrupt()
+    async with asyncio.timeout(30):
+        await running
+
+
+class Endless(ItemWork):
+    """Never ends by itself. `begun`: set when there is one."""
+
+    begun: asyncio.Event
+
+    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Any) -> Outcome:
+        self.begun.set()
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("nobody sets it")
+
+
+class EndlessService(BatchService):
+    """Has work that never ends, and no pool."""
+
+    def __init__(self, ground: RunGround, grace_s: float) -> None:
+        super().__init__(OrchestratorSettings(redis_url=SecretStr("redis://:a-password@127.0.0.1:1/0")), 1, grace_s=grace_s)
+        self.ground = ground
+        self.work = Endless(cast(Any, FakePool(Tenants("acme"))), cast(Any, None), cast(Any, None), None)
+        self.work.begun = asyncio.Event()
+
+    async def _pool(self, stack: AsyncExitStack) -> Any:
+        return FakePool(Tenants("acme"))
+
+    @asynccontextmanager
+    async def _runner(self, pool: Any) -> AsyncIterator[Runner]:
+        writer = HappeningWriter(self.ground.client, "d")
+        yield Runner(self.ground.client, "d", self.ground.queue, self.work, writer, self.concurrency, None, self.tenants)
+
+
+@pytest.mark.parametrize(("grace_s", "interrupts"), [(3600.0, 2), (0.0, 1)])
+async def test_a_service_gives_back_what_runs_when_it_is_told_again_or_its_time_is_up(
+    ground: RunGround, grace_s: float, interrupts: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    await ground.submit(2)
+    service = EndlessService(ground, grace_s)
+    running = asyncio.create_task(service.run())
+    async with asyncio.timeout(30):
+        await service.work.begun.wait()
+        service.interrupt()
+        if interrupts == 2:
+            await eventually(lambda: "event=draining running=1" in caplog.text, 30, lambda: caplog.text)
+            assert not running.done()
+            service.interrupt()
+        await running
+    assert await ground.queue.counts("acme", "b") == {"waiting": 2, "running": 0}
+    assert [claim.run for claim in await ground.other.claim(9)] == ["b-1", "b-2"]
+
+
+def test_what_a_service_says_is_a_line_an_event_with_its_instant(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("orchestrator")
+    before = logger.handlers, logger.level, logger.propagate
+    try:
+        configure_logging()
+        get_logger("orchestrator.of_a_test").info("begun", run="r1")
+        get_logger("orchestrator.of_a_test").debug("unsaid")
+    finally:
+        logger.handlers, logger.propagate = before[0], before[2]
+        logger.setLevel(before[1])
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"timestamp=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z level=info event=begun run=r1\n", said), said

@@ -1,0 +1,98 @@
+"""Batches as programs submit them: once, however often it is said; gone on with by their id; retried by kinds of failure."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+
+from contract.errors import ToolFailure
+from orchestrator.batches.items import FailureKind
+from orchestrator.batches.lines import BatchFile
+from orchestrator.runs.batches import Batches, run_id
+from orchestrator.runs.happening_stream import HappeningWriter
+from orchestrator.runs.records import BatchDefaults, BatchState
+from tests.conftest import RedisProcess
+from tests.run_ground import RunGround, build_item, build_outcome
+
+KINDS = (None, FailureKind.MODEL, FailureKind.INFRASTRUCTURE)
+
+
+class Ground(RunGround):
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        super().__init__(client)
+        self.batches = Batches(self.queue, HappeningWriter(client, "d"), "acme")
+
+    async def end(self, *kinds: FailureKind | None) -> list[str]:
+        """Work what waits, so; gives the items."""
+        claims = await self.queue.claim(len(kinds), ("acme", "b"))
+        for claim, kind in zip(claims, kinds, strict=False):
+            await self.queue.finish(claim, build_outcome(claim, kind))
+        return [claim.record.item.custom_id for claim in claims]
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        yield Ground(client)
+
+
+def build_file(count: int, sha256: str = "a" * 64) -> BatchFile:
+    return BatchFile(tuple(build_item(number) for number in range(1, count + 1)), sha256, 100, None)
+
+
+async def test_the_same_file_under_the_same_id_is_gone_on_with(ground: Ground) -> None:
+    assert await ground.batches.submit(build_file(3), batch="b") == "b"
+    await ground.end(*KINDS)
+    await ground.batches.submit(build_file(3), batch="b", concurrency=2, defaults=BatchDefaults(model="m"))
+    record = await ground.batches.status("b")
+    assert (record.state, record.total, record.concurrency, record.defaults.model) == (BatchState.IN_PROGRESS, 3, 2, "m")
+    assert await ground.end(None, None) == ["item-3"]
+    assert (await ground.batches.status("b")).state is BatchState.COMPLETED
+
+
+async def test_lines_that_a_broken_submission_left_out_are_added(ground: Ground) -> None:
+    await ground.batches.submit(build_file(3), batch="b")
+    run = run_id("acme", "b", "item-2")
+    await ground.client.delete(f"toolcrew:d:acme:run:{run}")
+    await ground.client.zrem("toolcrew:d:acme:batch:b:waiting", run)
+    await ground.client.lrem("toolcrew:d:acme:batch:b:items", 1, run)
+    with pytest.raises(ToolFailure, match="submit the same file again"):
+        await ground.batches.resume("b")
+    await ground.batches.submit(build_file(3), batch="b")
+    assert sorted(await ground.end(*KINDS)) == ["item-1", "item-2", "item-3"]
+
+
+async def test_another_file_under_the_same_id_is_refused_and_changes_nothing(ground: Ground) -> None:
+    await ground.batches.submit(build_file(2), batch="b")
+    with pytest.raises(ToolFailure, match="another file"):
+        await ground.batches.submit(build_file(3, "b" * 64), batch="b", concurrency=1)
+    record = await ground.batches.status("b")
+    assert (record.total, record.concurrency, await ground.batches.custom_ids("b")) == (
+        2,
+        16,
+        {f"item-{number}": run_id("acme", "b", f"item-{number}") for number in (1, 2)},
+    )
+
+
+@pytest.mark.parametrize("name", ["a b", "", "x" * 65, "../b", "b|c"])
+async def test_what_is_no_id_is_refused(ground: Ground, name: str) -> None:
+    with pytest.raises(ToolFailure, match="cannot be a batch's id"):
+        await ground.batches.submit(build_file(1), batch=name or "é")
+    assert await ground.client.keys("*") == []
+
+
+async def test_only_the_asked_kinds_are_retried_and_a_second_time_there_is_nothing(ground: Ground) -> None:
+    await ground.batches.submit(build_file(3), batch="b")
+    await ground.end(*KINDS)
+    assert await ground.batches.resume("b", [FailureKind.TOOL]) == 0
+    assert await ground.batches.resume("b", [FailureKind.MODEL]) == 1
+    assert await ground.batches.resume("b", [FailureKind.MODEL]) == 0
+    assert await ground.end(None) == ["item-2"]
+    assert await ground.batches.resume("b", [FailureKind.MODEL]) == 0
+    assert (await ground.batches.status("b")).state is BatchState.COMPLETED
+
+
+async def test_runs_of_tenants_batches_and_items_are_never_the_same() -> None:
+    names = {run_id(*names) for names in (("a", "b", "c"), ("a", "bc", ""), ("ab", "c", ""), ("a", "b", "d"), ("a", "", "b\0c"))}
+    assert len(names) == 5
+    assert run_id("a", "b", "c") == run_id("a", "b", "c")

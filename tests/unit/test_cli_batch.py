@@ -1,0 +1,196 @@
+"""`toolcrew batch` on a pool that nobody works: what is checked before anything is queued, what is known of batches, where rows go."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from contract.names import catalog_key
+from contract.specs import Catalog
+from orchestrator.cli import app
+from orchestrator.runs.batches import run_id
+from orchestrator.runs.keys import batch_key
+from tests.builders import build_spec
+from tests.conftest import RedisProcess
+
+Toolcrew = Callable[..., Result]
+
+
+@pytest.fixture
+def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Toolcrew:
+    """The command on a pool with a worker that is never asked."""
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    monkeypatch.setenv("COLUMNS", "400")
+    with redis_server.client() as client:
+        client.set(catalog_key("default", "sandbox"), Catalog(tools=(build_spec("session.open", audience="session"),)).model_dump_json())
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, ["batch", *map(str, arguments)])
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """Three items, of which the last asks for a file."""
+    file = tmp_path / "in.jsonl"
+    items: list[dict[str, Any]] = [{"id": f"i{number}", "instruction": "act"} for number in range(3)]
+    file.write_text("".join(json.dumps(item) + "\n" for item in items))
+    return file
+
+
+def as_json(result: Result) -> Any:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def sentence_of(result: Result) -> str:
+    """Of a usage error too, whose box breaks lines."""
+    return " ".join(result.stderr.replace("│", " ").split())
+
+
+def row(number: int, batch: str, kind: str | None = None) -> str:
+    run = run_id("default", batch, f"i{number}")
+    error = {"code": "MAX_ITERATIONS", "message": "no", "kind": kind} if kind is not None else None
+    response = {"status_code": 200, "request_id": run, "body": {"answer": "yes", "usage": {"prompt_tokens": 7}}} if kind is None else None
+    return json.dumps({"id": run, "custom_id": f"i{number}", "response": response, "error": error}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ((), "give --output OUT.jsonl, or --detach"),
+        (("--detach", "--errors", "e.jsonl"), "--errors goes with --output"),
+        (("--output", "o.jsonl", "--prices", "cheap"), "--prices is IN/OUT"),
+        (("--output", "o.jsonl", "--prices=-1/2"), "each at least 0"),
+        (("--output", "o.jsonl", "--prices", "nan/inf"), "each at least 0"),
+        (("--output", "o.jsonl", "--max-cost", "1"), "--max-cost needs --prices"),
+        (("--output", "o.jsonl", "--max-wall", "0"), "--max-wall is a number above 0"),
+        (("--output", "o.jsonl", "--dialect", "latin"), "--dialect is native, tags, json or auto, not 'latin'"),
+    ],
+)
+def test_a_wrong_flag_is_told_before_anything_is_read_or_started(flags: tuple[str, ...], sentence: str, toolcrew: Toolcrew) -> None:
+    told = toolcrew("submit", "not-there.jsonl", *flags)
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert sentence in sentence_of(told)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"), [((), "say what to retry: --errors"), (("--errors", "--kinds", "all,model"), "--kinds is one")]
+)
+def test_retry_says_what_it_needs(flags: tuple[str, ...], sentence: str, toolcrew: Toolcrew) -> None:
+    told = toolcrew("retry", "b", *flags)
+    assert (told.exit_code, sentence in sentence_of(told)) == (2, True)
+
+
+def test_an_id_that_is_none_leaves_no_file_behind(toolcrew: Toolcrew, lines: Path) -> None:
+    told = toolcrew("submit", lines, "--output", lines.with_name("o.jsonl"), "--id", "a/b")
+    assert (told.exit_code, "1 to 64 letters" in told.stderr) == (1, True)
+    assert not lines.with_name("o.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ({"artifacts": ["out/**"]}, "line 1 names artifacts: give --artifacts FOLDER"),
+        ({"limits": {"max_cost": 1}}, "line 1 names a max_cost, and no prices are known: give --prices"),
+    ],
+)
+def test_what_lines_ask_for_and_no_flag_gives_is_told_at_once(
+    line: dict[str, Any], sentence: str, toolcrew: Toolcrew, tmp_path: Path
+) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text(json.dumps({"id": "a", "instruction": "act", **line}) + "\n")
+    told = toolcrew("submit", file, "--output", tmp_path / "o.jsonl")
+    assert (told.exit_code, sentence in told.stderr) == (1, True)
+
+
+def test_a_folder_for_artifacts_that_cannot_be_made_is_told_at_once(toolcrew: Toolcrew, lines: Path) -> None:
+    told = toolcrew("submit", lines, "--output", lines.with_name("o.jsonl"), "--artifacts", lines / "inside")
+    assert (told.exit_code, "give another folder with --artifacts" in told.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("command", ["ls", "status b", "results b", "logs b", "cancel b", "resume b", "retry b --errors"])
+def test_commands_about_a_batch_start_no_stack_that_could_know_none(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
+    told = CliRunner().invoke(app, ["batch", *command.split(), "--json"])
+    assert told.exit_code == 1
+    assert "submitting its file again with the same --id and --output" in json.loads(told.stdout)["error"]["message"]
+
+
+def test_nobody_else_works_what_is_detached_on_a_stack_of_ones_own(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
+    told = CliRunner().invoke(app, ["batch", "submit", str(lines), "--detach"])
+    assert (told.exit_code, "set TOOLCREW_REDIS_URL, or leave it out" in told.stderr) == (1, True)
+
+
+def test_batches_are_listed_the_newest_first_and_told_of(toolcrew: Toolcrew, lines: Path) -> None:
+    assert toolcrew("ls").stdout == "no batch was submitted in the last 30 days\n"
+    for name in ("first", "second"):
+        assert toolcrew("submit", lines, "--detach", "--id", name, "--concurrency", 3).stdout == f"{name}\n"
+    told = as_json(toolcrew("ls", "--json"))
+    assert [one["id"] for one in told] == ["second", "first"]
+    assert told[0] == as_json(toolcrew("status", "second", "--json"))
+    assert told[0]["request_counts"] == {"total": 3, "completed": 0, "failed": 0, "waiting": 3, "running": 0}
+    assert (told[0]["concurrency"], told[0]["rows"], told[0]["name"]) == (3, None, "in.jsonl")
+    assert [line.split()[0] for line in toolcrew("ls").stdout.splitlines()] == ["id", "second", "first"]
+    assert "items       3 total, 0 completed, 0 failed, 3 waiting, 0 running" in toolcrew("status", "first").stdout
+    assert as_json(toolcrew("ls", "--tenant", "other", "--json")) == []
+
+
+def test_a_batch_that_redis_has_forgotten_is_not_listed(toolcrew: Toolcrew, lines: Path, redis_server: RedisProcess) -> None:
+    toolcrew("submit", lines, "--detach", "--id", "old")
+    with redis_server.client() as client:
+        client.delete(batch_key("default", "default", "old"))
+        assert as_json(toolcrew("ls", "--json")) == []
+        assert client.exists("toolcrew:default:default:batches") == 0
+
+
+def test_a_cancelled_batch_has_a_row_for_every_item(toolcrew: Toolcrew, lines: Path) -> None:
+    toolcrew("submit", lines, "--detach", "--id", "b")
+    assert as_json(toolcrew("cancel", "b", "--json")) == {"batch": "b", "not_begun": 3}
+    rows = [json.loads(line) for line in toolcrew("results", "b").stdout.splitlines()]
+    assert {(one["custom_id"], one["error"]["kind"]) for one in rows} == {(f"i{number}", "cancelled") for number in range(3)}
+    out = lines.with_name("o.jsonl")
+    assert as_json(toolcrew("results", "b", "--output", out, "--json")) == {"batch": "b", "rows": 3}
+    assert (out.read_text(), len(lines.with_name("o.errors.jsonl").read_text().splitlines())) == ("", 3)
+
+
+def test_where_the_rows_go_is_remembered_and_a_file_that_is_gone_is_not_made_again(toolcrew: Toolcrew, lines: Path) -> None:
+    out = lines.with_name("o.jsonl")
+    toolcrew("submit", lines, "--detach", "--id", "b", "--output", out)
+    rows = as_json(toolcrew("status", "b", "--json"))["rows"]
+    assert (rows["output"], rows["errors"]) == (str(out), str(lines.with_name("o.errors.jsonl")))
+    out.unlink()
+    told = toolcrew("resume", "b")
+    assert (told.exit_code, "which is gone: give --output" in told.stderr, out.exists()) == (1, True, False)
+
+
+def test_a_batch_whose_rows_went_nowhere_yet_needs_an_output(toolcrew: Toolcrew, lines: Path) -> None:
+    toolcrew("submit", lines, "--detach", "--id", "b")
+    told = toolcrew("resume", "b")
+    assert (told.exit_code, "give --output OUT.jsonl" in told.stderr) == (1, True)
+
+
+def test_what_has_a_row_already_is_not_worked_again_by_a_redis_that_does_not_know_it(toolcrew: Toolcrew, lines: Path) -> None:
+    out, errors = lines.with_name("o.jsonl"), lines.with_name("o.errors.jsonl")
+    out.write_text(row(0, "b"))
+    errors.write_text(row(1, "b", "model") + row(2, "b", "infrastructure"))
+    assert toolcrew("submit", lines, "--detach", "--id", "b", "--output", out).exit_code == 0
+    status = as_json(toolcrew("status", "b", "--json"))
+    assert (status["request_counts"]["completed"], status["failed"], status["request_counts"]["waiting"]) == (1, {"model": 1}, 1)
+    assert json.loads(toolcrew("results", "b").stdout.splitlines()[0])["response"]["body"]["answer"] == "yes"
+    told = [json.loads(line) for line in toolcrew("logs", "b", "--json").stdout.splitlines()][-1]
+    assert (told["done"], told["failed"], told["prompt_tokens"]) == (1, 1, 7)
+
+
+def test_a_batch_whose_submission_broke_off_is_submitted_again_and_not_waited_for(
+    toolcrew: Toolcrew, lines: Path, redis_server: RedisProcess
+) -> None:
+    out = lines.with_name("o.jsonl")
+    toolcrew("submit", lines, "--detach", "--id", "b", "--output", out)
+    with redis_server.client() as client:
+        client.rpop(batch_key("default", "default", "b") + ":items")
+    told = toolcrew("resume", "b")
+    assert (told.exit_code, "only 2 of the 3 lines of batch b were queued" in told.stderr) == (1, True)

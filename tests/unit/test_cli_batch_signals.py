@@ -1,0 +1,142 @@
+"""What signals mean to a command that works a batch, and the traces of items that were begun anew."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from contract.errors import ConfigError
+from orchestrator.batch_runs import Shift
+from orchestrator.cli_batch_shift import Interrupts, find_rows
+from orchestrator.cli_traced import Leaving
+from orchestrator.runs.records import RowPlace
+from orchestrator.traces.attempts import find_attempts
+
+
+@dataclass
+class FakeRunner:
+    running: int = 2
+
+
+@dataclass
+class FakeShift:
+    asked: list[str] = field(default_factory=list)
+    runner: FakeRunner = field(default_factory=FakeRunner)
+
+    def drain(self) -> None:
+        self.asked.append("drain")
+
+    def stop(self) -> None:
+        self.asked.append("stop")
+
+
+class Told:
+    """A command that listens, and what it said and did."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self._heard = asyncio.Event()
+        self.left: list[int] = []
+        self.shift = FakeShift()
+        self.interrupts = Interrupts("`again`", self._say, self.left.append)
+        self.interrupts.listen()
+
+    def begin(self) -> None:
+        self.interrupts.begin(cast(Shift, self.shift))
+
+    async def hear(self, *numbers: signal.Signals) -> None:
+        for number in numbers:
+            self._heard.clear()
+            signal.raise_signal(number)
+            await self._heard.wait()
+
+    def _say(self, text: str) -> None:
+        self.said.append(text)
+        self._heard.set()
+
+
+async def test_each_interrupt_asks_for_more() -> None:
+    told = Told()
+    told.begin()
+    await told.hear(signal.SIGINT, signal.SIGINT)
+    assert (told.shift.asked, told.left) == (["drain", "stop"], [])
+    assert "2 running items are finished first" in told.said[0]
+    await told.hear(signal.SIGINT)
+    assert told.left == [130]
+    assert all("`again`" in sentence for sentence in told.said)
+
+
+async def test_an_interrupt_before_the_work_began_is_not_lost() -> None:
+    told = Told()
+    await told.hear(signal.SIGINT)
+    told.begin()
+    assert told.shift.asked == ["drain"]
+
+
+async def test_a_service_managers_stop_gives_back_at_once() -> None:
+    told = Told()
+    told.begin()
+    await told.hear(signal.SIGTERM)
+    assert (told.shift.asked, told.interrupts.exit_code) == (["stop"], 143)
+
+
+def place(output: Path, host: str) -> RowPlace:
+    return RowPlace(host=host, output=str(output), errors=str(output.with_name("e.jsonl")))
+
+
+def test_rows_of_another_host_are_not_written_here(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="on host elsewhere-1: go on there, or give --output"):
+        find_rows("b", place(tmp_path / "o.jsonl", "elsewhere-1"), None, None)
+
+
+def test_errors_without_an_output_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="goes with --output"):
+        find_rows("b", None, None, tmp_path / "e.jsonl")
+
+
+RUN = "0123456789abcdef01234567"
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Callable[..., Path]:
+    def write(*names: str) -> Path:
+        (tmp_path / "default").mkdir(exist_ok=True)
+        for name in names:
+            (tmp_path / "default" / f"{name}.jsonl").write_text("")
+        return tmp_path
+
+    return write
+
+
+def test_the_last_attempt_of_an_item_is_meant_and_the_others_are_told(traces: Callable[..., Path]) -> None:
+    folder = traces(RUN, f"{RUN}-2", f"{RUN}-10")
+    found = find_attempts(folder, RUN)
+    assert found.path.stem == f"{RUN}-10"
+    assert [path.stem for path in found.earlier] == [RUN, f"{RUN}-2"]
+    assert "the last of 3 attempts" in (found.note() or "")
+    assert find_attempts(folder, f"{RUN}-2").path.stem == f"{RUN}-2"
+
+
+def test_runs_of_programs_that_only_look_like_attempts_are_their_own(traces: Callable[..., Path]) -> None:
+    found = find_attempts(traces("job", "job-2", RUN), "job")
+    assert (found.path.stem, found.note()) == ("job", None)
+    assert find_attempts(traces(f"{RUN}-02", f"{RUN}-x"), RUN).path.stem == RUN
+
+
+def test_a_trajectory_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
+    for output in (tmp_path, tmp_path / "nowhere" / "run.traj"):
+        with pytest.raises(ConfigError, match="give another file with -o"):
+            Leaving(output, False)
+
+
+def test_a_trace_is_written_when_it_is_asked_for_in_any_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_TRACES", raising=False)
+    assert not Leaving(None, False).has_trace
+    assert Leaving(None, True).has_trace
+    assert Leaving(tmp_path / "run.traj", False).has_trace
+    monkeypatch.setenv("TOOLCREW_TRACES", str(tmp_path))
+    assert Leaving(None, False).has_trace

@@ -1,0 +1,74 @@
+"""A call that a process sent which has died since: awaited where it is, sent when it surely was not, and never acting twice."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode
+from contract.names import call_key
+from orchestrator.dispatcher import Route, Terms
+from orchestrator.transport import Delivery
+from tests.conftest import RedisProcess
+from tests.unit.test_recovery import Ground
+
+TERMS = Terms(keeps_result=True, may_have_been_sent=True)
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
+    opened = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
+    with capture_logs():
+        yield opened
+    await opened.aclose()
+
+
+async def gone_on_with(client: "redis.asyncio.Redis", tool: str, **record: str) -> tuple[ToolResult, list[Delivery]]:
+    """The result of a call of which the ledger knows this, and what was delivered for it."""
+    ground = Ground(client)
+    await ground.open()
+    if record:
+        known = {"attempt": "1", "nonce": "1:ab", "task": "hub-c1", "queue": "host.a.b00t", **record}
+        await client.hset(call_key("d", "acme", "c1"), mapping=known)
+    result = await ground.door.dispatch(ToolCall(id="c1", name=tool), Route("acme", "s1"), TERMS)
+    return result, ground.fleet.deliveries
+
+
+async def test_a_call_that_was_never_sent_is_sent(client: "redis.asyncio.Redis") -> None:
+    result, (delivery,) = await gone_on_with(client, "acts")
+    assert (result.success, delivery.published_as, delivery.attempt, delivery.keeps_result) == (True, None, 1, True)
+
+
+@pytest.mark.parametrize("state", ["queued", "running", "done"])
+@pytest.mark.parametrize("tool", ["safe", "acts"])
+async def test_a_call_on_its_way_is_awaited_where_it_was_sent(client: "redis.asyncio.Redis", tool: str, state: str) -> None:
+    result, (delivery,) = await gone_on_with(client, tool, state=state, attempt="2", nonce="2:ab", queue="host.z.b00t")
+    assert (result.success, delivery.published_as, delivery.attempt, delivery.queue) == (True, "hub-c1", 2, "host.z.b00t")
+
+
+async def test_an_attempt_that_was_noted_and_never_sent_is_sent(client: "redis.asyncio.Redis") -> None:
+    result, (delivery,) = await gone_on_with(client, "acts", state="queued", attempt="2", nonce="1:ab")
+    assert (result.success, delivery.published_as, delivery.attempt) == (True, None, 2)
+
+
+@pytest.mark.parametrize(("state", "code"), [("forbidden", ErrorCode.CANCELLED), ("unknown", ErrorCode.OUTCOME_UNKNOWN)])
+@pytest.mark.parametrize("tool", ["safe", "acts"])
+async def test_what_was_given_up_is_not_sent_again(client: "redis.asyncio.Redis", tool: str, state: str, code: ErrorCode) -> None:
+    result, deliveries = await gone_on_with(client, tool, state=state)
+    assert (result.error_code, deliveries) == (code, [])
+
+
+@pytest.mark.parametrize(("tool", "sent"), [("safe", [2]), ("acts", [])])
+async def test_what_was_lost_while_it_ran_is_sent_again_only_when_that_is_safe(
+    client: "redis.asyncio.Redis", tool: str, sent: list[int]
+) -> None:
+    result, deliveries = await gone_on_with(client, tool, state="lost", holder="h1/w1/7")
+    assert [one.attempt for one in deliveries] == sent
+    assert result.error_code is (None if sent else ErrorCode.OUTCOME_UNKNOWN)
+
+
+async def test_what_was_lost_before_it_began_is_sent_again_whatever_its_tool(client: "redis.asyncio.Redis") -> None:
+    result, (delivery,) = await gone_on_with(client, "acts", state="lost")
+    assert (result.success, delivery.attempt, delivery.published_as) == (True, 2, None)

@@ -1,0 +1,68 @@
+"""A batch that is being cancelled ends, wherever its items are: waiting, waiting for another attempt, or held by a process that died."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+
+from orchestrator.batches.items import FailureKind
+from orchestrator.runs.follower import Follower
+from orchestrator.runs.happening_stream import HappeningReader
+from orchestrator.runs.records import BatchState
+from orchestrator.runs.run_queue import BatchCancelled
+from tests.conftest import RedisProcess
+from tests.run_ground import RunGround, build_outcome
+
+BATCH = ("acme", "b")
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess) -> AsyncIterator[RunGround]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        yield RunGround(client)
+
+
+async def test_what_waits_for_another_attempt_ends_with_its_batch(ground: RunGround) -> None:
+    await ground.submit(2)
+    await ground.submit(1, batch="c")
+    (claim, _) = await ground.queue.claim(2, BATCH)
+    (other,) = await ground.queue.claim(1, ("acme", "c"))
+    for one in (claim, other):
+        assert await ground.queue.give_back(one, after_s=1000.0, anew=True)
+    assert await ground.queue.cancel(*BATCH) == 1
+    record = await ground.queue.batch(*BATCH)
+    assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLING, 1)
+    assert await ground.client.zrange("toolcrew:d:runs:delayed", 0, -1) == [b"acme|c-1"]
+
+
+async def test_what_a_process_had_that_died_ends_with_its_batch(ground: RunGround) -> None:
+    await ground.submit(2)
+    dead, alive = await ground.queue.claim(2)
+    await ground.die(dead)
+    await ground.queue.cancel(*BATCH)
+    record = await ground.queue.batch(*BATCH)
+    assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLING, 1)
+    assert not await ground.queue.finish(dead, build_outcome(dead))
+    assert await ground.queue.finish(alive, build_outcome(alive))
+    assert (await ground.queue.batch(*BATCH)).state is BatchState.CANCELLED
+
+
+@pytest.mark.parametrize("anew", [True, False])
+async def test_a_run_is_not_given_back_to_nobody(ground: RunGround, anew: bool) -> None:
+    await ground.submit(1)
+    (claim,) = await ground.queue.claim(1)
+    await ground.queue.cancel(*BATCH)
+    with pytest.raises(BatchCancelled):
+        await ground.queue.give_back(claim, anew=anew)
+    assert await ground.queue.finish(claim, build_outcome(claim, FailureKind.CANCELLED))
+    assert (await ground.queue.batch(*BATCH)).state is BatchState.CANCELLED
+
+
+async def test_who_follows_a_cancelled_batch_sees_its_end_though_its_worker_died_after_it(ground: RunGround) -> None:
+    await ground.submit(1)
+    (claim,) = await ground.queue.claim(1)
+    await ground.queue.cancel(*BATCH)
+    await ground.die(claim)
+    reader = HappeningReader(ground.client, "d", *BATCH)
+    follower = Follower(ground.queue, reader, *BATCH, rows=None, show=lambda _: None, tick=lambda: None)
+    assert (await follower.run()).state is BatchState.CANCELLED

@@ -1,0 +1,115 @@
+"""Runs that have to wait go back into the queue as they are, and whoever watches is told what for; a model that refuses the process ends its work."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from contract.errors import ModelDenied
+from orchestrator.batches.happenings import BatchNoted, Happening, ItemRetried, parse_happening
+from orchestrator.batches.items import Outcome
+from orchestrator.runs import brake as brake_module
+from orchestrator.runs import runner as runner_module
+from orchestrator.runs.brake import Brake, NotNow
+from orchestrator.runs.happening_stream import HappeningWriter
+from orchestrator.runs.journal import Journal
+from orchestrator.runs.records import BatchDefaults, BatchState
+from orchestrator.runs.run_queue import Claim
+from orchestrator.runs.runner import Runner
+from tests.conftest import RedisProcess
+from tests.run_ground import RunGround, build_outcome
+
+SOON_S = 30.0
+BATCH = ("acme", "b")
+
+
+class Troubled:
+    """Stands for the work on items: it raises these one after another, then every item ends well."""
+
+    def __init__(self, *troubles: Exception) -> None:
+        self.brake = Brake()
+        self.begun: list[tuple[str, int, bool]] = []
+        self.abandoned: list[str] = []
+        self._troubles = list(troubles)
+
+    async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Callable[[Happening], None]) -> Outcome:
+        self.begun.append((claim.run, claim.record.attempt, claim.is_resumed))
+        if not journal.is_resumed:
+            await journal.note_opening("s")
+        if self._troubles:
+            raise self._troubles.pop(0)
+        self.brake.note_answer(claim.run)
+        return build_outcome(claim)
+
+    async def abandon(self, claim: Claim, journal: Journal) -> None:
+        self.abandoned.append(claim.run)
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunGround]:
+    for module, name in ((runner_module, "LOOK_S"), (runner_module, "ROOM_AGAIN_S"), (brake_module, "ROOM_AGAIN_S")):
+        monkeypatch.setattr(module, name, 0.02)
+    monkeypatch.setattr(brake_module, "PAUSES_S", (0.01,))
+    client = redis.asyncio.Redis.from_url(redis_server.url)
+    await client.flushdb()
+    try:
+        yield RunGround(client)
+    finally:
+        await client.aclose()
+
+
+async def work(ground: RunGround, troubled: Troubled, *, only: tuple[str, str] | None = BATCH) -> None:
+    """Until the batch is done. Raises what the runner raises."""
+    stand_in: Any = troubled
+    runner = Runner(ground.client, "d", ground.queue, stand_in, HappeningWriter(ground.client, "d"), 4, only)
+    running = asyncio.create_task(runner.run())
+    try:
+        async with asyncio.timeout(SOON_S):
+            # Redis has no event of ours for it.
+            while not running.done() and (await ground.queue.batch(*BATCH)).state is not BatchState.COMPLETED:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        runner.drain()
+        await running
+
+
+async def told(ground: RunGround) -> list[Happening]:
+    entries: Any = await ground.client.xrange("toolcrew:d:acme:batch:b:events")
+    return [parse_happening(fields[b"h"]) for _, fields in entries]
+
+
+async def notes(ground: RunGround) -> list[str]:
+    return [one.message for one in await told(ground) if isinstance(one, BatchNoted)]
+
+
+@pytest.mark.parametrize("cause", ["endpoint", "request", "quota"])
+async def test_a_run_that_has_to_wait_is_gone_on_with_in_the_same_attempt(ground: RunGround, cause: Any) -> None:
+    await ground.submit(1)
+    troubled = Troubled(NotNow("down", cause), NotNow("down", cause))
+    await work(ground, troubled)
+    assert troubled.begun == [("b-1", 1, False), ("b-1", 1, True), ("b-1", 1, True)]
+    assert (await ground.queue.batch(*BATCH)).succeeded == 1
+    assert not any(isinstance(one, ItemRetried) for one in await told(ground))
+
+
+async def test_who_watches_is_told_once_what_is_waited_for_and_when_it_is_there(ground: RunGround) -> None:
+    await ground.submit(3, concurrency=1)
+    troubled = Troubled(*[NotNow("it is down", "endpoint")] * 3, *[NotNow("full", "quota")] * 2)
+    troubled.brake.has_heard_since(troubled.brake.now())
+    await work(ground, troubled)
+    heard = await notes(ground)
+    assert sum("full" in note for note in heard) == 1
+    assert sum("the batch waits for its model" in note for note in heard) == sum("answers again" in note for note in heard) >= 1
+
+
+async def test_a_model_that_refuses_the_process_ends_its_work_and_fails_no_item(ground: RunGround) -> None:
+    await ground.submit(8)
+    troubled = Troubled(*[ModelDenied("check the key")] * 8)
+    with pytest.raises(ModelDenied, match="check the key"):
+        await work(ground, troubled)
+    record = await ground.queue.batch(*BATCH)
+    assert (record.succeeded, sum(record.failed.values())) == (0, 0)
+    assert await ground.queue.counts(*BATCH) == {"waiting": 8, "running": 0}
+    assert len(troubled.begun) <= 4

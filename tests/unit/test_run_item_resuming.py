@@ -1,0 +1,289 @@
+"""Items that another process goes on with, that are left in the middle, or begun anew: nothing is paid for, or acts, twice."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable
+from orchestrator.approvals import ApprovalPolicy, Decision, Rule
+from orchestrator.approvals.approvers import ApprovalRequest
+from orchestrator.batches.happenings import CallDone, ItemReady, StepDone
+from orchestrator.batches.items import FailureKind, RunLimits
+from orchestrator.models.base import Chunk, ModelRequest
+from orchestrator.models.scripted import ScriptedModel
+from orchestrator.runs import item_work
+from orchestrator.runs.records import BatchDefaults
+from tests.conftest import RedisProcess
+from tests.fake_hosts import MemoryPlaces
+from tests.fakes import StreamModel
+from tests.item_ground import ItemGround, archive_of, build_run, build_tool_call, echo_then, failed, with_ground
+
+SOON_S = 15.0
+Made = Callable[..., ItemGround]
+
+
+@pytest.fixture
+async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
+    """Makes processes on one Redis, which share the places of sessions."""
+    places = MemoryPlaces()
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        with capture_logs():
+            yield lambda *arguments, **options: ItemGround(client, *arguments, places=places, **options)
+
+
+async def broken_off(ground: ItemGround, claim: Any, reached: asyncio.Event) -> None:
+    """The work of a process that is stopped when it has come so far."""
+    working = asyncio.create_task(ground.worked(claim))
+    async with asyncio.timeout(SOON_S):
+        await reached.wait()
+    working.cancel()
+    await asyncio.wait({working}, timeout=SOON_S)
+    assert working.cancelled()
+
+
+def hangs_at(text: str, reached: asyncio.Event) -> Callable[[ToolCall, ToolContext], Any]:
+    """A tool that answers, but never on that text."""
+
+    async def answer(call: ToolCall, _: ToolContext) -> ToolResult:
+        if call.arguments["text"] == text:
+            reached.set()
+            await asyncio.Event().wait()
+        return ToolResult(call_id=call.id, name=call.name, success=True, output=f"said {call.arguments['text']}")
+
+    return answer
+
+
+# Going on
+
+
+async def test_another_process_goes_on_in_the_same_session_and_repeats_nothing(make: Made) -> None:
+    reached = asyncio.Event()
+    first, second = make(echo_then("two", "a", "b"), answers={"echo": hangs_at("b", reached)}), make(["two"])
+    claim = await first.put(build_run())
+    await broken_off(first, claim, reached)
+    outcome = await second.worked(await second.taken_over(claim))
+    assert outcome.body is not None
+    assert (outcome.body["answer"], outcome.body["steps"], second.asked()) == ("two", 3, 1)
+    # The call that had been sent is sent under its own id: the pool knows it.
+    assert second.sent() == ["echo", "close"]
+    assert first.sent() == ["open", "echo", "echo"]
+    assert second.transport.calls[0].id == first.transport.calls[2].id
+    assert second.transport.contexts[0].session == first.transport.contexts[0].session
+
+
+async def test_a_run_that_had_answered_is_neither_asked_nor_run_again(make: Made) -> None:
+    first, second = make(echo_then("one", "a")), make([])
+    claim = await first.put(build_run())
+    before = await first.worked(claim)
+    after = await second.worked(await second.taken_over(claim))
+    assert before.body is not None
+    assert after.body is not None
+    assert (after.body["answer"], after.body["usage"]) == (before.body["answer"], before.body["usage"])
+    assert (second.asked(), second.sent()) == (0, ["close"] if "close" in second.sent() else [])
+    assert [type(told) for told in second.happenings] == [ItemReady, CallDone, StepDone, StepDone]
+
+
+async def test_a_call_out_of_the_log_is_told_with_the_time_that_it_took(make: Made) -> None:
+    async def slow(call: ToolCall, _: ToolContext) -> ToolResult:
+        await asyncio.sleep(0.05)
+        return ToolResult(call_id=call.id, name=call.name, success=True, output="done")
+
+    for item, turns in ((build_run(), echo_then("one", "a")), (build_tool_call(), ["unused"])):
+        first, second = make(turns, answers={"echo": slow}), make([])
+        await first.client.flushall()
+        claim = await first.put(item)
+        await first.worked(claim)
+        await second.worked(await second.taken_over(claim))
+        (told,) = [told for told in second.happenings if isinstance(told, CallDone)]
+        assert told.seconds >= 0.05
+
+
+async def test_a_session_that_was_being_opened_is_given_up_where_it_is_and_another_one_opened(make: Made) -> None:
+    reached = asyncio.Event()
+
+    async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
+        reached.set()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    first, second = make(answers={"open": hang}), make()
+    claim = await first.put(build_run())
+    working = asyncio.create_task(first.worked(claim))
+    async with asyncio.timeout(SOON_S):
+        await reached.wait()
+        assert (await second.worked(await second.taken_over(claim))).failure is None
+    assert second.sent() == ["close", "open", "close"]
+    assert [queue for queue, _ in second.transport.commands] == ["host.h1.b00t"]
+    given_up = second.transport.contexts[0].session
+    assert given_up == first.transport.contexts[0].session != second.transport.contexts[1].session
+    working.cancel()
+    await asyncio.sleep(0)
+    assert not working.done()
+
+
+async def test_a_single_call_that_has_ended_is_not_made_again(make: Made) -> None:
+    first, second = make(), make()
+    claim = await first.put(build_tool_call())
+    before = await first.worked(claim)
+    assert (await second.worked(await second.taken_over(claim))).body == before.body
+    assert "echo" not in second.sent()
+
+
+async def test_somebody_who_was_asked_is_not_asked_again(make: Made) -> None:
+    asked: list[ApprovalRequest] = []
+
+    class Asker:
+        async def decide(self, request: ApprovalRequest) -> Decision:
+            asked.append(request)
+            return Decision(True)
+
+    reached = asyncio.Event()
+
+    async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
+        reached.set()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    policy = ApprovalPolicy((Rule("ask", "echo"),))
+    first = make(echo_then("one", "a"), approver=Asker(), policy=policy, answers={"echo": hang})
+    second = make(["one"], approver=Asker(), policy=policy)
+    claim = await first.put(build_run())
+    await broken_off(first, claim, reached)
+    assert (await second.worked(await second.taken_over(claim))).failure is None
+    assert len(asked) == 1
+
+
+async def test_a_run_whose_time_was_used_up_ends_so_with_all_that_its_log_has(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(item_work, "LEAST_WALL_S", 0.5)
+    reached = asyncio.Event()
+    first, second = make(echo_then("two", "a", "b"), answers={"echo": hangs_at("b", reached)}), make(["never"])
+    claim = await first.put(build_run(limits=RunLimits(max_wall_s=60.0)))
+    await broken_off(first, claim, reached)
+    claim = await second.taken_over(claim)
+    journal = await second.journal(claim)
+    journal.spent_wall_s = 60.0
+    outcome = await second.work.work(claim, journal, BatchDefaults(), second.happenings.append)
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.MODEL, "max_wall")
+    assert outcome.body is not None
+    assert (outcome.body["steps"], second.asked()) == (3, 0)
+
+
+async def test_a_run_whose_sandbox_was_removed_meanwhile_is_not_told_to_its_model_as_a_tools_failure(make: Made) -> None:
+    reached = asyncio.Event()
+    first, second = make(echo_then("two", "a", "b"), answers={"echo": hangs_at("b", reached)}), make(["a guess"])
+    claim = await first.put(build_run())
+    await broken_off(first, claim, reached)
+    second.places.known.clear()
+    outcome = await second.worked(await second.taken_over(claim))
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.INFRASTRUCTURE, SandboxUnavailable.code.value)
+    assert second.asked() == 0
+
+
+async def test_artifacts_that_have_been_copied_need_no_session_any_more(make: Made, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "out.txt").write_text("x")
+    first, second = make(), make([])
+
+    def export(call: ToolCall, context: ToolContext) -> ToolResult:
+        first.blobs.kept["k"] = archive_of(made)
+        return ToolResult(call_id=call.id, name=call.name, success=True, blob="k")
+
+    first.answers["export"] = export
+    claim = await first.put(with_ground(build_run(), artifacts=("*.txt",)))
+    defaults = BatchDefaults(artifacts=str(tmp_path / "artifacts"))
+    before = await first.worked(claim, defaults)
+    assert before.body is not None
+    assert before.body["artifacts"] == ["out.txt"]
+    after = await second.worked(await second.taken_over(claim), defaults)
+    assert (after.failure, after.body) == (None, before.body)
+    assert "export" not in second.sent()
+
+
+async def test_a_file_whose_name_is_no_text_is_an_artifact_like_any_other(make: Made, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "caf\udce9.txt").write_text("x")
+    ground = make()
+
+    def export(call: ToolCall, context: ToolContext) -> ToolResult:
+        ground.blobs.kept["k"] = archive_of(made)
+        return ToolResult(call_id=call.id, name=call.name, success=True, blob="k")
+
+    ground.answers["export"] = export
+    claim = await ground.put(with_ground(build_run(), artifacts=("*.txt",)))
+    outcome = await ground.worked(claim, BatchDefaults(artifacts=str(tmp_path / "artifacts")))
+    assert outcome.body is not None
+    assert outcome.body["artifacts"] == ["caf\\xe9.txt"]
+    assert await ground.queue.finish(claim, outcome)
+
+
+# Stopping
+
+
+async def test_a_process_that_stops_leaves_the_session_for_whoever_goes_on(make: Made) -> None:
+    reached = asyncio.Event()
+    ground = make(echo_then("one", "a"), answers={"echo": hangs_at("a", reached)})
+    await broken_off(ground, await ground.put(build_run()), reached)
+    assert ground.sent() == ["open", "echo"]
+
+
+async def test_a_run_that_is_not_gone_on_with_has_its_session_removed(make: Made) -> None:
+    reached = asyncio.Event()
+    first, second = make(echo_then("one", "a"), answers={"echo": hangs_at("a", reached)}), make()
+    claim = await first.put(build_run())
+    await broken_off(first, claim, reached)
+    # By a process that never had a call of it.
+    again = await second.taken_over(claim)
+    await second.work.abandon(again, await second.journal(again))
+    assert [(queue, call.name) for queue, call in second.transport.commands] == [("host.h1.b00t", "session.close")]
+    assert second.places.known == {}
+
+
+async def test_to_abandon_a_run_that_never_had_a_session_says_nothing_to_anybody(make: Made) -> None:
+    ground = make()
+    claim = await ground.put(build_run())
+    await ground.work.abandon(claim, await ground.journal(claim))
+    assert ground.sent() == []
+
+
+# Beginning anew
+
+
+async def test_an_attempt_begun_anew_shares_neither_calls_nor_session_with_the_one_before(make: Made) -> None:
+    async def torn(request: ModelRequest) -> AsyncIterator[Chunk]:
+        if len(request.messages) > 2:
+            raise BrokerUnavailable("gone")
+        async for chunk in ScriptedModel(echo_then("one", "a")).stream(request):
+            yield chunk
+
+    first, second = make(StreamModel(torn)), make(echo_then("one", "a"))
+    claim = await first.put(build_run())
+    outcome = await first.worked(claim)
+    assert (outcome.failure and outcome.failure.kind) is FailureKind.INFRASTRUCTURE
+    assert first.sent() == ["open", "echo", "close"]
+    again = await second.begun_anew(claim)
+    assert (again.record.attempt, again.is_resumed) == (2, False)
+    outcome = await second.worked(again)
+    assert (outcome.failure, outcome.attempt) == (None, 2)
+    assert second.sent() == ["open", "echo", "close"]
+    assert {call.id for call in first.transport.calls}.isdisjoint(call.id for call in second.transport.calls)
+    assert {one.session for one in first.transport.contexts}.isdisjoint(one.session for one in second.transport.contexts)
+
+
+async def test_a_single_call_begun_anew_has_an_id_of_its_own(make: Made) -> None:
+    first, second = make(answers={"echo": failed(ErrorCode.HOST_LOST)}), make()
+    claim = await first.put(build_tool_call())
+    await first.worked(claim)
+    outcome = await second.worked(await second.begun_anew(claim))
+    assert (outcome.failure, outcome.body and outcome.body["output"]) == (None, "said x")
+    calls = [call.id for ground in (first, second) for call in ground.transport.calls if call.name == "echo"]
+    assert len(set(calls)) == 2

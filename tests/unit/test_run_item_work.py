@@ -1,0 +1,202 @@
+"""What becomes of an item: worked to its outcome, gone on with where a process left it, begun anew without a trace of the attempt before."""
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from contract.errors import ContextWindowExceeded, ErrorCode, ModelRefused
+from contract.tenancy import TenantPolicy
+from orchestrator.batches.happenings import CallDone, ItemReady, StepDone
+from orchestrator.batches.items import FailureKind, RunLimits
+from orchestrator.models.base import Chunk, ModelRequest
+from orchestrator.models.scripted import ScriptedModel
+from orchestrator.tenants import RedisTenants
+from tests.conftest import RedisProcess
+from tests.fake_hosts import MemoryPlaces
+from tests.fakes import StreamModel
+from tests.item_ground import ItemGround, build_run, build_tool_call, echo_then, failed, with_ground
+
+SOON_S = 15.0
+Made = Callable[..., ItemGround]
+
+
+@pytest.fixture
+async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
+    """Makes processes on one Redis, which share the places of sessions."""
+    places = MemoryPlaces()
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        with capture_logs():
+            yield lambda *arguments, **options: ItemGround(client, *arguments, places=places, **options)
+
+
+# How items end
+
+
+async def test_a_run_that_answers_is_a_success_and_its_session_is_closed(make: Made) -> None:
+    ground = make(echo_then("two", "a", "b"))
+    outcome = await ground.worked(await ground.put(build_run()))
+    assert (outcome.failure, outcome.status_code, outcome.attempt) == (None, 200, 1)
+    assert outcome.body is not None
+    assert (outcome.body["answer"], outcome.body["steps"]) == ("two", 3)
+    assert ground.sent() == ["open", "echo", "echo", "close"]
+
+
+async def test_what_happens_is_told(make: Made) -> None:
+    ground = make(echo_then("two", "a", "b"))
+    await ground.worked(await ground.put(build_run()))
+    assert [type(told) for told in ground.happenings] == [ItemReady, CallDone, StepDone, CallDone, StepDone, StepDone]
+
+
+async def test_a_single_call_is_made_in_a_session_of_its_own(make: Made) -> None:
+    ground = make()
+    outcome = await ground.worked(await ground.put(build_tool_call()))
+    assert (outcome.failure, outcome.body and outcome.body["output"]) == (None, "said x")
+    assert ground.sent() == ["open", "echo", "close"]
+    (delivery,) = [one for one in ground.transport.deliveries if one.task == "tool.echo"]
+    assert delivery.keeps_result
+    assert ground.transport.settled == [("acme", delivery.call_id)]
+    assert ground.asked() == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (ErrorCode.TIMEOUT, FailureKind.TOOL),
+        (ErrorCode.FILE_NOT_FOUND, FailureKind.TOOL),
+        (ErrorCode.HOST_LOST, FailureKind.INFRASTRUCTURE),
+        (ErrorCode.SESSION_NOT_FOUND, FailureKind.INFRASTRUCTURE),
+    ],
+)
+async def test_a_single_call_that_fails_fails_its_item_by_whose_fault_it_is(make: Made, code: ErrorCode, kind: FailureKind) -> None:
+    ground = make(answers={"echo": failed(code, "a sentence")})
+    outcome = await ground.worked(await ground.put(build_tool_call()))
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.code, outcome.failure.message) == (kind, code.value, "a sentence")
+
+
+async def test_a_tool_that_fails_in_a_run_is_the_models_to_deal_with(make: Made) -> None:
+    ground = make(echo_then("so what", "a"), answers={"echo": failed(ErrorCode.HOST_LOST)})
+    assert (await ground.worked(await ground.put(build_run()))).failure is None
+
+
+async def test_a_run_that_reaches_a_limit_is_a_failure_of_the_model_with_what_there_is(make: Made) -> None:
+    ground = make(echo_then("never", "a", "b", "c"))
+    outcome = await ground.worked(await ground.put(build_run(limits=RunLimits(max_iterations=2))))
+    assert (outcome.failure and outcome.failure.kind, outcome.failure and outcome.failure.code) == (FailureKind.MODEL, "max_iterations")
+    assert outcome.body is not None
+    assert outcome.body["steps"] == 2
+
+
+@pytest.mark.parametrize("error", [ContextWindowExceeded("too long"), ModelRefused("not that")])
+async def test_a_request_that_the_model_refuses_is_a_failure_of_the_model(make: Made, error: Exception) -> None:
+    async def refuse(request: ModelRequest) -> AsyncIterator[Chunk]:
+        raise error
+        yield {}
+
+    outcome = await make(StreamModel(refuse)).worked(await make().put(build_run()))
+    assert (outcome.failure and outcome.failure.kind, outcome.body) == (FailureKind.MODEL, None)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (ErrorCode.SANDBOX_UNAVAILABLE, FailureKind.INFRASTRUCTURE),
+        (ErrorCode.NO_SPACE, FailureKind.INFRASTRUCTURE),
+        (ErrorCode.PERMISSION_DENIED, FailureKind.INPUT),
+        (ErrorCode.FILE_NOT_FOUND, FailureKind.INPUT),
+    ],
+)
+async def test_a_session_that_cannot_be_opened_fails_its_item(make: Made, code: ErrorCode, kind: FailureKind) -> None:
+    ground = make(answers={"open": failed(code)})
+    outcome = await ground.worked(await ground.put(build_run()))
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.code) == (kind, code.value)
+    assert ground.asked() == 0
+
+
+async def test_a_workspace_that_is_not_there_is_the_lines_own_fault(make: Made, tmp_path: Path) -> None:
+    ground = make()
+    outcome = await ground.worked(await ground.put(with_ground(build_run(), workspace=str(tmp_path / "missing"))))
+    assert (outcome.failure and outcome.failure.kind, ground.sent()) == (FailureKind.INPUT, [])
+
+
+async def test_limits_that_do_not_go_together_are_the_lines_own_fault(make: Made) -> None:
+    ground = make()
+    outcome = await ground.worked(await ground.put(build_run(limits=RunLimits(max_cost=1.0))))
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, "prices" in outcome.failure.message) == (FailureKind.INPUT, True)
+    assert ground.sent() == ["open", "close"]
+
+
+async def test_a_bug_ends_the_item_and_not_the_batch(make: Made) -> None:
+    def stumble(messages: list[Any]) -> str:
+        raise KeyError("oops")
+
+    ground = make([stumble])
+    outcome = await ground.worked(await ground.put(build_run()))
+    assert outcome.failure is not None
+    assert (outcome.failure.code, outcome.failure.kind) == ("INTERNAL", FailureKind.INFRASTRUCTURE)
+    assert ground.sent() == ["open", "close"]
+
+
+async def test_a_session_that_cannot_be_closed_takes_no_answer_away(make: Made) -> None:
+    ground = make(answers={"close": failed(ErrorCode.SANDBOX_UNAVAILABLE)})
+    assert (await ground.worked(await ground.put(build_run()))).failure is None
+
+
+# Chats
+
+
+def build_chat() -> Any:
+    """As a line of /v1/chat/completions becomes one."""
+    item = build_run(instruction="hi", tools=(), history=({"role": "system", "content": "be brief"},), limits=RunLimits(max_iterations=1))
+    return item.model_copy(update={"url": "/v1/chat/completions"})
+
+
+async def test_a_chat_asks_for_no_sandbox_and_says_what_its_line_says(make: Made) -> None:
+    ground = make(["hello"])
+    outcome = await ground.worked(await ground.put(build_chat()))
+    assert (outcome.failure, outcome.body and outcome.body["object"]) == (None, "chat.completion")
+    assert ground.sent() == []
+    assert isinstance(ground.model, ScriptedModel)
+    (request,) = ground.model.requests
+    assert (request.messages, request.tools) == ([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}], [])
+
+
+async def test_a_chat_needs_no_pool_that_works(make: Made) -> None:
+    ground = make(["hello"], answers={"open": failed(ErrorCode.SANDBOX_UNAVAILABLE)})
+    assert (await ground.worked(await ground.put(build_chat()))).failure is None
+
+
+async def test_what_looks_like_a_call_in_a_chat_is_text(make: Made) -> None:
+    text = '<tool_action name="echo"><text>x</text></tool_action>'
+    outcome = await make([text]).worked(await make().put(build_chat()))
+    assert outcome.body is not None
+    assert outcome.body["choices"][0]["message"]["content"] == text  # type: ignore[index,call-overload]
+
+
+async def test_a_model_that_calls_a_tool_in_a_chat_runs_nothing(make: Made) -> None:
+    ground = make(echo_then("never", "x"))
+    outcome = await ground.worked(await ground.put(build_chat()))
+    assert (outcome.failure and outcome.failure.kind, ground.sent()) == (FailureKind.MODEL, [])
+
+
+async def test_a_run_without_tools_has_a_sandbox_only_for_files(make: Made, tmp_path: Path) -> None:
+    ground = make(["hello"] * 2)
+    assert (await ground.worked(await ground.put(build_run(tools=())))).failure is None
+    assert ground.sent() == []
+    other = with_ground(build_run(tools=()), image="python")
+    await ground.client.flushall()
+    assert (await ground.worked(await ground.put(other))).failure is None
+    assert ground.sent() == ["open", "close"]
+
+
+async def test_a_tenant_that_is_none_has_no_chats_either(make: Made) -> None:
+    ground = make(["hello"])
+    await RedisTenants(ground.client, "d").add("somebody", TenantPolicy())
+    outcome = await ground.worked(await ground.put(build_chat()))
+    assert (outcome.failure and outcome.failure.kind, ground.asked()) == (FailureKind.INPUT, 0)

@@ -1,0 +1,203 @@
+"""What a run's log answers for it, and what gets into the log before it takes effect."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode, ModelInterrupted, SandboxUnavailable
+from orchestrator.models.base import Chunk, ModelRequest
+from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.runs.journal import Journal, LoggedModel
+from orchestrator.runs.run_log import RunLog
+from orchestrator.runs.run_queue import Claim
+from tests.builders import build_call
+from tests.conftest import RedisProcess
+from tests.fakes import StreamModel
+from tests.run_ground import RunGround
+
+REQUEST = ModelRequest([{"role": "user", "content": "hello"}])
+SOON_S = 15.0
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess) -> AsyncIterator[RunGround]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        yield RunGround(client)
+
+
+async def claimed(ground: RunGround) -> Claim:
+    await ground.submit(1)
+    (claim,) = await ground.queue.claim(1)
+    return claim
+
+
+async def journal_of(ground: RunGround, claim: Claim, on_taken: Any = lambda: None) -> Journal:
+    return Journal(await RunLog.load(ground.client, "d", "acme", claim.run, claim.word), on_taken, clock=lambda: 1.0)
+
+
+async def read(model: LoggedModel) -> str:
+    """The text of its next reply."""
+    chunks = [chunk async for chunk in model.stream(REQUEST)]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+def done(call: str, text: str = "fine") -> ToolResult:
+    return ToolResult(call_id=call, name="echo", success=True, output=text)
+
+
+async def test_replies_come_again_in_their_order_and_only_what_follows_is_asked(ground: RunGround) -> None:
+    claim = await claimed(ground)
+    first = ScriptedModel(["one", "two"])
+    model = LoggedModel(first, await journal_of(ground, claim), {})
+    assert [await read(model), await read(model)] == ["one", "two"]
+    second = ScriptedModel(["three"])
+    model = LoggedModel(second, await journal_of(ground, claim), {})
+    assert [await read(model) for _ in range(3)] == ["one", "two", "three"]
+    assert (len(first.requests), len(second.requests)) == (2, 1)
+
+
+async def test_a_reply_is_in_the_log_before_anybody_hears_of_it(ground: RunGround) -> None:
+    claim = await claimed(ground)
+    stream = LoggedModel(ScriptedModel(["a long answer"]), await journal_of(ground, claim), {}).stream(REQUEST)
+    await anext(stream)
+    assert (await journal_of(ground, claim)).next_reply() is not None
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_only_calls_of_the_last_reply_of_the_log_may_have_been_sent(ground: RunGround) -> None:
+    claim = await claimed(ground)
+    journal = await journal_of(ground, claim)
+    model = LoggedModel(ScriptedModel(["one"]), journal, {})
+    assert (journal.is_resumed, journal.is_catching_up) == (False, False)
+    await read(model)
+    assert not journal.is_catching_up
+    resumed = await journal_of(ground, claim)
+    model = LoggedModel(ScriptedModel(["two"]), resumed, {})
+    assert (resumed.is_resumed, resumed.is_catching_up) == (True, False)
+    await read(model)
+    assert resumed.is_catching_up
+    await read(model)
+    assert not resumed.is_catching_up
+
+
+async def test_what_it_notes_itself_makes_no_run_a_resumed_one(ground: RunGround) -> None:
+    journal = await journal_of(ground, await claimed(ground))
+    await journal.note_opening("s1")
+    assert not journal.is_resumed
+
+
+async def test_a_reply_that_broke_off_is_neither_logged_nor_heard(ground: RunGround) -> None:
+    async def torn(request: ModelRequest) -> AsyncIterator[Chunk]:
+        yield {"choices": [{"index": 0, "delta": {"content": "half"}}]}
+        raise ModelInterrupted("it broke off")
+
+    claim = await claimed(ground)
+    stream = LoggedModel(StreamModel(torn), await journal_of(ground, claim), {}).stream(REQUEST)
+    with pytest.raises(ModelInterrupted):
+        await anext(stream)
+    assert (await journal_of(ground, claim)).next_reply() is None
+
+
+async def test_a_request_carries_the_items_own_fields(ground: RunGround) -> None:
+    played = ScriptedModel(["one"])
+    await read(LoggedModel(played, await journal_of(ground, await claimed(ground)), {"temperature": 0.5}))
+    assert played.requests[0].extra == {"temperature": 0.5}
+
+
+async def test_halves_of_characters_do_not_keep_a_reply_out_of_the_log(ground: RunGround) -> None:
+    def chunk(text: str) -> Chunk:
+        return {"choices": [{"index": 0, "delta": {"content": text}}]}
+
+    async def halves(request: ModelRequest) -> AsyncIterator[Chunk]:
+        for text in ("a \ud83d", "\ude00 and \ud800!"):
+            yield chunk(text)
+
+    claim = await claimed(ground)
+    assert await read(LoggedModel(StreamModel(halves), await journal_of(ground, claim), {})) == "a \U0001f600 and \ufffd!"
+    assert await read(LoggedModel(ScriptedModel([]), await journal_of(ground, claim), {})) == "a \U0001f600 and \ufffd!"
+
+
+async def test_results_and_decisions_are_there_for_whoever_comes_next(ground: RunGround) -> None:
+    claim = await claimed(ground)
+    journal = await journal_of(ground, claim)
+    refusal = ToolResult.failed(build_call(call_id="c2"), ErrorCode.PERMISSION_DENIED, "no")
+    await journal.note_result("c1", done("c1"))
+    await journal.note_review("c1", build_call(call_id="c1", text="changed"))
+    await journal.note_review("c2", refusal)
+    await journal.note_artifacts(["a.txt"], ["*.md"])
+    known = await journal_of(ground, claim)
+    assert known.result_of("c1") == done("c1")
+    assert isinstance(approved := known.review_of("c1"), ToolCall)
+    assert approved.arguments == {"text": "changed"}
+    assert known.review_of("c2") == refusal
+    assert (known.result_of("c2"), known.review_of("c3")) == (None, None)
+    assert known.artifacts is not None
+    assert (known.artifacts.paths, known.artifacts.missing) == (("a.txt",), ("*.md",))
+
+
+async def test_a_session_is_known_when_it_is_there_and_suspected_before(ground: RunGround) -> None:
+    claim = await claimed(ground)
+    journal = await journal_of(ground, claim)
+    assert (journal.opening, journal.session) == (None, None)
+    await journal.note_opening("s1")
+    assert ((await journal_of(ground, claim)).opening, journal.session) == ("s1", None)
+    await journal.note_opened("s1", {"host": "h1"})
+    known = await journal_of(ground, claim)
+    assert known.opening is None
+    assert known.session is not None
+    assert (known.session.session, known.session.info) == ("s1", {"host": "h1"})
+
+
+async def test_whose_run_was_taken_stops_and_never_comes_to_an_outcome(ground: RunGround) -> None:
+    claim = await claimed(ground)
+    tasks: list[asyncio.Task[str]] = []
+    journal = await journal_of(ground, claim, lambda: tasks[0].cancel())
+    await ground.client.hset("toolcrew:d:acme:run:b-1", "claim", "another")
+    tasks.append(asyncio.create_task(read(LoggedModel(ScriptedModel(["one"]), journal, {}))))
+    await asyncio.wait(tasks, timeout=SOON_S)
+    assert tasks[0].cancelled()
+    assert await ground.client.llen("toolcrew:d:acme:run:b-1:log") == 0
+
+
+async def test_the_time_a_run_has_worked_outlives_the_process_and_setting_up_does_not_count(ground: RunGround) -> None:
+    claim = await claimed(ground)
+    journal = await journal_of(ground, claim)
+    await journal.note_opening("s1")
+    assert (await journal_of(ground, claim)).spent_wall_s == 0.0
+    journal.spent_wall_s = 7.0
+    journal.begin()
+    await journal.note_result("c1", done("c1"))
+    again = await journal_of(ground, claim)
+    assert 7.0 <= again.spent_wall_s < 7.0 + SOON_S
+    again.begin()
+    await again.note_result("c2", done("c2"))
+    assert (await journal_of(ground, claim)).spent_wall_s >= again.spent_wall_s
+
+
+async def test_a_run_whose_time_was_up_asks_its_model_nothing_more(ground: RunGround) -> None:
+    played = ScriptedModel(["one"])
+    model = LoggedModel(played, await journal_of(ground, await claimed(ground)), {}, is_over=True)
+    asking = asyncio.create_task(read(model))
+    await asyncio.wait({asking}, timeout=0.05)
+    assert (asking.done(), played.requests) == (False, [])
+    asking.cancel()
+    await asyncio.wait({asking})
+
+
+async def test_a_model_is_not_asked_to_go_on_when_its_sandbox_is_gone(ground: RunGround) -> None:
+    claim = await claimed(ground)
+    journal = await journal_of(ground, claim)
+    await read(LoggedModel(ScriptedModel([Calls([("echo", {})])]), journal, {}))
+    await journal.note_result("c1", ToolResult.failed(build_call(call_id="c1"), ErrorCode.SESSION_NOT_FOUND, "there is no such session"))
+    played = ScriptedModel(["a guess"])
+    resumed = await journal_of(ground, claim)
+    assert resumed.next_reply() is not None
+    assert journal.next_reply() is None
+    for known in (journal, resumed):
+        with pytest.raises(SandboxUnavailable, match="retry the item"):
+            await read(LoggedModel(played, known, {}))
+    assert played.requests == []

@@ -1,0 +1,172 @@
+"""What Redis does to a batch: away for a moment it costs no item anything, having forgotten its last second no row, and having forgotten all an honest sentence."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.errors import BrokerUnavailable, ErrorCode
+from orchestrator.batches.row_files import RowFiles
+from orchestrator.outages import outlast
+from orchestrator.runs.follower import BatchForgotten, Follower
+from orchestrator.runs.happening_stream import HappeningReader
+from orchestrator.runs.keys import batch_key, run_key
+from orchestrator.runs.records import BatchState
+from orchestrator.runs.run_queue import Claim
+from tests.batch_rows import any_row, ids_of
+from tests.conftest import RedisProcess
+from tests.item_ground import ItemGround, build_run, echo_then
+from tests.run_ground import RunGround, build_outcome
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        with capture_logs():
+            yield client
+
+
+class Away:
+    """What Redis is asked: unanswered so many times, then well."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+        self.asked = 0
+
+    async def ask(self) -> str:
+        self.asked += 1
+        if self.left > 0:
+            self.left -= 1
+            raise BrokerUnavailable("away")
+        return "there"
+
+    async def answer(self, call: ToolCall, _: ToolContext) -> ToolResult:
+        await self.ask()
+        return ToolResult(call_id=call.id, name=call.name, success=True, output="said")
+
+
+async def test_work_is_done_again_until_redis_answers_it() -> None:
+    away = Away(3)
+
+    assert await outlast(away.ask) == "there"
+    assert away.asked == 4
+
+
+async def test_an_outage_that_lasts_too_long_is_told() -> None:
+    away = Away(1000)
+
+    with pytest.raises(BrokerUnavailable, match="away"):
+        await outlast(away.ask, limit_s=0.2)
+    assert away.asked > 1
+
+
+async def test_a_call_that_redis_was_away_for_is_made_again_and_the_model_never_hears_of_it(client: "redis.asyncio.Redis") -> None:
+    away = Away(2)
+    ground = ItemGround(client, echo_then("done", "a"), answers={"echo": away.answer})
+
+    outcome = await ground.worked(await ground.put(build_run()))
+
+    assert (outcome.failure, ground.asked(), away.asked) == (None, 2, 3)
+    # It is one call: whoever has it by its id runs it once.
+    assert len({call.id for call in ground.transport.calls if call.name == "echo"}) == 1
+
+
+async def test_a_call_is_awaited_after_an_outage_when_it_had_been_sent(client: "redis.asyncio.Redis") -> None:
+    terms: list[bool] = []
+    ground = ItemGround(client, echo_then("done", "a"), answers={"echo": Away(1).answer})
+    calling = ground.pool.dispatcher.dispatch
+
+    async def seen(call: ToolCall, route: Any, given: Any = None) -> ToolResult:
+        if call.name == "echo":
+            terms.append(given.may_have_been_sent)
+        return await calling(call, route, given)
+
+    ground.pool.dispatcher.dispatch = seen  # type: ignore[method-assign]
+    await ground.worked(await ground.put(build_run()))
+
+    assert terms == [False, True]
+
+
+async def test_a_sandbox_that_redis_was_away_for_is_removed_all_the_same(client: "redis.asyncio.Redis") -> None:
+    away = Away(2)
+    ground = ItemGround(client, answers={"close": away.answer})
+
+    outcome = await ground.worked(await ground.put(build_run()))
+
+    assert (outcome.failure, away.asked) == (None, 3)
+
+
+async def test_an_item_whose_sandbox_could_not_be_asked_for_is_not_begun_anew(client: "redis.asyncio.Redis") -> None:
+    away = Away(1)
+    ground = ItemGround(client)
+
+    async def answer(call: ToolCall, context: ToolContext) -> ToolResult:
+        await away.ask()
+        del ground.answers["open"]
+        return await ground._answer(call, context)
+
+    ground.answers["open"] = answer
+    outcome = await ground.worked(await ground.put(build_run()))
+
+    assert (outcome.failure, outcome.attempt) == (None, 1)
+
+
+class Followed(RunGround):
+    """A batch that is followed into files."""
+
+    def __init__(self, client: "redis.asyncio.Redis", folder: Path) -> None:
+        super().__init__(client)
+        self.output = folder / "out.jsonl"
+        self.rows = RowFiles.open(self.output, folder / "errors.jsonl", any_row)
+        reader = HappeningReader(client, "d", "acme", "b")
+        self.follower = Follower(self.queue, reader, "acme", "b", rows=self.rows, show=lambda _: None, tick=lambda: None)
+
+    async def end(self, claim: Claim) -> None:
+        assert await self.queue.finish(claim, build_outcome(claim))
+
+    async def forget_end(self, claim: Claim) -> None:
+        """Redis is as it was before the first run of the batch ended."""
+        key = batch_key("d", "acme", "b")
+        await self.client.zrem(f"{key}:ended", claim.run)
+        await self.client.hset(key, mapping={"ends": 0, "succeeded": 0})
+        await self.client.hset(run_key("d", "acme", claim.run), mapping={"state": "running", "claim": claim.word, "outcome": ""})
+
+
+@pytest.fixture
+def followed(client: "redis.asyncio.Redis", tmp_path: Path) -> Any:
+    ground = Followed(client, tmp_path)
+    with ground.rows:
+        yield ground
+
+
+async def test_no_row_is_missed_when_redis_counts_on_from_before_its_last_second(followed: Followed) -> None:
+    await followed.submit(2)
+    first, second = await followed.queue.claim(2)
+    await followed.end(first)
+    assert await followed.follower.write()
+    await followed.forget_end(first)
+    await followed.end(second)
+    await followed.end(first)
+
+    record = await followed.follower.run()
+
+    assert record.state is BatchState.COMPLETED
+    assert sorted(ids_of(followed.output)) == ["item-1", "item-2"]
+
+
+async def test_a_batch_that_redis_has_forgotten_is_told_with_what_to_do_and_its_rows_stay(followed: Followed) -> None:
+    await followed.submit(2)
+    (first,) = await followed.queue.claim(1)
+    await followed.end(first)
+    assert await followed.follower.write()
+    await followed.client.flushall()
+
+    with pytest.raises(BatchForgotten, match="submit the lines that have no row yet") as caught:
+        await followed.follower.run()
+
+    assert caught.value.code is ErrorCode.BROKER_UNAVAILABLE
+    assert ids_of(followed.output) == ["item-1"]

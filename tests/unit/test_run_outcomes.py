@@ -1,0 +1,76 @@
+"""Whose fault an item's failure is: what a retry can mend is told apart from what it cannot."""
+
+import pytest
+
+from contract.calls import Clocks, ToolResult
+from contract.errors import (
+    BrokerUnavailable,
+    ConfigError,
+    ContextWindowExceeded,
+    ErrorCode,
+    ModelInterrupted,
+    ModelRefused,
+    ModelUnavailable,
+    OperatorError,
+    SandboxUnavailable,
+    ToolFailure,
+)
+from orchestrator.agent import RunResult
+from orchestrator.batches.items import FailureKind
+from orchestrator.limits import StopReason
+from orchestrator.models.base import Usage
+from orchestrator.runs.outcomes import judge_call, judge_error, judge_run, status_of
+from orchestrator.transcript import Transcript
+from tests.builders import build_call
+
+ERRORS: list[tuple[Exception, FailureKind]] = [
+    (ContextWindowExceeded("x"), FailureKind.MODEL),
+    (ModelRefused("x"), FailureKind.MODEL),
+    (ModelUnavailable("x"), FailureKind.INFRASTRUCTURE),
+    (ModelInterrupted("x"), FailureKind.INFRASTRUCTURE),
+    (BrokerUnavailable("x"), FailureKind.INFRASTRUCTURE),
+    (SandboxUnavailable("x"), FailureKind.INFRASTRUCTURE),
+    (OperatorError("x"), FailureKind.INFRASTRUCTURE),
+    (ConfigError("x"), FailureKind.INPUT),
+    (ToolFailure(ErrorCode.PERMISSION_DENIED, "x"), FailureKind.INPUT),
+    (ToolFailure(ErrorCode.UNKNOWN_TENANT, "x"), FailureKind.INPUT),
+    (ToolFailure(ErrorCode.FILE_NOT_FOUND, "x"), FailureKind.INPUT),
+    (ToolFailure(ErrorCode.QUOTA_EXCEEDED, "x"), FailureKind.INFRASTRUCTURE),
+    (ToolFailure(ErrorCode.SESSION_NOT_FOUND, "x"), FailureKind.INFRASTRUCTURE),
+    (KeyError("x"), FailureKind.INFRASTRUCTURE),
+]
+
+
+@pytest.mark.parametrize(("error", "kind"), ERRORS, ids=lambda value: repr(value)[:60])
+def test_every_error_is_somebodys(error: Exception, kind: FailureKind) -> None:
+    failure = judge_error(error)
+    assert (failure.kind, "x" in failure.message) == (kind, True)
+
+
+@pytest.mark.parametrize("code", list(ErrorCode))
+def test_every_way_in_which_a_call_fails_is_the_tools_or_the_infrastructures(code: ErrorCode) -> None:
+    failure = judge_call(ToolResult.failed(build_call(), code, "no"))
+    assert failure is not None
+    ours = {"SANDBOX_UNAVAILABLE", "BROKER_UNAVAILABLE", "HOST_LOST", "OUTCOME_UNKNOWN", "ENVELOPE_REFUSED", "CONFIG_MISSING", "INTERNAL"}
+    busy = {"RATE_LIMITED", "QUOTA_EXCEEDED", "SESSION_NOT_FOUND"}
+    assert (failure.kind is FailureKind.INFRASTRUCTURE) == (code.value in ours | busy)
+    assert (failure.code, failure.message) == (code.value, "no")
+
+
+def test_a_call_that_worked_is_no_failure() -> None:
+    assert judge_call(ToolResult(call_id="c", name="echo", success=True)) is None
+
+
+@pytest.mark.parametrize("reason", list(StopReason))
+def test_only_a_run_that_answered_is_a_success_and_every_other_end_says_why(reason: StopReason) -> None:
+    failure = judge_run(RunResult("", reason, 1, Transcript({"role": "system", "content": ""}), Usage(), Clocks()))
+    if reason is StopReason.ANSWERED:
+        assert failure is None
+    else:
+        assert failure is not None
+        assert (failure.kind, failure.code, bool(failure.message)) == (FailureKind.MODEL, reason.value, True)
+
+
+def test_a_status_tells_whose_fault_it_is() -> None:
+    told = [status_of(judge_error(error)) for error in (ModelRefused("x"), ConfigError("x"), BrokerUnavailable("x"))]
+    assert (status_of(None), told) == (200, [422, 400, 503])

@@ -1,0 +1,255 @@
+"""Who works runs: as many as it may, kept while it lives, each ended once; what fails for no fault of the item's is begun anew."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from contract.errors import BrokerUnavailable
+from orchestrator.batches.happenings import CallDone, ItemDone, ItemRetried, StepDone
+from orchestrator.batches.items import FailureKind, Outcome
+from orchestrator.runs import runner as runner_module
+from orchestrator.runs.journal import Journal
+from orchestrator.runs.records import BatchDefaults, BatchState, RunState
+from orchestrator.runs.run_log import RunLog
+from orchestrator.runs.run_queue import Claim
+from tests.conftest import RedisProcess
+from tests.runner_ground import BATCH, House, WatchedQueue, Worker, outcome_of
+
+
+@pytest.fixture
+async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
+    monkeypatch.setattr(runner_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(runner_module, "LEASE_S", 0.2)
+    monkeypatch.setattr(runner_module, "RETRY_AFTER_S", (0.001,))
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        with capture_logs():
+            yield House(client)
+
+
+async def test_it_works_as_many_at_a_time_as_it_may_and_goes_on_when_one_has_ended(house: House) -> None:
+    busiest = 0
+
+    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+        nonlocal busiest
+        busiest = max(busiest, runner.running)
+        await asyncio.sleep(0)
+        return outcome_of(claim)
+
+    await house.submit(9)
+    worker = Worker(work)
+    runner = house.runner(worker, concurrency=3)
+    async with house.working(runner):
+        await house.until(BatchState.COMPLETED)
+    assert (sorted(worker.begun), busiest) == ([(f"b-{number}", 1) for number in range(1, 10)], 3)
+    assert sorted(end.item for end in await house.ends()) == [f"item-{number}" for number in range(1, 10)]
+
+
+async def test_two_processes_share_a_batch_and_work_each_item_once(house: House) -> None:
+    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+        await asyncio.sleep(0.005)
+        return outcome_of(claim)
+
+    await house.submit(30)
+    one, two = Worker(work), Worker(work)
+    async with house.working(house.runner(one, concurrency=2), house.runner(two, house.other, concurrency=2)):
+        await house.until(BatchState.COMPLETED)
+    assert sorted(one.begun + two.begun) == sorted((f"b-{number}", 1) for number in range(1, 31))
+    assert min(len(one.begun), len(two.begun)) > 0
+    assert len(await house.ends()) == 30
+
+
+async def test_what_fails_for_the_infrastructure_is_begun_anew_so_often_and_then_ends(house: House) -> None:
+    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+        return outcome_of(claim, FailureKind.INFRASTRUCTURE)
+
+    await house.submit(1)
+    worker = Worker(work)
+    async with house.working(house.runner(worker)):
+        await house.until(BatchState.COMPLETED)
+    assert worker.begun == [("b-1", attempt) for attempt in (1, 2, 3)]
+    told = [one for one in await house.happenings() if isinstance(one, ItemRetried | ItemDone)]
+    assert [(type(one), one.attempt) for one in told] == [(ItemRetried, 2), (ItemRetried, 3), (ItemDone, 3)]
+    (record,) = await house.queue.runs([("acme", "b-1")])
+    assert record is not None
+    assert record.outcome is not None
+    assert (record.outcome.attempt, record.failure) == (3, "infrastructure")
+
+
+@pytest.mark.parametrize("kind", [FailureKind.MODEL, FailureKind.TOOL, FailureKind.INPUT])
+async def test_what_fails_for_any_other_reason_fails_once(house: House, kind: FailureKind) -> None:
+    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+        return outcome_of(claim, kind)
+
+    await house.submit(1)
+    worker = Worker(work)
+    async with house.working(house.runner(worker)):
+        await house.until(BatchState.COMPLETED)
+    assert worker.begun == [("b-1", 1)]
+
+
+async def test_draining_ends_what_runs_and_begins_nothing(house: House) -> None:
+    await house.submit(5)
+    worker = Worker()
+    runner = house.runner(worker, concurrency=2)
+    async with house.working(runner) as (task,):
+        await worker.has_begun.wait()
+        runner.drain()
+        worker.may_end.set()
+        await task
+    assert len(worker.begun) <= 2
+    assert (await house.queue.batch(*BATCH)).succeeded == len(worker.begun)
+
+
+async def test_a_process_that_stops_gives_back_what_runs_for_another_to_go_on_with(house: House) -> None:
+    await house.submit(1)
+    worker = Worker()
+    async with house.working(house.runner(worker)):
+        await worker.has_begun.wait()
+    (claim,) = await house.other.claim(9, BATCH)
+    assert (claim.run, claim.record.attempt) == ("b-1", 1)
+    assert (await house.ends(), worker.abandoned) == ([], [])
+
+
+async def test_what_runs_is_kept(house: House) -> None:
+    await house.submit(1)
+    worker, queue = Worker(), WatchedQueue(house.client)
+    async with house.working(house.runner(worker, queue, concurrency=1)):
+        await worker.has_begun.wait()
+        (claim,) = [one.claim for one in (await house.queue.runs([("acme", "b-1")])) if one is not None]
+        await house.client.zadd("toolcrew:d:runs:leases", {"acme|b-1": 1.0})
+        queue.renewed.clear()
+        await queue.renewed.wait()
+        assert await house.other.claim(1, BATCH) == []
+        (record,) = await house.queue.runs([("acme", "b-1")])
+        assert record is not None
+        assert record.claim == claim
+
+
+async def test_a_run_that_another_process_has_is_let_go_and_its_end_is_not_told(house: House) -> None:
+    cancelled = asyncio.Event()
+
+    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        raise AssertionError("nobody sets it")
+
+    await house.submit(1)
+    worker = Worker(work)
+    async with house.working(house.runner(worker, concurrency=1)):
+        await worker.has_begun.wait()
+        # As Redis gives it to another one when the lease has run out.
+        await house.client.hset("toolcrew:d:acme:run:b-1", "claim", "another")
+        await cancelled.wait()
+        await house.client.hset("toolcrew:d:acme:run:b-1", "state", "running")
+    (record,) = await house.queue.runs([("acme", "b-1")])
+    assert record is not None
+    assert (record.claim, record.state) == ("another", RunState.RUNNING)
+    assert (await house.ends(), worker.abandoned) == ([], [])
+
+
+async def test_its_own_run_whose_lease_ran_out_is_worked_once_at_a_time(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "LEASE_S", 1000.0)
+    at_work: list[str] = []
+    again = asyncio.Event()
+
+    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+        at_work.append(claim.word)
+        assert len(at_work) == 1
+        try:
+            if len(worker.begun) == 1:
+                await asyncio.Event().wait()
+            again.set()
+            return outcome_of(claim)
+        finally:
+            at_work.remove(claim.word)
+
+    await house.submit(1)
+    worker = Worker(work)
+    async with house.working(house.runner(worker)):
+        await worker.has_begun.wait()
+        await house.client.zadd("toolcrew:d:runs:leases", {"acme|b-1": 1.0})
+        await again.wait()
+        await house.until(BatchState.COMPLETED)
+    assert (worker.begun, len(await house.ends())) == ([("b-1", 1)] * 2, 1)
+
+
+async def test_an_outcome_is_noted_however_long_redis_is_away(house: House) -> None:
+    await house.submit(1)
+    worker, queue = Worker(), WatchedQueue(house.client, outages=3)
+    worker.may_end.set()
+    async with house.working(house.runner(worker, queue)):
+        await house.until(BatchState.COMPLETED)
+    assert (worker.begun, queue.outages, len(await house.ends())) == ([("b-1", 1)], 0, 1)
+
+
+async def test_a_run_whose_log_cannot_be_read_now_waits_and_is_not_begun_anew(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, outages = RunLog.load, [BrokerUnavailable("away")] * 3
+
+    async def load_later(*arguments: Any) -> RunLog:
+        if outages:
+            raise outages.pop()
+        return await load(*arguments)
+
+    monkeypatch.setattr(RunLog, "load", load_later)
+    await house.submit(1)
+    worker = Worker()
+    worker.may_end.set()
+    async with house.working(house.runner(worker)):
+        await house.until(BatchState.COMPLETED)
+    assert (worker.begun, outages) == ([("b-1", 1)], [])
+
+
+async def test_a_log_of_another_release_fails_its_item_and_is_not_thrown_away_by_itself(house: House) -> None:
+    await house.submit(1)
+    await house.client.rpush("toolcrew:d:acme:run:b-1:log", '{"type": "from the future"}')
+    worker = Worker()
+    async with house.working(house.runner(worker)):
+        await house.until(BatchState.COMPLETED)
+    (end,) = await house.ends()
+    assert (worker.begun, end.failure, end.attempt) == ([], FailureKind.INFRASTRUCTURE, 1)
+    assert "retry the item" in end.message
+    assert await house.queue.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1
+    assert not await house.client.exists("toolcrew:d:acme:run:b-1:log")
+
+
+async def test_an_end_tells_what_the_item_took(house: House) -> None:
+    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+        told = {"at": 1.0, "item": claim.record.item.custom_id, "run": claim.run}
+        for number in (1, 2, 2):
+            tell(CallDone.model_validate({**told, "call": f"c{number}", "tool": "echo", "seconds": 0.1}))
+            tell(StepDone.model_validate({**told, "step": number}))
+        usage = {"prompt_tokens": 1000, "completion_tokens": 10}
+        bodies: dict[str, dict[str, Any]] = {"b-1": {"usage": usage}, "b-2": {"usage": usage, "cost": 7.0, "steps": 3}, "b-3": {}}
+        return outcome_of(claim, body=bodies[claim.run])
+
+    await house.submit(3)
+    defaults = BatchDefaults(prompt_price=2.0, completion_price=100.0)
+    await house.queue.change(*BATCH, concurrency=9, defaults=defaults, is_detached=False)
+    async with house.working(house.runner(Worker(work))):
+        await house.until(BatchState.COMPLETED)
+    ends = {end.run: end for end in await house.ends()}
+    assert [(ends[run].calls, ends[run].steps, ends[run].prompt_tokens) for run in sorted(ends)] == [(2, 2, 1000), (2, 3, 1000), (2, 2, 0)]
+    assert [ends[run].cost for run in sorted(ends)] == [pytest.approx(0.003), 7.0, None]
+
+
+async def test_a_bug_in_one_run_stops_no_other_and_leaves_it_to_its_lease(house: House) -> None:
+    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+        if claim.run == "b-1" and worker.begun.count(("b-1", 1)) == 1:
+            raise KeyError("oops")
+        return outcome_of(claim)
+
+    await house.submit(3)
+    worker = Worker(work)
+    async with house.working(house.runner(worker)):
+        while (await house.queue.batch(*BATCH)).succeeded < 2:  # noqa: ASYNC110  # Redis has no event of ours for it
+            await asyncio.sleep(0.01)
+        assert await house.queue.counts(*BATCH) == {"waiting": 0, "running": 1}
+        await house.client.zadd("toolcrew:d:runs:leases", {"acme|b-1": 1.0})
+        await house.until(BatchState.COMPLETED)
+    assert worker.begun.count(("b-1", 1)) == 2

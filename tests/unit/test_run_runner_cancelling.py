@@ -1,0 +1,87 @@
+"""What a runner does with runs whose batch is being cancelled: each ends, once, and none is left that nobody goes on with."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from orchestrator.batches.happenings import CallDone
+from orchestrator.batches.items import FailureKind, Outcome
+from orchestrator.runs import runner as runner_module
+from orchestrator.runs.journal import Journal
+from orchestrator.runs.records import BatchState
+from orchestrator.runs.run_queue import Claim
+from tests.conftest import RedisProcess
+from tests.runner_ground import BATCH, House, WatchedQueue, Worker, outcome_of
+
+
+@pytest.fixture
+async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
+    monkeypatch.setattr(runner_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(runner_module, "LEASE_S", 0.2)
+    monkeypatch.setattr(runner_module, "RETRY_AFTER_S", (0.001,))
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        with capture_logs():
+            yield House(client)
+
+
+async def test_what_runs_of_a_cancelled_batch_ends_as_cancelled_with_its_session_removed(house: House) -> None:
+    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+        tell(CallDone(at=1.0, item="item-1", run=claim.run, call="c1", tool="echo", seconds=0.1))
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    await house.submit(3, concurrency=1)
+    worker = Worker(work)
+    async with house.working(house.runner(worker)):
+        await worker.has_begun.wait()
+        assert await house.queue.cancel(*BATCH) == 2
+        await house.until(BatchState.CANCELLED)
+    record = await house.queue.batch(*BATCH)
+    assert (record.failed[FailureKind.CANCELLED], worker.abandoned) == (3, ["b-1"])
+    (end,) = await house.ends()
+    assert (end.failure, end.calls, end.attempt) == (FailureKind.CANCELLED, 1, 1)
+
+
+async def test_an_outcome_that_is_being_noted_is_not_disturbed_by_a_cancelled_batch(house: House) -> None:
+    await house.submit(1)
+    worker, queue = Worker(), WatchedQueue(house.client)
+    queue.may_note.clear()
+    worker.may_end.set()
+    async with house.working(house.runner(worker, queue)):
+        await queue.noting.wait()
+        await house.queue.cancel(*BATCH)
+        queue.renewed.clear()
+        await queue.renewed.wait()
+        queue.may_note.set()
+        await house.until(BatchState.CANCELLED)
+    assert (await house.queue.batch(*BATCH)).succeeded == 1
+    assert [end.failure for end in await house.ends()] == [None]
+
+
+async def test_a_failure_in_a_batch_that_is_being_cancelled_is_an_end(house: House) -> None:
+    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+        await house.queue.cancel(*BATCH)
+        return outcome_of(claim, FailureKind.INFRASTRUCTURE)
+
+    await house.submit(1)
+    worker = Worker(work)
+    async with house.working(house.runner(worker)):
+        await house.until(BatchState.CANCELLED)
+    assert [(end.failure, end.attempt) for end in await house.ends()] == [(FailureKind.INFRASTRUCTURE, 1)]
+
+
+async def test_a_process_that_stops_while_its_batch_is_being_cancelled_leaves_nothing_that_nobody_goes_on_with(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "LEASE_S", 1000.0)
+    await house.submit(1)
+    worker = Worker()
+    async with house.working(house.runner(worker)):
+        await worker.has_begun.wait()
+        await house.queue.cancel(*BATCH)
+    assert (await house.queue.batch(*BATCH)).state is BatchState.CANCELLED
+    assert worker.abandoned == ["b-1"]
