@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field
 
 from contract.calls import MAX_NAME_CHARS, MAX_TIMEOUT_S
 from orchestrator.batches.items import CALLS_URL, CHAT_URL, MAX_ID_CHARS, RUNS_URL, BatchItem, CallBody, Ground, RunBody, RunLimits
@@ -12,6 +12,8 @@ _Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 _Model = Annotated[str, Field(min_length=1, max_length=256)]
 _Text = Annotated[str, Field(min_length=1)]
+Json = Any
+"""A value out of a JSON text: read as JSON already, it is not checked for that once more, which takes longer than the reading."""
 _Roles = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -36,7 +38,7 @@ class OpenAILine(Shape):
     custom_id: _Id
     method: Literal["POST"]
     url: Literal["/v1/agent/runs", "/v1/tools/execute", "/v1/chat/completions"]
-    body: dict[str, JsonValue]
+    body: dict[str, Json]
 
 
 class LimitFields(Shape):
@@ -71,7 +73,7 @@ class RunFields(GroundFields):
 
     instruction: _Text | None = None
     input: _Text | None = None
-    history: list[dict[str, JsonValue]] = []
+    history: list[dict[str, Json]] = []
     model: _Model | None = None
     dialect: Literal["native", "tags", "json", "auto"] | None = None
     tools: list[_Name] | None = None
@@ -102,7 +104,7 @@ class CallFields(GroundFields):
     """Body of one tool call."""
 
     name: _Name
-    arguments: dict[str, JsonValue] = {}
+    arguments: dict[str, Json] = {}
     timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
 
     def to_work(self) -> CallBody:
@@ -116,7 +118,7 @@ class ShortRun(RunFields):
 class ShortCall(GroundFields):
     id: _Id
     tool: _Name
-    arguments: dict[str, JsonValue] = {}
+    arguments: dict[str, Json] = {}
     timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
 
     def to_work(self) -> CallBody:
@@ -127,7 +129,7 @@ class ChatFields(Shape):
     """Body of a plain chat completion: the model answers once, and has no tools."""
 
     model: _Model | None = None
-    messages: list[dict[str, JsonValue]] = Field(min_length=1)
+    messages: list[dict[str, Json]] = Field(min_length=1)
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = Field(default=None, ge=1)
@@ -136,16 +138,16 @@ class ChatFields(Shape):
     stop: str | list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, JsonValue] | None = None
-    response_format: dict[str, JsonValue] | None = None
+    logit_bias: dict[str, Json] | None = None
+    response_format: dict[str, Json] | None = None
     reasoning_effort: str | None = None
     user: str | None = None
     n: int | None = None
     stream: bool | None = None
     logprobs: bool | None = None
     store: bool | None = None
-    tools: list[JsonValue] | None = None
-    tool_choice: JsonValue = None
+    tools: list[Json] | None = None
+    tool_choice: Json = None
     parallel_tool_calls: bool | None = None
 
     def to_work(self) -> RunBody:
@@ -209,7 +211,7 @@ def _limits(fields: LimitFields) -> RunLimits:
     return RunLimits(**fields.model_dump()) if fields.model_fields_set else _NO_LIMITS
 
 
-def _check_message(message: dict[str, JsonValue], path: tuple[str | int, ...]) -> None:
+def _check_message(message: dict[str, Json], path: tuple[str | int, ...]) -> None:
     role, content = message.get("role"), message.get("content")
     if role not in _Roles.__args__:  # type: ignore[attr-defined]
         raise Unfit((*path, "role"), f"`role` of a message is one of {', '.join(_Roles.__args__)}")  # type: ignore[attr-defined]
@@ -218,7 +220,7 @@ def _check_message(message: dict[str, JsonValue], path: tuple[str | int, ...]) -
         raise Unfit((*path, "content"), "`content` of a message is text, or a list of parts")
 
 
-def _instruction(message: dict[str, JsonValue], place: int) -> str:
+def _instruction(message: dict[str, Json], place: int) -> str:
     """The text of the last message. Raises Unfit for what is more than text."""
     content = message.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
