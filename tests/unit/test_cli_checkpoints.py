@@ -35,6 +35,8 @@ def test_a_network_that_there_is_not_is_a_mistake_of_usage() -> None:
 class FailingSession:
     """Gives what it is told to, or raises it."""
 
+    tenant = "default"
+
     def __init__(self, checkpoint: Any, export: Any) -> None:
         self._answers = {"checkpoint": checkpoint, "export": export}
 
