@@ -2,7 +2,7 @@
 
 ::
 
-    (none) --open--> open --its host is lost, or drains--> moving --reopened elsewhere--> open (fence + 1) --close--> (none)
+    (none) --open--> open --its host is lost, or drains--> moving --reopened elsewhere--> open (fence + 1) --close--> closed
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,10 @@ from contract.calls import Record
 
 PLACE_MARGIN_S = 3600
 """How long a session's place is remembered beyond its time to live without a call."""
+CLOSED = "closed"
+"""The state of what is left of a closed session's place, which says so to every host that still has a sandbox of it, and is no place."""
+CLOSED_MARGIN_S = 600
+"""How long that is remembered beyond the time to live, after which such a sandbox has gone by itself."""
 
 
 class PlaceState(StrEnum):
@@ -42,7 +46,7 @@ class SessionPlace(Record):
 
 
 def parse_place(fields: Mapping[bytes, bytes]) -> SessionPlace | None:
-    """The place of a hash; None for no hash. Raises ValidationError for one that is none of ours."""
-    if not fields:
+    """The place of a hash; None for no hash, and for a session that was closed. Raises ValidationError for one that is none of ours."""
+    if not fields or fields.get(b"state") == CLOSED.encode():
         return None
     return SessionPlace.model_validate({name.decode(): value.decode(errors="replace") for name, value in fields.items()}, strict=False)

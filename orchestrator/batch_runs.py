@@ -158,12 +158,15 @@ class BatchRuns:
         """Show what has happened of late; and, if it is followed, what happens until the batch has ended."""
         record = await self.batches.status(batch)
         reader = HappeningReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
-        with open_display(Watched(batch, Progress(record.total))) as display:
+        watched = Watched(batch, Progress(record.total))
+        with open_display(watched) as display:
             if follow:
                 await Follower(self.queue, reader, self.tenant, batch, rows=None, show=display.show, tick=display.tick).run()
+                await self._show_untold(batch, watched.progress, display.show)
                 return
             for happening in await self.happenings(batch):
                 display.show(happening)
+            await self._show_untold(batch, watched.progress, display.show)
 
     async def work(
         self,
@@ -201,7 +204,18 @@ class BatchRuns:
                     await until_first(follower.run(), runner.run(), shift.until_stopped())
                 finally:
                     await follower.end()
+                await self._show_untold(batch, watched.progress, show)
             return await self.batches.status(batch), watched.summary()
+
+    async def _show_untold(self, batch: str, progress: Progress, show: Callable[[Happening], object]) -> None:
+        """Show the ends that nobody told, so that what is shown is what there is: of items that were cancelled before they had begun, and of those whose
+        happenings are no longer kept."""
+        record, stands = await self.batches.status(batch), progress.snapshot(time.time())
+        if (stands.done, stands.failed) == (record.succeeded, sum(record.failed.values())):
+            return
+        async for outcome in self.outcomes(batch):
+            if not progress.has_end(outcome.custom_id, outcome.attempt):
+                show(build_recalled(outcome, record.ended_at or time.time()))
 
 
 async def until_first(*works: Coroutine[Any, Any, object]) -> None:

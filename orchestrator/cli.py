@@ -33,7 +33,7 @@ from orchestrator.settings import child_environment, load_settings, python
 from orchestrator.terminal import RunView, escape_controls, format_clocks
 from orchestrator.terminal_live import LiveOutput
 
-HELP = "Runs the tools of LLM agents at scale, on the pool that TOOLCREW_REDIS_URL names; without it run, call and tools start one of their own."
+HELP = "Runs the tools of LLM agents at scale, on the pool that TOOLCREW_REDIS_URL names; without it run, call, tools and batch submit start one of their own."
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, pretty_exceptions_enable=False)
 worker_app = typer.Typer(no_args_is_help=True, help="Workers: starting this host's, and taking any out of service.")

@@ -18,7 +18,16 @@ from orchestrator.batches.items import FailureKind
 from orchestrator.batches.lines import BatchFile, load_lines
 from orchestrator.cli_batch_options import GivenLimits, build_defaults, check_lines, parse_kinds, prepare_artifacts
 from orchestrator.cli_batch_shift import Interrupts, find_rows, place_of, work_batch
-from orchestrator.cli_batch_views import BatchId, Errors, batch_logs, batch_ls, batch_report, batch_results, batch_status
+from orchestrator.cli_batch_views import (
+    BatchId,
+    Errors,
+    JsonAsItGoes,
+    batch_logs,
+    batch_ls,
+    batch_report,
+    batch_results,
+    batch_status,
+)
 from orchestrator.cli_batch_work import work as batch_work
 from orchestrator.cli_runner import Json, Tenant, open_client, open_pool_client, run_work
 from orchestrator.client import ToolClient
@@ -39,7 +48,7 @@ Concurrency = Annotated[
 def submit(
     file: Annotated[Path, typer.Argument(help="JSON lines: {id, instruction, workspace}, or OpenAI's batch lines.")],
     output: Annotated[
-        Path | None, typer.Option("--output", help="Where rows of successes go, as items end. Needed but with --detach.")
+        Path | None, typer.Option("--output", help="Where rows of successes go, as items end. Needed, except with --detach.")
     ] = None,
     errors: Errors = None,
     concurrency: Concurrency = None,
@@ -61,7 +70,7 @@ def submit(
     ] = 2,
     detach: Annotated[bool, typer.Option("--detach", help="Only queue it: other orchestrators work it.")] = False,
     tenant: Tenant = None,
-    as_json: Json = False,
+    as_json: JsonAsItGoes = False,
 ) -> None:
     """Work every line of a file to a row. Prints the batch's id first.
 
@@ -90,7 +99,7 @@ def resume(
     errors: Errors = None,
     concurrency: Concurrency = None,
     tenant: Tenant = None,
-    as_json: Json = False,
+    as_json: JsonAsItGoes = False,
 ) -> None:
     """Go on with a batch, in its files: what waits or was interrupted is worked, what failed for the infrastructure or was cancelled begun anew.
 
@@ -113,7 +122,7 @@ def retry(
     ] = None,
     concurrency: Concurrency = None,
     tenant: Tenant = None,
-    as_json: Json = False,
+    as_json: JsonAsItGoes = False,
 ) -> None:
     """Begin failed items anew, by default those that failed for the infrastructure. Exit codes as `submit`."""
     if not errors_only:
@@ -123,7 +132,7 @@ def retry(
 
 @batch_app.command("cancel")
 def cancel(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> None:
-    """Begin nothing of a batch any more, and end what runs. It can be gone on with."""
+    """Begin nothing of a batch any more, and end what runs. `resume` goes on with it."""
 
     async def work() -> int:
         async with open_pool_client(tenant) as client:
@@ -182,7 +191,9 @@ async def _submit(
             await runs.recall(batch, rows)
         if is_detached or paths is None or rows is None:
             console.print(
-                f"queued; `toolcrew batch status {batch}` and `toolcrew batch logs -f {batch}` show how it stands", highlight=False
+                f"queued; `toolcrew batch status {batch}` and `toolcrew batch logs -f {batch}` show how it stands",
+                highlight=False,
+                soft_wrap=True,
             )
             return 0
         return await work_batch(runs, batch, paths, rows, interrupts, console, is_kept=client.stack is None, as_json=as_json)
@@ -197,7 +208,7 @@ async def _go_on(
     tenant: str | None,
     as_json: bool,
 ) -> int:
-    async with open_pool_client(tenant) as client:
+    async with open_pool_client(tenant, needs_workers=True) as client:
         runs, console = client.batch_runs(), Console(stderr=True)
         record = await runs.batches.status(batch)
         paths = find_rows(batch, record.rows, output, errors)

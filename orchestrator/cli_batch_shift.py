@@ -5,6 +5,7 @@ import os
 import platform
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -56,7 +57,8 @@ class Interrupts:
         match self._level:
             case 1:
                 running = self._shift.runner.running if self._shift is not None else 0
-                self._say(f"interrupted: {running} running items are finished first; again to stop now. Either way {self._again}")
+                items = "1 running item is" if running == 1 else f"{running} running items are"
+                self._say(f"interrupted: {items} finished first; again to stop now. Either way {self._again}")
             case 2:
                 why = "stopping now" if number is signal.SIGINT else "told to stop"
                 self._say(f"{why}: what runs is given back, and nothing of it is lost; {self._again}")
@@ -99,7 +101,7 @@ async def work_batch(
     with HappeningFile(paths.happenings) as kept:
         record, summary = await runs.work(
             batch,
-            lambda watched: open_display(watched, console, as_json=as_json),
+            lambda watched: open_display(replace(watched, rows=(str(paths.output), str(paths.failures))), console, as_json=as_json),
             rows=rows,
             kept=kept,
             on_shift=interrupts.begin,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +13,11 @@ from rich.console import Console
 from contract.clock import format_instant
 from contract.errors import ConfigError
 from orchestrator.batch_runs import BatchRuns, RowPaths
+from orchestrator.batches.displays import Display, Watched
 from orchestrator.batches.happening_files import read_happenings
 from orchestrator.batches.happenings import Happening
 from orchestrator.batches.live_display import open_display
+from orchestrator.batches.log_lines import LogLines
 from orchestrator.batches.report import build_report
 from orchestrator.batches.rows import build_row, build_row_line
 from orchestrator.cli_runner import Json, Tenant, open_pool_client, run_work
@@ -25,6 +28,7 @@ BatchId = Annotated[str, typer.Argument(help="The batch, as `submit` printed it 
 Errors = Annotated[
     Path | None, typer.Option("--errors", help="Where rows of failures go, with --output. Else OUT.errors.jsonl beside the output.")
 ]
+JsonAsItGoes = Annotated[bool, typer.Option("--json", help="Print what happens as one JSON object a line, the last of type summary.")]
 _COLUMNS = ("id", "status", "total", "completed", "failed", "waiting", "running", "created", "name")
 
 
@@ -96,16 +100,16 @@ def batch_results(
 
 def batch_logs(
     batch: BatchId,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the batch has ended.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Show what happens, until the batch has ended.")] = False,
     tenant: Tenant = None,
-    as_json: Json = False,
+    as_json: JsonAsItGoes = False,
 ) -> None:
-    """What has happened in a batch of late; with -f, what happens."""
+    """What has happened in a batch of late, a line a thing; with -f how it stands, as `submit` shows it."""
 
     async def work() -> None:
         async with open_pool_client(tenant) as client:
             runs = client.batch_runs()
-            await runs.tell(batch, lambda watched: open_display(watched, Console(), as_json=as_json), follow=follow)
+            await runs.tell(batch, lambda watched: _open_log(watched, follow, as_json), follow=follow)
 
     run_work(work(), as_json)
 
@@ -151,6 +155,12 @@ def build_status(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> 
         "ended_at": format_instant(record.ended_at) if record.ended_at else None,
         "rows": record.rows.model_dump() if record.rows is not None else None,
     }
+
+
+def _open_log(watched: Watched, follow: bool, as_json: bool) -> Display:
+    if follow or as_json:
+        return open_display(watched, Console(), as_json=as_json)
+    return LogLines(watched, sys.stdout)
 
 
 def _write_page(page: Path, batch: str, happenings: Iterable[Happening], total: int = 0) -> None:

@@ -24,12 +24,14 @@ T = TypeVar("T")
 
 
 @asynccontextmanager
-async def open_client(tenant: str | None = None) -> AsyncIterator[ToolClient]:
+async def open_client(tenant: str | None = None, *, needs_workers: bool = True) -> AsyncIterator[ToolClient]:
     """The pool that TOOLCREW_REDIS_URL names, for that tenant or the one of TOOLCREW_API_KEY; else an embedded stack for this command."""
     settings = load_settings()
     key = settings.api_key.get_secret_value() if settings.api_key is not None else None
     if settings.redis_url is not None:
-        async with ToolClient.connect(settings=settings, api_key=key, tenant=tenant or DEFAULT_TENANT) as client:
+        async with ToolClient.connect(
+            settings=settings, api_key=key, tenant=tenant or DEFAULT_TENANT, needs_workers=needs_workers
+        ) as client:
             yield client
     elif key is not None:
         raise ConfigError(
@@ -42,14 +44,15 @@ async def open_client(tenant: str | None = None) -> AsyncIterator[ToolClient]:
 
 
 @asynccontextmanager
-async def open_pool_client(tenant: str | None = None) -> AsyncIterator[ToolClient]:
-    """As `open_client`, for commands to which a stack of their own could tell nothing. Raises ConfigError when no pool is named."""
+async def open_pool_client(tenant: str | None = None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
+    """As `open_client`, for commands to which a stack of their own could tell nothing; of most of them Redis knows all. Raises ConfigError when no pool is
+    named."""
     if load_settings().redis_url is None:
         raise ConfigError(
             "batches are kept in the Redis of a pool, and TOOLCREW_REDIS_URL names none: set it (`toolcrew up` prints it). "
             "A batch that ran on a stack of its own is gone on with by submitting its file again with the same --id and --output"
         )
-    async with open_client(tenant) as client:
+    async with open_client(tenant, needs_workers=needs_workers) as client:
         yield client
 
 

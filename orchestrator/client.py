@@ -72,16 +72,18 @@ class ToolClient:
         approver: Approver | None = None,
         policy: ApprovalPolicy | None = None,
         settings: OrchestratorSettings | None = None,
+        needs_workers: bool = True,
     ) -> "AsyncIterator[ToolClient]":
         """A client of a running pool. `url` None: TOOLCREW_REDIS_URL. `api_key`: the client is its tenant's, and `tenant` must be one that the key is good
         for, or left out. `approver` None: as TOOLCREW_APPROVALS says. `policy` None: the rules of the file that TOOLCREW_APPROVAL_POLICY names, else none.
+        `needs_workers` False: also of a pool whose workers are gone, of which only batches can be asked then.
 
         Raises ConfigError (a bad policy file, no Redis named, nothing to sign with, no worker), BrokerUnavailable (no answer, wrong password),
         ToolFailure (UNAUTHENTICATED for a key that is none, PERMISSION_DENIED for another tenant's).
         """
         settings = settings or load_settings()
         broker = settings.broker(url)
-        async with open_pool(broker, queue_wait_s=settings.queue_wait_s) as pool:
+        async with open_pool(broker, queue_wait_s=settings.queue_wait_s, needs_workers=needs_workers) as pool:
             credential = None
             if api_key is not None:
                 keys = ApiKeys(pool.redis, settings.deployment)

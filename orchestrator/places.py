@@ -10,15 +10,17 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import host_key, hosts_key, place_key, tenant_sessions_key, tombstone_key
-from contract.places import PLACE_MARGIN_S, PlaceState, SessionPlace, parse_place
+from contract.places import CLOSED, CLOSED_MARGIN_S, PLACE_MARGIN_S, PlaceState, SessionPlace, parse_place
 
 HostFate = Literal["alive", "silent", "given_up"]
+DEFAULT_TTL_S = 1800.0
 MOVE_S = 600
 """How long one process may take to open a session elsewhere before another may try."""
 
 # KEYS: place, the tenant's sessions. ARGV: session, queue, start, ttl_s, margin_s, how many sessions the tenant may have.
 _OPEN = """
-if redis.call('EXISTS', KEYS[1]) == 1 then return 'exists' end
+local known = redis.call('HGET', KEYS[1], 'state')
+if known then return known == 'closed' and 'closed' or 'exists' end
 local limit = tonumber(ARGV[6])
 if redis.call('SCARD', KEYS[2]) >= limit then
   for _, name in ipairs(redis.call('SMEMBERS', KEYS[2])) do
@@ -54,6 +56,16 @@ return 1
 """
 
 
+# KEYS: place, the tenant's sessions. ARGV: session, the state that says so, margin_s, the time to live of one that has no place.
+_CLOSE = """
+local ttl_s = redis.call('HGET', KEYS[1], 'ttl_s') or ARGV[4]
+redis.call('DEL', KEYS[1])
+redis.call('HSET', KEYS[1], 'state', ARGV[2], 'ttl_s', ttl_s)
+redis.call('EXPIRE', KEYS[1], math.ceil(tonumber(ttl_s)) + tonumber(ARGV[3]))
+redis.call('SREM', KEYS[2], ARGV[1])
+"""
+
+
 @dataclass(frozen=True)
 class Home:
     """Where a session's calls go, as far as the fence says that it has not moved."""
@@ -66,7 +78,8 @@ class PlaceBook(Protocol):
     """Where it is known where sessions live. Every method raises BrokerUnavailable when that cannot be asked."""
 
     async def open(self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int) -> Home:
-        """A place for a new session. Raises ToolFailure(QUOTA_EXCEEDED) when the tenant has `limit` sessions, ValueError when there is one of that name."""
+        """A place for a new session. Raises ToolFailure: QUOTA_EXCEEDED when the tenant has `limit` sessions, SESSION_NOT_FOUND for one that was closed before it was
+        opened; ValueError when there is one of that name."""
         ...
 
     async def find(self, tenant: str, session: str) -> SessionPlace | None:
@@ -86,7 +99,7 @@ class PlaceBook(Protocol):
         ...
 
     async def close(self, tenant: str, session: str) -> None:
-        """Forget a session."""
+        """A session has ended, wherever it is or is about to be opened: whoever still has a sandbox of it removes that (workers/leftovers.py)."""
         ...
 
 
@@ -99,6 +112,7 @@ class Places:
         self._open = client.register_script(_OPEN)
         self._move = client.register_script(_MOVE)
         self._settle = client.register_script(_SETTLE)
+        self._close = client.register_script(_CLOSE)
 
     async def open(self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int) -> Home:
         keys = [place_key(self._deployment, tenant, session), tenant_sessions_key(self._deployment, tenant)]
@@ -109,6 +123,8 @@ class Places:
                 f"tenant {tenant} has {limit} sessions open, which is all it may have: close one, or have the operator raise it "
                 "(toolcrew tenants set --sandboxes)",
             )
+        if told == CLOSED:
+            raise ToolFailure(ErrorCode.SESSION_NOT_FOUND, "the session was closed before it was opened: open a new one")
         if told == "exists":
             raise ValueError(f"there is a session {session} already")
         return Home(queue, 1)
@@ -140,13 +156,8 @@ class Places:
         return "alive" if report is not None else "silent"
 
     async def close(self, tenant: str, session: str) -> None:
-        try:
-            async with self._client.pipeline(transaction=True) as pipe:
-                pipe.delete(place_key(self._deployment, tenant, session))
-                pipe.srem(tenant_sessions_key(self._deployment, tenant), session)
-                await pipe.execute()
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
+        keys = [place_key(self._deployment, tenant, session), tenant_sessions_key(self._deployment, tenant)]
+        await _asked(self._close(keys=keys, args=[session, CLOSED, CLOSED_MARGIN_S, DEFAULT_TTL_S]))
 
 
 async def _asked(asked: Awaitable[Any]) -> Any:

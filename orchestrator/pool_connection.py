@@ -37,15 +37,16 @@ class PoolConnection:
 
 
 @asynccontextmanager
-async def open_pool(broker: BrokerSettings, *, queue_wait_s: float) -> AsyncIterator[PoolConnection]:
-    """Connected, with a worker there. Raises ConfigError (nothing to sign with, no worker), BrokerUnavailable."""
+async def open_pool(broker: BrokerSettings, *, queue_wait_s: float, needs_workers: bool = True) -> AsyncIterator[PoolConnection]:
+    """Connected, with a worker there, unless only Redis is to be asked. Raises ConfigError (nothing to sign with, no worker), BrokerUnavailable."""
     keys, deployment = broker.signing_keys(), broker.deployment
     async with AsyncExitStack() as stack:
         redis = open_redis(broker)
         stack.push_async_callback(redis.aclose)
         await check_redis(redis, broker)
         catalog = RedisCatalog(redis, deployment)
-        await catalog.specs()
+        if needs_workers:
+            await catalog.specs()
         clock, events, switches = SharedClock(), CallEvents(redis, deployment), RedisSwitches(redis, deployment)
         stack.push_async_callback(events.close)
         hub = ResultHub(redis)

@@ -101,10 +101,11 @@ _REDIS = (
         for name in ("adoption", "checkpointing", "checkpoints", "draining", "heartbeat", "incarnation", "places", "reporting")
     ),
     "workers/expiry.py",
+    "workers/leftovers.py",
     "orchestrator/admission/grants.py",
     "orchestrator/admission/shared.py",
     "orchestrator/admission/steps.py",
-    *(f"orchestrator/runs/{name}.py" for name in ("happening_stream", "run_log", "run_queue", "runner")),
+    *(f"orchestrator/runs/{name}.py" for name in ("happening_stream", "left_sessions", "run_log", "run_queue", "runner")),
     "workers/custom/state.py",
     "workers/web/cache.py",
 )

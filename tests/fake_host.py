@@ -84,8 +84,10 @@ class MemoryClient(SandboxClient):
         self._sandboxd.deleted.append(checkpoint)
         return True
 
-    def close(self, name: str, *, for_good: bool = False) -> bool:
+    def close(self, name: str, *, fence: int | None = None) -> bool:
         self._check()
+        if fence not in (None, self._sandboxd.rows.get(name, {}).get("fence", 1)):
+            return False
         self._sandboxd.closed.append(name)
         return self._sandboxd.rows.pop(name, None) is not None
 

@@ -1,4 +1,4 @@
-"""A worker's start: what its sandboxd has of sessions is taken over when it is this host's, and closed when it lives elsewhere by now."""
+"""A worker's start: what its sandboxd has of sessions is taken over when it is this host's, and closed when it lives elsewhere by now or was closed."""
 
 import threading
 from collections import Counter
@@ -64,7 +64,7 @@ class Adopter:
                 counts[adoption] += 1
                 if adoption is Adoption.HELD:
                     held.append(name)
-                elif adoption is Adoption.ELSEWHERE and name not in self._stale:
+                elif adoption in (Adoption.ELSEWHERE, Adoption.CLOSED) and name not in self._stale:
                     self._stale.append(name)
         # Only when Redis has answered for all: else they are all asked about again.
         self._held = held
@@ -82,7 +82,7 @@ class Adopter:
                 log.warning("sessions_not_adopted", left=len(self._held), error=str(error))
 
     def _close_stale(self) -> None:
-        """Another host serves them from an older or newer state: nobody may go on with this one."""
+        """Another host serves them from an older or newer state, or nobody does: nobody may go on with this one."""
         stale, self._stale = self._stale, []
         with self._open_client() as client:
             for name in stale:

@@ -23,6 +23,7 @@ from workers.heartbeat import Heartbeat
 from workers.host_report import build_host_report, read_store
 from workers.host_watch import SandboxdWatch
 from workers.incarnation import take_incarnation
+from workers.leftovers import LeftoverSweep
 from workers.places import WorkerPlaces
 from workers.processes import describe_process
 from workers.redis_connection import connect, connect_once
@@ -93,6 +94,7 @@ class HostLife:
         self._checkpoints = AutomaticCheckpoints(self._places, self._clock, self._stop)
         self._keeper = CheckpointKeeper(self._open_client, self._places, self._checkpoints, self._every_s(), self._stop_keeping)
         self._expiry = ExpiryWatch(self._open_client, self._places, self._stop)
+        self._leftovers = LeftoverSweep(self._open_client, self._places, self._stop)
         self._terms = TermsWatch(self._open_client, Tenants(connect(self._broker), self._broker.deployment).policy, self._stop)
 
     def open_places(self) -> WorkerPlaces:
@@ -113,6 +115,7 @@ class HostLife:
         self._adopter.start()
         self._keeper.start()
         self._expiry.start()
+        self._leftovers.start()
         self._terms.start()
 
     def stop(self) -> None:

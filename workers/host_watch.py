@@ -20,7 +20,8 @@ SILENT_S = 3 * HEARTBEAT_S
 
 @dataclass(frozen=True)
 class SessionRow:
-    """A session as sandboxd tells of it. `name`: `<tenant>:<session>`; `changed`: its files may differ from its last checkpoint."""
+    """A session as sandboxd tells of it. `name`: `<tenant>:<session>`; `changed`: its files may differ from its last checkpoint; `fence`: of the place
+    under which it was opened there."""
 
     name: str
     calls: int
@@ -28,6 +29,7 @@ class SessionRow:
     idle_s: float
     changed: bool
     ttl_s: float = float("inf")
+    fence: int = 1
 
     @property
     def tenant(self) -> str:
@@ -48,6 +50,7 @@ def parse_rows(told: Sequence[Mapping[str, Any]]) -> list[SessionRow]:
             float(row.get("idle_s", 0.0)),
             bool(row.get("changed", True)),
             float(row.get("ttl_s", "inf")),
+            int(row.get("fence", 1)),
         )
         for row in told
     ]

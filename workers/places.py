@@ -9,12 +9,13 @@ import redis
 from pydantic import ValidationError
 
 from contract.names import host_key, host_prefix, place_key, tenant_sessions_key
-from contract.places import SessionPlace, parse_place
+from contract.places import CLOSED, SessionPlace, parse_place
 
 # KEYS: place. ARGV: our queue, what the queues of this host begin with, what the keys of reports begin with, then the queues that are known to be gone.
 _ADOPT = """
 local place = redis.call('HMGET', KEYS[1], 'state', 'queue', 'fence', 'held')
 if not place[1] then return 'none' end
+if place[1] == 'closed' then return 'closed' end
 if place[2] == ARGV[1] then return 'ours' end
 if string.sub(place[2], 1, #ARGV[2]) ~= ARGV[2] then return 'elsewhere' end
 local is_gone = redis.call('EXISTS', ARGV[3] .. place[2]) == 0
@@ -75,10 +76,12 @@ class Adoption(StrEnum):
     """An earlier incarnation of this host had it: what was sent to that one is refused from now on, and sent again."""
     ELSEWHERE = "elsewhere"
     """It lives on another host by now: what is here is of no use to anybody."""
+    CLOSED = "closed"
+    """It was closed, and not here: nobody knows any more of what is here."""
     HELD = "held"
     """An earlier incarnation may still have it, or is moving it: to be asked again."""
     NONE = "none"
-    """Of a program that uses sandboxd without a queue, or closed: its time to live ends it."""
+    """Of a program that uses sandboxd without a queue, or forgotten by Redis: its time to live ends it."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,15 @@ class WorkerPlaces:
             found = {name: _parsed(fields) for name, fields in zip(names, pipe.execute(), strict=True)}
         return {name: place for name, place in found.items() if place is not None}
 
+    def find_ended(self, names: Sequence[str]) -> set[str]:
+        """Those that are surely of no use here: closed, or living on another host by now. One of which Redis knows nothing is not among them: it may have
+        been flushed."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.hmget(self._key(name), "state", "queue")
+            told = [tuple(field.decode(errors="replace") if field is not None else None for field in fields) for fields in pipe.execute()]
+        return {name for name, (state, queue) in zip(names, told, strict=True) if state == CLOSED or self._is_elsewhere(queue)}
+
     def note_automatic(self, name: str, fence: int, checkpoint: str, taken_at: float) -> Noted | None:
         """The session's next home begins with that checkpoint. None when the session has moved, or was closed."""
         told = self._noted(name, str(fence), checkpoint, taken_at, is_automatic=True)
@@ -149,6 +161,9 @@ class WorkerPlaces:
                 keys = [self._key(name), tenant_sessions_key(self._deployment, tenant)]
                 self._forget(keys=keys, args=[self.queue, session], client=pipe)
             return sum(pipe.execute())
+
+    def _is_elsewhere(self, queue: str | None) -> bool:
+        return queue is not None and not queue.startswith(self._prefix)
 
     def _noted(self, name: str, fence: str, checkpoint: str, taken_at: float, *, is_automatic: bool) -> Any:
         return self._note(keys=[self._key(name)], args=[self.queue, fence, checkpoint, taken_at, int(is_automatic)])

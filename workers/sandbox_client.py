@@ -142,9 +142,10 @@ class SandboxClient:
         """Kill what a call runs. False when it is not running."""
         return bool(self._ask({"verb": "cancel", "sandbox": name, "call": call_id}, 10.0)["cancelled"])
 
-    def close(self, name: str) -> bool:
-        """Remove the sandbox; returns when its container is gone. False when there was none."""
-        return bool(self._ask({"verb": "close", "sandbox": name}, OPEN_TIMEOUT_S)["closed"])
+    def close(self, name: str, *, fence: int | None = None) -> bool:
+        """Remove the sandbox; returns when its container is gone. False when there was none. `fence`: only what was opened under that one."""
+        only = {"fence": fence} if fence is not None else {}
+        return bool(self._ask({"verb": "close", "sandbox": name, **only}, OPEN_TIMEOUT_S)["closed"])
 
     def tell_terms(self, tenant: str, terms: SandboxTerms) -> int:
         """The terms of a tenant have changed, for all of its sessions here; gives how many there are."""

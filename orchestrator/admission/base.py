@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 from contract.tenancy import TenantPolicy
 
 Priority = Literal["interactive", "batch"]
+NOT_ADMITTED = {"not_run": "admission"}
+"""In the metadata of what admission refuses. No tool's own has it: workers take it out."""
 
 
 @dataclass(frozen=True)

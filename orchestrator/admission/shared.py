@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import redis.asyncio
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from orchestrator.admission.base import Slot, SlotRequest
+from orchestrator.admission.base import NOT_ADMITTED, Slot, SlotRequest
 from orchestrator.admission.grants import GrantListener
 from orchestrator.admission.script import LEASE_S, Answer, grants_channel, renew, restore, tick
 from orchestrator.admission.steps import Clock, Steps
@@ -206,7 +206,7 @@ def _too_many(request: SlotRequest, retry_after_s: float) -> ToolFailure:
         f"{request.tool} was not run: {request.policy.queued} calls of tenant {request.tenant} wait already, which is all that may; "
         f"try again in {retry_after_s:.1f} s, or with fewer calls at a time"
     )
-    return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=round(retry_after_s, 3))
+    return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=round(retry_after_s, 3), **NOT_ADMITTED)
 
 
 def _none_free(request: SlotRequest) -> ToolFailure:
@@ -215,4 +215,4 @@ def _none_free(request: SlotRequest) -> ToolFailure:
         f"{request.tool} was not run: none of the slots that tenant {request.tenant} may use became free within {request.wait_s:g} s; "
         f"try again in {retry_after_s:.0f} s, or with fewer calls at a time"
     )
-    return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=retry_after_s)
+    return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=retry_after_s, **NOT_ADMITTED)

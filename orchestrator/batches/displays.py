@@ -28,16 +28,18 @@ class Display(Protocol):
 
 @dataclass(frozen=True)
 class Watched:
-    """The batch that a display shows. `wall`: Unix seconds; `ticks`: seconds that never jump. `is_kept`: commands can name the batch afterwards."""
+    """The batch that a display shows. `wall`: Unix seconds; `ticks`: seconds that never jump. `is_kept`: commands can name the batch afterwards. `rows`: the
+    files that its rows go to, of successes and of failures, if this process writes any."""
 
     batch: str
     progress: Progress
     wall: Callable[[], float] = time.time
     ticks: Callable[[], float] = time.monotonic
     is_kept: bool = True
+    rows: tuple[str, ...] = ()
 
     def snapshot(self) -> Snapshot:
         return self.progress.snapshot(self.wall())
 
     def summary(self) -> Summary:
-        return build_summary(self.snapshot(), batch=self.batch, is_kept=self.is_kept)
+        return build_summary(self.snapshot(), batch=self.batch, is_kept=self.is_kept, rows=self.rows)

@@ -5,6 +5,8 @@ from datetime import UTC, datetime
 
 from orchestrator.terminal_text import escape_controls
 
+MAX_NOTE_CHARS = 600
+"""Of what is said of a batch as a whole: our own sentences, which name what to do at their end."""
 _STEPS = (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")
 _LINE_ENDS = str.maketrans({"\n": "\\n", "\t": "\\t", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 

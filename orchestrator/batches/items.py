@@ -83,7 +83,7 @@ class BatchItem(Record):
 
 
 class Failure(Record):
-    """Why an item has no result. `code`: an ErrorCode or a StopReason."""
+    """Why an item has no result. `code`: an ErrorCode, a StopReason or one of runs/outcomes.py."""
 
     kind: FailureKind
     code: str

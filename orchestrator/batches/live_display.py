@@ -15,6 +15,7 @@ from orchestrator.batches.plain_lines import PlainLines
 from orchestrator.batches.summary import build_summary_lines
 
 EVERY_S = 0.25
+_FREE_CELLS = 3
 
 
 class LiveDisplay:
@@ -52,8 +53,8 @@ class LiveDisplay:
             return
         self._drawn_at = now
         size = self._console.size
-        # The last column and the last line stay free: terminals scroll or wrap when they are written to.
-        lines = build_screen(self._watched.snapshot(), self._watched.batch, max(1, size.width - 1), max(1, size.height - 1))
+        # The last line stays free: terminals scroll when it is written to. So do the last columns: a Ctrl-C is shown there, as ^C, and must not wrap.
+        lines = build_screen(self._watched.snapshot(), self._watched.batch, max(1, size.width - _FREE_CELLS), max(1, size.height - 1))
         if size != self._size:
             # Of another width the lines that stand there are not where they were drawn.
             self._live.stop()

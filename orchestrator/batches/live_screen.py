@@ -1,22 +1,26 @@
 """The lines that a live display of a batch shows, for any width and height; what matters most is shown first and dropped last."""
 
+import textwrap
+
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from orchestrator.batches.figures import format_cost, format_count, format_eta, format_rate, format_seconds, one_line
+from orchestrator.batches.figures import MAX_NOTE_CHARS, format_cost, format_count, format_eta, format_rate, format_seconds, one_line
 from orchestrator.batches.snapshot import Snapshot
 
 MAX_SHOWN_RUNNING = 8
 MAX_SHOWN_TOOLS = 8
+MAX_NOTE_LINES = 4
 _TIME_CELLS = 13
+_NAME_CELLS = 60
+"""At most: figures far from their names are read on the wrong line."""
 
 
 def build_screen(snapshot: Snapshot, batch: str, width: int, height: int) -> list[Text]:
     """At most `height` lines, none wider than `width`."""
     head = [_bar(snapshot, width), *_wrap(_counts(snapshot), width), *_wrap(_figures(snapshot), width)]
     title = Text(f"batch {one_line(batch)}", style="bold")
-    notes = [Text(one_line(note.message), style="magenta") for note in snapshot.notes[-1:] if note.message]
-    head = [title, *head, *notes]
+    head = [title, *head, *_note(snapshot, width)]
     room = height - len(head)
     blocks = []
     for block in (_running(snapshot, width), _tools(snapshot, width)):
@@ -86,11 +90,19 @@ def _wrap(parts: list[Text], width: int) -> list[Text]:
     return lines
 
 
+def _note(s: Snapshot, width: int) -> list[Text]:
+    """What was said last of the batch as a whole: what it waits for, for one."""
+    told = one_line(s.notes[-1].message, MAX_NOTE_CHARS) if s.notes else ""
+    lines = textwrap.wrap(told, max(1, width))
+    cut = [f"{lines[MAX_NOTE_LINES - 1]} ..."] if len(lines) > MAX_NOTE_LINES else lines[MAX_NOTE_LINES - 1 :]
+    return [Text(line, style="magenta") for line in (*lines[: MAX_NOTE_LINES - 1], *cut)]
+
+
 def _running(s: Snapshot, width: int) -> list[Text]:
     if not s.slowest_running:
         return []
     shown = s.slowest_running[:MAX_SHOWN_RUNNING]
-    name_cells = max(8, width - _TIME_CELLS - (26 if width >= 60 else 0))
+    name_cells = max(8, min(_NAME_CELLS, width - _TIME_CELLS - (26 if width >= 60 else 0)))
     rows = []
     for item in shown:
         row = Text(f"{_column(item.item, name_cells)}{format_seconds(item.age_s):>{_TIME_CELLS}}")
@@ -104,7 +116,7 @@ def _tools(s: Snapshot, width: int) -> list[Text]:
     is_wide = width >= 76
     titles = ("calls", "errors", "p50", "p95", "max", "queued p95") if is_wide else ("calls", "p50", "p95")
     cells = 11 if is_wide else 9
-    name_cells = max(8, width - cells * len(titles))
+    name_cells = max(8, min(_NAME_CELLS, width - cells * len(titles)))
     rows = [Text(_column("tool", name_cells) + "".join(f"{title:>{cells}}" for title in titles), style="bold")]
     for tool in s.tools[:MAX_SHOWN_TOOLS]:
         p50, p95, most = (_short_seconds(value) for value in (tool.seconds.p50_s, tool.seconds.p95_s, tool.seconds.max_s))

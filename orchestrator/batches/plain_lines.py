@@ -4,7 +4,7 @@ from types import TracebackType
 from typing import IO
 
 from orchestrator.batches.displays import Watched
-from orchestrator.batches.figures import format_cost, format_count, format_eta, format_rate, one_line
+from orchestrator.batches.figures import MAX_NOTE_CHARS, format_cost, format_count, format_eta, format_rate, one_line
 from orchestrator.batches.happenings import BatchNoted, Happening, ItemDone, ItemRetried
 from orchestrator.batches.snapshot import Snapshot
 from orchestrator.batches.summary import build_summary_lines
@@ -44,7 +44,7 @@ class PlainLines:
             case ItemRetried() if is_new:
                 self._tell(f"tried again {_what(happening)}", is_failure=True)
             case BatchNoted() if is_new and happening.message:
-                self._tell(one_line(happening.message), is_failure=False)
+                self._tell(one_line(happening.message, MAX_NOTE_CHARS), is_failure=False)
         self.tick()
 
     def tick(self) -> None:

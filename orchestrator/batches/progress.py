@@ -66,6 +66,13 @@ class Progress:
             self._open.pop(happening.item, None)
         return is_new
 
+    def has_end(self, name: str, attempt: int) -> bool:
+        """Whether the end of that attempt at an item has been counted, or a later attempt heard of."""
+        item = self._open.get(name)
+        if item is None:
+            return attempt == 1 and self._settled.get(name) is not None
+        return (item.attempt, item.stage) >= (attempt, Stage.ENDED)
+
     def failed_items(self) -> list[FailedItem]:
         """Those that stand as failed, by time, as far as `max_failed_rows` says."""
         return self._groups.rows()
@@ -198,6 +205,9 @@ class Progress:
         else:
             self._costs_told += 1
             self._nano_cost += round(end.cost * _NANO)
+        if end.seconds <= 0:
+            # It ended before anybody told of it here, and how long it took is not known.
+            return True
         _keep_largest(self._slowest, (end.seconds, end.item, end.attempt, end.run, end.failure or ""), MAX_SLOWEST)
         if end.failure != FailureKind.CANCELLED:
             self._lengths.add(end.seconds)

@@ -70,7 +70,7 @@ class Working:
         tool = self.last_call[1]
         if not self.is_ready and not self.step and not tool:
             return "setting up"
-        now = f"step {self.step + 1}" if self.step else "at work"
+        now = f"{self.step} {'step' if self.step == 1 else 'steps'}" if self.step else "at work"
         return f"{now}, last {tool}" if tool else now
 
 

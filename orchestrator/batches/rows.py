@@ -14,8 +14,8 @@ from orchestrator.limits import StopReason
 MAX_ROW_BYTES = 256 * 1024 * 1024
 
 _CUT = frozenset({StopReason.CUT_REPLY, StopReason.MAX_ITERATIONS, StopReason.MAX_WALL, StopReason.MAX_TOKENS, StopReason.MAX_COST})
-_SPLITTERS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
-"""Readers that split text into lines, not bytes, would split a row at these."""
+_ESCAPED = {number: f"\\u{number:04x}" for number in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
+"""Readers that split text into lines, not bytes, would split a row at some of these; terminals, to which rows are printed, obey others."""
 
 
 class RowResponse(BaseModel):
@@ -68,7 +68,7 @@ def build_row_line(row: Mapping[str, Any]) -> bytes:
     Raises ValueError, a sentence, for a row that could not be read again.
     """
     try:
-        text = json.dumps(row, ensure_ascii=False, allow_nan=False).translate(_SPLITTERS)
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False).translate(_ESCAPED)
         try:
             line = text.encode() + b"\n"
         except UnicodeEncodeError:

@@ -1,6 +1,7 @@
 """What is said of a batch at the end: totals, failures with an example each, the slowest items, and what to do next."""
 
 import shlex
+from collections.abc import Sequence
 from typing import Literal
 
 from orchestrator.batches.figures import format_cost, format_count, format_rate, format_seconds, one_line
@@ -19,13 +20,14 @@ class Summary(Snapshot):
     next: tuple[str, ...]
 
 
-def build_summary(snapshot: Snapshot, *, batch: str, is_kept: bool = True) -> Summary:
-    """`batch`: its id, for the commands that it tells; without `is_kept` nothing but its files is left of it afterwards."""
+def build_summary(snapshot: Snapshot, *, batch: str, is_kept: bool = True, rows: Sequence[str] = ()) -> Summary:
+    """`batch`: its id, for the commands that it tells; without `is_kept` nothing but its files is left of it afterwards. `rows`: the
+    files with its rows, of successes and of failures."""
     fields = {name: getattr(snapshot, name) for name in Snapshot.model_fields}
-    return Summary(**fields, batch=batch, next=tuple(_next(snapshot, shlex.quote(one_line(batch)), is_kept)))
+    return Summary(**fields, batch=batch, next=tuple(_next(snapshot, shlex.quote(one_line(batch)), is_kept, rows)))
 
 
-def _next(snapshot: Snapshot, batch: str, is_kept: bool) -> list[str]:
+def _next(snapshot: Snapshot, batch: str, is_kept: bool, rows: Sequence[str]) -> list[str]:
     told, counts = [], snapshot.failures
     submit = f"by submitting the same file again with `--id {batch}` and the same --output"
     resume, retry = (
@@ -34,19 +36,22 @@ def _next(snapshot: Snapshot, batch: str, is_kept: bool) -> list[str]:
     unfinished = snapshot.running + snapshot.queued
     if unfinished:
         told.append(f"{unfinished:,} {_items(unfinished)} without a result yet: go on {resume}")
+    if cancelled := counts.get(FailureKind.CANCELLED, 0):
+        told.append(f"{cancelled:,} cancelled: begin them after all {resume}")
     if infrastructure := counts.get(FailureKind.INFRASTRUCTURE, 0):
         told.append(f"{infrastructure:,} failed for the infrastructure: try them again {retry}")
     if wrong := counts.get(FailureKind.INPUT, 0):
         told.append(f"{wrong:,} failed for what their lines name: mend these lines and submit them as a batch of their own")
-    groups = [group for group in snapshot.groups if group.kind in (FailureKind.MODEL, FailureKind.TOOL)]
-    if groups:
-        count = counts.get(FailureKind.MODEL, 0) + counts.get(FailureKind.TOOL, 0)
-        run = next((group.run for group in groups if group.run), "")
-        look = f"`toolcrew trace show {shlex.quote(one_line(run))}`" if run else "`toolcrew trace show RUN`"
-        told.append(f"{count:,} failed for the model or a tool, as they would again: see what happened, for one of them with {look}")
-    if cancelled := counts.get(FailureKind.CANCELLED, 0):
-        told.append(f"{cancelled:,} cancelled: submit their lines again if they are wanted after all")
-    if snapshot.ended and is_kept:
+    if count := counts.get(FailureKind.MODEL, 0):
+        run = next((group.run for group in snapshot.groups if group.kind == FailureKind.MODEL and group.run), "RUN")
+        look = f"`toolcrew trace show {shlex.quote(one_line(run))}`"
+        told.append(f"{count:,} failed for the model, as they would again: see what happened, of one of them with {look}")
+    if count := counts.get(FailureKind.TOOL, 0):
+        told.append(f"{count:,} failed for a tool, as they would again: their rows say why")
+    if snapshot.ended and rows:
+        shown = [row for row, count in zip(rows, (snapshot.done, snapshot.failed), strict=True) if count]
+        told.append(f"read the rows in {' and '.join(one_line(shlex.quote(row)) for row in shown)}")
+    elif snapshot.ended and is_kept:
         told.append(f"read what there is with `toolcrew batch results {batch}`")
     return told
 

@@ -13,7 +13,7 @@ from orchestrator.batches.items import BatchItem, FailureKind
 from orchestrator.batches.lines import BatchFile
 from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
-from orchestrator.runs.run_queue import RunQueue
+from orchestrator.runs.run_queue import AT_ONCE, BatchCancelled, RunQueue
 
 DEFAULT_CONCURRENCY = 16
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -76,7 +76,8 @@ class Batches:
         if not is_new:
             await self._check_same(chosen, file)
             await self._go_on(chosen, concurrency, defaults, is_detached=is_detached)
-        await self._queue.add(self.tenant, chosen, self._runs(chosen, file.items))
+            await self._queue.reopen(self.tenant, chosen)
+        await self._add(chosen, file)
         if is_new:
             await self._note(chosen, f"submitted with {len(file.items)} items", total=len(file.items))
         else:
@@ -93,6 +94,7 @@ class Batches:
                 f"submit the same file again with --id {batch} to go on with it",
             )
         again = await self._queue.retry(self.tenant, batch, kinds)
+        await self._queue.reopen(self.tenant, batch)
         await self._note(batch, f"resumed, {again} items are begun anew")
         return again
 
@@ -107,9 +109,23 @@ class Batches:
 
     async def custom_ids(self, batch: str) -> dict[str, str]:
         """Of every item that was submitted, its custom_id and its run."""
-        runs = await self._queue.items(self.tenant, batch)
-        records = await self._queue.runs([(self.tenant, run) for run in runs])
-        return {record.item.custom_id: run for run, record in zip(runs, records, strict=True) if record is not None}
+        runs, known = await self._queue.items(self.tenant, batch), dict[str, str]()
+        for at in range(0, len(runs), AT_ONCE):
+            # Some at a time, and without what they came to: of a large batch that is more than fits into memory.
+            some = runs[at : at + AT_ONCE]
+            told = await self._queue.custom_ids(self.tenant, some)
+            known |= {custom_id: run for run, custom_id in zip(some, told, strict=True) if custom_id is not None}
+        return known
+
+    async def _add(self, batch: str, file: BatchFile) -> None:
+        try:
+            await self._queue.add(self.tenant, batch, self._runs(batch, file.items))
+        except BatchCancelled:
+            raise ToolFailure(
+                ErrorCode.CANCELLED,
+                f"the batch {batch} was cancelled while its lines were queued, and those that were not yet there are left out: "
+                f"submit the same file again with --id {batch} to go on with it",
+            ) from None
 
     def _runs(self, batch: str, items: Sequence[BatchItem]) -> Iterator[tuple[str, BatchItem]]:
         return ((run_id(self.tenant, batch, item.custom_id), item) for item in items)

@@ -18,7 +18,8 @@ from orchestrator.runs.run_queue import RunQueue
 log = get_logger(__name__)
 
 LOOK_S = 0.25
-ROWS_AT_ONCE = 500
+ROWS_AT_ONCE = 100
+"""They wait for the disk together, and lie in memory together, with all that their items left: a transcript may have megabytes."""
 WRITE_AGAIN_S = 5.0
 ENDED = (BatchState.COMPLETED, BatchState.CANCELLED)
 
@@ -47,6 +48,7 @@ class Follower:
         self._rows, self._show, self._tick = rows, show, tick
         self._written = 0
         self._numbers = SettledItems()
+        self._gone: set[str] = set()
         self._write_after = 0.0
 
     async def run(self) -> BatchRecord:
@@ -81,7 +83,7 @@ class Follower:
         except ToolFailure as error:
             raise BatchForgotten(
                 f"Redis has forgotten batch {self._batch} while it was worked: its data was flushed or lost. The rows that were written stay: "
-                "see that Redis keeps its data, then submit the lines that have no row yet as a batch of their own"
+                f"see that Redis keeps its data, then submit the same file again with `--id {self._batch}` and the same --output, which works the lines without one"
             ) from error
 
     async def _write_missed(self) -> bool:
@@ -121,9 +123,18 @@ class Follower:
         while told := await self._queue.ended(self._tenant, self._batch, self._written, ROWS_AT_ONCE):
             if ended := [one for one in told if self._numbers.get(one[1]) != one[0]]:
                 records = await self._queue.runs([(self._tenant, run) for _, run in ended])
+                self._tell_gone({run for (_, run), record in zip(ended, records, strict=True) if record is None})
                 return ended, [record.outcome for record in records if record is not None and record.outcome is not None]
             self._written = told[-1][0]
         return None
+
+    def _tell_gone(self, gone: set[str]) -> None:
+        """Of runs whose records Redis has lost: even their items' ids are not known any more."""
+        if gone <= self._gone:
+            return
+        self._gone |= gone
+        told = f"{len(self._gone)} items are gone from Redis and have no row: see that it evicts nothing, then submit the same file again"
+        self._show(BatchNoted(at=time.time(), message=f"{told} with `--id {self._batch}` and the same --output"))
 
     async def _append(self, outcomes: list[Outcome]) -> bool:
         assert self._rows is not None

@@ -23,6 +23,7 @@ from orchestrator.dispatcher import Terms
 from orchestrator.events import CallFinished, CallStarted, RunEvent, StepFinished
 from orchestrator.homes import new_session_name
 from orchestrator.limits import Prices, ReActOptions, StopReason
+from orchestrator.logs import get_logger
 from orchestrator.outages import outlast
 from orchestrator.pool_connection import PoolConnection
 from orchestrator.run_parts import RunAs, RunParts
@@ -36,6 +37,8 @@ from orchestrator.runs.run_queue import Claim
 from orchestrator.runs.session_turns import SessionTurns
 from orchestrator.sessions import Session, SessionInfo, Start
 from orchestrator.traces.opening import Traces
+
+log = get_logger(__name__)
 
 Tell = Callable[[Happening], None]
 LEAST_WALL_S = 1.0
@@ -86,15 +89,14 @@ class ItemWork:
                 await self.abandon(claim, journal)
         finally:
             if session is not None and not _is_being_cancelled():
-                await self._close(session)
+                await self._close(claim.tenant, session)
         return _outcome(claim, body, failure)
 
     async def abandon(self, claim: Claim, journal: Journal) -> None:
         """Have the session of a run that is not gone on with removed, as far as it can be reached."""
         name = journal.opening or (journal.session.session if journal.session is not None else None)
         if name is not None:
-            with suppress(OperatorError, ToolFailure):
-                await outlast(lambda: self._pool.dispatcher.abandon_session(claim.tenant, name))
+            await self._abandon(claim.tenant, name)
 
     async def _session(self, claim: Claim, journal: Journal) -> Session:
         """The run's session: the one of its log, or a new one."""
@@ -199,11 +201,19 @@ class ItemWork:
         )
         return await journal.note_artifacts(paths, missing)
 
-    async def _close(self, session: Session) -> None:
-        """An item whose sandbox cannot be removed now has its outcome all the same: the sandbox goes when its time is up."""
-        with suppress(OperatorError, ToolFailure):
+    async def _close(self, tenant: str, session: Session) -> None:
+        """An item whose sandbox cannot be removed now has its outcome all the same: its host hears later that it is to go."""
+        try:
             await outlast(session.close)
+        except (OperatorError, ToolFailure) as error:
+            log.warning("session_not_closed", session=session.id, error=str(error))
+            await self._abandon(tenant, session.id)
         self._turns.note_end()
+
+    async def _abandon(self, tenant: str, session: str) -> None:
+        """When Redis is away for long, or the tenant is none any more, the sandbox goes when its time is up."""
+        with suppress(OperatorError, ToolFailure):
+            await outlast(lambda: self._pool.dispatcher.abandon_session(tenant, session))
 
 
 class _CopiedOut(TypedDict, total=False):

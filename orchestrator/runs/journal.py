@@ -46,6 +46,11 @@ class Journal:
         return 0 < self._given <= len(self._replies)
 
     @property
+    def has_grown(self) -> bool:
+        """Whether this process has brought the run further."""
+        return self._log.has_grown
+
+    @property
     def opening(self) -> str | None:
         """The session that was about to be opened when the log ended, and is not known to be there."""
         last = self._last((SessionOpening, SessionOpened))

@@ -28,14 +28,15 @@ def run_parts_key(deployment: str, tenant: str, run: str) -> str:
 
 
 def batch_key(deployment: str, tenant: str, batch: str) -> str:
-    """The hash of a batch (BatchRecord); beside it `:waiting` (sorted set), `:running` (set), `:ended` (list) and `:items` (list) of its runs'
-    ids, and `:events` (stream)."""
+    """The hash of a batch (BatchRecord); beside it `:waiting` (sorted set), `:delayed` and `:running` (sets), `:ended` (sorted set) and `:items` (list)
+    of its runs' ids, and `:events` (stream)."""
     return f"toolcrew:{deployment}:{tenant}:batch:{batch}"
 
 
 def batches_key(deployment: str, tenant: str) -> str:
-    """The sorted set of a tenant's batches, by when they were submitted; some of them may be forgotten by now."""
-    return f"toolcrew:{deployment}:{tenant}:batches"
+    """The sorted set of a tenant's batches, by when they were submitted; some of them may be forgotten by now. No key of `runs_prefix`, whatever the
+    tenant is called."""
+    return f"toolcrew:{deployment}:{tenant}:batch-ids"
 
 
 def member(tenant: str, name: str) -> str:

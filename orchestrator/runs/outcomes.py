@@ -32,6 +32,9 @@ _INPUT_CODES = frozenset(
 _BUSY_CODES = frozenset({ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.SESSION_NOT_FOUND})
 """Nothing is wrong with the item: another time it may go."""
 
+CONTEXT_WINDOW_EXCEEDED, MODEL_REFUSED, ORCHESTRATOR_LOST = "context_window_exceeded", "model_refused", "orchestrator_lost"
+"""Codes of failures of items that are none of calls."""
+
 _TOLD: dict[StopReason, str] = {
     StopReason.MAX_ITERATIONS: "the model still called tools when its steps were used up: allow more (max_iterations)",
     StopReason.MAX_WALL: "the run reached its time limit (max_wall_s)",
@@ -63,8 +66,10 @@ def judge_call(result: ToolResult) -> Failure | None:
 def judge_error(error: BaseException) -> Failure:
     """Why an item was not worked to its end. Whatever is no error of ours is a bug, and told as one."""
     match error:
-        case ContextWindowExceeded() | ModelRefused():
-            return Failure(kind=FailureKind.MODEL, code=error.code.value, message=str(error))
+        case ContextWindowExceeded():
+            return Failure(kind=FailureKind.MODEL, code=CONTEXT_WINDOW_EXCEEDED, message=str(error))
+        case ModelRefused():
+            return Failure(kind=FailureKind.MODEL, code=MODEL_REFUSED, message=str(error))
         case ModelDenied():
             return Failure(kind=FailureKind.INPUT, code=error.code.value, message=str(error))
         case ModelUnavailable() | BrokerUnavailable():
@@ -78,6 +83,15 @@ def judge_error(error: BaseException) -> Failure:
             return Failure(kind=kind, code=error.code.value, message=error.message)
         case _:
             return Failure(kind=FailureKind.INFRASTRUCTURE, code=ErrorCode.INTERNAL.value, message=f"{type(error).__name__}: {error}")
+
+
+def judge_losses(times: int) -> Failure:
+    """Why an item is not gone on with whose holders die."""
+    told = (
+        f"the process that worked the item died, or lost Redis, {times} times in a row without bringing it further: look into that process's log and its "
+        "memory for what this item asks too much of, then retry it"
+    )
+    return Failure(kind=FailureKind.INFRASTRUCTURE, code=ORCHESTRATOR_LOST, message=told)
 
 
 def status_of(failure: Failure | None) -> int:

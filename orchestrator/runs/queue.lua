@@ -12,22 +12,34 @@ end
 
 local function run_key(tenant, run) return deployment .. tenant .. ':run:' .. run end
 local function batch_key(tenant, batch) return deployment .. tenant .. ':batch:' .. batch end
-local function batches_key(tenant) return deployment .. tenant .. ':batches' end
+-- Not ':batches': a tenant may be called `runs`, and the queue's own sets begin so.
+local function batches_key(tenant) return deployment .. tenant .. ':batch-ids' end
 
-local function keep(tenant, batch, run)
-  local ttl = tonumber(redis.call('HGET', batch_key(tenant, batch), 'ttl_s')) or 2592000
+local ttls = {}
+local function ttl_of(tenant, batch)
   local key = batch_key(tenant, batch)
-  for _, one in ipairs({key, key .. ':waiting', key .. ':running', key .. ':ended', key .. ':items', key .. ':events'}) do redis.call('EXPIRE', one, ttl) end
-  redis.call('EXPIRE', batches_key(tenant), ttl)
-  if run then redis.call('EXPIRE', run_key(tenant, run), ttl) end
+  ttls[key] = ttls[key] or tonumber(redis.call('HGET', key, 'ttl_s')) or 2592000
+  return ttls[key]
 end
+
+-- Something has happened in a batch: once a step, however many of its runs that was about.
+local function keep(tenant, batch)
+  local ttl = ttl_of(tenant, batch)
+  local key = batch_key(tenant, batch)
+  for _, one in ipairs({'', ':waiting', ':delayed', ':running', ':ended', ':items', ':events'}) do redis.call('EXPIRE', key .. one, ttl) end
+  redis.call('EXPIRE', batches_key(tenant), ttl)
+end
+
+local function keep_run(tenant, batch, run) redis.call('EXPIRE', run_key(tenant, run), ttl_of(tenant, batch)) end
 
 -- Lower comes first: by priority, then in the order of the lines.
 local function rank(priority, line) return -tonumber(priority) * 1e9 + tonumber(line) end
 
 local function wait(tenant, batch, run)
   local told = redis.call('HMGET', run_key(tenant, run), 'priority', 'line')
-  redis.call('ZADD', batch_key(tenant, batch) .. ':waiting', rank(told[1] or 0, told[2] or 0), run)
+  local waiting = batch_key(tenant, batch) .. ':waiting'
+  redis.call('ZADD', waiting, rank(told[1] or 0, told[2] or 0), run)
+  redis.call('EXPIRE', waiting, ttl_of(tenant, batch))
   redis.call('ZADD', runs .. 'batches', 'NX', stamp, tenant .. '|' .. batch)
 end
 
@@ -35,18 +47,53 @@ local function begin(tenant, batch, run, claim, owner, lease_s, how)
   local key = run_key(tenant, run)
   redis.call('HSET', key, 'state', 'running', 'claim', claim, 'owner', owner)
   if how ~= 'resumed' then redis.call('HSET', key, 'started_at', stamp) end
-  redis.call('SADD', batch_key(tenant, batch) .. ':running', run)
+  local running = batch_key(tenant, batch) .. ':running'
+  redis.call('SADD', running, run)
+  redis.call('EXPIRE', running, ttl_of(tenant, batch))
   redis.call('ZADD', runs .. 'leases', now + lease_s, tenant .. '|' .. run)
+  keep_run(tenant, batch, run)
   return {tenant, run, claim, how}
 end
 
+-- Its holder died: how often that was since the run's log last grew.
+local function lose(tenant, run) redis.call('HINCRBY', run_key(tenant, run), 'losses', 1) end
+
+-- Waiting again, whoever had it or meant to come back to it.
+local function requeue(tenant, batch, run)
+  redis.call('HSET', run_key(tenant, run), 'state', 'queued', 'claim', '')
+  redis.call('SREM', batch_key(tenant, batch) .. ':running', run)
+  redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
+  wait(tenant, batch, run)
+end
+
+local function undelay(tenant, batch, run)
+  redis.call('ZREM', runs .. 'delayed', tenant .. '|' .. run)
+  redis.call('SREM', batch_key(tenant, batch) .. ':delayed', run)
+end
+
+-- Of a batch that is being cancelled nothing is added any more: what was not submitted by then never ends.
 local function settle(tenant, batch)
   local key = batch_key(tenant, batch)
-  local ended = redis.call('ZCARD', key .. ':ended')
   local told = redis.call('HMGET', key, 'total', 'state')
-  if ended < tonumber(told[1] or '0') then return end
+  local is_cancelled, all = told[2] == 'cancelling', tonumber(told[1] or '0')
+  if is_cancelled then all = redis.call('LLEN', key .. ':items') elseif told[2] ~= 'in_progress' then return end
+  if redis.call('ZCARD', key .. ':ended') < all then return end
   redis.call('ZREM', runs .. 'batches', tenant .. '|' .. batch)
-  redis.call('HSET', key, 'state', told[2] == 'cancelling' and 'cancelled' or 'completed', 'ended_at', stamp)
+  redis.call('HSET', key, 'state', is_cancelled and 'cancelled' or 'completed', 'ended_at', stamp)
+end
+
+-- A run whose record Redis has lost: nobody can work it, and its batch ends without it.
+local function forget(tenant, batch, run)
+  local key = batch_key(tenant, batch)
+  redis.call('DEL', run_key(tenant, run))
+  redis.call('SREM', key .. ':running', run)
+  redis.call('ZREM', key .. ':waiting', run)
+  redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
+  undelay(tenant, batch, run)
+  redis.call('ZADD', key .. ':ended', redis.call('HINCRBY', key, 'ends', 1), run)
+  redis.call('HINCRBY', key, 'failed:infrastructure', 1)
+  keep(tenant, batch)
+  settle(tenant, batch)
 end
 
 local function finish(tenant, run, outcome, failure)
@@ -57,39 +104,50 @@ local function finish(tenant, run, outcome, failure)
   redis.call('SREM', batch_at .. ':running', run)
   redis.call('ZREM', batch_at .. ':waiting', run)
   redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
-  redis.call('ZREM', runs .. 'delayed', tenant .. '|' .. run)
+  undelay(tenant, batch, run)
   redis.call('ZADD', batch_at .. ':ended', redis.call('HINCRBY', batch_at, 'ends', 1), run)
   redis.call('HINCRBY', batch_at, failure == '' and 'succeeded' or 'failed:' .. failure, 1)
+  keep_run(tenant, batch, run)
   redis.call('EXPIRE', key .. ':log', 3600)
   redis.call('EXPIRE', key .. ':parts', 3600)
   settle(tenant, batch)
+  return batch
 end
 
 local steps = {}
 
--- tenant, batch, then for each item: run, item (JSON), priority, line. Gives how many are new.
+-- tenant, batch, then for each item: run, item (JSON), priority, line. Gives how many are new; -1, and nothing done, when the batch is cancelled.
 function steps.add()
   local tenant, batch, added = ARGV[4], ARGV[5], 0
   local key = batch_key(tenant, batch)
+  local state = redis.call('HGET', key, 'state')
+  if state == 'cancelling' or state == 'cancelled' then return -1 end
   for at = 6, #ARGV, 4 do
     local run = ARGV[at]
     if redis.call('EXISTS', run_key(tenant, run)) == 0 then
       redis.call('HSET', run_key(tenant, run), 'batch', batch, 'item', ARGV[at + 1], 'priority', ARGV[at + 2], 'line', ARGV[at + 3],
         'state', 'queued', 'attempt', 1, 'queued_at', stamp)
-      redis.call('RPUSH', key .. ':items', run)
+      if redis.call('ZREM', key .. ':ended', run) == 1 then
+        -- It was forgotten, and is there again.
+        redis.call('HINCRBY', key, 'failed:infrastructure', -1)
+      else
+        redis.call('RPUSH', key .. ':items', run)
+      end
       wait(tenant, batch, run)
-      keep(tenant, batch, run)
+      keep_run(tenant, batch, run)
       added = added + 1
     end
   end
+  keep(tenant, batch)
   return added
 end
 
--- owner, how many, lease, tenant|batch whose runs are wanted, tenants, then as many words for claims. Gives {tenant, run, claim, how} of each.
+-- owner, how many, lease, tenant|batch whose runs are wanted, tenants, then as many words for claims. Gives {tenant, run, claim, how} of each, and
+-- {tenant, batch, run} of those that were left behind in a batch that is cancelled: they wait, to be ended.
 -- Without a tenant|batch: of all that are detached, of those tenants (',a,b,'; '' for all).
 function steps.claim()
   local owner, most, lease_s, only, tenants = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8]
-  local given, word = {}, 9
+  local given, left, word = {}, {}, 9
   local function is_wanted(tenant, batch)
     if only ~= '' then return only == tenant .. '|' .. batch end
     if tenants ~= '' and not string.find(tenants, ',' .. tenant .. ',', 1, true) then return false end
@@ -104,25 +162,35 @@ function steps.claim()
     local batch = redis.call('HGET', run_key(tenant, run), 'batch')
     if not batch then
       redis.call('ZREM', runs .. 'leases', one)
+    elseif redis.call('HGET', batch_key(tenant, batch), 'state') ~= 'in_progress' then
+      requeue(tenant, batch, run)
+      -- Until it has ended it is found here again, should whoever ends it die.
+      redis.call('ZADD', runs .. 'leases', now + lease_s, one)
+      if #left < 200 then table.insert(left, {tenant, batch, run}) end
     elseif is_wanted(tenant, batch) then
-      if #given < most then take(tenant, batch, run, 'resumed') end
-    elseif redis.call('HGET', batch_key(tenant, batch), 'state') == 'in_progress' then
+      if #given < most then
+        lose(tenant, run)
+        take(tenant, batch, run, 'resumed')
+      end
+    else
       -- Somebody else's, who may never come: it waits for him there, and not before what is ours.
-      redis.call('HSET', run_key(tenant, run), 'state', 'queued', 'claim', '')
-      redis.call('SREM', batch_key(tenant, batch) .. ':running', run)
-      redis.call('ZREM', runs .. 'leases', one)
-      wait(tenant, batch, run)
+      lose(tenant, run)
+      requeue(tenant, batch, run)
     end
   end
   for _, one in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'delayed', '-inf', now, 'LIMIT', 0, 1000)) do
     local tenant, run = split(one)
     local batch = redis.call('HGET', run_key(tenant, run), 'batch')
     redis.call('ZREM', runs .. 'delayed', one)
-    if batch then wait(tenant, batch, run) end
+    if batch then
+      undelay(tenant, batch, run)
+      wait(tenant, batch, run)
+    end
   end
-  -- One of each batch in turn, the one that was served longest ago first.
-  local idle = 0
-  while #given < most do
+  -- One of each batch in turn, the one that was served longest ago first. Of very many that have nothing to give some are looked at each time.
+  local idle, looks = 0, 0
+  while #given < most and looks < 500 + most do
+    looks = looks + 1
     local one = redis.call('ZRANGE', runs .. 'batches', idle, idle)[1]
     if only ~= '' then one = idle == 0 and redis.call('ZSCORE', runs .. 'batches', only) and only end
     if not one then break end
@@ -132,7 +200,9 @@ function steps.claim()
     local is_full = redis.call('SCARD', key .. ':running') >= tonumber(told[1] or '0')
     local is_open = not is_full and told[2] == 'in_progress' and is_wanted(tenant, batch)
     local run = is_open and redis.call('ZPOPMIN', key .. ':waiting')[1]
-    if run then
+    if run and redis.call('HEXISTS', run_key(tenant, run), 'item') == 0 then
+      forget(tenant, batch, run)
+    elseif run then
       local is_logged = redis.call('EXISTS', run_key(tenant, run) .. ':log') == 1
       take(tenant, batch, run, is_logged and 'resumed' or 'begun')
       redis.call('ZADD', runs .. 'batches', now + #given * 1e-6, one)
@@ -142,7 +212,10 @@ function steps.claim()
       idle = idle + 1
     end
   end
-  return given
+  if idle > 0 and looks >= 500 + most then
+    for _, one in ipairs(redis.call('ZRANGE', runs .. 'batches', 0, idle - 1)) do redis.call('ZADD', runs .. 'batches', stamp, one) end
+  end
+  return {given, left}
 end
 
 -- lease, then {tenant|run, claim} of each. Gives those that are to be given up: lost, or of a batch that is being cancelled.
@@ -167,7 +240,7 @@ function steps.finish()
   local told = redis.call('HMGET', run_key(ARGV[4], ARGV[5]), 'claim', 'state', 'outcome')
   if told[2] == 'ended' and told[3] == ARGV[7] then return 1 end
   if told[1] ~= ARGV[6] then return 0 end
-  finish(ARGV[4], ARGV[5], ARGV[7], ARGV[8])
+  keep(ARGV[4], finish(ARGV[4], ARGV[5], ARGV[7], ARGV[8]))
   return 1
 end
 
@@ -182,43 +255,70 @@ function steps.give_back()
   redis.call('HSET', key, 'state', 'queued', 'claim', '', 'queued_at', stamp)
   if ARGV[8] == '1' then
     redis.call('HINCRBY', key, 'attempt', 1)
+    redis.call('HDEL', key, 'losses')
     redis.call('DEL', key .. ':log', key .. ':parts')
   end
   redis.call('SREM', batch_key(tenant, told[2]) .. ':running', run)
   redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
   if after_s > 0 then
     redis.call('ZADD', runs .. 'delayed', now + after_s, tenant .. '|' .. run)
+    redis.call('SADD', batch_key(tenant, told[2]) .. ':delayed', run)
+    keep(tenant, told[2])
   else
     wait(tenant, told[2], run)
   end
   return 1
 end
 
--- tenant, batch, how many. Nothing of the batch is begun any more; gives some of the runs that wait, to be dropped.
+-- tenant, batch, how many. Nothing of the batch is begun any more; gives some of the runs that wait, to be dropped; none: those were all.
 function steps.cancel()
-  local tenant, batch = ARGV[4], ARGV[5]
+  local tenant, batch, given = ARGV[4], ARGV[5], {}
   local key = batch_key(tenant, batch)
   local state = redis.call('HGET', key, 'state')
   if state == 'in_progress' then redis.call('HSET', key, 'state', 'cancelling') end
   if state ~= 'in_progress' and state ~= 'cancelling' then return {} end
-  -- What is to be tried again later waits like the rest, and so does what nobody works any more.
-  for _, one in ipairs(redis.call('ZRANGE', runs .. 'delayed', 0, -1)) do
-    local owner, run = split(one)
-    if owner == tenant and redis.call('HGET', run_key(tenant, run), 'batch') == batch then
-      redis.call('ZREM', runs .. 'delayed', one)
-      wait(tenant, batch, run)
+  -- What is to be tried again later waits like the rest, and so does, when nothing else waits, what nobody works any more.
+  for _, run in ipairs(redis.call('SRANDMEMBER', key .. ':delayed', 1000)) do
+    undelay(tenant, batch, run)
+    wait(tenant, batch, run)
+  end
+  if redis.call('EXISTS', key .. ':waiting') == 0 then
+    local room = 1000
+    for _, run in ipairs(redis.call('SMEMBERS', key .. ':running')) do
+      local lease_ends = tonumber(redis.call('ZSCORE', runs .. 'leases', tenant .. '|' .. run) or '0')
+      if lease_ends <= now and room > 0 then
+        requeue(tenant, batch, run)
+        room = room - 1
+      end
     end
   end
-  for _, run in ipairs(redis.call('SMEMBERS', key .. ':running')) do
-    local lease_ends = tonumber(redis.call('ZSCORE', runs .. 'leases', tenant .. '|' .. run) or '0')
-    if lease_ends <= now then
-      redis.call('HSET', run_key(tenant, run), 'state', 'queued', 'claim', '')
-      redis.call('SREM', key .. ':running', run)
-      redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
-      wait(tenant, batch, run)
+  while #given == 0 and redis.call('EXISTS', key .. ':waiting') == 1 do
+    for _, run in ipairs(redis.call('ZRANGE', key .. ':waiting', 0, tonumber(ARGV[6]) - 1)) do
+      if redis.call('HEXISTS', run_key(tenant, run), 'item') == 0 then
+        forget(tenant, batch, run)
+      elseif redis.call('HGET', run_key(tenant, run), 'state') == 'queued' then
+        table.insert(given, run)
+      else
+        -- It runs, or has ended: it was never to wait.
+        redis.call('ZREM', key .. ':waiting', run)
+      end
     end
   end
-  return redis.call('ZRANGE', key .. ':waiting', 0, tonumber(ARGV[6]) - 1)
+  if #given == 0 then settle(tenant, batch) end
+  return given
+end
+
+-- tenant, batch. It goes on, when something of it waits or is still to be added, whether it was cancelled or not.
+function steps.reopen()
+  local tenant, batch = ARGV[4], ARGV[5]
+  local key = batch_key(tenant, batch)
+  local told = redis.call('HMGET', key, 'total', 'state')
+  local is_waiting = redis.call('EXISTS', key .. ':waiting') == 1
+  local is_more = is_waiting or redis.call('LLEN', key .. ':items') < tonumber(told[1] or '0')
+  if not told[2] or told[2] == 'in_progress' or not is_more then return 0 end
+  redis.call('HSET', key, 'state', 'in_progress', 'ended_at', '0')
+  if is_waiting then redis.call('ZADD', runs .. 'batches', 'NX', stamp, tenant .. '|' .. batch) end
+  return 1
 end
 
 -- tenant, batch, then {run, outcome, kind of failure} of each: those that still wait end so. Gives them.
@@ -230,6 +330,7 @@ function steps.settle()
       table.insert(settled, ARGV[at])
     end
   end
+  keep(tenant, batch)
   return settled
 end
 
@@ -244,15 +345,17 @@ function steps.retry()
     local failure = redis.call('HGET', record, 'failure')
     if failure and kinds[failure] then
       redis.call('HSET', record, 'state', 'queued', 'outcome', '', 'failure', '', 'queued_at', stamp)
-      redis.call('HINCRBY', record, 'attempt', 1)
+      redis.call('HSET', record, 'first_attempt', redis.call('HINCRBY', record, 'attempt', 1))
+      redis.call('HDEL', record, 'losses')
       redis.call('DEL', record .. ':log', record .. ':parts')
       redis.call('ZREM', key .. ':ended', run)
       redis.call('HINCRBY', key, 'failed:' .. failure, -1)
       wait(tenant, batch, run)
-      keep(tenant, batch, run)
+      keep_run(tenant, batch, run)
       table.insert(again, run)
     end
   end
+  keep(tenant, batch)
   if #again > 0 then redis.call('HSET', key, 'state', 'in_progress', 'ended_at', '0') end
   return again
 end

@@ -26,7 +26,8 @@ class BatchState(StrEnum):
 
 
 class RunRecord(Record):
-    """`claim`: the word of whoever holds the run; `attempt`: 1, and more when it was begun anew after a failure. Instants in Unix seconds of Redis's clock."""
+    """`claim`: the word of whoever holds the run; `attempt`: 1, and more when it was begun anew after a failure; `first_attempt`: the one since which it
+    was begun anew by itself only; `losses`: how often its holder died since its log last grew. Instants in Unix seconds of Redis's clock."""
 
     batch: str
     item: BatchItem
@@ -34,6 +35,8 @@ class RunRecord(Record):
     claim: str = ""
     owner: str = ""
     attempt: int = Field(default=1, ge=1)
+    first_attempt: int = Field(default=1, ge=1)
+    losses: int = 0
     priority: int = 0
     line: int = 0
     queued_at: float = 0.0

@@ -10,7 +10,7 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ConfigError
 from orchestrator.logs import get_logger
-from orchestrator.runs.entries import Entry, parse_entry
+from orchestrator.runs.entries import Entry, SessionOpening, parse_entry
 from orchestrator.runs.keys import RUN_TTL_S, run_key, run_log_key, run_parts_key
 
 log = get_logger(__name__)
@@ -19,7 +19,7 @@ INLINE_BYTES = 64 * 1024
 """A larger entry lies beside the log."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 
-# KEYS: run, log, parts. ARGV: claim, index, entry, part ('' for none), time to live. Gives added; there (said before, its answer was lost); taken (another
+# KEYS: run, log, parts. ARGV: claim, index, entry, part ('' for none), time to live, '1' when the run has come further by it. Gives added; there (said before, its answer was lost); taken (another
 # process has the run); or how many entries there are, when Redis has lost its last ones.
 _APPEND = """
 if redis.call('HGET', KEYS[1], 'claim') ~= ARGV[1] then return 'taken' end
@@ -31,6 +31,7 @@ if ARGV[4] ~= '' then
   redis.call('EXPIRE', KEYS[3], ARGV[5])
 end
 redis.call('RPUSH', KEYS[2], ARGV[3])
+if ARGV[6] == '1' then redis.call('HDEL', KEYS[1], 'losses') end
 redis.call('EXPIRE', KEYS[1], ARGV[5])
 redis.call('EXPIRE', KEYS[2], ARGV[5])
 return 'added'
@@ -48,6 +49,8 @@ class RunLog:
         self._append = client.register_script(_APPEND)
         self._deployment, self._tenant, self._run, self._claim = deployment, tenant, run, claim
         self.entries = entries
+        self.has_grown = False
+        """Whether this holder has brought the run further."""
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
@@ -87,9 +90,13 @@ class RunLog:
         if len(text.encode()) > INLINE_BYTES:
             item, part = json.dumps({"part": index}), text
         names = (self._deployment, self._tenant, self._run)
+        # Whoever comes next opens a session anew: a run that kills each of its holders there would come no further.
+        is_further = not isinstance(self.entries[index], SessionOpening)
         told = await self._append(
-            keys=[run_key(*names), run_log_key(*names), run_parts_key(*names)], args=[self._claim, index, item, part, RUN_TTL_S]
+            keys=[run_key(*names), run_log_key(*names), run_parts_key(*names)],
+            args=[self._claim, index, item, part, RUN_TTL_S, "1" if is_further else "0"],
         )
+        self.has_grown = self.has_grown or is_further
         return told.decode() if isinstance(told, bytes) else str(told)
 
 

@@ -12,10 +12,12 @@ from pydantic import ValidationError
 from redis.exceptions import ConnectionError as LostConnection
 from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from orchestrator.batches.items import BatchItem, Failure, FailureKind, Outcome
 from orchestrator.logs import get_logger
+from orchestrator.outages import outlast
 from orchestrator.runs.keys import RUN_TTL_S, batch_key, batches_key, member, run_key, runs_prefix, split_member
+from orchestrator.runs.left_sessions import close_left_sessions
 from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState, RowPlace, RunRecord, parse_batch, parse_run
 
 log = get_logger(__name__)
@@ -85,19 +87,28 @@ class RunQueue:
         await _told(lambda: self._client.hset(key, mapping=mapping))
 
     async def add(self, tenant: str, batch: str, runs: Iterable[tuple[str, BatchItem]]) -> int:
-        """Add runs that are not there yet, which may be claimed at once; how many those were."""
+        """Add runs that are not there yet, which may be claimed at once; how many those were. Raises BatchCancelled, and adds nothing any more, to a batch
+        that is."""
         added = 0
         for some in _in_steps(runs):
             arguments = [word for run, item in some for word in (run, item.model_dump_json(), item.priority, item.line)]
-            added += int(await self._step("add", tenant, batch, *arguments))
+            told = int(await self._step("add", tenant, batch, *arguments))
+            if told < 0:
+                raise BatchCancelled(batch)
+            added += told
         return added
+
+    async def reopen(self, tenant: str, batch: str) -> bool:
+        """Go on with a batch that was cancelled, or seemed complete, if something of it waits or is still to be added; whether that was so."""
+        return bool(await self._step("reopen", tenant, batch))
 
     async def claim(self, most: int, only: tuple[str, str] | None = None, tenants: Collection[str] = ()) -> list[Claim]:
         """Up to so many runs: those of processes that died first, then the next of each batch in turn. `only`: of that tenant's batch; None: of all
         detached ones, of those `tenants` if there are some. What another release wrote is left to that one."""
         most = min(most, AT_ONCE)
         wanted = (member(*only) if only is not None else "", f",{','.join(tenants)}," if tenants else "")
-        told = await self._step("claim", self.owner, most, LEASE_S, *wanted, *(secrets.token_hex(8) for _ in range(most)))
+        told, left = await self._step("claim", self.owner, most, LEASE_S, *wanted, *(secrets.token_hex(8) for _ in range(most)))
+        await self._end_left([tuple(part.decode() for part in one) for one in left])
         given = [tuple(part.decode() for part in one) for one in told]
         claims: list[Claim] = []
         for (tenant, run, word, how), fields in zip(given, await self._fields([one[:2] for one in given]), strict=True):
@@ -134,6 +145,15 @@ class RunQueue:
             raise BatchCancelled(claim.record.batch)
         return bool(told)
 
+    async def _end_left(self, left: Sequence[tuple[str, ...]]) -> None:
+        """End runs of cancelled batches whose holder died: nobody may follow those batches."""
+        records = await self._fields([(tenant, run) for tenant, _, run in left])
+        for (tenant, batch, run), fields in zip(left, records, strict=True):
+            try:
+                await self.settle(tenant, batch, [_cancelled(run, parse_run(fields))])
+            except ValidationError as error:
+                log.error("run_not_readable", tenant=tenant, run=run, error=_first(error))
+
     async def cancel(self, tenant: str, batch: str) -> int:
         """Begin nothing of a batch any more: what waits ends as cancelled, what runs is ended by who works it. How many waited."""
         record, dropped = await self.batch(tenant, batch), 0
@@ -151,8 +171,14 @@ class RunQueue:
             words = [
                 word for one in some for word in (one.run, one.model_dump_json(), one.failure.kind.value if one.failure is not None else "")
             ]
-            settled |= {run.decode() for run in await self._step("settle", tenant, batch, *words)}
+            ended = {run.decode() for run in await self._step("settle", tenant, batch, *words)}
+            await self.close_sessions(tenant, ended)
+            settled |= ended
         return settled
+
+    async def close_sessions(self, tenant: str, runs: Collection[str]) -> None:
+        """Close the sessions of runs that nobody goes on with: held, given back or left by the dead, they may have some. Waits while Redis is away."""
+        await outlast(lambda: close_left_sessions(self._client, self._deployment, tenant, runs))
 
     async def retry(self, tenant: str, batch: str, kinds: Iterable[FailureKind]) -> int:
         """Queue items again that failed so; how many."""
@@ -228,15 +254,35 @@ class RunQueue:
         async def read() -> list[int]:
             async with self._client.pipeline(transaction=False) as pipe:
                 pipe.zcard(f"{key}:waiting")
+                pipe.scard(f"{key}:delayed")
                 pipe.scard(f"{key}:running")
                 return list(await pipe.execute())
 
-        waiting, running = await _told(read)
-        return {"waiting": waiting, "running": running}
+        waiting, delayed, running = await _told(read)
+        return {"waiting": waiting + delayed, "running": running}
 
     async def runs(self, names: Sequence[tuple[str, str]]) -> list[RunRecord | None]:
-        """Records by (tenant, run); None for one that is gone."""
-        return [parse_run(fields) if b"item" in fields else None for fields in await self._fields(names)]
+        """Records by (tenant, run); None for one that is gone. Raises ConfigError for one that another release wrote."""
+        records: list[RunRecord | None] = []
+        for (tenant, run), fields in zip(names, await self._fields(names), strict=True):
+            try:
+                records.append(parse_run(fields) if b"item" in fields else None)
+            except ValidationError as error:
+                raise ConfigError(
+                    f"the record of run {run} of tenant {tenant} is of another release ({_first(error)}): go on with its batch by that one"
+                ) from error
+        return records
+
+    async def custom_ids(self, tenant: str, runs: Sequence[str]) -> list[str | None]:
+        """The custom_ids of runs' items; None for one that is gone."""
+
+        async def read() -> list[Any]:
+            async with self._client.pipeline(transaction=False) as pipe:
+                for run in runs:
+                    pipe.hget(run_key(self._deployment, tenant, run), "item")
+                return list(await pipe.execute())
+
+        return [BatchItem.model_validate_json(item).custom_id if item is not None else None for item in await _told(read)]
 
     async def _fields(self, names: Sequence[tuple[str, ...]]) -> list[Any]:
         """The hashes of runs by (tenant, run)."""

@@ -21,7 +21,7 @@ from orchestrator.runs.cancelling import cancel_all, check_cancelled
 from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.item_work import ItemWork, prices_of
 from orchestrator.runs.journal import Journal
-from orchestrator.runs.outcomes import judge_error, status_of
+from orchestrator.runs.outcomes import judge_error, judge_losses, status_of
 from orchestrator.runs.records import BatchDefaults
 from orchestrator.runs.run_log import RunLog
 from orchestrator.runs.run_queue import LEASE_S, BatchCancelled, Claim, RunQueue
@@ -33,6 +33,12 @@ LOOK_S = 0.5
 RENEWALS_A_LEASE = 4
 DEFAULTS_FRESH_S = 2.0
 """How old what is known of a batch's defaults may be."""
+MAX_LOSSES = 5
+"""So often a run's holder may die in a row, the run having come no further: then it is taken for what kills them, and ends."""
+DOUBTFUL_LOSSES = 3
+"""From so many on a run is tried without others of that kind: one that kills its holder would end those that only ran beside it."""
+TRIAL_S = 30.0
+"""How long others wait for a run that is tried and neither comes further nor ends."""
 RETRY_AFTER_S = (2.0, 10.0, 60.0)
 """Before an item is begun anew, after its first, second, ... infrastructure failure; half as much again, at random, so that not all come at once."""
 
@@ -44,6 +50,8 @@ class _Working:
     journal: Journal | None = None
     began: float = field(default_factory=time.monotonic)
     prices: Prices | None = None
+    is_tried: bool = False
+    """It may be what its holders died of."""
     is_taken: bool = False
     is_cancelled: bool = False
     is_ending: bool = False
@@ -53,6 +61,12 @@ class _Working:
     steps: set[int] = field(default_factory=set)
     calls: set[str] = field(default_factory=set)
     """Of this attempt, those of its log included."""
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether it is not known yet that it does no harm."""
+        has_grown = self.journal is not None and self.journal.has_grown
+        return self.is_tried and not has_grown and time.monotonic() - self.began < TRIAL_S
 
     def count(self, happening: Happening) -> None:
         """Note what its end has to tell the number of."""
@@ -159,6 +173,15 @@ class Runner:
 
     async def _until_ended(self, claim: Claim, working: _Working) -> None:
         record = claim.record
+        if record.losses >= MAX_LOSSES:
+            # Its log is not even read: that may be what they died of.
+            await self.queue.close_sessions(claim.tenant, [claim.run])
+            await self._ended(claim, working, _failed(claim, judge_losses(record.losses)), BatchDefaults(retries=0))
+            return
+        if record.losses >= DOUBTFUL_LOSSES and any(other.is_on_trial for other in self._working.values()):
+            await self._give_back(claim, working, LOOK_S * random.uniform(1.0, 2.0))
+            return
+        working.is_tried = record.losses >= DOUBTFUL_LOSSES
         told = {"item": record.item.custom_id, "run": claim.run, "attempt": record.attempt}
         waited_s = max(0.0, record.started_at - record.queued_at)
         started = {**told, "at": time.time(), "is_resumed": claim.is_resumed, "waited_s": waited_s, "orchestrator": self.queue.owner}
@@ -167,6 +190,7 @@ class Runner:
             run_log, defaults = await self._loaded(claim)
         except ConfigError as error:
             # What it has done is not known here: by itself it is not begun anew.
+            await self.queue.close_sessions(claim.tenant, [claim.run])
             failure = Failure(kind=FailureKind.INFRASTRUCTURE, code=error.code.value, message=str(error))
             await self._ended(claim, working, _failed(claim, failure), BatchDefaults(retries=0))
             return
@@ -233,13 +257,13 @@ class Runner:
 
     async def _ended(self, claim: Claim, working: _Working, outcome: Outcome, defaults: BatchDefaults) -> None:
         """Note the outcome, or have the item begun anew. However long Redis is away: what a run came to is not lost for that."""
-        failure, attempt = outcome.failure, claim.record.attempt
-        is_retried = failure is not None and failure.kind is FailureKind.INFRASTRUCTURE and attempt <= defaults.retries
+        failure, times = outcome.failure, claim.record.attempt - claim.record.first_attempt + 1
+        is_retried = failure is not None and failure.kind is FailureKind.INFRASTRUCTURE and times <= defaults.retries
         working.is_ending = True
         while True:
             try:
                 if is_retried:
-                    after_s = RETRY_AFTER_S[min(attempt, len(RETRY_AFTER_S)) - 1] * random.uniform(1.0, 1.5)
+                    after_s = RETRY_AFTER_S[min(times, len(RETRY_AFTER_S)) - 1] * random.uniform(1.0, 1.5)
                     is_ours = await self.queue.give_back(claim, after_s=after_s, anew=True)
                 else:
                     is_ours = await self.queue.finish(claim, outcome)
@@ -296,6 +320,8 @@ class Runner:
     async def _cancelled(self, claim: Claim, working: _Working) -> None:
         if working.journal is not None:
             await self.work.abandon(claim, working.journal)
+        else:
+            await self.queue.close_sessions(claim.tenant, [claim.run])
         failure = Failure(kind=FailureKind.CANCELLED, code=ErrorCode.CANCELLED.value, message="the batch was cancelled while this item ran")
         outcome = _failed(claim, failure)
         if await self.queue.finish(claim, outcome):

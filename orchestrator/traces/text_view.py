@@ -38,6 +38,9 @@ def _head(trace: Trace) -> Iterator[str]:
     start = trace.start
     session = next((record.session for record in trace.attempt if record.session), None)
     yield f"run {trace.run}" + (f"  session {session}" if session else "") + (f"  attempt {trace.attempts}" if trace.attempts > 1 else "")
+    for record in trace.attempt:
+        if isinstance(record, records.SandboxStart) and record.why == "opened":
+            yield f"   sandbox {_where(record)}"
     if start is not None:
         yield f"   {start.ts}  model {start.model}  dialect {start.dialect}"
         yield from _block("", start.instruction, is_full=False)
@@ -91,11 +94,14 @@ def _events(trace: Trace) -> Iterator[str]:
         match record:
             case records.RunWarning():
                 yield f"warning: {record.message}"
-            case records.SandboxStart():
-                where = " ".join(part for part in (record.sandbox, f"on {record.host}" if record.host else "", record.image) if part)
-                yield f"sandbox {record.why}: {where}"
+            case records.SandboxStart() if record.why != "opened":
+                yield f"sandbox {record.why}: {_where(record)}"
             case records.SandboxStop():
                 yield f"sandbox {record.why}: {record.sandbox} is gone"
+
+
+def _where(record: records.SandboxStart) -> str:
+    return " ".join(part for part in (record.sandbox, f"on {record.host}" if record.host else "", record.image) if part)
 
 
 def _tail(trace: Trace, is_full: bool) -> Iterator[str]:

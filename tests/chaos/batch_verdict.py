@@ -77,8 +77,12 @@ def _judge_acts(item: str, seen: Evidence, answer: tuple[str, list[int]] | None)
     steps, attempts = seen.acts.get(item, {}), seen.attempts.get(item, 1)
     workspaces = {mark for marks in steps.values() for mark in marks}
     for step, marks in sorted(steps.items()):
+        if len(marks) > attempts:
+            yield f"{item} acted {len(marks)} times at step {step} and was begun {attempts} times"
+            continue
         yield from (f"{item} acted {count} times at step {step} of one attempt" for count in Counter(marks).values() if count > 1)
-    if len(workspaces) > attempts:
+    # A session whose host is given up goes on elsewhere, in a workspace that may be another.
+    if len(workspaces) > attempts and not seen.may_lose:
         yield f"{item} acted in {len(workspaces)} workspaces and was begun {attempts} times"
     if attempts > 1 and not seen.may_lose:
         yield f"{item} was begun {attempts} times though only orchestrators were struck"

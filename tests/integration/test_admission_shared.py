@@ -13,6 +13,7 @@ from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import admission_prefix, slots_key
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import SharedAdmission
+from orchestrator.admission.base import NOT_ADMITTED
 from tests.admission_ground import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
 
@@ -119,7 +120,7 @@ async def test_who_waits_too_long_is_refused_and_leaves_no_ticket(house: House) 
         async with admission.slot(build_request(wait_s=0.2)):
             raise AssertionError("there was no slot")
     assert refused.value.code == ErrorCode.RATE_LIMITED
-    assert refused.value.metadata["retry_after_s"] == 1.0
+    assert refused.value.metadata == {"retry_after_s": 1.0, **NOT_ADMITTED}
     await house.until(lambda: True, "waiting", 0)
     await first.end()
 
@@ -135,6 +136,7 @@ async def test_who_has_too_many_waiting_is_refused_at_once(house: House) -> None
             raise AssertionError("there was no slot")
     assert refused.value.code == ErrorCode.RATE_LIMITED
     assert isinstance(refused.value.metadata["retry_after_s"], float)
+    assert NOT_ADMITTED.items() <= refused.value.metadata.items()
     for caller in callers:
         await caller.end()
 

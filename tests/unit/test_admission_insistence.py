@@ -4,12 +4,13 @@ import pytest
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
+from orchestrator.admission.base import NOT_ADMITTED
 from orchestrator.admission.insistence import until_admitted
 
 CALL = ToolCall(id="c", name="bash_tool", arguments={})
 
 
-def refused(code: ErrorCode, **metadata: float) -> ToolResult:
+def refused(code: ErrorCode, **metadata: float | str) -> ToolResult:
     return ToolResult.failed(CALL, code, "no", metadata=dict(metadata))
 
 
@@ -18,14 +19,14 @@ def refused(code: ErrorCode, **metadata: float) -> ToolResult:
     [
         (
             [
-                refused(ErrorCode.RATE_LIMITED, retry_after_s=0.0),
-                refused(ErrorCode.RATE_LIMITED, retry_after_s=-1.0),
+                refused(ErrorCode.RATE_LIMITED, retry_after_s=0.0, **NOT_ADMITTED),
+                refused(ErrorCode.RATE_LIMITED, retry_after_s=-1.0, **NOT_ADMITTED),
                 refused(ErrorCode.TIMEOUT),
             ],
             3,
         ),
-        ([refused(ErrorCode.RATE_LIMITED)], 1),
-        ([refused(ErrorCode.QUOTA_EXCEEDED, retry_after_s=0.0)], 1),
+        ([refused(ErrorCode.RATE_LIMITED, retry_after_s=0.0)], 1),
+        ([refused(ErrorCode.QUOTA_EXCEEDED, retry_after_s=0.0, **NOT_ADMITTED)], 1),
     ],
     ids=["let through in the end", "a tool's own word", "another code"],
 )

@@ -19,6 +19,7 @@ from orchestrator.batches.items import FailureKind
 from orchestrator.batches.json_lines import JsonLines
 from orchestrator.batches.live_display import LiveDisplay, open_display
 from orchestrator.batches.live_screen import build_screen
+from orchestrator.batches.log_lines import LogLines
 from orchestrator.batches.plain_lines import MAX_TOLD, PlainLines
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.summary import build_summary, build_summary_lines
@@ -47,6 +48,8 @@ class Stage:
             return JsonLines(watched, self.out)
         if self.kind == "plain":
             return PlainLines(watched, self.out)
+        if self.kind == "log":
+            return LogLines(watched, self.out)
         console = Console(file=self.out, width=self.width, height=self.height, force_terminal=True, color_system="standard", _environ={})
         return LiveDisplay(watched, console)
 
@@ -54,7 +57,7 @@ class Stage:
         return COMMANDS_OF_RICH.sub("", self.out.getvalue())
 
 
-@pytest.fixture(params=["live", "plain", "json"])
+@pytest.fixture(params=["live", "plain", "log", "json"])
 def stage(request: pytest.FixtureRequest) -> Stage:
     return Stage(request.param)
 
@@ -160,6 +163,33 @@ def test_a_terminal_that_changes_its_size_is_drawn_anew() -> None:
         stage.now += 1
         display.tick()
         assert "\x1b[1A" in stage.out.getvalue()
+
+
+def test_what_a_batch_waits_for_is_read_to_its_end_on_a_narrow_terminal() -> None:
+    progress = Progress(1)
+    progress.add(
+        BatchNoted(at=BEGAN, message="the batch waits for its model, and no item fails for it: the model at http://10.1.2.3/v1 answers 503")
+    )
+    lines = [line.plain for line in build_screen(progress.snapshot(BEGAN), "b", 40, 20)]
+    assert lines[-1].endswith("answers 503")
+
+
+def test_a_ctrl_c_that_the_terminal_shows_has_room_behind_every_line() -> None:
+    stage = Stage("live", width=80)
+    assert all(cell_len(line) <= 80 - len("^C") - 1 for line in play(stage, tell_batch((Attempt(is_cut=True),))).split("\n")[:6])
+
+
+def test_a_log_has_a_line_with_its_time_for_each_begin_end_and_note_and_tells_none_twice() -> None:
+    stage = Stage("log")
+    told = tell_batch((Attempt(is_retried=True, failure=FailureKind.INFRASTRUCTURE, code="HOST_LOST"), Attempt()), (failed(),))
+    lines = play(stage, [*told, *told]).partition("batch b-1:")[0].splitlines()
+    assert len(lines) == len(set(lines))
+    assert {line.partition("Z  ")[2].partition(";")[0] for line in lines} >= {
+        "i-0 begun",
+        "i-0 queued again after a failure (infrastructure HOST_LOST)",
+        "i-0 begun, attempt 2",
+    }
+    assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  ", line) for line in lines)
 
 
 STORIES = tell_batch(
@@ -293,12 +323,20 @@ def test_the_summary_says_what_to_do_about_each_kind_of_failure() -> None:
     commands = re.findall(r"`(.*?)`", " ".join(told.next))
     assert commands == [
         "toolcrew batch resume 'a b'",
+        "toolcrew batch resume 'a b'",
         "toolcrew batch retry 'a b' --errors",
         "toolcrew trace show run0",
         "toolcrew batch results 'a b'",
     ]
     assert any("mend these lines" in sentence for sentence in told.next)
     assert "failed 1: model C, as i0: m" in "\n".join(build_summary_lines(told))
+
+
+def test_a_call_without_a_model_has_a_row_to_look_at_and_no_trace() -> None:
+    progress = Progress(1)
+    progress.add(ItemDone(at=BEGAN, item="a", run="run0", failure=FailureKind.TOOL, code="C"))
+    told = build_summary(progress.snapshot(BEGAN), batch="b", rows=("out.jsonl", "my errors.jsonl"))
+    assert told.next == ("1 failed for a tool, as they would again: their rows say why", "read the rows in 'my errors.jsonl'")
 
 
 def test_a_batch_that_went_well_has_nothing_to_be_tried_again() -> None:

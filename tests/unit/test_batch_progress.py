@@ -74,10 +74,30 @@ def test_a_resumed_item_has_the_age_that_it_has_since_somebody_works_it() -> Non
         assert (snapshot.slowest_running[0].age_s, snapshot.resumed) == (10, 1)
 
 
+def test_ends_without_a_time_count_and_say_nothing_of_how_long_items_take() -> None:
+    told = [ItemDone(at=BEGAN + 100, item=f"i{number}", run="r", steps=3) for number in range(40)]
+    worked = [ItemStarted(at=BEGAN, item="w", run="r"), ItemDone(at=BEGAN + 60, item="w", run="r", seconds=60.0, steps=3)]
+    snapshot = stand(
+        [BatchNoted(at=BEGAN, message="m", total=100), *told, *worked, ItemStarted(at=BEGAN + 60, item="v", run="r")], BEGAN + 101
+    )
+    assert (snapshot.done, snapshot.steps, [one.item for one in snapshot.slowest], snapshot.eta_s) == (41, 123, ["w"], None)
+
+
+def test_which_ends_have_been_heard_of_is_known_by_attempt() -> None:
+    progress = Progress()
+    for happening in tell_batch(
+        (Attempt(),), (Attempt(is_retried=True, failure=FailureKind.TOOL), Attempt(is_cut=True)), (Attempt(is_cut=True),)
+    ):
+        progress.add(happening)
+    known = [happening.item for happening in tell_batch((Attempt(),), (Attempt(),), (Attempt(),)) if isinstance(happening, ItemDone)]
+    assert [(progress.has_end(name, 1), progress.has_end(name, 2)) for name in known] == [(True, False), (True, False), (False, False)]
+    assert not progress.has_end("nobody", 1)
+
+
 def test_the_items_that_run_longest_say_what_they_do() -> None:
     slow, fresh = list(tell_item("slow", Attempt(steps=3, is_cut=True))), [ItemStarted(at=BEGAN + 4, item="fresh")]
     rows = stand([*slow, *fresh], BEGAN + 5).slowest_running
-    assert [(row.item, row.age_s, row.does) for row in rows] == [("slow", 4.5, "step 4, last bash_tool"), ("fresh", 1, "setting up")]
+    assert [(row.item, row.age_s, row.does) for row in rows] == [("slow", 4.5, "3 steps, last bash_tool"), ("fresh", 1, "setting up")]
 
 
 def test_a_clock_that_is_ahead_makes_no_age_and_no_time_negative() -> None:

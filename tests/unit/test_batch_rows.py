@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from contract.calls import Clocks, ToolResult
 from contract.errors import ErrorCode
@@ -106,6 +106,16 @@ def test_a_row_of_another_program_is_read_as_far_as_it_says_something() -> None:
 def test_what_is_no_row_is_refused_with_a_sentence(line: bytes) -> None:
     with pytest.raises(ValueError, match="this is no row of a batch"):
         parse_row(line)
+
+
+def test_a_row_that_is_printed_says_nothing_to_the_terminal() -> None:
+    body: dict[str, JsonValue] = {"answer": "\x1b[2J\x9b2J\x7f\x85ok é"}
+    line = build_row_line(build_row(Outcome(custom_id="a", run="r", status_code=200, body=body))).decode()
+    assert [character for character in line[:-1] if not character.isprintable()] == []
+    response = parse_row(line.encode()).response
+    assert response is not None
+    assert response.body == body
+    assert "ok é" in line
 
 
 def test_half_a_character_in_a_body_costs_no_row() -> None:

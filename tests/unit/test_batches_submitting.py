@@ -1,16 +1,18 @@
 """Batches as programs submit them: once, however often it is said; gone on with by their id; retried by kinds of failure."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from itertools import islice
 
 import pytest
 import redis.asyncio
 
-from contract.errors import ToolFailure
-from orchestrator.batches.items import FailureKind
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.batches.items import BatchItem, FailureKind
 from orchestrator.batches.lines import BatchFile
 from orchestrator.runs.batches import Batches, run_id
 from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.records import BatchDefaults, BatchState
+from orchestrator.runs.run_queue import AT_ONCE, RunQueue
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_item, build_outcome
 
@@ -89,6 +91,59 @@ async def test_only_the_asked_kinds_are_retried_and_a_second_time_there_is_nothi
     assert await ground.batches.resume("b", [FailureKind.MODEL]) == 0
     assert await ground.end(None) == ["item-2"]
     assert await ground.batches.resume("b", [FailureKind.MODEL]) == 0
+    assert (await ground.batches.status("b")).state is BatchState.COMPLETED
+
+
+async def test_a_submission_that_broke_off_can_be_cancelled_and_gone_on_with(ground: Ground) -> None:
+    await ground.batches.submit(build_file(1), batch="b")
+    await ground.client.hset("toolcrew:d:acme:batch:b", "total", "3")
+    assert await ground.end(None) == ["item-1"]
+    assert await ground.batches.cancel("b") == 0
+    assert (await ground.batches.status("b")).state is BatchState.CANCELLED
+    # Nothing of it is to be begun anew: what goes on is what was never queued.
+    await ground.batches.submit(build_file(3), batch="b")
+    assert await ground.end(None, None) == ["item-2", "item-3"]
+    assert (await ground.batches.status("b")).state is BatchState.COMPLETED
+
+
+async def test_items_that_redis_lost_are_worked_when_the_file_is_submitted_again(ground: Ground) -> None:
+    await ground.batches.submit(build_file(3), batch="b")
+    await ground.client.delete(*(f"toolcrew:d:acme:run:{run_id('acme', 'b', f'item-{line}')}" for line in (1, 2)))
+    assert await ground.end(None, None, None) == ["item-3"]
+    record = await ground.batches.status("b")
+    assert (record.state, record.failed[FailureKind.INFRASTRUCTURE]) == (BatchState.COMPLETED, 2)
+    await ground.batches.submit(build_file(3), batch="b")
+    assert (await ground.batches.status("b")).state is BatchState.IN_PROGRESS
+    assert await ground.end(None) == ["item-1"]
+    assert await ground.end(None) == ["item-2"]
+    record = await ground.batches.status("b")
+    assert (record.state, record.succeeded, record.failed[FailureKind.INFRASTRUCTURE]) == (BatchState.COMPLETED, 3, 0)
+    assert await ground.queue.count_items("acme", "b") == 3
+
+
+async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_told_and_adds_no_more(ground: Ground) -> None:
+    file = build_file(2 * AT_ONCE)
+
+    class Interrupted(RunQueue):
+        async def add(self, tenant: str, batch: str, runs: Iterable[tuple[str, BatchItem]]) -> int:
+            all_of_them = iter(runs)
+            first = await super().add(tenant, batch, islice(all_of_them, AT_ONCE))
+            await self.cancel(tenant, batch)
+            return first + await super().add(tenant, batch, all_of_them)
+
+    batches = Batches(Interrupted(ground.client, "d"), HappeningWriter(ground.client, "d"), "acme")
+    with pytest.raises(ToolFailure, match="submit the same file again with --id b") as told:
+        await batches.submit(file, batch="b")
+    assert told.value.code is ErrorCode.CANCELLED
+    record = await ground.batches.status("b")
+    assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLED, AT_ONCE)
+
+
+async def test_a_cancellation_that_broke_off_before_it_ended_anything_can_be_gone_on_with(ground: Ground) -> None:
+    await ground.batches.submit(build_file(2), batch="b")
+    await ground.client.hset("toolcrew:d:acme:batch:b", "state", "cancelling")
+    assert await ground.batches.resume("b") == 0
+    assert await ground.end(None, None) == ["item-1", "item-2"]
     assert (await ground.batches.status("b")).state is BatchState.COMPLETED
 
 

@@ -144,7 +144,22 @@ def test_a_batch_that_redis_has_forgotten_is_not_listed(toolcrew: Toolcrew, line
     with redis_server.client() as client:
         client.delete(batch_key("default", "default", "old"))
         assert as_json(toolcrew("ls", "--json")) == []
-        assert client.exists("toolcrew:default:default:batches") == 0
+        assert client.exists("toolcrew:default:default:batch-ids") == 0
+
+
+def test_a_pool_whose_workers_are_gone_tells_of_its_batches_and_cancels_them(
+    toolcrew: Toolcrew, lines: Path, redis_server: RedisProcess
+) -> None:
+    toolcrew("submit", lines, "--detach", "--id", "b")
+    with redis_server.client() as client:
+        client.delete(catalog_key("default", "sandbox"))
+    assert [one["id"] for one in as_json(toolcrew("ls", "--json"))] == ["b"]
+    assert as_json(toolcrew("status", "b", "--json"))["status"] == "in_progress"
+    assert toolcrew("logs", "b").exit_code == 0
+    told = toolcrew("resume", "b", "--output", lines.with_name("o.jsonl"))
+    assert (told.exit_code, "no worker has published its tools" in told.stderr) == (1, True)
+    assert as_json(toolcrew("cancel", "b", "--json")) == {"batch": "b", "not_begun": 3}
+    assert len(toolcrew("results", "b").stdout.splitlines()) == 3
 
 
 def test_a_cancelled_batch_has_a_row_for_every_item(toolcrew: Toolcrew, lines: Path) -> None:
@@ -155,6 +170,17 @@ def test_a_cancelled_batch_has_a_row_for_every_item(toolcrew: Toolcrew, lines: P
     out = lines.with_name("o.jsonl")
     assert as_json(toolcrew("results", "b", "--output", out, "--json")) == {"batch": "b", "rows": 3}
     assert (out.read_text(), len(lines.with_name("o.errors.jsonl").read_text().splitlines())) == ("", 3)
+
+
+def test_items_that_were_cancelled_before_they_began_are_told_as_such(toolcrew: Toolcrew, lines: Path) -> None:
+    toolcrew("submit", lines, "--detach", "--id", "b")
+    toolcrew("cancel", "b")
+    for follow in ((), ("-f",)):
+        told = [json.loads(line) for line in toolcrew("logs", "b", "--json", *follow).stdout.splitlines()]
+        ends = {one["item"]: one["failure"] for one in told if one["type"] == "item_done"}
+        assert ends == dict.fromkeys(("i0", "i1", "i2"), "cancelled")
+        assert (told[-1]["failed"], told[-1]["queued"], told[-1]["has_ended"]) == (3, 0, True)
+    assert "Z  i0 failed (cancelled CANCELLED): the batch was cancelled before this item was begun\n" in toolcrew("logs", "b").stdout
 
 
 def test_where_the_rows_go_is_remembered_and_a_file_that_is_gone_is_not_made_again(toolcrew: Toolcrew, lines: Path) -> None:

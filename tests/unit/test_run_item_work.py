@@ -8,6 +8,7 @@ import pytest
 import redis.asyncio
 from structlog.testing import capture_logs
 
+from contract.calls import ToolResult
 from contract.errors import ContextWindowExceeded, ErrorCode, ModelRefused
 from contract.tenancy import TenantPolicy
 from orchestrator.batches.happenings import CallDone, ItemReady, StepDone
@@ -146,6 +147,17 @@ async def test_a_bug_ends_the_item_and_not_the_batch(make: Made) -> None:
 async def test_a_session_that_cannot_be_closed_takes_no_answer_away(make: Made) -> None:
     ground = make(answers={"close": failed(ErrorCode.SANDBOX_UNAVAILABLE)})
     assert (await ground.worked(await ground.put(build_run()))).failure is None
+
+
+async def test_a_session_of_whose_closing_nothing_is_known_is_closed_for_everybody(make: Made) -> None:
+    async def never_answers(*_: object) -> ToolResult:
+        raise TimeoutError
+
+    ground = make(answers={"close": never_answers})
+    assert (await ground.worked(await ground.put(build_run()))).failure is None
+    (opened, *_) = ground.transport.contexts
+    assert [queue for queue, _ in ground.transport.commands] == ["host.h1.b00t"]
+    assert await ground.places.find("acme", str(opened.session)) is None
 
 
 # Chats

@@ -165,7 +165,7 @@ async def test_a_batch_that_redis_has_forgotten_is_told_with_what_to_do_and_its_
     assert await followed.follower.write()
     await followed.client.flushall()
 
-    with pytest.raises(BatchForgotten, match="submit the lines that have no row yet") as caught:
+    with pytest.raises(BatchForgotten, match="submit the same file again with") as caught:
         await followed.follower.run()
 
     assert caught.value.code is ErrorCode.BROKER_UNAVAILABLE

@@ -47,6 +47,15 @@ def test_every_error_is_somebodys(error: Exception, kind: FailureKind) -> None:
     assert (failure.kind, "x" in failure.message) == (kind, True)
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ContextWindowExceeded("x"), "context_window_exceeded"), (ModelRefused("x"), "model_refused")],
+    ids=["window", "refusal"],
+)
+def test_what_the_model_cannot_or_will_not_answer_is_not_told_as_trouble_of_the_network(error: Exception, code: str) -> None:
+    assert judge_error(error).code == code
+
+
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_every_way_in_which_a_call_fails_is_the_tools_or_the_infrastructures(code: ErrorCode) -> None:
     failure = judge_call(ToolResult.failed(build_call(), code, "no"))

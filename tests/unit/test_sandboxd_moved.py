@@ -119,6 +119,17 @@ async def test_what_a_host_still_has_of_a_session_that_comes_back_is_closed_and_
         assert (shelf.loaded, len(daemon.engine.alive), len(daemon.engine.guests)) == (["c2"], 1, 2)
 
 
+async def test_what_was_left_of_a_session_is_closed_and_not_what_came_back_since(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, checkpoints=Shelf()) as daemon:
+        client, name, _ = await open_moved(daemon, 3)
+        assert not await asyncio.to_thread(client.close, name, fence=1)
+        assert [row["fence"] for row in await asyncio.to_thread(client.sessions)] == [3]
+        assert await asyncio.to_thread(client.close, name, fence=3)
+        assert not daemon.engine.alive
+        with pytest.raises(ToolFailure, match="fence must be a whole number"):
+            await asyncio.to_thread(client.close, name, fence=-1)
+
+
 async def test_a_repeated_opening_of_a_moved_session_is_one(tmp_path: Path) -> None:
     shelf = Shelf()
     async with running_sandboxd(tmp_path, checkpoints=shelf) as daemon:

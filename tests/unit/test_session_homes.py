@@ -142,7 +142,7 @@ async def test_an_opening_that_failed_leaves_no_place(client: "redis.asyncio.Red
     homes = build_homes(client, hosts)
     with contextlib.suppress(SandboxUnavailable):
         assert not (await homes.open("acme", "s1", DEFAULT, {})).success
-    assert await client.keys("*place*") == []
+    assert await client.hget(place_key("d", "acme", "s1"), "state") == b"closed"
     assert await client.keys("*:sessions") == []
 
 
@@ -330,7 +330,7 @@ async def test_when_all_hosts_refuse_their_own_words_are_told_and_nothing_is_lef
         hosts.answers[queue] = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, words)
     told = await build_homes(client, hosts).open("acme", "s1", DEFAULT, {})
     assert (told.error_code, "has no engine" in str(told.error), len(hosts.opened)) == (ErrorCode.SANDBOX_UNAVAILABLE, True, 2)
-    assert await client.keys("*place*") == []
+    assert await client.hget(place_key("d", "acme", "s1"), "state") == b"closed"
 
 
 async def test_a_report_forgets_what_was_placed_on_its_own_host_only(client: "redis.asyncio.Redis") -> None:

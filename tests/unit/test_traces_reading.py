@@ -177,6 +177,17 @@ async def test_a_run_is_shown_step_by_step(tmp_path: Path) -> None:
         assert told in text
 
 
+async def test_the_sandbox_that_a_run_begins_in_is_told_before_its_steps(tmp_path: Path) -> None:
+    path, _, _ = await run_traced(tmp_path)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    opened = {**records[0], "type": "sandbox.start", "sandbox": "box1", "host": "a", "image": "base"}
+    path.write_text(
+        "".join(json.dumps(one) + "\n" for one in [records[0], opened, {**opened, "sandbox": "box2", "why": "replaced"}, *records[1:]])
+    )
+    lines = build_lines(load_trace(path))
+    assert lines.index("   sandbox box1 on a base") < lines.index("step 1") < lines.index("sandbox replaced: box2 on a base")
+
+
 async def test_a_long_text_is_shortened_and_told_unless_all_is_wanted(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path, answer=lambda call: echo(call).model_copy(update={"output": "\n".join(map(str, range(500)))}))
     trace = load_trace(path)

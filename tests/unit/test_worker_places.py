@@ -71,6 +71,18 @@ def test_a_session_of_an_incarnation_that_may_live_is_neither_taken_nor_closed(g
     assert ground.places(OURS).adopt(["acme:s1", "acme:s2"]) == {"acme:s1": Adoption.ADOPTED, "acme:s2": Adoption.HELD}
 
 
+def test_a_session_that_was_closed_while_its_worker_was_gone_is_closed_here(ground: HostGround) -> None:
+    ground.redis.hset("toolcrew:d:acme:session:s1:place", mapping={"state": "closed", "ttl_s": "60"})
+    sandboxd = MemorySandboxd()
+    sandboxd.add("acme:s1")
+    starting = adopter(ground, sandboxd)
+    with capture_logs():
+        assert starting.begin(sandboxd.rows) == {Adoption.CLOSED: 1}
+        starting.start()
+        starting._thread.join(20)
+    assert sandboxd.closed == ["acme:s1"]
+
+
 def test_a_session_without_a_place_is_left_to_its_time_to_live(ground: HostGround) -> None:
     assert ground.places(OURS).adopt(["acme:direct"]) == {"acme:direct": Adoption.NONE}
     assert ground.places(OURS).find(["acme:direct"]) == {}

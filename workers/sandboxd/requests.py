@@ -63,6 +63,11 @@ def parse_session(header: Mapping[str, Any]) -> str:
     return name
 
 
+def parse_fence(header: Mapping[str, Any]) -> int | None:
+    """Which opening of a session is meant; None: whichever there is."""
+    return _parse_count(header, "fence") if "fence" in header else None
+
+
 def parse_terms(header: Mapping[str, Any]) -> SandboxTerms | None:
     """What the tenant's policy says of its sandboxes now; None: the worker says nothing of it."""
     told = header.get("terms")

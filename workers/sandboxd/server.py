@@ -17,7 +17,7 @@ from workers.sandboxd.link import WorkerLink
 from workers.sandboxd.moved import parse_moved
 from workers.sandboxd.parcels import count_most_bytes
 from workers.sandboxd.plans import Plans
-from workers.sandboxd.requests import MAX_TTL_S, parse_number, parse_session, parse_terms, parse_text
+from workers.sandboxd.requests import MAX_TTL_S, parse_fence, parse_number, parse_session, parse_terms, parse_text
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions, Start
@@ -92,7 +92,7 @@ class Server:
         if verb == "open":
             return await self._open(header)
         if verb == "close":
-            return {"closed": await self._sessions.close(parse_text(header, "sandbox"))}
+            return {"closed": await self._sessions.close(parse_text(header, "sandbox"), fence=parse_fence(header))}
         if verb == "cancel":
             return {"cancelled": self._cancel(parse_text(header, "sandbox"), parse_text(header, "call"))}
         if verb == "checkpoint":

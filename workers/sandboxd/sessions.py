@@ -145,15 +145,16 @@ class Sessions:
     def all(self) -> list[Session]:
         return list(self._sessions.values())
 
-    async def close(self, session: str) -> bool:
-        """Remove the session's sandbox and files; returns when the container is gone. False when there was no such session.
+    async def close(self, session: str, *, fence: int | None = None) -> bool:
+        """Remove the session's sandbox and files; returns when the container is gone. False when there was no such session, or it was opened under
+        another fence than that one.
 
         Raises SandboxUnavailable when the engine refuses: the session is of no more use, and the sweep tries again.
         """
         if session in self._starting:
             await asyncio.wait({self._starting[session]})
         entry = self._sessions.get(session)
-        if entry is None:
+        if entry is None or fence not in (None, entry.fence):
             return False
         entry.is_closing = True
         async with entry.lock:

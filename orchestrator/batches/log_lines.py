@@ -1,0 +1,56 @@
+"""A batch looked back on: a line for each begin and end of an item and each note, with its time."""
+
+from types import TracebackType
+from typing import IO
+
+from orchestrator.batches.displays import Watched
+from orchestrator.batches.figures import MAX_NOTE_CHARS, format_seconds, format_time, one_line
+from orchestrator.batches.happenings import BatchNoted, Happening, ItemDone, ItemRetried, ItemStarted
+from orchestrator.batches.summary import build_summary_lines
+
+
+class LogLines:
+    """Lines on `out`; harmless for a terminal that shows them. What comes twice is told once."""
+
+    def __init__(self, watched: Watched, out: IO[str]) -> None:
+        self._watched = watched
+        self._out = out
+
+    def __enter__(self) -> "LogLines":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, BrokenPipeError):
+            return
+        for line in build_summary_lines(self._watched.summary()):
+            self._out.write(f"{line}\n")
+        self._out.flush()
+
+    def show(self, happening: Happening) -> None:
+        """Tell it, if it is worth a line."""
+        line = _line(happening) if self._watched.progress.add(happening) else ""
+        if line:
+            self._out.write(f"{format_time(happening.at)}  {line}\n")
+
+    def tick(self) -> None:
+        """Nothing is shown for time alone."""
+
+
+def _line(happening: Happening) -> str:
+    name = one_line(happening.item, 80)
+    match happening:
+        case ItemStarted():
+            again = "gone on with" if happening.is_resumed else "begun" if happening.attempt == 1 else f"begun, attempt {happening.attempt}"
+            return f"{name} {again}"
+        case ItemDone(failure=None, seconds=0.0):
+            # Nobody told of its end when it came; its row did.
+            return f"{name} done"
+        case ItemDone(failure=None):
+            return f"{name} done in {format_seconds(happening.seconds)}; steps {happening.steps:,}, calls {happening.calls:,}"
+        case ItemDone():
+            return f"{name} failed ({happening.failure} {one_line(happening.code, 64)}): {one_line(happening.message) or 'no message'}"
+        case ItemRetried():
+            return f"{name} queued again after a failure ({happening.failure} {one_line(happening.code, 64)})"
+        case BatchNoted():
+            return one_line(happening.message, MAX_NOTE_CHARS)
+    return ""

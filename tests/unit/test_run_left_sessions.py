@@ -1,0 +1,119 @@
+"""The sessions of runs that end without being worked: closed for good, whoever had opened them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from contract.names import place_key
+from orchestrator.places import Places
+from orchestrator.runs import left_sessions
+from orchestrator.runs import runner as runner_module
+from orchestrator.runs.entries import Replied, SessionOpened, SessionOpening
+from orchestrator.runs.keys import run_key, run_log_key
+from orchestrator.runs.left_sessions import close_left_sessions
+from orchestrator.runs.records import BatchState
+from orchestrator.runs.run_log import RunLog
+from orchestrator.runs.run_queue import Claim
+from tests.conftest import RedisProcess
+from tests.runner_ground import BATCH, House, Worker
+
+
+class Ground(House):
+    """Runs that have sessions."""
+
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        super().__init__(client)
+        self.places = Places(client, "d")
+
+    async def open(self, claim: Claim, *sessions: str) -> None:
+        """As a process does that works the run and dies while it opens each but the last."""
+        run_log = await RunLog.load(self.client, "d", claim.tenant, claim.run, claim.word)
+        for session in sessions:
+            await run_log.append(SessionOpening(at=1.0, session=session))
+            await self.places.open(claim.tenant, session, "host.a.b1", start="{}", ttl_s=60.0, limit=100)
+        await run_log.append(SessionOpened(at=1.0, session=sessions[-1], info={}))
+        await run_log.append(Replied(at=1.0, chunks=({"choices": []},)))
+
+    async def closed(self, *sessions: str) -> list[bool]:
+        keys = [place_key("d", "acme", session) for session in sessions]
+        return [await self.client.hget(key, "state") == b"closed" for key in keys]
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        with capture_logs():
+            yield Ground(client)
+
+
+async def test_what_was_put_back_and_is_cancelled_keeps_no_sandbox(ground: Ground) -> None:
+    await ground.submit(3)
+    held, later, working = await ground.queue.claim(3)
+    for claim in (held, later, working):
+        await ground.open(claim, f"of-{claim.run}")
+    await ground.queue.give_back(held)
+    await ground.queue.give_back(later, after_s=1000.0)
+    await ground.queue.cancel(*BATCH)
+    assert await ground.closed("of-b-1", "of-b-2", "of-b-3") == [True, True, False]
+
+
+async def test_what_a_process_had_that_died_keeps_no_sandbox_when_it_is_cancelled(ground: Ground) -> None:
+    await ground.submit(1)
+    (claim,) = await ground.queue.claim(1)
+    await ground.open(claim, "s1")
+    await ground.die(claim)
+    await ground.queue.cancel(*BATCH)
+    assert await ground.closed("s1") == [True]
+
+
+async def test_all_of_a_runs_sessions_are_closed_however_often_its_opening_was_begun(ground: Ground) -> None:
+    await ground.submit(2)
+    first, other = await ground.queue.claim(2)
+    names = [f"s{number}" for number in range(2 * left_sessions.PAGE)]
+    await ground.open(first, *names)
+    await ground.open(other, "other")
+    assert await close_left_sessions(ground.client, "d", "acme", [first.run, other.run, "never-begun"]) == len(names) + 1
+    assert await ground.closed(*names, "other") == [True] * (len(names) + 1)
+
+
+async def test_a_run_whose_log_cannot_be_gone_on_with_keeps_no_sandbox(ground: Ground) -> None:
+    await ground.submit(1)
+    (claim,) = await ground.queue.claim(1)
+    await ground.open(claim, "s1")
+    await ground.client.rpush(run_log_key("d", "acme", claim.run), '{"type": "of_another_release"}')
+    await ground.die(claim)
+    async with ground.working(ground.runner(Worker())):
+        await ground.until(BatchState.COMPLETED)
+    assert await ground.closed("s1") == [True]
+
+
+async def test_a_run_that_was_given_up_for_what_its_holders_died_of_keeps_no_sandbox(ground: Ground) -> None:
+    await ground.submit(1)
+    (claim,) = await ground.queue.claim(1)
+    await ground.open(claim, "s1")
+    await ground.client.hset(run_key("d", "acme", claim.run), "losses", runner_module.MAX_LOSSES)
+    await ground.die(claim)
+    async with ground.working(ground.runner(Worker())):
+        await ground.until(BatchState.COMPLETED)
+    assert await ground.closed("s1") == [True]
+
+
+async def test_a_run_that_is_cancelled_before_its_log_was_read_keeps_no_sandbox(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "LEASE_S", 0.2)
+    await ground.submit(1)
+    (claim,) = await ground.queue.claim(1)
+    await ground.open(claim, "s1")
+    await ground.die(claim)
+    async with redis.asyncio.Redis(port=1) as nowhere:
+        runner = ground.runner(Worker())
+        # Of all that Redis has it cannot read the log.
+        runner.client = nowhere
+        async with ground.working(runner):
+            while not runner.running:  # noqa: ASYNC110  # it has no event of ours
+                await asyncio.sleep(0.01)
+            await ground.queue.cancel(*BATCH)
+            await ground.until(BatchState.CANCELLED)
+    assert await ground.closed("s1") == [True]

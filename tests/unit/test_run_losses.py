@@ -1,0 +1,159 @@
+"""Runs whose holders die: one that kills each of them ends, and does not take those with it that only ran beside it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from orchestrator.batches.items import FailureKind, Outcome
+from orchestrator.runs import runner as runner_module
+from orchestrator.runs.entries import Replied, SessionOpening
+from orchestrator.runs.journal import Journal
+from orchestrator.runs.outcomes import ORCHESTRATOR_LOST
+from orchestrator.runs.records import BatchState
+from orchestrator.runs.run_log import RunLog
+from orchestrator.runs.run_queue import Claim
+from orchestrator.runs.runner import DOUBTFUL_LOSSES, MAX_LOSSES
+from tests.conftest import RedisProcess
+from tests.runner_ground import BATCH, House, Worker, outcome_of
+
+
+@pytest.fixture
+async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
+    monkeypatch.setattr(runner_module, "LOOK_S", 0.02)
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        with capture_logs():
+            yield House(client)
+
+
+async def claimed_and_lost(house: House, times: int) -> list[Claim]:
+    """What is claimed, after so many processes died with it."""
+    claims = await house.queue.claim(9)
+    for _ in range(times):
+        for claim in claims:
+            await house.die(claim)
+        claims = await house.queue.claim(9)
+    return claims
+
+
+async def losses(house: House, run: str = "b-1") -> int:
+    (record,) = await house.queue.runs([("acme", run)])
+    assert record is not None
+    return record.losses
+
+
+async def test_a_run_that_kills_whoever_works_it_ends_for_the_infrastructure_and_is_not_begun_anew_by_itself(house: House) -> None:
+    await house.submit(2)
+    for claim in await claimed_and_lost(house, MAX_LOSSES - 1):
+        if claim.run == "b-1":
+            await house.die(claim)
+        else:
+            await house.queue.finish(claim, outcome_of(claim))
+    worker = Worker()
+    async with house.working(house.runner(worker)):
+        await house.until(BatchState.COMPLETED)
+    assert worker.begun == []
+    (record,) = await house.queue.runs([("acme", "b-1")])
+    assert record is not None
+    assert record.outcome is not None
+    assert record.outcome.failure is not None
+    failure = record.outcome.failure
+    assert (failure.kind, failure.code, "5 times in a row" in failure.message) == (FailureKind.INFRASTRUCTURE, ORCHESTRATOR_LOST, True)
+    assert await house.queue.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1
+    assert await losses(house) == 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "left"),
+    [(Replied(at=1.0, chunks=()), 0), (SessionOpening(at=1.0, session="s"), 2)],
+    ids=["a reply", "a session that is about to be opened"],
+)
+async def test_a_run_that_comes_further_starts_counting_again(house: House, entry: Any, left: int) -> None:
+    await house.submit(1)
+    (claim,) = await claimed_and_lost(house, 2)
+    assert (claim.record.losses, await losses(house)) == (2, 2)
+    run_log = await RunLog.load(house.client, "d", "acme", "b-1", claim.word)
+    await run_log.append(entry)
+    assert (await losses(house), run_log.has_grown) == (left, left == 0)
+
+
+async def test_a_holder_that_dies_in_a_batch_of_somebody_else_is_counted_too(house: House) -> None:
+    await house.submit(1, is_detached=False)
+    (claim,) = await house.queue.claim(1, BATCH)
+    await house.die(claim)
+    assert await house.other.claim(9) == []
+    (again,) = await house.queue.claim(1, BATCH)
+    assert again.record.losses == 1
+
+
+async def test_one_that_is_put_back_is_not_lost(house: House) -> None:
+    await house.submit(1)
+    (claim,) = await house.queue.claim(1)
+    await house.queue.give_back(claim)
+    (again,) = await house.queue.claim(1)
+    assert again.record.losses == 0
+
+
+async def test_those_that_may_be_what_kills_are_tried_one_after_the_other_and_others_beside_them(house: House) -> None:
+    await house.submit(3)
+    for claim in await claimed_and_lost(house, DOUBTFUL_LOSSES - 1):
+        await house.die(claim)
+    running: set[str] = set()
+    together: list[set[str]] = []
+
+    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+        running.add(claim.run)
+        together.append(set(running))
+        await worker.may_end.wait()
+        running.discard(claim.run)
+        return outcome_of(claim)
+
+    worker = Worker(work)
+    async with house.working(house.runner(worker)):
+        await worker.has_begun.wait()
+        # The two others have been put back by then, to come again later.
+        while await house.client.zcard("toolcrew:d:runs:delayed") < 2:  # noqa: ASYNC110  # Redis has no event of ours for it
+            await asyncio.sleep(0.01)
+        worker.may_end.set()
+        await house.until(BatchState.COMPLETED)
+    assert sorted(len(some) for some in together) == [1, 1, 1]
+
+
+async def test_one_that_is_tried_and_comes_further_makes_room_for_the_next(house: House) -> None:
+    await house.submit(2)
+    for claim in await claimed_and_lost(house, DOUBTFUL_LOSSES - 1):
+        await house.die(claim)
+    both: set[str] = set()
+
+    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+        both.add(claim.run)
+        await journal.note_reply([])
+        if len(both) == 2:
+            worker.may_end.set()
+        await worker.may_end.wait()
+        return outcome_of(claim)
+
+    worker = Worker(work)
+    async with house.working(house.runner(worker)):
+        await house.until(BatchState.COMPLETED)
+    assert both == {"b-1", "b-2"}
+
+
+async def test_after_a_retry_by_hand_an_item_is_begun_anew_by_itself_as_often_as_before(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "RETRY_AFTER_S", (0.001,))
+
+    async def work(claim: Claim, journal: Journal, tell: Any) -> Outcome:
+        return outcome_of(claim, FailureKind.INFRASTRUCTURE)
+
+    await house.submit(1)
+    worker = Worker(work)
+    async with house.working(house.runner(worker)):
+        await house.until(BatchState.COMPLETED)
+        assert await house.queue.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1
+        await house.until(BatchState.COMPLETED)
+    assert [attempt for _, attempt in worker.begun] == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,164 @@
+"""The queue of runs, when what it goes by is gone: every batch still ends, and nobody's trouble is another's."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from contract.errors import ConfigError
+from orchestrator.batches.happenings import BatchNoted, Happening
+from orchestrator.batches.items import FailureKind
+from orchestrator.batches.row_files import RowFiles
+from orchestrator.runs.follower import Follower
+from orchestrator.runs.happening_stream import HappeningReader
+from orchestrator.runs.keys import RUN_TTL_S
+from orchestrator.runs.records import BatchState
+from orchestrator.runs.run_queue import AT_ONCE, BatchCancelled
+from tests.conftest import RedisProcess
+from tests.run_ground import RunGround, build_item, build_outcome
+
+LEASES = "toolcrew:d:runs:leases"
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess) -> AsyncIterator[RunGround]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        yield RunGround(client)
+
+
+async def lose(ground: RunGround, *runs: str) -> None:
+    """Their records are gone."""
+    await ground.client.delete(*(f"toolcrew:d:acme:run:{run}" for run in runs))
+
+
+async def test_a_run_whose_record_is_gone_holds_up_no_cancellation(ground: RunGround) -> None:
+    await ground.submit(AT_ONCE + 3)
+    # All that the first step looks at, and one of the second.
+    await lose(ground, *(f"b-{line}" for line in range(1, AT_ONCE + 2)))
+    assert await ground.queue.cancel("acme", "b") == 2
+    record = await ground.queue.batch("acme", "b")
+    assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLED, 2)
+    assert record.failed[FailureKind.INFRASTRUCTURE] == AT_ONCE + 1
+
+
+async def test_a_run_whose_record_went_while_it_ran_ends_when_its_batch_is_cancelled(ground: RunGround) -> None:
+    await ground.submit(1)
+    (claim,) = await ground.queue.claim(1)
+    await lose(ground, "b-1")
+    await ground.die(claim)
+    assert await ground.queue.cancel("acme", "b") == 0
+    assert (await ground.queue.batch("acme", "b")).state is BatchState.CANCELLED
+    assert await ground.client.exists("toolcrew:d:acme:run:b-1") == 0
+
+
+async def test_a_run_whose_record_is_gone_is_given_to_nobody_and_its_batch_ends_without_it(ground: RunGround) -> None:
+    await ground.submit(2, concurrency=1)
+    await lose(ground, "b-1")
+    (claim,) = await ground.queue.claim(9)
+    assert claim.run == "b-2"
+    await ground.queue.finish(claim, build_outcome(claim))
+    record = await ground.queue.batch("acme", "b")
+    assert (record.state, record.succeeded, record.failed[FailureKind.INFRASTRUCTURE]) == (BatchState.COMPLETED, 1, 1)
+    assert await ground.client.exists("toolcrew:d:acme:run:b-1") == 0
+
+
+async def test_who_watches_a_batch_is_told_once_of_items_that_can_have_no_row(ground: RunGround, tmp_path: Path) -> None:
+    await ground.submit(3)
+    await lose(ground, "b-1", "b-2")
+    (claim,) = await ground.queue.claim(9)
+    await ground.queue.finish(claim, build_outcome(claim))
+    shown: list[Happening] = []
+    reader = HappeningReader(ground.client, "d", "acme", "b")
+    with RowFiles.open(tmp_path / "o.jsonl", tmp_path / "e.jsonl", lambda _, run, /: run == "b-3") as rows:
+        await Follower(ground.queue, reader, "acme", "b", rows=rows, show=shown.append, tick=lambda: None).run()
+        assert list(rows.succeeded) == ["item-3"]
+    (told,) = shown
+    assert isinstance(told, BatchNoted)
+    assert "2 items are gone from Redis and have no row" in told.message
+
+
+async def test_a_batch_that_is_cancelled_before_any_line_was_queued_is_cancelled(ground: RunGround) -> None:
+    await ground.submit(0)
+    await ground.client.hset("toolcrew:d:acme:batch:b", "total", "5")
+    assert await ground.queue.cancel("acme", "b") == 0
+    assert (await ground.queue.batch("acme", "b")).state is BatchState.CANCELLED
+
+
+async def test_nothing_is_added_to_a_batch_that_is_cancelled_until_it_is_gone_on_with(ground: RunGround) -> None:
+    await ground.submit(1)
+    await ground.client.hset("toolcrew:d:acme:batch:b", "total", "2")
+    await ground.queue.cancel("acme", "b")
+    more = [("b-2", build_item(2))]
+    with pytest.raises(BatchCancelled):
+        await ground.queue.add("acme", "b", more)
+    assert await ground.queue.reopen("acme", "b")
+    assert await ground.queue.add("acme", "b", more) == 1
+    assert [claim.run for claim in await ground.queue.claim(9)] == ["b-2"]
+
+
+async def test_a_batch_that_is_complete_is_not_opened_again_for_nothing(ground: RunGround) -> None:
+    await ground.submit(1)
+    (claim,) = await ground.queue.claim(1)
+    await ground.queue.finish(claim, build_outcome(claim))
+    assert not await ground.queue.reopen("acme", "b")
+    assert (await ground.queue.batch("acme", "b")).state is BatchState.COMPLETED
+
+
+async def test_what_a_dead_process_ran_of_a_cancelled_batch_is_ended_by_whoever_looks_for_work(ground: RunGround) -> None:
+    await ground.submit(2, is_detached=False)
+    claims = await ground.queue.claim(9, ("acme", "b"))
+    await ground.queue.cancel("acme", "b")
+    for claim in claims:
+        await ground.die(claim)
+    assert await ground.other.claim(9, ("other", "c")) == []
+    record = await ground.queue.batch("acme", "b")
+    assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLED, 2)
+    assert await ground.client.zcard(LEASES) == 0
+
+
+async def test_what_waits_to_be_tried_again_is_counted_and_cancelled_like_the_rest(ground: RunGround) -> None:
+    await ground.submit(1)
+    await ground.submit(1, tenant="other")
+    for claim in await ground.queue.claim(9):
+        await ground.queue.give_back(claim, after_s=600.0, anew=True)
+    assert await ground.queue.counts("acme", "b") == {"waiting": 1, "running": 0}
+    assert await ground.queue.cancel("acme", "b") == 1
+    assert (await ground.queue.batch("acme", "b")).state is BatchState.CANCELLED
+    assert await ground.queue.counts("acme", "b") == {"waiting": 0, "running": 0}
+    assert await ground.client.zrange("toolcrew:d:runs:delayed", 0, -1) == [b"other|b-1"]
+
+
+async def test_a_record_of_another_release_is_said_to_be_one_when_its_batch_is_cancelled(ground: RunGround) -> None:
+    await ground.submit(1)
+    await ground.client.hset("toolcrew:d:acme:run:b-1", "colour", "red")
+    with pytest.raises(ConfigError, match="the record of run b-1 of tenant acme is of another release"):
+        await ground.queue.cancel("acme", "b")
+
+
+async def test_a_tenant_that_is_called_as_the_queue_is_reads_and_breaks_nothing_of_it(ground: RunGround) -> None:
+    await ground.submit(1)
+    await ground.submit(1, tenant="runs", batch="mine")
+    assert list(await ground.queue.known("runs")) == ["mine"]
+    assert {claim.run for claim in await ground.queue.claim(9)} == {"b-1", "mine-1"}
+
+
+async def test_very_many_batches_that_have_nothing_to_give_hide_none_that_has(ground: RunGround) -> None:
+    await ground.submit(1)
+    async with ground.client.pipeline() as pipe:
+        for number in range(2500):
+            pipe.zadd("toolcrew:d:runs:batches", {f"idle|{number}": 1.0})
+            pipe.zadd(f"toolcrew:d:idle:batch:{number}:waiting", {"run": 1.0})
+        await pipe.execute()
+    found = [len(await ground.queue.claim(1)) for _ in range(6)]
+    assert sum(found) == 1
+
+
+async def test_every_key_of_a_batch_is_forgotten_some_day(ground: RunGround) -> None:
+    await ground.submit(4, concurrency=3)
+    ended, delayed, _ = await ground.queue.claim(3)
+    await ground.queue.finish(ended, build_outcome(ended))
+    await ground.queue.give_back(delayed, after_s=60.0)
+    keys = [key async for key in ground.client.scan_iter("toolcrew:d:acme:*")]
+    assert len([key for key in keys if key.startswith(b"toolcrew:d:acme:batch:b")]) == 6
+    assert {key: await ground.client.ttl(key) > RUN_TTL_S - 60 for key in keys} == dict.fromkeys(keys, True)
