@@ -185,6 +185,8 @@ def test_a_model_that_refuses_the_key_ends_the_work_and_no_item(shell: TroubledS
     assert asked <= 2
     counts = shell.counts("refused")
     assert (counts["failed"], counts["waiting"], counts["running"]) == (0, 20, 0)
+    # Its sandboxes are kept for whoever goes on with it; who does not has them removed.
+    assert shell.run("batch", "cancel", "refused").returncode == 0
 
 
 def test_what_a_tenant_may_have_makes_its_batch_wait_and_fail_nothing(shell: TroubledShell) -> None:
