@@ -1,6 +1,7 @@
 """Runs the whole test suite in parts side by side: `.venv/bin/python scripts/test_parts.py [ROOT]`.
 
-A part is a directory below tests/, run by a pytest of its own: most of them wait for programs, so one processor serves more than one.
+A part is the test files of one directory below tests/, run by a pytest of its own: most of them wait for programs, so one processor
+serves more than one.
 Of a part that passes its count is told, and its warnings and skips. Of a part that fails the log is told as it is, but for the lines
 of the tests that passed; of one that died (pytest's own fault, a signal) also those that ran last. What failed is named at the end.
 
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # What takes longest begins first, so that nobody waits for it at the end; a directory that is not named here follows.
-LONGEST_FIRST = ("tests/integration", "tests/e2e", "tests/unit", "tests/attacks", "tests/chaos", "tests/conformance")
+LONGEST_FIRST = ("tests/integration", "tests/e2e", "tests/unit", "tests/e2e/batches", "tests/attacks", "tests/chaos", "tests/conformance")
 SIDE_BY_SIDE = max(3, os.cpu_count() or 1)
 TOLD_EVERY_S = 60.0
 LAST_TESTS = 20
@@ -69,12 +70,12 @@ def say(sentence: str) -> None:
 
 
 def find_parts(root: Path) -> list[str]:
-    """Every directory below tests/ with a test in it, the longest first; tests/ itself must have none."""
+    """Every directory below tests/ with a test file in it, however deep, the longest first; tests/ itself must have none."""
     files = list((root / "tests").rglob("test_*.py"))
     astray = sorted(str(file.relative_to(root)) for file in files if file.parent == root / "tests")
     if astray:
         sys.exit(f"test: put {', '.join(astray)} into a directory below tests/: only those are run")
-    names = {"/".join(file.relative_to(root).parts[:2]) for file in files}
+    names = {file.parent.relative_to(root).as_posix() for file in files}
     ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
     return sorted(names, key=lambda name: (ranks.get(name, len(ranks)), name))
 
@@ -86,10 +87,11 @@ def tie_to_parent() -> None:
 
 def start(root: Path, name: str, folder: Path) -> Part:
     log = folder / f"{name.replace('/', '-')}.log"
+    files = sorted(str(file.relative_to(root)) for file in (root / name).glob("test_*.py"))
     with log.open("wb") as out:
         process = subprocess.Popen(
             # With -v the log has the name of every test before it runs, whatever then becomes of this pytest.
-            [sys.executable, "-m", "pytest", "-v", name],
+            [sys.executable, "-m", "pytest", "-v", *files],
             cwd=root,
             stdin=subprocess.DEVNULL,
             stdout=out,

@@ -29,8 +29,8 @@ def test_long(house, request):
 def start(root: Path, **parts: str) -> "subprocess.Popen[str]":
     for name, source in parts.items():
         folder = root / "tests" / name
-        folder.mkdir(parents=True)
-        (folder / f"test_{name}.py").write_text(source)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"test_{folder.name}.py").write_text(source)
     (root / "pytest.ini").write_text("[pytest]\naddopts = -ra -p no:cacheprovider\n")
     return subprocess.Popen([sys.executable, str(SCRIPT), str(root)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -48,6 +48,14 @@ def test_parts_that_pass_are_counted_and_their_skips_told(tmp_path: Path) -> Non
     assert "test: tests/one: 1 passed in" in told
     assert "no moon" in told
     assert told.endswith("test: all parts passed\n")
+
+
+def test_a_directory_in_another_is_a_part_of_its_own_and_run_once(tmp_path: Path) -> None:
+    status, told = run(tmp_path, outer=PASSES, **{"outer/inner": PASSES + SKIPS})
+
+    assert status == 0, told
+    assert "test: tests/outer: 1 passed in" in told
+    assert "test: tests/outer/inner: 1 passed, 1 skipped in" in told
 
 
 def test_what_fails_and_what_dies_fails_all_is_told_whole_and_named_last(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_batches import SCRIPT, Shell, answers, expected
+from tests.e2e.batches.test_batches import SCRIPT, Shell, answers, expected
 from tests.model_server.running import running_model_server
 from tests.stack import TOOLCREW, Footprint, Stack, free_port, missing, run_toolcrew, wait_until
 

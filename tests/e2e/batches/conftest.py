@@ -1,4 +1,4 @@
-"""What every test of whole programs has to leave."""
+"""What every test of batches has to leave."""
 
 from collections.abc import Iterator
 
