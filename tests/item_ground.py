@@ -3,11 +3,13 @@
 import asyncio
 import io
 import tarfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import redis.asyncio
+from structlog.testing import capture_logs
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from orchestrator.approvals import DEFAULT_POLICY, ApprovalPolicy, AutoApprover
@@ -31,11 +33,13 @@ from orchestrator.settings import OrchestratorSettings
 from orchestrator.switches import RedisSwitches
 from orchestrator.tenants import RedisTenants
 from tests.builders import KEY, build_spec
+from tests.conftest import RedisProcess
 from tests.fake_hosts import MemoryPlaces, StaticHosts, build_report
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
 from tests.run_ground import RunGround, build_item
 from workers.tools.builtin import build_registry
 
+Made = Callable[..., "ItemGround"]
 Answer = Callable[[ToolCall, ToolContext], ToolResult | Awaitable[ToolResult]]
 OPENED = {
     "host": "h1",
@@ -157,3 +161,12 @@ def archive_of(folder: Path) -> bytes:
         for path in sorted(folder.iterdir()):
             archive.add(path, arcname=path.name)
     return buffer.getvalue()
+
+
+@asynccontextmanager
+async def open_maker(redis_server: RedisProcess) -> AsyncIterator[Made]:
+    """Makes processes on one Redis, which share the places of sessions."""
+    places = MemoryPlaces()
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        with capture_logs():
+            yield lambda *arguments, **options: ItemGround(client, *arguments, places=places, **options)

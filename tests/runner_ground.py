@@ -5,17 +5,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 import redis.asyncio
+from structlog.testing import capture_logs
 
 from contract.errors import BrokerUnavailable
 from orchestrator.batches.happenings import Happening, ItemDone, parse_happening
 from orchestrator.batches.items import Failure, FailureKind, Outcome
+from orchestrator.runs import runner as runner_module
 from orchestrator.runs.brake import Brake
 from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.records import BatchDefaults, BatchState
 from orchestrator.runs.run_queue import Claim, RunQueue
 from orchestrator.runs.runner import Runner
+from tests.conftest import RedisProcess
 from tests.run_ground import RunGround
 
 SOON_S = 20.0
@@ -107,3 +111,13 @@ class WatchedQueue(RunQueue):
             self.outages -= 1
             raise BrokerUnavailable("Redis is away")
         return await super().finish(claim, outcome)
+
+
+@asynccontextmanager
+async def open_house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
+    """A house on that Redis whose runners are in a hurry."""
+    for name, hurried in (("LOOK_S", 0.02), ("LEASE_S", 0.2), ("RETRY_AFTER_S", (0.001,))):
+        monkeypatch.setattr(runner_module, name, hurried)
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
+        with capture_logs():
+            yield House(client)

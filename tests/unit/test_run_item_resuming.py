@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis.asyncio
-from structlog.testing import capture_logs
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable
@@ -20,21 +18,16 @@ from orchestrator.models.scripted import ScriptedModel
 from orchestrator.runs import item_work
 from orchestrator.runs.records import BatchDefaults
 from tests.conftest import RedisProcess
-from tests.fake_hosts import MemoryPlaces
 from tests.fakes import StreamModel
-from tests.item_ground import ItemGround, archive_of, build_run, build_tool_call, echo_then, failed, with_ground
+from tests.item_ground import ItemGround, Made, archive_of, build_run, build_tool_call, echo_then, failed, open_maker, with_ground
 
 SOON_S = 15.0
-Made = Callable[..., ItemGround]
 
 
 @pytest.fixture
 async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
-    """Makes processes on one Redis, which share the places of sessions."""
-    places = MemoryPlaces()
-    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
-        with capture_logs():
-            yield lambda *arguments, **options: ItemGround(client, *arguments, places=places, **options)
+    async with open_maker(redis_server) as made:
+        yield made
 
 
 async def broken_off(ground: ItemGround, claim: Any, reached: asyncio.Event) -> None:

@@ -1,12 +1,10 @@
 """What becomes of an item: worked to its outcome, gone on with where a process left it, begun anew without a trace of the attempt before."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis.asyncio
-from structlog.testing import capture_logs
 
 from contract.calls import ToolResult
 from contract.errors import ContextWindowExceeded, ErrorCode, ModelRefused
@@ -17,21 +15,16 @@ from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
 from orchestrator.tenants import RedisTenants
 from tests.conftest import RedisProcess
-from tests.fake_hosts import MemoryPlaces
 from tests.fakes import StreamModel
-from tests.item_ground import ItemGround, build_run, build_tool_call, echo_then, failed, with_ground
+from tests.item_ground import Made, build_run, build_tool_call, echo_then, failed, open_maker, with_ground
 
 SOON_S = 15.0
-Made = Callable[..., ItemGround]
 
 
 @pytest.fixture
 async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
-    """Makes processes on one Redis, which share the places of sessions."""
-    places = MemoryPlaces()
-    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
-        with capture_logs():
-            yield lambda *arguments, **options: ItemGround(client, *arguments, places=places, **options)
+    async with open_maker(redis_server) as made:
+        yield made
 
 
 # How items end

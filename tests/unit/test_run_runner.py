@@ -5,8 +5,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import redis.asyncio
-from structlog.testing import capture_logs
 
 from contract.errors import BrokerUnavailable
 from orchestrator.batches.happenings import CallDone, ItemDone, ItemRetried, StepDone
@@ -17,17 +15,13 @@ from orchestrator.runs.records import BatchDefaults, BatchState, RunState
 from orchestrator.runs.run_log import RunLog
 from orchestrator.runs.run_queue import Claim
 from tests.conftest import RedisProcess
-from tests.runner_ground import BATCH, House, WatchedQueue, Worker, outcome_of
+from tests.runner_ground import BATCH, House, WatchedQueue, Worker, open_house, outcome_of
 
 
 @pytest.fixture
 async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
-    monkeypatch.setattr(runner_module, "LOOK_S", 0.02)
-    monkeypatch.setattr(runner_module, "LEASE_S", 0.2)
-    monkeypatch.setattr(runner_module, "RETRY_AFTER_S", (0.001,))
-    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
-        with capture_logs():
-            yield House(client)
+    async with open_house(redis_server, monkeypatch) as house:
+        yield house
 
 
 async def test_it_works_as_many_at_a_time_as_it_may_and_goes_on_when_one_has_ended(house: House) -> None:

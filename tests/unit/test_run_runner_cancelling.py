@@ -5,8 +5,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import redis.asyncio
-from structlog.testing import capture_logs
 
 from orchestrator.batches.happenings import CallDone
 from orchestrator.batches.items import FailureKind, Outcome
@@ -15,17 +13,13 @@ from orchestrator.runs.journal import Journal
 from orchestrator.runs.records import BatchState
 from orchestrator.runs.run_queue import Claim
 from tests.conftest import RedisProcess
-from tests.runner_ground import BATCH, House, WatchedQueue, Worker, outcome_of
+from tests.runner_ground import BATCH, House, WatchedQueue, Worker, open_house, outcome_of
 
 
 @pytest.fixture
 async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
-    monkeypatch.setattr(runner_module, "LOOK_S", 0.02)
-    monkeypatch.setattr(runner_module, "LEASE_S", 0.2)
-    monkeypatch.setattr(runner_module, "RETRY_AFTER_S", (0.001,))
-    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
-        with capture_logs():
-            yield House(client)
+    async with open_house(redis_server, monkeypatch) as house:
+        yield house
 
 
 async def test_what_runs_of_a_cancelled_batch_ends_as_cancelled_with_its_session_removed(house: House) -> None:
