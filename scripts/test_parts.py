@@ -135,7 +135,9 @@ def end(running: list[Part]) -> None:
 def verdict(part: Part) -> str:
     """pytest's own last line, or how it died."""
     status, lines = part.process.returncode, part.lines()
-    counted = lines[-1].decode(errors="replace").strip("= ") if lines and _COUNTED.match(lines[-1]) else "no result"
+    # A program that outlives its test may say something behind it.
+    last = next((line for line in reversed(lines) if _COUNTED.match(line)), None)
+    counted = last.decode(errors="replace").strip("= ") if last is not None else "no result"
     death = f" (died of {signal.Signals(-status).name})" if status < 0 else f" (status {status})" if status > TESTS_FAILED else ""
     return f"{part.name}: {counted}{death}"
 

@@ -15,7 +15,7 @@ from workers.sandbox_client import GuestResponse
 
 pytestmark = pytest.mark.stack
 
-LIMIT_S = 0.3
+LIMIT_S = 1.0
 GRACE_S = 2.0
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, 56)
 _VFORK, _SIBLING, _SILENT = 0x4000 | 17, 0x8000 | 17, 0

@@ -68,7 +68,7 @@ class BatchLoad:
     def wait(self, within_s: float) -> list[str]:
         """Until all have ended by themselves. Gives what did not end as it should."""
         for one in self.orchestrators:
-            wait_until(lambda one=one: not one.is_running, within_s, lambda one=one: f"{one.name} still works: {one.log()[-1500:]}")
+            wait_until(lambda one=one: one.has_ended(), within_s, lambda one=one: f"{one.name} still works: {one.log()[-1500:]}")
         return [
             f"orchestrator {one.name} ended with {one.code}: {one.log()[-1500:]}" for one in self.orchestrators if one.code not in (0, 1)
         ]
@@ -100,6 +100,8 @@ class BatchOrchestrator:
         self._argv = bound([str(TOOLCREW), *command, "--output", str(output)])
         self._environment = load.ground.environment({"TOOLCREW_TRACES": str(load.folder / "traces"), **load.server.environment()})
         self._process: subprocess.Popen[bytes] | None = None
+        self._said_before = 0
+        self._mark = load.mark
 
     @property
     def pid(self) -> int:
@@ -128,7 +130,21 @@ class BatchOrchestrator:
     def has_said(self, word: str) -> bool:
         return self._out.exists() and word in self._out.read_text(errors="replace")
 
+    def has_ended(self) -> bool:
+        """Whether it has worked the batch to its end. One that could not begin, since Redis was away just then, is started again."""
+        if self.is_running:
+            return False
+        if self.code == 1 and self._times_said() == self._said_before:
+            self.start()
+            return False
+        return True
+
+    def _times_said(self) -> int:
+        """How often it has begun: then it says the batch's id."""
+        return self._out.read_text(errors="replace").splitlines().count(self._mark) if self._out.exists() else 0
+
     def start(self) -> None:
+        self._said_before = self._times_said()
         with self._out.open("ab") as out, self._log.open("ab") as log:
             self._process = subprocess.Popen(self._argv, cwd=ROOT, env=self._environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log)
 

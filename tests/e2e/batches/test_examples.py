@@ -12,7 +12,7 @@ from tests.model_server.running import running_model_server
 from tests.stack import Footprint, Stack, run_toolcrew
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 EVERY = 3
 """Of the questions so many are asked once: each of them costs a sandbox, and tests/unit/test_example_batches.py runs the commands of all."""
 
