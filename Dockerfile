@@ -1,4 +1,4 @@
-# The images of all services, one target each: redis, worker, web-worker, sandboxd, egress, orchestrator, flower. `scripts/build-services` builds them: it
+# The images of all services, one target each: redis, worker, web-worker, sandboxd, egress, orchestrator, api, flower. `scripts/build-services` builds them: it
 # fetches the locked wheels first, because this build needs no package index and asks none.
 #
 # BASE may be any Debian 12 root; where it brings no Python 3.11, Debian's own is installed.
@@ -7,13 +7,13 @@ ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS base
 # One uid a service, so that none can read another's files or signal its processes; sandboxd is 0, as said at its target.
 # Nothing may gain rights by running a file: no setuid, no setgid.
-RUN for user in worker:10001 orchestrator:10002 flower:10003 redis:10004 web:10005 egress:10006; do \
+RUN for user in worker:10001 orchestrator:10002 flower:10003 redis:10004 web:10005 egress:10006 api:10007; do \
         groupadd --gid "${user#*:}" "${user%:*}" \
         && useradd --uid "${user#*:}" --gid "${user#*:}" --no-create-home --home-dir /tmp --shell /usr/sbin/nologin "${user%:*}" \
         || exit 1; \
     done \
     && rm -f /etc/passwd- /etc/group- /etc/shadow- /etc/gshadow- /etc/subuid- /etc/subgid- \
-    && find / -xdev -type f -perm /6000 -exec chmod a-s {} +
+    && find / -xdev \( -type f -o -type d \) -perm /6000 -exec chmod a-s {} +
 ENV LANG=C.UTF-8 HOME=/tmp
 WORKDIR /
 
@@ -91,6 +91,8 @@ USER 10006:10006
 CMD ["python", "-m", "workers.egress"]
 
 FROM runtime AS flower
+# What it shows, in a volume of its own.
+RUN install -d -o 10003 -g 10003 -m 0700 /var/lib/toolcrew-flower
 USER 10003:10003
 CMD ["python", "-m", "orchestrator.flower"]
 
@@ -100,3 +102,9 @@ RUN install -d -o 10002 -g 10002 -m 0700 /var/lib/toolcrew-traces
 USER 10002:10002
 # It works what is handed over by `toolcrew batch submit --detach`, and is the place from which all other commands are used.
 CMD ["toolcrew", "batch", "work"]
+
+# The HTTP API and its pages, and an orchestrator of what is started over them.
+FROM runtime AS api
+RUN install -d -o 10007 -g 10007 -m 0700 /var/lib/toolcrew-traces
+USER 10007:10007
+CMD ["toolcrew", "serve", "api", "--host", "0.0.0.0", "--port", "8080"]

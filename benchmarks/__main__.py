@@ -39,6 +39,10 @@ NAMES = (
     "batch_runs",
     "batch_memory",
     "batch_queue",
+    "tracing",
+    "metrics",
+    "api",
+    "page",
 )
 GROUPS = {"batch": ("batch_runs", "batch_memory", "batch_queue")}
 SIZED = ("batch_runs", "batch_memory")

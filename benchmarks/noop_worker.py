@@ -35,7 +35,7 @@ def _nap_tool(_: dict[str, Any], bench: Workbench) -> Outcome:
 
 def main(queue: str, pool: str) -> None:
     settings = load_worker_settings()
-    configure_logging(settings.log_level)
+    configure_logging("worker", settings)
     app = build_app(settings.broker())
     app.task(name=TASK)(noop)
     kind = cast(Literal["threads", "prefork"], pool)
@@ -47,7 +47,7 @@ def main(queue: str, pool: str) -> None:
 def serve_tool() -> None:
     """The pool of operators' tools, as it is shipped."""
     settings = load_worker_settings()
-    configure_logging(settings.log_level)
+    configure_logging("worker", settings)
     run_web_worker(settings, [_tool(TOOL, "Does nothing.", _noop_tool), _tool(NAP_TOOL, "Takes ten milliseconds.", _nap_tool)])
 
 

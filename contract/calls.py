@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from contract.errors import ErrorCode
+from contract.traceparent import Traceparent
 
 MAX_OUTPUT_CHARS = 256 * 1024
 """Text of one result; tools cut far earlier and say so."""
@@ -63,6 +64,8 @@ class ToolContext(Record):
     """True when the arguments came from a text dialect: strings may then be coerced by the schema."""
     events: Identifier | None = None
     """The listener of the process that wants to hear of the call while it runs (contract/call_events.py); None: nobody does."""
+    trace: Traceparent | None = None
+    """The span that the call is a part of; None, and then not in the envelope at all, which releases without it read: nobody traces it."""
 
 
 class Clocks(Record):

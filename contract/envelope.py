@@ -23,6 +23,10 @@ _UTF8_BYTES = 4
 MAX_DEPTH = 100
 """How deep arguments may nest; JSON readers of both sides give up somewhere beyond it."""
 
+_UNDUMPED = {"config"}
+_UNTRACED = {"config", "trace"}
+"""Of a context that nobody traces: a field that is not there is read by workers of earlier releases, too."""
+
 _SHAPE = re.compile(r"(?P<version>v[0-9]{1,8})\.(?P<key_id>[0-9a-f]{12})\.(?P<signature>[0-9a-f]{64})\.")
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
@@ -38,7 +42,10 @@ def encode_call(call: ToolCall, context: ToolContext, keys: SigningKeys) -> str:
     payload = {
         # Taken as they are: dumping the record would change a key that is no text without a word.
         "call": {**call.model_dump(mode="json", exclude={"arguments"}), "arguments": call.arguments},
-        "context": {**context.model_dump(mode="json", exclude={"config"}), "config": context.config},
+        "context": {
+            **context.model_dump(mode="json", exclude=_UNDUMPED if context.trace is not None else _UNTRACED),
+            "config": context.config,
+        },
     }
     body = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     head = f"v{VERSION}.{keys.current.id}"

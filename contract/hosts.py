@@ -62,6 +62,15 @@ class HostReport(Record):
     started_at: float
     reported_at: float
 
+    @property
+    def state(self) -> Literal["serving", "unhealthy", "draining", "restarting"]:
+        """In one word, as people are shown it."""
+        if not self.worker:
+            return "restarting"
+        if self.draining:
+            return "draining"
+        return "serving" if self.healthy else "unhealthy"
+
 
 def holder_name(queue: str, worker: str) -> str:
     """How the ledger names who runs a call: the worker's incarnation and the process of it."""

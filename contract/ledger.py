@@ -53,6 +53,7 @@ class CallRecord(Record):
 
     `holder`: who runs it (contract/hosts.py: holder_name); `claim`: a word of the claim that started it, by which one that is sent again knows itself;
     `code`: the result's error code, "" when it succeeded; `nonce`: the attempt that was published last, and a random word; `task`: under which task id.
+    `killed`: who ended it from outside and why, as a sentence; a call that has it is not sent again.
     """
 
     state: CallState
@@ -69,6 +70,7 @@ class CallRecord(Record):
     code: str = ""
     nonce: str = ""
     task: str = ""
+    killed: str = ""
 
 
 def parse_record(fields: Mapping[bytes, bytes]) -> CallRecord | None:

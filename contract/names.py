@@ -58,9 +58,49 @@ def tenant_sessions_key(deployment: str, tenant: str) -> str:
     return f"toolcrew:{deployment}:{tenant}:sessions"
 
 
+def session_facts_key(deployment: str, tenant: str, session: str) -> str:
+    """What a session's host told when it was opened there, as JSON, for whoever takes the session over from its opener."""
+    return f"toolcrew:{deployment}:{tenant}:session:{session}:facts"
+
+
+def open_sessions_key(deployment: str) -> str:
+    """The sorted set of the open sessions of all tenants, `<tenant>|<session>` by the microsecond of their opening; some may have expired by now."""
+    return f"toolcrew:{deployment}:open-sessions"
+
+
+def tenant_open_sessions_key(deployment: str, tenant: str) -> str:
+    """The same of one tenant, by the sessions' names."""
+    return f"toolcrew:{deployment}:{tenant}:open-sessions"
+
+
+def seen_tenants_key(deployment: str) -> str:
+    """The sorted set of the tenants that have opened sessions, registered or not, by the Unix time of the last one."""
+    return f"toolcrew:{deployment}:seen-tenants"
+
+
+def kills_key(deployment: str) -> str:
+    """The sorted set of the orders of the last minute to end calls, by the Unix time at which each was given (orchestrator/call_kills.py)."""
+    return f"toolcrew:{deployment}:kills"
+
+
 def host_key(deployment: str, queue: str) -> str:
     """The report of one living worker incarnation (contract/hosts.py); gone when the worker is."""
     return f"toolcrew:{deployment}:host:{queue}"
+
+
+def host_gauges_key(deployment: str, queue: str) -> str:
+    """What a host's sandboxd does now, as JSON (workers/sandboxd_counts.py); gone when its worker's report is."""
+    return f"toolcrew:{deployment}:host:{queue}:gauges"
+
+
+def metrics_key(deployment: str) -> str:
+    """The hash of the deployment's sums (contract/metrics.py)."""
+    return f"toolcrew:{deployment}:metrics"
+
+
+def counted_key(deployment: str, source: str) -> str:
+    """The hash of what has been taken of one source of counts (contract/metric_counts.py)."""
+    return f"toolcrew:{deployment}:metrics:counted.{source}"
 
 
 def hosts_key(deployment: str) -> str:
@@ -167,3 +207,23 @@ def switches_key(deployment: str) -> str:
 def session_state_key(deployment: str, tenant: str, session: str) -> str:
     """The hash of what a session's tools remember between calls; it expires when none of them has used it for a day."""
     return f"toolcrew:{deployment}:{tenant}:session:{session}:state"
+
+
+def audit_key(deployment: str) -> str:
+    """The stream of who changed what (orchestrator/audit.py)."""
+    return f"toolcrew:{deployment}:audit"
+
+
+def approvals_key(deployment: str) -> str:
+    """The sorted set of the questions that people are asked, id by the Unix time in milliseconds at which each expires."""
+    return f"toolcrew:{deployment}:approvals"
+
+
+def tenant_approvals_key(deployment: str, tenant: str) -> str:
+    """Those of one tenant."""
+    return f"toolcrew:{deployment}:{tenant}:approvals"
+
+
+def approval_key(deployment: str, approval: str) -> str:
+    """The hash of one question; its decision stands beside it, under `:decision`."""
+    return f"toolcrew:{deployment}:approval:{approval}"

@@ -35,10 +35,24 @@ class Switch(Record):
 
 @dataclass(frozen=True)
 class ToolState:
-    """A registered tool as an administrator sees it. `switch`: present exactly when it is off."""
+    """A registered tool as an administrator sees it. `everywhere`: present exactly when it is off for all tenants; `own`: when it is for the one
+    whose view this is, whatever holds for all."""
 
     spec: ToolSpec
-    switch: Switch | None = None
+    everywhere: Switch | None = None
+    own: Switch | None = None
+
+    @property
+    def switch(self) -> Switch | None:
+        """Why it is off, None when it is on."""
+        return self.everywhere or self.own
+
+    @property
+    def scope(self) -> Literal["everywhere", "tenant"] | None:
+        """For whom it is off, None when it is on."""
+        if self.everywhere is not None:
+            return "everywhere"
+        return "tenant" if self.own is not None else None
 
     @property
     def name(self) -> str:
@@ -133,8 +147,25 @@ class ToolRegistry(Generic[Handler]):
             return len(self._tools)
 
 
+def switch_field(name: str, tenant: str | None = None) -> str:
+    """Under which a switch is kept: for everybody, or for one tenant. No name of a tool or of a tenant has a `/`."""
+    return name if tenant is None else f"{tenant}/{name}"
+
+
+def find_switch(switches: Mapping[str, Switch], name: str, tenant: str) -> Switch | None:
+    """Why the tool is off for that tenant, by all the switches that there are; None when it is on."""
+    return switches.get(name) or switches.get(switch_field(name, tenant))
+
+
+def switches_for(switches: Mapping[str, Switch], tenant: str) -> dict[str, Switch]:
+    """What is off for that tenant, by the tools' names."""
+    head = switch_field("", tenant)
+    own = {field.removeprefix(head): switch for field, switch in switches.items() if field.startswith(head)}
+    return own | {field: switch for field, switch in switches.items() if "/" not in field}
+
+
 def parse_switches(told: Mapping[Any, Any]) -> dict[str, Switch]:
-    """The switches of a Redis hash. One that cannot be read still turns its tool off: somebody meant it."""
+    """The switches of a Redis hash, by their fields. One that cannot be read still turns its tool off: somebody meant it."""
     found = {}
     for name, data in told.items():
         try:

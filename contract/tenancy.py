@@ -14,6 +14,7 @@ DEFAULT_TENANT = "default"
 """Always known. While no other tenant is registered every name is served, by this one's policy; from the first on only registered ones are."""
 POLICY_FRESH_S = 1.0
 """How old what a process knows of the tenants may be."""
+MAX_PAUSE_REASON_CHARS = 500
 MAX_POLICY_BYTES = 256 * 1024
 """As JSON. A longer one is neither kept nor read."""
 VERSION_FIELD = "#version"
@@ -62,9 +63,12 @@ class TenantPolicy(Record):
     queued: int = Field(default=10_000, ge=1, le=1_000_000)
     rate_per_s: float | None = Field(default=None, ge=0.001, le=1_000_000)
     burst: int = Field(default=100, ge=1, le=1_000_000)
-    sandboxes: int = Field(default=1000, ge=0, le=1_000_000)
+    sandboxes: int = Field(default=1000, ge=0, le=1_000_000, strict=True)
     commands: Annotated[tuple[CommandRule, ...], Field(max_length=1000)] = ()
     sandbox: SandboxTerms = SandboxTerms()
+    is_paused: bool = False
+    """None of its calls is begun, and none of its runs; `pause_reason` says why."""
+    pause_reason: str = Field(default="", max_length=MAX_PAUSE_REASON_CHARS)
 
     def allows_tool(self, name: str) -> bool:
         """Whether calls of that tool, or verb of sessions, are served at all."""

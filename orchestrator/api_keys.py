@@ -1,26 +1,29 @@
 """API keys: who may call for which tenant. Only a digest of a key is kept; the key itself is shown once, when it is made."""
 
+import copy
 import hashlib
 import hmac
 import re
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import redis.asyncio
 from pydantic import Field, ValidationError
 from redis.exceptions import RedisError
 
 from contract.calls import Identifier, Record
+from contract.clock import format_instant
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
-from contract.names import api_keys_key, tenants_key
+from contract.names import api_keys_key, audit_key, tenants_key
 from contract.registry import LAST_INSTANT
+from orchestrator.actors import Actor, local_actor
+from orchestrator.actors import Role as Role
+from orchestrator.audit import AUDIT_LUA, build_entry, entry_text
 from orchestrator.shared_reads import SharedReads
 
-Role = Literal["tenant", "operator", "admin"]
-"""tenant: calls for its own tenant; operator: for any; admin: also sets what tenants may have."""
 KEY_FRESH_S = 1.0
 """How old what a process knows of a key may be: half of the time within which revoking it takes effect everywhere."""
 MAX_KNOWN = 4096
@@ -29,10 +32,20 @@ TAIL_CHARS = 4
 _KEY = re.compile(r"tc_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
 _NOBODY = "0" * 64
 
-_ADD = """
--- KEYS: tenants, API keys. ARGV: tenant, key id, record. No key for a tenant that was removed meanwhile.
+_ADD = f"""
+{AUDIT_LUA}
+-- KEYS: tenants, API keys, audit. ARGV: tenant, key id, record, entry. No key for a tenant that was removed meanwhile.
 if ARGV[1] ~= 'default' and redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return -1 end
-return redis.call('HSETNX', KEYS[2], ARGV[2], ARGV[3])
+if redis.call('HEXISTS', KEYS[2], ARGV[2]) == 1 then return 0 end
+audit(KEYS[3], ARGV[4])
+return redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
+"""
+_REVOKE = f"""
+{AUDIT_LUA}
+-- KEYS: API keys, audit. ARGV: key id, entry.
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
+audit(KEYS[2], ARGV[2])
+return redis.call('HDEL', KEYS[1], ARGV[1])
 """
 
 
@@ -55,9 +68,15 @@ class Identity:
     tenant: str
     role: Role
     key_id: str
+    name: str = field(default="", compare=False)
+    """Whose key it is, as whoever made it has said."""
 
     def may_act_for(self, tenant: str) -> bool:
         return self.role != "tenant" or tenant == self.tenant
+
+    def actor(self) -> Actor:
+        """As the audit names whoever changes something."""
+        return Actor(key=self.key_id, role=self.role, name=self.name, tenant=self.tenant)
 
 
 @dataclass(frozen=True)
@@ -73,15 +92,23 @@ class NewKey:
 
 
 class ApiKeys:
-    """The keys in Redis, one read again at most every KEY_FRESH_S seconds. `clock`: Unix seconds."""
+    """The keys in Redis, one read again at most every KEY_FRESH_S seconds. `clock`: Unix seconds. Changes are put down to whoever runs this program, or
+    to the actor of `acting_as`."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, clock: Callable[[], float] = time.time) -> None:
         self._client = client
-        self._tenants, self._key = tenants_key(deployment), api_keys_key(deployment)
+        self._tenants, self._key, self._audit = tenants_key(deployment), api_keys_key(deployment), audit_key(deployment)
+        self._actor: Actor | None = None
         self._clock = clock
         self._known: dict[str, tuple[ApiKeyRecord, float]] = {}
         self._reads = SharedReads[ApiKeyRecord | None]()
-        self._add_script = client.register_script(_ADD)
+        self._add_script, self._revoke_script = client.register_script(_ADD), client.register_script(_REVOKE)
+
+    def acting_as(self, actor: Actor) -> Self:
+        """The same keys, changed by `actor`."""
+        mine = copy.copy(self)
+        mine._actor = actor
+        return mine
 
     async def authenticate(self, text: str) -> Identity:
         """Who the key stands for. Raises ToolFailure(UNAUTHENTICATED) for one that is unknown, revoked or expired; BrokerUnavailable."""
@@ -95,12 +122,14 @@ class ApiKeys:
                 ErrorCode.UNAUTHENTICATED,
                 "the API key is none, or was revoked: check that all of it was copied, or have the operator make another (toolcrew tenants keys add TENANT)",
             )
-        if record.expires_at is not None and self._clock() >= record.expires_at:
-            raise ToolFailure(
-                ErrorCode.UNAUTHENTICATED,
-                f"the API key {key_id} has expired: have the operator make another (toolcrew tenants keys add TENANT)",
-            )
-        return Identity(record.tenant, record.role, key_id)
+        return self._identity(key_id, record)
+
+    async def recall(self, key_id: str) -> Identity:
+        """Who a key stands for that was shown before, and is known by its id since. Raises as `authenticate`."""
+        record = await self._find(key_id)
+        if record is None:
+            raise ToolFailure(ErrorCode.UNAUTHENTICATED, "the API key was revoked: show another one")
+        return self._identity(key_id, record)
 
     async def add(self, tenant: str, role: Role = "tenant", *, name: str = "", ttl_s: float | None = None) -> NewKey:
         """A new key for a registered tenant; `ttl_s`: how long it holds, None: until it is revoked.
@@ -122,8 +151,12 @@ class ApiKeys:
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{first['loc'][0]}: {first['msg']}") from None
+        until = format_instant(record.expires_at) if record.expires_at is not None else None
+        told = {"role": role, "name": name, "tail": record.tail, "expires": until}
+        entry = build_entry(self._actor or local_actor(), "key.add", key_id, tenant=tenant, details=told)
+        keys, args = [self._tenants, self._key, self._audit], [tenant, key_id, record.model_dump_json(), entry_text(entry)]
         try:
-            added = await self._add_script(keys=[self._tenants, self._key], args=[tenant, key_id, record.model_dump_json()])
+            added = await self._add_script(keys=keys, args=args)
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"no key was made: Redis does not do it ({error}); see that it is up and may be written") from error
         if added != 1:
@@ -133,7 +166,11 @@ class ApiKeys:
     async def revoke(self, key_id: str) -> bool:
         """Whether there was such a key; it opens nothing anywhere within 2 seconds. Raises BrokerUnavailable."""
         try:
-            was_there: Any = await self._client.hdel(self._key, key_id)
+            data: Any = await self._client.hget(self._key, key_id)
+            if data is None:
+                return False
+            entry = build_entry(self._actor or local_actor(), "key.remove", key_id, **_told_of(key_id, data))
+            was_there: Any = await self._revoke_script(keys=[self._key, self._audit], args=[key_id, entry_text(entry)])
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"the key was not revoked: Redis does not do it ({error}); try again") from error
         self._known.pop(key_id, None)
@@ -146,13 +183,21 @@ class ApiKeys:
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"Redis did not say which keys there are ({error}): see that it is up") from error
         found: dict[str, ApiKeyRecord | ConfigError] = {}
-        for field, data in told.items():
-            key_id = field.decode(errors="replace")
+        for raw, data in told.items():
+            key_id = raw.decode(errors="replace")
             try:
                 found[key_id] = _parse(key_id, data)
             except ConfigError as error:
                 found[key_id] = error
         return dict(sorted(found.items(), key=lambda item: item[1].created_at if isinstance(item[1], ApiKeyRecord) else 0.0))
+
+    def _identity(self, key_id: str, record: ApiKeyRecord) -> Identity:
+        if record.expires_at is not None and self._clock() >= record.expires_at:
+            raise ToolFailure(
+                ErrorCode.UNAUTHENTICATED,
+                f"the API key {key_id} has expired: have the operator make another (toolcrew tenants keys add TENANT)",
+            )
+        return Identity(record.tenant, record.role, key_id, record.name)
 
     async def _find(self, key_id: str) -> ApiKeyRecord | None:
         record, asked_at = self._known.get(key_id, (None, 0.0))
@@ -185,13 +230,32 @@ class Credential:
 
     async def check(self, tenant: str) -> Identity:
         """Raises ToolFailure: UNAUTHENTICATED, PERMISSION_DENIED when the key is not for that tenant; BrokerUnavailable."""
-        identity = await self._keys.authenticate(self._text)
+        identity = await self._identify()
         if not identity.may_act_for(tenant):
             raise ToolFailure(
                 ErrorCode.PERMISSION_DENIED,
                 f"the API key is for tenant {identity.tenant} and not for {tenant}: leave the tenant out, or use a key of that one",
             )
         return identity
+
+    async def _identify(self) -> Identity:
+        return await self._keys.authenticate(self._text)
+
+
+class ShownCredential(Credential):
+    """A key that was shown once, by its id: for who holds something else since, such as a login to the pages."""
+
+    async def _identify(self) -> Identity:
+        return await self._keys.recall(self._text)
+
+
+def _told_of(key_id: str, data: bytes) -> dict[str, Any]:
+    """Of a record that goes, what the audit keeps."""
+    try:
+        record = _parse(key_id, data)
+    except ConfigError:
+        return {"details": {"record": "could not be read"}}
+    return {"tenant": record.tenant, "details": {"role": record.role, "name": record.name, "tail": record.tail}}
 
 
 def _digest(text: str) -> str:

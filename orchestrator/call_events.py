@@ -14,6 +14,7 @@ from contract.names import listener_key
 from orchestrator.heard_calls import Handler, HeardCall
 from orchestrator.logs import get_logger
 from orchestrator.redis_errands import Errands
+from orchestrator.shared_tasks import begin_shared
 
 log = get_logger(__name__)
 
@@ -94,7 +95,7 @@ class CallEvents:
             del self._calls[call.name]
             raise
         if self._reader is None:
-            self._reader = asyncio.create_task(self._run(), name="call-events")
+            self._reader = begin_shared(self._run(), "call-events")
         return call
 
     async def _settle(self, call: HeardCall) -> None:

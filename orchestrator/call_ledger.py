@@ -15,8 +15,9 @@ log = get_logger(__name__)
 
 # KEYS: call. ARGV: the attempt as known, the new state, the new attempt. Gives the state that the record has now.
 _CHANGE = """
-local record = redis.call('HMGET', KEYS[1], 'state', 'attempt')
+local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'killed')
 if not record[1] then return '' end
+if record[3] and ARGV[2] == 'queued' then return 'forbidden' end
 local has_ended = record[1] == 'done' and ARGV[2] ~= 'queued'
 if record[2] ~= ARGV[1] or record[1] == 'forbidden' or has_ended then return record[1] end
 redis.call('HSET', KEYS[1], 'state', ARGV[2], 'attempt', ARGV[3])

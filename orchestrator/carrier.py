@@ -15,6 +15,7 @@ from orchestrator.admission import Admission, Priority, SlotRequest
 from orchestrator.call_events import CallEvents
 from orchestrator.heard_calls import Handler
 from orchestrator.places import Home
+from orchestrator.tracing import current_call
 from orchestrator.transport import Delivery, DeliveryFailed, Sticky, Transport
 
 SANDBOX_GRACE_S = 20.0
@@ -57,13 +58,21 @@ class Carrier:
     """Sends errands. Raises NotSent, CallLost, DeliveryFailed, ToolFailure (no slot), BrokerUnavailable."""
 
     def __init__(
-        self, transport: Transport, keys: SigningKeys, admission: Admission, clock: SharedClock, events: CallEvents | None = None
+        self,
+        transport: Transport,
+        keys: SigningKeys,
+        admission: Admission,
+        clock: SharedClock,
+        events: CallEvents | None = None,
+        *,
+        is_traced: bool = False,
     ) -> None:
         self._transport = transport
         self._keys = keys
         self._admission = admission
         self._clock = clock
         self._events = events
+        self._is_traced = is_traced
 
     async def carry(self, errand: Errand, home: Home | str, attempt: int = 1, published_as: str | None = None) -> ToolResult:
         """The call's result from that queue, or from the home of its session. `published_as`: this attempt is there already, under that task id."""
@@ -71,7 +80,11 @@ class Carrier:
         if published_as is not None:
             # Whoever sent it had its slot.
             return await self._sent(errand, home, queue, attempt, published_as)
+        spans = current_call() if self._is_traced else None
+        waiting = spans.wait(errand.call.name, errand.context, errand.priority) if spans is not None else None
         async with self._admission.slot(self._request(errand, queue)) as slot:
+            if waiting is not None:
+                waiting.end()
             result = await self._sent(errand, home, queue, attempt)
             slot.used_s = result.clocks.sandbox_s + result.clocks.run_s
         return result
@@ -102,7 +115,12 @@ class Carrier:
         context, call = errand.context, errand.call
         start_by = max(context.deadline_at, self._clock() + LEAST_WAIT_S)
         sticky = Sticky(context.tenant, str(context.session), home.fence) if isinstance(home, Home) else None
-        context = context.model_copy(update={"attempt": attempt, "fence": sticky.fence if sticky else None, "deadline_at": start_by})
+        changed: dict[str, object] = {"attempt": attempt, "fence": sticky.fence if sticky else None, "deadline_at": start_by}
+        spans = current_call() if self._is_traced else None
+        sending = spans.send(call, queue, attempt) if spans is not None else None
+        if sending is not None and sending.ref.is_sampled:
+            changed["trace"] = str(sending.ref)
+        context = context.model_copy(update=changed)
         delivery = Delivery(
             task=task_name(call.name),
             queue=queue,
@@ -117,9 +135,16 @@ class Carrier:
             keeps_result=errand.keeps_result,
             published_as=published_as,
         )
+        result = await self._heard(delivery, errand)
+        if sending is not None:
+            sending.end(error=result.error_code.value if result.error_code is not None else None)
+        return result
+
+    async def _heard(self, delivery: Delivery, errand: Errand) -> ToolResult:
+        """The result, after all that the call had to say."""
         if self._events is None:
             return await self._delivered(delivery)
-        async with self._events.listen(context.tenant, call.id, errand.handlers, delivery.wait_s) as heard:
+        async with self._events.listen(delivery.tenant, delivery.call_id, errand.handlers, delivery.wait_s) as heard:
             result = await self._delivered(delivery)
         return result if heard is None else heard.note(result)
 

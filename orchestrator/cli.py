@@ -4,7 +4,8 @@ import json
 import logging
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,20 +13,29 @@ import typer
 from rich.console import Console
 
 from contract.calls import ToolResult
-from contract.errors import ErrorCode, ToolFailure
+from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.agent import RunResult
+from orchestrator.cli_approve import approve_app, asks_elsewhere
+from orchestrator.cli_audit import audit
 from orchestrator.cli_batch import batch_app
-from orchestrator.cli_calls import calls_app
+from orchestrator.cli_calls import calls_app, kill, open_running
+from orchestrator.cli_config import config_app
+from orchestrator.cli_doctor import doctor
 from orchestrator.cli_hosts import hosts_list, worker_drain, worker_status
 from orchestrator.cli_keeping import Keeping, check_store
+from orchestrator.cli_metrics import metrics_print
+from orchestrator.cli_pause import pause, resume
 from orchestrator.cli_redis import redis_app
 from orchestrator.cli_runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, open_client, run_work
+from orchestrator.cli_runs import runs_app
+from orchestrator.cli_serve import serve_app
+from orchestrator.cli_sessions import session_app, sessions_list
 from orchestrator.cli_tenants import tenants_app
 from orchestrator.cli_tools import tools_app
+from orchestrator.cli_top import top
 from orchestrator.cli_trace import trace_app
 from orchestrator.cli_traced import Leaving
 from orchestrator.dispatcher import Terms
-from orchestrator.doctor import Report, examine
 from orchestrator.events import CallFinished, RunEvent
 from orchestrator.limits import ReActOptions, StopReason
 from orchestrator.local_stack import StackInfo, keep, print_json
@@ -39,11 +49,16 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, pretty_
 worker_app = typer.Typer(no_args_is_help=True, help="Workers: starting this host's, and taking any out of service.")
 app.add_typer(tools_app, name="tools")
 app.add_typer(batch_app, name="batch")
+app.add_typer(runs_app, name="runs")
 app.add_typer(trace_app, name="trace")
+app.add_typer(approve_app, name="approve")
 app.add_typer(calls_app, name="calls")
+app.add_typer(session_app, name="session")
 app.add_typer(tenants_app, name="tenants")
 app.add_typer(redis_app, name="redis")
 app.add_typer(worker_app, name="worker")
+app.add_typer(serve_app, name="serve")
+app.add_typer(config_app, name="config")
 
 Workspace = Annotated[
     Path | None, typer.Option("--workspace", help="A folder, an archive (tar, tar.gz, ..., zip) or a git bundle to begin with.")
@@ -60,6 +75,21 @@ def main() -> None:
     # What goes wrong is said once, as the command's own sentence.
     logging.getLogger("orchestrator").setLevel(logging.CRITICAL)
     app()
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"toolcrew {version('toolcrew')}")
+        raise typer.Exit
+
+
+@app.callback()
+def begin(
+    is_version_asked: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version, and end.")
+    ] = False,
+) -> None:
+    """What holds for every command."""
 
 
 @app.command()
@@ -102,6 +132,7 @@ def run(
         if checkpoint:
             check_store()
         leavings.append(leaving := Leaving(output, trace))
+        view.asks_elsewhere = asks_elsewhere()
         async with open_client(tenant) as client, await client.open_session(workspace, restore=restore, network=network) as session:
             options = ReActOptions(max_iterations=max_iterations)
             try:
@@ -139,6 +170,9 @@ def call(
     workspace: Workspace = None,
     restore: Restore = None,
     network: Network = None,
+    session_id: Annotated[
+        str | None, typer.Option("--session", help="An open session to run it in, which stays open. Else one for this call alone.")
+    ] = None,
     timeout: Annotated[float | None, typer.Option("--timeout", help="Seconds the call may run.")] = None,
     live: Annotated[
         bool | None,
@@ -154,7 +188,15 @@ def call(
     async def work() -> ToolResult:
         values, is_text = parse_arguments(arguments or [])
         terms = Terms(timeout_s=timeout, text_arguments=is_text)
-        async with open_client(tenant) as client, await client.open_session(workspace, restore=restore, network=network) as session:
+        if session_id is not None and (workspace, restore, network) != (None, None, None):
+            raise ConfigError("an open session has its files and its network: leave --workspace, --restore and --network out, or --session")
+        async with AsyncExitStack() as opened:
+            if session_id is not None:
+                client = await opened.enter_async_context(open_running("sessions", tenant))
+                session = await client.session(session_id, tenant=tenant)
+            else:
+                client = await opened.enter_async_context(open_client(tenant))
+                session = await opened.enter_async_context(await client.open_session(workspace, restore=restore, network=network))
             with ExitStack() as stack:
                 on_output = stack.enter_context(LiveOutput(console)).show if is_live else None
                 return await session.call(name, values, terms=terms, on_output=on_output)
@@ -178,22 +220,6 @@ def up(as_json: Json = False) -> None:
     raise typer.Exit(run_work(work(), as_json))
 
 
-@app.command()
-def doctor(as_json: Json = False) -> None:
-    """What this host can promise: engine, image, kernel, Redis, model; and how to mend what is missing."""
-
-    async def work() -> Report:
-        return await examine(load_settings())
-
-    report = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps(report.to_json()))
-    else:
-        for line in [*report.lines(), *report.promise_lines()]:
-            typer.echo(line)
-    raise typer.Exit(0 if report.is_healthy else EXIT_ERROR)
-
-
 @worker_app.command("start")
 def worker_start(
     kind: Annotated[Literal["sandbox", "web"] | None, typer.Option("--kind", help="sandbox, or web. Else TOOLCREW_WORKER_KIND.")] = None,
@@ -209,6 +235,13 @@ def worker_start(
 worker_app.command("status")(worker_status)
 worker_app.command("drain")(worker_drain)
 app.command("hosts")(hosts_list)
+app.command("metrics")(metrics_print)
+app.command("sessions")(sessions_list)
+for command in (kill, pause, resume):
+    app.command()(command)
+app.command("top")(top)
+app.command("doctor")(doctor)
+app.command("audit")(audit)
 
 
 def parse_arguments(texts: list[str]) -> tuple[dict[str, Any], bool]:
@@ -268,7 +301,10 @@ def _run_json(result: RunResult) -> dict[str, Any]:
 
 def _print_stack(stack: StackInfo) -> None:
     typer.echo("the stack is up; Ctrl-C takes it down")
-    typer.echo(f"  Flower    {stack.flower_url}")
+    if stack.flower_url is not None:
+        typer.echo(f"  Flower    {stack.flower_url}")
+    if stack.api_url is not None:
+        typer.echo(f"  API       {stack.api_url}  (key: {stack.api_key})")
     typer.echo(f"  sandboxd  {stack.sandboxd_socket}")
     typer.echo(f"  logs      {stack.logs}")
     typer.echo("use it from another terminal:")

@@ -68,6 +68,10 @@ def submit(
     retries: Annotated[
         int, typer.Option("--retries", min=0, max=20, help="How often an item is begun anew after an infrastructure failure.")
     ] = 2,
+    ask: Annotated[
+        bool,
+        typer.Option("--ask", help="What must be approved waits for `toolcrew approve`; else as TOOLCREW_APPROVALS says where it runs."),
+    ] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Only queue it: other orchestrators work it.")] = False,
     tenant: Tenant = None,
     as_json: JsonAsItGoes = False,
@@ -81,7 +85,7 @@ def submit(
     if output is None and errors is not None:
         raise typer.BadParameter("--errors goes with --output: give that, too")
     limits = GivenLimits(max_iterations, max_wall, max_tokens, max_cost, prices)
-    defaults = build_defaults(limits, model=model, dialect=dialect, retries=retries, artifacts=artifacts)
+    defaults = build_defaults(limits, model=model, dialect=dialect, retries=retries, artifacts=artifacts, asks_people=ask)
     paths = RowPaths(output, errors) if output is not None else None
 
     async def work() -> int:

@@ -27,7 +27,9 @@ class GivenLimits:
     prices: str | None = None
 
 
-def build_defaults(given: GivenLimits, *, model: str | None, dialect: str | None, retries: int, artifacts: Path | None) -> BatchDefaults:
+def build_defaults(
+    given: GivenLimits, *, model: str | None, dialect: str | None, retries: int, artifacts: Path | None, asks_people: bool = False
+) -> BatchDefaults:
     """What the lines of a batch do not say. Raises BadParameter."""
     prompt, completion = parse_prices(given.prices)
     if given.max_cost is not None and prompt is None:
@@ -47,6 +49,7 @@ def build_defaults(given: GivenLimits, *, model: str | None, dialect: str | None
         completion_price=completion,
         retries=retries,
         artifacts=str(artifacts.resolve()) if artifacts is not None else None,
+        asks_people=asks_people,
     )
 
 

@@ -3,14 +3,13 @@
 import asyncio
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from contract.clock import format_instant
 from contract.errors import ConfigError
 from orchestrator.batch_runs import BatchRuns, RowPaths
 from orchestrator.batches.displays import Display, Watched
@@ -21,7 +20,7 @@ from orchestrator.batches.log_lines import LogLines
 from orchestrator.batches.report import build_report
 from orchestrator.batches.rows import build_row, build_row_line
 from orchestrator.cli_runner import Json, Tenant, open_pool_client, run_work
-from orchestrator.runs.records import BatchRecord
+from orchestrator.runs.batch_status import build_status
 from orchestrator.terminal import escape_controls, table_rows
 
 BatchId = Annotated[str, typer.Argument(help="The batch, as `submit` printed it and `ls` shows it.")]
@@ -139,22 +138,6 @@ def batch_report(
 
     run_work(work(), as_json)
     typer.echo(json.dumps({"batch": batch, "page": str(page)}) if as_json else str(page))
-
-
-def build_status(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> dict[str, Any]:
-    """A batch as one object: fields of OpenAI's batches where they say the same."""
-    failed = {kind.value: count for kind, count in record.failed.items() if count}
-    return {
-        "id": batch,
-        "status": record.state.value,
-        "name": record.name or None,
-        "request_counts": {"total": record.total, "completed": record.succeeded, "failed": sum(failed.values()), **counts},
-        "failed": failed,
-        "concurrency": record.concurrency,
-        "created_at": format_instant(record.created_at),
-        "ended_at": format_instant(record.ended_at) if record.ended_at else None,
-        "rows": record.rows.model_dump() if record.rows is not None else None,
-    }
 
 
 def _open_log(watched: Watched, follow: bool, as_json: bool) -> Display:

@@ -31,10 +31,11 @@ def work(
     """
 
     async def serve() -> None:
-        service = BatchService(load_settings(), concurrency, tuple(tenant or ()), grace, traces)
+        settings = load_settings()
+        configure_logging(settings)
+        service = BatchService(settings, concurrency, tuple(tenant or ()), grace, traces)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, service.interrupt)
         await service.run()
 
-    configure_logging()
     run_work(serve(), as_json=False)

@@ -1,22 +1,22 @@
-"""`toolcrew calls`: what is known of a call by its id."""
+"""`toolcrew calls show` and `toolcrew kill`: what is known of a call, and ending one."""
 
 import json
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 import typer
 
-from contract.clock import format_instant
-from contract.errors import ErrorCode, ToolFailure
-from contract.ledger import CallRecord
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.call_ledger import CallLedger
-from orchestrator.cli_runner import Json, run_work
-from orchestrator.redis_connection import check_redis, open_redis
+from contract.errors import ConfigError
+from orchestrator.call_control import KilledCall
+from orchestrator.call_life import CallLife
+from orchestrator.cli_runner import Json, Tenant, open_client, run_work
+from orchestrator.client import ToolClient
 from orchestrator.settings import load_settings
 from orchestrator.terminal import escape_controls
 
 calls_app = typer.Typer(no_args_is_help=True, help="What is known of calls.")
+CallName = Annotated[str, typer.Argument(help="The call's id, as results, logs and Flower tell it; or the id of its task in Flower.")]
 
 
 @calls_app.callback()
@@ -24,55 +24,61 @@ def calls() -> None:
     """What is known of calls."""
 
 
+@asynccontextmanager
+async def open_running(what: str, tenant: str | None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
+    """A client of the pool that TOOLCREW_REDIS_URL names, for commands about `what` is there. Raises ConfigError when none is named."""
+    if load_settings().redis_url is None:
+        raise ConfigError(
+            f"TOOLCREW_REDIS_URL is not set, and {what} of a stack that ends with this command would be nobody's: set it (`toolcrew up` prints it)"
+        )
+    async with open_client(tenant, needs_workers=needs_workers) as client:
+        yield client
+
+
 @calls_app.command("show")
-def calls_show(
-    call_id: Annotated[str, typer.Argument(help="The call's id, as results, logs and Flower tell it.")],
-    tenant: Annotated[str, typer.Option("--tenant", help="Whose call it was.")] = DEFAULT_TENANT,
-    as_json: Json = False,
-) -> None:
-    """Where a call is: its state, attempt, session, and who ran it when. Calls are remembered for a day."""
+def calls_show(call_id: CallName, tenant: Tenant = None, as_json: Json = False) -> None:
+    """The life of a call through every process: its state, where it waits or who ran it when, its session, what came of it. Calls are remembered for a
+    day. Without --tenant it is looked for among all tenants, or with a tenant's key among its own."""
 
-    async def work() -> CallRecord:
-        settings = load_settings()
-        async with AsyncExitStack() as stack:
-            redis = open_redis(settings.broker())
-            stack.push_async_callback(redis.aclose)
-            await check_redis(redis, settings.broker())
-            record = await CallLedger(redis, settings.deployment).find(tenant, call_id)
-        if record is None:
-            raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS,
-                f"nothing is known of call {call_id} of tenant {tenant}: look at the id and --tenant; calls are remembered for a day",
-            )
-        return record
+    async def work() -> CallLife:
+        async with open_running("calls", tenant) as client:
+            return await client.call_life(call_id, tenant)
 
-    told = record_json(call_id, tenant, run_work(work(), as_json))
+    told = run_work(work(), as_json).to_json()
     if as_json:
         typer.echo(json.dumps(told))
         return
+    for name, value in _flat(told).items():
+        typer.echo(escape_controls(f"{name:<21}{value}"))
+
+
+def kill(
+    call_id: CallName,
+    reason: Annotated[str, typer.Option("--reason", help="Why; the call's caller reads it.")] = "",
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """End a call that waits or runs, and wait until it has ended. Its caller gets CANCELLED, with who did it and why."""
+
+    async def work() -> tuple[KilledCall, str]:
+        async with open_running("calls", tenant) as client:
+            return await client.kill_call(call_id, tenant=tenant, reason=reason), call_id
+
+    killed, name = run_work(work(), as_json)
+    state, code = killed.record.state.value, killed.record.code
+    if as_json:
+        typer.echo(json.dumps({"call": name, "state": state, "error_code": code or None, "was_over": killed.was_over}))
+    else:
+        how = f"{state}, {code}" if code else state
+        typer.echo(escape_controls(f"{name} had ended before ({how})" if killed.was_over else f"{name} has ended ({how})"))
+
+
+def _flat(told: Mapping[str, Any], head: str = "") -> dict[str, Any]:
+    """What is known, one line each."""
+    lines: dict[str, Any] = {}
     for name, value in told.items():
-        if value is not None:
-            typer.echo(escape_controls(f"{name:<11}{value}"))
-
-
-def record_json(call_id: str, tenant: str, record: CallRecord) -> dict[str, Any]:
-    """The record for people and programs: times in ISO 8601 UTC, None for what is not known."""
-    return {
-        "call": call_id,
-        "tenant": tenant,
-        "tool": record.tool or None,
-        "state": record.state.value,
-        "error_code": record.code or None,
-        "attempt": record.attempt,
-        "session": record.session or None,
-        "queue": record.queue or None,
-        "holder": record.holder or None,
-        "sandbox": record.sandbox or None,
-        "queued_at": _instant(record.queued_at),
-        "started_at": _instant(record.started_at),
-        "ended_at": _instant(record.ended_at),
-    }
-
-
-def _instant(at: float) -> str | None:
-    return format_instant(at, "milliseconds") if at else None
+        if isinstance(value, Mapping):
+            lines |= _flat(value, f"{head}{name}.")
+        elif value is not None:
+            lines[head + name] = value
+    return lines

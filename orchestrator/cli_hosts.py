@@ -125,7 +125,7 @@ def report_json(report: HostReport) -> dict[str, Any]:
     """For programs: instants in ISO 8601, sizes in bytes."""
     fields = report.model_dump(mode="json", exclude={"process"})
     return fields | {
-        "state": _state(report),
+        "state": report.state,
         "started_at": format_instant(report.started_at),
         "reported_at": format_instant(report.reported_at),
     }
@@ -135,19 +135,11 @@ def _end(report: HostReport, state: str) -> dict[str, Any]:
     return {"queue": report.queue, "kind": report.kind, "state": state}
 
 
-def _state(report: HostReport) -> str:
-    if not report.worker:
-        return "restarting"
-    if report.draining:
-        return "draining"
-    return "serving" if report.healthy else "unhealthy"
-
-
 def _row(report: HostReport) -> dict[str, Any]:
     return {
         "host": report.host,
         "kind": report.kind,
-        "state": _state(report),
+        "state": report.state,
         "busy": f"{report.busy}/{report.slots}",
         "sessions": f"{report.sessions}/{report.max_sessions}" if report.kind == "sandbox" else "-",
         "memory-free-mib": report.memory_free_bytes // MIB,

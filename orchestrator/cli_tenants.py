@@ -71,7 +71,7 @@ def tenants_ls(as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps([_tenant_json(name, policy) for name, policy in found.items()]))
         return
-    columns = ("name", "weight", "in-flight", "queued", "rate", "sandboxes", "class", "tools")
+    columns = ("name", "weight", "in-flight", "queued", "rate", "sandboxes", "class", "state", "tools")
     _print(table_rows([_row(name, policy) for name, policy in found.items()], columns))
 
 
@@ -242,6 +242,7 @@ def _row(name: str, policy: TenantPolicy | ConfigError) -> dict[str, Any]:
         "rate": "-" if policy.rate_per_s is None else f"{policy.rate_per_s:g}",
         "sandboxes": policy.sandboxes,
         "class": policy.sandbox.tenant_class,
+        "state": "paused" if policy.is_paused else "served",
         "tools": "all" if policy.tools is None else ", ".join(policy.tools) or "none",
     }
 

@@ -9,21 +9,22 @@ from contract.clock import format_instant
 from contract.errors import ConfigError
 from contract.registry import Switch, ToolState
 from contract.tool_pages import render_tool
-from orchestrator.cli_runner import Json, open_client, run_work
+from orchestrator.cli_runner import Json, Tenant, open_client, run_work
 from orchestrator.settings import load_settings
 from orchestrator.terminal import escape_controls, table_rows
 
 tools_app = typer.Typer(no_args_is_help=True, help="What the workers can run.")
 
 Name = Annotated[str, typer.Argument(help="The tool.")]
+OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="For that tenant alone. Else for everybody.")]
 
 
 @tools_app.command("ls")
-def tools_ls(as_json: Json = False) -> None:
-    """Every tool of the pool, on or off. A model is told of those that are enabled."""
+def tools_ls(tenant: Tenant = None, as_json: Json = False) -> None:
+    """Every tool of the pool, on or off for the tenant. A model is told of those that are enabled."""
 
     async def work() -> list[ToolState]:
-        async with open_client() as client:
+        async with open_client(tenant) as client:
             return await client.tool_states()
 
     rows = [state_json(state) for state in run_work(work(), as_json)]
@@ -35,52 +36,56 @@ def tools_ls(as_json: Json = False) -> None:
 
 
 @tools_app.command("show")
-def tools_show(name: Name, as_json: Json = False) -> None:
-    """One tool: whether it is enabled, and its page: description, parameters, limits, flags."""
+def tools_show(name: Name, tenant: Tenant = None, as_json: Json = False) -> None:
+    """One tool: whether it is enabled for the tenant, and its page: description, parameters, limits, flags. Operators see for which tenants it is off."""
 
-    async def work() -> ToolState:
-        async with open_client() as client:
-            return await client.tool_state(name)
+    async def work() -> tuple[ToolState, dict[str, Switch]]:
+        async with open_client(tenant) as client:
+            others = await client.switched_tenants(name) if (await client.actor()).role != "tenant" else {}
+            return await client.tool_state(name), others
 
-    state = run_work(work(), as_json)
+    state, others = run_work(work(), as_json)
     if as_json:
-        typer.echo(json.dumps(state_json(state)))
+        typer.echo(json.dumps(state_json(state) | {"tenants": {tenant: _switch_json(switch) for tenant, switch in others.items()}}))
         return
-    _print(state_lines(state))
+    head, *rest = state_lines(state)
+    _print([head, *(f"for tenant {tenant}: {_told(switch)}" for tenant, switch in others.items()), *rest])
 
 
 @tools_app.command("disable")
 def tools_disable(
     name: Name,
     reason: Annotated[str | None, typer.Option("--reason", help="Told to whoever calls the tool nevertheless.")] = None,
+    tenant: OnlyTenant = None,
     as_json: Json = False,
 ) -> None:
-    """Turn a tool off for the whole deployment, within 2 seconds and until it is enabled again."""
+    """Turn a tool off for the whole deployment, or for one tenant, within 2 seconds and until it is enabled again."""
 
     async def work() -> ToolState | None:
         _require_pool()
         async with open_client() as client:
-            return await client.disable(name, reason=reason)
+            return await client.disable(name, reason=reason, tenant=tenant)
 
-    _print_switched(name, "disabled", run_work(work(), as_json), as_json)
+    _print_switched(name, "disabled", tenant, run_work(work(), as_json), as_json)
 
 
 @tools_app.command("enable")
-def tools_enable(name: Name, as_json: Json = False) -> None:
-    """Turn a tool on again."""
+def tools_enable(name: Name, tenant: OnlyTenant = None, as_json: Json = False) -> None:
+    """Turn a tool on again: for everybody, but those for whom alone it was turned off; or for one of these."""
 
     async def work() -> ToolState | None:
         _require_pool()
         async with open_client() as client:
-            return await client.enable(name)
+            return await client.enable(name, tenant=tenant)
 
-    _print_switched(name, "enabled", run_work(work(), as_json), as_json)
+    _print_switched(name, "enabled", tenant, run_work(work(), as_json), as_json)
 
 
 def state_json(state: ToolState) -> dict[str, Any]:
-    """A tool with its state as one object; `switch` says who turned it off, when and why."""
+    """A tool with its state as one object; `switch` says who turned it off, when and why, `scope` for whom."""
     spec = state.spec.model_dump(mode="json")
-    return {"name": state.name, "state": state.state, **spec, "switch": _switch_json(state.switch) if state.switch is not None else None}
+    switch = _switch_json(state.switch) if state.switch is not None else None
+    return {"name": state.name, "state": state.state, **spec, "switch": switch, "scope": state.scope}
 
 
 def _switch_json(switch: Switch) -> dict[str, Any]:
@@ -91,10 +96,13 @@ def state_lines(state: ToolState) -> list[str]:
     """A tool's page for people, headed by its state."""
     switch, head = state.switch, f"{state.name} is {state.state}"
     if switch is not None:
-        head += f": turned off by {switch.by or 'somebody'} at {format_instant(switch.at)}" + (
-            f" ({switch.reason})" if switch.reason else ""
-        )
+        head += f"{' for this tenant' if state.scope == 'tenant' else ''}: {_told(switch)}"
     return [head, "", *render_tool(state.spec).rstrip("\n").split("\n")]
+
+
+def _told(switch: Switch) -> str:
+    why = f" ({switch.reason})" if switch.reason else ""
+    return f"turned off by {switch.by or 'somebody'} at {format_instant(switch.at)}{why}"
 
 
 def _require_pool() -> None:
@@ -103,11 +111,19 @@ def _require_pool() -> None:
         raise ConfigError("TOOLCREW_REDIS_URL is not set, and a switch of a stack that ends with this command would mean nothing: set it")
 
 
-def _print_switched(name: str, now: str, state: ToolState | None, as_json: bool) -> None:
+def _print_switched(name: str, now: str, tenant: str | None, state: ToolState | None, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(state_json(state) if state is not None else {"name": name, "state": now}))
-    else:
-        _print([f"{name} is {now}" + ("" if state is not None else ", and no worker serves it now")])
+        return
+    told = f"{name} is {now}" + (f" for tenant {tenant}" if tenant is not None else "")
+    if state is None:
+        told += ", and no worker serves it now"
+    elif state.state != now:
+        # Turned on where the other kind of switch keeps it off.
+        told += (
+            ", and it stays off for everybody" if state.scope == "everywhere" else f", and it stays off for {tenant or 'this tenant'} alone"
+        )
+    _print([told])
 
 
 def _print(lines: list[str]) -> None:

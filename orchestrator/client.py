@@ -3,20 +3,28 @@
 import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from pydantic import SecretStr
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.registry import ToolState, filter_specs
+from contract.registry import Switch, ToolState, filter_specs, switch_field
 from contract.specs import ToolSpec
 from contract.tenancy import DEFAULT_TENANT
+from orchestrator.actors import Actor, local_actor
 from orchestrator.agent import RunResult
 from orchestrator.api_keys import ApiKeys, Credential
-from orchestrator.approvals import DEFAULT_POLICY, Approver, choose_approver
+from orchestrator.approvals import DEFAULT_POLICY, Approver
+from orchestrator.approvals.asking import choose_pool_approver, open_approvals
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
+from orchestrator.approvals.queue import ApprovalQueue
+from orchestrator.audit import Audit
 from orchestrator.batch_runs import BatchRuns
+from orchestrator.call_control import CallControl, KilledCall
+from orchestrator.call_life import CallLife, CallLives
+from orchestrator.client_runs import ClientRuns
 from orchestrator.dispatcher import find_nearest
 from orchestrator.events import OnEvent, SandboxClosed
 from orchestrator.limits import ReActOptions
@@ -25,10 +33,14 @@ from orchestrator.models.base import Model
 from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.pool_connection import PoolConnection, open_pool
 from orchestrator.run_parts import RunAs, RunParts
+from orchestrator.run_spans import RunSpans
+from orchestrator.runs.hosted import HostedRuns
+from orchestrator.session_list import SessionList, SessionPage
 from orchestrator.sessions import Checkpoint, Session, Start, delete_checkpoint
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings
 from orchestrator.switches import build_switch
 from orchestrator.traces.opening import Traces, secrets_of_pool
+from orchestrator.tracing import run_spans
 
 
 class ToolClient:
@@ -53,7 +65,7 @@ class ToolClient:
         self._switches = pool.switches
         self._tenants = pool.tenants
         self._credential = credential
-        approver = approver or choose_approver(settings.approvals, is_interactive=is_interactive())
+        approver = approver or choose_pool_approver(settings, pool, is_interactive=is_interactive())
         policy = policy or (load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY)
         self._parts = RunParts(settings, pool, approver, policy)
         self.traces = Traces(settings, secrets or {})
@@ -83,7 +95,10 @@ class ToolClient:
         """
         settings = settings or load_settings()
         broker = settings.broker(url)
-        async with open_pool(broker, queue_wait_s=settings.queue_wait_s, needs_workers=needs_workers) as pool:
+        told = {"API key of the tenant": api_key} if api_key else None
+        async with open_pool(
+            broker, queue_wait_s=settings.queue_wait_s, needs_workers=needs_workers, settings=settings, secrets=told
+        ) as pool:
             credential = None
             if api_key is not None:
                 keys = ApiKeys(pool.redis, settings.deployment)
@@ -110,7 +125,7 @@ class ToolClient:
         settings = _with_secret(settings or load_settings())
         async with (
             embedded_stack(settings.for_children()) as stack,
-            open_pool(settings.broker(stack.redis_url), queue_wait_s=settings.queue_wait_s) as pool,
+            open_pool(settings.broker(stack.redis_url), queue_wait_s=settings.queue_wait_s, settings=settings) as pool,
         ):
             yield cls(
                 settings, pool, tenant, approver, stack, policy, secrets=secrets_of_pool(stack.redis_url, flower_url=stack.flower_url)
@@ -146,6 +161,31 @@ class ToolClient:
             self._dispatcher, self._blobs, tenant=await self._as_tenant(tenant), start=start, credential=self._credential
         )
 
+    async def session(self, session: str, *, tenant: str | None = None) -> Session:
+        """A session that is open, whichever process has opened it. The end of a `with` block leaves it open; its `close` closes it.
+
+        Raises ToolFailure(SESSION_NOT_FOUND), the same for one that never was, is closed, or is another tenant's.
+        """
+        chosen = await self._as_tenant(tenant)
+        return await Session.attach(self._dispatcher, self._blobs, tenant=chosen, session=session, credential=self._credential)
+
+    async def sessions(self, tenant: str | None = None, *, cursor: str | None = None, limit: int = 50) -> SessionPage:
+        """Open sessions, the newest first: the tenant's, else those of all, or of a tenant's key its own."""
+        return await SessionList(self._pool.redis, self._settings.deployment).read(await self._scope(tenant), cursor, limit)
+
+    async def call_life(self, call: str, tenant: str | None = None) -> CallLife:
+        """What is known of a call, by its id or that of its task in Flower: of the tenant, else of whichever has it, or of a tenant's key its own.
+
+        Raises ToolFailure(INVALID_ARGUMENTS) when nothing is, or when several tenants have one of that id.
+        """
+        return await self._lives().find(call, await self._scope(tenant))
+
+    async def kill_call(self, call: str, *, tenant: str | None = None, reason: str = "") -> KilledCall:
+        """End a call that waits or runs, wherever; returns when it has ended. Its caller gets CANCELLED with who did it and why. Raises as `call_life`,
+        and OperatorError when it does not end."""
+        owner, call_id = await self._lives().resolve(call, await self._scope(tenant))
+        return await CallControl(self._pool, self._settings.deployment).kill(owner, call_id, await self.actor(), reason)
+
     async def delete_checkpoint(self, checkpoint: Checkpoint | str, *, tenant: str | None = None) -> bool:
         """Delete a checkpoint, or the one of that id. False when the tenant has none of it. Raises SandboxUnavailable."""
         return await delete_checkpoint(
@@ -158,43 +198,54 @@ class ToolClient:
         states = await self.tool_states()
         return filter_specs([state.spec for state in states if state.switch is None and policy.allows_tool(state.name)], names)
 
-    async def tool_states(self) -> list[ToolState]:
-        """Every tool that the workers publish, by name order, on or off."""
-        switches = await self._switches.switches()
+    async def tool_states(self, tenant: str | None = None) -> list[ToolState]:
+        """Every tool that the workers publish, by name order, on or off for the tenant: the client's own, where none is named."""
+        chosen, switches = await self._as_tenant(tenant), await self._switches.switches()
         specs = sorted(await self._catalog.specs(), key=lambda spec: spec.name)
-        return [ToolState(spec, switches.get(spec.name)) for spec in specs if spec.audience == "model"]
+        return [_state(spec, switches, chosen) for spec in specs if spec.audience == "model"]
 
-    async def tool_state(self, name: str) -> ToolState:
-        """One tool with its state. Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ConfigError when no worker serves it now."""
+    async def tool_state(self, name: str, tenant: str | None = None) -> ToolState:
+        """One tool with its state for the tenant. Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ConfigError when no worker serves it now."""
         spec = await self._find_tool(name)
         if spec is None:
             raise ConfigError(self._catalog.explain_missing(name) or f"no worker serves {name} now")
-        return ToolState(spec, (await self._switches.switches()).get(name))
+        return _state(spec, await self._switches.switches(), await self._as_tenant(tenant))
 
-    async def disable(self, name: str, *, reason: str | None = None, by: str | None = None) -> ToolState | None:
-        """Turn a tool off for the whole deployment, on every worker and orchestrator within 2 s: calls of it fail with TOOL_DISABLED and `reason`,
+    async def switched_tenants(self, name: str) -> dict[str, Switch]:
+        """The tenants for whom alone the tool is off. Raises ToolFailure(PERMISSION_DENIED) for a tenant's key."""
+        await self._check_operator()
+        switches = await self._switches.switches()
+        return {field.removesuffix(f"/{name}"): switch for field, switch in sorted(switches.items()) if field.endswith(f"/{name}")}
+
+    async def disable(self, name: str, *, reason: str | None = None, by: str | None = None, tenant: str | None = None) -> ToolState | None:
+        """Turn a tool off for the whole deployment, or for one tenant, on every worker and orchestrator within 2 s: calls of it fail with TOOL_DISABLED and `reason`,
         models that start then are not told of it. It stays off until `enable`. `by`: who says so, else the client's tenant. None: it is off, and no
         worker serves it now.
 
         Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ToolFailure(INVALID_ARGUMENTS), BrokerUnavailable.
         """
         spec = await self._find_tool(name)
-        await self._check_operator()
-        switch = build_switch(by or self.tenant, reason)
-        await self._switches.turn_off(name, switch)
-        return ToolState(spec, switch) if spec is not None else None
+        switches = self._switches.acting_as(await self._check_operator())
+        await self._check_tenant(tenant)
+        # Read before: what was switched is not reported as failed because nothing can be read.
+        known, switch = await switches.switches(), build_switch(by or self.tenant, reason)
+        await switches.turn_off(name, switch, tenant)
+        return _state(spec, {**known, switch_field(name, tenant): switch}, tenant or self.tenant) if spec is not None else None
 
-    async def enable(self, name: str) -> ToolState | None:
-        """Turn a tool on again. None: it is on, and no worker serves it now. Raises as `disable`."""
-        await self._check_operator()
-        was_off = await self._switches.turn_on(name)
+    async def enable(self, name: str, *, tenant: str | None = None) -> ToolState | None:
+        """Turn a tool on again: for everybody, where it then stays off for whom alone it is; or for one tenant, where it stays off while it is for
+        everybody. None: it is done, and no worker serves the tool now. Raises as `disable`."""
+        switches = self._switches.acting_as(await self._check_operator())
+        await self._check_tenant(tenant)
+        known = {field: switch for field, switch in (await switches.switches()).items() if field != switch_field(name, tenant)}
+        was_off = await switches.turn_on(name, tenant)
         try:
             spec = await self._find_tool(name)
         except ToolFailure:
             if not was_off:
                 raise
             return None
-        return ToolState(spec) if spec is not None else None
+        return _state(spec, known, tenant or self.tenant) if spec is not None else None
 
     @asynccontextmanager
     async def _own_session(self, workspace: Path | str | None, run: str, tell: OnEvent) -> AsyncIterator[Session]:
@@ -207,6 +258,12 @@ class ToolClient:
         """Batches of the client's tenant, and the work on them. `has_traces`: every run is written down in `traces`. A batch's calls are made without the client's key: whoever goes on with it has another."""
         return BatchRuns(self._settings, self._pool, self._parts, self.tenant, self.traces if has_traces else None)
 
+    @cached_property
+    def runs(self) -> ClientRuns:
+        """Runs of the client's tenant that the pool's orchestrators work, whether this program lives on or not (docs/runs.md)."""
+        hosted = HostedRuns.on(self._pool, self._settings.deployment)
+        return ClientRuns(hosted, lambda: self._as_tenant(None), self.actor)
+
     async def _as_tenant(self, tenant: str | None) -> str:
         """For whom something is done. Raises ToolFailure when the client's key is not good for it."""
         chosen = tenant or self.tenant
@@ -214,10 +271,42 @@ class ToolClient:
             await self._credential.check(chosen)
         return chosen
 
-    async def _check_operator(self) -> None:
-        """Raises ToolFailure when the client's key is a tenant's: what holds for everybody is not a tenant's to change."""
-        if self._credential is not None and (await self._credential.check(self.tenant)).role == "tenant":
+    @property
+    def approvals(self) -> ApprovalQueue:
+        """The questions that wait for people; `actor` says who asks and answers."""
+        return open_approvals(self._settings, self._pool)
+
+    async def audit(self) -> Audit:
+        """Who changed what. Raises ToolFailure(PERMISSION_DENIED) for a tenant's key."""
+        if (await self.actor()).role == "tenant":
+            raise ToolFailure(
+                ErrorCode.PERMISSION_DENIED, "a tenant's API key cannot read the audit: use one of the role operator or admin"
+            )
+        return Audit(self._pool.redis, self._settings.deployment)
+
+    async def _scope(self, tenant: str | None) -> str | None:
+        """Of whom something is looked for: None for all tenants. Raises as `_as_tenant`."""
+        is_tenant = (await self.actor()).role == "tenant"
+        return await self._as_tenant(tenant) if tenant is not None or is_tenant else None
+
+    def _lives(self) -> CallLives:
+        return CallLives(self._pool.redis, self._settings.deployment, self._dispatcher.keys, self._settings.flower_url)
+
+    async def _check_tenant(self, tenant: str | None) -> None:
+        """Raises ToolFailure for a tenant that there is not."""
+        if tenant is not None:
+            await self._tenants.policy(tenant)
+
+    async def actor(self) -> Actor:
+        """Who uses this client: the holder of its key, else whoever runs the program."""
+        return (await self._credential.check(self.tenant)).actor() if self._credential is not None else local_actor()
+
+    async def _check_operator(self) -> Actor:
+        """Who it is. Raises ToolFailure when the client's key is a tenant's: what an operator has turned off is not a tenant's to turn on."""
+        actor = await self.actor()
+        if actor.role == "tenant":
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, "a tenant's API key cannot switch tools: use one of the role operator or admin")
+        return actor
 
     async def _find_tool(self, name: str) -> ToolSpec | None:
         """The tool; None when there is one that no worker serves now."""
@@ -254,9 +343,17 @@ class ToolClient:
             raise ConfigError("give either a session or a workspace to run in, not both")
         run, tell = secrets.token_hex(8), on_event or (lambda _: None)
         async with AsyncExitStack() as stack:
+            tenant = session.tenant if session is not None else self.tenant
             if has_trace:
-                tell = stack.enter_context(self.traces.open(session.tenant if session is not None else self.tenant, run, tell)).on_event
+                tell = stack.enter_context(self.traces.open(tenant, run, tell)).on_event
+            spans = None
+            if self._pool.tracer is not None:
+                spans = RunSpans(self._pool.tracer, tenant, run, session=session.id if session is not None else None)
+                stack.enter_context(run_spans(spans))
+                tell = spans.before(tell)
             chosen = await stack.enter_async_context(choose_model(self._settings, model))
+            if spans is not None:
+                spans.know_model(chosen.model)
             if session is None:
                 session = await stack.enter_async_context(self._own_session(workspace, run, tell))
             wanted = RunAs(
@@ -269,6 +366,10 @@ class ToolClient:
             )
             agent = await self._parts.build_agent(session, chosen, wanted)
             return await agent.run(instruction)
+
+
+def _state(spec: ToolSpec, switches: Mapping[str, Switch], tenant: str) -> ToolState:
+    return ToolState(spec, switches.get(spec.name), switches.get(switch_field(spec.name, tenant)))
 
 
 def _with_secret(settings: OrchestratorSettings) -> OrchestratorSettings:

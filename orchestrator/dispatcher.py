@@ -15,23 +15,29 @@ from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolContext, ToolResult
 from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.names import POOL_QUEUES
+from contract.places import SessionPlace
+from contract.registry import find_switch
 from contract.schema import prepare_arguments
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from orchestrator.admission import Admission, Priority, Unlimited
 from orchestrator.call_events import CallEvents
+from orchestrator.call_kills import KillWatch
 from orchestrator.carrier import Carrier, Errand
 from orchestrator.catalog import CatalogSource
 from orchestrator.heard_calls import Handler
 from orchestrator.homes import HostSource, Opening, SessionHomes
-from orchestrator.logs import get_logger
+from orchestrator.logs import bound, get_logger
+from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.placement import HostRoom
 from orchestrator.places import Home, PlaceBook
 from orchestrator.recovery import NOT_RUN, NOT_TAKEN, RESEND_S, CallBook, Patience, Recovery, repeated
 from orchestrator.switches import SwitchSource
 from orchestrator.tenant_rules import policy_for, refuse_by_policy
 from orchestrator.tenants import OpenTenants, TenantSource
+from orchestrator.tracing import call_spans, current_call
 from orchestrator.transport import CallLost, DeliveryFailed, NotSent, Transport
+from telemetry.spans import Tracer
 
 log = get_logger(__name__)
 
@@ -101,29 +107,46 @@ class Dispatcher:
         admission: Admission | None = None,
         pool: Pool | None = None,
         clock: SharedClock | None = None,
+        tracer: Tracer | None = None,
+        kills: KillWatch | None = None,
+        meter: CallMeter | None = None,
     ) -> None:
+        self.keys = keys
+        """What calls are signed with."""
         self._catalog = catalog
+        self._tracer = tracer
+        self._kills = kills
+        self._meter = meter
         self._queue_wait_s = queue_wait_s
         self._listener = events.listener if events is not None else None
         self._switches = switches
         self._tenants = tenants or OpenTenants()
         self._clock = clock or SharedClock()
-        self._carrier = Carrier(transport, keys, admission or Unlimited(), self._clock, events)
+        self._carrier = Carrier(transport, keys, admission or Unlimited(), self._clock, events, is_traced=tracer is not None)
         self._homes = SessionHomes(pool.places, pool.hosts, self._send_open) if pool is not None else None
         self._recovery = Recovery(self._carrier, self._homes, pool.ledger) if pool is not None and self._homes is not None else None
 
     async def dispatch(self, call: ToolCall, route: Route, terms: Terms | None = None) -> ToolResult:
         """The one result of the call."""
-        started = time.monotonic()
-        result = await self._answered(call, self._dispatch(call, route, terms or Terms()))
+        started, terms = time.monotonic(), terms or Terms()
+        with bound(**_names(call, route, terms)):
+            try:
+                result = await self._traced(call, route, self._answered(call, self._dispatch(call, route, terms)), terms.run)
+            except asyncio.CancelledError:
+                if self._meter is not None and not terms.keeps_result:
+                    self._meter.count_abandoned(call.name)
+                raise
+            total_s = time.monotonic() - started
+            log.info("call_done", code=result.error_code, total_s=round(total_s, 4))
         clocks = result.clocks
         known = clocks.queued_s + clocks.sandbox_s + clocks.run_s
-        return result.model_copy(update={"clocks": clocks.model_copy(update={"transfer_s": max(0.0, time.monotonic() - started - known)})})
+        return self._counted(result.model_copy(update={"clocks": clocks.model_copy(update={"transfer_s": max(0.0, total_s - known)})}))
 
     async def open_session(self, tenant: str, session: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Open a session on a host chosen for it. The result of `session.open`, whatever happened."""
         call = ToolCall(id=secrets.token_hex(16), name="session.open", arguments=dict(arguments))
-        return await self._answered(call, self._open_session(tenant, session, arguments))
+        work = self._answered(call, self._open_session(tenant, session, arguments))
+        return self._counted(await self._traced(call, Route(tenant, session), work))
 
     async def room(self, tenant: str, image: str | None) -> HostRoom | None:
         """What hosts have for more sessions of a tenant; None when none could take one. Raises ToolFailure, OperatorError."""
@@ -132,7 +155,8 @@ class Dispatcher:
     async def close_session(self, tenant: str, session: str) -> ToolResult:
         """Close a session where it lives, and forget it; one whose host is lost is closed as well. The result of `session.close`."""
         call = ToolCall(id=secrets.token_hex(16), name="session.close")
-        return await self._answered(call, self._close_session(call, tenant, session))
+        work = self._answered(call, self._close_session(call, tenant, session))
+        return self._counted(await self._traced(call, Route(tenant, session), work))
 
     async def abandon_session(self, tenant: str, session: str) -> None:
         """Have a session closed at once, past its host's queue, and forget it. Raises BrokerUnavailable."""
@@ -140,6 +164,14 @@ class Dispatcher:
         if (home := await homes.last(tenant, session)) is not None:
             await self.command(ToolCall(id=secrets.token_hex(16), name="session.close"), Route(tenant, session, home.queue))
         await homes.forget(tenant, session)
+
+    async def session_place(self, tenant: str, session: str) -> SessionPlace:
+        """Where an open session lives, whoever opened it. Raises ToolFailure(SESSION_NOT_FOUND), OperatorError."""
+        return await self._in_pool().place(tenant, session)
+
+    async def session_facts(self, tenant: str, session: str) -> dict[str, Any] | None:
+        """What its host told when it opened the session; None when that is not known (any more). Raises BrokerUnavailable."""
+        return await self._in_pool().facts(tenant, session)
 
     def settle(self, tenant: str, call_id: str) -> None:
         """The result of a call that was made with `keeps_result` is safe elsewhere."""
@@ -168,6 +200,20 @@ class Dispatcher:
         now = self._clock()
         context = ToolContext(tenant=route.tenant, session=route.session, sent_at=now, deadline_at=now + self._queue_wait_s)
         await self._carrier.command(queue, call, context)
+
+    async def _traced(self, call: ToolCall, route: Route, work: Awaitable[ToolResult], run: str | None = None) -> ToolResult:
+        """What it gives; while tracing is on, with the call's spans around it."""
+        if self._tracer is None:
+            return await work
+        with call_spans(self._tracer, call, route.tenant, route.session, run) as spans:
+            result = await work
+            spans.finish(result)
+        return result
+
+    def _counted(self, result: ToolResult) -> ToolResult:
+        if self._meter is not None:
+            self._meter.count(result)
+        return result
 
     async def _answered(self, call: ToolCall, work: Awaitable[ToolResult]) -> ToolResult:
         """What it gives, or a result that says why it gives none."""
@@ -216,7 +262,9 @@ class Dispatcher:
         errand = await self._errand(call, route, terms)
         pool = POOL_QUEUES.get(errand.spec.pool)
         try:
-            return note_aliases(await self._carried(errand, pool or route.queue), errand.aliases)
+            carried = self._carried(errand, pool or route.queue)
+            result = await (self._kills.watched(route.tenant, call.id, carried) if self._kills is not None else carried)
+            return note_aliases(result, errand.aliases)
         except asyncio.CancelledError:
             if pool is not None and not terms.keeps_result:
                 # The host of the session, whom the session tells, does not run it.
@@ -241,7 +289,9 @@ class Dispatcher:
         """Raises ToolFailure for a call that may not be made, whatever the reason; ConfigError, BrokerUnavailable."""
         policy = await policy_for(self._tenants, route.tenant, call.name)
         spec = await self._find(call.name, terms.audience)
-        await self._check_switch(spec)
+        if self._tracer is not None and (spans := current_call()) is not None:
+            spans.know(spec)
+        await self._check_switch(spec, route.tenant)
         arguments, aliases = prepare_arguments(spec, call.arguments, text=terms.text_arguments)
         await refuse_by_policy(policy, route.tenant, spec, arguments)
         sent_at = self._clock()
@@ -295,15 +345,18 @@ class Dispatcher:
         with contextlib.suppress(BrokerUnavailable):
             await self.command(order, route)
 
-    async def _check_switch(self, spec: ToolSpec) -> None:
+    async def _check_switch(self, spec: ToolSpec, tenant: str) -> None:
         """Raises ToolFailure for a tool that an administrator has turned off, BrokerUnavailable when that is not known."""
         if self._switches is not None and spec.audience == "model":
-            switch = (await self._switches.switches()).get(spec.name)
+            switch = find_switch(await self._switches.switches(), spec.name, tenant)
             if switch is not None:
                 raise ToolFailure(ErrorCode.TOOL_DISABLED, switch.refusal(spec.name))
 
     async def _find(self, name: str, audience: str) -> ToolSpec:
-        specs = [spec for spec in await self._catalog.specs() if spec.audience == audience]
+        published = await self._catalog.specs()
+        if self._meter is not None:
+            self._meter.know(published)
+        specs = [spec for spec in published if spec.audience == audience]
         for spec in specs:
             if spec.name == name:
                 return spec
@@ -311,6 +364,12 @@ class Dispatcher:
         if missing is not None:
             raise ConfigError(missing)
         raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}", nearest=find_nearest(name, [spec.name for spec in specs]))
+
+
+def _names(call: ToolCall, route: Route, terms: Terms) -> dict[str, str]:
+    """What is logged about the call carries."""
+    told = {"tenant": route.tenant, "session": route.session, "run": terms.run, "call": call.id, "tool": call.name}
+    return {name: value for name, value in told.items() if value}
 
 
 def _verb(timeout_s: float) -> Terms:

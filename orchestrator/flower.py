@@ -1,27 +1,120 @@
-"""`python -m orchestrator.flower`: Flower, told where Redis is by our own settings, so that TLS and sentinels hold for it, too."""
+"""`python -m orchestrator.flower`: Flower as it is safe and bounded, told where Redis is by our own settings, so that TLS and sentinels hold for it, too.
 
+Its FLOWER_* variables are its own, and change what stands in DEFAULTS. It is read-only whatever they say, and does not start without a password.
+"""
+
+import atexit
+import logging
+import signal
 import sys
+from importlib import resources
+from typing import Any
 
+import tornado.options
+import tornado.web
 from celery import Celery
+from flower.app import Flower
+from flower.command import apply_env_options, apply_options, extract_settings, setup_logging
+from flower.options import options
+from flower.urls import settings as flower_settings
+from flower.views.monitor import Metrics
+from flower.views.tasks import TaskView
 
-from contract.errors import ToolcrewError
+from contract.errors import ConfigError, ToolcrewError
+from orchestrator.links import call_page_url, parse_shown_call
 from orchestrator.settings import load_settings
+
+DEFAULTS: dict[str, Any] = {
+    # Some 5 KiB each.
+    "max_tasks": 20_000,
+    "max_workers": 1_000,
+    "purge_offline_workers": 300,
+    "task_runtime_metric_buckets": [0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0],
+    "tasks_columns": "name,state,runtime,received,kwargs,worker,uuid",
+    # Milliseconds: what it shows is worth no more than a minute of it, and it stands still while it writes.
+    "state_save_interval": 60_000,
+}
+TEMPLATE = resources.files("orchestrator").joinpath("flower_call.html")
+
+
+class CallView(TaskView):  # type: ignore[misc]
+    """A task's page that also names the call, and leads to its page of ours. `page_url`: TOOLCREW_PAGE_URL."""
+
+    def initialize(self, page_url: str | None) -> None:
+        self._page_url = page_url
+
+    def render(self, template_name: str, **values: Any) -> None:
+        if template_name != "task.html":
+            super().render(template_name, **values)
+            return
+        call_id = parse_shown_call(values["task"].kwargs)
+        call_url = call_page_url(self._page_url, call_id) if self._page_url and call_id else None
+        super().render(str(TEMPLATE), call_id=call_id, call_url=call_url, **values)
+
+
+class GuardedMetrics(Metrics):  # type: ignore[misc]
+    """Flower's gives them to anybody: names of tools and of hosts, and how much goes on."""
+
+    @tornado.web.authenticated
+    async def get(self) -> None:
+        await super().get()
 
 
 def main() -> int:
     try:
-        where = load_settings().broker().celery_options()
+        settings = load_settings()
+        app = _open_flower(settings.broker().celery_options(), settings.page_url, sys.argv[1:])
     except ToolcrewError as error:
         sys.stderr.write(f"flower: {error}\n")
         return 1
+    # It writes down what it knows when it ends.
+    atexit.register(app.stop)
+    signal.signal(signal.SIGTERM, _end)
+    app.start_http_server()
+    try:
+        app.start()
+    except (KeyboardInterrupt, SystemExit):
+        return 0
+    return 0
+
+
+def _open_flower(where: dict[str, Any], page_url: str | None, arguments: list[str]) -> Flower:
+    """Raises ConfigError when anybody could look at it, or an option is wrong."""
+    for name, value in DEFAULTS.items():
+        setattr(options, name, value)
+    try:
+        apply_env_options()
+        apply_options(sys.argv[0], arguments)
+    except (tornado.options.Error, ValueError, OSError) as error:
+        raise ConfigError(f"a FLOWER_ variable, or an argument, is not what it must be ({error}): correct it") from error
+    options.read_only = True
+    if not options.basic_auth and not options.auth:
+        raise ConfigError("it would show everything to everybody: set FLOWER_BASIC_AUTH=user:password")
+    extract_settings()
+    setup_logging()
+    app = Flower(capp=_open_celery(where), options=options, **flower_settings)
+    app.add_handlers(".*", [(_path(r"/task/(.+)"), CallView, {"page_url": page_url}), (_path(r"/metrics"), GuardedMetrics)])
+    return app
+
+
+def _open_celery(where: dict[str, Any]) -> Celery:
     # Without results: what a call gave is none of its business, and its Redis user may not read them.
     del where["result_backend"]
     app = Celery("toolcrew-flower", set_as_current=False)
     # What it takes and has not acknowledged, apart from what workers have: those are calls.
     own = {f"unacked_{name}key": f"flower.unacked.{name}" for name in ("", "index_", "mutex_")}
-    options = {**where.pop("broker_transport_options"), **own, "priority_steps": [0]}
-    app.conf.update(**where, broker_transport_options=options, accept_content=["json"])
-    return int(app.start(["flower", *sys.argv[1:]]) or 0)
+    broker_options = {**where.pop("broker_transport_options"), **own, "priority_steps": [0]}
+    app.conf.update(**where, broker_transport_options=broker_options, accept_content=["json"])
+    return app
+
+
+def _path(pattern: str) -> str:
+    return f"/{options.url_prefix.strip('/')}{pattern}" if options.url_prefix else pattern
+
+
+def _end(number: int, _: object) -> None:
+    logging.getLogger("flower").info("ends by %s", signal.Signals(number).name)
+    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 import time
 from collections import Counter
@@ -29,6 +30,7 @@ SETTLE_S = 30.0
 """How long a call waits for its session's host to come back, or to be given up, and for another process that moves the session."""
 POLL_S = 0.2
 MAX_KNOWN = 100_000
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class HostSource(Protocol):
@@ -96,9 +98,7 @@ class SessionHomes:
         while True:
             place = await self._places.find(tenant, session)
             if place is None:
-                raise ToolFailure(
-                    ErrorCode.SESSION_NOT_FOUND, "there is no such session: it was closed, or its time to live ran out; open a new one"
-                )
+                raise no_such_session()
             is_late = time.monotonic() > until
             try:
                 home = await self._tried(tenant, session, place, policy, silent)
@@ -135,6 +135,18 @@ class SessionHomes:
                 return None
             await asyncio.sleep(POLL_S)
         return None
+
+    async def place(self, tenant: str, session: str) -> SessionPlace:
+        """Where an open session lives by now, whoever opened it. Raises ToolFailure(SESSION_NOT_FOUND), BrokerUnavailable."""
+        place = await self._places.find(tenant, session) if _NAME.fullmatch(session) else None
+        if place is None:
+            raise no_such_session()
+        return place
+
+    async def facts(self, tenant: str, session: str) -> dict[str, Any] | None:
+        """What its host told when it opened the session; None when that is not known (any more). Raises BrokerUnavailable."""
+        told = json.loads(await self._places.facts(tenant, session) or "null")
+        return told if isinstance(told, dict) else None
 
     def known(self, tenant: str, session: str) -> Home | None:
         """As of the last call."""
@@ -215,7 +227,7 @@ class SessionHomes:
                         return result
                     continue
                 if result.success:
-                    await self._places.settle(tenant, session, home.fence, PlaceState.OPEN)
+                    await self._places.settle(tenant, session, home.fence, PlaceState.OPEN, json.dumps(result.metadata))
                     self._noted(tenant, session, home)
                 else:
                     await self._release(tenant, session, home.fence)
@@ -287,6 +299,11 @@ def _told(before: SessionPlace, latest: SessionPlace, checkpoint: str, home: Hom
     return {"generation": home.fence, "checkpoint_at": at, "is_planned": not before.queue}
 
 
+def no_such_session() -> ToolFailure:
+    """The same for one that is closed, has expired, never was, or is another tenant's."""
+    return ToolFailure(ErrorCode.SESSION_NOT_FOUND, "there is no such session: it was closed, or its time to live ran out; open a new one")
+
+
 def new_session_name() -> str:
-    """Random, so that it tells nothing to who does not have it."""
-    return secrets.token_urlsafe(18)
+    """Random, so that it tells nothing to who does not have it; and never taken for an option of a command."""
+    return secrets.token_hex(2) + secrets.token_urlsafe(15)

@@ -17,6 +17,8 @@ from contract.hosts import DRAIN_ORDER, HostReport
 from contract.names import control_queue, host_key, hosts_key
 from contract.signing import SigningKeys
 from contract.tenancy import DEFAULT_TENANT
+from orchestrator.actors import Actor, local_actor
+from orchestrator.audit import build_entry, note_entry
 from orchestrator.logs import get_logger
 
 log = get_logger(__name__)
@@ -52,7 +54,7 @@ class RedisHosts:
         """The same as of now."""
         try:
             names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
-            queues = sorted(name.decode() for name in names)
+            queues = sorted(name.decode(errors="replace") for name in names)
             texts: Any = await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
         except (RedisError, OSError) as error:
             raise _unavailable(error) from error
@@ -69,8 +71,17 @@ class RedisHosts:
         except (RedisError, OSError) as error:
             raise _unavailable(error) from error
 
-    async def order_drain(self, report: HostReport, keys: SigningKeys, *, lossy: bool = False) -> None:
-        """Tell a worker to go out of service; returns when it says that it does.
+    async def dead_queues(self) -> dict[str, int]:
+        """Queues of workers that are listed and do not report any more, each with how many calls lie in it."""
+        try:
+            names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
+        except (RedisError, OSError) as error:
+            raise _unavailable(error) from error
+        living = {report.queue for report in await self.read()}
+        return await self.queued(sorted({name.decode(errors="replace") for name in names} - living))
+
+    async def order_drain(self, report: HostReport, keys: SigningKeys, *, lossy: bool = False, actor: Actor | None = None) -> None:
+        """Tell a worker to go out of service; returns when it says that it does. `actor` None: whoever runs this program.
 
         Raises ConfigError when its sessions would lose their files, and `lossy` does not allow it; OperatorError when it does not take the order.
         """
@@ -82,8 +93,11 @@ class RedisHosts:
         now = await self._now()
         call = ToolCall(id=secrets.token_hex(16), name=DRAIN_ORDER, arguments={"queue": report.queue, "lossy": lossy})
         envelope = encode_call(call, ToolContext(tenant=DEFAULT_TENANT, sent_at=now, deadline_at=now + ORDER_TTL_S), keys)
+        details = {"lossy": "yes" if lossy else None, "host": report.host}
+        entry = build_entry(actor or local_actor(), "host.drain", report.queue, details=details)
         try:
             async with self._client.pipeline(transaction=True) as pipe:
+                note_entry(pipe, self._deployment, entry)
                 pipe.lpush(control_queue(report.queue), envelope)
                 pipe.expire(control_queue(report.queue), ORDER_TTL_S)
                 await pipe.execute()

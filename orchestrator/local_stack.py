@@ -1,4 +1,4 @@
-"""The embedded stack: redis-server, sandboxd, a worker of each kind and Flower as child processes of one keeper, taken down with it.
+"""The embedded stack: redis-server, sandboxd, a worker of each kind, Flower and the API as child processes of one keeper, taken down with it.
 
 Where a class of tenants has network egress, the egress proxy is one of them. What ends by itself is started again (supervision.py).
 
@@ -22,8 +22,10 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from contract.errors import BrokerUnavailable, OperatorError, SandboxUnavailable, ToolcrewError
+from contract.log_lines import find_last_words
 from contract.names import catalog_key
 from contract.settings import BrokerSettings
+from orchestrator.local_api import LocalApi
 from orchestrator.redis_connection import check_redis, open_redis
 from orchestrator.redis_server import find_redis_server, write_redis_config
 from orchestrator.settings import OrchestratorSettings, child_environment, load_settings, python
@@ -37,13 +39,6 @@ WEB_STOP_TIMEOUT_S = 5.0
 """Nobody awaits its calls any more, and they have nothing to hand back."""
 WEB_CONCURRENCY = 2
 """Every process of a pool costs memory; web tools mostly wait."""
-FLOWER_OPTIONS = {
-    "FLOWER_READ_ONLY": "True",
-    "FLOWER_MAX_TASKS": "20000",
-    "FLOWER_PURGE_OFFLINE_WORKERS": "300",
-    "FLOWER_TASK_RUNTIME_METRIC_BUCKETS": "0.1,0.5,1,2,5,10,30,60,120,300,600",
-}
-"""Read-only, bounded memory, buckets that fit tool calls. docker-compose.yml says the same."""
 END_FOR_GOOD = signal.SIGUSR1
 """To sandboxd: end, and keep nothing. By any other signal it keeps its sessions, for the one that is started after it."""
 STACK_FILE = "stack.json"
@@ -73,12 +68,12 @@ def read_stack(logs: str) -> StackInfo:
 class LocalStack:
     """Starts and stops the children. Everything it writes lies in one folder of its own, mode 0700, that goes with it."""
 
-    def __init__(self, settings: OrchestratorSettings, *, flower: bool = True) -> None:
+    def __init__(self, settings: OrchestratorSettings) -> None:
         self._settings = settings
-        self._flower = flower
         self._folder = Path(tempfile.mkdtemp(prefix="toolcrew-"))
         self._supervisor = Supervisor(self._folder, tell=self._tell, changed=self._write_info)
         self._info: StackInfo | None = None
+        self._api: LocalApi | None = None
 
     async def start(self) -> StackInfo:
         """Start all; returns when a call would be served. Raises OperatorError with the last words of what did not start."""
@@ -95,13 +90,18 @@ class LocalStack:
         await self._start_python("worker", "workers", {**place, **shared, "TOOLCREW_WORKER_KIND": "sandbox"})
         web = {"TOOLCREW_WORKER_KIND": "web", "TOOLCREW_WORKER_QUEUES": "", "TOOLCREW_CONCURRENCY": str(WEB_CONCURRENCY)}
         await self._start_python("web", "workers", {**shared, **web})
+        if self._settings.embedded_api:
+            self._api = await LocalApi.prepare(broker, _free_port())
+            await self._supervisor.start(self._api.plan(shared))
         await self._until_workers_ready(broker)
-        flower_url = await self._start_flower(redis_url) if self._flower else None
+        flower_url = await self._start_flower(redis_url) if self._settings.embedded_flower else None
         self._info = StackInfo(
             deployment=self._settings.deployment,
             redis_url=redis_url,
             sandboxd_socket=str(sandboxd_socket),
             flower_url=flower_url,
+            api_url=await self._until_api_ready(self._api) if self._api is not None else None,
+            api_key=self._api.key if self._api is not None else None,
             pids=self._pids(),
             logs=str(self._folder),
         )
@@ -124,7 +124,9 @@ class LocalStack:
     async def stop(self) -> None:
         """Take all down: sandboxes first, so that no task of the worker waits for one; Redis last."""
         await self._let_sandboxd_sweep()
-        for roles in (("sandboxd",), ("worker", "web", "flower", "egress"), ("redis",)):
+        if self._api is not None:
+            await self._api.revoke()
+        for roles in (("api",), ("sandboxd",), ("worker", "web", "flower", "egress"), ("redis",)):
             await asyncio.gather(*(self._supervisor.stop(role) for role in roles))
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -184,7 +186,6 @@ class LocalStack:
     async def _start_flower(self, redis_url: str) -> str:
         port, password = _free_port(), secrets.token_urlsafe(12)
         environment = {
-            **FLOWER_OPTIONS,
             **self._settings.for_children(),
             "TOOLCREW_REDIS_URL": redis_url,
             # It signs nothing.
@@ -193,9 +194,22 @@ class LocalStack:
             "FLOWER_ADDRESS": "127.0.0.1",
             "FLOWER_PORT": str(port),
             "FLOWER_BASIC_AUTH": f"toolcrew:{password}",
+            # For the one that is started in its place; with the stack it goes, and nothing is worth being written down.
+            "FLOWER_PERSISTENT": "True",
+            "FLOWER_DB": str(self._folder / "flower.db"),
         }
-        await self._supervisor.start(ChildPlan("flower", (python(), "-m", "orchestrator.flower"), environment, signal.SIGKILL))
+        if page_url := self._settings.page_url or (self._api.url if self._api is not None else None):
+            environment["TOOLCREW_PAGE_URL"] = page_url
+        argv = (python(), "-m", "orchestrator.flower")
+        await self._supervisor.start(ChildPlan("flower", argv, environment, signal.SIGKILL, stop_signal=signal.SIGKILL))
         return f"http://toolcrew:{password}@127.0.0.1:{port}/"
+
+    async def _until_api_ready(self, api: LocalApi) -> str:
+        """Its address, once it takes connections."""
+        async for _ in self._attempts("api"):
+            if await asyncio.to_thread(_is_taking, api.port):
+                break
+        return api.url
 
     async def _until_redis_ready(self, broker: BrokerSettings) -> None:
         client = open_redis(broker)
@@ -246,8 +260,8 @@ class LocalStack:
     def _last_words(self, role: str) -> str:
         text = (self._folder / f"{role}.log").read_text(errors="replace").strip()
         lines = text.splitlines()[-5:]
-        told = [line.split(": ", 1)[1] for line in lines if line.startswith(("sandboxd: ", "worker: ", "egress: "))]
-        return told[-1] if told else f"{role} ended by itself: {' | '.join(lines) or 'it said nothing'}"
+        told = find_last_words(lines)
+        return told or f"{role} ended by itself: {' | '.join(lines) or 'it said nothing'}"
 
 
 def _is_listening(path: Path) -> bool:
@@ -255,6 +269,13 @@ def _is_listening(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         return probe.connect_ex(str(path)) == 0
+
+
+def _is_taking(port: int) -> bool:
+    """Whether somebody takes connections at that port of loopback."""
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _free_port() -> int:

@@ -9,7 +9,17 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import host_key, hosts_key, place_key, tenant_sessions_key, tombstone_key
+from contract.names import (
+    host_key,
+    hosts_key,
+    open_sessions_key,
+    place_key,
+    seen_tenants_key,
+    session_facts_key,
+    tenant_open_sessions_key,
+    tenant_sessions_key,
+    tombstone_key,
+)
 from contract.places import CLOSED, CLOSED_MARGIN_S, PLACE_MARGIN_S, PlaceState, SessionPlace, parse_place
 
 HostFate = Literal["alive", "silent", "given_up"]
@@ -17,7 +27,12 @@ DEFAULT_TTL_S = 1800.0
 MOVE_S = 600
 """How long one process may take to open a session elsewhere before another may try."""
 
-# KEYS: place, the tenant's sessions. ARGV: session, queue, start, ttl_s, margin_s, how many sessions the tenant may have.
+MAX_SEEN_TENANTS = 10_000
+FACTS_MARGIN_S = 24 * 3600
+"""How long what a session's host told outlives its place, which every call keeps for longer."""
+
+# KEYS: place, the tenant's sessions, all open sessions, the tenant's, tenants seen. ARGV: session, queue, start, ttl_s, margin_s, how many sessions the
+# tenant may have, tenant, how many tenants are remembered.
 _OPEN = """
 local known = redis.call('HGET', KEYS[1], 'state')
 if known then return known == 'closed' and 'closed' or 'exists' end
@@ -30,11 +45,27 @@ if redis.call('SCARD', KEYS[2]) >= limit then
   if redis.call('SCARD', KEYS[2]) >= limit then return 'full' end
 end
 local life = math.ceil(tonumber(ARGV[4])) + tonumber(ARGV[5])
-redis.call('HSET', KEYS[1], 'state', 'open', 'queue', ARGV[2], 'fence', 1, 'start', ARGV[3], 'ttl_s', ARGV[4],
-  'opened_at', redis.call('TIME')[1])
+local time = redis.call('TIME')
+redis.call('HSET', KEYS[1], 'state', 'open', 'queue', ARGV[2], 'fence', 1, 'start', ARGV[3], 'ttl_s', ARGV[4], 'opened_at', time[1])
 redis.call('EXPIRE', KEYS[1], life)
 redis.call('SADD', KEYS[2], ARGV[1])
 if redis.call('TTL', KEYS[2]) < life then redis.call('EXPIRE', KEYS[2], life) end
+-- Sessions that expired are nobody's to take out of the lists: each one that is opened looks at three of them, so that those never become many.
+local prefix = string.sub(KEYS[3], 1, -14)
+for _, member in ipairs(redis.call('ZRANDMEMBER', KEYS[3], 3)) do
+  local tenant, session = string.match(member, '^(.-)|(.*)$')
+  local head = prefix .. tenant .. ':session:' .. session
+  if redis.call('EXISTS', head .. ':place') == 0 then
+    redis.call('ZREM', KEYS[3], member)
+    redis.call('ZREM', prefix .. tenant .. ':open-sessions', session)
+    redis.call('DEL', head .. ':facts')
+  end
+end
+local at = time[1] .. string.format('%06d', time[2])
+redis.call('ZADD', KEYS[3], at, ARGV[7] .. '|' .. ARGV[1])
+redis.call('ZADD', KEYS[4], at, ARGV[1])
+redis.call('ZADD', KEYS[5], time[1], ARGV[7])
+redis.call('ZREMRANGEBYRANK', KEYS[5], 0, -1 - ARGV[8])
 return 'open'
 """
 
@@ -48,21 +79,26 @@ redis.call('HSET', KEYS[1], 'state', 'moving', 'queue', ARGV[2], 'moving_until',
 return redis.call('HINCRBY', KEYS[1], 'fence', 1)
 """
 
-# KEYS: place. ARGV: fence, state. 1 when the place was still of that fence.
+# KEYS: place, facts. ARGV: fence, state, facts ('' for none that are new), how long they outlive the place. 1 when the place was still of that fence.
 _SETTLE = """
 if redis.call('HGET', KEYS[1], 'fence') ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'state', ARGV[2], 'moving_until', 0)
+if ARGV[3] ~= '' then redis.call('SET', KEYS[2], ARGV[3], 'EX', math.max(0, redis.call('TTL', KEYS[1])) + ARGV[4]) end
 return 1
 """
 
 
-# KEYS: place, the tenant's sessions. ARGV: session, the state that says so, margin_s, the time to live of one that has no place.
+# KEYS: place, the tenant's sessions, all open sessions, the tenant's, facts. ARGV: session, the state that says so, margin_s, the time to live of one that
+# has no place, tenant.
 _CLOSE = """
 local ttl_s = redis.call('HGET', KEYS[1], 'ttl_s') or ARGV[4]
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], 'state', ARGV[2], 'ttl_s', ttl_s)
 redis.call('EXPIRE', KEYS[1], math.ceil(tonumber(ttl_s)) + tonumber(ARGV[3]))
 redis.call('SREM', KEYS[2], ARGV[1])
+redis.call('ZREM', KEYS[3], ARGV[5] .. '|' .. ARGV[1])
+redis.call('ZREM', KEYS[4], ARGV[1])
+redis.call('DEL', KEYS[5])
 """
 
 
@@ -90,8 +126,13 @@ class PlaceBook(Protocol):
         """Claim the move of a session to `queue`; None when its place is not as it was seen any more, or another is moving it."""
         ...
 
-    async def settle(self, tenant: str, session: str, fence: int, state: PlaceState) -> bool:
-        """End a move: the session is open there, or (`moving`) anybody may try again. False when it was taken over meanwhile."""
+    async def settle(self, tenant: str, session: str, fence: int, state: PlaceState, facts: str = "") -> bool:
+        """End a move: the session is open there, or (`moving`) anybody may try again. `facts`: what its host told, kept for whoever takes the session over.
+        False when it was taken over meanwhile."""
+        ...
+
+    async def facts(self, tenant: str, session: str) -> str | None:
+        """What the session's host told when it was opened there; None when that is not known (any more)."""
         ...
 
     async def fate(self, queue: str) -> HostFate:
@@ -115,8 +156,9 @@ class Places:
         self._close = client.register_script(_CLOSE)
 
     async def open(self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int) -> Home:
-        keys = [place_key(self._deployment, tenant, session), tenant_sessions_key(self._deployment, tenant)]
-        told = _text(await _asked(self._open(keys=keys, args=[session, queue, start, ttl_s, PLACE_MARGIN_S, limit])))
+        keys = [*self._listed_keys(tenant, session), seen_tenants_key(self._deployment)]
+        arguments: list[str | float] = [session, queue, start, ttl_s, PLACE_MARGIN_S, limit, tenant, MAX_SEEN_TENANTS]
+        told = _text(await _asked(self._open(keys=keys, args=arguments)))
         if told == "full":
             raise ToolFailure(
                 ErrorCode.QUOTA_EXCEEDED,
@@ -141,9 +183,13 @@ class Places:
         fence = int(await _asked(self._move(keys=[key], args=[seen_fence, queue, MOVE_S, seen_state.value])))
         return Home(queue, fence) if fence else None
 
-    async def settle(self, tenant: str, session: str, fence: int, state: PlaceState) -> bool:
-        key = place_key(self._deployment, tenant, session)
-        return bool(await _asked(self._settle(keys=[key], args=[fence, state.value])))
+    async def settle(self, tenant: str, session: str, fence: int, state: PlaceState, facts: str = "") -> bool:
+        keys = [place_key(self._deployment, tenant, session), session_facts_key(self._deployment, tenant, session)]
+        return bool(await _asked(self._settle(keys=keys, args=[fence, state.value, facts, FACTS_MARGIN_S])))
+
+    async def facts(self, tenant: str, session: str) -> str | None:
+        told = await _asked(self._client.get(session_facts_key(self._deployment, tenant, session)))
+        return told.decode(errors="replace") if isinstance(told, bytes) else None
 
     async def fate(self, queue: str) -> HostFate:
         pipe = self._client.pipeline(transaction=True)
@@ -156,8 +202,17 @@ class Places:
         return "alive" if report is not None else "silent"
 
     async def close(self, tenant: str, session: str) -> None:
-        keys = [place_key(self._deployment, tenant, session), tenant_sessions_key(self._deployment, tenant)]
-        await _asked(self._close(keys=keys, args=[session, CLOSED, CLOSED_MARGIN_S, DEFAULT_TTL_S]))
+        keys = [*self._listed_keys(tenant, session), session_facts_key(self._deployment, tenant, session)]
+        await _asked(self._close(keys=keys, args=[session, CLOSED, CLOSED_MARGIN_S, DEFAULT_TTL_S, tenant]))
+
+    def _listed_keys(self, tenant: str, session: str) -> list[str]:
+        """Of a session's place, and of all that names the session."""
+        return [
+            place_key(self._deployment, tenant, session),
+            tenant_sessions_key(self._deployment, tenant),
+            open_sessions_key(self._deployment),
+            tenant_open_sessions_key(self._deployment, tenant),
+        ]
 
 
 async def _asked(asked: Awaitable[Any]) -> Any:

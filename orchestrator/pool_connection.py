@@ -1,27 +1,35 @@
 """A connection to a pool of hosts: everything that a dispatcher needs, opened and closed together."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import redis.asyncio
 
 from contract.clock import SharedClock
+from contract.masking import passwords_of
 from contract.settings import BrokerSettings
-from orchestrator.admission import SharedAdmission
+from orchestrator.admission import PausableAdmission, SharedAdmission
 from orchestrator.blobs import Blobs
 from orchestrator.call_events import CallEvents
+from orchestrator.call_kills import CallKills, KillWatch
 from orchestrator.call_ledger import CallLedger
 from orchestrator.call_watch import CallWatch
 from orchestrator.catalog import RedisCatalog
 from orchestrator.celery_transport import CeleryTransport
 from orchestrator.dispatcher import Dispatcher, Pool
+from orchestrator.homes import HostSource
 from orchestrator.hosts import RedisHosts
+from orchestrator.metrics.tally import Tally
 from orchestrator.places import Places
 from orchestrator.redis_connection import check_redis, open_redis
 from orchestrator.results import ResultHub
+from orchestrator.settings import OrchestratorSettings
 from orchestrator.switches import RedisSwitches
 from orchestrator.tenants import RedisTenants
+from orchestrator.tracing import open_process_tracer
+from telemetry.spans import Tracer
 
 
 @dataclass(frozen=True)
@@ -34,16 +42,38 @@ class PoolConnection:
     blobs: Blobs
     switches: RedisSwitches
     tenants: RedisTenants
+    tracer: Tracer | None = None
+    """None: tracing is off."""
+    tally: Tally | None = None
+    """None: nothing is counted."""
 
 
 @asynccontextmanager
-async def open_pool(broker: BrokerSettings, *, queue_wait_s: float, needs_workers: bool = True) -> AsyncIterator[PoolConnection]:
-    """Connected, with a worker there, unless only Redis is to be asked. Raises ConfigError (nothing to sign with, no worker), BrokerUnavailable."""
+async def open_pool(
+    broker: BrokerSettings,
+    *,
+    queue_wait_s: float,
+    needs_workers: bool = True,
+    settings: OrchestratorSettings | None = None,
+    secrets: Mapping[str, str] | None = None,
+    hosts: HostSource | None = None,
+) -> AsyncIterator[PoolConnection]:
+    """Connected, with a worker there, unless only Redis is to be asked. Raises ConfigError (nothing to sign with, no worker), BrokerUnavailable.
+
+    What `settings` and `secrets` (kind -> value) hold is masked in the content of spans, where that is asked for. `hosts`: where new sessions may go; None:
+    to all that report.
+    """
     keys, deployment = broker.signing_keys(), broker.deployment
+    tracer = open_process_tracer(settings, {**passwords_of("Redis password", broker.redis_url.get_secret_value()), **(secrets or {})})
     async with AsyncExitStack() as stack:
+        if tracer is not None:
+            stack.push_async_callback(asyncio.to_thread, tracer.close)
         redis = open_redis(broker)
         stack.push_async_callback(redis.aclose)
         await check_redis(redis, broker)
+        tally = Tally(redis, deployment)
+        tally.start()
+        stack.push_async_callback(tally.aclose)
         catalog = RedisCatalog(redis, deployment)
         if needs_workers:
             await catalog.specs()
@@ -58,8 +88,10 @@ async def open_pool(broker: BrokerSettings, *, queue_wait_s: float, needs_worker
         blobs, tenants = Blobs(redis, deployment), RedisTenants(redis, deployment)
         transport = CeleryTransport(broker, hub, watch, clock)
         stack.push_async_callback(transport.aclose)
-        admission = SharedAdmission(redis, deployment)
+        admission = PausableAdmission(SharedAdmission(redis, deployment), tenants)
         stack.push_async_callback(admission.aclose)
+        kills = KillWatch(CallKills(redis, deployment))
+        stack.push_async_callback(kills.aclose)
         dispatcher = Dispatcher(
             transport,
             catalog,
@@ -69,7 +101,10 @@ async def open_pool(broker: BrokerSettings, *, queue_wait_s: float, needs_worker
             switches=switches,
             tenants=tenants,
             admission=admission,
-            pool=Pool(Places(redis, deployment), RedisHosts(redis, deployment), CallLedger(redis, deployment)),
+            pool=Pool(Places(redis, deployment), hosts or RedisHosts(redis, deployment), CallLedger(redis, deployment)),
             clock=clock,
+            tracer=tracer,
+            kills=kills,
+            meter=tally.calls,
         )
-        yield PoolConnection(redis, dispatcher, catalog, blobs, switches, tenants)
+        yield PoolConnection(redis, dispatcher, catalog, blobs, switches, tenants, tracer, tally)

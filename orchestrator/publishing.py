@@ -16,6 +16,7 @@ from contract.ledger import CALL_TTL_S
 from contract.names import call_key, host_key, place_key, tenant_sessions_key
 from contract.places import PLACE_MARGIN_S
 from orchestrator.logs import get_logger
+from orchestrator.shared_tasks import begin_shared
 from orchestrator.task_messages import build_message
 from orchestrator.transport import Delivery, NotSent
 
@@ -188,7 +189,7 @@ class Publisher:
         letter = _Letter(command, asyncio.get_running_loop().create_future())
         self._letters.append(letter)
         if self._sending is None or self._sending.done():
-            self._sending = asyncio.create_task(self._send_all(), name="publish")
+            self._sending = begin_shared(self._send_all(), "publish")
         return await letter.verdict
 
     async def _send_all(self) -> None:

@@ -6,6 +6,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from orchestrator.logs import get_logger
+from orchestrator.shared_tasks import begin_shared
 
 log = get_logger(__name__)
 
@@ -31,7 +32,7 @@ class Errands:
         self._done.clear()
         self._come.set()
         if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="errands")
+            self._task = begin_shared(self._run(), "errands")
 
     async def close(self, within_s: float) -> None:
         """Send what waits, as far as that can be done in time."""

@@ -53,13 +53,14 @@ ROLES: dict[str, Role] = {
             ("*",),
             ("host.*", "pool.*", "celery-task-meta-*"),
             tuple(result_channel_pattern(shard) for shard in HUB_SHARDS),
-            _PLAIN,
+            # How full Redis is: operators watch it (docs/metrics.md).
+            f"{_PLAIN} +info",
             own_channels=("admission:*",),
         ),
         Role(
             "worker",
             "workers beside a sandboxd",
-            (*_WORKERS_OWN, *_of_queues("host.*"), "catalog:sandbox*", "*:session:*:place", "*:sessions"),
+            (*_WORKERS_OWN, *_of_queues("host.*"), "catalog:sandbox*", "*:session:*:place", "*:sessions", "metrics", "metrics:counted.*"),
             ("host.*", *_WORKERS_KEYS),
             _WORKERS_CHANNELS,
             _PLAIN,

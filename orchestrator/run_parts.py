@@ -2,18 +2,21 @@
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, Protocol
 
 from contract.call_events import MODEL
 from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable
-from contract.registry import Switch, filter_specs
+from contract.registry import Switch, filter_specs, find_switch, switches_for
 from contract.schema import find_aliases
 from contract.specs import ToolSpec
 from orchestrator.admission.insistence import until_admitted
 from orchestrator.agent import Agent, RunCall
 from orchestrator.approvals import Approver, review
+from orchestrator.approvals.asking import choose_people
 from orchestrator.approvals.policies import ApprovalPolicy
+from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.choice import choose_dialect, know_model, with_window
 from orchestrator.dialects.plain import PlainDialect
 from orchestrator.dispatcher import Terms, note_aliases
@@ -26,6 +29,7 @@ from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel
 from orchestrator.outages import outlast
 from orchestrator.pool_connection import PoolConnection
+from orchestrator.runs.live_text import LiveText
 from orchestrator.sessions import Session, SessionInfo
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tenant_rules import with_tenant_rules
@@ -49,7 +53,7 @@ class RunBook(Protocol):
 @dataclass(frozen=True)
 class RunAs:
     """How one run is to be made. `tools` None: all that the model can cope with. `terms`: of its calls, beside what the run itself says. `book` None: it
-    is remembered by nobody. `logged`: what a model is wrapped in, so that its replies are."""
+    is remembered by nobody. `live`: shows replies while they come. `logged`: what a model is wrapped in, so that its replies are."""
 
     run: str
     dialect: str | None = None
@@ -58,8 +62,11 @@ class RunAs:
     tell: OnEvent = lambda _: None
     shows_output: bool = False
     terms: Terms = field(default_factory=Terms)
+    approver: Approver | None = None
+    """None: the client's."""
     book: RunBook | None = None
     logged: Callable[[Model], Model] = lambda model: model
+    live: LiveText | None = None
     is_chat: bool = False
     """The model hears nothing but the run's own messages."""
 
@@ -82,16 +89,21 @@ class RunParts:
         specs: list[ToolSpec] = []
         switches: Mapping[str, Switch] = {}
         questions = ModelRequests(chosen.model)
+        if self._pool.tally is not None:
+            wanted = replace(wanted, tell=self._pool.tally.watch_run(wanted.tell, wanted.book))
         run_call: RunCall = _refused
         if session is not None:
             info = await session.info()
-            switches = await self._pool.switches.switches()
+            switches = switches_for(await self._pool.switches.switches(), session.tenant)
             specs = await self._specs(session.tenant, info, switches, chosen.tools if wanted.tools is None else wanted.tools)
             wanted.tell(_ready(wanted.run, info))
             run_call = _Calls(self, session, specs, replace(wanted, options=options), chosen.model.name, questions).run_call()
+        dialect: Dialect = PlainDialect() if wanted.is_chat else choose_dialect(name, known, is_small=chosen.is_small)
+        if wanted.live is not None:
+            wanted.live.use(lambda: dialect.open_reader(wanted.run, 0, reads_tags=options.enable_tool_action_parsing))
         return Agent(
             wanted.logged(chosen.model),
-            PlainDialect() if wanted.is_chat else choose_dialect(name, known, is_small=chosen.is_small),
+            dialect,
             specs,
             run_call,
             instruction=chosen.instruction,
@@ -119,14 +131,31 @@ class RunParts:
         ]
         return filter_specs(there, names)
 
-    async def review(self, call: ToolCall, spec: ToolSpec, session: Session, tell: OnEvent, run: str) -> ToolCall | ToolResult:
-        """The call as it may run, or the result that refuses it."""
+    @cached_property
+    def people(self) -> Approver:
+        """Of runs that ask people; one, whose every look is for all that wait."""
+        return choose_people(self._settings, self._pool)
+
+    async def review(
+        self, call: ToolCall, spec: ToolSpec, session: Session, tell: OnEvent, run: str, approver: Approver | None = None
+    ) -> ToolCall | ToolResult:
+        """The call as it may run, or the result that refuses it. `approver` None: the client's."""
         # Nobody is asked about a call that will not be run.
-        switch = (await self._pool.switches.switches()).get(call.name)
+        switch = find_switch(await self._pool.switches.switches(), call.name, session.tenant)
         if switch is not None:
             return ToolResult.failed(call, ErrorCode.TOOL_DISABLED, switch.refusal(call.name))
         policy = with_tenant_rules(self._policy, await self._pool.tenants.policy(session.tenant), session.tenant)
-        return await review(call, spec, self._approver, policy=policy, tenant=session.tenant, session=session.id, on_event=tell, run=run)
+        return await review(
+            call,
+            spec,
+            approver or self._approver,
+            policy=policy,
+            tenant=session.tenant,
+            session=session.id,
+            ttl_s=self._settings.approval_wait_s,
+            on_event=tell,
+            run=run,
+        )
 
     def settle(self, session: Session, call: str) -> None:
         """The result of a call is remembered."""
@@ -210,7 +239,7 @@ class _Calls:
         known = book.review_of(call.id) if book is not None else None
         if known is not None:
             return known
-        reviewed = await self._parts.review(call, spec, self._session, tell, self._wanted.run)
+        reviewed = await self._parts.review(call, spec, self._session, tell, self._wanted.run, self._wanted.approver)
         if book is not None and asked:
             await book.note_review(call.id, reviewed)
         return reviewed

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from contract.specs import NO_NETWORK
 from orchestrator.api_keys import Credential
 from orchestrator.blobs import Blobs
 from orchestrator.dispatcher import OPEN_TIMEOUT_S, PARCEL_TIMEOUT_S, Dispatcher, Route, Terms
-from orchestrator.folders import unpack_archive
+from orchestrator.folders import pack_folder, unpack_archive
 from orchestrator.heard_calls import OnOutput, output_handler
 from orchestrator.homes import new_session_name
 from orchestrator.workspace_sources import load_source
@@ -80,8 +81,19 @@ class SessionInfo:
 class Session:
     """A sandbox of one's own. `call` never raises for a tool's failure; the methods that give bytes raise ToolFailure or SandboxUnavailable."""
 
-    def __init__(self, dispatcher: Dispatcher, blobs: Blobs, tenant: str, info: SessionInfo, credential: Credential | None = None) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        blobs: Blobs,
+        tenant: str,
+        info: SessionInfo,
+        credential: Credential | None = None,
+        *,
+        is_guest: bool = False,
+    ) -> None:
+        """`is_guest`: somebody else has opened it, and the end of a `with` block leaves it open."""
         self._credential = credential
+        self._is_guest = is_guest
         self._dispatcher = dispatcher
         self._blobs = blobs
         self._info = info
@@ -114,7 +126,7 @@ class Session:
             # Somewhere a sandbox is being made: wait for it, or it would live until its time is up.
             await asyncio.shield(_close_when_open(dispatcher, tenant, name, opening))
             raise
-        session = cls(dispatcher, blobs, tenant, _info(name, tenant, result), credential)
+        session = cls(dispatcher, blobs, tenant, _info(name, tenant, result.metadata, result.sandbox), credential)
         if source is not None:
             try:
                 await session._verb("import", {"kind": source.kind}, content=source.content, timeout_s=COPY_TIMEOUT_S)
@@ -122,6 +134,24 @@ class Session:
                 await asyncio.shield(session.close())
                 raise
         return session
+
+    @classmethod
+    async def attach(
+        cls, dispatcher: Dispatcher, blobs: Blobs, *, tenant: str, session: str, credential: Credential | None = None
+    ) -> "Session":
+        """An open session of the tenant that any process has opened. It is left open by the end of a `with` block; `close` closes it.
+
+        Raises ToolFailure(SESSION_NOT_FOUND), the same for one that never was, is closed, or is another tenant's; BrokerUnavailable, SandboxUnavailable.
+        """
+        place = await dispatcher.session_place(tenant, session)
+        facts = await dispatcher.session_facts(tenant, session)
+        if facts is None:
+            # Of an earlier release, or very old: its host tells the same again.
+            call = ToolCall(id=_call_id(), name="session.open", arguments=json.loads(place.start))
+            terms = Terms(timeout_s=OPEN_TIMEOUT_S, audience="session")
+            facts = dict(_checked(await dispatcher.dispatch(call, Route(tenant, session), terms)).metadata)
+        here = {"queue": place.queue, "host": host_of(place.queue)} if place.queue else {}
+        return cls(dispatcher, blobs, tenant, _info(session, tenant, {**facts, **here}), credential, is_guest=True)
 
     async def call(
         self,
@@ -155,14 +185,15 @@ class Session:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         timeout_s: float = 30,
+        on_output: OnOutput | None = None,
     ) -> ExecResult:
         """Run a program, no shell between. At the limit it gets SIGTERM, a moment later SIGKILL: then `kill` is set, and `returncode`
-        is -15 or -9, or what the program made of the first.
+        is -15 or -9, or what the program made of the first. `on_output`: as for `call`; the first 1 MiB is shown, and the result has all of it.
 
         Raises ToolFailure when it cannot be started, SandboxUnavailable when the sandbox is gone.
         """
         arguments: dict[str, Any] = {"argv": list(argv), "env": dict(env or {})} | ({"cwd": cwd} if cwd else {})
-        result = await self._verb("exec", arguments, content=stdin, timeout_s=timeout_s)
+        result = await self._verb("exec", arguments, content=stdin, timeout_s=timeout_s, on_output=on_output)
         data = await self._content(result)
         cut = int(str(result.metadata["stdout_bytes"]))
         return ExecResult(
@@ -182,10 +213,20 @@ class Session:
         """A whole file, at most 64 MiB. Raises ToolFailure(FILE_NOT_FOUND, FILE_TOO_LARGE, ...)."""
         return await self._content(await self._verb("read_file", {"path": path}, timeout_s=COPY_TIMEOUT_S))
 
-    async def export(self, folder: Path | str) -> list[str]:
-        """Copy /workspace into a folder here, which is made. Gives the names that were left out: links that lead out, special files."""
-        data = await self._content(await self._verb("export", {}, timeout_s=COPY_TIMEOUT_S))
+    async def export(self, folder: Path | str, path: str = "/workspace") -> list[str]:
+        """Copy a folder of the sandbox into one here, which is made. Gives the names that were left out: links that lead out, special files."""
+        data = await self._content(await self._verb("export", {"path": path}, timeout_s=COPY_TIMEOUT_S))
         return await asyncio.to_thread(unpack_archive, data, Path(folder))
+
+    async def import_folder(self, folder: Path | str, path: str = "/workspace") -> None:
+        """Copy what a folder here holds into one of the sandbox, which is made. At most 64 MiB. Raises ConfigError for what is no folder or too large,
+        ToolFailure when it cannot be made there."""
+        content = await asyncio.to_thread(pack_folder, Path(folder))
+        made = await self.exec(["mkdir", "-p", "--", path])
+        if made.returncode != 0:
+            words = made.stderr.decode(errors="replace").strip()[-500:]
+            raise ToolFailure(ErrorCode.NOT_A_DIRECTORY, f"{path} cannot be made in the sandbox ({words}): name another folder")
+        await self._verb("import", {"kind": "tar", "path": path}, content=content, timeout_s=COPY_TIMEOUT_S)
 
     async def checkpoint(self) -> Checkpoint:
         """Keep the files, long outputs and shell state as they are now; other calls may go on meanwhile. It outlives the session.
@@ -218,6 +259,8 @@ class Session:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._is_guest:
+            return
         # Shielded: a cancelled program still takes its sandbox down, and does not queue for it.
         urgent = kind is not None and issubclass(kind, asyncio.CancelledError)
         await asyncio.shield(self._abandon() if urgent else self.close())
@@ -257,11 +300,14 @@ class Session:
         with contextlib.suppress(BrokerUnavailable):
             await self._dispatcher.command(call, self._route)
 
-    async def _verb(self, name: str, arguments: dict[str, Any], *, content: bytes = b"", timeout_s: float) -> ToolResult:
+    async def _verb(
+        self, name: str, arguments: dict[str, Any], *, content: bytes = b"", timeout_s: float, on_output: OnOutput | None = None
+    ) -> ToolResult:
         blob = await self._blobs.leave(self.tenant, content) if content else None
         call = ToolCall(id=_call_id(), name=f"session.{name}", arguments=arguments)
+        handlers = {OUTPUT: output_handler(on_output)} if on_output is not None else {}
         try:
-            return _checked(await self._dispatch(call, Terms(timeout_s=timeout_s, blob=blob, audience="session")))
+            return _checked(await self._dispatch(call, Terms(timeout_s=timeout_s, blob=blob, audience="session", handlers=handlers)))
         finally:
             if blob is not None:
                 await self._blobs.drop(blob)
@@ -279,15 +325,14 @@ async def delete_checkpoint(dispatcher: Dispatcher, tenant: str, checkpoint: str
     return result.metadata["deleted"] is True
 
 
-def _info(name: str, tenant: str, result: ToolResult) -> SessionInfo:
-    told = result.metadata
+def _info(name: str, tenant: str, told: Mapping[str, Any], sandbox: SandboxInfo | None = None) -> SessionInfo:
     return SessionInfo(
         session=name,
         tenant=tenant,
         host=str(told["host"]),
         queue=str(told["queue"]),
         image=str(told["image"]),
-        sandbox=result.sandbox,
+        sandbox=sandbox,
         start_s=float(str(told["start_s"])),
         network=str(told["network"]),
         hosts=_hosts(told["hosts"]),

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +11,11 @@ from pydantic import Field, JsonValue, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from contract.errors import ConfigError
+from contract.log_lines import LogFormat, LogLevel
+from contract.masking import SECRET_NAME
 from contract.settings import BrokerSettings
 
-_SECRET_NAME = re.compile(r"(?:^|_)(?:API_?KEY|ACCESS_KEY|SECRET_KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
+_WEB_URL = r"^https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~/-]*)?$"
 
 
 class OrchestratorSettings(BaseSettings):
@@ -38,7 +39,11 @@ class OrchestratorSettings(BaseSettings):
     redis_sentinel_password: SecretStr | None = None
     model: str | None = None
     dialect: Literal["native", "tags", "json", "auto"] = "native"
-    approvals: Literal["auto", "ask", "never"] = "ask"
+    approvals: Literal["auto", "ask", "never", "queue"] = "ask"
+    approvers: Literal["tenant", "operator"] = "tenant"
+    """Who answers what waits in the queue of questions: also the tenant whose call it is, or operators alone (docs/approvals.md)."""
+    approval_wait_s: float = Field(default=300.0, gt=0, le=7 * 86_400)
+    """How long a call waits for its answer."""
     approval_policy: Path | None = None
     """A file of rules: who may call what unasked, and what nobody may."""
     model_file: Path | None = None
@@ -60,8 +65,27 @@ class OrchestratorSettings(BaseSettings):
     """Of an egress proxy that runs already."""
     traces: Path = Field(default_factory=lambda: _state_home() / "toolcrew" / "traces")
     """The folder of the runs' traces (docs/traces.md)."""
+    api_rate: float = Field(default=200.0, gt=0)
+    """Requests a second that one API key may make of one process of the API, on the average."""
+    api_burst: int = Field(default=400, ge=1)
+    """And at once."""
+    metrics_tenants: bool = True
+    """False leaves the tenants out of the metrics (docs/metrics.md): they are two series each."""
     workspace_store: str | None = None
     """sandboxd's; here it only says whether a checkpoint would outlive an embedded stack."""
+    log_level: LogLevel = "INFO"
+    """Of the services; commands and the SDK say what their own caller configures (docs/logs.md)."""
+    log_format: LogFormat | None = None
+    """None: console in a terminal, else json."""
+    flower_url: str | None = Field(default=None, pattern=_WEB_URL)
+    """Where people reach Flower, without a password in it: pages link to it (docs/operations.md)."""
+    page_url: str | None = Field(default=None, pattern=_WEB_URL)
+    """Where people reach the API's pages: Flower links to the page of a call."""
+    trace_url: str | None = Field(default=None, pattern=r"^https?://[^\s\"'<>]*\{trace_id\}[^\s\"'<>]*$")
+    """Where people look at a trace, with {trace_id} in place of its id: pages of runs link to it while tracing is on."""
+    embedded_flower: bool = True
+    embedded_api: bool = True
+    """False leaves it out of an embedded stack, which then starts sooner and is smaller."""
 
     @property
     def capability_folder(self) -> Path:
@@ -83,10 +107,22 @@ class OrchestratorSettings(BaseSettings):
         """What the processes of an embedded stack must share with this one, as environment variables."""
         secrets = [secret.get_secret_value() for secret in self.secrets_previous]
         shared = {"TOOLCREW_DEPLOYMENT": self.deployment, "TOOLCREW_SECRETS_PREVIOUS": json.dumps(secrets)}
-        for name in ("redis_url", "secret", "redis_ca", "redis_cert", "redis_key", "redis_sentinel_master", "redis_sentinel_password"):
+        for name in (
+            "page_url",
+            "flower_url",
+            "redis_url",
+            "secret",
+            "redis_ca",
+            "redis_cert",
+            "redis_key",
+            "redis_sentinel_master",
+            "redis_sentinel_password",
+        ):
             value = getattr(self, name)
             if value is not None:
                 shared[f"TOOLCREW_{name.upper()}"] = value.get_secret_value() if isinstance(value, SecretStr) else value
+        for switch in ("embedded_flower", "embedded_api"):
+            shared[f"TOOLCREW_{switch.upper()}"] = str(getattr(self, switch)).lower()
         return shared
 
 
@@ -119,7 +155,7 @@ def python() -> str:
 
 def secrets_of_environment() -> dict[str, str]:
     """What this process's environment holds under names of secrets (..._API_KEY, ..._TOKEN, ..._SECRET, ..._PASSWORD), for masking it."""
-    return {name: value for name, value in os.environ.items() if value and _SECRET_NAME.search(name)}
+    return {name: value for name, value in os.environ.items() if value and SECRET_NAME.search(name)}
 
 
 def _state_home() -> Path:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from orchestrator.shared_tasks import begin_shared
+
 T = TypeVar("T")
 
 
@@ -18,7 +20,7 @@ class SharedReads(Generic[T]):
         """What `work` gives, or what the one gives that reads the same already. Raises what it raises."""
         task = self._running.get(what)
         if task is None:
-            task = self._running[what] = asyncio.ensure_future(work())
+            task = self._running[what] = begin_shared(work(), "shared-read")
             task.add_done_callback(partial(self._end, what))
         return await asyncio.shield(task)
 

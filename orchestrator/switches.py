@@ -1,61 +1,97 @@
 """Which tools are turned off in this deployment: asked before a call is sent, set by administrators."""
 
+import copy
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import redis.asyncio
 from pydantic import ValidationError
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import switches_key
-from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, parse_switches
+from contract.names import audit_key, switches_key
+from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, parse_switches, switch_field
+from orchestrator.actors import Actor, local_actor
+from orchestrator.audit import AUDIT_LUA, AuditAction, build_entry, entry_text
+
+_TURN = f"""
+{AUDIT_LUA}
+-- KEYS: switches, audit. ARGV: field, its switch ('' turns the tool on), entry. What is on already is not turned on.
+local was_off = redis.call('HEXISTS', KEYS[1], ARGV[1])
+if ARGV[2] == '' and was_off == 0 then return 0 end
+audit(KEYS[2], ARGV[3])
+if ARGV[2] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
+return was_off
+"""
 
 
 class SwitchSource(Protocol):
     """Where it is known what is off."""
 
     async def switches(self) -> Mapping[str, Switch]:
-        """Those tools that are off, by name."""
+        """What is off: `find_switch` and `switches_for` tell for whom."""
         ...
 
 
 class RedisSwitches:
-    """The switches in Redis, read again at most every SWITCHES_FRESH_S seconds; one's own changes are seen at once."""
+    """The switches in Redis, read again at most every SWITCHES_FRESH_S seconds; one's own changes are seen at once. They are put down to
+    whoever runs this program, or to the actor of `acting_as`."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client = client
-        self._key = switches_key(deployment)
-        self._known: Mapping[str, Switch] = {}
-        self._read_at = float("-inf")
+        self._key, self._audit = switches_key(deployment), audit_key(deployment)
+        self._turn_script = client.register_script(_TURN)
+        self._actor: Actor | None = None
+        self._known = _Known()
+
+    def acting_as(self, actor: Actor) -> Self:
+        """The same switches, turned by `actor`."""
+        mine = copy.copy(self)
+        mine._actor = actor
+        return mine
 
     async def switches(self) -> Mapping[str, Switch]:
         """Raises BrokerUnavailable when Redis does not answer: what may have been turned off is not called."""
-        if time.monotonic() - self._read_at >= SWITCHES_FRESH_S:
+        known = self._known
+        if time.monotonic() - known.read_at >= SWITCHES_FRESH_S:
+            asked_at = time.monotonic()
             try:
                 told: Any = await self._client.hgetall(self._key)
             except (RedisError, OSError) as error:
                 raise BrokerUnavailable(f"Redis did not say which tools are turned off ({error})") from error
-            self._known, self._read_at = parse_switches(told), time.monotonic()
-        return self._known
+            if told != known.told:
+                known.told, known.switches = told, parse_switches(told)
+            known.read_at = asked_at
+        return known.switches
 
-    async def turn_off(self, name: str, switch: Switch) -> None:
-        """Every worker and orchestrator knows within 2 seconds. Raises BrokerUnavailable."""
+    async def turn_off(self, name: str, switch: Switch, tenant: str | None = None) -> None:
+        """For everybody, or for one tenant: every worker and orchestrator knows within 2 seconds. Raises BrokerUnavailable."""
+        await self._turn("tool.disable", name, tenant, switch)
+
+    async def turn_on(self, name: str, tenant: str | None = None) -> bool:
+        """Whether it was off. For everybody: what is off for one tenant stays so. Raises BrokerUnavailable."""
+        return await self._turn("tool.enable", name, tenant, None)
+
+    async def _turn(self, action: AuditAction, name: str, tenant: str | None, switch: Switch | None) -> bool:
+        told = {"reason": switch.reason} if switch is not None else {}
+        entry = build_entry(self._actor or local_actor(), action, name, tenant=tenant, details=told)
+        args = [switch_field(name, tenant), switch.model_dump_json() if switch is not None else "", entry_text(entry)]
         try:
-            await self._client.hset(self._key, name, switch.model_dump_json())
+            was_off = await self._turn_script(keys=[self._key, self._audit], args=args)
         except (RedisError, OSError) as error:
             raise _unchanged(name, error) from error
-        self._read_at = float("-inf")
+        self._known.read_at = float("-inf")
+        return bool(was_off)
 
-    async def turn_on(self, name: str) -> bool:
-        """Whether it was off. Raises BrokerUnavailable."""
-        try:
-            was_off = bool(await self._client.hdel(self._key, name))
-        except (RedisError, OSError) as error:
-            raise _unchanged(name, error) from error
-        self._read_at = float("-inf")
-        return was_off
+
+class _Known:
+    """What was read last, shared by all who act on the same switches."""
+
+    def __init__(self) -> None:
+        self.told: Mapping[bytes, bytes] = {}
+        self.switches: Mapping[str, Switch] = {}
+        self.read_at = float("-inf")
 
 
 class RegistrySwitches:

@@ -1,9 +1,11 @@
 """Who the tenants are and what each may have: asked before a call is sent, set by administrators."""
 
+import copy
+import json
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import redis.asyncio
 from pydantic import TypeAdapter, ValidationError
@@ -12,9 +14,10 @@ from redis.exceptions import RedisError
 from contract.calls import Identifier
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from contract.known_tenants import KnownTenants
-from contract.names import api_keys_key, tenants_key
+from contract.names import api_keys_key, audit_key, switches_key, tenants_key
 from contract.tenancy import (
     DEFAULT_TENANT,
+    MAX_PAUSE_REASON_CHARS,
     MAX_POLICY_BYTES,
     VERSION_FIELD,
     TenantLook,
@@ -22,29 +25,42 @@ from contract.tenancy import (
     parse_policy,
     parse_tenants,
 )
+from orchestrator.actors import Actor, local_actor
+from orchestrator.audit import AUDIT_LUA, AuditAction, build_entry, entry_text
 from orchestrator.shared_reads import SharedReads
 
 MAX_CHANGES = 20
 """How often a change is tried when others change the same tenant meanwhile."""
 _NAME: TypeAdapter[str] = TypeAdapter(Identifier)
 
-_CHANGE = """
--- KEYS: tenants. ARGV: name, what was read of it ('' for nothing), what it is to be, a new version.
+_CHANGE = f"""
+{AUDIT_LUA}
+-- KEYS: tenants, audit. ARGV: name, what was read of it ('' for nothing), what it is to be, a new version, entry.
 if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
+audit(KEYS[2], ARGV[5])
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3], '#version', ARGV[4])
 return 1
 """
-_REMOVE = """
--- KEYS: tenants, API keys. ARGV: name, a new version. The tenant's keys go with it: they must not come back with one of the same name.
-if redis.call('HDEL', KEYS[1], ARGV[1]) == 0 then return {-1, 0} end
+_REMOVE = (
+    AUDIT_LUA
+    + """
+-- KEYS: tenants, API keys, switches, audit. ARGV: name, a new version, entry. The tenant's keys and switches go with it: they must not come back with
+-- one of the same name.
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return {-1, 0} end
+local revoked, keys, switches = 0, redis.call('HGETALL', KEYS[2]), redis.call('HKEYS', KEYS[3])
+audit(KEYS[4], ARGV[3])
+redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('HSET', KEYS[1], '#version', ARGV[2])
-local revoked, keys = 0, redis.call('HGETALL', KEYS[2])
+for _, field in ipairs(switches) do
+  if string.sub(field, 1, #ARGV[1] + 1) == ARGV[1] .. '/' then redis.call('HDEL', KEYS[3], field) end
+end
 for at = 1, #keys, 2 do
   local is_json, record = pcall(cjson.decode, keys[at + 1])
   if is_json and type(record) == 'table' and record.tenant == ARGV[1] then revoked = revoked + redis.call('HDEL', KEYS[2], keys[at]) end
 end
 return {revoked, redis.call('HLEN', KEYS[1]) - 1 - redis.call('HEXISTS', KEYS[1], 'default')}
 """
+)
 
 
 class TenantSource(Protocol):
@@ -72,15 +88,22 @@ class Removal:
 
 class RedisTenants:
     """The tenants in Redis. Their version is read at most every POLICY_FRESH_S seconds, a policy when it is first needed or something has
-    changed; one's own changes are seen at once."""
+    changed; one's own changes are seen at once. They are put down to whoever runs this program, or to the actor of `acting_as`."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client = client
-        self._keys = [tenants_key(deployment), api_keys_key(deployment)]
+        self._keys = [tenants_key(deployment), api_keys_key(deployment), switches_key(deployment), audit_key(deployment)]
+        self._actor: Actor | None = None
         self._known = KnownTenants()
         self._checks, self._looks = SharedReads[None](), SharedReads[TenantPolicy]()
         self._change_script = client.register_script(_CHANGE)
         self._remove_script = client.register_script(_REMOVE)
+
+    def acting_as(self, actor: Actor) -> Self:
+        """The same tenants, changed by `actor`."""
+        mine = copy.copy(self)
+        mine._actor = actor
+        return mine
 
     async def policy(self, tenant: str) -> TenantPolicy:
         """As TenantSource promises. What Redis does not say is not assumed."""
@@ -106,29 +129,47 @@ class RedisTenants:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS, f"{name} is always there: set what it may have (toolcrew tenants set {name} ...)"
             )
-        if not await self._write(name, b"", policy):
+        if not await self._write(name, b"", policy, "tenant.add"):
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS, f"tenant {name} is registered already: change it (toolcrew tenants set {name} ...)"
             )
 
-    async def change(self, name: str, change: Callable[[TenantPolicy], TenantPolicy]) -> TenantPolicy:
-        """What `change` makes of the tenant's present policy; it is called again when somebody else was faster, so that no change is lost.
+    async def change(
+        self, name: str, change: Callable[[TenantPolicy], TenantPolicy], *, action: AuditAction = "tenant.set", reason: str | None = None
+    ) -> TenantPolicy:
+        """What `change` makes of the tenant's present policy; it is called again when somebody else was faster, so that no change is lost. `action` and
+        `reason`: what the audit tells of it; of a policy that stays as it is nothing.
 
         Raises as `add` does, and what `change` raises; ConfigError when the present policy cannot be read: `replace` it.
         """
         for _ in range(MAX_CHANGES):
             present = await self._read_present(name)
             policy = change(parse_policy(name, present) if present else TenantPolicy())
-            if await self._write(name, present, policy):
+            if await self._write(name, present, policy, action, reason):
                 return policy
         raise BrokerUnavailable(f"tenant {name} was not changed: others change it all the time; try again")
 
     async def replace(self, name: str, policy: TenantPolicy) -> None:
-        """Give a registered tenant this policy, whatever it has. Raises as `change` does."""
+        """Give a registered tenant this policy, whatever it has; one that is paused stays so. Raises as `change` does."""
         for _ in range(MAX_CHANGES):
-            if await self._write(name, await self._read_present(name), policy):
+            present = await self._read_present(name)
+            if await self._write(name, present, _as_paused(name, present, policy), "tenant.set"):
                 return
         raise BrokerUnavailable(f"tenant {name} was not changed: others change it all the time; try again")
+
+    async def pause(self, name: str, reason: str = "") -> TenantPolicy:
+        """Begin none of the tenant's calls and runs any more, within 2 s everywhere; what runs goes on. The policy as it is then. Raises as `change` does."""
+        if len(reason) > MAX_PAUSE_REASON_CHARS:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"the reason has {len(reason)} characters: give at most {MAX_PAUSE_REASON_CHARS}"
+            )
+        told = {"is_paused": True, "pause_reason": reason}
+        return await self.change(name, lambda policy: policy.model_copy(update=told), action="tenant.pause", reason=reason)
+
+    async def resume(self, name: str) -> TenantPolicy:
+        """Let all go on, within 2 s everywhere. Raises as `change` does."""
+        told = {"is_paused": False, "pause_reason": ""}
+        return await self.change(name, lambda policy: policy.model_copy(update=told), action="tenant.resume")
 
     async def remove(self, name: str) -> Removal:
         """Forget a tenant and revoke its API keys, in one step. What it has open goes when it is closed, or by its own time to live.
@@ -140,8 +181,9 @@ class RedisTenants:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS, f"{name} cannot be removed: set what it may have (toolcrew tenants set {name} ...)"
             )
+        entry = build_entry(self._actor or local_actor(), "tenant.remove", name, tenant=name)
         try:
-            revoked, others = await self._remove_script(keys=self._keys, args=[name, secrets.token_hex(8)])
+            revoked, others = await self._remove_script(keys=self._keys, args=[name, secrets.token_hex(8), entry_text(entry)])
         except (RedisError, OSError) as error:
             raise _unchanged(name, error) from error
         if revoked < 0:
@@ -179,7 +221,7 @@ class RedisTenants:
             raise _missing(name)
         return bytes(kept or b"")
 
-    async def _write(self, name: str, present: bytes, policy: TenantPolicy) -> bool:
+    async def _write(self, name: str, present: bytes, policy: TenantPolicy, action: AuditAction, reason: str | None = None) -> bool:
         """False when the tenant is not what it was."""
         # Only what is not as by default: a release with one more field can still be read by its neighbour until somebody uses it.
         text = policy.model_dump_json(exclude_defaults=True).encode()
@@ -188,12 +230,37 @@ class RedisTenants:
                 ErrorCode.INVALID_ARGUMENTS,
                 f"the policy is {len(text)} bytes; at most {MAX_POLICY_BYTES} are kept: name less, or use patterns",
             )
+        entry = ""
+        if present != text:
+            told = {**_changes(name, present, policy), "reason": reason}
+            entry = entry_text(build_entry(self._actor or local_actor(), action, name, tenant=name, details=told))
         try:
-            written = await self._change_script(keys=self._keys[:1], args=[name, present, text, secrets.token_hex(8)])
+            written = await self._change_script(
+                keys=[self._keys[0], self._keys[3]], args=[name, present, text, secrets.token_hex(8), entry]
+            )
         except (RedisError, OSError) as error:
             raise _unchanged(name, error) from error
         self._known.forget()
         return bool(written)
+
+
+def _changes(name: str, present: bytes, policy: TenantPolicy) -> dict[str, str | None]:
+    """What the policy says anew, by field; of one that could not be read all that is not as by default."""
+    try:
+        old = parse_policy(name, present) if present else TenantPolicy()
+    except ConfigError:
+        old = TenantPolicy()
+    before, after = old.model_dump(mode="json"), policy.model_dump(mode="json")
+    return {field: json.dumps(value) for field, value in after.items() if value != before[field]}
+
+
+def _as_paused(name: str, present: bytes, policy: TenantPolicy) -> TenantPolicy:
+    """The policy for a tenant that has `present`: a file of what it may have is no word to let it go on."""
+    try:
+        old = parse_policy(name, present) if present else TenantPolicy()
+    except ConfigError:
+        return policy
+    return policy.model_copy(update={"is_paused": True, "pause_reason": old.pause_reason}) if old.is_paused else policy
 
 
 def _check_name(name: str) -> None:

@@ -8,6 +8,7 @@ from rich.text import Text as RichText
 
 from contract.calls import Clocks, ToolResult
 from orchestrator.events import (
+    ApprovalAsked,
     CallFinished,
     CallStarted,
     OutputArrived,
@@ -33,10 +34,11 @@ MAX_LIVE_LINES_OF_CALL = 40
 
 
 class RunView:
-    """Shows the events of one run at a time. `on_event` is what an Agent wants."""
+    """Shows the events of one run at a time. `on_event` is what an Agent wants. `asks_elsewhere`: who is asked about a call is not asked here."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, asks_elsewhere: bool = False) -> None:
         self._console = console
+        self.asks_elsewhere = asks_elsewhere
         self._mid_line = False
         self._live: dict[str, LiveLines] = {}
         self._live_shown: dict[str, int] = {}
@@ -48,12 +50,12 @@ class RunView:
                 self._line(f"run {event.run}  model {event.model}  dialect {event.dialect}", "dim")
             case StepStarted():
                 self._line(f"step {event.step}", "bold cyan")
-            case TextArrived():
-                self._piece(event.text)
-            case TextWithdrawn():
-                self._line(f"   the last {event.characters} characters are void: the reply broke off and came again", "magenta")
+            case TextArrived() | TextWithdrawn():
+                self._text(event)
             case CallStarted():
                 self._line(f"-> {event.call.name} {_shorten(json.dumps(event.call.arguments, ensure_ascii=False))}", "yellow")
+            case ApprovalAsked() if self.asks_elsewhere:
+                self._line("   waits for an answer: `toolcrew approve ls` shows the question", "magenta")
             case OutputArrived():
                 self._output(event)
             case CallFinished():
@@ -68,6 +70,12 @@ class RunView:
                 self._line(f"aborted: {event.reason}", "red")
             case RunFinished():
                 self._line(f"stopped: {event.stop_reason}   tools: {format_clocks(event.clocks)}", "dim")
+
+    def _text(self, event: TextArrived | TextWithdrawn) -> None:
+        if isinstance(event, TextArrived):
+            self._piece(event.text)
+        else:
+            self._line(f"   the last {event.characters} characters are void: the reply broke off and came again", "magenta")
 
     def _output(self, event: OutputArrived) -> None:
         """The end of a piece, while the call has not been shown too much: its result is shown as well."""

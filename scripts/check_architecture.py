@@ -25,14 +25,16 @@ PACKAGES = {
     "contract": "contract",
     "orchestrator": "orchestrator",
     "workers": "workers",
+    "telemetry": "telemetry",
     "guest": "sandbox-images/guest",
 }
 
 # Package -> packages of ours it may import beside itself. Arrows point to contract.
 ARROWS: dict[str, frozenset[str]] = {
     "contract": frozenset(),
-    "orchestrator": frozenset({"contract"}),
-    "workers": frozenset({"contract"}),
+    "telemetry": frozenset({"contract"}),
+    "orchestrator": frozenset({"contract", "telemetry"}),
+    "workers": frozenset({"contract", "telemetry"}),
     "guest": frozenset(),
 }
 
@@ -54,31 +56,13 @@ _CELERY = (
     "workers/result_backend.py",
     "workers/tasks.py",
 )
+_REDIS_OF_ORCHESTRATOR = (
+    "api_keys", "blobs", "call_events", "call_kills", "call_ledger", "call_life", "call_watch", "catalog", "celery_transport",
+    "heard_calls", "hosts", "overview", "places", "pool_connection", "pressure", "publishing", "reaper",
+    "redis_connection", "redis_errands", "results", "session_list", "switches", "tenants",
+)  # fmt: skip
 _REDIS = (
-    *(
-        f"orchestrator/{name}.py"
-        for name in (
-            "api_keys",
-            "blobs",
-            "call_events",
-            "call_ledger",
-            "call_watch",
-            "catalog",
-            "celery_transport",
-            "heard_calls",
-            "hosts",
-            "places",
-            "pool_connection",
-            "pressure",
-            "publishing",
-            "reaper",
-            "redis_connection",
-            "redis_errands",
-            "results",
-            "switches",
-            "tenants",
-        )
-    ),
+    *(f"orchestrator/{name}.py" for name in _REDIS_OF_ORCHESTRATOR),
     *(
         f"workers/{name}.py"
         for name in (
@@ -102,10 +86,15 @@ _REDIS = (
     ),
     "workers/expiry.py",
     "workers/leftovers.py",
-    "orchestrator/admission/grants.py",
-    "orchestrator/admission/shared.py",
-    "orchestrator/admission/steps.py",
+    *(f"orchestrator/admission/{name}.py" for name in ("grants", "shared", "steps")),
+    *(f"orchestrator/{name}.py" for name in ("audit", "approvals/queue", "doctor_pool", "doctor_redis")),
     *(f"orchestrator/runs/{name}.py" for name in ("happening_stream", "left_sessions", "run_log", "run_queue", "runner")),
+    *(f"orchestrator/runs/{name}.py" for name in ("event_hub", "event_teller", "hosted", "told_events")),
+    *(f"orchestrator/metrics/{name}.py" for name in ("page", "tally")),
+    "workers/sandboxd_counts.py",
+    "orchestrator/api/health.py",
+    "orchestrator/api/idempotency.py",
+    "orchestrator/api/pages/logins.py",
     "workers/custom/state.py",
     "workers/web/cache.py",
 )
@@ -116,11 +105,18 @@ WALLS: dict[str, tuple[str, ...]] = {
     "billiard": _CELERY,
     "docker": ("workers/sandboxd/engine.py", "workers/sandboxd/engine_volumes.py"),
     "fsspec": ("workers/sandboxd/store/fsspec_store.py",),
+    "flower": ("orchestrator/flower.py",),
     "openai": ("orchestrator/models/openai.py",),
+    "opentelemetry": ("telemetry/otlp.py",),
     "redis": _REDIS,
     "typer": _TERMINAL,
     "rich": _TERMINAL,
     "http.server": ("orchestrator/api/*.py",),
+    "jinja2": ("orchestrator/api/pages/*.py",),
+    "markupsafe": ("orchestrator/api/pages/*.py",),
+    "fastapi": ("orchestrator/api/*.py",),
+    "starlette": ("orchestrator/api/*.py",),
+    "uvicorn": ("orchestrator/api/server.py",),
     "pydantic_settings": ("*/settings.py",),
 }
 

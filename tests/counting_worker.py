@@ -7,6 +7,7 @@ from typing import Any
 from contract.errors import ToolcrewError
 from contract.registry import Tool
 from tests.builders import build_spec
+from workers.logs import tell_not_started
 from workers.settings import load_worker_settings
 from workers.tools.base import Outcome, Workbench, WorkerTool
 from workers.web_worker import run_web_worker
@@ -29,7 +30,7 @@ def main() -> int:
     try:
         run_web_worker(load_worker_settings(), build_tools())
     except ToolcrewError as error:
-        sys.stderr.write(f"worker: {error}\n")
+        tell_not_started("worker", error)
         return 1
     return 0
 

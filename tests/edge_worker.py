@@ -65,8 +65,9 @@ def _build_executor(broker: BrokerSettings, registry: WorkerRegistry, queue: str
 
 
 def main(pool: str, queue: str, slots: str) -> None:
-    broker, registry = load_worker_settings().broker(), build_tools()
-    configure_logging("INFO")
+    settings = load_worker_settings()
+    broker, registry = settings.broker(), build_tools()
+    configure_logging("worker", settings)
     [chosen] = [known for known in get_args(Pool) if known == pool]
     refusals = Refusals(connect_once(broker), broker.deployment)
     app = build_app(broker, refusals.count)

@@ -43,6 +43,7 @@ class MemoryPlaces:
 
     def __init__(self) -> None:
         self.known: dict[tuple[str, str], SessionPlace] = {}
+        self.told: dict[tuple[str, str], str] = {}
 
     async def open(self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int) -> Home:
         json.loads(start)
@@ -55,14 +56,20 @@ class MemoryPlaces:
     async def begin_move(self, tenant: str, session: str, seen_fence: int, seen_state: PlaceState, queue: str) -> Home | None:
         return None
 
-    async def settle(self, tenant: str, session: str, fence: int, state: PlaceState) -> bool:
+    async def settle(self, tenant: str, session: str, fence: int, state: PlaceState, facts: str = "") -> bool:
+        if facts:
+            self.told[tenant, session] = facts
         return (tenant, session) in self.known
+
+    async def facts(self, tenant: str, session: str) -> str | None:
+        return self.told.get((tenant, session))
 
     async def fate(self, queue: str) -> HostFate:
         return "alive"
 
     async def close(self, tenant: str, session: str) -> None:
         self.known.pop((tenant, session), None)
+        self.told.pop((tenant, session), None)
 
 
 class NoLedger:

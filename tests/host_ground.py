@@ -45,8 +45,9 @@ def bound(argv: Sequence[str]) -> list[str]:
 class GroundProcess:
     """A process that is kept running by a thread. One that was told to stop, or ends with exit code 0, is not started again."""
 
-    def __init__(self, role: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(self, role: str, argv: Sequence[str], environment: Mapping[str, str], log: Path, tree: Path = ROOT) -> None:
         self.role = role
+        self._tree = tree
         self.environment = dict(environment)
         self.ends: list[int] = []
         """Exit codes as of subprocess, of the ends that nobody asked for by `stop`."""
@@ -100,7 +101,13 @@ class GroundProcess:
     def _spawn(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                bound(self._argv), cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                bound(self._argv),
+                cwd=self._tree,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def _keep(self) -> None:
@@ -184,8 +191,9 @@ class Ground:
         """Until it answers, with its data."""
         wait_until(self._redis_answers, UP_S, lambda: self.log("redis"))
 
-    def start_host(self, name: str, **settings: str) -> None:
-        """`settings` by their names in lower case, without the prefix; for both of its processes. Returns when its engine's stand-in listens."""
+    def start_host(self, name: str, tree: Path = ROOT, **settings: str) -> None:
+        """`settings` by their names in lower case, without the prefix; for both of its processes, which run the sources of `tree`. Returns when its
+        engine's stand-in listens."""
         folder = self.folder / name
         folder.mkdir()
         engine, sandboxd = folder / "engine.sock", folder / "sandboxd.sock"
@@ -201,9 +209,9 @@ class Ground:
             "DOCKER_HOST": f"unix://{engine}",
             "TALLY": str(self.tally),
         }
-        self._start(f"{name}.sandboxd", [sys.executable, "-m", "tests.chaos.sandboxd_with_tally"], {**daemon, **own})
+        self._start(f"{name}.sandboxd", [sys.executable, "-m", "tests.chaos.sandboxd_with_tally"], {**daemon, **own}, tree)
         worker = {"TOOLCREW_HOST": name, "TOOLCREW_SANDBOXD_SOCKET": str(sandboxd), "TOOLCREW_WORKER_KIND": "sandbox"}
-        self._start(f"{name}.worker", [sys.executable, "-m", "workers"], {**worker, **own})
+        self._start(f"{name}.worker", [sys.executable, "-m", "workers"], {**worker, **own}, tree)
 
     def start_tools(self, **settings: str) -> None:
         """A worker without sandboxes, with the tool that appends to the tally."""
@@ -251,8 +259,8 @@ class Ground:
         """The end of every log."""
         return "\n".join(f"--- {role} (ends: {one.ends})\n{one.log()[-1500:]}" for role, one in self._processes.items())
 
-    def _start(self, role: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
-        started = GroundProcess(role, argv, self.environment(environment), self.folder / f"{role}.log")
+    def _start(self, role: str, argv: Sequence[str], environment: Mapping[str, str], tree: Path = ROOT) -> None:
+        started = GroundProcess(role, argv, self.environment(environment), self.folder / f"{role}.log", tree)
         self._processes[role] = started
         started.start()
 

@@ -55,6 +55,9 @@ class Worker:
     async def abandon(self, claim: Claim, journal: Journal) -> None:
         self.abandoned.append(claim.run)
 
+    def drop_spans(self, claim: Claim) -> None:
+        """Nothing is traced."""
+
 
 class House(RunGround):
     """A queue, and runners on it."""

@@ -131,9 +131,9 @@ class Footprint:
         """This process's environment without anybody's settings of toolcrew or of a model."""
         plain = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(("TOOLCREW_", "OPENAI_"))}
         name, value = self._mark.split("=")
-        # A warm pool is for those tests that ask for one: most stacks serve a session or two.
-        ours = {name: value, "TMPDIR": str(self.folder), "COLUMNS": "200", "TOOLCREW_POOL_TARGET": "0"}
-        return {**plain, **ours, **(overrides or {})}
+        # A warm pool, Flower and the API are for those tests that ask for them: most stacks serve a session or two.
+        without = {"TOOLCREW_POOL_TARGET": "0", "TOOLCREW_EMBEDDED_FLOWER": "false", "TOOLCREW_EMBEDDED_API": "false"}
+        return {**plain, name: value, "TMPDIR": str(self.folder), "COLUMNS": "200", **without, **(overrides or {})}
 
     def processes(self) -> dict[int, str]:
         """Living processes, number to command line."""

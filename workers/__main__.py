@@ -2,9 +2,10 @@
 
 import sys
 
-from contract.errors import ConfigError, ToolcrewError
+from contract.errors import ToolcrewError
+from contract.extras import explain_missing
 from workers.lifeline import hold_lifeline
-from workers.logs import configure_logging
+from workers.logs import configure_logging, tell_not_started
 from workers.redis_connection import check_redis
 from workers.settings import WorkerSettings, load_worker_settings
 
@@ -16,11 +17,11 @@ def main() -> int:
     hold_lifeline(ORPHAN_GRACE_S)
     try:
         settings = load_worker_settings()
-        configure_logging(settings.log_level)
+        configure_logging("web-worker" if settings.worker_kind == "web" else "worker", settings)
         check_redis(settings.broker())
         _run(settings)
     except ToolcrewError as error:
-        sys.stderr.write(f"worker: {error}\n")
+        tell_not_started("worker", error)
         return 1
     return 0
 
@@ -31,7 +32,7 @@ def _run(settings: WorkerSettings) -> None:
         try:
             from workers.web_tools import load_web_worker_tools
         except ModuleNotFoundError as error:
-            raise ConfigError(f"the package '{error.name}' is not installed: pip install 'toolcrew[web]'") from error
+            raise explain_missing(error) from error
         from workers.web_worker import run_web_worker
 
         run_web_worker(settings, load_web_worker_tools(settings))

@@ -5,8 +5,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import structlog
 from celery import Celery
-from celery.signals import worker_ready, worker_shutdown
+from celery.apps import worker as program
+from celery.signals import setup_logging, worker_process_shutdown, worker_ready, worker_shutdown
 
 from contract.errors import ConfigError, RefusalReason
 from contract.settings import BrokerSettings
@@ -14,6 +16,8 @@ from workers.broker_transport import INTAKE, Intake, register_transport
 from workers.celery_words import hide_bodies
 from workers.remote_control import restrict_remote_control
 from workers.result_backend import BACKENDS
+
+log = structlog.get_logger(__name__)
 
 CELERY_MARGIN_S = 30.0
 """Beside sandboxes Celery's own limit comes this much after a call's: a backstop, the guest and sandboxd are first."""
@@ -108,13 +112,16 @@ def run_worker(
     pool: Pool = "prefork",
     on_ready: Callable[[], None],
     on_stop: Callable[[], None],
+    on_process_stop: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a worker on these queues until it is told to stop, as the Celery node `node`@<host name>. `on_ready` once it consumes,
-    `on_stop` at its end. Ends the process when Celery asks for an exit code other than 0."""
+    `on_stop` at its end, `on_process_stop` at the end of each process of a pool of processes. Ends the process when Celery asks for an exit code other than 0."""
     restrict_remote_control()
     hide_bodies()
+    speak_as_we_do()
     worker_ready.connect(lambda **_: on_ready(), weak=False)
     worker_shutdown.connect(lambda **_: on_stop(), weak=False)
+    worker_process_shutdown.connect(lambda **_: on_process_stop(), weak=False)
     # What `celery worker` does; that command loads Celery's whole command line and Flower's with it, which costs time and memory.
     worker = app.Worker(
         hostname=f"{node}@{socket.gethostname()}",
@@ -126,7 +133,18 @@ def run_worker(
         without_mingle=True,
         task_events=True,
         loglevel=log_level,
+        quiet=True,
     )
     worker.start()
     if worker.exitcode:
         sys.exit(worker.exitcode)
+
+
+def speak_as_we_do() -> None:
+    """Celery sets up no logging of its own, and what it would write past all logging when it is told to end becomes an event."""
+    setup_logging.connect(lambda **_: None, weak=False)
+
+    def say(message: object, _: object = None) -> None:
+        log.info("signal_heard", message=str(message))
+
+    setattr(program, "safe_say", say)  # noqa: B010  # no part of Celery's types

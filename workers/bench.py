@@ -1,8 +1,9 @@
 """The Workbenches of calls: what every call has, and what a call beside a sandbox has besides."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import structlog
 
@@ -13,8 +14,11 @@ from workers.call_events import CallEvents, Unwatched
 from workers.guest_answers import GuestNonsense, Told, parse_error, parse_told
 from workers.sandbox_client import GuestResponse, SandboxClient, SandboxdAway, sandbox_id
 from workers.tools.base import OnData
+from workers.tracing import CallTrace, Lap
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -30,6 +34,8 @@ class Bench:
     sandbox_s: float = 0.0
     run_s: float = 0.0
     events: CallEvents = field(default_factory=Unwatched)
+    trace: CallTrace | None = None
+    """None: nobody traces the call."""
 
     @property
     def is_watched(self) -> bool:
@@ -97,6 +103,30 @@ class SandboxBench(Bench):
         self._name = sandbox_id(self.context.tenant, self.context.session)
 
     def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
+        if self.trace is None:
+            return self._ran(request, body, on_data)
+        sandbox_s, run_s, self.kill = self.sandbox_s, self.run_s, None
+        return self._timed(
+            str(request.get("op")),
+            lambda: self._ran(request, body, on_data),
+            lambda: (self.sandbox_s - sandbox_s, self.run_s - run_s, self.kill),
+        )
+
+    def _timed(self, op: str, work: Callable[[], T], told: Callable[[], tuple[float, float, KillReport | None]]) -> T:
+        """What it gives; the trace, where there is one, hears what it took. `told`: what sandboxd said of that."""
+        if self.trace is None:
+            return work()
+        began, began_at, error = time.monotonic(), time.time(), None
+        try:
+            return work()
+        except (ToolFailure, OperatorError) as failure:
+            error = failure.code.value
+            raise
+        finally:
+            sandbox_s, run_s, kill = told()
+            self.trace.note(Lap(op, began_at, began_at + time.monotonic() - began, sandbox_s, run_s, kill, error))
+
+    def _ran(self, request: Mapping[str, Any], body: bytes, on_data: OnData | None) -> GuestResponse:
         try:
             response = self.client.call(self._name, request, body, call_id=self.call.id, on_data=on_data, terms=self.terms)
         except SandboxdAway as away:
@@ -149,17 +179,28 @@ class SandboxBench(Bench):
         network: str | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
-        answer = self.client.describe_open(self._name, image, ttl_s, restore=restore, network=network, terms=self.terms, moved=moved)
+        told: list[float] = [0.0]
+
+        def opened() -> dict[str, Any]:
+            answer = self.client.describe_open(self._name, image, ttl_s, restore=restore, network=network, terms=self.terms, moved=moved)
+            told[0] = float(answer["start_s"])
+            return answer
+
+        answer = self._timed("open" if restore is None else "restore", opened, lambda: (told[0], 0.0, None))
         # A session that was open already may have no container now.
         self.sandbox = SandboxInfo.model_validate(answer["sandbox"]) if answer["sandbox"] is not None else None
         return {name: answer[name] for name in ("image", "network", "hosts", "workspace", "start_s")}
 
     def checkpoint(self) -> Mapping[str, Any]:
-        answer = self.client.checkpoint(self._name)
+        answer = self._timed("checkpoint", lambda: self.client.checkpoint(self._name), _nothing_told)
         return {name: answer[name] for name in ("checkpoint", "bytes", "sha256", "skipped", "torn")}
 
     def delete_checkpoint(self, checkpoint: str) -> bool:
         return self.client.delete_checkpoint(self._name, checkpoint)
 
     def close_sandbox(self) -> bool:
-        return self.client.close(self._name)
+        return self._timed("close", lambda: self.client.close(self._name), _nothing_told)
+
+
+def _nothing_told() -> tuple[float, float, KillReport | None]:
+    return 0.0, 0.0, None

@@ -15,12 +15,14 @@ from contract.registry import Switch
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
 from contract.tenancy import SandboxTerms
+from telemetry.spans import Tracer
 from workers.bench import Bench, SandboxBench
 from workers.call_events import CallEvents, Unwatched
 from workers.held_calls import HeldCalls
 from workers.interrupts import CallInterrupted
 from workers.sandbox_client import SandboxClient, SandboxdAway
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
+from workers.tracing import CallTrace, open_trace
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +63,7 @@ class BlobStore(Protocol):
 class SwitchBoard(Protocol):
     """Which tools an administrator has turned off."""
 
-    def find(self, name: str) -> Switch | None: ...
+    def find(self, name: str, tenant: str) -> Switch | None: ...
 
 
 class TenantDoor(Protocol):
@@ -109,6 +111,7 @@ class Executor:
         open_events: Callable[[ToolCall, ToolContext], CallEvents] | None = None,
         tenants: TenantDoor | None = None,
         held: HeldCalls | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._registry = registry
         self._client = client
@@ -122,9 +125,17 @@ class Executor:
         self._open_events = open_events
         self._tenants = tenants
         self._held = held or HeldCalls()
+        self._tracer = tracer
 
     def execute(self, call: ToolCall, context: ToolContext) -> ToolResult:
         """The one result of the call, whatever happens. Raises CallRepeated when this message is not to be answered."""
+        trace = open_trace(self._tracer, call, context, self._facts)
+        result = self._executed(call, context, trace)
+        if trace is not None:
+            trace.finish(result)
+        return result
+
+    def _executed(self, call: ToolCall, context: ToolContext, trace: CallTrace | None) -> ToolResult:
         taken = time.monotonic()
         prepared = self._attempt(call, lambda: self._prepare(call, context))
         if isinstance(prepared, ToolResult):
@@ -137,7 +148,7 @@ class Executor:
             return self._answer(_refusal(call, claim), claim, context, taken)
         queued_s = self._queued_s(context, taken)
         with self._held.over(lambda: self._ledger.confirm(call, context, self._holder)):
-            result = self._attempt(call, lambda: self._serve(prepared, call, context))
+            result = self._attempt(call, lambda: self._serve(prepared, call, context, trace))
         return _queued(result, queued_s)
 
     def _answer(self, result: ToolResult, claim: Claim, context: ToolContext, taken: float) -> ToolResult:
@@ -169,26 +180,28 @@ class Executor:
         tool = self._registry.get(call.name)
         if tool is None:
             raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}")
-        self._check_switch(tool)
+        self._check_switch(tool, context.tenant)
         arguments, aliases = prepare_arguments(tool.spec, call.arguments, text=context.text_arguments, checks=tool.validators)
         terms = self._tenants.admit(context.tenant, tool.spec, arguments) if self._tenants is not None else None
         return _Prepared(tool, arguments, aliases, terms)
 
-    def _serve(self, prepared: _Prepared, call: ToolCall, context: ToolContext) -> ToolResult:
+    def _serve(self, prepared: _Prepared, call: ToolCall, context: ToolContext, trace: CallTrace | None) -> ToolResult:
         content = self.blobs.take(context.tenant, context.blob) if context.blob else b""
         # Only now: the caller of a repetition hears the first one's events.
         events = self._open_events(call, context) if self._open_events is not None else Unwatched()
         try:
-            result = self._run(prepared, self._open_bench(call, context, content, events, prepared.terms))
+            bench = self._open_bench(call, context, content, events, prepared.terms)
+            bench.trace = trace
+            result = self._run(prepared, bench)
         finally:
             hidden = events.close()
         return result.model_copy(update={"metadata": {**result.metadata, HIDDEN: hidden}}) if hidden else result
 
-    def _check_switch(self, tool: WorkerTool) -> None:
-        """Raises ToolFailure for a tool that is turned off, here or for the whole deployment, whoever asks for it."""
+    def _check_switch(self, tool: WorkerTool, tenant: str) -> None:
+        """Raises ToolFailure for a tool that is turned off: here, for the whole deployment, or for that tenant."""
         if tool.spec.audience == "session":
             return
-        switch = self._registry.switch(tool.name) or (self._switches.find(tool.name) if self._switches is not None else None)
+        switch = self._registry.switch(tool.name) or (self._switches.find(tool.name, tenant) if self._switches is not None else None)
         if switch is not None:
             raise ToolFailure(ErrorCode.TOOL_DISABLED, switch.refusal(tool.name))
 

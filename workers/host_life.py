@@ -29,6 +29,7 @@ from workers.processes import describe_process
 from workers.redis_connection import connect, connect_once
 from workers.reporting import Incarnations, Reporter
 from workers.sandbox_client import SandboxClient
+from workers.sandboxd_counts import SandboxdCounts
 from workers.settings import WorkerSettings
 from workers.tenants import Tenants
 from workers.terms_watch import TermsWatch
@@ -91,6 +92,7 @@ class HostLife:
         with self._open_client() as sandboxd:
             self._adopter.begin(str(row["name"]) for row in sandboxd.sessions())
         self._heartbeat = Heartbeat(incarnation.reporter, lambda: self._report(self.queue), self._clock, self._end_for_loss)
+        self._counts = SandboxdCounts(connect_once(self._broker), deployment, facts.host, self.queue, lambda: self._watch.status)
         self._checkpoints = AutomaticCheckpoints(self._places, self._clock, self._stop)
         self._keeper = CheckpointKeeper(self._open_client, self._places, self._checkpoints, self._every_s(), self._stop_keeping)
         self._expiry = ExpiryWatch(self._open_client, self._places, self._stop)
@@ -112,6 +114,7 @@ class HostLife:
         self._is_serving = True
         self._watch.start()
         self._heartbeat.start()
+        self._counts.start()
         self._adopter.start()
         self._keeper.start()
         self._expiry.start()
@@ -124,6 +127,7 @@ class HostLife:
         self._stop_keeping.set()
         self._adopter.stop()
         self._watch.stop()
+        self._counts.stop()
         self._heartbeat.stop("parted" if self._watch.status.get("sessions") else "gone")
 
     def drain(self, lossy: bool) -> bool:

@@ -1,21 +1,103 @@
-"""Structured logs of the worker side, on stderr."""
+"""Structured logs of the worker side: our own events, and what libraries say, on stderr, one event a line."""
 
+import contextlib
 import logging
+import os
 import sys
+import threading
+import time
+from collections.abc import Mapping, MutableMapping
+from types import TracebackType
+from typing import Any
 
 import structlog
 
+from contract.log_lines import LogFormat, LogLines
+from contract.log_records import RecordLines
+from contract.masking import Masker, secrets_of_settings
+from workers.settings import EgressSettings, SandboxdSettings, WorkerSettings, log_format_of_environment, secrets_of_environment
 
-def configure_logging(level: str) -> None:
-    """One event a line as key=value; the level is one of logging's names."""
+log = structlog.get_logger(__name__)
+
+# By which loggers what is known about every call is said again.
+_REPEATING = ("celery.worker.strategy", "celery.app.trace")
+
+
+def configure_logging(service: str, settings: WorkerSettings | SandboxdSettings | EgressSettings, level: str | None = None) -> None:
+    """For the whole process. `service`: what its lines are told apart by; `level`: another one than the settings'."""
+    fixed = {"host": settings.host} if isinstance(settings, WorkerSettings) else {}
+    lines = _build_lines(settings.log_format, service, secrets_of_settings(settings), fixed)
+    least = logging.getLevelNamesMapping()[level or settings.log_level]
+
+    def to_line(_: object, method: str, told: MutableMapping[str, Any]) -> str:
+        if method == "exception":
+            told.setdefault("exc_info", True)
+        return lines.build("error" if method == "exception" else method, str(told.pop("event")), time.time(), told)
+
     structlog.configure(
-        processors=[
-            structlog.stdlib.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"], bool_as_flag=False),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping().get(level.upper(), logging.INFO)),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        processors=[structlog.contextvars.merge_contextvars, to_line],
+        wrapper_class=structlog.make_filtering_bound_logger(least),
+        logger_factory=lambda *_: _Stderr(),
         cache_logger_on_first_use=True,
+    )
+    _take_what_libraries_say(RecordLines(lines), least)
+    _say_uncaught()
+
+
+def tell_not_started(service: str, error: Exception) -> None:
+    """The last line of a process that could not start; it may have had no settings to be configured by."""
+    lines = _build_lines(log_format_of_environment(), service, {}, {})
+    _write(lines.build("critical", "not_started", time.time(), {"error": str(error)}))
+
+
+class _Stderr:
+    """What structlog hands finished lines to."""
+
+    def msg(self, line: str) -> None:
+        _write(line)
+
+    debug = info = warning = error = critical = exception = msg
+
+
+class _Handler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _write(self.format(record))
+
+
+def _write(line: str) -> None:
+    """At once and without a lock: processes share this stderr, and one that was just forked must not wait for a thread that it does not have."""
+    data = f"{line}\n".encode(errors="backslashreplace")
+    with contextlib.suppress(OSError):  # nobody reads any more: no reason for calls to fail
+        while data:
+            data = data[os.write(2, data) :]
+
+
+def _build_lines(form: LogFormat | None, service: str, secrets: Mapping[str, str], fixed: Mapping[str, str]) -> LogLines:
+    is_terminal = sys.stderr.isatty()
+    masker = Masker({**secrets_of_environment(), **secrets})
+    return LogLines(form or ("console" if is_terminal else "json"), masker, {"service": service, **fixed}, is_colored=is_terminal)
+
+
+def _take_what_libraries_say(formatter: logging.Formatter, least: int) -> None:
+    handler = _Handler()
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(least if least <= logging.DEBUG else max(least, logging.WARNING))
+    logging.getLogger("celery").setLevel(least)
+    for name in _REPEATING:
+        logging.getLogger(name).setLevel(least if least <= logging.DEBUG else max(least, logging.WARNING))
+    logging.captureWarnings(True)
+
+
+def _say_uncaught() -> None:
+    def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+        else:
+            log.critical("process_failed", exc_info=error)
+
+    sys.excepthook = say
+    threading.excepthook = lambda told: log.critical(
+        "thread_failed", thread=told.thread.name if told.thread else "", exc_info=told.exc_value
     )

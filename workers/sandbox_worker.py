@@ -7,6 +7,7 @@ import structlog
 from contract.clock import SharedClock
 from contract.hosts import holder_name
 from contract.specs import Catalog
+from telemetry.spans import Tracer
 from workers.app import build_app, choose_pool, run_worker
 from workers.blobs import Blobs
 from workers.call_events import open_events
@@ -25,6 +26,7 @@ from workers.tasks import register_tasks
 from workers.tenants import TenantGate, Tenants
 from workers.tools.base import WorkerRegistry
 from workers.tools.builtin import build_registry
+from workers.tracing import open_process_tracer
 
 log = structlog.get_logger(__name__)
 
@@ -34,11 +36,17 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     key = settings.broker().signing_keys()
     registry = build_registry()
     clock = SharedClock()
+    tracer = open_process_tracer("sandbox")
     life = HostLife(settings, clock)
     refusals = Refusals(connect_once(settings.broker()), settings.deployment)
     app = build_app(settings.broker(), refusals.count)
     register_tasks(
-        app, registry, key, partial(_build_executor, settings, registry, life, clock, HeldCalls()), refusals.count, settings.deployment
+        app,
+        registry,
+        key,
+        partial(_build_executor, settings, registry, life, clock, HeldCalls(), tracer),
+        refusals.count,
+        settings.deployment,
     )
     catalogs = {"sandbox": Catalog(tools=tuple(registry.specs()))}
     publisher = CatalogPublisher(connect(settings.broker()), settings.deployment, catalogs)
@@ -56,6 +64,11 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
         control.stop()
         publisher.stop()
         life.stop()
+        end_spans()
+
+    def end_spans() -> None:
+        if tracer is not None:
+            tracer.close()
 
     log.info("worker_starting", queue=life.queue, worker=life.worker, concurrency=settings.concurrency)
     run_worker(
@@ -67,10 +80,13 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
         pool=choose_pool("sandbox", settings.worker_pool),
         on_ready=start_threads,
         on_stop=stop_threads,
+        on_process_stop=end_spans,
     )
 
 
-def _build_executor(settings: WorkerSettings, registry: WorkerRegistry, life: HostLife, clock: SharedClock, held: HeldCalls) -> Executor:
+def _build_executor(
+    settings: WorkerSettings, registry: WorkerRegistry, life: HostLife, clock: SharedClock, held: HeldCalls, tracer: Tracer | None
+) -> Executor:
     client = connect(settings.broker())
     return Executor(
         registry,
@@ -84,4 +100,5 @@ def _build_executor(settings: WorkerSettings, registry: WorkerRegistry, life: Ho
         open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
         tenants=TenantGate(Tenants(client, settings.deployment), Refusals(connect_once(settings.broker()), settings.deployment).count),
         held=held,
+        tracer=tracer,
     )

@@ -12,6 +12,8 @@ from pydantic import BeforeValidator, Field, IPvAnyNetwork, JsonValue, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from contract.errors import ConfigError
+from contract.log_lines import LogFormat, LogLevel
+from contract.masking import SECRET_NAME
 from contract.settings import BrokerSettings
 from workers.sandboxd.classes import TenantClass
 
@@ -98,7 +100,9 @@ class WorkerSettings(BaseSettings):
     """Modules with operators' tools, beside the installed packages that name theirs (docs/custom-tools.md)."""
     tool_config: dict[str, JsonValue] = {}
     """What operators' tools find in `CallContext.config`. No place for secrets."""
-    log_level: str = "INFO"
+    log_level: LogLevel = "INFO"
+    log_format: LogFormat | None = None
+    """None: console in a terminal, else json (docs/logs.md)."""
 
     def broker(self) -> BrokerSettings:
         """What both sides must agree on."""
@@ -158,7 +162,9 @@ class SandboxdSettings(BaseSettings):
     """Uids that the egress proxy may run under, beside sandboxd's own and root's: nobody else at that socket is told anything."""
     tenant_classes: dict[str, TenantClass] = {}
     """Class name -> what its tenants have instead of the settings above, in JSON."""
-    log_level: str = "INFO"
+    log_level: LogLevel = "INFO"
+    log_format: LogFormat | None = None
+    """None: console in a terminal, else json (docs/logs.md)."""
 
     def allowed_uids(self) -> frozenset[int]:
         """Uids that may connect: our own, and those listed."""
@@ -221,7 +227,9 @@ class EgressSettings(BaseSettings):
     """Networks of the operator's own that are refused beside the private ones."""
     egress_nat64_prefix: IPv6Network | None = None
     """The /96 behind which a host without IPv4 finds IPv4: what is embedded in it is judged."""
-    log_level: str = "INFO"
+    log_level: LogLevel = "INFO"
+    log_format: LogFormat | None = None
+    """None: console in a terminal, else json (docs/logs.md)."""
 
     @field_validator("egress_nat64_prefix")
     @classmethod
@@ -271,6 +279,17 @@ def load_egress_settings() -> EgressSettings:
         raise ConfigError(_complaint(error)) from None
     except SettingsError as error:
         raise ConfigError(f"a TOOLCREW_ variable is not the JSON it must be: {error}") from None
+
+
+def log_format_of_environment() -> LogFormat | None:
+    """How a process says that its settings cannot be read."""
+    forms: dict[str, LogFormat] = {"json": "json", "console": "console", "logfmt": "logfmt"}
+    return forms.get(os.environ.get("TOOLCREW_LOG_FORMAT", ""))
+
+
+def secrets_of_environment() -> dict[str, str]:
+    """What this process's environment holds under names of secrets, for masking it."""
+    return {name: value for name, value in os.environ.items() if value and SECRET_NAME.search(name)}
 
 
 def _complaint(error: ValidationError) -> str:

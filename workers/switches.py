@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import redis
 
 from contract.errors import BrokerUnavailable
 from contract.names import switches_key
-from contract.registry import SWITCHES_FRESH_S, Switch, parse_switches
+from contract.registry import SWITCHES_FRESH_S, Switch, find_switch, parse_switches
 
 
 class Switches:
@@ -17,11 +18,12 @@ class Switches:
         self._client = client
         self._key = switches_key(deployment)
         self._clock = clock
+        self._told: Mapping[Any, Any] = {}
         self._known: Mapping[str, Switch] = {}
         self._read_at = float("-inf")
 
-    def find(self, name: str) -> Switch | None:
-        """Why the tool is off; None when it is on. Raises BrokerUnavailable: what may have been turned off is not run."""
+    def find(self, name: str, tenant: str) -> Switch | None:
+        """Why the tool is off for that tenant; None when it is on. Raises BrokerUnavailable: what may have been turned off is not run."""
         if self._clock() - self._read_at >= SWITCHES_FRESH_S:
             try:
                 told = self._client.hgetall(self._key)
@@ -29,5 +31,7 @@ class Switches:
                 raise BrokerUnavailable(
                     f"the call was not run: Redis did not say whether {name} is turned off ({error}); see that Redis is up"
                 ) from error
-            self._known, self._read_at = parse_switches(told), self._clock()
-        return self._known.get(name)
+            if told != self._told:
+                self._told, self._known = told, parse_switches(told)
+            self._read_at = self._clock()
+        return find_switch(self._known, name, tenant)

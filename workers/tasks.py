@@ -9,7 +9,7 @@ from celery import Celery
 from celery.exceptions import Ignore
 from celery.signals import task_unknown
 
-from contract.calls import POOL_GRACE_S, ToolCall, ToolContext
+from contract.calls import POOL_GRACE_S, Clocks, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call
 from contract.errors import EnvelopeRefused, RefusalReason
 from contract.names import POOL_QUEUES, call_key, task_name
@@ -17,6 +17,7 @@ from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from workers.app import CELERY_MARGIN_S
 from workers.executor import NOT_RUN, CallRepeated, Executor
+from workers.log_names import bound_to_call
 from workers.result_backend import Answer, Ending
 from workers.result_parcels import encode_parcel
 from workers.tools.base import WorkerRegistry
@@ -96,23 +97,25 @@ class _Edge:
             log.error("envelope_refused", task=name, reason=error.reason, error=str(error))
             self._on_refused(error.reason)
             raise
-        try:
-            return self._answer(call, context)
-        except CallRepeated as repeated:
-            log.warning("call_repeated", tool=call.name, call=call.id, attempt=context.attempt, claim=repeated.claim.value)
-            self._on_refused("repeated")
-            # No result is stored: it would take the place of the one that somebody waits for.
-            raise Ignore from None
+        with bound_to_call(call, context):
+            try:
+                return self._answer(call, context)
+            except CallRepeated as repeated:
+                log.warning("call_repeated", tool=call.name, call=call.id, attempt=context.attempt, claim=repeated.claim.value)
+                self._on_refused("repeated")
+                # No result is stored: it would take the place of the one that somebody waits for.
+                raise Ignore from None
 
     def _answer(self, call: ToolCall, context: ToolContext) -> Answer:
+        log.info("call_begun", attempt=context.attempt)
         executor = self._executors.get()
         result = executor.execute(call, context)
+        log.info("call_ended", attempt=context.attempt, code=result.error_code, **_round(result.clocks), sandbox=_sandbox_id(result))
         encoded = encode_parcel(result, call, context, executor.blobs, self._key)
         if NOT_RUN in result.metadata:
             return Answer(encoded, None)
         record = call_key(self._deployment, context.tenant, call.id)
-        sandbox = result.sandbox.id if result.sandbox is not None else ""
-        return Answer(encoded, Ending(record, context.attempt, result.error_code or "", sandbox))
+        return Answer(encoded, Ending(record, context.attempt, result.error_code or "", _sandbox_id(result)))
 
     def refuse_unknown(self, name: str, message: Any) -> None:
         """A task that this worker does not have has failed; a call of ours in it is noted as one that will not start."""
@@ -123,6 +126,14 @@ class _Edge:
             self._executors.get().execute(*_opened(name, arguments.get("envelope"), self._key))
         except (EnvelopeRefused, CallRepeated, ValueError, TypeError, AttributeError) as error:
             log.error("unknown_task_refused", task=name, error=str(error))
+
+
+def _sandbox_id(result: ToolResult) -> str:
+    return result.sandbox.id if result.sandbox is not None else ""
+
+
+def _round(clocks: Clocks) -> dict[str, float]:
+    return {"queued_s": round(clocks.queued_s, 4), "sandbox_s": round(clocks.sandbox_s, 4), "run_s": round(clocks.run_s, 4)}
 
 
 def _opened(name: str, envelope: object, key: SigningKeys) -> tuple[ToolCall, ToolContext]:

@@ -13,6 +13,7 @@ from contract.errors import ConfigError
 from contract.names import POOL_QUEUES, pool_worker
 from contract.registry import ToolRegistry
 from contract.specs import Catalog, ToolSpec
+from telemetry.spans import Tracer
 from workers.app import build_app, choose_pool, run_worker
 from workers.blobs import Blobs
 from workers.call_events import open_events
@@ -29,6 +30,7 @@ from workers.switches import Switches
 from workers.tasks import register_tasks
 from workers.tenants import TenantGate, Tenants
 from workers.tools.base import WorkerRegistry, WorkerTool
+from workers.tracing import open_process_tracer
 
 log = structlog.get_logger(__name__)
 
@@ -43,12 +45,13 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool]) -> Non
     board = CancelBoard()
     pool = choose_pool("web", settings.worker_pool)
     clock = SharedClock()
+    tracer = open_process_tracer("web")
     queues = [POOL_QUEUES[pool] for pool in pools]
     life = PoolLife(settings, worker, queues, clock)
     refusals = Refusals(connect_once(broker), settings.deployment)
     app = build_app(broker, refusals.count)
     register_tasks(
-        app, registry, key, partial(_build_executor, settings, registry, worker, board, clock), refusals.count, settings.deployment
+        app, registry, key, partial(_build_executor, settings, registry, worker, board, clock, tracer), refusals.count, settings.deployment
     )
     publisher = CatalogPublisher(connect(broker), settings.deployment, build_catalogs(registry))
     ledger = Ledger(connect(broker), settings.deployment, clock)
@@ -64,6 +67,11 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool]) -> Non
         control.stop()
         publisher.stop()
         life.stop()
+        end_spans()
+
+    def end_spans() -> None:
+        if tracer is not None:
+            tracer.close()
 
     log.info("worker_starting", queues=queues, tools=[spec.name for spec in registry.specs()], concurrency=settings.concurrency)
     run_worker(
@@ -75,6 +83,7 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool]) -> Non
         pool=pool,
         on_ready=start_threads,
         on_stop=stop_threads,
+        on_process_stop=end_spans,
     )
 
 
@@ -103,7 +112,9 @@ def build_catalogs(registry: WorkerRegistry) -> dict[str, Catalog]:
     return {pool: Catalog(tools=tuple(specs)) for pool, specs in by_pool.items()}
 
 
-def _build_executor(settings: WorkerSettings, registry: WorkerRegistry, worker: str, board: CancelBoard, clock: SharedClock) -> Executor:
+def _build_executor(
+    settings: WorkerSettings, registry: WorkerRegistry, worker: str, board: CancelBoard, clock: SharedClock, tracer: Tracer | None
+) -> Executor:
     """Called in the process that runs the calls: the ledger names it."""
     client = connect(settings.broker())
     interrupts = Interrupts(board, drop_connections)
@@ -120,4 +131,5 @@ def _build_executor(settings: WorkerSettings, registry: WorkerRegistry, worker: 
         switches=Switches(client, settings.deployment),
         open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
         tenants=TenantGate(Tenants(client, settings.deployment), Refusals(connect_once(settings.broker()), settings.deployment).count),
+        tracer=tracer,
     )

@@ -82,6 +82,7 @@ def _terms(request: SlotRequest) -> tuple[dict[str, Any], dict[str, Any]]:
     policy = request.policy
     call = {
         "tenant": request.tenant,
+        "call": request.call_id,
         "queue": request.queue,
         "tool": request.tool,
         "limit": request.limit_s,

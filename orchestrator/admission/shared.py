@@ -14,6 +14,7 @@ from orchestrator.admission.base import NOT_ADMITTED, Slot, SlotRequest
 from orchestrator.admission.grants import GrantListener
 from orchestrator.admission.script import LEASE_S, Answer, grants_channel, renew, restore, tick
 from orchestrator.admission.steps import Clock, Steps
+from orchestrator.shared_tasks import begin_shared
 
 TICK_S = 1.0
 """How soon a queue whose slots have become more is looked at."""
@@ -109,7 +110,7 @@ class SharedAdmission:
         """The tasks, with the first call: there is a loop then."""
         if not self._tasks:
             works = {"steps": self._steps.run(), "grants": self._listener.run(), "leases": self._keep()}
-            self._tasks = [asyncio.create_task(work, name=f"admission-{name}") for name, work in works.items()]
+            self._tasks = [begin_shared(work, f"admission-{name}") for name, work in works.items()]
 
     def _drop(self, ticket: _Ticket, used_s: float) -> None:
         if self._tickets.pop(ticket.call, None) is not None:

@@ -36,6 +36,7 @@ class ApprovalRequest:
     reason: str = ""
     warning: str = ""
     expires_at: float = math.inf
+    run: str = ""
 
     @property
     def command(self) -> str | None:
@@ -121,7 +122,7 @@ class ConsoleApprover:
 
 
 def choose_approver(mode: Literal["auto", "ask", "never"], *, is_interactive: bool) -> Approver:
-    """The approver of TOOLCREW_APPROVALS. "ask" without a terminal refuses, and says so."""
+    """The approver of TOOLCREW_APPROVALS, but for "queue" (orchestrator/approvals/asking.py). "ask" without a terminal refuses, and says so."""
     if mode == "auto":
         return AutoApprover()
     if mode == "never":
@@ -129,30 +130,35 @@ def choose_approver(mode: Literal["auto", "ask", "never"], *, is_interactive: bo
     if is_interactive:
         return ConsoleApprover()
     return RefusingApprover(
-        "it needs approval and there is no terminal to ask at: set TOOLCREW_APPROVALS=auto to allow all such calls unasked, or allow this "
-        "one by a rule in the file that TOOLCREW_APPROVAL_POLICY names"
+        "it needs approval and there is no terminal to ask at: set TOOLCREW_APPROVALS=auto to allow all such calls unasked, "
+        "TOOLCREW_APPROVALS=queue to have them wait for `toolcrew approve`, or allow this one by a rule in the file that TOOLCREW_APPROVAL_POLICY "
+        "names"
     )
 
 
 def build_question(request: ApprovalRequest) -> str:
     """The question as a person reads it. The warning stands last, where long arguments cannot push it away."""
-    call = request.call
-    lines = [
-        "",
-        f"{call.name} asks for approval (tenant {request.tenant}{f', session {request.session}' if request.session else ''})",
-        json.dumps(call.arguments, ensure_ascii=False, indent=2, sort_keys=True),
-    ]
-    if request.command is not None:
-        # Every line is marked, so that a command cannot draw a question of its own.
-        lines += ["command:", *(f"  | {line}" for line in request.command.split("\n"))]
+    lines = ["", *call_lines(request.call, request.tenant, request.session, request.command)]
     if request.reason and not request.warning:
         lines.append(f"asked because {request.reason}")
     if request.warning or request.spec.dangerous:
         lines.append(f"WARNING: {request.warning or 'this tool is marked dangerous'}")
-    return _make_visible("\n".join(lines)) + "\nrun it? [y/N] "
+    return make_visible("\n".join(lines)) + "\nrun it? [y/N] "
 
 
-def _make_visible(text: str) -> str:
+def call_lines(call: ToolCall, tenant: str, session: str | None, command: str | None) -> list[str]:
+    """What is asked about, whole; to be made visible."""
+    lines = [
+        f"{call.name} asks for approval (tenant {tenant}{f', session {session}' if session else ''})",
+        json.dumps(call.arguments, ensure_ascii=False, indent=2, sort_keys=True),
+    ]
+    if command is not None:
+        # Every line is marked, so that a command cannot draw a question of its own.
+        lines += ["command:", *(f"  | {line}" for line in command.split("\n"))]
+    return lines
+
+
+def make_visible(text: str) -> str:
     """Everything that a terminal would obey or not show, as escapes; line ends stay."""
     return "".join(character if _is_seen(character) else _escape(character) for character in escape_controls(text))
 

@@ -93,7 +93,7 @@ async def review(
             return asked
         approval = Approval(digest_call(asked, tenant, session), clock() + ttl_s)
         shown = asked.model_copy(deep=True)
-        request = ApprovalRequest(shown, spec, tenant, session, approval.digest, verdict.reason, verdict.warning, approval.expires_at)
+        request = ApprovalRequest(shown, spec, tenant, session, approval.digest, verdict.reason, verdict.warning, approval.expires_at, run)
         on_event(_asked(run, request))
         decision = await _ask(approver, request, ttl_s)
         on_event(_decided(run, request, decision))

@@ -17,21 +17,24 @@ _HEAD_BYTES = 1024 * 1024
 class Grounds:
     """The grounds of one file's items: names become whole paths, and what many lines name is looked at once."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder`: what relative names begin at."""
-        self._folder = folder.absolute()
+    def __init__(self, folder: Path | None) -> None:
+        """`folder`: what relative names begin at; None: nothing of this machine may be named, and nothing is looked at."""
+        self._folder = folder.absolute() if folder is not None else None
         self._workspaces: dict[str, str | None] = {}
         self._patterns: dict[str, str | None] = {}
         self._known: dict[Ground, Ground] = {}
 
     def settle(self, ground: Ground) -> Ground:
         """With the whole path of its workspace; the same record for all that are equal."""
-        if ground.workspace is not None:
+        if ground.workspace is not None and self._folder is not None:
             ground = ground.model_copy(update={"workspace": self._whole(ground.workspace)})
         return self._known.setdefault(ground, ground)
 
     def complaints(self, ground: Ground) -> Iterator[tuple[tuple[str | int, ...], str]]:
         """What cannot be had: the path of the field, and a sentence."""
+        if self._folder is None:
+            yield from _foreign(ground)
+            return
         if ground.workspace is not None:
             path = self._whole(ground.workspace)
             if path not in self._workspaces:
@@ -47,7 +50,16 @@ class Grounds:
                 yield ("artifacts", place), complaint
 
     def _whole(self, workspace: str) -> str:
+        assert self._folder is not None
         return os.path.normpath(self._folder / workspace)
+
+
+def _foreign(ground: Ground) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """What of it is a path of another machine than the one that works it."""
+    if ground.workspace is not None:
+        yield ("workspace",), "a path of the submitter's machine cannot be read here: begin with a checkpoint (`restore`)"
+    if ground.artifacts:
+        yield ("artifacts",), "files cannot be copied to the submitter's machine from here: leave this out"
 
 
 def _complaint_of(pattern: str) -> str | None:

@@ -40,7 +40,8 @@ class RunLimits(Record):
 class Ground(Record):
     """Where an item works. `workspace`: a folder, an archive or a git bundle, read by whoever works the item; `restore`: a checkpoint instead.
 
-    `artifacts`: patterns below /workspace of what is to be copied out at the end.
+    `artifacts`: patterns below /workspace of what is to be copied out at the end. `session`: an open one of the tenant's, instead of one of the item's
+    own; it stays open. Left out of the bytes where there is none: releases before it can read those.
     """
 
     workspace: str | None = None
@@ -48,6 +49,7 @@ class Ground(Record):
     image: str | None = None
     network: Literal["none", "egress"] | None = None
     artifacts: tuple[str, ...] = ()
+    session: str | None = Field(default=None, exclude_if=lambda session: session is None)
 
 
 class RunBody(Record):

@@ -85,8 +85,8 @@ def load_lines(path: Path) -> BatchFile:
         raise BadBatch(str(path), [Complaint(f"the file cannot be read ({error}): give a file of JSON lines")]) from error
 
 
-def read_lines(stream: BinaryIO, folder: Path, name: str) -> BatchFile:
-    """The same of a stream that has no folder of its own; `name`: what messages call it. Raises BadBatch, OSError."""
+def read_lines(stream: BinaryIO, folder: Path | None, name: str) -> BatchFile:
+    """The same of a stream that has no folder of its own; `name`: what messages call it; `folder` None: lines may name no path. Raises BadBatch, OSError."""
     reader = _Reader(Grounds(folder))
     reader.read(stream)
     if reader.complaints:

@@ -12,6 +12,8 @@ Markup = NewType("Markup", str)
 NOTHING = Markup("")
 _NAME = re.compile(r"[a-z][a-zA-Z0-9-]*")
 _VOID = frozenset({"meta", "br"})
+_MOST_CHARS = 1000
+"""Of an attribute's value; what is longer is cut, and that is told. A line's points are ours, and cut they would be no line."""
 
 
 def text(value: str, most: int = 200) -> Markup:
@@ -21,7 +23,7 @@ def text(value: str, most: int = 200) -> Markup:
 
 def element(name: str, *children: Markup, **attributes: str | float) -> Markup:
     """One element. An underscore in an attribute's name is a hyphen, one at its end is left out; values are escaped."""
-    shown = "".join(f' {_attribute(key)}="{_value(value)}"' for key, value in attributes.items())
+    shown = "".join(f' {_attribute(key)}="{_value(value, 10**6 if key == "points" else _MOST_CHARS)}"' for key, value in attributes.items())
     if not _NAME.fullmatch(name):
         raise ValueError(f"'{name}' is no name of an element: give one of letters, digits and hyphens")
     if name in _VOID:
@@ -38,7 +40,7 @@ def _attribute(key: str) -> str:
     return key.rstrip("_").replace("_", "-")
 
 
-def _value(value: str | float) -> str:
+def _value(value: str | float, most: int) -> str:
     if isinstance(value, str):
-        return html.escape(one_line(value, 1000), quote=True)
+        return html.escape(one_line(value, most), quote=True)
     return f"{value:.1f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

@@ -24,10 +24,15 @@ def build_report(happenings: Iterable[Happening], *, title: str, batch: str = ""
 
     `batch`: its id, for the commands that the page tells. `total`: how many items there are, where no happening tells it.
     """
+    return build_page(title, build_sections(happenings, batch=batch, total=total))
+
+
+def build_sections(happenings: Iterable[Happening], *, batch: str = "", total: int = 0) -> list[tuple[str, str, Markup]]:
+    """What stands on that page, for others to hold it: (id, heading, content) each, in the classes of its style sheet."""
     story = _Story(total)
     for happening in happenings:
         story.add(happening)
-    return build_page(title, story.sections(batch))
+    return story.sections(batch)
 
 
 class _Story:

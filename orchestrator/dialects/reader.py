@@ -1,6 +1,5 @@
 """Reads one streamed reply, for every dialect: native calls from `tool_calls`, tag calls from the text, and which of them count."""
 
-import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from orchestrator.dialects.call_ids import build_call_id, build_short_id
 from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler
 from orchestrator.dialects.tag_events import Call, TagEvent
 from orchestrator.dialects.tag_parser import TagStreamParser
+from orchestrator.logs import get_logger
 from orchestrator.models.base import Chunk, Message, Usage
 
 BROKEN = "the connection to the model broke off, so this call was not run; write it again"
@@ -21,7 +21,7 @@ TAG_HINT = 'Use <name value="..." />, escape " as &quot;, or put long text betwe
 
 NATIVE_HINT = "The arguments must be one JSON object that fits the tool's parameters."
 
-_log = logging.getLogger(__name__)
+log = get_logger(__name__)
 _UNFIT_FOR_NAME = re.compile(r"[^A-Za-z0-9_-]")
 
 
@@ -95,7 +95,7 @@ class StreamReader:
         self._tags = None
         waiting, self._waiting = self._waiting, []
         if self._index:
-            _log.warning("native tool calls after tag calls of one reply that have run already: tags are text from here on")
+            log.warning("native_calls_after_tags", message="tag calls of this reply have run already: tags are text from here on")
         texts = [event.text if isinstance(event, Text) else event.raw for event in [*waiting, *tags.release()]]
         return [Text(text) for text in texts if text]
 

@@ -86,6 +86,7 @@ class Batches:
 
     async def resume(self, batch: str, kinds: Collection[FailureKind] = (FailureKind.INFRASTRUCTURE, FailureKind.CANCELLED)) -> int:
         """Queue again what ended in one of these ways; how many items. What runs, waits or succeeded is left alone."""
+        check_batch_id(batch)
         record, queued = await self._queue.batch(self.tenant, batch), await self._queue.count_items(self.tenant, batch)
         if queued < record.total:
             raise ToolFailure(
@@ -99,16 +100,19 @@ class Batches:
         return again
 
     async def status(self, batch: str) -> BatchRecord:
+        check_batch_id(batch)
         return await self._queue.batch(self.tenant, batch)
 
     async def cancel(self, batch: str) -> int:
         """Begin nothing of it any more, and end what runs; gives how many items had not been begun."""
+        check_batch_id(batch)
         waited = await self._queue.cancel(self.tenant, batch)
         await self._note(batch, "cancelled")
         return waited
 
     async def custom_ids(self, batch: str) -> dict[str, str]:
         """Of every item that was submitted, its custom_id and its run."""
+        check_batch_id(batch)
         runs, known = await self._queue.items(self.tenant, batch), dict[str, str]()
         for at in range(0, len(runs), AT_ONCE):
             # Some at a time, and without what they came to: of a large batch that is more than fits into memory.

@@ -11,6 +11,7 @@ from contract.errors import BrokerUnavailable
 from orchestrator.batches.happenings import Happening, parse_happening
 from orchestrator.logs import get_logger
 from orchestrator.runs.cancelling import check_cancelled
+from orchestrator.runs.hosted_records import STANDING
 from orchestrator.runs.keys import RUN_TTL_S, batch_key
 
 log = get_logger(__name__)
@@ -33,7 +34,9 @@ class HappeningWriter:
         self._dropped = 0
 
     def tell(self, tenant: str, batch: str, happening: Happening) -> None:
-        """Returns at once."""
+        """Returns at once. Of a program's run its own events tell (event_teller.py)."""
+        if batch == STANDING:
+            return
         if len(self._unwritten) >= MAX_UNWRITTEN:
             self._dropped += 1
             return

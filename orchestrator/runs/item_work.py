@@ -4,8 +4,8 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -13,23 +13,26 @@ from typing import Any, TypedDict
 from pydantic import TypeAdapter
 
 from contract.calls import ToolResult
-from contract.errors import ConfigError, OperatorError, ToolFailure
+from contract.errors import ConfigError, ErrorCode, ModelDenied, OperatorError, ToolFailure
 from orchestrator.admission.insistence import until_admitted
 from orchestrator.batches.artifacts import artifact_folder, copy_artifacts
 from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemReady, StepDone
 from orchestrator.batches.items import CHAT_URL, BatchItem, CallBody, Failure, Ground, Outcome, RunBody, RunLimits
 from orchestrator.batches.rows import build_answer_body, build_call_body
 from orchestrator.dispatcher import Terms
-from orchestrator.events import CallFinished, CallStarted, RunEvent, StepFinished
+from orchestrator.events import CallFinished, CallStarted, OnEvent, RunEvent, StepFinished
 from orchestrator.homes import new_session_name
 from orchestrator.limits import Prices, ReActOptions, StopReason
 from orchestrator.logs import get_logger
 from orchestrator.outages import outlast
 from orchestrator.pool_connection import PoolConnection
 from orchestrator.run_parts import RunAs, RunParts
-from orchestrator.runs.brake import Brake, HeldModel
+from orchestrator.run_spans import RunSpans
+from orchestrator.runs.brake import Brake, HeldModel, NotNow
 from orchestrator.runs.entries import Exported
+from orchestrator.runs.hosted_records import STANDING
 from orchestrator.runs.journal import Journal, LoggedModel
+from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.models import Models
 from orchestrator.runs.outcomes import judge_call, judge_error, judge_run, status_of
 from orchestrator.runs.records import BatchDefaults
@@ -37,6 +40,7 @@ from orchestrator.runs.run_queue import Claim
 from orchestrator.runs.session_turns import SessionTurns
 from orchestrator.sessions import Session, SessionInfo, Start
 from orchestrator.traces.opening import Traces
+from orchestrator.tracing import current_run, within_run
 
 log = get_logger(__name__)
 
@@ -58,12 +62,50 @@ class ItemWork:
         self._turns = SessionTurns(pool.dispatcher.room)
         self.brake = Brake()
         """What whoever claims runs for it goes by."""
+        self._interrupted: dict[tuple[str, str], RunSpans] = {}
 
     async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
         """How the item ended. Its session is closed by then, but when this is cancelled, or raises: whoever goes on with the run has it.
 
         Raises NotNow for a run that has to wait, ModelDenied when no run of this process can go on.
         """
+        with self._traced(claim, journal) as spans:
+            outcome = await self._ended(claim, journal, defaults, tell)
+            if spans is not None:
+                spans.finish(outcome.failure.code if outcome.failure is not None else None)
+        return outcome
+
+    def drop_spans(self, claim: Claim) -> None:
+        """A run that was interrupted here is gone on with elsewhere, where it is told of."""
+        self._interrupted.pop((claim.tenant, claim.run), None)
+
+    @contextmanager
+    def _traced(self, claim: Claim, journal: Journal) -> Iterator[RunSpans | None]:
+        """What is done in the block is done for the run. It has to be finished; one that breaks off is kept until it is known what becomes of it."""
+        tracer, record, run = self._pool.tracer, claim.record, _run_name(claim)
+        if tracer is None:
+            yield None
+            return
+        is_agent = isinstance(record.item.work, RunBody)
+        spans = RunSpans(
+            tracer,
+            claim.tenant,
+            run,
+            batch=record.batch,
+            attempt=record.attempt,
+            earlier=_run_name(claim, record.attempt - 1) if record.attempt > 1 else None,
+            began_at=journal.began_at,
+            is_agent=is_agent,
+            is_told=lambda call: journal.result_of(call) is not None if call else journal.has_reply,
+        )
+        try:
+            with within_run(spans):
+                yield spans
+        except (asyncio.CancelledError, NotNow, ModelDenied):
+            self._interrupted[claim.tenant, claim.run] = spans
+            raise
+
+    async def _ended(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
         item, began = claim.record.item, time.monotonic()
         own_model = item.work.model if isinstance(item.work, RunBody) else None
         session: Session | None = None
@@ -88,12 +130,15 @@ class ItemWork:
                 # Somewhere its sandbox may be there all the same.
                 await self.abandon(claim, journal)
         finally:
-            if session is not None and not _is_being_cancelled():
+            if session is not None and item.ground.session is None and not _is_being_cancelled():
                 await self._close(claim.tenant, session)
         return _outcome(claim, body, failure)
 
     async def abandon(self, claim: Claim, journal: Journal) -> None:
-        """Have the session of a run that is not gone on with removed, as far as it can be reached."""
+        """Have the session of a run that is not gone on with removed, as far as it can be reached; its trace ends."""
+        spans = self._interrupted.pop((claim.tenant, claim.run), None)
+        if spans is not None:
+            spans.finish(ErrorCode.CANCELLED.value)
         name = journal.opening or (journal.session.session if journal.session is not None else None)
         if name is not None:
             await self._abandon(claim.tenant, name)
@@ -101,6 +146,8 @@ class ItemWork:
     async def _session(self, claim: Claim, journal: Journal) -> Session:
         """The run's session: the one of its log, or a new one."""
         ground, pool = claim.record.item.ground, self._pool
+        if ground.session is not None:
+            return await Session.attach(pool.dispatcher, pool.blobs, tenant=claim.tenant, session=ground.session)
         if journal.session is not None:
             return Session(pool.dispatcher, pool.blobs, claim.tenant, _INFO.validate_python(journal.session.info))
         if journal.opening is not None:
@@ -134,7 +181,7 @@ class ItemWork:
         self, claim: Claim, work: RunBody, journal: Journal, defaults: BatchDefaults, session: Session | None, tell: Tell
     ) -> tuple[dict[str, Any], Failure | None]:
         """The agent run of an item."""
-        item, agent_run, telling = claim.record.item, _run_name(claim), _Telling(claim, tell)
+        item, agent_run = claim.record.item, _run_name(claim)
         options, is_over = _options(work.limits, defaults), False
         if options.max_wall_s is not None:
             # What the run had used before the process died that worked it.
@@ -142,19 +189,26 @@ class ItemWork:
             options, is_over = replace(options, max_wall_s=max(LEAST_WALL_S, left_s) if journal.is_resumed else left_s), left_s <= 0
         chosen = await self._models.get(work.model or defaults.model)
         held = HeldModel(chosen.model, self.brake, claim.run)
-        with ExitStack() as stack:
-            on_event = telling.on_event
+        spans = current_run() if self._pool.tracer is not None else None
+        async with AsyncExitStack() as stack:
+            on_event, live = await stack.enter_async_context(self._heard(claim, _Telling(claim, tell).on_event))
             if self._traces is not None:
                 on_event = stack.enter_context(self._traces.open(claim.tenant, agent_run, on_event)).on_event
+            if spans is not None:
+                spans.know_model(chosen.model)
+                on_event = spans.before(on_event)
             wanted = RunAs(
                 run=agent_run,
                 dialect=work.dialect or defaults.dialect,
                 options=options,
                 tools=work.tools,
                 tell=on_event,
+                shows_output=live is not None,
+                live=live,
                 terms=Terms(priority="batch"),
+                approver=self._parts.people if defaults.asks_people else None,
                 book=journal,
-                logged=lambda _: LoggedModel(held, journal, work.sampling, is_over=is_over),
+                logged=lambda _: LoggedModel(held, journal, work.sampling, is_over=is_over, live=live),
                 is_chat=item.url == CHAT_URL,
             )
             with self.brake.asking(claim.run):
@@ -163,8 +217,14 @@ class ItemWork:
             if run.stop_reason is StopReason.MAX_WALL:
                 held.check_heard()
         artifacts = await self._artifacts(item, journal, defaults, session, tell) if session is not None else _CopiedOut()
-        body = build_answer_body(item.url, run, model=chosen.model.name, created=claim.record.started_at, **artifacts)
+        name, began_at, is_standing = chosen.model.name, claim.record.started_at, claim.record.batch == STANDING
+        body = build_answer_body(item.url, run, model=name, created=began_at, has_transcript=is_standing, **artifacts)
         return body, judge_run(run)
+
+    @asynccontextmanager
+    async def _heard(self, claim: Claim, tell: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
+        """Around a run: whom its events are told to, and whoever shows its replies while they come."""
+        yield tell, None
 
     async def _called(self, claim: Claim, journal: Journal, work: CallBody, session: Session, tell: Tell) -> ToolResult:
         """The one call of an item that is no run."""
@@ -273,9 +333,10 @@ def _needs_session(item: BatchItem) -> bool:
     return isinstance(item.work, CallBody) or item.work.tools != () or item.ground != Ground()
 
 
-def _run_name(claim: Claim) -> str:
-    """The run of one attempt: ids of calls are made of it, and those of an earlier attempt have been used."""
-    return claim.run if claim.record.attempt == 1 else f"{claim.run}-{claim.record.attempt}"
+def _run_name(claim: Claim, attempt: int | None = None) -> str:
+    """The run of one attempt, the present one by itself: ids of calls are made of it, and those of an earlier attempt have been used."""
+    number = attempt or claim.record.attempt
+    return claim.run if number == 1 else f"{claim.run}-{number}"
 
 
 def prices_of(defaults: BatchDefaults) -> Prices | None:

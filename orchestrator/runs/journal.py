@@ -11,6 +11,7 @@ from contract.errors import ErrorCode, SandboxUnavailable
 from orchestrator.models.base import Chunk, Model, ModelRequest
 from orchestrator.runs.chunks import join_chunks
 from orchestrator.runs.entries import Entry, Exported, Replied, Resulted, Reviewed, SessionOpened, SessionOpening
+from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.run_log import RunLog, RunTaken
 
 AnyEntry = TypeVar("AnyEntry", SessionOpening, SessionOpened, Reviewed, Resulted)
@@ -44,6 +45,16 @@ class Journal:
     def is_catching_up(self) -> bool:
         """Whether the reply that is being worked through is one of the log: its calls may have been sent."""
         return 0 < self._given <= len(self._replies)
+
+    @property
+    def has_reply(self) -> bool:
+        """Whether the next reply is one of the log."""
+        return self._given < len(self._replies)
+
+    @property
+    def began_at(self) -> float | None:
+        """When what is in the log began, Unix seconds; None: nothing is."""
+        return self._log.entries[0].at if self._log.entries else None
 
     @property
     def has_grown(self) -> bool:
@@ -142,12 +153,16 @@ def _as_text(value: Any) -> Any:
 class LoggedModel:
     """A model whose replies are in the log before anybody hears them. A reply comes whole: its calls run when all of it is known."""
 
-    def __init__(self, model: Model, journal: Journal, extra: Mapping[str, object], *, is_over: bool = False) -> None:
-        """`extra`: fields that every request carries. `is_over`: the run had used up its time before: nothing new is asked."""
+    def __init__(
+        self, model: Model, journal: Journal, extra: Mapping[str, object], *, is_over: bool = False, live: LiveText | None = None
+    ) -> None:
+        """`extra`: fields that every request carries. `is_over`: the run had used up its time before: nothing new is asked. `live`: shows replies while
+        they come."""
         self._model = model
         self._journal = journal
         self._extra = dict(extra)
         self._is_over = is_over
+        self._live = live
 
     @property
     def name(self) -> str:
@@ -165,10 +180,28 @@ class LoggedModel:
             )
         if chunks is None:
             asked = replace(request, extra={**request.extra, **self._extra})
-            chunks = tuple(_as_text(chunk) for chunk in join_chunks([chunk async for chunk in self._model.stream(asked)]))
+            chunks = tuple(_as_text(chunk) for chunk in join_chunks([chunk async for chunk in self._shown(asked)]))
             await self._journal.note_reply(chunks)
         for chunk in chunks:
             yield chunk
+
+    async def _shown(self, asked: ModelRequest) -> AsyncIterator[Chunk]:
+        """The model's reply, shown as it comes."""
+        live = self._live
+        if live is None:
+            async for chunk in self._model.stream(asked):
+                yield chunk
+            return
+        live.begin()
+        is_whole = False
+        try:
+            async for chunk in self._model.stream(asked):
+                live.feed(chunk)
+                yield chunk
+            is_whole = True
+        finally:
+            if not is_whole:
+                live.withdraw()
 
     async def aclose(self) -> None:
         """The model is its opener's to close."""

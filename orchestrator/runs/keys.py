@@ -13,7 +13,7 @@ def runs_prefix(deployment: str) -> str:
 
 
 def run_key(deployment: str, tenant: str, run: str) -> str:
-    """The hash of a run (RunRecord)."""
+    """The hash of a run (RunRecord); of a program's with more in it (hosted_records.py)."""
     return f"toolcrew:{deployment}:{tenant}:run:{run}"
 
 
@@ -27,9 +27,20 @@ def run_parts_key(deployment: str, tenant: str, run: str) -> str:
     return f"toolcrew:{deployment}:{tenant}:run:{run}:parts"
 
 
+def run_events_key(deployment: str, tenant: str, run: str) -> str:
+    """The stream of what is told of a program's run (told_events.py)."""
+    return f"toolcrew:{deployment}:{tenant}:run:{run}:events"
+
+
+def run_transcript_key(deployment: str, tenant: str, run: str) -> str:
+    """The messages of a program's run that has ended, packed (hosted_records.py)."""
+    return f"toolcrew:{deployment}:{tenant}:run:{run}:transcript"
+
+
 def batch_key(deployment: str, tenant: str, batch: str) -> str:
     """The hash of a batch (BatchRecord); beside it `:waiting` (sorted set), `:delayed` and `:running` (sets), `:ended` (sorted set) and `:items` (list)
-    of its runs' ids, and `:events` (stream)."""
+    of its runs' ids, and `:events` (stream). Beside the one of programs' runs `:index` (sorted set, as they were started), of which
+    `:succeeded`, `:failed` and `:cancelled` are those that ended so, and `:sessions` (hash, of those that they work in)."""
     return f"toolcrew:{deployment}:{tenant}:batch:{batch}"
 
 

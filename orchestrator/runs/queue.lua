@@ -4,6 +4,8 @@ local deployment, runs, operation = ARGV[1], ARGV[2], ARGV[3]
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local stamp = string.format('%.6f', now)
+-- The batch of the runs that programs start by themselves (hosted.lua).
+local STANDING = '@runs'
 
 local function split(text)
   local at = string.find(text, '|', 1, true)
@@ -26,7 +28,8 @@ end
 local function keep(tenant, batch)
   local ttl = ttl_of(tenant, batch)
   local key = batch_key(tenant, batch)
-  for _, one in ipairs({'', ':waiting', ':delayed', ':running', ':ended', ':items', ':events'}) do redis.call('EXPIRE', key .. one, ttl) end
+  local parts = batch == STANDING and {':index', ':sessions', ':succeeded', ':failed', ':cancelled'} or {':ended', ':items', ':events'}
+  for _, one in ipairs({'', ':waiting', ':delayed', ':running', unpack(parts)}) do redis.call('EXPIRE', key .. one, ttl) end
   redis.call('EXPIRE', batches_key(tenant), ttl)
 end
 
@@ -46,6 +49,7 @@ end
 local function begin(tenant, batch, run, claim, owner, lease_s, how)
   local key = run_key(tenant, run)
   redis.call('HSET', key, 'state', 'running', 'claim', claim, 'owner', owner)
+  redis.call('HDEL', key, 'asking', 'told')
   if how ~= 'resumed' then redis.call('HSET', key, 'started_at', stamp) end
   local running = batch_key(tenant, batch) .. ':running'
   redis.call('SADD', running, run)
@@ -82,6 +86,9 @@ local function settle(tenant, batch)
   redis.call('HSET', key, 'state', is_cancelled and 'cancelled' or 'completed', 'ended_at', stamp)
 end
 
+-- Of the runs that programs start (hosted.lua).
+local tell_end, build_end, finish_hosted
+
 -- A run whose record Redis has lost: nobody can work it, and its batch ends without it.
 local function forget(tenant, batch, run)
   local key = batch_key(tenant, batch)
@@ -90,13 +97,17 @@ local function forget(tenant, batch, run)
   redis.call('ZREM', key .. ':waiting', run)
   redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
   undelay(tenant, batch, run)
-  redis.call('ZADD', key .. ':ended', redis.call('HINCRBY', key, 'ends', 1), run)
+  if batch == STANDING then
+    tell_end(tenant, run, build_end(run, 'infrastructure', 'run_lost', 'Redis has lost the record of the run: see that it evicts nothing, then start the run again'))
+  else
+    redis.call('ZADD', key .. ':ended', redis.call('HINCRBY', key, 'ends', 1), run)
+  end
   redis.call('HINCRBY', key, 'failed:infrastructure', 1)
   keep(tenant, batch)
   settle(tenant, batch)
 end
 
-local function finish(tenant, run, outcome, failure)
+local function finish(tenant, run, outcome, failure, ended, transcript)
   local key = run_key(tenant, run)
   local batch = redis.call('HGET', key, 'batch')
   redis.call('HSET', key, 'state', 'ended', 'claim', '', 'outcome', outcome, 'failure', failure, 'ended_at', stamp)
@@ -105,13 +116,35 @@ local function finish(tenant, run, outcome, failure)
   redis.call('ZREM', batch_at .. ':waiting', run)
   redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
   undelay(tenant, batch, run)
-  redis.call('ZADD', batch_at .. ':ended', redis.call('HINCRBY', batch_at, 'ends', 1), run)
+  if batch == STANDING then
+    finish_hosted(tenant, run, failure, ended, transcript or '')
+  else
+    redis.call('ZADD', batch_at .. ':ended', redis.call('HINCRBY', batch_at, 'ends', 1), run)
+  end
   redis.call('HINCRBY', batch_at, failure == '' and 'succeeded' or 'failed:' .. failure, 1)
   keep_run(tenant, batch, run)
-  redis.call('EXPIRE', key .. ':log', 3600)
-  redis.call('EXPIRE', key .. ':parts', 3600)
+  -- What a program's run said is read out of its log when there is no transcript.
+  local log_ttl = batch == STANDING and (transcript or '') == '' and ttl_of(tenant, batch) or 3600
+  redis.call('EXPIRE', key .. ':log', log_ttl)
+  redis.call('EXPIRE', key .. ':parts', log_ttl)
   settle(tenant, batch)
   return batch
+end
+
+-- Whether nothing of the tenant is to be begun, by its policy (contract/tenancy.py): read once a step.
+local pauses = {}
+local function is_paused(tenant)
+  if pauses[tenant] == nil then
+    local key = deployment .. 'tenants'
+    local told = redis.call('HMGET', key, tenant, 'default', '#version')
+    local is_open = redis.call('HLEN', key) == (told[2] and 1 or 0) + (told[3] and 1 or 0)
+    local policy = told[1] or is_open and told[2] or ''
+    -- Most have nothing to say of it, and are not read for that.
+    local is_told = string.find(policy, 'is_paused', 1, true)
+    local is_json, fields = pcall(cjson.decode, is_told and policy or '{}')
+    pauses[tenant] = is_json and type(fields) == 'table' and fields.is_paused == true
+  end
+  return pauses[tenant]
 end
 
 local steps = {}
@@ -143,12 +176,13 @@ function steps.add()
 end
 
 -- owner, how many, lease, tenant|batch whose runs are wanted, tenants, then as many words for claims. Gives {tenant, run, claim, how} of each, and
--- {tenant, batch, run} of those that were left behind in a batch that is cancelled: they wait, to be ended.
+-- {tenant, batch, run} of those that were left behind in a batch that is cancelled: they wait, to be ended. Of a program's only the session is to be.
 -- Without a tenant|batch: of all that are detached, of those tenants (',a,b,'; '' for all).
 function steps.claim()
   local owner, most, lease_s, only, tenants = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8]
   local given, left, word = {}, {}, 9
   local function is_wanted(tenant, batch)
+    if is_paused(tenant) then return false end
     if only ~= '' then return only == tenant .. '|' .. batch end
     if tenants ~= '' and not string.find(tenants, ',' .. tenant .. ',', 1, true) then return false end
     return redis.call('HGET', batch_key(tenant, batch), 'is_detached') == '1'
@@ -159,9 +193,14 @@ function steps.claim()
   end
   for _, one in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'leases', '-inf', now, 'LIMIT', 0, 1000)) do
     local tenant, run = split(one)
-    local batch = redis.call('HGET', run_key(tenant, run), 'batch')
+    local told = redis.call('HMGET', run_key(tenant, run), 'batch', 'is_cancelled')
+    local batch = told[1]
     if not batch then
       redis.call('ZREM', runs .. 'leases', one)
+    elseif told[2] then
+      -- It alone was cancelled: its batch goes on, and would give it to somebody.
+      keep(tenant, finish(tenant, run, '', 'cancelled'))
+      if #left < 200 then table.insert(left, {tenant, batch, run}) end
     elseif redis.call('HGET', batch_key(tenant, batch), 'state') ~= 'in_progress' then
       requeue(tenant, batch, run)
       -- Until it has ended it is found here again, should whoever ends it die.
@@ -223,24 +262,24 @@ function steps.renew()
   local lost, cancelled = {}, {}
   for at = 5, #ARGV, 2 do
     local tenant, run = split(ARGV[at])
-    local told = redis.call('HMGET', run_key(tenant, run), 'claim', 'batch')
+    local told = redis.call('HMGET', run_key(tenant, run), 'claim', 'batch', 'is_cancelled')
     if told[1] ~= ARGV[at + 1] then
       table.insert(lost, ARGV[at])
     else
       redis.call('ZADD', runs .. 'leases', now + tonumber(ARGV[4]), ARGV[at])
       local state = redis.call('HGET', batch_key(tenant, told[2]), 'state')
-      if state == 'cancelling' or state == 'cancelled' then table.insert(cancelled, ARGV[at]) end
+      if told[3] or state == 'cancelling' or state == 'cancelled' then table.insert(cancelled, ARGV[at]) end
     end
   end
   return {lost, cancelled}
 end
 
--- tenant, run, claim, outcome, kind of failure. 1 when it is the run's outcome; 0 when another process has the run.
+-- tenant, run, claim, outcome, kind of failure; of a program's run its last event, its transcript. 1 when that is its outcome; 0: another process has it.
 function steps.finish()
   local told = redis.call('HMGET', run_key(ARGV[4], ARGV[5]), 'claim', 'state', 'outcome')
   if told[2] == 'ended' and told[3] == ARGV[7] then return 1 end
   if told[1] ~= ARGV[6] then return 0 end
-  keep(ARGV[4], finish(ARGV[4], ARGV[5], ARGV[7], ARGV[8]))
+  keep(ARGV[4], finish(ARGV[4], ARGV[5], ARGV[7], ARGV[8], ARGV[9], ARGV[10]))
   return 1
 end
 
@@ -248,14 +287,14 @@ end
 function steps.give_back()
   local tenant, run, after_s = ARGV[4], ARGV[5], tonumber(ARGV[7])
   local key = run_key(tenant, run)
-  local told = redis.call('HMGET', key, 'claim', 'batch')
+  local told = redis.call('HMGET', key, 'claim', 'batch', 'is_cancelled')
   if told[1] ~= ARGV[6] then return 0 end
   local state = redis.call('HGET', batch_key(tenant, told[2]), 'state')
-  if state == 'cancelling' or state == 'cancelled' then return 2 end
+  if told[3] or state == 'cancelling' or state == 'cancelled' then return 2 end
   redis.call('HSET', key, 'state', 'queued', 'claim', '', 'queued_at', stamp)
   if ARGV[8] == '1' then
     redis.call('HINCRBY', key, 'attempt', 1)
-    redis.call('HDEL', key, 'losses')
+    redis.call('HDEL', key, 'losses', 'told_step')
     redis.call('DEL', key .. ':log', key .. ':parts')
   end
   redis.call('SREM', batch_key(tenant, told[2]) .. ':running', run)
@@ -359,5 +398,3 @@ function steps.retry()
   if #again > 0 then redis.call('HSET', key, 'state', 'in_progress', 'ended_at', '0') end
   return again
 end
-
-return steps[operation]()

@@ -57,6 +57,9 @@ class BatchDefaults(Record):
     retries: int = Field(default=2, ge=0, le=20)
     artifacts: str | None = None
     """The folder that items' artifacts are copied to, as whoever works them sees it."""
+    asks_people: bool = Field(default=False, exclude_if=lambda asks: not asks)
+    """What must be approved waits in the queue of questions (docs/approvals.md). Left out of the bytes where it is not so: releases before it can read
+    those."""
 
 
 class RowPlace(Record):
@@ -85,12 +88,32 @@ class BatchRecord(Record):
     failed: dict[FailureKind, int] = Field(default_factory=dict)
 
 
+_OF_PROGRAMS = frozenset(
+    [
+        "digest",
+        "about",
+        "session",
+        "created_at",
+        "is_cancelled",
+        "told",
+        "told_step",
+        "asking",
+        "event_bytes",
+        "trimmed",
+        "last_event",
+        "end",
+    ]
+)
+"""Fields that a program's run has beside the record's own (hosted_records.py, told_events.py)."""
+
+
 def parse_run(fields: Mapping[bytes, bytes]) -> RunRecord:
     """The record of a run's hash. Raises ValidationError for what is none."""
     told: dict[str, Any] = {name.decode(): value.decode() for name, value in fields.items()}
     told["item"] = BatchItem.model_validate_json(told.get("item", "{}"))
     outcome = told.pop("outcome", "")
     told["outcome"] = Outcome.model_validate_json(outcome) if outcome else None
+    told = {name: value for name, value in told.items() if name not in _OF_PROGRAMS}
     return RunRecord.model_validate(told, strict=False)
 
 

@@ -13,9 +13,11 @@ from redis.exceptions import ConnectionError as LostConnection
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from orchestrator.audit import AUDIT_LUA
 from orchestrator.batches.items import BatchItem, Failure, FailureKind, Outcome
 from orchestrator.logs import get_logger
 from orchestrator.outages import outlast
+from orchestrator.runs.hosted_records import STANDING, pack_end
 from orchestrator.runs.keys import RUN_TTL_S, batch_key, batches_key, member, run_key, runs_prefix, split_member
 from orchestrator.runs.left_sessions import close_left_sessions
 from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState, RowPlace, RunRecord, parse_batch, parse_run
@@ -26,7 +28,9 @@ Thing = TypeVar("Thing")
 LEASE_S = 20.0
 AT_ONCE = 200
 """Runs in one step: so long Redis does nothing else."""
-_SCRIPT = Path(__file__).with_name("queue.lua").read_text()
+_SCRIPT = "\n".join(
+    [AUDIT_LUA, *(Path(__file__).with_name(name).read_text() for name in ("queue.lua", "hosted.lua")), "return steps[operation]()"]
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class RunQueue:
         added = 0
         for some in _in_steps(runs):
             arguments = [word for run, item in some for word in (run, item.model_dump_json(), item.priority, item.line)]
-            told = int(await self._step("add", tenant, batch, *arguments))
+            told = int(await self.step("add", tenant, batch, *arguments))
             if told < 0:
                 raise BatchCancelled(batch)
             added += told
@@ -100,14 +104,14 @@ class RunQueue:
 
     async def reopen(self, tenant: str, batch: str) -> bool:
         """Go on with a batch that was cancelled, or seemed complete, if something of it waits or is still to be added; whether that was so."""
-        return bool(await self._step("reopen", tenant, batch))
+        return bool(await self.step("reopen", tenant, batch))
 
     async def claim(self, most: int, only: tuple[str, str] | None = None, tenants: Collection[str] = ()) -> list[Claim]:
         """Up to so many runs: those of processes that died first, then the next of each batch in turn. `only`: of that tenant's batch; None: of all
         detached ones, of those `tenants` if there are some. What another release wrote is left to that one."""
         most = min(most, AT_ONCE)
         wanted = (member(*only) if only is not None else "", f",{','.join(tenants)}," if tenants else "")
-        told, left = await self._step("claim", self.owner, most, LEASE_S, *wanted, *(secrets.token_hex(8) for _ in range(most)))
+        told, left = await self.step("claim", self.owner, most, LEASE_S, *wanted, *(secrets.token_hex(8) for _ in range(most)))
         await self._end_left([tuple(part.decode() for part in one) for one in left])
         given = [tuple(part.decode() for part in one) for one in told]
         claims: list[Claim] = []
@@ -118,7 +122,7 @@ class RunQueue:
                 claims.append(Claim(tenant, run, word, how == "resumed", parse_run(fields)))
             except ValidationError as error:
                 log.error("run_not_readable", tenant=tenant, run=run, error=_first(error))
-                await self._step("give_back", tenant, run, word, LEASE_S, "")
+                await self.step("give_back", tenant, run, word, LEASE_S, "")
         return claims
 
     async def renew(self, claims: Sequence[Claim]) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
@@ -127,26 +131,38 @@ class RunQueue:
         cancelled: set[tuple[str, str]] = set()
         for some in _in_steps(claims):
             words = [word for claim in some for word in (member(claim.tenant, claim.run), claim.word)]
-            gone, ended = await self._step("renew", LEASE_S, *words)
+            gone, ended = await self.step("renew", LEASE_S, *words)
             lost |= {split_member(one.decode()) for one in gone}
             cancelled |= {split_member(one.decode()) for one in ended}
         return lost, cancelled
 
+    async def cancels(self) -> set[tuple[str, str]]:
+        """The programs' runs that are to be ended by whoever works them, as (tenant, run)."""
+        told: Any = await _told(lambda: self._client.zrange(self._prefixes[1] + "cancels", 0, AT_ONCE))
+        return {split_member(one.decode()) for one in told}
+
     async def finish(self, claim: Claim, outcome: Outcome) -> bool:
         """Note how a run ended. False when another process has it."""
         kind = outcome.failure.kind.value if outcome.failure is not None else ""
-        return bool(await self._step("finish", claim.tenant, claim.run, claim.word, outcome.model_dump_json(), kind))
+        told: tuple[str | bytes, ...] = (outcome.model_dump_json(), kind)
+        if claim.record.batch == STANDING:
+            outcome, end, transcript = pack_end(outcome)
+            told = (outcome.model_dump_json(), kind, end, transcript)
+        return bool(await self.step("finish", claim.tenant, claim.run, claim.word, *told))
 
     async def give_back(self, claim: Claim, *, after_s: float = 0.0, anew: bool = False) -> bool:
         """Let another process go on with a run, or begin it `anew`, as one more attempt, after so many seconds. False when another process has it. Raises
         BatchCancelled."""
-        told = int(await self._step("give_back", claim.tenant, claim.run, claim.word, after_s, "1" if anew else "0"))
+        told = int(await self.step("give_back", claim.tenant, claim.run, claim.word, after_s, "1" if anew else "0"))
         if told == 2:
             raise BatchCancelled(claim.record.batch)
         return bool(told)
 
     async def _end_left(self, left: Sequence[tuple[str, ...]]) -> None:
-        """End runs of cancelled batches whose holder died: nobody may follow those batches."""
+        """End runs of cancelled batches whose holder died: nobody may follow those batches. One that was cancelled by itself has ended."""
+        for tenant, _, run in (one for one in left if one[1] == STANDING):
+            await self.close_sessions(tenant, [run])
+        left = [one for one in left if one[1] != STANDING]
         records = await self._fields([(tenant, run) for tenant, _, run in left])
         for (tenant, batch, run), fields in zip(left, records, strict=True):
             try:
@@ -157,7 +173,7 @@ class RunQueue:
     async def cancel(self, tenant: str, batch: str) -> int:
         """Begin nothing of a batch any more: what waits ends as cancelled, what runs is ended by who works it. How many waited."""
         record, dropped = await self.batch(tenant, batch), 0
-        while waiting := await self._step("cancel", tenant, batch, AT_ONCE):
+        while waiting := await self.step("cancel", tenant, batch, AT_ONCE):
             names = [run.decode() for run in waiting]
             records = await self.runs([(tenant, name) for name in names])
             outcomes = [_cancelled(name, told) for name, told in zip(names, records, strict=True) if told is not None]
@@ -171,7 +187,7 @@ class RunQueue:
             words = [
                 word for one in some for word in (one.run, one.model_dump_json(), one.failure.kind.value if one.failure is not None else "")
             ]
-            ended = {run.decode() for run in await self._step("settle", tenant, batch, *words)}
+            ended = {run.decode() for run in await self.step("settle", tenant, batch, *words)}
             await self.close_sessions(tenant, ended)
             settled |= ended
         return settled
@@ -185,7 +201,7 @@ class RunQueue:
         wanted, again = [kind.value for kind in kinds], 0
         ended = await self.ended(tenant, batch, 0)
         for some in _in_steps(run for _, run in ended):
-            again += len(await self._step("retry", tenant, batch, len(wanted), *wanted, *some))
+            again += len(await self.step("retry", tenant, batch, len(wanted), *wanted, *some))
         return again
 
     async def batch(self, tenant: str, batch: str) -> BatchRecord:
@@ -295,7 +311,9 @@ class RunQueue:
 
         return list(await _told(read)) if names else []
 
-    async def _step(self, operation: str, *arguments: Any) -> Any:
+    async def step(self, operation: str, *arguments: Any) -> Any:
+        """What a step of the queue gives (queue.lua, hosted.lua)."""
+
         async def say() -> Any:
             try:
                 return await self._script(args=[*self._prefixes, operation, *arguments])

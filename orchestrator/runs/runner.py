@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +14,12 @@ from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDeni
 from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
 from orchestrator.batches.items import Failure, FailureKind, Outcome
 from orchestrator.limits import Prices
-from orchestrator.logs import get_logger
+from orchestrator.logs import bound, get_logger
 from orchestrator.models.base import Usage
 from orchestrator.runs.brake import ROOM_AGAIN_S, NotNow
 from orchestrator.runs.cancelling import cancel_all, check_cancelled
 from orchestrator.runs.happening_stream import HappeningWriter
+from orchestrator.runs.hosted_records import STANDING, standing_defaults
 from orchestrator.runs.item_work import ItemWork, prices_of
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import judge_error, judge_losses, status_of
@@ -31,6 +32,7 @@ log = get_logger(__name__)
 LOOK_S = 0.5
 """How often it is looked for work while there is room for some."""
 RENEWALS_A_LEASE = 4
+CANCELS_S = 0.5
 DEFAULTS_FRESH_S = 2.0
 """How old what is known of a batch's defaults may be."""
 MAX_LOSSES = 5
@@ -115,12 +117,13 @@ class Runner:
         Raises ModelDenied when the model refuses this process: what runs is given back, and nothing has failed for it.
         """
         renewing = asyncio.create_task(self._renew_regularly(), name="renew-runs")
+        heeding = asyncio.create_task(self._heed_cancels(), name="heed-cancels")
         writing = asyncio.create_task(self.writer.run(), name="write-happenings")
         try:
             await self._until_drained()
         finally:
             await asyncio.shield(self._end_all())
-            await cancel_all((renewing, writing))
+            await cancel_all((renewing, heeding, writing))
         if self._denied is not None:
             raise self._denied
 
@@ -161,12 +164,14 @@ class Runner:
         key = (claim.tenant, claim.run)
         working = self._working[key]
         try:
-            await self._until_ended(claim, working)
+            with bound(tenant=claim.tenant, batch=claim.record.batch, run=claim.run):
+                await self._until_ended(claim, working)
         except asyncio.CancelledError:
             await self._interrupted(claim, working)
         except Exception:  # the edge of a run: the runner goes on, and the lease gives this one to whoever comes next
             log.exception("run_broke_off", run=claim.run)
         finally:
+            self.work.drop_spans(claim)
             if self._working.get(key) is working:
                 del self._working[key]
             self._freed.set()
@@ -322,7 +327,8 @@ class Runner:
             await self.work.abandon(claim, working.journal)
         else:
             await self.queue.close_sessions(claim.tenant, [claim.run])
-        failure = Failure(kind=FailureKind.CANCELLED, code=ErrorCode.CANCELLED.value, message="the batch was cancelled while this item ran")
+        told = "the run was cancelled" if claim.record.batch == STANDING else "the batch was cancelled while this item ran"
+        failure = Failure(kind=FailureKind.CANCELLED, code=ErrorCode.CANCELLED.value, message=told)
         outcome = _failed(claim, failure)
         if await self.queue.finish(claim, outcome):
             self._tell_end(claim, working, outcome, is_retried=False)
@@ -342,14 +348,25 @@ class Runner:
                 log.warning("runs_not_renewed", runs=len(working), error=str(error))
                 continue
             # One that has just ended is nobody's any more, and one that ends is not to be disturbed.
-            for key in lost | cancelled:
-                if self._working.get(key) is not working[key] or working[key].is_ending:
-                    continue
-                if key in lost:
+            for key in lost:
+                if self._working.get(key) is working[key] and not working[key].is_ending:
                     self._lose(working[key])
-                else:
-                    working[key].is_cancelled = True
-                    working[key].task.cancel()
+            self._end_cancelled(cancelled)
+
+    async def _heed_cancels(self) -> None:
+        """A program's run is cancelled by itself, and somebody waits for that."""
+        while True:
+            check_cancelled()
+            await asyncio.sleep(CANCELS_S)
+            if any(one.claim.record.batch == STANDING for one in self._working.values()):
+                with suppress(BrokerUnavailable):
+                    self._end_cancelled(await self.queue.cancels())
+
+    def _end_cancelled(self, runs: Iterable[tuple[str, str]]) -> None:
+        for working in (self._working[key] for key in runs if key in self._working):
+            if not working.is_ending:
+                working.is_cancelled = True
+                working.task.cancel()
 
     async def _end_all(self) -> None:
         interrupted = {working.task: working for working in self._working.values()}
@@ -358,6 +375,8 @@ class Runner:
     async def _defaults_of(self, claim: Claim) -> BatchDefaults:
         """Of the claim's batch. They may change when it is submitted again."""
         key, now = (claim.tenant, claim.record.batch), time.monotonic()
+        if claim.record.batch == STANDING:
+            return standing_defaults()
         self._defaults = {of: known for of, known in self._defaults.items() if now - known[0] < DEFAULTS_FRESH_S}
         if key not in self._defaults:
             self._defaults[key] = now, (await self.queue.batch(*key)).defaults

@@ -7,11 +7,10 @@ from typing import Any
 
 from orchestrator.traces import records
 from orchestrator.traces.reading import Trace, TraceCall, seconds_of
+from telemetry import names
 
 INTERNAL, CLIENT = 1, 3
 STATUS_ERROR = 2
-PROVIDER = "openai"
-"""The API that is spoken; whose endpoint it is the trace does not know."""
 
 
 def build_otel(trace: Trace, *, with_content: bool = False) -> dict[str, Any]:
@@ -19,7 +18,7 @@ def build_otel(trace: Trace, *, with_content: bool = False) -> dict[str, Any]:
     spans = _spans(trace, with_content) if trace.records else []
     resource = {"service.name": "toolcrew", "service.version": trace.start.release if trace.start else ""}
     if trace.records:
-        resource["toolcrew.tenant"] = trace.records[0].tenant
+        resource[names.TENANT] = trace.records[0].tenant
     scope = {"name": "toolcrew", "version": resource["service.version"]}
     return {"resourceSpans": [{"resource": {"attributes": _attributes(resource)}, "scopeSpans": [{"scope": scope, "spans": spans}]}]}
 
@@ -31,22 +30,22 @@ def _spans(trace: Trace, with_content: bool) -> list[dict[str, Any]]:
     root = _span_id(trace.start.span_id if trace.start else first.parent or first.span_id, salt)
     end = trace.end
     told: dict[str, Any] = {
-        "gen_ai.operation.name": "invoke_agent",
-        "gen_ai.provider.name": PROVIDER,
-        "gen_ai.agent.name": "toolcrew",
-        "gen_ai.conversation.id": trace.run,
-        "gen_ai.request.model": trace.start.model if trace.start else None,
-        "toolcrew.stop_reason": end.stop_reason if end else None,
-        "gen_ai.usage.input_tokens": end.prompt_tokens if end else None,
-        "gen_ai.usage.output_tokens": end.completion_tokens if end else None,
-        "error.type": _run_error(end),
+        names.OPERATION: "invoke_agent",
+        names.PROVIDER: names.PROVIDER_NAME,
+        names.AGENT: names.AGENT_NAME,
+        names.CONVERSATION: trace.run,
+        names.REQUEST_MODEL: trace.start.model if trace.start else None,
+        names.STOP_REASON: end.stop_reason if end else None,
+        names.INPUT_TOKENS: end.prompt_tokens if end else None,
+        names.OUTPUT_TOKENS: end.completion_tokens if end else None,
+        names.ERROR: _run_error(end),
     }
     if with_content:
-        told |= {"gen_ai.input.messages": _message("user", trace.start.instruction) if trace.start else None}
-        told |= {"gen_ai.output.messages": _message("assistant", end.answer) if end else None}
+        told |= {names.INPUT_MESSAGES: _message("user", trace.start.instruction) if trace.start else None}
+        told |= {names.OUTPUT_MESSAGES: _message("assistant", end.answer) if end else None}
     times = (first.ts, trace.attempt[-1].ts)
     ids = {"traceId": first.trace_id, "spanId": root}
-    spans = [_span(ids, "invoke_agent toolcrew", INTERNAL, times, told, (end.error if end else None) or "")]
+    spans = [_span(ids, f"invoke_agent {names.AGENT_NAME}", INTERNAL, times, told, (end.error if end else None) or "")]
     for child in (*_chats(trace, salt), *_tools(trace, salt, with_content)):
         child |= {"traceId": first.trace_id, "parentSpanId": root}
         spans.append(child)
@@ -63,17 +62,17 @@ def _chats(trace: Trace, salt: str) -> list[dict[str, Any]]:
             continue
         answer = answers.get(record.span_id)
         told: dict[str, Any] = {
-            "gen_ai.operation.name": "chat",
-            "gen_ai.provider.name": PROVIDER,
-            "gen_ai.request.model": model,
-            "gen_ai.conversation.id": trace.run,
-            "toolcrew.step": record.step,
+            names.OPERATION: "chat",
+            names.PROVIDER: names.PROVIDER_NAME,
+            names.REQUEST_MODEL: model,
+            names.CONVERSATION: trace.run,
+            names.STEP: record.step,
         }
         if answer is None:
-            told["error.type"] = "no_reply"
+            told[names.ERROR] = "no_reply"
         else:
-            told |= {"gen_ai.usage.input_tokens": answer.prompt_tokens, "gen_ai.usage.output_tokens": answer.completion_tokens}
-            told["gen_ai.response.finish_reasons"] = [answer.finish_reason] if answer.finish_reason else None
+            told |= {names.INPUT_TOKENS: answer.prompt_tokens, names.OUTPUT_TOKENS: answer.completion_tokens}
+            told[names.FINISH_REASONS] = [answer.finish_reason] if answer.finish_reason else None
         times = (record.ts, answer.ts if answer else record.ts)
         spans.append(_span({"spanId": _span_id(record.span_id, salt)}, f"chat {model}".strip(), CLIENT, times, told))
     return spans
@@ -87,16 +86,16 @@ def _tools(trace: Trace, salt: str, with_content: bool) -> list[dict[str, Any]]:
         if begun is None:
             continue
         told: dict[str, Any] = {
-            "gen_ai.operation.name": "execute_tool",
-            "gen_ai.tool.name": call.tool,
-            "gen_ai.tool.type": "function",
-            "gen_ai.tool.call.id": call.call_id,
-            "gen_ai.tool.description": described.get(call.tool),
-            "gen_ai.conversation.id": trace.run,
+            names.OPERATION: "execute_tool",
+            names.TOOL: call.tool,
+            names.TOOL_TYPE: "function",
+            names.TOOL_CALL: call.call_id,
+            names.TOOL_DESCRIPTION: described.get(call.tool),
+            names.CONVERSATION: trace.run,
         }
         if call.result is not None:
-            told |= {"error.type": call.result.error_code, "toolcrew.sandbox": call.result.sandbox.id if call.result.sandbox else None}
-            told |= {f"toolcrew.{name}": seconds for name, seconds in call.result.clocks.model_dump().items()}
+            told |= {names.ERROR: call.result.error_code, names.SANDBOX: call.result.sandbox.id if call.result.sandbox else None}
+            told |= {names.CLOCKS.format(name): seconds for name, seconds in call.result.clocks.model_dump().items()}
         if with_content:
             told |= _content(call)
         times = (begun.ts, call.result.ts if call.result else begun.ts)
@@ -105,8 +104,8 @@ def _tools(trace: Trace, salt: str, with_content: bool) -> list[dict[str, Any]]:
 
 
 def _content(call: TraceCall) -> dict[str, Any]:
-    told: dict[str, Any] = {"gen_ai.tool.call.arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {**told, "gen_ai.tool.call.result": call.result.text()} if call.result is not None else told
+    told: dict[str, Any] = {names.TOOL_ARGUMENTS: json.dumps(call.arguments, ensure_ascii=False)}
+    return {**told, names.TOOL_RESULT: call.result.text()} if call.result is not None else told
 
 
 def _run_error(end: records.RunEnd | None) -> str | None:
@@ -125,7 +124,7 @@ def _span(
     start, end = (_nanos(ts) for ts in times)
     span: dict[str, Any] = {**ids, "name": name, "kind": kind, "attributes": _attributes(attributes)}
     span |= {"startTimeUnixNano": str(start), "endTimeUnixNano": str(max(start, end))}
-    if attributes.get("error.type"):
+    if attributes.get(names.ERROR):
         span["status"] = {"code": STATUS_ERROR} | ({"message": message} if message else {})
     return span
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from contract.calls import ToolResult
 from contract.errors import ConfigError
+from contract.traceparent import call_span_id, derive_id, run_span_id, trace_id_of
 from orchestrator import events
 from orchestrator.logs import get_logger
 from orchestrator.models.base import Message, Usage
@@ -84,8 +85,8 @@ class TraceRecorder:
         self._has_pieces = has_pieces
         self._who = {"tenant": tenant, "run": run}
         self._session = session
-        self._trace_id = _hash("trace", tenant, run)[:32]
-        self._root = _hash("run", tenant, run)[:16]
+        self._trace_id = trace_id_of(tenant, run)
+        self._root = run_span_id(tenant, run)
         self._seq, self._is_continued = _continue(path)
         self._lost_lines = self._lost_blobs = 0
         self._has_begun = False
@@ -134,7 +135,7 @@ class TraceRecorder:
                 self._called_at[event.call.id] = event.at
                 self._arguments[event.call.id] = event.call.arguments
                 told = {"call_id": event.call.id, "tool": event.call.name, "arguments": event.call.arguments, "step": self._step}
-                self._tell("tool.call", event, _hash("call", event.call.id)[:16], **told)
+                self._tell("tool.call", event, call_span_id(event.call.id), **told)
             case events.CallSent():
                 is_same = event.call.arguments == self._arguments.pop(event.call.id, None)
                 told = {"tool": event.call.name, "arguments": None if is_same else event.call.arguments}
@@ -204,7 +205,7 @@ class TraceRecorder:
             }
             self._tell("llm.response", event, self._request_span, **answer, **usage)
             return
-        self._request_span = _hash("request", self._root, str(self._seq))[:16]
+        self._request_span = derive_id("request", self._root, str(self._seq))[:16]
         messages, tools = event.request.messages, event.request.tools
         kept = next((at for at, (old, new) in enumerate(zip(self._asked, messages, strict=False)) if old != new), None)
         kept = min(len(self._asked), len(messages)) if kept is None else kept
@@ -245,7 +246,7 @@ class TraceRecorder:
         self._sandbox = now.id
 
     def _tell_of_call(self, kind: str, event: events.RunEvent, call_id: str, **told: Any) -> None:
-        self._tell(kind, event, _hash("call", call_id)[:16], call_id=call_id, **told)
+        self._tell(kind, event, call_span_id(call_id), call_id=call_id, **told)
 
     def _tell(self, kind: str, event: events.RunEvent, span: str, **told: Any) -> None:
         line = {"v": records.VERSION, "ts": _instant(event.at), "seq": 0, "type": kind, "trace_id": self._trace_id, "span_id": span}
@@ -329,10 +330,6 @@ def _instant(at: float) -> str:
 
 def _dump(value: Any) -> bytes:
     return _ENCODER.encode(value).encode()
-
-
-def _hash(*parts: str) -> str:
-    return hashlib.sha256("\0".join(("toolcrew", *parts)).encode(errors="surrogatepass")).hexdigest()
 
 
 def _hash_json(value: Any) -> str:

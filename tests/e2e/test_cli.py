@@ -239,9 +239,9 @@ def test_doctor_tells_what_is_missing_and_how_to_mend_it(footprint: Footprint) -
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_up_tells_where_it_is_on_one_line_and_takes_all_down_at_a_signal(engine: APIClient, number: int) -> None:
-    with open_stack(engine) as stack:
+    with open_stack(engine, {"TOOLCREW_EMBEDDED_FLOWER": "true", "TOOLCREW_EMBEDDED_API": "true"}) as stack:
         assert isinstance(stack.info, StackInfo)
-        assert set(stack.info.pids) == {"redis", "sandboxd", "worker", "web", "flower", "orchestrator"}
+        assert set(stack.info.pids) == {"redis", "sandboxd", "worker", "web", "flower", "api", "orchestrator"}
         running = stack.footprint.processes()
         assert {pid for pids in stack.info.pids.values() for pid in pids} <= set(running)
 
@@ -272,6 +272,9 @@ def test_up_in_text_says_how_to_use_it_and_goes_with_its_terminal(footprint: Foo
     assert "Ctrl-C takes it down" in text
     assert "export TOOLCREW_REDIS_URL=" in text
     assert "toolcrew call bash_tool" in text
+    # Both are switched off here.
+    assert "Flower" not in text
+    assert "API" not in text
     footprint.assert_nothing_left(within_s=1)
 
 

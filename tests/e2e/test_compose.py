@@ -14,13 +14,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from orchestrator.redis_users import ROLES
+from tests.image_scan import scan_image
+from tests.log_lines import read_events
 from tests.stack import free_port, missing, require_engine, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = {"redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "flower"}
+SERVICES = {"redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "api", "flower"}
 BUILD_S, UP_S, HEALTHY_S, DOWN_S, ANSWER_S = 900.0, 240.0, 120.0, 120.0, 120.0
 
 KNOCK = """
@@ -72,6 +75,7 @@ class ComposeStack:
     def __init__(self, compose: list[str], folder: Path) -> None:
         self.name = f"tctest{secrets.token_hex(4)}"
         self.flower_port = free_port()
+        self.api_port = free_port()
         self.flower_password = secrets.token_hex(16)
         values = {
             "COMPOSE_PROJECT_NAME": self.name,
@@ -79,6 +83,7 @@ class ComposeStack:
             "TOOLCREW_SECRET": secrets.token_hex(32),
             "TOOLCREW_FLOWER_PASSWORD": self.flower_password,
             "TOOLCREW_FLOWER_PORT": str(self.flower_port),
+            "TOOLCREW_API_PORT": str(self.api_port),
             "TOOLCREW_HEALTH_INTERVAL": "10s",
         }
         host = os.environ.get("DOCKER_HOST", "")
@@ -177,6 +182,17 @@ def test_a_batch_that_is_handed_over_is_worked_by_the_service(composed: ComposeS
     assert (row["custom_id"], row["response"]["body"]["output"].strip()) == ("a", "42")
 
 
+def test_a_program_of_the_host_opens_a_session_and_calls_a_tool_over_http(composed: ComposeStack) -> None:
+    made = json.loads(composed.execute("api", "toolcrew", "tenants", "keys", "add", "default", "--json").out)
+    with httpx.Client(
+        base_url=f"http://127.0.0.1:{composed.api_port}", headers={"Authorization": f"Bearer {made['key']}"}, timeout=60
+    ) as client:
+        session = client.post("/v1/sessions", json={}).json()["id"]
+        result = client.post(f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": "echo $((6*7))"}}).json()
+        assert (result["success"], result["output"].strip()) == (True, "42"), composed.tell()
+        assert client.delete(f"/v1/sessions/{session}").status_code == 204
+
+
 def test_a_call_of_the_web_pool_goes_through_and_is_kept_from_the_inner_network(composed: ComposeStack) -> None:
     ran = composed.execute("orchestrator", "toolcrew", "call", "webfetch_tool", "url=http://redis:6379/", "--json")
     result = json.loads(ran.out)
@@ -199,6 +215,22 @@ def test_a_service_that_is_taken_over_holds_no_right_and_cannot_change_its_files
     ran = composed.execute(service, "sh", "-c", "grep -E '^(CapEff|CapBnd|NoNewPrivs):' /proc/self/status; touch /etc/x /usr/bin/x")
     assert ran.status != 0
     assert ran.out.split() == ["CapEff:", "0" * 16, "CapBnd:", "0" * 16, "NoNewPrivs:", "1"]
+
+
+@pytest.mark.parametrize("service", sorted(SERVICES))
+def test_an_image_of_a_service_holds_nothing_that_gives_rights(composed: ComposeStack, service: str) -> None:
+    assert scan_image(f"toolcrew-{service}:dev") == []
+
+
+def test_the_services_log_lines_of_json_and_nothing_else(composed: ComposeStack) -> None:
+    """But for Redis, which has a form of its own, and Flower."""
+    for service in sorted(SERVICES - {"redis", "flower"}):
+        (container,) = composed.list_left("container", service)
+        logged = run(["docker", "logs", container])
+        events = read_events(logged.err)
+        assert logged.out == "", service
+        assert events, service
+        assert all({"timestamp", "level", "event", "service"} <= set(event) for event in events), service
 
 
 def test_a_worker_that_is_taken_over_cannot_open_a_connection_to_the_outside(composed: ComposeStack) -> None:

@@ -43,7 +43,8 @@ SECRET, PREVIOUS, ARGUMENT, OUTPUT, LARGE = (make_canary(what) for what in ("sec
 
 @pytest.fixture(scope="module")
 def watched(engine: APIClient) -> Iterator[Stack]:
-    with open_stack(engine, {"TOOLCREW_SECRET": SECRET, "TOOLCREW_SECRETS_PREVIOUS": json.dumps([PREVIOUS])}) as opened:
+    signing = {"TOOLCREW_SECRET": SECRET, "TOOLCREW_SECRETS_PREVIOUS": json.dumps([PREVIOUS])}
+    with open_stack(engine, {**signing, "TOOLCREW_EMBEDDED_FLOWER": "true"}) as opened:
         yield opened
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from contract.errors import BrokerUnavailable, ConfigError, SandboxUnavailable
 from orchestrator.client import ToolClient
 from orchestrator.local_stack import StackInfo
 from orchestrator.settings import OrchestratorSettings
+from tests.log_lines import read_log
 from tests.stack import (
     TOOLCREW,
     Footprint,
@@ -144,7 +144,7 @@ def test_a_worker_told_to_end_finishes_its_call_however_long_after(program: Prog
 
     end_commands(program.footprint.containers()[0], "sleep 99")
 
-    wait_until(lambda: re.search(r"tool\.bash_tool.* succeeded", log.read_text()), 30, log.read_text)
+    wait_until(lambda: "bash_tool" in [one["tool"] for one in read_log(log, "call_ended")], 30, log.read_text)
 
 
 def end_commands(container: str, command: str) -> None:

@@ -151,7 +151,7 @@ async def test_a_killed_worker_is_started_again_and_its_call_is_said_to_be_lost(
 
 
 async def test_everything_killed_at_once_but_the_keeper_comes_back(own_stack: Stack) -> None:
-    roles = ("redis", "sandboxd", "worker", "web", "flower")
+    roles = ("redis", "sandboxd", "worker", "web")
     killed = {role: own_stack.pid(role) for role in roles}
     async with ToolClient.connect(own_stack.redis_url) as client:
         session = await client.open_session()

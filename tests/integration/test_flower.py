@@ -1,84 +1,253 @@
-"""What the people who watch Flower and read logs see: every tool by its name, and never what went in or came out."""
+"""What the people who watch Flower see: every tool by its name, what became of its calls, and never what went in or came out; and that they can
+change nothing."""
 
 import asyncio
 import contextlib
+import os
+import re
 import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from celery import Celery
+from docker import APIClient
+from flower.urls import handlers
+from prometheus_client.parser import text_string_to_metric_families
 
+from contract.errors import ErrorCode
+from orchestrator.client import ToolClient
+from orchestrator.flower import DEFAULTS
 from orchestrator.sessions import Session
-from tests.stack import Stack, eventually
+from tests.queue_by_hand import publish
+from tests.stack import UP_S, Stack, eventually, open_stack
 
 pytestmark = pytest.mark.stack
+
+MAX_TASKS = 60
+PAGES = "https://pages.test/ui"
+NOBODYS = ("/healthcheck", "/static/js/flower.js", "/login", "/logout", "/nonesuch")
+"""What needs no password and tells nothing of a deployment."""
+
+
+@pytest.fixture(scope="module")
+def stack(engine: APIClient) -> Iterator[Stack]:
+    """One with Flower, of which a restart loses at most a second."""
+    told = {"TOOLCREW_EMBEDDED_FLOWER": "true", "TOOLCREW_PAGE_URL": PAGES, "FLOWER_MAX_TASKS": str(MAX_TASKS)}
+    with open_stack(engine, {**told, "FLOWER_STATE_SAVE_INTERVAL": "300"}) as opened:
+        yield opened
+        assert opened.end() == 0
+        opened.footprint.assert_nothing_left()
+
+
+def ask(stack: Stack, path: str) -> httpx.Response:
+    """With the right password."""
+    return httpx.get(httpx.URL(str(stack.info.flower_url)).join(path), timeout=30)
 
 
 def tasks_of(stack: Stack) -> dict[str, dict[str, Any]]:
     """Flower's tasks by id; those it knows by name."""
-    answer = httpx.get(f"{stack.info.flower_url}api/tasks", timeout=20)
+    answer = ask(stack, "/api/tasks")
     answer.raise_for_status()
     return {name: task for name, task in answer.json().items() if task.get("name")}
 
 
+def tasks_of_calls(stack: Stack, call_ids: list[str], state: str = "SUCCESS") -> dict[str, dict[str, Any]] | None:
+    """By the call's id, once all are in that state."""
+    found = {call_id: task for task in tasks_of(stack).values() for call_id in call_ids if f"-{call_id}." in task["uuid"]}
+    return found if len(found) == len(call_ids) and all(task["state"] == state for task in found.values()) else None
+
+
+def samples(stack: Stack, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
+    """Of Flower's metrics, those that have these labels."""
+    families = text_string_to_metric_families(ask(stack, "/metrics").text)
+    found = [sample for family in families for sample in family.samples if sample.name == name]
+    return [(sample.labels, sample.value) for sample in found if labels.items() <= sample.labels.items()]
+
+
+def make_ids(count: int) -> list[str]:
+    return [f"f{secrets.token_hex(3)}" for _ in range(count)]
+
+
 async def until_it_hears(stack: Stack, session: Session) -> None:
     """Calls are served before Flower listens to events, and it never hears of those."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(UP_S):
         while True:
-            await session.call("glob_tool", {"pattern": "*"})
-            with contextlib.suppress(httpx.TransportError):
-                if await asyncio.to_thread(tasks_of, stack):
-                    return
+            call_id = make_ids(1)[0]
+            await session.call("glob_tool", {"pattern": "*"}, call_id=call_id)
+            for _ in range(4):
+                with contextlib.suppress(httpx.HTTPError):
+                    if await asyncio.to_thread(tasks_of_calls, stack, [call_id]):
+                        return
+                await asyncio.sleep(0.1)
 
 
 async def test_flower_lists_calls_by_tool_and_shows_neither_arguments_nor_output(stack: Stack, session: Session) -> None:
     await until_it_hears(stack, session)
     # The output differs from the argument, so that a find says which of the two got out.
     word = f"canary-{secrets.token_hex(6)}"
-    call_ids = [f"f{secrets.token_hex(3)}" for _ in range(3)]
+    call_ids = make_ids(3)
     ran = await session.call("bash_tool", {"command": f"x={word}; echo ${{x^^}}"}, call_id=call_ids[0])
     await session.call("write_tool", {"file_path": f"{word}.txt", "content": word}, call_id=call_ids[1])
     await session.call("read_tool", {"file_path": f"{word}.txt"}, call_id=call_ids[2])
     assert ran.metadata["stdout"] == f"{word.upper()}\n"
 
-    def all_ended() -> dict[str, dict[str, Any]] | None:
-        tasks = tasks_of(stack)
-        ours = {name: task for name, task in tasks.items() if any(f"-{call_id}." in name for call_id in call_ids)}
-        return tasks if len(ours) == 3 and all(task["state"] == "SUCCESS" for task in ours.values()) else None
+    tasks = await eventually(lambda: tasks_of_calls(stack, call_ids), 30, "Flower shows the three calls as done")
 
-    tasks = await eventually(all_ended, 20, "Flower shows the three calls as done")
-
-    assert {"tool.bash_tool", "tool.write_tool", "tool.read_tool"} <= {task["name"] for task in tasks.values()}
-    shown = repr(tasks)
-    assert word not in shown, "an argument is shown in Flower"
-    assert word.upper() not in shown, "output is shown in Flower"
-
-
-async def test_the_workers_log_has_neither_arguments_nor_output(stack: Stack, session: Session) -> None:
-    word = f"canary-{secrets.token_hex(6)}"
-
-    await session.call("bash_tool", {"command": f"x={word}; echo ${{x^^}}"}, call_id=f"l{secrets.token_hex(3)}")
-    await session.call("read_tool", {"file_path": f"{word}-missing"}, call_id=f"l{secrets.token_hex(3)}")
-
-    log = stack.log("worker")
-    assert "tool.bash_tool" in log
-    assert word not in log, "an argument is in worker.log"
-    assert word.upper() not in log, "output is in worker.log"
+    assert [tasks[call_id]["name"] for call_id in call_ids] == ["tool.bash_tool", "tool.write_tool", "tool.read_tool"]
+    task, worker = tasks[call_ids[0]]["uuid"], tasks[call_ids[0]]["worker"]
+    table = "/tasks/datatable?draw=1&start=0&length=50&order[0][column]=0&columns[0][data]=name"
+    places = ("/api/tasks", f"/api/task/info/{task}", f"/task/{task}", table, "/metrics", f"/worker/{worker}", "/api/workers?refresh=1")
+    shown = {place: (await asyncio.to_thread(ask, stack, place)).text for place in places}
+    password = stack.redis_url.partition("://:")[2].partition("@")[0]
+    assert len(shown[table]) > 200
+    assert [place for place, text in shown.items() if word in text or word.upper() in text or password in text] == []
 
 
-def test_flower_asks_for_a_password(stack: Stack) -> None:
-    url = httpx.URL(str(stack.info.flower_url)).copy_with(username=None, password=None)
+async def test_each_tool_has_its_own_times_states_and_counts(stack: Stack, session: Session) -> None:
+    await until_it_hears(stack, session)
+    call_ids = make_ids(2)
+    await session.call("bash_tool", {"command": "sleep 0.6"}, call_id=call_ids[0])
+    missing = await session.call("read_tool", {"file_path": "nothing"}, call_id=call_ids[1])
+    assert missing.error_code is ErrorCode.FILE_NOT_FOUND
 
-    answers = [httpx.get(url.join(path), timeout=20) for path in ("/", "/api/tasks", "/api/workers")]
+    tasks = await eventually(lambda: tasks_of_calls(stack, call_ids), 30, "Flower shows the calls as done")
 
-    assert [answer.status_code for answer in answers] == [401, 401, 401]
+    # What a model is told as a tool's error is a call that went as it should.
+    assert (tasks[call_ids[0]]["runtime"] >= 0.6, tasks[call_ids[1]]["state"]) == (True, "SUCCESS")
+    assert {"tool.bash_tool", "tool.read_tool", "tool.glob_tool"} <= set(ask(stack, "/api/task/types").json()["task-types"])
+    worker = tasks[call_ids[0]]["worker"]
+    bash = {"task": "tool.bash_tool", "worker": worker}
+    below = {labels["le"]: value for labels, value in samples(stack, "flower_task_runtime_seconds_bucket", **bash)}
+    assert [float(edge) for edge in below] == [*DEFAULTS["task_runtime_metric_buckets"], float("inf")]
+    assert below["+Inf"] > below["0.5"]
+    assert samples(stack, "flower_events_total", type="task-succeeded", **bash)[0][1] == below["+Inf"]
+    assert [value >= 0 for _, value in samples(stack, "flower_task_prefetch_time_seconds", **bash)] == [True]
+    assert samples(stack, "flower_worker_online", worker=worker)[0][1] == 1
 
 
-def test_flower_lets_nobody_start_or_stop_anything(stack: Stack) -> None:
-    worker = next(iter(httpx.get(f"{stack.info.flower_url}api/workers", timeout=20).json()), "none")
+async def test_both_workers_and_their_queues_are_there(stack: Stack, session: Session) -> None:
+    def told() -> Any:
+        workers = ask(stack, "/api/workers?refresh=1").json()
+        return workers if len(workers) == 2 and all("active_queues" in worker for worker in workers.values()) else None
 
-    for path in ("api/task/send-task/tool.bash_tool", f"api/worker/shutdown/{worker}", f"api/worker/pool/restart/{worker}"):
-        assert httpx.post(f"{stack.info.flower_url}{path}", json={"args": []}, timeout=20).status_code in (401, 403, 404, 405), path
+    workers = await eventually(told, 60, "both workers have answered Flower")
+
+    queues = {queue["name"] for worker in workers.values() for queue in worker["active_queues"]}
+    assert {"pool.web"} < queues
+    lengths = ask(stack, "/api/queues/length").json()["active_queues"]
+    assert {entry["name"]: entry["messages"] for entry in lengths} == dict.fromkeys(queues, 0)
+
+
+async def test_what_a_worker_refuses_is_a_failure(stack: Stack, session: Session) -> None:
+    await until_it_hears(stack, session)
+    before = sum(value for _, value in samples(stack, "flower_events_total", type="task-failed", task="tool.webfetch_tool"))
+
+    task = publish(stack.broker, "tool.webfetch_tool", "pool.web", "nobody signed this")
+
+    def has_failed() -> bool:
+        answer = ask(stack, f"/api/task/info/{task}")
+        return answer.status_code == 200 and answer.json()["state"] == "FAILURE"
+
+    await eventually(has_failed, 30, "Flower shows the forged task as failed")
+    after = sum(value for _, value in samples(stack, "flower_events_total", type="task-failed", task="tool.webfetch_tool"))
+    assert after == before + 1
+
+
+async def test_a_tasks_page_names_its_call_and_leads_to_its_page(stack: Stack, session: Session) -> None:
+    await until_it_hears(stack, session)
+    call_id = make_ids(1)[0]
+    await session.call("bash_tool", {"command": "true"}, call_id=call_id)
+    tasks = await eventually(lambda: tasks_of_calls(stack, [call_id]), 30, "Flower shows the call")
+
+    page = ask(stack, f"/task/{tasks[call_id]['uuid']}").text
+
+    assert f'href="{PAGES}/calls/{call_id}"' in page
+    assert "tool.bash_tool" in page
+
+
+HOSTILE = ("call x' onclick=alert(1)", "call ../../v1/tenants", 'call x"><script>alert(1)</script>', "call a\nb")
+
+
+async def test_events_that_anybody_forged_put_neither_script_nor_link_into_a_page(stack: Stack, session: Session) -> None:
+    await until_it_hears(stack, session)
+    told = {f"forged-{secrets.token_hex(4)}": shown for shown in HOSTILE}
+    app = Celery("forger", broker=stack.redis_url, set_as_current=False)
+    with app.connection_for_write() as connection, app.events.Dispatcher(connection, hostname="<b>forger</b>") as events:
+        for task, shown in told.items():
+            events.send("task-received", uuid=task, name="<script>alert(2)</script>", args="()", kwargs=shown)
+    app.close()
+    await eventually(lambda: all(ask(stack, f"/task/{task}").status_code == 200 for task in told), 30, "Flower has heard of them")
+
+    pages = {shown: ask(stack, f"/task/{task}").text for task, shown in told.items()}
+
+    signs = ("<script>alert", "<b>forger", 'id="toolcrew-call"', PAGES)
+    assert {(shown, sign) for shown, page in pages.items() for sign in signs if sign in page} == set()
+
+
+def test_without_the_password_there_is_nothing_to_see(stack: Stack) -> None:
+    """Every path that Flower serves; by a websocket's handshake as well."""
+    bare = httpx.URL(str(stack.info.flower_url)).copy_with(username=None, password=None)
+    upgrade = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "eHh4eHh4eHh4eHh4eHh4eA==",
+    }
+    wrong = {"Authorization": "Basic dG9vbGNyZXc6d3Jvbmc="}
+    reading = [path for path, handler in paths().items() if "get" in vars(handler) and path not in NOBODYS]
+    assert {"/", "/metrics", "/api/tasks", "/api/workers", "/task/x"} <= set(reading)
+    with httpx.Client(base_url=bare, timeout=30) as browser:
+        answers = {
+            (path, name): browser.get(path, headers=headers)
+            for path in reading
+            for name, headers in (("none", {}), ("wrong", wrong), ("upgrade", upgrade))
+        }
+        open_to_all = [browser.get(path) for path in NOBODYS]
+
+    assert {place: answer.status_code for place, answer in answers.items() if answer.status_code != 401} == {}
+    assert not [answer for answer in open_to_all if "tool." in answer.text or "access-control-allow-origin" in answer.headers]
+
+
+def paths() -> dict[str, type]:
+    """A path for each route of Flower's, with what answers it."""
+    found = {}
+    for rule in handlers:
+        pattern, handler = (rule.regex.pattern, rule.handler_class) if hasattr(rule, "regex") else rule[:2]
+        found[re.sub(r"\(\.[+*]\)", "x", pattern).removesuffix("$").replace("/?", "")] = handler
+    return {path: handler for path, handler in found.items() if path != ".*" and not path.startswith("/static/")}
+
+
+async def test_with_the_password_nobody_can_start_stop_or_change_anything(stack: Stack, session: Session) -> None:
+    """Whoever got hold of it wants to end a call, a worker, or have one of his own run."""
+    await until_it_hears(stack, session)
+    call_id = make_ids(1)[0]
+    running = asyncio.create_task(
+        session.call("bash_tool", {"command": "until [ -e go ]; do sleep 0.1; done; echo survived"}, call_id=call_id)
+    )
+    tasks = await eventually(lambda: tasks_of_calls(stack, [call_id], "STARTED"), 30, "the call runs")
+    task, worker = tasks[call_id]["uuid"], tasks[call_id]["worker"]
+    before = stack.pid("worker")
+    acting = [path for path, handler in paths().items() if "post" in vars(handler) and path != "/tasks/datatable"]
+    assert len(acting) >= 14
+
+    body = {"terminate": "true", "signal": "SIGKILL", "queue": "mine", "n": "1", "workername": worker, "hard": "1", "ratelimit": "1/h"}
+    async with httpx.AsyncClient(base_url=str(stack.info.flower_url), timeout=30) as browser:
+        for path in acting:
+            target = worker if "/worker/" in path else "tool.bash_tool" if "apply" in path or "send" in path else task
+            named = path.replace("/x", f"/{target}")
+            answers = [await browser.post(named, data=body), await browser.post(named, json={"args": [], "kwargs": {}})]
+            assert {answer.status_code for answer in answers} <= {403, 404}, named
+
+    await session.call("write_tool", {"file_path": "go", "content": "go"})
+    result = await running
+    assert (result.success, result.metadata["stdout"]) == (True, "survived\n")
+    assert stack.pid("worker") == before
 
 
 def test_the_password_of_redis_is_on_no_command_line_and_in_no_log(stack: Stack) -> None:
@@ -87,3 +256,104 @@ def test_the_password_of_redis_is_on_no_command_line_and_in_no_log(stack: Stack)
 
     assert not [command for command in stack.footprint.processes().values() if password in command]
     assert not [role for role in ("redis", "sandboxd", "worker", "flower") if password in stack.log(role)]
+
+
+async def test_the_workers_log_has_neither_arguments_nor_output(stack: Stack, session: Session) -> None:
+    word, call_ids = f"canary-{secrets.token_hex(6)}", make_ids(2)
+
+    await session.call("bash_tool", {"command": f"x={word}; echo ${{x^^}}"}, call_id=call_ids[0])
+    await session.call("read_tool", {"file_path": f"{word}-missing"}, call_id=call_ids[1])
+
+    log = stack.log("worker")
+    assert [call_id in log for call_id in call_ids] == [True, True]
+    assert word not in log, "an argument is in worker.log"
+    assert word.upper() not in log, "output is in worker.log"
+
+
+async def test_a_flower_that_was_killed_still_knows_what_it_knew(stack: Stack, session: Session) -> None:
+    await until_it_hears(stack, session)
+    call_id = make_ids(1)[0]
+    await session.call("bash_tool", {"command": "true"}, call_id=call_id)
+    await eventually(lambda: tasks_of_calls(stack, [call_id]), 30, "Flower shows the call")
+    saved = saved_at(stack)
+    await eventually(lambda: saved_at(stack) > saved, 30, "Flower has written down what it knows")
+    # What was being written when the call ended may be without it: the next one has it.
+    saved = saved_at(stack)
+    await eventually(lambda: saved_at(stack) > saved, 30, "Flower has written it down again")
+
+    killed = stack.pid("flower")
+    os.kill(killed, signal.SIGKILL)
+    await asyncio.to_thread(stack.wait_for_another, "flower", killed)
+
+    await eventually(lambda: answered(stack, call_id), UP_S, lambda: f"the new Flower knows the call: {stack.log('flower')[-2000:]}")
+
+
+async def test_a_flower_whose_file_is_torn_begins_anew_and_says_so(stack: Stack, session: Session) -> None:
+    killed = stack.pid("flower")
+    os.kill(killed, signal.SIGSTOP)
+    for file in files_of_state(stack):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] + b"\0torn")
+    os.kill(killed, signal.SIGKILL)
+    await asyncio.to_thread(stack.wait_for_another, "flower", killed)
+
+    await until_it_hears(stack, session)
+
+    assert "Failed to load state" in stack.log("flower")
+
+
+async def test_flower_goes_on_when_redis_was_away(stack: Stack) -> None:
+    killed = stack.pid("redis")
+    os.kill(killed, signal.SIGKILL)
+    await asyncio.to_thread(stack.wait_for_another, "redis", killed)
+
+    async with ToolClient.connect(stack.redis_url) as client:
+        async with asyncio.timeout(UP_S):
+            while not (await (session := await client.open_session()).call("bash_tool", {"command": "true"})).success:
+                await session.close()
+        await until_it_hears(stack, session)
+        await session.close()
+
+
+async def test_it_keeps_no_more_calls_than_it_may(stack: Stack, session: Session) -> None:
+    await until_it_hears(stack, session)
+    call_ids = make_ids(MAX_TASKS + 10)
+    await asyncio.gather(*(session.call("glob_tool", {"pattern": "*"}, call_id=call_id) for call_id in call_ids))
+
+    def has_the_last() -> bool:
+        return len(tasks_of_calls(stack, [call_id]) or {}) == 1
+
+    call_id = make_ids(1)[0]
+    await session.call("glob_tool", {"pattern": "*"}, call_id=call_id)
+    await eventually(has_the_last, 30, "Flower shows the last call")
+    assert len(ask(stack, "/api/tasks").json()) == MAX_TASKS
+
+
+def test_without_a_password_it_does_not_start() -> None:
+    environment = {"PATH": os.environ["PATH"], "TOOLCREW_REDIS_URL": "redis://127.0.0.1:1/0"}
+
+    for told, sentence in (({}, "set FLOWER_BASIC_AUTH"), ({"FLOWER_MAX_TASKS": "many"}, "a FLOWER_ variable")):
+        ended = subprocess.run(
+            [sys.executable, "-m", "orchestrator.flower"],
+            env={**environment, **told},
+            capture_output=True,
+            text=True,
+            timeout=UP_S,
+            check=False,
+        )
+        assert (ended.returncode, sentence in ended.stderr, len(ended.stderr.splitlines())) == (1, True, 1), ended.stderr
+
+
+def files_of_state(stack: Stack) -> list[Path]:
+    """One or more: how a dbm lays itself down differs."""
+    return sorted(path for path in Path(stack.info.logs).glob("flower.db*") if ".tmp" not in path.name)
+
+
+def saved_at(stack: Stack) -> float:
+    return max((path.stat().st_mtime_ns for path in files_of_state(stack)), default=0)
+
+
+def answered(stack: Stack, call_id: str) -> bool:
+    try:
+        return tasks_of_calls(stack, [call_id]) is not None
+    except httpx.HTTPError:
+        return False

@@ -16,6 +16,7 @@ from docker import APIClient
 
 from contract.errors import SandboxUnavailable
 from tests.containers import IMAGE, LABELS, RUNTIME, open_container, open_engine
+from tests.image_scan import scan_image
 from tests.stack import eventually, missing
 from workers.sandboxd.attestation import Attestation, explain_lacks, find_dirt, find_misfits, parse_attestation
 from workers.sandboxd.classes import SandboxPlan
@@ -150,6 +151,8 @@ def test_an_image_of_ours_gives_no_rights_and_nothing_to_write(api: APIClient, i
         r" -o -uid 1000 ! -path '/home/sandbox*' ! -path /workspace \) -print; find /opt/toolcrew -perm /022 -o -gid +0",
     )
     assert found == ""
+    # Capabilities of files show in an export alone.
+    assert scan_image(image) == []
 
 
 def test_an_image_of_ours_is_small_and_tells_that_it_has_the_guest(api: APIClient, image: str) -> None:

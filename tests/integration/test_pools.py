@@ -19,6 +19,8 @@ from contract.errors import ErrorCode
 from contract.names import POOL_WEB, call_key, catalog_key, control_queue
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
+from orchestrator.actors import local_actor
+from orchestrator.call_control import CallControl
 from orchestrator.celery_transport import CeleryTransport
 from orchestrator.dispatcher import Dispatcher, Route, Terms
 from orchestrator.local_stack import WEB_CONCURRENCY
@@ -160,6 +162,31 @@ async def test_a_cancelled_call_is_ended_at_once_and_may_clean_up(pool: Pool, do
 
     await has(mark.with_suffix(".cleaned"))
     assert is_alive(int(mark.with_suffix(".began").read_text()))
+    assert (await where(door)).success
+
+
+@dataclass
+class Program:
+    """Another program on the same pool."""
+
+    redis: Any
+    dispatcher: Dispatcher
+
+
+async def test_a_call_is_killed_by_another_program_and_may_clean_up(pool: Pool, door: Dispatcher) -> None:
+    mark = pool.mark("killed-elsewhere")
+    one = call("wait_tool", path=str(mark))
+    running = asyncio.create_task(door.dispatch(one, ROUTE))
+    await has(mark.with_suffix(".began"))
+    client = open_redis(pool.broker)
+    try:
+        control = CallControl(Program(client, door), "default")  # type: ignore[arg-type]
+        killed = await control.kill("acme", one.id, local_actor(), "enough")
+    finally:
+        await client.aclose()
+    assert (killed.record.code, killed.was_over, "enough" in killed.record.killed) == ("CANCELLED", False, True)
+    assert (await running).error_code is ErrorCode.CANCELLED
+    await has(mark.with_suffix(".cleaned"))
     assert (await where(door)).success
 
 

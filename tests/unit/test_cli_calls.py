@@ -1,17 +1,23 @@
 """`toolcrew calls show`: what the ledger knows of a call, for people and for programs."""
 
+import asyncio
 import json
-import os
-import subprocess
 
-from contract.names import call_key
+import redis.asyncio
+from click.testing import Result
+from typer.testing import CliRunner
+
+from contract.names import call_key, tenants_key
+from contract.tenancy import TenantPolicy
+from orchestrator.api_keys import ApiKeys
+from orchestrator.cli import app
+from orchestrator.tenants import RedisTenants
 from tests.conftest import RedisProcess
-from tests.stack import TOOLCREW
 
 
-def show(redis: RedisProcess, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "TOOLCREW_REDIS_URL": redis.url}
-    return subprocess.run([TOOLCREW, "calls", "show", *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False)
+def show(server: RedisProcess, *arguments: str, key: str = "") -> Result:
+    environment = {"TOOLCREW_REDIS_URL": server.url, "TOOLCREW_API_KEY": key}
+    return CliRunner().invoke(app, ["calls", "show", *arguments], env=environment)
 
 
 def test_a_call_is_shown_with_its_state_who_ran_it_and_when(redis_server: RedisProcess) -> None:
@@ -31,8 +37,24 @@ def test_a_call_is_shown_with_its_state_who_ran_it_and_when(redis_server: RedisP
     assert "host.a.b/w" in show(redis_server, "c1", "--tenant", "acme").stdout
 
 
-def test_a_call_of_another_tenant_is_not_known(redis_server: RedisProcess) -> None:
+def test_an_operator_need_not_name_the_tenant(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
+        client.hset(tenants_key("default"), "acme", "{}")
         client.hset(call_key("default", "acme", "c1"), mapping={"state": "done"})
-    done = show(redis_server, "c1")
-    assert (done.returncode, "look at the id and --tenant" in done.stderr) == (1, True)
+    assert json.loads(show(redis_server, "c1", "--json").stdout)["tenant"] == "acme"
+
+
+def test_a_call_of_another_tenant_is_not_known_to_a_tenants_key(redis_server: RedisProcess) -> None:
+    async def prepare() -> str:
+        client = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
+        await RedisTenants(client, "default").add("bolt", TenantPolicy())
+        await client.hset(call_key("default", "acme", "c1"), mapping={"state": "done"})
+        key = (await ApiKeys(client, "default").add("bolt")).text
+        await client.aclose()
+        return key
+
+    key = asyncio.run(prepare())
+    done = show(redis_server, "c1", key=key)
+    assert (done.exit_code, "nothing is known of call c1 of tenant bolt: look at the id and --tenant" in done.stderr) == (1, True)
+    done = show(redis_server, "c1", "--tenant", "acme", key=key)
+    assert (done.exit_code, "is for tenant bolt and not for acme" in done.stderr) == (3, True)

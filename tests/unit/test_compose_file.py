@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.local_stack import FLOWER_OPTIONS
 from orchestrator.redis_users import ROLES, build_users, hash_password
 from orchestrator.settings import OrchestratorSettings
 from workers.settings import EgressSettings, SandboxdSettings, WebSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = ("redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "flower")
+SERVICES = ("redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "api", "flower")
 WORKERS = ("worker", "web-worker")
-USERS = {"orchestrator": "orchestrator", "worker": "worker", "web-worker": "web", "flower": "flower"}
+USERS = {"orchestrator": "orchestrator", "api": "orchestrator", "worker": "worker", "web-worker": "web", "flower": "flower"}
 """Service -> its user of Redis's."""
 PASSWORDS = {role: f"TOOLCREW_REDIS_{role.upper()}_PASSWORD" for role in ROLES}
 SECRETS = (*PASSWORDS.values(), "TOOLCREW_SECRET", "TOOLCREW_FLOWER_PASSWORD")
@@ -161,11 +160,12 @@ def test_the_web_worker_is_given_every_setting_of_web_tools_that_an_operator_has
     own = {f"TOOLCREW_{name.upper()}" for name in (*WebSettings.model_fields, "tool_modules", "tool_config")}
     # The services' own addresses are for tests, the prefix for networks without IPv4.
     fixed = {"TOOLCREW_TAVILY_URL", "TOOLCREW_BRAVE_URL", "TOOLCREW_EXA_URL", "TOOLCREW_WEBFETCH_NAT64_PREFIX"}
-    assert handed_on == own - fixed
+    assert handed_on == (own - fixed) | set(COMPOSE["x-tracing"])
 
 
-def test_only_flower_publishes_a_port_and_on_loopback_unless_told() -> None:
-    assert {name for name in SERVICES if "ports" in load_service(name)} == {"flower"}
+def test_only_flower_and_the_api_publish_a_port_and_on_loopback_unless_told() -> None:
+    assert {name for name in SERVICES if "ports" in load_service(name)} == {"flower", "api"}
+    assert load_service("api")["ports"] == ["${TOOLCREW_API_BIND:-127.0.0.1}:${TOOLCREW_API_PORT:-8080}:8080"]
     assert load_service("flower")["ports"] == ["${TOOLCREW_FLOWER_BIND:-127.0.0.1}:${TOOLCREW_FLOWER_PORT:-5555}:5555"]
 
 
@@ -238,15 +238,15 @@ def test_no_secret_is_written_in_the_file() -> None:
 
 
 def test_a_secret_goes_only_to_who_needs_it() -> None:
-    assert find_services_naming("TOOLCREW_SECRET") == {*WORKERS, "orchestrator"}
-    owners = {role: {"redis", service} for service, role in USERS.items()}
+    assert find_services_naming("TOOLCREW_SECRET") == {*WORKERS, "orchestrator", "api"}
+    owners = {role: {"redis", *(service for service, user in USERS.items() if user == role)} for role in USERS.values()}
     assert {role: find_services_naming(name) for role, name in PASSWORDS.items()} == {**owners, "admin": {"redis"}}
     assert find_services_naming("TOOLCREW_TAVILY_API_KEY") == {"web-worker"}
     assert find_services_naming("TOOLCREW_BRAVE_API_KEY") == {"web-worker"}
     assert find_services_naming("TOOLCREW_EXA_API_KEY") == {"web-worker"}
     assert find_services_naming("TOOLCREW_SEARXNG_URL") == {"web-worker"}
     assert find_services_naming("TOOLCREW_FLOWER_PASSWORD") == {"flower"}
-    assert find_services_naming("OPENAI_API_KEY") == {"orchestrator"}
+    assert find_services_naming("OPENAI_API_KEY") == {"orchestrator", "api"}
 
 
 def test_every_variable_is_told_in_the_example_and_no_secret_has_a_value_there() -> None:
@@ -360,12 +360,15 @@ def test_a_worker_is_well_when_its_own_node_answers(name: str) -> None:
     assert f'--destination "{prefix}$$TOOLCREW_HOST@$$(hostname)"' in load_service(name)["healthcheck"]["test"][1]
 
 
-def test_flower_is_read_only_behind_a_password_and_as_in_the_embedded_stack() -> None:
+def test_flower_is_behind_a_password_and_remembers_what_it_shows() -> None:
     environment = load_environment("flower", TOOLCREW_FLOWER_PASSWORD="p")
     assert environment["FLOWER_BASIC_AUTH"] == "toolcrew:p"
-    assert environment["FLOWER_READ_ONLY"] == "True"
-    assert FLOWER_OPTIONS.items() <= environment.items()
-    assert "FLOWER_UNAUTHENTICATED_API" not in environment
+    assert environment["FLOWER_PERSISTENT"] == "True"
+    assert find_mounts("flower") == {str(Path(environment["FLOWER_DB"]).parent): "flower-state"}
+    # All else is as its own defaults say (orchestrator/flower.py).
+    assert {name for name in environment if name.startswith("FLOWER_")} == {
+        "FLOWER_BASIC_AUTH", "FLOWER_ADDRESS", "FLOWER_PORT", "FLOWER_PERSISTENT", "FLOWER_DB",
+    }  # fmt: skip
 
 
 def test_redis_keeps_what_it_was_told_and_drops_nothing_to_make_room() -> None:

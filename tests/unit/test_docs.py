@@ -1,16 +1,23 @@
-"""The pages of the project lead to one another: every link has an end, and the README names every page."""
+"""The documentation: every link has an end, every page has a place in the menu, and the site is built of it without a request to anywhere."""
 
+import os
 import re
+import runpy
+import subprocess
+import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    """As the files lie in the repository; in the site it is the builder that looks."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for target, mark in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", text):
         file = page.parent / target if target else page
@@ -18,12 +25,99 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
         assert not mark or mark in _marks(file), f"{page.name} names {target}#{mark}"
 
 
-def test_the_readme_names_every_page() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert [page.name for page in PAGES if page.parent.name == "docs" and f"(docs/{page.name})" not in text] == []
-
-
 def _marks(page: Path) -> set[str]:
     """Of its headings, as a browser finds them."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
+
+
+def test_every_picture_is_on_a_page() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    assert [picture.name for picture in (ROOT / "docs" / "pictures").iterdir() if f"pictures/{picture.name})" not in text] == []
+
+
+@pytest.mark.parametrize("name", ["setting_docs", "command_docs", "error_docs", "http_docs"])
+def test_a_page_that_is_made_from_the_code_says_what_it_says(name: str) -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / f"{name}.py"))
+    assert script["PAGE"].read_text() == script["build_page"](), "run .venv/bin/python scripts/reference.py"
+
+
+def test_every_script_that_makes_a_page_is_run_for_the_reference() -> None:
+    known = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["SCRIPTS"]
+    assert {path.stem for path in (ROOT / "scripts").glob("*_docs.py")} <= set(known)
+    assert all((ROOT / "scripts" / f"{name}.py").exists() for name in known)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; anchors, links and the menu are complete, or there is none. No address can be reached meanwhile."""
+    folder = tmp_path_factory.mktemp("site")
+    done = build(ROOT / "mkdocs.yml", folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def build(config: Path, folder: Path) -> "subprocess.CompletedProcess[str]":
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), "--site-dir", str(folder)]
+    environment = {**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+class _Loaded(HTMLParser):
+    """What a browser loads for a page without being asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        told = dict(attrs)
+        if tag == "link" and told.get("rel") != "canonical":
+            self.found.append(told.get("href") or "")
+        elif tag in ("script", "img", "iframe", "source", "video", "audio", "embed"):
+            self.found.append(told.get("src") or "")
+
+
+def test_a_page_of_the_site_loads_nothing_from_elsewhere_and_everything_that_it_loads_is_there(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        parser = _Loaded()
+        parser.feed(page.read_text())
+        for url in filter(None, parser.found):
+            assert not re.match(r"(https?:)?//", url), f"{page.name} loads {url}"
+            file = (site / url.lstrip("/") if url.startswith("/") else page.parent / url).resolve()
+            assert url.startswith("data:") or file.exists(), f"{page.name} loads {url}"
+    for style in site.rglob("*.css"):
+        assert re.findall(r"(?:url\(|@import\s*)[\"']?(?:https?:)?//[^)\"']+", style.read_text()) == [], style.name
+
+
+def test_every_page_of_the_repository_is_in_the_menu_and_the_site(site: Path) -> None:
+    menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    named = [page for part in menu for pages in part.values() for entry in pages for page in entry.values()]
+    assert len(named) == len(set(named))
+    docs = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert docs | {"index.md", "security-promises.md", "changelog.md", "examples.md"} == set(named)
+    assert [name for name in named if not (site / name).with_suffix(".html").exists()] == []
+
+
+@pytest.mark.parametrize("text", ["[x](nowhere.md)", "[x](tools.md#nowhere)", "[x](../contract/errors.py)"])
+def test_a_link_that_leads_nowhere_or_out_of_the_site_builds_no_site(tmp_path: Path, text: str) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "page.md").write_text(f"# A page\n\n{text}\n")
+    (docs / "tools.md").write_text("# Tools\n\n## bash_tool\n")
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    outside = ["index.md", "security-promises.md", "changelog.md", "examples.md"]
+    config |= {
+        "hooks": [str(ROOT / "scripts" / "docs_hooks.py")],
+        "nav": ["page.md", "tools.md", *outside],
+        "theme": {"name": "mkdocs"},
+        "plugins": [],
+    }
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(config))
+    done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+
+    assert done.returncode == 1
+    assert re.search(r"WARNING.*(page\.md).*(nowhere|errors\.py)", done.stderr + done.stdout)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from orchestrator import doctor
-from orchestrator.doctor import Report, examine
+from orchestrator.doctor import examine
+from orchestrator.findings import Report
 from orchestrator.settings import OrchestratorSettings
 
 

@@ -98,7 +98,7 @@ def test_looking_whether_the_proxy_is_there_leaves_no_line() -> None:
             client.shutdown(socket.SHUT_WR)
             assert read_all(client) == b""
         ground.ask({}, get("site.example/"))
-        assert ground.wait_for_line()["host"] == "site.example"
+        assert ground.wait_for_line()["destination"] == "site.example"
         assert ground.served == 1
 
 

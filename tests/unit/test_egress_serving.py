@@ -346,7 +346,7 @@ def test_a_line_in_the_log_tells_who_and_where_and_never_what() -> None:
         "tenant": "acme",
         "session": "s9",
         "method": "GET",
-        "host": "site.example",
+        "destination": "site.example",
         "port": server.port,
         "verdict": "allowed",
         "bytes_up": len(asked),

@@ -16,7 +16,8 @@ from contract.specs import Catalog, ToolSpec
 from orchestrator import catalog as catalog_module
 from orchestrator.catalog import RedisCatalog
 from orchestrator.dispatcher import Dispatcher, Route, Terms
-from orchestrator.doctor import Report, examine_workers
+from orchestrator.doctor_pool import examine_workers
+from orchestrator.findings import Report
 from orchestrator.redis_connection import open_redis
 from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess

@@ -56,6 +56,9 @@ KEYS = {
     "report of a web worker": names.host_key(DEP, "pool.b.2"),
     "end of a web worker": names.tombstone_key(DEP, "pool.b.2"),
     "slots of the web": names.slots_key(DEP, "pool.web"),
+    "sums of metrics": names.metrics_key(DEP),
+    "counts of a host": names.counted_key(DEP, "a.1"),
+    "gauges of a host": names.host_gauges_key(DEP, "host.a.1"),
     "another deployment": names.tenants_key("other"),
     "a key of a stranger": "somebody-elses",
 }
@@ -65,7 +68,7 @@ REACHED = {
     # What a session is, and what its host says: nothing that a worker with the network could change.
     "worker": WORKERS
     | {"host queue", "host control", "place", "open sessions", "tools of sandboxes"}
-    | {"report of a host", "end of a host", "slots of a host"},
+    | {"report of a host", "end of a host", "slots of a host", "sums of metrics", "counts of a host", "gauges of a host"},
     "web": WORKERS
     | {"web queue", "web cache", "session's state", "tools of the web", "operators' tools"}
     | {"report of a web worker", "end of a web worker", "slots of the web"},
@@ -97,9 +100,9 @@ def test_no_role_but_the_admin_looks_around_or_changes_the_server(server: Server
         assert client.ping()
 
 
-def test_none_but_web_workers_who_keep_pages_where_there_is_room_asks_how_full_redis_is(server: Server) -> None:
+def test_only_who_watches_redis_or_keeps_pages_where_there_is_room_asks_how_full_it_is(server: Server) -> None:
     asking = {role: server.client(role) for role in LIMITED}
-    assert [role for role, client in asking.items() if not is_refused(client, "INFO", "memory")] == ["web"]
+    assert [role for role, client in asking.items() if not is_refused(client, "INFO", "memory")] == ["orchestrator", "web"]
     for client in asking.values():
         client.close()
 

@@ -46,6 +46,9 @@ class Troubled:
     async def abandon(self, claim: Claim, journal: Journal) -> None:
         self.abandoned.append(claim.run)
 
+    def drop_spans(self, claim: Claim) -> None:
+        """Nothing is traced."""
+
 
 @pytest.fixture
 async def ground(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunGround]:

@@ -139,7 +139,7 @@ async def test_flooding_the_log_with_breaches_gives_one_line(tmp_path: Path) -> 
             client, name = await daemon.open()
             await call(client, name)
             await emptied(daemon)
-    assert len([line for line in logs if line["event"] == "guest_broke_protocol"]) == 1
+    assert len([line for line in logs if line.get("cause") == "guest_broke_protocol"]) == 1
 
 
 async def test_a_last_header_of_the_largest_size_is_answered_and_not_blamed_on_sandboxd(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, parse_switches
+from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, find_switch, parse_switches
 from contract.settings import BrokerSettings
 from orchestrator.dispatcher import Dispatcher, Route, Terms
 from orchestrator.redis_connection import open_redis
@@ -74,13 +74,13 @@ async def test_a_worker_sees_a_switch_once_what_it_knows_is_old(switches: RedisS
     clock = Clock()
     with redis_server.client() as client:
         board = Switches(client, "test", clock)
-        assert board.find("echo") is None
+        assert board.find("echo", "acme") is None
         await switches.turn_off("echo", OFF)
         clock.now += SWITCHES_FRESH_S
-        assert board.find("echo") == OFF
+        assert board.find("echo", "acme") == OFF
         await switches.turn_on("echo")
         clock.now += SWITCHES_FRESH_S
-        assert board.find("echo") is None
+        assert board.find("echo", "acme") is None
 
 
 async def test_another_orchestrator_sees_a_switch_once_what_it_knows_is_old(switches: RedisSwitches, redis_server: RedisProcess) -> None:
@@ -89,7 +89,7 @@ async def test_another_orchestrator_sees_a_switch_once_what_it_knows_is_old(swit
     assert await other.switches() == {}
     await switches.turn_off("echo", OFF)
     assert await other.switches() == {}
-    other._read_at -= SWITCHES_FRESH_S
+    other._known.read_at -= SWITCHES_FRESH_S
     assert await other.switches() == {"echo": OFF}
     await client.aclose()
 
@@ -97,28 +97,28 @@ async def test_another_orchestrator_sees_a_switch_once_what_it_knows_is_old(swit
 async def test_the_switches_of_one_deployment_are_not_anothers(switches: RedisSwitches, redis_server: RedisProcess) -> None:
     await switches.turn_off("echo", OFF)
     with redis_server.client() as client:
-        assert Switches(client, "other").find("echo") is None
+        assert Switches(client, "other").find("echo", "acme") is None
 
 
 def test_a_worker_asks_redis_at_most_once_a_second() -> None:
     client, clock = CountingRedis(), Clock()
     board = Switches(client, "test", clock)  # type: ignore[arg-type]
     for _ in range(100):
-        board.find("echo")
+        board.find("echo", "acme")
     assert client.reads == 1
     clock.now += SWITCHES_FRESH_S
-    board.find("echo")
+    board.find("echo", "acme")
     assert client.reads == 2
 
 
 def test_a_worker_that_cannot_ask_runs_nothing() -> None:
     client, clock = CountingRedis(), Clock()
     board = Switches(client, "test", clock)  # type: ignore[arg-type]
-    board.find("echo")
+    board.find("echo", "acme")
     client.is_away = True
     clock.now += SWITCHES_FRESH_S
     with pytest.raises(BrokerUnavailable, match="was not run"):
-        board.find("echo")
+        board.find("echo", "acme")
 
 
 async def test_an_orchestrator_that_cannot_ask_calls_nothing() -> None:
@@ -168,8 +168,8 @@ class Board:
     def __init__(self, **off: Switch) -> None:
         self.off = off
 
-    def find(self, name: str) -> Switch | None:
-        return self.off.get(name)
+    def find(self, name: str, tenant: str) -> Switch | None:
+        return find_switch(self.off, name, tenant)
 
     async def switches(self) -> dict[str, Switch]:
         return self.off
@@ -260,5 +260,5 @@ def test_asking_the_switches_costs_next_to_nothing() -> None:
     board = Switches(CountingRedis(), "test")  # type: ignore[arg-type]
     started = time.perf_counter()
     for _ in range(1000):
-        board.find("echo")
+        board.find("echo", "acme")
     assert (time.perf_counter() - started) / 1000 < 0.0005

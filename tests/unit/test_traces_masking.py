@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
+from contract.masking import MARK
 from orchestrator.settings import load_settings, secrets_of_environment
-from orchestrator.traces.masking import MARK, Masker, build_masker, is_masked
+from orchestrator.traces.masking import Masker, build_masker, is_masked
 from orchestrator.traces.opening import secrets_of_pool
 
 SECRET = "hunter2/+pass wörd"

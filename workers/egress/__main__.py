@@ -5,17 +5,17 @@ import sys
 
 from contract.errors import OperatorError
 from workers.egress.daemon import run
-from workers.logs import configure_logging
+from workers.logs import configure_logging, tell_not_started
 from workers.settings import load_egress_settings
 
 
 def main() -> int:
     try:
         settings = load_egress_settings()
-        configure_logging(settings.log_level)
+        configure_logging("egress", settings)
         asyncio.run(run(settings))
     except (OperatorError, OSError) as error:
-        sys.stderr.write(f"egress: {error}\n")
+        tell_not_started("egress", error)
         return 1
     return 0
 

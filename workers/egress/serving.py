@@ -42,7 +42,7 @@ class _Record:
             tenant=self.opening.tenant if self.opening else "",
             session=self.opening.session if self.opening else "",
             method=request.method if request else "",
-            host=request.target.host if request else "",
+            destination=request.target.host if request else "",
             port=request.target.port if request else 0,
             verdict=self.verdict.value,
             bytes_up=bytes_up,

@@ -5,13 +5,18 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import structlog
+
 from contract.errors import ErrorCode, OperatorError, ToolFailure
+from workers.log_names import bound_to_session
 from workers.sandboxd.frames import Frame, FrameError
 from workers.sandboxd.link import WorkerLink
 from workers.sandboxd.making import Ending
 from workers.sandboxd.requests import check_request, count_budget, parse_terms, parse_text
 from workers.sandboxd.sandbox import RunningCall, Sandbox
 from workers.sandboxd.sessions import MAX_ROWS, Sessions
+
+log = structlog.get_logger(__name__)
 
 Answer = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
 _MESSAGE_CHARS = 4096
@@ -32,17 +37,21 @@ class Connection:
             if verb == "data":
                 continue  # the body of a call that was refused: its answer has been sent
             try:
-                if verb == "call":
-                    await self._call(frame)
-                elif verb == "sessions":
-                    self._list(frame.header)
-                else:
-                    self._link.send({"ok": True, **await self._answer(frame.header)})
+                with bound_to_session(frame.header.get("sandbox")):
+                    await self._serve(verb, frame)
             except ToolFailure as failure:
                 self._refuse(failure.code, failure.message)
             except OperatorError as error:
                 self._refuse(error.code, str(error), is_ending=isinstance(error, Ending))
             await self._link.drain()
+
+    async def _serve(self, verb: object, frame: Frame) -> None:
+        if verb == "call":
+            await self._call(frame)
+        elif verb == "sessions":
+            self._list(frame.header)
+        else:
+            self._link.send({"ok": True, **await self._answer(frame.header)})
 
     def _list(self, header: Mapping[str, Any]) -> None:
         """Rows as a body: as a header of that size they would be checked a value at a time."""
@@ -82,6 +91,7 @@ class Connection:
         if "sandbox_lost" in done:
             sandbox.loss_told = True
             own["workspace_kept"] = session.workspace.outlives_container
+        log.info("sandbox_call_ended", call=call_id, op=call.op, sandbox=sandbox.container[:12], seconds=round(own["sandbox_s"], 4))
         self._send_done(done, own)
 
     def _announce(self, sandbox: Sandbox, call: RunningCall, request: dict[str, Any], body: bytes) -> None:

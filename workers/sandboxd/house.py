@@ -13,6 +13,7 @@ import structlog
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.attestation import ask_attestation, find_dirt
 from workers.sandboxd.classes import SandboxPlan
+from workers.sandboxd.counts import count_states
 from workers.sandboxd.disk_watch import DiskWatch
 from workers.sandboxd.egress_link import ProxyStreams, open_proxy
 from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine, EngineFacts
@@ -82,6 +83,8 @@ class House:
             "room": {"taken": self.maker.room.taken, "limit": self.maker.room.limit},
             "pool": self.pools.describe(),
             "engine_gate": self.maker.engine.describe(),
+            "counts": self.maker.counts.describe(),
+            "states": count_states(self.sessions.all(), len(self.pools)),
         }
 
     async def close(self, *, for_good: bool = False) -> None:

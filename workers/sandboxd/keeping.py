@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from contract.errors import SandboxUnavailable
+from workers.log_names import bound_to_session
 from workers.sandboxd.disk_watch import DiskWatch
 from workers.sandboxd.making import Maker
 from workers.sandboxd.reaper import Reaper
@@ -77,6 +78,10 @@ class Keeper:
 
     async def _end(self, entry: Session) -> None:
         """What is due of a session that nobody rebuilds, gives up or closes just now."""
+        with bound_to_session(entry.id):
+            await self._end_bound(entry)
+
+    async def _end_bound(self, entry: Session) -> None:
         if not entry.is_closing and entry.idle_s() > entry.ttl_s:
             log.info("session_expired", ttl_s=entry.ttl_s)
             entry.is_closing = True
@@ -97,7 +102,8 @@ class Keeper:
     async def _evict(self, entry: Session, slots: asyncio.Semaphore) -> None:
         async with slots:
             if entry.idle_s() >= self._idle.evict_s:
-                await self._sessions.resting.give_up(entry)
+                with bound_to_session(entry.id):
+                    await self._sessions.resting.give_up(entry)
 
     def _find_idle(self, idle_s: float) -> list[Session]:
         """Those that have a container and nothing to do. One that had a background job is asked again only after the time of freezing."""

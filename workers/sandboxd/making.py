@@ -9,6 +9,7 @@ import structlog
 
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.classes import SandboxPlan
+from workers.sandboxd.counts import SandboxCounts
 from workers.sandboxd.engine import (
     LABEL_CREATED_AT,
     LABEL_DEADLINE,
@@ -51,6 +52,7 @@ class Maker:
         self.engine = engine
         self.workspaces = workspaces
         self.room = room
+        self.counts = SandboxCounts()
         self._profile = profile
         self._records = records
         self._owner = dict(owner)
@@ -74,6 +76,10 @@ class Maker:
 
         Raises SandboxUnavailable; what was created is then removed, by the sweep if need be.
         """
+        with self.counts.starting():
+            return await self._make(plan, workspace, generation)
+
+    async def _make(self, plan: SandboxPlan, workspace: Workspace, generation: int) -> Sandbox:
         name = f"{self._prefix}-{secrets.token_hex(8)}"
         now = time.time()
         deadline = now + self._profile.life_s
@@ -94,7 +100,7 @@ class Maker:
         except BaseException:
             await asyncio.shield(self._confirm_gone(name))
             raise
-        sandbox = Sandbox(self.engine, generation, attached.id, name, on_removed=lambda: self._forget(name))
+        sandbox = Sandbox(self.engine, generation, attached.id, name, on_removed=lambda: self._forget(name), counts=self.counts)
         try:
             with explained(plan.image):
                 await sandbox.attach(attached.sock)

@@ -5,6 +5,7 @@ import functools
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -44,6 +45,14 @@ class Connections(Protocol):
     def close(self) -> None: ...
 
 
+class Tally(Protocol):
+    """What is counted of all sandboxes (counts.py)."""
+
+    oom: int
+    kills: Counter[str]
+    lost: Counter[str]
+
+
 @dataclass(eq=False)
 class RunningCall:
     """One request inside the guest. `sink` gets its data frames; `done` its last header."""
@@ -76,6 +85,7 @@ class Sandbox:
     is_removed: bool = False
     tunnels: Connections | None = None
     on_removed: Callable[[], None] | None = None
+    counts: "Tally | None" = None
     calls: dict[str, RunningCall] = field(default_factory=dict)
     _channel: GuestChannel | None = None
     _hello: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -306,6 +316,10 @@ class Sandbox:
 
     def _answer(self, call: RunningCall, done: dict[str, Any]) -> None:
         self.forget(call)
+        if self.counts is not None:
+            self.counts.oom += done.get("oom") is True
+            if done.get("kill"):
+                self.counts.kills[str(done["kill"]["method"])] += 1
         if not call.done.done():
             call.done.set_result(done)
 
@@ -328,11 +342,13 @@ class Sandbox:
     def _violate(self, what: str) -> None:
         self._lose(f"the guest broke the protocol: {what}", "guest_broke_protocol")
 
-    def _lose(self, reason: str, event: str = "sandbox_lost") -> None:
+    def _lose(self, reason: str, cause: str = "ended") -> None:
         """Something ended this sandbox: say so, once, and take its container away."""
         if self.lost is not None:
             return
-        log.warning(event, container=self.container[:12], reason=reason)
+        log.warning("sandbox_lost", container=self.container[:12], cause=cause, reason=reason)
+        if self.counts is not None:
+            self.counts.lost[cause] += 1
         self._mark_lost(reason)
         self._removing()
 

@@ -11,6 +11,7 @@ from contract.specs import ToolSpec
 from workers.sandbox_client import PARCEL_TIMEOUT_S, GuestResponse
 from workers.tools.base import Outcome, Workbench, WorkerTool
 from workers.tools.imports import KINDS, build_import, check_import
+from workers.tools.shown_output import LIVE_BYTES, ShownOutput
 
 EXEC_CAPTURE_BYTES = 4 * 1024 * 1024
 _CHECKPOINT = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
@@ -58,9 +59,14 @@ def _delete_checkpoint(arguments: dict[str, Any], bench: Workbench) -> Outcome:
 
 def _exec(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     request = _exec_request(arguments["argv"], bench, cwd=arguments.get("cwd"), env=arguments["env"])
-    response = bench.run({**request, "capture": {"stdout": EXEC_CAPTURE_BYTES, "stderr": EXEC_CAPTURE_BYTES}}, bench.content)
-    done = response.done
-    stdout, stderr = response.streams.get("stdout", b""), response.streams.get("stderr", b"")
+    request["capture"] = {"stdout": EXEC_CAPTURE_BYTES, "stderr": EXEC_CAPTURE_BYTES}
+    shown = ShownOutput(bench)
+    if bench.is_watched:
+        response = bench.run({**request, "live": True, "max_bytes": LIVE_BYTES}, bench.content, on_data=shown.take)
+    else:
+        response = bench.run(request, bench.content)
+    done, streams = response.done, {**response.streams, **shown.streams}
+    stdout, stderr = streams.get("stdout", b""), streams.get("stderr", b"")
     total = sum(int(counts["total"]) for counts in done["streams"].values())
     returncode = done["exit_code"] if done["exit_code"] is not None else -(done["signal"] or 9)
     metadata = {

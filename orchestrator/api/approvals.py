@@ -1,0 +1,134 @@
+"""Approvals over HTTP: the calls that wait for a person's yes, and the answers."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from contract.clock import format_instant
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.actors import Actor
+from orchestrator.api.access import AnyCaller, Caller
+from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
+from orchestrator.api.problems import ApiCode, ApiProblem, responses
+from orchestrator.approvals.approvers import Decision
+from orchestrator.approvals.questions import AlreadyAnswered, Answer, OtherCall, QuestionOver, UnknownQuestion
+from orchestrator.approvals.queue import ApprovalQueue, Pending
+
+router = APIRouter(prefix="/v1/approvals", tags=["approvals"], responses=responses())
+
+ApprovalId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class ApprovalView(BaseModel):
+    """A call that waits. `arguments`: exactly what would run; `warning`: why it is dangerous, "" when it is not; `digest`: to be sent with the answer.
+    `command`: the shell command of the call, where its tool takes one. Instants in ISO 8601; an answer after `expires_at` does not count."""
+
+    id: str
+    tenant: str
+    session: str | None
+    run: str
+    call_id: str
+    tool: str
+    arguments: dict[str, Any]
+    command: str | None
+    reason: str
+    warning: str
+    digest: str
+    created_at: str
+    expires_at: str
+
+
+class NewAnswer(BaseModel):
+    """`allow`: it runs as it is; `modify`: it runs with `arguments`, which are checked again; `reject`: it does not run, and its model reads `reason`.
+    `digest`: of the call as it was shown."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    decision: Literal["allow", "modify", "reject"]
+    digest: str = Field(min_length=1, max_length=128)
+    reason: str = Field(default="", max_length=1024)
+    arguments: dict[str, Any] | None = None
+
+
+class AnswerView(BaseModel):
+    """What was decided, by whom and when."""
+
+    id: str
+    tenant: str
+    tool: str
+    is_allowed: bool
+    reason: str
+    arguments: dict[str, Any] | None
+    by: Actor
+    at: str
+
+
+@router.get("")
+async def list_approvals(
+    caller: AnyCaller,
+    cursor: Cursor = None,
+    limit: Limit = 50,
+    everybody: Annotated[bool, Query(description="Of all tenants, with the key of an operator.")] = False,
+) -> Page[ApprovalView]:
+    """Calls that wait, those first that expire first."""
+    if everybody and not caller.is_operator:
+        raise ToolFailure(ErrorCode.PERMISSION_DENIED, "`everybody` is for operators: leave it out")
+    actor, tenant = caller.identity.actor(), None if everybody else caller.tenant
+    page = await _queue(caller).pending(actor, tenant, decode_cursor(cursor), limit)
+    return Page(data=[_view(one) for one in page.questions], next_cursor=encode_cursor(page.cursor) if page.cursor else None)
+
+
+@router.get("/{approval_id}", responses=responses(404, 409))
+async def get_approval(approval_id: ApprovalId, caller: AnyCaller) -> ApprovalView:
+    """One call that waits."""
+    try:
+        return _view(await _queue(caller).get(approval_id, caller.identity.actor()))
+    except ToolFailure as failure:
+        raise _told(failure) from failure
+
+
+@router.post("/{approval_id}", responses=responses(404, 409))
+async def answer_approval(approval_id: ApprovalId, wanted: NewAnswer, caller: AnyCaller) -> AnswerView:
+    """Decide about a call, once: it goes on within a moment, and the decision is in the audit log."""
+    if (wanted.decision == "modify") != (wanted.arguments is not None):
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "`arguments` go with the decision `modify`, and with no other")
+    decision = Decision(wanted.decision != "reject", wanted.reason, wanted.arguments)
+    try:
+        answer = await _queue(caller).decide(approval_id, decision, digest=wanted.digest, actor=caller.identity.actor())
+    except ToolFailure as failure:
+        raise _told(failure) from failure
+    return _answer_view(answer)
+
+
+def _queue(caller: Caller) -> ApprovalQueue:
+    return caller.house.parts.approvals
+
+
+def _told(failure: ToolFailure) -> Exception:
+    """As what it is at an address."""
+    match failure:
+        case UnknownQuestion():
+            return ApiProblem(ApiCode.NOT_FOUND, "there is no call of that id that waits: GET /v1/approvals lists them")
+        case AlreadyAnswered() | QuestionOver() | OtherCall():
+            return ApiProblem(ApiCode.CONFLICT, failure.message)
+        case _:
+            return failure
+
+
+def _view(pending: Pending) -> ApprovalView:
+    question = pending.question
+    fields = question.model_dump(include={"id", "tenant", "session", "run", "command", "reason", "warning", "digest"})
+    return ApprovalView(
+        **fields,
+        call_id=question.call.id,
+        tool=question.call.name,
+        arguments=dict(question.call.arguments),
+        created_at=format_instant(pending.created_at, "milliseconds"),
+        expires_at=format_instant(pending.expires_at, "milliseconds"),
+    )
+
+
+def _answer_view(answer: Answer) -> AnswerView:
+    fields = answer.model_dump(include={"id", "tenant", "tool", "is_allowed", "reason", "arguments"})
+    return AnswerView(**fields, by=answer.by, at=format_instant(answer.at, "milliseconds"))

@@ -1,0 +1,195 @@
+"""Batches over HTTP: lines in, rows out; worked by the orchestrators that serve everybody."""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.api.access import AnyCaller, Caller
+from orchestrator.api.paging import Cursor, Limit, Page, page_of
+from orchestrator.api.problems import ApiCode, ApiProblem, responses
+from orchestrator.batch_runs import BatchRuns
+from orchestrator.batches.items import FailureKind, RunLimits
+from orchestrator.batches.lines import BatchFile, read_lines
+from orchestrator.batches.rows import build_row, build_row_line
+from orchestrator.runs.batch_status import build_status
+from orchestrator.runs.records import BatchDefaults
+
+router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=responses())
+
+SMALL_BYTES = 4 * 1024 * 1024
+"""Of larger ones each key sends one at a time, and one of all is made batch items of: they lie in memory, and what is made of them."""
+_SENDING: set[str] = set()
+_LARGE = asyncio.Lock()
+ROWS_TYPE = "application/jsonl"
+BatchId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+_LINES = {"schema": {"type": "string"}, "example": '{"id": "first", "instruction": "Count the files."}\n'}
+_BODY = {"requestBody": {"required": True, "content": {ROWS_TYPE: _LINES, "application/x-ndjson": _LINES, "text/plain": _LINES}}}
+
+
+class RequestCounts(BaseModel):
+    """Items: how many there are, succeeded, failed, and wait or run now."""
+
+    total: int
+    completed: int
+    failed: int
+    waiting: int
+    running: int
+
+
+class BatchView(BaseModel):
+    """A batch. `status`: in_progress, cancelling, cancelled or completed; `failed`: by kind. Instants in ISO 8601."""
+
+    id: str
+    status: str
+    name: str | None
+    request_counts: RequestCounts
+    failed: dict[str, int]
+    concurrency: int
+    created_at: str
+    ended_at: str | None
+
+
+class BatchOptions(BaseModel):
+    """What the lines do not say. `id`: submitting the same lines under it again goes on with the batch."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    name: str = Field(default="", max_length=200)
+    concurrency: int | None = Field(default=None, ge=1, le=10_000)
+    model: str | None = Field(default=None, max_length=256)
+    dialect: Literal["native", "tags", "json", "auto"] | None = None
+    max_iterations: int | None = Field(default=None, ge=1)
+    max_wall_s: float | None = Field(default=None, gt=0)
+    max_tokens: int | None = Field(default=None, gt=0)
+    retries: int = Field(default=2, ge=0, le=20)
+    ask: bool = False
+    """Calls that need approval wait in the approvals queue; else they are refused, or allowed, as the orchestrator's settings say."""
+
+
+class Retry(BaseModel):
+    """Which failed items are begun anew."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kinds: list[FailureKind] = [FailureKind.INFRASTRUCTURE]
+
+
+class Retried(BaseModel):
+    items: int
+
+
+@router.post("", status_code=201, openapi_extra=_BODY)
+async def submit_batch(request: Request, caller: AnyCaller, options: Annotated[BatchOptions, Query()], response: Response) -> BatchView:
+    """Queue every line of the body: one JSON object a line, short (`id`, `instruction`) or of OpenAI's batches. All of it is checked first."""
+    file = await _read(request, caller.identity.key_id)
+    limits = RunLimits(max_iterations=options.max_iterations, max_wall_s=options.max_wall_s, max_tokens=options.max_tokens)
+    defaults = BatchDefaults(model=options.model, dialect=options.dialect, limits=limits, retries=options.retries, asks_people=options.ask)
+    runs = _runs(caller)
+    batch = await runs.batches.submit(
+        file, batch=options.id, concurrency=options.concurrency, defaults=defaults, name=options.name, is_detached=True
+    )
+    response.headers["Location"] = f"/v1/batches/{batch}"
+    return await _view(runs, batch)
+
+
+@router.get("")
+async def list_batches(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 50) -> Page[BatchView]:
+    """The tenant's batches, the newest first. They are remembered for 30 days."""
+    runs = _runs(caller)
+    page = page_of(list(await runs.queue.known(runs.tenant)), cursor, limit)
+    return Page(data=[await _view(runs, batch) for batch in page.data], next_cursor=page.next_cursor)
+
+
+@router.get("/{batch_id}", responses=responses(404))
+async def get_batch(batch_id: BatchId, caller: AnyCaller) -> BatchView:
+    """How a batch stands."""
+    return await _view(await _known(caller, batch_id), batch_id)
+
+
+@router.post("/{batch_id}/cancel", responses=responses(404))
+async def cancel_batch(batch_id: BatchId, caller: AnyCaller) -> BatchView:
+    """Begin nothing of it any more, and end what runs."""
+    runs = await _known(caller, batch_id)
+    await caller.note_foreign("batch.cancel", batch_id)
+    await runs.batches.cancel(batch_id)
+    return await _view(runs, batch_id)
+
+
+@router.post("/{batch_id}/retry", responses=responses(404))
+async def retry_batch(batch_id: BatchId, wanted: Retry, caller: AnyCaller) -> Retried:
+    """Begin failed items anew, of these kinds of failure."""
+    runs = await _known(caller, batch_id)
+    return Retried(items=await runs.batches.resume(batch_id, wanted.kinds))
+
+
+@router.get(
+    "/{batch_id}/results",
+    response_class=Response,
+    responses={**responses(404), 200: {"description": "A row a line", "content": {ROWS_TYPE: {}}}},
+)
+async def batch_results(batch_id: BatchId, caller: AnyCaller) -> Response:
+    """The rows of all items that have ended so far, one JSON object a line, successes and failures."""
+    runs = await _known(caller, batch_id)
+
+    async def rows() -> AsyncIterator[bytes]:
+        async for outcome in runs.outcomes(batch_id):
+            yield build_row_line(build_row(outcome))
+
+    return StreamingResponse(rows(), media_type=ROWS_TYPE)
+
+
+def _runs(caller: Caller) -> BatchRuns:
+    return caller.client.batch_runs(has_traces=False)
+
+
+async def _known(caller: Caller, batch: str) -> BatchRuns:
+    """The tenant's batches, of which this is one. Raises ApiProblem when it is none."""
+    runs = _runs(caller)
+    try:
+        await runs.batches.status(batch)
+    except ToolFailure as error:
+        raise ApiProblem(ApiCode.NOT_FOUND, f"tenant {caller.tenant} has no batch {batch}: GET /v1/batches lists them") from error
+    return runs
+
+
+async def _view(runs: BatchRuns, batch: str) -> BatchView:
+    """A batch as clients get it: where its rows lie on whose machine is not theirs to know."""
+    told = build_status(batch, await runs.batches.status(batch), await runs.queue.counts(runs.tenant, batch))
+    return BatchView.model_validate({name: value for name, value in told.items() if name != "rows"})
+
+
+async def _read(request: Request, key: str) -> BatchFile:
+    """The lines of the body. Raises BadBatch with all that is wrong with them, ApiProblem when too much is read already."""
+    body = io.BytesIO()
+    pieces = request.stream()
+    async for piece in pieces:
+        body.write(piece)
+        if body.tell() > SMALL_BYTES:
+            break
+    else:
+        return await _parsed(body)
+    if key in _SENDING:
+        raise ApiProblem(
+            ErrorCode.RATE_LIMITED, "another large batch is being sent with this key: send this one after it", headers={"Retry-After": "10"}
+        )
+    _SENDING.add(key)
+    try:
+        async for piece in pieces:
+            body.write(piece)
+    finally:
+        _SENDING.discard(key)
+    # Not while a client sends: a slow one would hold up all the others.
+    async with _LARGE:
+        return await _parsed(body)
+
+
+async def _parsed(body: io.BytesIO) -> BatchFile:
+    body.seek(0)
+    return await asyncio.to_thread(read_lines, body, None, "the body")

@@ -1,0 +1,66 @@
+"""Calls by their ids over HTTP: the life of one through every process, and its end from outside."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path
+from pydantic import BaseModel, ConfigDict, Field
+
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.api.access import AnyCaller, Caller
+from orchestrator.api.problems import ApiCode, ApiProblem, responses
+from orchestrator.call_control import CallControl
+from orchestrator.call_life import CallLives
+
+router = APIRouter(prefix="/v1/calls", tags=["calls"], responses=responses())
+
+CallId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class Kill(BaseModel):
+    """`reason`: what its caller reads."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reason: str = Field(default="", max_length=500)
+
+
+class Killed(BaseModel):
+    """How the call stands now. `was_over`: it had ended before anybody killed it."""
+
+    call: str
+    state: str
+    error_code: str | None
+    was_over: bool
+
+
+@router.get("/{call_id}", responses=responses(404))
+async def get_call(call_id: CallId, caller: AnyCaller) -> dict[str, Any]:
+    """All that is known of a call: where it waits or runs, since when, on which host and in which sandbox, and its result while that is kept. Calls are
+    remembered for a day."""
+    house = caller.house
+    lives = CallLives(house.parts.pool.redis, house.settings.deployment, house.settings.broker().signing_keys(), house.settings.flower_url)
+    async with house.looks.turn(caller.identity.key_id):
+        life = await lives.read(caller.tenant, call_id)
+    if life is None:
+        raise _unknown(caller, call_id)
+    told = life.to_json()
+    return told if caller.is_operator else {name: value for name, value in told.items() if name != "flower_url"}
+
+
+@router.post("/{call_id}/kill", responses=responses(404))
+async def kill_call(call_id: CallId, wanted: Kill, caller: AnyCaller) -> Killed:
+    """End a call, wherever it is: one that waits never begins, one that runs is killed with all that it started. Its caller gets CANCELLED."""
+    house = caller.house
+    try:
+        killed = await CallControl(house.parts.pool, house.settings.deployment).kill(
+            caller.tenant, call_id, caller.identity.actor(), wanted.reason
+        )
+    except ToolFailure as failure:
+        if failure.code is ErrorCode.INVALID_ARGUMENTS:
+            raise _unknown(caller, call_id) from failure
+        raise
+    return Killed(call=call_id, state=killed.record.state.value, error_code=killed.record.code or None, was_over=killed.was_over)
+
+
+def _unknown(caller: Caller, call_id: str) -> ApiProblem:
+    return ApiProblem(ApiCode.NOT_FOUND, f"nothing is known of call {call_id} of tenant {caller.tenant}: calls are remembered for a day")

@@ -1,0 +1,108 @@
+"""Tool calls over HTTP: one tool run once in a session, its result whole or its output as it comes."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from contract.calls import MAX_TIMEOUT_S, ToolResult
+from contract.errors import ErrorCode
+from orchestrator.api.access import AnyCaller
+from orchestrator.api.exact_json import dump_exactly
+from orchestrator.api.problems import REDIS_AWAY, responses
+from orchestrator.api.sessions import SessionId
+from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
+from orchestrator.sessions import Session
+
+router = APIRouter(prefix="/v1/sessions", tags=["calls"], responses=responses())
+
+WAITING_PIECES = 32
+"""Of output that the client has not taken: then the call is held up for a while, and the rest is in the result alone."""
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The result; with `Accept: text/event-stream` events `output`, then one `result`.", "content": {MEDIA_TYPE: {}}}
+}
+
+
+class NewCall(BaseModel):
+    """`call_id`: the same never runs twice within a day; None: a new one, or one made of the Idempotency-Key."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1, max_length=128)
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    call_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
+
+
+@router.post("/{session_id}/calls", response_model=ToolResult, responses={**responses(404), **_STREAM})
+async def call_tool(
+    session_id: SessionId,
+    wanted: NewCall,
+    caller: AnyCaller,
+    request: Request,
+    idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
+) -> Response:
+    """Run a tool once. The answer is 200 whatever became of the tool: `success` and `error_code` tell that.
+
+    With `Accept: text/event-stream` its output comes while it runs; a client that goes ends the call.
+    """
+    call_id = wanted.call_id or (_call_id(caller.identity.key_id, idempotency_key) if idempotency_key else None)
+    if MEDIA_TYPE in request.headers.get("accept", ""):
+        session = await caller.client.session(session_id)
+        return EventStream(caller.streams.counted(_stream(session, wanted, call_id)))
+    known, name = caller.house.sessions, (caller.tenant, session_id, caller.identity.key_id)
+    session = await known.find(name, lambda: caller.client.session(session_id))
+    result = await session.call(wanted.name, wanted.arguments, timeout_s=wanted.timeout_s, call_id=call_id)
+    if result.error_code is ErrorCode.SESSION_NOT_FOUND:
+        known.forget(name)
+        # Raises, as for one that never was.
+        await caller.client.session(session_id)
+    return Response(_dump(result), media_type="application/json")
+
+
+async def _stream(session: Session, wanted: NewCall, call_id: str | None) -> AsyncIterator[ServerEvent]:
+    pieces = asyncio.Queue[ServerEvent](WAITING_PIECES)
+
+    async def on_output(stream: str, text: str) -> None:
+        await pieces.put(ServerEvent("output", {"stream": stream, "text": text}))
+
+    async def work() -> None:
+        result = await session.call(wanted.name, wanted.arguments, timeout_s=wanted.timeout_s, call_id=call_id, on_output=on_output)
+        await pieces.put(ServerEvent("result", _dump(result).decode()))
+
+    working = asyncio.ensure_future(work())
+    taking: asyncio.Future[ServerEvent] | None = None
+    try:
+        while True:
+            taking = asyncio.ensure_future(pieces.get())
+            await asyncio.wait((taking, working), return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                taking.cancel()
+                working.result()
+                continue
+            event = taking.result()
+            yield event
+            if event.event == "result":
+                return
+    finally:
+        # The client has gone: its call is ended as Ctrl-C ends one.
+        ending = [task for task in (taking, working) if task is not None]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+
+
+def _dump(result: ToolResult) -> bytes:
+    """Where the service's Redis is, is not the client's to know."""
+    if result.error_code is ErrorCode.BROKER_UNAVAILABLE:
+        result = result.model_copy(update={"error": REDIS_AWAY})
+    return dump_exactly(result.model_dump(mode="json"))
+
+
+def _call_id(key_id: str, idempotency_key: str) -> str:
+    """A request that is sent again asks about the same call."""
+    return hashlib.sha256(f"call\0{key_id}\0{idempotency_key}".encode()).hexdigest()[:32]

@@ -1,0 +1,69 @@
+"""Whether the service lives, whether it can serve, and what it counts."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from redis.exceptions import RedisError
+
+from contract.errors import BrokerUnavailable, ConfigError
+from orchestrator.api.access import OperatorCaller, depend_on_house
+from orchestrator.api.house import House
+from orchestrator.api.problems import responses
+from orchestrator.metrics.samples import OPEN_METRICS, TEXT, choose_format
+
+router = APIRouter(tags=["health"])
+
+
+class Health(BaseModel):
+    status: str = "ok"
+
+
+class Readiness(BaseModel):
+    """`ready`: a run that is started now would be worked. `checks`: each with "ok", or what is missing and what to do."""
+
+    ready: bool
+    checks: dict[str, str]
+
+
+@router.get("/healthz")
+async def healthz() -> Health:
+    """The process answers. Nothing else is asked: who restarts a service for a dead Redis makes it worse."""
+    return Health()
+
+
+@router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness, "description": "Not ready"}})
+async def readyz(house: Annotated[House, Depends(depend_on_house)]) -> Response:
+    """Redis answers and can be written, and a worker of each pool that has ever served publishes its tools, now."""
+    checks = await _checks(house)
+    told = Readiness(ready=all(told == "ok" for told in checks.values()), checks=checks)
+    return JSONResponse(told.model_dump(), status_code=200 if told.ready else 503)
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={**responses(), 200: {"description": "Prometheus's text, or OpenMetrics by `Accept`", "content": {"text/plain": {}}}},
+)
+async def metrics(caller: OperatorCaller, request: Request) -> Response:
+    """What the deployment counts and holds now, whichever of its APIs is asked: one of them is enough to scrape. For operators."""
+    is_open = choose_format(request.headers.get("accept", ""))
+    page = await caller.house.parts.metrics.render(is_open=is_open)
+    return Response(page, media_type=OPEN_METRICS if is_open else TEXT)
+
+
+async def _checks(house: House) -> dict[str, str]:
+    if not house.is_connected:
+        return {"redis": "not connected yet: see that Redis is up, and the service's log"}
+    pool = house.parts.pool
+    try:
+        # A replica that was promoted, or a full disk: it answers, and takes nothing.
+        await pool.redis.set(f"toolcrew:{house.settings.deployment}:api:ready", "1", ex=60)
+        pools: dict[str, Any] = dict(await pool.catalog.pools())
+    except (RedisError, OSError, BrokerUnavailable):
+        return {"redis": "it does not answer, or cannot be written: see that it is up"}
+    except ConfigError:
+        return {"redis": "ok", "workers": "they publish tools of another release: run the same release everywhere"}
+    missing = "no worker serves: start one (toolcrew worker start)"
+    return {"redis": "ok", "sandbox workers": "ok" if "sandbox" in pools else missing}

@@ -1,0 +1,83 @@
+"""Hosts over HTTP: which workers live, and taking one out of service."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict
+
+from contract.clock import format_instant
+from contract.errors import ConfigError
+from contract.hosts import HostReport
+from orchestrator.api.access import OperatorCaller
+from orchestrator.api.paging import Cursor, Limit, Page, page_of
+from orchestrator.api.problems import ApiCode, ApiProblem, responses
+from orchestrator.hosts import RedisHosts, find_workers
+
+router = APIRouter(prefix="/v1/hosts", tags=["hosts"], responses=responses())
+
+
+class HostView(BaseModel):
+    """One living worker. Sizes in bytes, instants in ISO 8601. `waiting`: calls in its queue and the pools that it serves."""
+
+    host: str
+    kind: str
+    state: str
+    queue: str
+    pools: list[str]
+    slots: int
+    busy: int
+    sessions: int
+    max_sessions: int
+    sandboxes: int
+    max_sandboxes: int
+    memory_free_bytes: int
+    disk_free_bytes: int
+    classes: list[str]
+    images: list[str]
+    store: str
+    trouble: str
+    started_at: str
+    reported_at: str
+    waiting: dict[str, int]
+
+
+class Drain(BaseModel):
+    """`lossy`: though the host's checkpoints do not leave it, so that its sessions lose their files."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lossy: bool = False
+
+
+@router.get("")
+async def list_hosts(caller: OperatorCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[HostView]:
+    """Every worker that lives, with its load."""
+    hosts = RedisHosts(caller.house.parts.pool.redis, caller.house.settings.deployment)
+    reports = await hosts.read()
+    waiting = await hosts.queued(sorted({queue for report in reports for queue in (report.queue, *report.pools)}))
+    return page_of([_view(report, waiting) for report in reports], cursor, limit)
+
+
+@router.post("/{host}/drain", status_code=202, responses=responses(404))
+async def drain_host(host: str, drain: Drain, caller: OperatorCaller) -> Page[HostView]:
+    """Take a host out of service: its sessions go on elsewhere, then its workers end. Returns when they say that they do."""
+    house = caller.house
+    hosts = RedisHosts(house.parts.pool.redis, house.settings.deployment)
+    try:
+        found = [report for report in find_workers(await hosts.read(), host) if report.worker]
+    except ConfigError as error:
+        raise ApiProblem(ApiCode.NOT_FOUND, str(error)) from error
+    for report in found:
+        await hosts.order_drain(report, house.settings.broker().signing_keys(), lossy=drain.lossy, actor=caller.identity.actor())
+    return page_of([_view(report, {}) for report in find_workers(await hosts.read(), host)], None, 200)
+
+
+def _view(report: HostReport, waiting: dict[str, int]) -> HostView:
+    fields: dict[str, Any] = report.model_dump(include=set(HostView.model_fields))
+    fields |= {
+        "state": report.state,
+        "started_at": format_instant(report.started_at),
+        "reported_at": format_instant(report.reported_at),
+        "waiting": {queue: waiting.get(queue, 0) for queue in (report.queue, *report.pools)},
+    }
+    return HostView.model_validate(fields)

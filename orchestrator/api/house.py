@@ -1,0 +1,146 @@
+"""What all requests share: the connection to the pool, as soon as there is one, and what is built on it once."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from contract.errors import BrokerUnavailable, ConfigError, OperatorError
+from orchestrator.api.known_sessions import KnownSessions
+from orchestrator.api.problems import ApiCode, ApiProblem
+from orchestrator.api.rates import Rates
+from orchestrator.api.shares import FILES_OF_A_KEY, LOOKS_OF_A_KEY, PAGES_OF_A_KEY, OpenStreams, Turns
+from orchestrator.api_keys import ApiKeys, Credential
+from orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover
+from orchestrator.approvals.policies import ApprovalPolicy, load_policy
+from orchestrator.approvals.queue import ApprovalQueue
+from orchestrator.client import ToolClient
+from orchestrator.logs import get_logger
+from orchestrator.metrics.page import MetricsPage
+from orchestrator.pool_connection import PoolConnection, open_pool
+from orchestrator.runs.hosted import HostedRuns
+from orchestrator.settings import OrchestratorSettings
+from telemetry.settings import load_tracing_settings
+
+log = get_logger(__name__)
+
+MAX_CLIENTS = 1000
+"""That are kept for the next request: each knows its settings and secrets, which take longer to gather than a request."""
+AGAIN_S = 1.0
+"""How often it is tried to reach a Redis that does not answer at the start."""
+
+
+@dataclass(frozen=True)
+class HouseParts:
+    """What there is once Redis has answered."""
+
+    pool: PoolConnection
+    keys: ApiKeys
+    approvals: ApprovalQueue
+    runs: HostedRuns
+    metrics: MetricsPage
+
+
+Beside = Callable[[HouseParts], AbstractAsyncContextManager[None]]
+"""What runs beside the API while it is connected."""
+
+
+class House:
+    """One process of the API. It serves from the first moment: requests that need Redis fail with 503 until it answers."""
+
+    def __init__(self, settings: OrchestratorSettings) -> None:
+        self.settings = settings
+        self.rates = Rates(settings.api_rate, settings.api_burst)
+        self._clients: dict[tuple[str, str], ToolClient] = {}
+        self.sessions = KnownSessions()
+        self.streams = OpenStreams()
+        self.files, self.pages = Turns(FILES_OF_A_KEY), Turns(PAGES_OF_A_KEY)
+        self.looks = Turns(LOOKS_OF_A_KEY)
+        # Nobody sits at a service: what a program calls is its own decision, and runs ask through the approvals queue.
+        self._approver: Approver = RefusingApprover()
+        self._policy: ApprovalPolicy = load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY
+        self._parts: HouseParts | None = None
+        self._trouble = "Redis has not answered yet"
+
+    @property
+    def parts(self) -> HouseParts:
+        """Raises ApiProblem while there is no connection."""
+        if self._parts is None:
+            raise ApiProblem(ApiCode.NOT_READY, f"the service is not connected to its Redis: {self._trouble}; try again in a moment")
+        return self._parts
+
+    @property
+    def is_connected(self) -> bool:
+        return self._parts is not None
+
+    def client(self, tenant: str, credential: Credential, *, key: str | None = None) -> ToolClient:
+        """The pool as a tenant has it. `key`: the id of the API key that has been shown, by which the same client is given again."""
+        pool = self.parts.pool
+        kept = self._clients.pop((tenant, key), None) if key is not None else None
+        client = kept or ToolClient(self.settings, pool, tenant, self._approver, None, self._policy, credential)
+        if key is not None:
+            # Put back behind the others: those that were used longest ago go first.
+            self._clients[tenant, key] = client
+            while len(self._clients) > MAX_CLIENTS:
+                del self._clients[next(iter(self._clients))]
+        return client
+
+    def check(self) -> None:
+        """Raises ConfigError for what waiting for Redis does not mend."""
+        self.settings.broker().signing_keys()
+        load_tracing_settings()
+
+    @asynccontextmanager
+    async def open(self, beside: Beside) -> AsyncIterator[None]:
+        """Connected as soon as that can be had, with `beside` running from then on."""
+        is_over = asyncio.Event()
+        keeping = asyncio.create_task(self._keep(beside, is_over))
+        try:
+            yield
+        finally:
+            is_over.set()
+            await keeping
+
+    async def _keep(self, beside: Beside, is_over: asyncio.Event) -> None:
+        async with AsyncExitStack() as stack:
+            parts = await self._connected(stack, is_over)
+            if parts is None:
+                return
+            stack.push_async_callback(parts.runs.hub.close)
+            await stack.enter_async_context(beside(parts))
+            self._parts = parts
+            log.info("api_connected")
+            try:
+                await is_over.wait()
+            finally:
+                self._parts = None
+
+    def _built(self, pool: PoolConnection) -> HouseParts:
+        settings, deployment = self.settings, self.settings.deployment
+        approvals = ApprovalQueue(pool.redis, deployment, settings.broker().signing_keys(), settings.approvers)
+        metrics = MetricsPage(pool.redis, deployment, has_tenants=settings.metrics_tenants)
+        return HouseParts(pool, ApiKeys(pool.redis, deployment), approvals, HostedRuns.on(pool, deployment), metrics)
+
+    async def _connected(self, stack: AsyncExitStack, is_over: asyncio.Event) -> HouseParts | None:
+        """None when the service is to end before."""
+        settings = self.settings
+        told = ""
+        while not is_over.is_set():
+            try:
+                opening = open_pool(settings.broker(), queue_wait_s=settings.queue_wait_s, needs_workers=False, settings=settings)
+                pool = await stack.enter_async_context(opening)
+                return self._built(pool)
+            except (BrokerUnavailable, ConfigError) as error:
+                self._trouble = _first_sentence(error)
+                if str(error) != told:
+                    told = str(error)
+                    log.warning("pool_not_there", error=told)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(AGAIN_S):
+                    await is_over.wait()
+        return None
+
+
+def _first_sentence(error: OperatorError) -> str:
+    """What clients are told of it: not where Redis is."""
+    return "it is away" if isinstance(error, BrokerUnavailable) else "the service is set up wrongly, its log says how"

@@ -1,0 +1,165 @@
+"""The pages by which people approve calls: each with its exact bytes, and what is sent back is bound to what was shown."""
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Form, Request, Response
+
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.api.pages.operating import DONE, back
+from orchestrator.api.pages.people import Looking, Person, Sending, not_here
+from orchestrator.api.pages.rendering import render
+from orchestrator.api.pages.route import PageRoute, is_fragment
+from orchestrator.api.pages.run_pages import has_page
+from orchestrator.api.pages.seen import count_odd
+from orchestrator.api.problems import ApiCode, ApiProblem
+from orchestrator.approvals.approvers import Decision
+from orchestrator.approvals.questions import AlreadyAnswered, OtherCall, QuestionOver, UnknownQuestion
+from orchestrator.approvals.queue import Pending
+
+router = APIRouter(route_class=PageRoute, include_in_schema=False)
+
+PAGE = 20
+MOST_CHARS = 32_000
+"""Of arguments on one page that has several questions: longer ones have pages of their own. Every character is looked at and marked, which takes time."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A piece of what is asked about, whole. `unseen`: so many of its characters are not to be seen; `alike`: so many look like others."""
+
+    name: str
+    text: str
+    unseen: int
+    alike: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question as the page shows it. `is_left_out`: the page has no room for its arguments, so that it is not decided there."""
+
+    pending: Pending
+    has_run_page: bool
+    is_left_out: bool = False
+
+    @property
+    def parts(self) -> tuple[Shown, ...]:
+        command = self.pending.question.command
+        return tuple(
+            _shown(f"{name}, the command" if value == command and name != "command" else name, value)
+            for name, value in self.pending.question.call.arguments.items()
+        )
+
+    @property
+    def editable(self) -> str:
+        """Its arguments as JSON of ASCII alone, in which nothing hides and nothing is lost."""
+        return json.dumps(self.pending.question.call.arguments, indent=2, ensure_ascii=True)
+
+
+@router.get("/approvals")
+async def approvals(request: Request, person: Looking, cursor: str = "", done: str = "") -> Response:
+    """What waits for a decision, what expires first first."""
+    viewer = await person.viewer()
+    page = await person.house.parts.approvals.pending(person.actor, viewer.tenant, cursor or None, PAGE)
+    ids = ",".join(one.question.id for one in page.questions)
+    if is_fragment(request):
+        return render("approvals.part.html", viewer, ids=ids, shown=request.query_params.get("shown", ids))
+    values: dict[str, Any] = {
+        "asked": await asyncio.gather(*(_asked(person, one, is_whole) for one, is_whole in _fitting(page.questions))),
+        "cursor": page.cursor,
+        "ids": ids,
+        "shown": ids,
+    }
+    return await person.render(
+        "approvals.html", title="Approvals", page="approvals", may_decide=_may_decide(person), done=DONE.get(done), **values
+    )
+
+
+@router.get("/approvals/{id_}")
+async def approval(id_: str, person: Looking) -> Response:
+    """One question."""
+    try:
+        pending = await person.house.parts.approvals.get(id_, person.actor)
+    except ToolFailure as error:
+        raise _told(error) from error
+    title = f"Approve {pending.question.call.name}?"
+    return await person.render(
+        "approval.html",
+        title=title,
+        page="approvals",
+        one=await _asked(person, pending),
+        may_decide=_may_decide(person),
+    )
+
+
+@router.post("/approvals/{id_}")
+async def decide(
+    id_: str,
+    person: Sending,
+    digest: Annotated[str, Form(max_length=256)],
+    decision: Annotated[str, Form(pattern="^(allow|change|deny)$")],
+    reason: Annotated[str, Form(max_length=1024)] = "",
+    arguments: Annotated[str, Form()] = "",
+) -> Response:
+    """Allow the call that was shown, as it was or with other arguments, or deny it."""
+    changed = _parse_arguments(arguments) if decision == "change" else None
+    answer = Decision(decision != "deny", reason.strip(), changed, digest)
+    try:
+        await person.house.parts.approvals.decide(id_, answer, digest=digest, actor=person.actor)
+    except ToolFailure as error:
+        raise _told(error) from error
+    return back("approvals", tenant=person.tenant, done="denied" if decision == "deny" else "allowed")
+
+
+def _fitting(questions: Iterable[Pending]) -> Iterator[tuple[Pending, bool]]:
+    """Each with whether all of it is shown among the others."""
+    left = MOST_CHARS
+    for one in questions:
+        length = len(json.dumps(one.question.call.arguments, ensure_ascii=False))
+        yield one, length <= left
+        left -= length if length <= left else 0
+
+
+async def _asked(person: Person, pending: Pending, is_whole: bool = True) -> Asked:
+    question = pending.question
+    return Asked(pending, await has_page(person, question.tenant, question.run), not is_whole)
+
+
+def _shown(name: str, value: Any) -> Shown:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=2)
+    return Shown(name, text, *count_odd(text))
+
+
+def _may_decide(person: Person) -> bool:
+    return person.is_operator or person.house.settings.approvers == "tenant"
+
+
+def _parse_arguments(text: str) -> dict[str, Any]:
+    """Raises ApiProblem for what is no JSON object, or says something twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({name for name, _ in pairs}) != len(pairs):
+            raise ValueError("a name stands twice in one object")
+        return dict(pairs)
+
+    try:
+        given = json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise ApiProblem(
+            ErrorCode.INVALID_ARGUMENTS, f"nothing was decided: the arguments are no JSON ({error}); go back and write one object"
+        ) from error
+    if not isinstance(given, dict):
+        raise ApiProblem(ErrorCode.INVALID_ARGUMENTS, "nothing was decided: the arguments are no JSON object; go back and write {...}")
+    return given
+
+
+def _told(error: ToolFailure) -> Exception:
+    """As people should read it: what there is not is not told from what is another's."""
+    if isinstance(error, UnknownQuestion):
+        return not_here("question")
+    if isinstance(error, AlreadyAnswered | QuestionOver | OtherCall):
+        return ApiProblem(ApiCode.CONFLICT, error.message)
+    return error

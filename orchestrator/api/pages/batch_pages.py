@@ -1,0 +1,95 @@
+"""The pages of batches: all of them, and one with its plots."""
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request, Response
+from markupsafe import Markup
+
+from contract.errors import ToolFailure
+from orchestrator.api.pages.operating import DONE, back
+from orchestrator.api.pages.people import Looking, Person, Sending, not_here
+from orchestrator.api.pages.rendering import render
+from orchestrator.api.pages.route import PageRoute, is_fragment
+from orchestrator.audit import Audit, build_entry
+from orchestrator.batch_runs import BatchRuns
+from orchestrator.batches.report import build_sections
+from orchestrator.overview import OverviewReader
+from orchestrator.runs.records import BatchRecord, BatchState
+
+router = APIRouter(route_class=PageRoute, include_in_schema=False)
+
+_ONE_REPORT = asyncio.Lock()
+"""Of a large batch what has happened takes some seconds and tens of MB while its report is made."""
+MOST = 200
+MOST_TENANTS = 50
+"""Whose batches are shown together: of more one has to be chosen."""
+
+BatchId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+@router.get("/batches")
+async def batches(person: Looking) -> Response:
+    """The batches of the last 30 days."""
+    viewer = await person.viewer()
+    names = [viewer.tenant] if viewer.tenant else await known_tenants(person)
+    found: list[tuple[str, str, BatchRecord]] = []
+    for name in names[:MOST_TENANTS]:
+        known = await _runs(person).queue.known(name)
+        found += [(name, batch, record) for batch, record in known.items()]
+    found.sort(key=lambda one: -one[2].created_at)
+    unseen = max(0, len(names) - MOST_TENANTS)
+    return render(
+        "batches.html", viewer, title="Batches", page="batches", batches=found[:MOST], left=max(0, len(found) - MOST), unseen=unseen
+    )
+
+
+@router.get("/batches/{batch}")
+async def one_batch(request: Request, batch: BatchId, person: Looking, done: str = "") -> Response:
+    """How a batch stands, and its report so far."""
+    runs = _runs(person)
+    record = await _known(person, runs, batch)
+    is_live = record.state in (BatchState.IN_PROGRESS, BatchState.CANCELLING)
+    counts = {"waiting": 0, "running": 0, **await runs.queue.counts(person.owner, batch)}
+    values: dict[str, Any] = {"batch": batch, "of": person.owner, "record": record, "counts": counts, "is_live": is_live}
+    if is_fragment(request):
+        return render("batch.part.html", await person.viewer(), **values)
+    async with _ONE_REPORT:
+        happenings = await runs.happenings(batch)
+        sections = await asyncio.to_thread(build_sections, happenings, batch=batch, total=record.total)
+    shown = [(name, heading, Markup(content)) for name, heading, content in sections]
+    return render(
+        "batch.html", await person.viewer(), title=f"Batch {batch}", page="batches", sections=shown, done=DONE.get(done), **values
+    )
+
+
+@router.post("/batches/{batch}/cancel")
+async def cancel_batch(batch: BatchId, person: Sending) -> Response:
+    """Begin nothing of a batch any more, and end what runs."""
+    runs = _runs(person)
+    await _known(person, runs, batch)
+    if person.is_operator:
+        # What a tenant ends is its own.
+        audit = Audit(person.house.parts.pool.redis, person.house.settings.deployment)
+        await audit.add(build_entry(person.actor, "batch.cancel", batch, tenant=person.owner))
+    await runs.batches.cancel(batch)
+    return back("batches", batch, of=person.owner, tenant=person.tenant, done="cancelled")
+
+
+async def known_tenants(person: Person) -> list[str]:
+    """All tenants, those with the most to do first."""
+    parts = person.house.parts
+    overview = await OverviewReader(parts.pool.redis, person.house.settings.deployment).read()
+    named = [look.tenant for look in overview.tenants]
+    return list(dict.fromkeys([*(look.tenant for look in overview.batches), *named, person.owner]))
+
+
+def _runs(person: Person) -> BatchRuns:
+    return person.client.batch_runs(has_traces=False)
+
+
+async def _known(person: Person, runs: BatchRuns, batch: str) -> BatchRecord:
+    try:
+        return await runs.batches.status(batch)
+    except ToolFailure as error:
+        raise not_here("batch") from error

@@ -1,0 +1,86 @@
+"""Logging in and out, and what pages load beside themselves."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Form, Request, Response
+from fastapi.responses import RedirectResponse
+
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.api.access import depend_on_house
+from orchestrator.api.door import MAX_KEY_CHARS
+from orchestrator.api.house import House
+from orchestrator.api.pages.logins import LOGIN_S, cookie_name, is_secure, logins_of
+from orchestrator.api.pages.people import Sending, check_origin, not_here
+from orchestrator.api.pages.rendering import render, static_files
+from orchestrator.api.pages.route import PageRoute
+from orchestrator.logs import get_logger
+
+log = get_logger(__name__)
+
+router = APIRouter(route_class=PageRoute, include_in_schema=False)
+
+_TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
+_KEPT = {"Cache-Control": "public, max-age=31536000, immutable"}
+
+
+@router.get("/static/{name}")
+async def static_file(name: str) -> Response:
+    """A style sheet, script or picture of ours. Its address changes with it."""
+    found = static_files().get(name)
+    if found is None:
+        raise not_here("file")
+    return Response(found, media_type=_TYPES[name.rpartition(".")[2]], headers=_KEPT)
+
+
+@router.get("/favicon.ico")
+async def icon() -> Response:
+    """For who asks for it at its old place."""
+    return await static_file("icon.svg")
+
+
+@router.get("/login")
+async def login_page(next: str = "/") -> Response:
+    """Where somebody shows his key."""
+    return render("login.html", None, title="Log in", page="", trouble="", next=_local(next))
+
+
+@router.post("/login")
+async def log_in(
+    request: Request,
+    house: Annotated[House, Depends(depend_on_house)],
+    key: Annotated[str, Form()] = "",
+    next: Annotated[str, Form()] = "/",
+) -> Response:
+    """The key is looked at once, and not kept."""
+    check_origin(request, house.settings)
+    house.rates.take(f"login {request.client.host if request.client else ''}")
+    name = cookie_name(house.settings)
+    try:
+        word = await logins_of(house).open(key.strip()[:MAX_KEY_CHARS])
+    except ToolFailure as error:
+        if error.code is not ErrorCode.UNAUTHENTICATED:
+            raise
+        trouble = "This key opens nothing: see that all of it was copied, or have an operator make another."
+        return render("login.html", None, status=401, title="Log in", page="", trouble=trouble, next=_local(next))
+    before = request.cookies.get(name)
+    if before:
+        await logins_of(house).close(before)
+    response = RedirectResponse(_local(next), status_code=303)
+    response.set_cookie(name, word, max_age=LOGIN_S, path="/", secure=is_secure(house.settings), httponly=True, samesite="strict")
+    return response
+
+
+@router.post("/logout")
+async def log_out(request: Request, person: Sending) -> Response:
+    """The login ends here and in every other window."""
+    name = cookie_name(person.house.settings)
+    await logins_of(person.house).close(request.cookies.get(name, ""))
+    response = RedirectResponse("/login", status_code=303)
+    response.delete_cookie(name, path="/", secure=is_secure(person.house.settings), httponly=True, samesite="strict")
+    return response
+
+
+def _local(address: str) -> str:
+    """The address when it is one of ours: never another site, whatever a browser makes of it."""
+    is_ours = address.startswith("/") and not address.startswith("//") and address.isascii() and address.isprintable()
+    return address if is_ours and "\\" not in address else "/"

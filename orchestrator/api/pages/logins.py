@@ -1,0 +1,130 @@
+"""Who is logged in to the pages: a random word in a cookie, whose digest Redis keeps beside the id of the API key that was shown."""
+
+import hashlib
+import hmac
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio
+from fastapi import Request
+from redis.exceptions import RedisError
+
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from orchestrator.api.house import House
+from orchestrator.api_keys import ApiKeys, Credential, Identity, ShownCredential
+from orchestrator.settings import OrchestratorSettings
+
+LOGIN_S = 12 * 3600
+LOGINS_OF_A_KEY = 100
+"""At a time; another ends the one that began first, so that who logs in again and again does not fill Redis."""
+COOKIE = "toolcrew_login"
+_WORD = re.compile(r"[A-Za-z0-9_-]{43}")
+
+_OPEN = """
+-- KEYS: login, the logins of the API key. ARGV: the key's id, how long a login lasts, most logins of a key.
+redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+redis.call('RPUSH', KEYS[2], KEYS[1])
+redis.call('EXPIRE', KEYS[2], ARGV[2])
+if redis.call('LLEN', KEYS[2]) > tonumber(ARGV[3]) then redis.call('DEL', redis.call('LPOP', KEYS[2])) end
+"""
+
+
+@dataclass(frozen=True)
+class Login:
+    """Somebody who has shown a key that still holds. `form_token`: what each of his forms carries, so that nobody else's are taken for them."""
+
+    identity: Identity
+    credential: Credential
+    form_token: str
+
+    def owns(self, form_token: str) -> bool:
+        return hmac.compare_digest(self.form_token.encode(), form_token.encode(errors="replace"))
+
+
+class Logins:
+    """The logins of a deployment; each ends LOGIN_S after it began. Every method raises BrokerUnavailable when Redis does not answer."""
+
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: ApiKeys) -> None:
+        self._client = client
+        self._open_script = client.register_script(_OPEN)
+        self._deployment = deployment
+        self._keys = keys
+
+    async def open(self, key: str) -> str:
+        """The word of a new login. Raises ToolFailure(UNAUTHENTICATED) for a key that opens nothing."""
+        identity = await self._keys.authenticate(key)
+        word = secrets.token_urlsafe(32)
+        try:
+            await self._open_script(keys=[self._slot(word), self._list(identity.key_id)], args=[identity.key_id, LOGIN_S, LOGINS_OF_A_KEY])
+        except (RedisError, OSError) as error:
+            raise _unavailable(error) from error
+        return word
+
+    async def find(self, word: str) -> Login | None:
+        """The login of a word; None when there is none, or none any more. Raises ToolFailure(UNAUTHENTICATED) when its key holds no longer."""
+        if not _WORD.fullmatch(word):
+            return None
+        try:
+            key_id: Any = await self._client.get(self._slot(word))
+        except (RedisError, OSError) as error:
+            raise _unavailable(error) from error
+        if key_id is None:
+            return None
+        identity = await self._keys.recall(key_id.decode())
+        return Login(identity, ShownCredential(self._keys, identity.key_id), _digest("form", word))
+
+    async def close(self, word: str) -> None:
+        """End a login, if there is one."""
+        try:
+            await self._client.delete(self._slot(word))
+        except (RedisError, OSError) as error:
+            raise _unavailable(error) from error
+
+    def _slot(self, word: str) -> str:
+        return f"toolcrew:{self._deployment}:page:login:{_digest('login', word)}"
+
+    def _list(self, key_id: str) -> str:
+        return f"toolcrew:{self._deployment}:page:logins:{key_id}"
+
+
+class NotLoggedIn(Exception):
+    """There is nobody: the login page comes first."""
+
+
+def cookie_name(settings: OrchestratorSettings) -> str:
+    """Behind TLS one that no neighbour of ours, and nobody without TLS, can set."""
+    return f"__Host-{COOKIE}" if is_secure(settings) else COOKIE
+
+
+def is_secure(settings: OrchestratorSettings) -> bool:
+    """Whether people reach the pages over TLS."""
+    return bool(settings.page_url and settings.page_url.startswith("https://"))
+
+
+def logins_of(house: House) -> Logins:
+    parts = house.parts
+    return Logins(parts.pool.redis, house.settings.deployment, parts.keys)
+
+
+async def find_login(request: Request, house: House) -> Login:
+    """Whose cookie it is. Raises NotLoggedIn, BrokerUnavailable."""
+    try:
+        login = await logins_of(house).find(request.cookies.get(cookie_name(house.settings), ""))
+    except ToolFailure as error:
+        if error.code is not ErrorCode.UNAUTHENTICATED:
+            raise
+        login = None
+    if login is None:
+        raise NotLoggedIn
+    return login
+
+
+def _digest(purpose: str, word: str) -> str:
+    """Of 32 random bytes: nobody finds them by trying, so a plain hash does."""
+    return hashlib.sha256(f"toolcrew page {purpose} v1\0{word}".encode(errors="replace")).hexdigest()
+
+
+def _unavailable(error: Exception) -> BrokerUnavailable:
+    return BrokerUnavailable(f"nobody can be logged in or out, because Redis does not answer ({error}): see that it is up, and try again")

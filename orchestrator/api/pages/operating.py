@@ -1,0 +1,175 @@
+"""The pages by which a deployment is operated: tools, tenants, hosts, sessions, and who changed what."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Form, Path, Request, Response
+from fastapi.responses import RedirectResponse
+
+from contract.errors import ConfigError, ErrorCode
+from contract.registry import Switch
+from orchestrator.api.pages.people import Looking, Person, Sending, not_here
+from orchestrator.api.pages.rendering import address, render
+from orchestrator.api.pages.route import PageRoute, is_fragment
+from orchestrator.api.problems import ApiProblem
+from orchestrator.api_keys import ApiKeyRecord
+from orchestrator.audit import ACTIONS, Audit
+from orchestrator.hosts import RedisHosts, find_workers
+from orchestrator.overview import OverviewReader, TenantLook
+from orchestrator.session_list import SessionList
+
+router = APIRouter(route_class=PageRoute, include_in_schema=False)
+
+MOST_TENANTS = 200
+PAGE = 50
+DONE = {
+    "on": "The tool is on: within 2 seconds everywhere.",
+    "off": "The tool is off: within 2 seconds everywhere.",
+    "paused": "The tenant is paused: what runs goes on to its end, and nothing new is begun.",
+    "resumed": "The tenant goes on within 2 seconds.",
+    "drained": "The host takes nothing new: its sessions go elsewhere, then its worker ends.",
+    "cancelled": "It is being cancelled: what runs is ended within seconds.",
+    "allowed": "Allowed: the call goes on.",
+    "denied": "Denied: the model reads the reason.",
+}
+"""What pages say after something was done, by the word in their address: no other site's words."""
+
+Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+@dataclass(frozen=True)
+class TenantRow:
+    """A tenant as the page shows it."""
+
+    look: TenantLook
+    sessions: int
+
+
+@router.get("/tools")
+async def tools(person: Looking, done: str = "") -> Response:
+    """Every tool, on or off, and its switches."""
+    viewer, client = await person.viewer(), person.client
+    try:
+        states = await client.tool_states()
+    except ConfigError:
+        # No worker has published any yet.
+        states = []
+    off_for: dict[str, dict[str, Switch]] = {}
+    if person.is_operator and person.tenant is None:
+        off_for = {state.name: await client.switched_tenants(state.name) for state in states}
+    return render("tools.html", viewer, title="Tools", page="tools", tools=states, off_for=off_for, done=DONE.get(done))
+
+
+@router.post("/tools/{name}")
+async def switch_tool(
+    name: str, person: Sending, enabled: Annotated[str, Form(pattern="^(yes|no)$")], reason: Annotated[str, Form(max_length=1000)] = ""
+) -> Response:
+    """Turn a tool on or off: for everybody, or for the tenant that was chosen."""
+    person.check_operator()
+    if enabled == "yes":
+        await person.client.enable(name, tenant=person.tenant)
+    else:
+        await person.client.disable(name, reason=reason.strip() or None, by=person.actor.label(), tenant=person.tenant)
+    return back("tools", tenant=person.tenant, done="on" if enabled == "yes" else "off")
+
+
+@router.get("/tenants")
+async def tenants(request: Request, person: Looking, done: str = "") -> Response:
+    """Shares, what is in flight and waits, and pausing. People of a tenant see their own."""
+    parts, deployment = person.house.parts, person.house.settings.deployment
+    viewer, overview = await person.viewer(), await OverviewReader(parts.pool.redis, deployment).read()
+    found = [look for look in overview.tenants if viewer.tenant in (None, look.tenant)]
+    shown = found[:MOST_TENANTS]
+    counts = await SessionList(parts.pool.redis, deployment).counts([look.tenant for look in shown])
+    rows = [TenantRow(look, counts[look.tenant]) for look in shown]
+    values: dict[str, Any] = {"tenants": rows, "left": len(found) - len(shown), "keys": await _key_counts(person), "done": DONE.get(done)}
+    template = "tenants.part.html" if is_fragment(request) else "tenants.html"
+    return render(template, viewer, title="Tenants", page="tenants", **values)
+
+
+@router.post("/tenants/{name}/pause")
+async def pause_tenant(name: Name, person: Sending, reason: Annotated[str, Form(max_length=500)] = "") -> Response:
+    """Begin nothing of a tenant any more."""
+    person.check_operator()
+    await person.house.parts.pool.tenants.acting_as(person.actor).pause(name, reason.strip())
+    return back("tenants", tenant=person.tenant, done="paused")
+
+
+@router.post("/tenants/{name}/resume")
+async def resume_tenant(name: Name, person: Sending) -> Response:
+    """Let a tenant go on."""
+    person.check_operator()
+    await person.house.parts.pool.tenants.acting_as(person.actor).resume(name)
+    return back("tenants", tenant=person.tenant, done="resumed")
+
+
+@router.get("/hosts")
+async def hosts(request: Request, person: Looking, done: str = "") -> Response:
+    """Which workers live, with their load, and queues whose worker is gone."""
+    person.check_operator()
+    parts = person.house.parts
+    known = RedisHosts(parts.pool.redis, person.house.settings.deployment)
+    reports = await known.read()
+    waiting = await known.queued(sorted({queue for report in reports for queue in (report.queue, *report.pools)}))
+    dead = await known.dead_queues()
+    template = "hosts.part.html" if is_fragment(request) else "hosts.html"
+    values: dict[str, Any] = {"hosts": reports, "waiting": waiting, "dead": dead, "done": DONE.get(done)}
+    return render(template, await person.viewer(), title="Hosts", page="hosts", **values)
+
+
+@router.post("/hosts/{host}/drain")
+async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] = "") -> Response:
+    """Take a host out of service."""
+    person.check_operator()
+    house = person.house
+    known = RedisHosts(house.parts.pool.redis, house.settings.deployment)
+    try:
+        found = [report for report in find_workers(await known.read(), host) if report.worker]
+    except ConfigError as error:
+        raise not_here("host") from error
+    for report in found:
+        if report.kind == "sandbox" and report.store == "local" and lossy != "yes":
+            raise ApiProblem(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"the checkpoints of {report.host} do not leave it, so its sessions would lose their files: go back and mark that they may be lost",
+            )
+    keys = house.settings.broker().signing_keys()
+    for report in found:
+        await known.order_drain(report, keys, lossy=lossy == "yes", actor=person.actor)
+    return back("hosts", tenant=person.tenant, done="drained")
+
+
+@router.get("/sessions")
+async def sessions(person: Looking, cursor: str = "", done: str = "") -> Response:
+    """Sessions that are open."""
+    parts, viewer = person.house.parts, await person.viewer()
+    page = await SessionList(parts.pool.redis, person.house.settings.deployment).read(viewer.tenant, cursor or None, PAGE)
+    values: dict[str, Any] = {"sessions": page.sessions, "cursor": page.cursor, "done": DONE.get(done)}
+    return render("sessions.html", viewer, title="Sessions", page="sessions", **values)
+
+
+@router.get("/audit")
+async def audit(person: Looking, cursor: str = "", action: str = "") -> Response:
+    """Who changed what."""
+    person.check_operator()
+    wanted = tuple(name for name in ACTIONS if name == action)
+    kept = Audit(person.house.parts.pool.redis, person.house.settings.deployment)
+    page = await kept.read(cursor or None, PAGE, tenant=person.tenant, actions=wanted)
+    values: dict[str, Any] = {"entries": page.entries, "cursor": page.cursor, "action": action if wanted else "", "actions": ACTIONS}
+    return render("audit.html", await person.viewer(), title="Audit", page="audit", **values)
+
+
+def back(*path: str, **query: str | None) -> Response:
+    """To the page that shows what was done: loading it again does nothing again."""
+    return RedirectResponse(address(*path, **query), status_code=303)
+
+
+async def _key_counts(person: Person) -> dict[str, int] | None:
+    """API keys by tenant, for administrators."""
+    if not person.is_admin:
+        return None
+    counts: dict[str, int] = {}
+    for key in (await person.house.parts.keys.all()).values():
+        if isinstance(key, ApiKeyRecord):
+            counts[key.tenant] = counts.get(key.tenant, 0) + 1
+    return counts

@@ -1,0 +1,77 @@
+"""The first page: what is worked now, what waits for somebody, and how full the hosts are."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from orchestrator.api.pages.people import Looking, Person
+from orchestrator.api.pages.rendering import render
+from orchestrator.api.pages.route import PageRoute, is_fragment
+from orchestrator.api.pages.run_pages import newest_runs
+from orchestrator.overview import OverviewReader
+from orchestrator.runs.hosted_records import STANDING, HostedRun, HostedState
+from orchestrator.runs.told_events import ToldEvents
+
+router = APIRouter(route_class=PageRoute, include_in_schema=False)
+
+MOST_RUNS = 20
+MOST_TENANTS = 20
+MOST_APPROVALS = 100
+_LIVE = (HostedState.WAITING_FOR_APPROVAL, HostedState.RUNNING)
+
+
+@router.get("/")
+async def overview(request: Request, person: Looking) -> Response:
+    """A deployment at a glance, or one tenant of it."""
+    parts, viewer = person.house.parts, await person.viewer()
+    look = await OverviewReader(parts.pool.redis, person.house.settings.deployment).read()
+    mine = [one for one in look.tenants if viewer.tenant in (None, one.tenant)]
+    names = [viewer.tenant] if viewer.tenant else [one.tenant for one in mine][:MOST_TENANTS]
+    found = [run for state in _LIVE for run in await newest_runs(person, names, state, MOST_RUNS)][:MOST_RUNS]
+    does = await asyncio.gather(*(_doing(person, run) for run in found))
+    pending = await parts.approvals.pending(person.actor, viewer.tenant, None, MOST_APPROVALS)
+    count = f"{len(pending.questions)}{' or more' if pending.cursor else ''}"
+    values: dict[str, Any] = {
+        "look": look,
+        "tenants": mine[:1] if viewer.tenant else [],
+        "live": list(zip(found, does, strict=True)),
+        "batches": [one for one in look.batches if viewer.tenant in (None, one.tenant) and one.batch != STANDING],
+        "approvals": count,
+        "seen": len(names),
+        "unseen": max(0, len(mine) - len(names)),
+    }
+    template = "overview.part.html" if is_fragment(request) else "overview.html"
+    return render(template, viewer, title="Overview", page="", deployment=person.house.settings.deployment, **values)
+
+
+async def _doing(person: Person, run: HostedRun) -> str:
+    """What its last event tells, in a few words."""
+    told = ToldEvents(person.house.parts.pool.redis, person.house.settings.deployment)
+    text = await told.last(run.tenant, run.id)
+    event = json.loads(text) if text else {}
+    match event.get("type"):
+        case "CallStarted" | "CallSent":
+            return f"calls {_tool(event)}"
+        case "ApprovalAsked":
+            return f"{_tool(event)} waits for approval"
+        case "OutputArrived":
+            return "a tool is printing"
+        case "StepStarted":
+            return f"step {event['step']}"
+        case "StepFinished" | "ModelAnswered":
+            return f"step {event['step']}, reply read"
+        case "CallFinished":
+            return f"{_tool(event)} has ended"
+        case "TextArrived":
+            return "the model is writing"
+        case _:
+            return ""
+
+
+def _tool(event: Mapping[str, Any]) -> str:
+    """The name of the one that is called. Of an event that was too large to be kept it is not known any more."""
+    told = event.get("call") or event.get("result") or {}
+    return str(told.get("name", "a tool"))

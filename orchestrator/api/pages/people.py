@@ -1,0 +1,123 @@
+"""Who looks at a page, and whether what he sends comes from a page of ours."""
+
+import asyncio
+import hmac
+from dataclasses import dataclass
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from fastapi import Depends, Form, Query, Request, Response
+
+from contract.errors import ErrorCode
+from contract.tenancy import DEFAULT_TENANT
+from orchestrator.actors import Actor
+from orchestrator.api.access import depend_on_house
+from orchestrator.api.house import House
+from orchestrator.api.pages.logins import Login, find_login
+from orchestrator.api.pages.rendering import Viewer, render
+from orchestrator.api.problems import ApiCode, ApiProblem
+from orchestrator.api.shares import Streams
+from orchestrator.client import ToolClient
+from orchestrator.settings import OrchestratorSettings
+
+MAX_CHOICE = 500
+"""Tenants that can be chosen from a list; of more the others are reached by their links."""
+
+TenantName = Annotated[str, Query(pattern=r"^[A-Za-z0-9_-]{0,64}$")]
+
+
+@dataclass(frozen=True)
+class Person:
+    """Somebody who is logged in. `tenant`: whose things he looks at; None: everybody's. `owner`: whose the one thing is that a page is about."""
+
+    house: House
+    login: Login
+    tenant: str | None
+    owner: str
+
+    @property
+    def client(self) -> ToolClient:
+        """The pool as the owner has it."""
+        return self.house.client(self.owner, self.login.credential)
+
+    @property
+    def actor(self) -> Actor:
+        return self.login.identity.actor()
+
+    @property
+    def is_operator(self) -> bool:
+        return self.login.identity.role != "tenant"
+
+    @property
+    def is_admin(self) -> bool:
+        return self.login.identity.role == "admin"
+
+    @property
+    def streams(self) -> Streams:
+        """Those that the key has open in this process."""
+        return self.house.streams.of(self.login.identity.key_id)
+
+    async def viewer(self) -> Viewer:
+        """As templates know him."""
+        identity = self.login.identity
+        tenants: tuple[str, ...] = ()
+        if self.is_operator:
+            known = {DEFAULT_TENANT, *await self.house.parts.pool.tenants.all(), *([self.tenant] if self.tenant else [])}
+            tenants = tuple(sorted(known))[:MAX_CHOICE]
+        shown = self.tenant if self.is_operator else identity.tenant
+        return Viewer(identity.name or f"key {identity.key_id}", identity.role, shown, self.login.form_token, tenants)
+
+    async def render(self, template: str, **values: Any) -> Response:
+        """A page that may be long, as whoever wrote what it shows liked: made beside the others' requests, and a few at a time for each key."""
+        viewer = await self.viewer()
+        async with self.house.pages.turn(self.login.identity.key_id):
+            return await asyncio.to_thread(render, template, viewer, **values)
+
+    def check_operator(self) -> None:
+        """Raises ApiProblem for people of a tenant."""
+        if not self.is_operator:
+            raise ApiProblem(ErrorCode.PERMISSION_DENIED, "this is for operators: log in with a key of the role operator or admin")
+
+
+async def _looking(
+    request: Request, house: Annotated[House, Depends(depend_on_house)], tenant: TenantName = "", of: TenantName = ""
+) -> Person:
+    login = await find_login(request, house)
+    identity = login.identity
+    house.rates.take(identity.key_id)
+    if not identity.may_act_for(tenant or identity.tenant) or not identity.may_act_for(of or identity.tenant):
+        raise ApiProblem(ErrorCode.PERMISSION_DENIED, f"your key is for tenant {identity.tenant} alone: leave the other tenant's name out")
+    return Person(house, login, (tenant or None) if identity.role != "tenant" else identity.tenant, of or tenant or identity.tenant)
+
+
+async def _sending(
+    request: Request, person: Annotated[Person, Depends(_looking)], form_token: Annotated[str, Form(max_length=64)] = ""
+) -> Person:
+    check_origin(request, person.house.settings)
+    if not person.login.owns(form_token):
+        raise ApiProblem(
+            ErrorCode.PERMISSION_DENIED,
+            "this form is not of your login, or of one that has ended: open the page again and send it from there",
+        )
+    return person
+
+
+def check_origin(request: Request, settings: OrchestratorSettings) -> None:
+    """Raises ApiProblem for what another site has sent by way of somebody's browser, or what says of no site that it comes from there."""
+    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    ours = {request.headers.get("host", "")} | ({urlsplit(settings.page_url).netloc} if settings.page_url else set())
+    is_ours = origin is not None and any(name and hmac.compare_digest(urlsplit(origin).netloc.encode(), name.encode()) for name in ours)
+    if (site is not None and site != "same-origin") or (origin is not None and not is_ours) or (site is None and origin is None):
+        raise ApiProblem(
+            ErrorCode.PERMISSION_DENIED,
+            "this was not sent from a page of this service: open the page and send it from there; behind a proxy, have TOOLCREW_PAGE_URL set to its address",
+        )
+
+
+def not_here(what: str) -> ApiProblem:
+    """The same for what there is not and for what is somebody else's."""
+    return ApiProblem(ApiCode.NOT_FOUND, f"there is no such {what}, or it is not yours, or it is no longer remembered: go back to the list")
+
+
+Looking = Annotated[Person, Depends(_looking)]
+Sending = Annotated[Person, Depends(_sending)]

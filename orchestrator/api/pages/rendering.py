@@ -1,0 +1,148 @@
+"""Makes pages out of templates: whatever is put into one is escaped, and a name that a template misses is an error."""
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from fastapi import Request, Response
+from fastapi.responses import HTMLResponse
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from contract.clock import format_instant
+from orchestrator.api.pages.seen import build_json, count_odd, reveal, reveal_exactly, shorten
+from orchestrator.batches.figures import format_count, format_seconds
+
+FOLDER = Path(__file__).parent
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+@dataclass(frozen=True)
+class Viewer:
+    """Who looks at a page. `tenant`: whose things are shown; None: everybody's, to operators. `tenants`: those that can be chosen."""
+
+    name: str
+    role: str
+    tenant: str | None
+    form_token: str
+    tenants: tuple[str, ...] = ()
+
+    @property
+    def is_operator(self) -> bool:
+        return self.role != "tenant"
+
+
+def render(template: str, viewer: Viewer | None, *, status: int = 200, **values: Any) -> HTMLResponse:
+    """A page, or a part of one."""
+    return HTMLResponse(build(template, viewer, **values), status_code=status)
+
+
+def build(template: str, viewer: Viewer | None, **values: Any) -> str:
+    """Its text. Half a surrogate pair, which no encoding carries, is shown as a question mark."""
+    text = environment().get_template(template).render(viewer=viewer, url=_Addresses(viewer), **values)
+    return text.encode("utf-8", "replace").decode()
+
+
+def render_error(request: Request, status: int, code: str, sentence: str) -> Response:
+    """What went wrong, as a page. It names nobody: who asks may not be logged in."""
+    title = HTTPStatus(status).phrase
+    return render("error.html", None, status=status, title=title, code=code, sentence=sentence[:2000], page="")
+
+
+@cache
+def environment() -> Environment:
+    """The templates, with what they may call."""
+    made = Environment(
+        loader=FileSystemLoader(FOLDER / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    made.filters |= {
+        "reveal": reveal,
+        "exactly": reveal_exactly,
+        "instant": _instant,
+        "ago": _ago,
+        "until": _until,
+        "seconds": lambda value: format_seconds(max(0.0, float(value))),
+        "count": lambda value: format_count(int(value)),
+        "bytes": _bytes,
+        "json": build_json,
+        "part": lambda value: quote(str(value), safe=""),
+    }
+    made.globals |= {"static": static_address, "count_odd": count_odd, "shorten": shorten}
+    return made
+
+
+def load_templates() -> None:
+    """Read and compile every template."""
+    for name in environment().list_templates():
+        environment().get_template(name)
+
+
+@cache
+def static_files() -> Mapping[str, bytes]:
+    """What pages load beside themselves, by name."""
+    return {file.name: file.read_bytes() for file in sorted((FOLDER / "static").iterdir()) if file.is_file()}
+
+
+def static_address(name: str) -> str:
+    """Where a browser finds one of them: another address when it is another file, so that old ones can be kept for long."""
+    return f"/static/{name}?v={hashlib.sha256(static_files()[name]).hexdigest()[:12]}"
+
+
+class _Addresses:
+    """`url(part of the path, ..., name=value)`: an address of ours that keeps the tenant who was chosen. A value that is None or "" is left out, and so
+    is whose a thing is (`of`) for people who have one tenant only."""
+
+    def __init__(self, viewer: Viewer | None) -> None:
+        self._viewer = viewer
+
+    def __call__(self, *path: str, **query: Any) -> str:
+        told: dict[str, Any] = {"tenant": self._viewer.tenant} if self._viewer is not None else {}
+        told |= query
+        if self._viewer is None or not self._viewer.is_operator:
+            told |= {"tenant": None, "of": None}
+        return address(*path, **told)
+
+
+def address(*path: str, **query: Any) -> str:
+    """An address of ours, whatever its parts are made of."""
+    kept = {name: value for name, value in query.items() if value not in (None, "")}
+    where = "/" + "/".join(quote(part, safe="") for part in path)
+    return f"{where}?{urlencode(kept)}" if kept else where
+
+
+def _instant(at: float | None) -> Markup:
+    """A moment, by the clock."""
+    if not at:
+        return Markup("")
+    text = format_instant(at)
+    return Markup('<time datetime="{0}">{0}</time>').format(text)
+
+
+def _ago(at: float | None) -> Markup:
+    """A moment, by how long ago it was."""
+    if not at:
+        return Markup("")
+    text = format_instant(at)
+    return Markup('<time datetime="{0}" title="{0}">{1} ago</time>').format(text, format_seconds(max(0.0, time.time() - at)))
+
+
+def _until(at: float | None) -> Markup:
+    if not at:
+        return Markup("")
+    left = at - time.time()
+    return Markup('<time datetime="{}">{}</time>').format(format_instant(at), format_seconds(left) if left > 0 else escape("over"))
+
+
+def _bytes(size: float) -> str:
+    value = float(size)
+    for unit in _UNITS:
+        if value < 1024 or unit == _UNITS[-1]:
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"

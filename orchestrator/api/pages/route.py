@@ -1,0 +1,79 @@
+"""What all pages have in common as routes: errors that people can read, and headers that keep others out."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+from urllib.parse import quote
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import RedirectResponse
+from fastapi.routing import APIRoute
+
+from contract.errors import ErrorCode, OperatorError, ToolFailure
+from orchestrator.api.access import house_of
+from orchestrator.api.pages.logins import NotLoggedIn, find_login
+from orchestrator.api.pages.rendering import render_error
+from orchestrator.api.problems import ApiCode, ApiProblem, status_of, tell
+
+LOGIN_PATH = "/login"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    # Nothing for other sites. Not no-referrer: with that browsers send `Origin: null` with our own forms, too, by which they are told from others'.
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class PageRoute(APIRoute):
+    """A route whose answers are pages, those that tell of errors among them."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                if request.method == "POST" and request.url.path != LOGIN_PATH:
+                    # Before anything of the form is read: it lies in memory.
+                    await find_login(request, house_of(request))
+                response: Response = await handle(request)
+            except NotLoggedIn:
+                response = _to_login(request)
+            except (ApiProblem, ToolFailure) as error:
+                response = _told(request, error.code, str(error))
+            except OperatorError as error:
+                response = _told(request, error.code, tell(error, request.url.path))
+            except RequestValidationError as error:
+                first = error.errors()[0]
+                what = f"{'.'.join(str(part) for part in first['loc'][1:])[:100]}: {first['msg'][:300]}"
+                response = _told(request, ErrorCode.INVALID_ARGUMENTS, f"{what}; go back and give another")
+            for name, value in HEADERS.items():
+                response.headers.setdefault(name, value)
+            return response
+
+        return answer
+
+
+def is_fragment(request: Request) -> bool:
+    """Whether our script asks, for a part of a page that is open."""
+    return request.headers.get("x-fragment") == "1"
+
+
+def _to_login(request: Request) -> Response:
+    if is_fragment(request) or request.headers.get("accept") == "text/event-stream":
+        return Response("log in again", status_code=401)
+    if request.method != "GET":
+        return RedirectResponse("/login", status_code=303)
+    here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    return RedirectResponse("/login" if here == "/" else f"/login?next={quote(here[:1000], safe='')}", status_code=303)
+
+
+def _told(request: Request, code: ApiCode | ErrorCode, sentence: str) -> Response:
+    return render_error(request, status_of(code), code.value, sentence)

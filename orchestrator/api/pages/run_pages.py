@@ -1,0 +1,206 @@
+"""The pages of runs: all of them, and one as it goes on."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request, Response
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.traceparent import trace_id_of
+from orchestrator.api.pages.batch_pages import known_tenants
+from orchestrator.api.pages.operating import DONE, back
+from orchestrator.api.pages.people import Looking, Person, Sending, not_here
+from orchestrator.api.pages.rendering import Viewer, build, render
+from orchestrator.api.pages.route import PageRoute, is_fragment
+from orchestrator.api.pages.run_story import RunStory
+from orchestrator.api.sse import EventStream, ServerEvent
+from orchestrator.runs.hosted import HostedRuns
+from orchestrator.runs.hosted_records import HostedRun, HostedState
+from orchestrator.runs.told_events import ToldEvents
+
+router = APIRouter(route_class=PageRoute, include_in_schema=False)
+
+PAGE = 50
+MOST_TENANTS = 20
+"""Whose newest runs are shown together: to page through them one has to be chosen."""
+GATHER_S = 0.3
+"""How long changes are gathered: whoever looks reads no faster."""
+LOOK_AGAIN_S = 10.0
+"""How old it may be in a stream that its login holds."""
+_EVENT_ID = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
+
+RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+@router.get("/runs")
+async def runs(request: Request, person: Looking, state: str = "", cursor: str = "") -> Response:
+    """Runs, the newest first."""
+    viewer, wanted = await person.viewer(), next((one for one in HostedState if one.value == state), None)
+    found: list[HostedRun] = []
+    following, unseen = None, 0
+    if viewer.tenant is not None:
+        page = await _hosted(person).list(viewer.tenant, cursor=cursor or None, limit=PAGE, state=wanted)
+        found, following = list(page.runs), page.next_cursor
+    else:
+        names = await known_tenants(person)
+        unseen = max(0, len(names) - MOST_TENANTS)
+        found = await newest_runs(person, names[:MOST_TENANTS], wanted)
+    chosen = wanted.value if wanted is not None else ""
+    values: dict[str, Any] = {
+        "runs": found,
+        "state": chosen,
+        "states": [one.value for one in HostedState],
+        "next": following,
+        "cursor": cursor,
+        "unseen": unseen,
+    }
+    template = "runs.part.html" if is_fragment(request) else "runs.html"
+    return render(template, viewer, title="Runs", page="runs", **values)
+
+
+@router.get("/runs/{run}")
+async def one_run(request: Request, run: RunId, person: Looking, done: str = "") -> Response:
+    """A run: its steps with their calls, as far as it is."""
+    viewer = await person.viewer()
+    with _found():
+        known = await _hosted(person).get(person.owner, run)
+    trace = find_trace(person, run)
+    if is_fragment(request):
+        return render("run.part.html", viewer, run=known, trace=trace)
+    story, last = RunStory(), ""
+    with _found():
+        last = await _read_so_far(person, run, story)
+    values: dict[str, Any] = {"run": known, "story": story, "last": last, "trace": trace, "done": DONE.get(done)}
+    return await person.render("run.html", title=f"Run {run}", page="runs", **values)
+
+
+@router.get("/runs/{run}/transcript")
+async def transcript(run: RunId, person: Looking) -> Response:
+    """Its messages, as the model has them."""
+    with _found():
+        messages = await _hosted(person).transcript(person.owner, run)
+    return await person.render(
+        "transcript.html", title=f"Transcript of run {run}", page="runs", run=run, of=person.owner, messages=messages
+    )
+
+
+@router.get("/runs/{run}/stream")
+async def stream(request: Request, run: RunId, person: Looking, after: str = "") -> Response:
+    """The steps that change, as they do, each as the page shows it."""
+    start = request.headers.get("last-event-id") or after
+    if start and not _EVENT_ID.fullmatch(start):
+        raise not_here("event")
+    viewer, story = await person.viewer(), RunStory()
+    with _found():
+        await _hosted(person).get(person.owner, run)
+        # All of a step is shown anew when a part of it changes, so all that came before is needed.
+        last = await _read_so_far(person, run, story, until=start)
+    return EventStream(person.streams.counted(_parts(person, viewer, run, story, last)))
+
+
+@router.post("/runs/{run}/cancel")
+async def cancel(run: RunId, person: Sending) -> Response:
+    """End a run."""
+    with _found():
+        await _hosted(person).cancel(person.owner, run, actor=person.actor)
+    return back("runs", run, of=person.owner, tenant=person.tenant, done="cancelled")
+
+
+def find_trace(person: Person, run: str) -> tuple[str, str | None] | None:
+    """The id of a run's trace, and where it is looked at, if that is known; None while nothing is traced."""
+    if person.house.parts.pool.tracer is None:
+        return None
+    trace, url = trace_id_of(person.owner, run), person.house.settings.trace_url
+    return trace, url.replace("{trace_id}", trace) if url else None
+
+
+async def has_page(person: Person, tenant: str, run: str | None) -> bool:
+    """Whether a run has a page: items of batches, and what programs work by themselves, have none."""
+    try:
+        return run is not None and (await _hosted(person).get(tenant, run)).id == run
+    except ToolFailure:
+        return False
+
+
+async def newest_runs(person: Person, tenants: list[str], state: HostedState | None = None, most: int = PAGE) -> list[HostedRun]:
+    """Of several tenants together, the newest first."""
+    pages = await asyncio.gather(*(_hosted(person).list(tenant, limit=most, state=state) for tenant in tenants))
+    found = [run for page in pages for run in page.runs]
+    return sorted(found, key=lambda run: -run.created_at)[:most]
+
+
+async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last: str) -> AsyncIterator[ServerEvent]:
+    events = _hosted(person).follow(person.owner, run, last)
+    following = asyncio.ensure_future(anext(events, None))
+    looked_at = time.monotonic()
+    try:
+        while True:
+            await asyncio.wait((following,))
+            until = time.monotonic() + GATHER_S
+            while following is not None:
+                done, _ = await asyncio.wait((following,), timeout=max(0.0, until - time.monotonic()))
+                if not done or (entry := following.result()) is None:
+                    break
+                last = entry[0]
+                story.add(entry[1])
+                following = asyncio.ensure_future(anext(events, None))
+                if time.monotonic() >= until:
+                    break
+            if time.monotonic() - looked_at >= LOOK_AGAIN_S:
+                looked_at = time.monotonic()
+                await person.login.credential.check(person.owner)
+            parts = [(step.id, build("step.part.html", viewer, step=step, tenant=person.owner)) for step in story.take_changed()]
+            if parts:
+                yield ServerEvent("parts", json.dumps(parts), last)
+            if following.done() and following.result() is None:
+                yield ServerEvent("end", {"told": "The run has ended."})
+                return
+    except ToolFailure:
+        yield ServerEvent("end", {"told": "You are logged out: load the page again to log in."})
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        if (close := getattr(events, "aclose", None)) is not None:
+            await close()
+
+
+async def _read_so_far(person: Person, run: str, story: RunStory, until: str | None = None) -> str:
+    """Fold what is kept into the story; gives the id of the last event. What came up to the event `until` counts as known."""
+    told = ToldEvents(person.house.parts.pool.redis, person.house.settings.deployment)
+    last = "0-0"
+    while True:
+        page = await told.read(person.owner, run, last)
+        for id_, text in page.entries:
+            if until and _place(last) <= _place(until) < _place(id_):
+                story.take_changed()
+            story.add(text)
+            last = id_
+        if not page.entries or last == page.tip or page.is_over:
+            break
+    if until is None or (until and _place(last) <= _place(until)):
+        story.take_changed()
+    return last
+
+
+def _place(id_: str) -> tuple[int, int]:
+    milliseconds, _, number = id_.partition("-")
+    return int(milliseconds), int(number or 0)
+
+
+def _hosted(person: Person) -> HostedRuns:
+    return person.house.parts.runs
+
+
+@contextmanager
+def _found() -> Iterator[None]:
+    try:
+        yield
+    except ToolFailure as failure:
+        if failure.code is not ErrorCode.FILE_NOT_FOUND:
+            raise
+        raise not_here("run") from failure

@@ -1,0 +1,135 @@
+"""Strangers' text as people see it: escaped for HTML, and with everything visible that would otherwise hide, turn or imitate."""
+
+import json
+import re
+import unicodedata
+from functools import lru_cache
+from typing import Any
+
+from markupsafe import Markup, escape
+
+MAX_SHOWN_CHARS = 100_000
+_INVISIBLE = (
+    "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0"
+    "\ufff0-\ufffd\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
+_ODD = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_INVISIBLE}\ud800-\udfff\ufdd0-\ufdef\ue000-\uf8ff]")
+"""What drives something, turns it round, or is not seen."""
+_LOOKALIKES = (
+    # Letters of other scripts with the shape of a Latin one.
+    "аеорсхуіјѕһԁԛԝкмтнвгпАВЕКМНОРСТХУІЈЅԌԚԜ"
+    "αοινρτυχγκΑΒΕΖΗΙΚΜΝΟΡΤΥΧϲϳᎪᏴᏟᎬᎻᎫᏦᏞᎷᏢᏒᏚᎢᏙᎳ"
+    # Punctuation and spaces that a shell does not take for what they seem.
+    "\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000"
+    "\u2010-\u2015\u2018-\u201f\u2032-\u2037\u2043\u2044\u2212\u2215\u2216\u2223\u2236\u223c\u02b9-\u02bc\u02c8\u00b4\u037e\u0387\u29f5\u29f8\ua4fd\ua789"
+    "\u0334-\u0338\u3014\u3015"
+)
+_WORD = re.compile(r"[^\W_]+")
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+_ODD_RUN = re.compile(f"{_ODD.pattern}+")
+_MAYBE = re.compile(f"{_ODD.pattern[:-1]}\t]|[^\x00-\x7f]")
+_TAB = '<span class="mark" title="tab">\u2192</span>\t'
+_SPACE = '<span class="mark" title="space at the end of the line">\u00b7</span>'
+_LINE_END = '<span class="mark" title="end of line">\u21b5</span>\n'
+
+
+def reveal(text: str) -> Markup:
+    """Text with nothing in it that acts or hides: such characters stand as their escapes, marked."""
+    # Escaping for HTML makes and takes none of them.
+    return Markup(_ODD_RUN.sub(_marked, str(escape(text))))
+
+
+def reveal_exactly(text: str) -> Markup:
+    """As `reveal`, for who must decide by it: also ends of lines, tabs, spaces at ends, and characters that imitate others, each marked."""
+    return Markup("".join(_exact_line(line) for line in re.findall(r"[^\n]*\n|[^\n]+", text)))
+
+
+def count_odd(text: str) -> tuple[int, int]:
+    """How many characters of a text are not to be seen, and how many imitate others."""
+    return len(_ODD.findall(text)), len(_imitations(text))
+
+
+def shorten(text: str, most: int = MAX_SHOWN_CHARS) -> tuple[str, str, int]:
+    """A text's begin and end, and how many characters lie between them, which are not shown: 0 when that is all of it."""
+    if len(text) <= most:
+        return text, "", 0
+    half = most // 2
+    return text[:half], text[-half:], len(text) - 2 * half
+
+
+def build_json(value: Any) -> str:
+    """A value as it is read: indented, with every character as itself, and keys in their order."""
+    return json.dumps(value, ensure_ascii=False, indent=2, default=str)
+
+
+def _exact_line(line: str) -> str:
+    body = line.removesuffix("\n")
+    kept = body.rstrip(" \t")
+    imitating = _imitations(kept)
+    pieces: list[str] = []
+    at = 0
+    for match in _MAYBE.finditer(kept):
+        character, place = match[0], match.start()
+        if character == "\t":
+            mark = _TAB
+        elif _ODD.fullmatch(character):
+            mark = _odd(character)
+        elif place in imitating:
+            mark = _imitation(character)
+        else:
+            continue
+        pieces += [str(escape(kept[at:place])), mark]
+        at = match.end()
+    pieces.append(str(escape(kept[at:])))
+    pieces += [_TAB if character == "\t" else _SPACE for character in body[len(kept) :]]
+    return "".join([*pieces, _LINE_END if len(body) < len(line) else ""])
+
+
+def _imitations(text: str) -> set[int]:
+    """Where characters stand that are taken for others: shapes of ASCII, and letters of another script within a word of Latin ones."""
+    found: set[int] = set()
+    if text.isascii():
+        return found
+    for match in _NOT_ASCII.finditer(text):
+        character = match[0]
+        plain = unicodedata.normalize("NFKC", character)
+        if _IS_LOOKALIKE.fullmatch(character) or (plain != character and plain.isascii()):
+            found.add(match.start())
+    for word in _WORD.finditer(text):
+        if not word[0].isascii() and re.search("[A-Za-z]", word[0]):
+            found |= {word.start() + at for at, letter in enumerate(word[0]) if not letter.isascii() and not _is_latin(letter)}
+    return found
+
+
+_IS_LOOKALIKE = re.compile(f"[{_LOOKALIKES}]")
+
+
+def _is_latin(letter: str) -> bool:
+    return unicodedata.name(letter, "").startswith("LATIN") or bool(unicodedata.category(letter).startswith("M"))
+
+
+def _marked(found: re.Match[str]) -> str:
+    """Several that stand together are marked together: whoever sends a page full of them makes it no slower."""
+    run = found[0]
+    return _odd(run) if len(run) == 1 else f'<span class="odd">{"".join(map(_escape, run))}</span>'
+
+
+@lru_cache(maxsize=4096)
+def _odd(character: str) -> str:
+    return f'<span class="odd" title="{_name(character)}">{_escape(character)}</span>'
+
+
+@lru_cache(maxsize=4096)
+def _imitation(character: str) -> str:
+    shown = character if character.strip() else "\u2423"
+    return f'<span class="odd" title="{_name(character)}">{shown}<small>{_escape(character)}</small></span>'
+
+
+@lru_cache(maxsize=4096)
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+
+
+def _name(character: str) -> str:
+    return f"U+{ord(character):04X} {unicodedata.name(character, 'without a name')}"

@@ -1,0 +1,54 @@
+"""Pages of long lists: at most so many of them, and a cursor for what comes next."""
+
+import base64
+import binascii
+import re
+from typing import Annotated, Generic, TypeVar
+
+from fastapi import Query
+from pydantic import BaseModel
+
+from contract.errors import ErrorCode
+from orchestrator.api.problems import ApiProblem
+
+T = TypeVar("T")
+MAX_LIMIT = 200
+_WORDS = re.compile(r"[\x21-\x7e]{1,300}")
+
+Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="How many at most.")]
+Cursor = Annotated[str | None, Query(max_length=512, description="`next_cursor` of the page before.")]
+
+
+class Page(BaseModel, Generic[T]):
+    """Some of a list. `next_cursor`: None when that was all."""
+
+    data: list[T]
+    next_cursor: str | None = None
+
+
+def encode_cursor(place: str) -> str:
+    """A cursor as clients get it: nothing that they should make themselves."""
+    return base64.urlsafe_b64encode(place.encode()).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str | None) -> str | None:
+    """The place that a cursor stands for; None for the beginning. Raises ApiProblem for what is no cursor of ours."""
+    if cursor is None:
+        return None
+    try:
+        place = base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4)).decode()
+    except (binascii.Error, ValueError, UnicodeError):
+        place = ""
+    if not _WORDS.fullmatch(place):
+        raise ApiProblem(ErrorCode.INVALID_ARGUMENTS, "this is no cursor of ours: give `next_cursor` as it came, or none to begin")
+    return place
+
+
+def page_of(items: list[T], cursor: str | None, limit: int) -> Page[T]:
+    """A page of a list that is at hand as a whole; its cursors are numbers of places."""
+    place = decode_cursor(cursor) or "0"
+    if not place.isascii() or not place.isdigit() or len(place) > 9:
+        raise ApiProblem(ErrorCode.INVALID_ARGUMENTS, "this is a cursor of another list: give the one of this list")
+    start = int(place)
+    more = start + limit < len(items)
+    return Page(data=items[start : start + limit], next_cursor=encode_cursor(str(start + limit)) if more else None)

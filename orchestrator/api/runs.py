@@ -1,0 +1,217 @@
+"""Runs over HTTP: started, watched, listed, cancelled, read. Whatever orchestrator there is works them."""
+
+import hashlib
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any, Literal, Self
+
+from fastapi import APIRouter, Header, Path, Query, Response
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from contract.clock import format_instant
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from orchestrator.api.access import AnyCaller, Caller
+from orchestrator.api.exact_json import is_deeper
+from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
+from orchestrator.api.problems import ApiCode, ApiProblem, responses
+from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
+from orchestrator.batches.items import Failure, Ground, RunBody, RunLimits
+from orchestrator.batches.strict_json import MAX_DEPTH
+from orchestrator.runs.hosted import HostedRuns
+from orchestrator.runs.hosted_records import HostedRun, HostedState
+from orchestrator.runs.told_events import parse_id
+
+router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=responses())
+
+RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+_TYPE = re.compile(r'\{"type": ?"([A-Za-z]{1,64})"')
+"""Of an event's text, which is told as it is kept: there may be many readers."""
+_STREAM: dict[int | str, dict[str, Any]] = {200: {"description": "Events, the last of them `RunEnded`", "content": {MEDIA_TYPE: {}}}}
+
+
+class NewRun(BaseModel):
+    """`session`: an open one to work in; without, the run has one of its own, of `image`, `restore` and `network`. `tools`: those that the model may
+    call; None: all that it can cope with. `metadata`: found again with the run."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    instruction: str = Field(min_length=1, max_length=1024 * 1024)
+    history: list[dict[str, Any]] = Field(default_factory=list, max_length=1000)
+    model: str | None = Field(default=None, min_length=1, max_length=256)
+    dialect: Literal["native", "tags", "json", "auto"] | None = None
+    tools: list[str] | None = Field(default=None, max_length=200)
+    session: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    image: str | None = Field(default=None, min_length=1, max_length=256)
+    restore: str | None = Field(default=None, min_length=1, max_length=64)
+    network: Literal["none", "egress"] | None = None
+    max_iterations: int | None = Field(default=None, ge=1, le=10_000)
+    tool_timeout_s: float | None = Field(default=None, gt=0, le=600)
+    max_wall_s: float | None = Field(default=None, gt=0, le=30 * 86_400)
+    max_tokens: int | None = Field(default=None, ge=1, le=2**53)
+    metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
+    priority: int = Field(default=0, ge=-100, le=100)
+
+    @model_validator(mode="after")
+    def _can_be_kept(self) -> Self:
+        """What no orchestrator could read again is refused before it is queued."""
+        if is_deeper(self.history, MAX_DEPTH):
+            raise ValueError(f"history is nested deeper than {MAX_DEPTH}: make it flatter")
+        try:
+            self.model_dump_json()
+        except ValueError as error:
+            raise ValueError("a text holds half a surrogate pair, which is no character: leave it out") from error
+        return self
+
+    def body(self) -> RunBody:
+        limits = RunLimits(
+            max_iterations=self.max_iterations,
+            tool_timeout_s=self.tool_timeout_s,
+            max_wall_s=self.max_wall_s,
+            max_tokens=self.max_tokens,
+        )
+        tools = tuple(self.tools) if self.tools is not None else None
+        return RunBody(
+            instruction=self.instruction, history=tuple(self.history), model=self.model, dialect=self.dialect, tools=tools, limits=limits
+        )
+
+    def ground(self) -> Ground:
+        return Ground(session=self.session, image=self.image, restore=self.restore, network=self.network)
+
+
+class RunView(BaseModel):
+    """A run as it stands. `answer`, `stop_reason`, `steps`, `usage` and `failure` are there when it has ended; `is_cut`: the answer is only its beginning,
+    as lists have it. Instants in ISO 8601."""
+
+    id: str
+    tenant: str
+    state: HostedState
+    instruction: str
+    model: str | None
+    session: str | None
+    metadata: dict[str, str]
+    priority: int
+    attempt: int
+    created_at: str
+    started_at: str | None
+    ended_at: str | None
+    answer: str | None = None
+    is_cut: bool = False
+    stop_reason: str | None = None
+    steps: int | None = None
+    usage: dict[str, int] | None = None
+    clocks: dict[str, float] | None = None
+    failure: Failure | None = None
+
+
+class Transcript(BaseModel):
+    """Messages in the shape of OpenAI's chat API."""
+
+    messages: list[dict[str, Any]]
+
+
+@router.post("", status_code=202, responses=responses(404))
+async def start_run(
+    wanted: NewRun, caller: AnyCaller, response: Response, idempotency_key: Annotated[str | None, Header(max_length=255)] = None
+) -> RunView:
+    """Queue a run: an orchestrator takes it within a moment, and another goes on with it should that one die."""
+    word = hashlib.sha256(f"{caller.identity.key_id}\0{idempotency_key}".encode()).hexdigest()[:32] if idempotency_key else None
+    run = await hosted(caller).start(
+        caller.tenant, wanted.body(), wanted.ground(), word=word, metadata=wanted.metadata, priority=wanted.priority
+    )
+    response.headers["Location"] = f"/v1/runs/{run.id}"
+    return view_run(run)
+
+
+@router.get("")
+async def list_runs(
+    caller: AnyCaller,
+    cursor: Cursor = None,
+    limit: Limit = 50,
+    state: Annotated[HostedState | None, Query(description="Only those that stand so.")] = None,
+) -> Page[RunView]:
+    """The tenant's runs, the newest first. A page may be short and not be the last: go by `next_cursor`."""
+    page = await hosted(caller).list(caller.tenant, cursor=decode_cursor(cursor), limit=limit, state=state)
+    return Page(data=[view_run(run) for run in page.runs], next_cursor=encode_cursor(page.next_cursor) if page.next_cursor else None)
+
+
+@router.get("/{run_id}", responses=responses(404))
+async def get_run(run_id: RunId, caller: AnyCaller) -> RunView:
+    """How a run stands, its answer whole."""
+    with found():
+        return view_run(await hosted(caller).get(caller.tenant, run_id))
+
+
+@router.post("/{run_id}/cancel", responses=responses(404))
+async def cancel_run(run_id: RunId, caller: AnyCaller) -> RunView:
+    """End a run: at once when it waits, else within 2 seconds. One that has ended stays as it is."""
+    with found():
+        return view_run(await hosted(caller).cancel(caller.tenant, run_id, actor=caller.identity.actor()))
+
+
+@router.get("/{run_id}/transcript", responses=responses(404))
+async def read_transcript(run_id: RunId, caller: AnyCaller) -> Transcript:
+    """Its messages: all when it has ended, those so far until then."""
+    with found():
+        return Transcript(messages=await hosted(caller).transcript(caller.tenant, run_id))
+
+
+@router.get("/{run_id}/events", response_class=Response, responses={**responses(404), **_STREAM})
+async def follow_run(
+    run_id: RunId,
+    caller: AnyCaller,
+    last_event_id: Annotated[str | None, Header(max_length=64)] = None,
+    after: Annotated[str | None, Query(max_length=64, description="As Last-Event-ID.")] = None,
+) -> Response:
+    """What happens in a run, from its beginning or after the event of that id, until its end. A stream that breaks off is gone on with by its last id."""
+    # Before a stream has begun: what is wrong by then is told as a problem.
+    start, runs = parse_id(last_event_id or after or ""), hosted(caller)
+    with found():
+        await runs.get(caller.tenant, run_id)
+    return EventStream(caller.streams.counted(_told(caller, runs.follow(caller.tenant, run_id, start))))
+
+
+async def _told(caller: Caller, events: AsyncIterator[tuple[str, str]]) -> AsyncIterator[ServerEvent]:
+    """Until the end of the run, or of the key: who comes again with one that was revoked is refused."""
+    try:
+        async for id_, text in events:
+            with suppress(BrokerUnavailable):
+                # That Redis is away for a moment takes nobody's right from him.
+                await caller.credential.check(caller.tenant)
+            kind = _TYPE.match(text)
+            yield ServerEvent(kind[1] if kind is not None else "message", text, id_)
+    except ToolFailure as failure:
+        if failure.code is not ErrorCode.UNAUTHENTICATED:
+            raise
+    finally:
+        if (close := getattr(events, "aclose", None)) is not None:
+            await close()
+
+
+@contextmanager
+def found() -> Iterator[None]:
+    """A run that is none is told as everything else that is none at an address."""
+    try:
+        yield
+    except ToolFailure as failure:
+        if failure.code is not ErrorCode.FILE_NOT_FOUND:
+            raise
+        raise ApiProblem(ApiCode.NOT_FOUND, f"{failure.message}: GET /v1/runs lists them") from failure
+
+
+def hosted(caller: Caller) -> HostedRuns:
+    return caller.house.parts.runs
+
+
+def view_run(run: HostedRun) -> RunView:
+    """A run as clients get it."""
+    fields = run.model_dump(include={"id", "tenant", "state", "instruction", "model", "session", "metadata", "priority", "attempt"})
+    instants = {name: _instant(getattr(run, name)) for name in ("created_at", "started_at", "ended_at")}
+    if run.end is None:
+        return RunView(**fields, **instants)
+    end = run.end.model_dump(include={"answer", "is_cut", "stop_reason", "steps", "usage", "clocks"})
+    return RunView(**fields, **instants, **end, failure=run.end.failure)
+
+
+def _instant(at: float | None) -> str | None:
+    return format_instant(at, "milliseconds") if at is not None else None

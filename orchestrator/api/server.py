@@ -1,0 +1,172 @@
+"""Serves the API over HTTP/1.1 until it is told to stop; the only file that knows the server."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from contract.errors import ConfigError
+from orchestrator.api.limits import LEAST_BYTES_PER_S
+from orchestrator.api.problems import ApiCode, build_response
+from orchestrator.logs import get_logger
+
+log = get_logger(__name__)
+
+HEAD_WITHIN_S = 10.0
+"""How long the head of a request may take to come, from the connection or its first byte."""
+KEEP_ALIVE_S = 30
+MAX_HEAD_BYTES = 32 * 1024
+MAX_CONNECTIONS = 4000
+"""Beyond them those go that have been idle longest, so that whoever only holds connections holds up nobody."""
+TAKE_WITHIN_S = 30.0
+"""A client that takes its answer slower than LEAST_BYTES_PER_S for so long is cut off: what waits for it lies in memory."""
+GRACE_S = 10
+"""How long requests that run may go on once the service is told to stop; streams are ended."""
+
+
+class PatientProtocol(H11Protocol):
+    """A connection whose requests begin in time: one that sends its head a byte a minute is closed."""
+
+    _waiting: asyncio.TimerHandle | None = None
+    _stuck: asyncio.TimerHandle | None = None
+    _left_bytes = 0
+    _idle_since = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._idle_since = self.loop.time()
+        self._wait()
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        is_in_head = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+        if not is_in_head:
+            self._stop_waiting()
+        elif self._waiting is None:
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        if self._stuck is not None:
+            self._stuck.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_taking()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+
+    def send_400_response(self, msg: str) -> None:
+        """As a problem, as all that fails."""
+        problem = build_response(
+            ApiCode.MALFORMED_REQUEST, "this is no HTTP/1.1 that can be read: check its head, its length and its chunks"
+        )
+        head = h11.Response(status_code=400, reason=b"Bad Request", headers=[*problem.raw_headers, (b"connection", b"close")])
+        # In the middle of an answer there is no place for another.
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            for event in (head, h11.Data(data=bytes(problem.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _watch_taking(self) -> None:
+        self._left_bytes = self.transport.get_write_buffer_size()
+        self._stuck = self.loop.call_later(TAKE_WITHIN_S, self._judge_taking)
+
+    def _judge_taking(self) -> None:
+        if self._left_bytes - self.transport.get_write_buffer_size() < TAKE_WITHIN_S * LEAST_BYTES_PER_S:
+            self.transport.abort()
+        else:
+            # A large answer over a slow line is not all taken yet.
+            self._watch_taking()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _make_room(self) -> None:
+        idle = [one for one in self.connections if isinstance(one, PatientProtocol) and one._is_idle]
+        min(idle, key=lambda one: one._idle_since, default=self).transport.abort()
+
+    def _wait(self) -> None:
+        self._waiting = self.loop.call_later(HEAD_WITHIN_S, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+
+class _Server(uvicorn.Server):
+    """Says when it serves."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+
+class ApiServer:
+    """One listening socket and what answers on it. `announce`: told the address when it serves."""
+
+    def __init__(self, app: FastAPI, host: str, port: int, announce: Callable[[str], None]) -> None:
+        config = uvicorn.Config(
+            app,
+            http=PatientProtocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            # Whoever stands in front tells more than clients do: their words about themselves are not believed.
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        )
+        self._server = _Server(config, lambda: announce(self._address))
+        self._host, self._port = host, port
+        self._address = ""
+
+    def stop(self) -> None:
+        """Take no new requests, and end."""
+        self._server.should_exit = True
+
+    async def run(self) -> None:
+        """Until stopped. Raises ConfigError for an address that cannot be had. An application that cannot start ends the process: it is checked before."""
+        with self._listening() as listening:
+            host, port = listening.getsockname()[:2]
+            self._address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            # Not `serve`, which takes the signals for itself.
+            await self._server._serve([listening])
+
+    def _listening(self) -> socket.socket:
+        try:
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            # By its full name: asyncio sends small answers at once only on sockets that say they are TCP's; else they wait 40 ms for an acknowledgement.
+            listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((self._host, self._port))
+            listening.listen(2048)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._host}:{self._port} cannot be listened on ({error.strerror}): give --host and --port of this machine"
+            ) from error
+        return listening

@@ -1,0 +1,175 @@
+"""Sessions over HTTP: opened, looked at, closed; and their files."""
+
+from contextlib import AsyncExitStack
+from typing import Annotated, Literal
+from urllib.parse import quote
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.api.access import AnyCaller
+from orchestrator.api.file_answers import FileAnswer
+from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
+from orchestrator.api.problems import responses
+from orchestrator.sessions import Session, SessionInfo
+
+router = APIRouter(prefix="/v1/sessions", tags=["sessions"], responses=responses())
+
+SessionId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+FilePath = Annotated[
+    str, Path(description="Below /workspace; or an absolute path of the sandbox, with its first slash: `/files//etc/hosts`.")
+]
+MAX_PATH_BYTES = 4096
+
+
+class NewSession(BaseModel):
+    """`ttl_s`: seconds without a call after which it goes. `network` None: what the tenant's class says. `restore`: a checkpoint to begin with."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    image: str | None = Field(default=None, min_length=1, max_length=256)
+    ttl_s: float = Field(default=1800.0, gt=0, le=7 * 86_400)
+    network: Literal["none", "egress"] | None = None
+    restore: str | None = Field(default=None, min_length=1, max_length=64)
+
+
+class SessionView(BaseModel):
+    """An open session. `hosts`: what it reaches with network egress. `sandbox`: its container's id, "" when that is not known yet."""
+
+    id: str
+    tenant: str
+    host: str
+    image: str
+    network: str
+    hosts: list[str]
+    sandbox: str
+    generation: int
+
+
+class SessionRow(BaseModel):
+    """One of a list. `state`: open, or moving to another host; `image` None: the one of the tenant's class. Instants in ISO 8601."""
+
+    id: str
+    tenant: str
+    host: str
+    state: str
+    image: str | None
+    network: str | None
+    ttl_s: float
+    opened_at: str | None
+    checkpoint: str | None
+
+
+class CheckpointView(BaseModel):
+    """`skipped`: sockets, which are not kept; `torn`: files changed while they were read."""
+
+    id: str
+    bytes: int
+    sha256: str
+    skipped: int
+    torn: bool
+
+
+class Written(BaseModel):
+    path: str
+    bytes: int
+
+
+@router.post("", status_code=201)
+async def open_session(wanted: NewSession, caller: AnyCaller, response: Response) -> SessionView:
+    """A sandbox of one's own. It goes when it is deleted, or after `ttl_s` seconds without a call."""
+    session = await caller.client.open_session(image=wanted.image, ttl_s=wanted.ttl_s, network=wanted.network, restore=wanted.restore)
+    response.headers["Location"] = f"/v1/sessions/{session.id}"
+    return view_session(await session.info())
+
+
+@router.get("")
+async def list_sessions(
+    caller: AnyCaller,
+    cursor: Cursor = None,
+    limit: Limit = 50,
+    everybody: Annotated[bool, Query(description="Of all tenants, with the key of an operator.")] = False,
+) -> Page[SessionRow]:
+    """Open sessions, the newest first."""
+    if everybody and not caller.is_operator:
+        raise ToolFailure(ErrorCode.PERMISSION_DENIED, "`everybody` is for operators: leave it out")
+    found = await caller.client.sessions(tenant=None if everybody else caller.tenant, cursor=decode_cursor(cursor), limit=limit)
+    rows = [SessionRow.model_validate({name: one.to_json()[name] for name in SessionRow.model_fields}) for one in found.sessions]
+    return Page(data=rows, next_cursor=encode_cursor(found.cursor) if found.cursor else None)
+
+
+@router.get("/{session_id}", responses=responses(404))
+async def get_session(session_id: SessionId, caller: AnyCaller) -> SessionView:
+    """Where a session lives."""
+    return view_session(await (await caller.client.session(session_id)).info())
+
+
+@router.delete("/{session_id}", status_code=204, responses=responses(404))
+async def close_session(session_id: SessionId, caller: AnyCaller) -> None:
+    """Remove a session's sandbox; answers when its container is gone."""
+    await (await caller.client.session(session_id)).close()
+
+
+@router.post("/{session_id}/checkpoints", status_code=201, responses=responses(404))
+async def checkpoint_session(session_id: SessionId, caller: AnyCaller) -> CheckpointView:
+    """Keep the session's files and shell as they are now: other sessions can begin with them."""
+    kept = await (await caller.client.session(session_id)).checkpoint()
+    return CheckpointView(id=kept.id, bytes=kept.bytes, sha256=kept.sha256, skipped=kept.skipped, torn=kept.torn)
+
+
+@router.get(
+    "/{session_id}/files/{path:path}",
+    response_class=Response,
+    responses={**responses(404), 200: {"description": "The file", "content": {"application/octet-stream": {}}}},
+)
+async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) -> Response:
+    """A whole file, as bytes."""
+    name = quote(path.rsplit("/", 1)[-1].encode("utf-8", "replace"), safe="")
+    # Whatever a sandbox wrote is never shown as a page of ours.
+    headers = {
+        "Content-Disposition": f"attachment; filename*=UTF-8''{name}",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-store",
+    }
+    async with AsyncExitStack() as held:
+        await held.enter_async_context(caller.house.files.turn(caller.identity.key_id))
+        session = await _with_path(caller, session_id, path)
+        return FileAnswer(await session.read_file(path), headers, held.pop_all())
+
+
+@router.put(
+    "/{session_id}/files/{path:path}",
+    responses=responses(404),
+    openapi_extra={
+        "requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+    },
+)
+async def write_file(session_id: SessionId, path: FilePath, caller: AnyCaller, request: Request) -> Written:
+    """Write a whole file, atomically; missing folders are made. At most 64 MiB."""
+    async with caller.house.files.turn(caller.identity.key_id):
+        session = await _with_path(caller, session_id, path)
+        data = await request.body()
+        await session.write_file(path, data)
+        return Written(path=path, bytes=len(data))
+
+
+async def _with_path(caller: AnyCaller, session_id: str, path: str) -> Session:
+    if not path or "\0" in path or len(path.encode("utf-8", "replace")) > MAX_PATH_BYTES:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the path of a file has 1 to {MAX_PATH_BYTES} bytes, and none of them is zero")
+    return await caller.client.session(session_id)
+
+
+def view_session(info: SessionInfo) -> SessionView:
+    """A session as clients get it."""
+    sandbox = info.sandbox
+    return SessionView(
+        id=info.session,
+        tenant=info.tenant,
+        host=info.host,
+        image=info.image,
+        network=info.network,
+        hosts=list(info.hosts),
+        sandbox=sandbox.id if sandbox is not None else "",
+        generation=sandbox.generation if sandbox is not None else 1,
+    )

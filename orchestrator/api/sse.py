@@ -1,0 +1,93 @@
+"""Server-sent events: a stream of them to one client, however slow it is."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+MEDIA_TYPE = "text/event-stream"
+BEAT_S = 15.0
+"""How often a silent stream says that it lives."""
+WRITE_WITHIN_S = 30.0
+"""A client that takes nothing for so long is cut off: it comes again with Last-Event-ID."""
+AGAIN_MS = 2000
+"""When a client is to come again whose stream broke off."""
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_BEAT = b": \n\n"
+
+
+@dataclass(frozen=True)
+class ServerEvent:
+    """`id`: by which a client says where it was; None: this one cannot be gone on from."""
+
+    event: str
+    data: Mapping[str, Any] | str
+    id: str | None = None
+
+    def encode(self) -> bytes:
+        """As it is sent: JSON has no line breaks of its own."""
+        text = self.data if isinstance(self.data, str) else json.dumps(self.data, separators=(",", ":"))
+        head = f"id: {self.id}\n" if self.id is not None else ""
+        return f"{head}event: {self.event}\ndata: {text}\n\n".encode("utf-8", "replace")
+
+
+class EventStream(Response):
+    """Sends events until there are no more, or the client goes. `events` is closed then, so that what it holds is let go."""
+
+    media_type = MEDIA_TYPE
+
+    def __init__(self, events: AsyncIterator[ServerEvent]) -> None:
+        super().__init__(headers=_HEADERS)
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises nothing for a client that has gone, or is too slow."""
+        sending = asyncio.ensure_future(self._send(send))
+        leaving = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, leaving):
+                task.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+            # Also when nothing of them was ever asked for.
+            if (close := getattr(self._events, "aclose", None)) is not None:
+                await close()
+        with suppress(asyncio.CancelledError, TimeoutError, OSError, ClientDisconnect):
+            sending.result()
+
+    async def _send(self, send: Send) -> None:
+        async def write(data: bytes) -> None:
+            async with asyncio.timeout(WRITE_WITHIN_S):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await write(f"retry: {AGAIN_MS}\n\n".encode())
+        following = asyncio.ensure_future(anext(self._events, None))
+        try:
+            while True:
+                await asyncio.wait((following,), timeout=BEAT_S)
+                if not following.done():
+                    await write(_BEAT)
+                    continue
+                event = following.result()
+                if event is None:
+                    break
+                await write(event.encode())
+                following = asyncio.ensure_future(anext(self._events, None))
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,172 @@
+"""Tenants and their API keys over HTTP, for administrators."""
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from contract.clock import format_instant
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.tenancy import DEFAULT_TENANT, TenantPolicy
+from orchestrator.api.access import AdminCaller, OperatorCaller
+from orchestrator.api.paging import Cursor, Limit, Page, page_of
+from orchestrator.api.problems import ApiCode, ApiProblem, responses
+from orchestrator.api_keys import ApiKeyRecord, Role
+
+router = APIRouter(prefix="/v1/tenants", tags=["tenants"], responses=responses())
+
+Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class TenantView(BaseModel):
+    """`policy`: what the tenant may have; None when what is kept cannot be read, and `trouble` says why."""
+
+    name: str
+    policy: TenantPolicy | None
+    trouble: str = ""
+
+
+class NewTenant(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    policy: TenantPolicy = TenantPolicy()
+
+
+class Pause(BaseModel):
+    """`reason`: what whoever calls for the tenant meanwhile reads."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reason: str = Field(default="", max_length=500)
+
+
+class Removed(BaseModel):
+    """`keys`: how many API keys were revoked with it. `is_open`: no tenant is registered any more, so that any name is served."""
+
+    keys: int
+    is_open: bool
+
+
+class KeyView(BaseModel):
+    """What is known of an API key: never the key. Instants in ISO 8601."""
+
+    id: str
+    tenant: str = ""
+    role: str = ""
+    name: str = ""
+    tail: str = ""
+    created_at: str | None = None
+    expires_at: str | None = None
+    state: str
+
+
+class NewKeyRequest(BaseModel):
+    """`ttl_s`: how long it holds; None: until it is revoked."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Role = "tenant"
+    name: str = Field(default="", max_length=128)
+    ttl_s: float | None = Field(default=None, gt=0, le=10 * 365 * 86_400)
+
+
+class CreatedKey(BaseModel):
+    """`key`: the key itself, which nobody can tell again."""
+
+    id: str
+    key: str
+    info: KeyView
+
+
+@router.get("")
+async def list_tenants(caller: OperatorCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[TenantView]:
+    """Every registered tenant, and the default one. While none is registered, any name is served as the default one."""
+    found = {DEFAULT_TENANT: TenantPolicy(), **await caller.house.parts.pool.tenants.all()}
+    return page_of([_view(name, policy) for name, policy in found.items()], cursor, limit)
+
+
+@router.post("", status_code=201, responses=responses(409))
+async def add_tenant(wanted: NewTenant, caller: AdminCaller) -> TenantView:
+    """Register a tenant. From the first one on only registered ones, and the default one, are served."""
+    await caller.tenants.add(wanted.name, wanted.policy)
+    return _view(wanted.name, wanted.policy)
+
+
+@router.get("/{name}", responses=responses(404))
+async def get_tenant(name: Name, caller: OperatorCaller) -> TenantView:
+    """One tenant with its policy."""
+    found = {DEFAULT_TENANT: TenantPolicy(), **await caller.house.parts.pool.tenants.all()}
+    if name not in found:
+        raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {name}: GET /v1/tenants lists them")
+    return _view(name, found[name])
+
+
+@router.put("/{name}", responses=responses(404))
+async def set_tenant(name: Name, policy: TenantPolicy, caller: AdminCaller) -> TenantView:
+    """Give a tenant this policy, whatever it has: what is left out is as by default."""
+    await caller.tenants.replace(name, policy)
+    return _view(name, policy)
+
+
+@router.delete("/{name}", responses=responses(404))
+async def remove_tenant(name: Name, caller: AdminCaller) -> Removed:
+    """Forget a tenant and revoke its keys. What it has open goes when it is closed, or by its own time to live."""
+    removal = await caller.tenants.remove(name)
+    return Removed(keys=removal.keys, is_open=removal.is_open)
+
+
+@router.post("/{name}/pause", responses=responses(404))
+async def pause_tenant(name: Name, wanted: Pause, caller: OperatorCaller) -> TenantView:
+    """Begin no call and no run of the tenant any more, within 2 seconds; what runs goes on to its end."""
+    return _view(name, await caller.tenants.pause(name, wanted.reason))
+
+
+@router.post("/{name}/resume", responses=responses(404))
+async def resume_tenant(name: Name, caller: OperatorCaller) -> TenantView:
+    """Let a paused tenant go on."""
+    return _view(name, await caller.tenants.resume(name))
+
+
+@router.get("/{name}/keys", responses=responses(404))
+async def list_keys(name: Name, caller: AdminCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[KeyView]:
+    """The tenant's API keys, oldest first."""
+    found = await caller.house.parts.keys.all()
+    mine = [_key_view(key_id, key) for key_id, key in found.items() if not isinstance(key, ConfigError) and key.tenant == name]
+    return page_of(mine, cursor, limit)
+
+
+@router.post("/{name}/keys", status_code=201, responses=responses(404))
+async def add_key(name: Name, wanted: NewKeyRequest, caller: AdminCaller, response: Response) -> CreatedKey:
+    """Make an API key. It is shown once, here."""
+    made = await caller.keys.add(name, wanted.role, name=wanted.name, ttl_s=wanted.ttl_s)
+    response.headers["Cache-Control"] = "no-store"
+    return CreatedKey(id=made.id, key=made.text, info=_key_view(made.id, made.record))
+
+
+@router.delete("/{name}/keys/{key_id}", status_code=204, responses=responses(404))
+async def revoke_key(name: Name, key_id: Annotated[str, Path(pattern=r"^[0-9a-f]{16}$")], caller: AdminCaller) -> None:
+    """Revoke a key: it opens nothing anywhere within 2 seconds."""
+    known = (await caller.keys.all()).get(key_id)
+    # One that cannot be read belongs to nobody: whoever names it may have it away.
+    is_here = known is not None and (isinstance(known, ConfigError) or known.tenant == name)
+    if not is_here or not await caller.keys.revoke(key_id):
+        raise ApiProblem(ApiCode.NOT_FOUND, f"tenant {name} has no API key {key_id}: GET /v1/tenants/{name}/keys lists them")
+
+
+def _view(name: str, policy: TenantPolicy | ConfigError) -> TenantView:
+    if isinstance(policy, ConfigError):
+        return TenantView(name=name, policy=None, trouble=str(policy))
+    return TenantView(name=name, policy=policy)
+
+
+def _key_view(key_id: str, key: ApiKeyRecord | ConfigError) -> KeyView:
+    if isinstance(key, ConfigError):
+        return KeyView(id=key_id, state=str(key))
+    is_over = key.expires_at is not None and key.expires_at <= datetime.now(UTC).timestamp()
+    fields: dict[str, Any] = key.model_dump(include={"tenant", "role", "name", "tail"})
+    expires_at = format_instant(key.expires_at) if key.expires_at is not None else None
+    return KeyView(
+        id=key_id, **fields, created_at=format_instant(key.created_at), expires_at=expires_at, state="expired" if is_over else "valid"
+    )

@@ -1,0 +1,82 @@
+"""Tools over HTTP: what there is and in which state, and switching it."""
+
+from typing import Any, Literal
+
+from fastapi import APIRouter, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from contract.clock import format_instant
+from contract.registry import ToolState
+from orchestrator.api.access import AnyCaller, OperatorCaller
+from orchestrator.api.paging import Cursor, Limit, Page, page_of
+from orchestrator.api.problems import responses
+
+router = APIRouter(prefix="/v1/tools", tags=["tools"], responses=responses())
+
+
+class Off(BaseModel):
+    """That a tool is turned off. `by`: the API key or tenant that did it; `at`: ISO 8601."""
+
+    by: str
+    at: str
+    reason: str | None
+
+
+class ToolView(BaseModel):
+    """A tool that the workers publish. `state`: as the tenant of the request has it; `off`: present exactly when it is disabled."""
+
+    name: str
+    description: str
+    state: Literal["enabled", "disabled"]
+    off: Off | None = None
+    pool: str
+    parameters: dict[str, Any]
+    timeout_s: float | None
+    max_timeout_s: float
+    requires_permission: bool
+    dangerous: bool
+    read_only: bool
+    idempotent: bool
+
+
+class ToolChange(BaseModel):
+    """`tenant`: only for that tenant; None: for everybody."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enabled: bool
+    reason: str | None = Field(default=None, max_length=1000)
+    tenant: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
+
+
+@router.get("")
+async def list_tools(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[ToolView]:
+    """Every tool that the workers publish, on or off, by name."""
+    return page_of([view_tool(state) for state in await caller.client.tool_states()], cursor, limit)
+
+
+@router.get("/{name}", responses=responses(404))
+async def get_tool(name: str, caller: AnyCaller) -> ToolView:
+    """One tool with its parameters and state."""
+    return view_tool(await caller.client.tool_state(name))
+
+
+@router.patch(
+    "/{name}", response_model=ToolView, responses={**responses(404), 204: {"description": "It is so, and no worker serves the tool now"}}
+)
+async def change_tool(name: str, change: ToolChange, caller: OperatorCaller) -> ToolView | Response:
+    """Turn a tool on or off, for everybody or for one tenant: it holds on every worker within 2 seconds, and is in the audit log."""
+    client = caller.client
+    if change.enabled:
+        state = await client.enable(name, tenant=change.tenant)
+    else:
+        state = await client.disable(name, reason=change.reason, by=caller.identity.actor().label(), tenant=change.tenant)
+    return view_tool(state) if state is not None else Response(status_code=204)
+
+
+def view_tool(state: ToolState) -> ToolView:
+    """A tool as clients get it."""
+    spec, switch = state.spec, state.switch
+    fields = spec.model_dump(include=set(ToolView.model_fields) - {"state", "off"})
+    off = Off(by=switch.by, at=format_instant(switch.at), reason=switch.reason) if switch is not None else None
+    return ToolView(**fields, state=state.state, off=off)

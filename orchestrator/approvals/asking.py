@@ -1,0 +1,145 @@
+"""Asks people by the queue of questions: whoever may answers, from any process, while the call waits here."""
+
+import asyncio
+import math
+import secrets
+import time
+
+from contract.errors import BrokerUnavailable, EnvelopeRefused, ToolFailure
+from orchestrator.approvals.approvers import ApprovalRequest, Approver, Decision, choose_approver
+from orchestrator.approvals.questions import Answer, Question, build_record
+from orchestrator.approvals.queue import MAX_WAIT_S, ApprovalQueue
+from orchestrator.logs import get_logger
+from orchestrator.pool_connection import PoolConnection
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.shared_tasks import begin_shared
+
+log = get_logger(__name__)
+
+POLL_S = 0.2
+"""How often it is looked for answers, by one look for all that wait."""
+LOOK_COST_S = 0.0002
+"""For each that waits: a look for many thousands is made less often."""
+AGAIN_S = 0.5
+ARRIVAL_S = 1.0
+"""So long before the call gives up its question is over: an answer has to arrive."""
+WITHDRAW_S = 2.0
+
+
+class QueueApprover:
+    """Puts each question into the queue and waits for its answer. A question whose waiting ends is withdrawn; one whose process died stays until it
+    expires, and whoever goes on with the run finds it there, or the answer that was given meanwhile."""
+
+    def __init__(self, queue: ApprovalQueue) -> None:
+        self._queue = queue
+        self._waiting: dict[str, set[asyncio.Future[Answer]]] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    async def decide(self, request: ApprovalRequest) -> Decision:
+        try:
+            question = build_record(request)
+        except ToolFailure as failure:
+            return Decision(False, failure.message)
+        asker, is_answered = secrets.token_hex(8), False
+        try:
+            answer = await self._asked(question, asker, request.expires_at)
+            if answer is None:
+                answer = await self._answered(question.id)
+            is_answered = True
+        except ToolFailure as failure:
+            return Decision(False, failure.message)
+        finally:
+            if not is_answered:
+                await self._withdraw(question, asker)
+        if (answer.id, answer.digest) != (question.id, question.digest):
+            raise EnvelopeRefused("the answer is to another question: somebody has moved it in Redis", "signature")
+        return answer.to_decision()
+
+    async def _asked(self, question: Question, asker: str, expires_at: float) -> Answer | None:
+        """Put there as soon as Redis takes it; whoever waits for this has a limit of his own. Raises ToolFailure, EnvelopeRefused."""
+        while True:
+            left_s = expires_at - time.time() if math.isfinite(expires_at) else MAX_WAIT_S
+            try:
+                return await self._queue.ask(question, asker, max(left_s - ARRIVAL_S, left_s / 2, 0.0))
+            except BrokerUnavailable as error:
+                log.warning("question_not_asked", approval=question.id, error=str(error))
+                await asyncio.sleep(AGAIN_S)
+
+    async def _answered(self, id_: str) -> Answer:
+        """The answer, when it comes. Raises EnvelopeRefused."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(id_, set()).add(future)
+        if self._looking is None or self._looking.done():
+            self._looking = begin_shared(self._look(), "approvals")
+            self._looking.add_done_callback(self._stopped)
+        try:
+            answer: Answer = await future
+            return answer
+        finally:
+            self._forget(id_, future)
+
+    async def _look(self) -> None:
+        """Until nobody waits."""
+        while self._waiting:
+            await asyncio.sleep(max(POLL_S, LOOK_COST_S * len(self._waiting)))
+            try:
+                found = await self._queue.answers(list(self._waiting))
+            except BrokerUnavailable as error:
+                log.warning("answers_awaited", waiting=len(self._waiting), error=str(error))
+                await asyncio.sleep(AGAIN_S)
+                continue
+            for id_, answer in found.items():
+                for future in self._waiting.pop(id_, set()):
+                    _settle(future, answer)
+
+    def _stopped(self, looking: "asyncio.Task[None]") -> None:
+        """Nobody waits for what nobody looks for."""
+        error = None if looking.cancelled() else looking.exception()
+        if error is not None:
+            for future in [future for futures in self._waiting.values() for future in futures]:
+                _settle(future, error)
+
+    def _forget(self, id_: str, future: "asyncio.Future[Answer]") -> None:
+        futures = self._waiting.get(id_, set())
+        futures.discard(future)
+        if not futures:
+            self._waiting.pop(id_, None)
+        if not self._waiting and self._looking is not None:
+            # Who waits from now on must not take it for one that looks.
+            looking, self._looking = self._looking, None
+            looking.cancel()
+
+    async def _withdraw(self, question: Question, asker: str) -> None:
+        """As far as that can be done in time: what stays expires."""
+        try:
+            async with asyncio.timeout(WITHDRAW_S):
+                await self._queue.withdraw(question, asker)
+        except (BrokerUnavailable, TimeoutError) as error:
+            log.warning("question_not_withdrawn", approval=question.id, error=str(error))
+
+
+def open_approvals(settings: OrchestratorSettings, pool: PoolConnection) -> ApprovalQueue:
+    """The queue of questions of a pool."""
+    return ApprovalQueue(pool.redis, settings.deployment, pool.dispatcher.keys, settings.approvers)
+
+
+def choose_pool_approver(settings: OrchestratorSettings, pool: PoolConnection, *, is_interactive: bool) -> Approver:
+    """The approver of TOOLCREW_APPROVALS."""
+    if settings.approvals == "queue":
+        return QueueApprover(open_approvals(settings, pool))
+    return choose_approver(settings.approvals, is_interactive=is_interactive)
+
+
+def choose_people(settings: OrchestratorSettings, pool: PoolConnection) -> Approver:
+    """The approver of runs that are to ask people. What the operator has said with `auto` or `never` is the last word."""
+    if settings.approvals in ("auto", "never"):
+        return choose_pool_approver(settings, pool, is_interactive=False)
+    return QueueApprover(open_approvals(settings, pool))
+
+
+def _settle(future: "asyncio.Future[Answer]", answer: Answer | BaseException) -> None:
+    if not future.done():
+        if isinstance(answer, BaseException):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)

@@ -1,0 +1,203 @@
+"""The page that Prometheus scrapes: the deployment's sums, and what Redis and the workers' reports say now."""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import NoPermissionError, RedisError
+
+from contract import metrics
+from contract.errors import BrokerUnavailable
+from contract.hosts import RELEASE, HostReport
+from contract.metric_counts import is_mark
+from contract.names import POOL_QUEUES, admission_prefix, host_gauges_key, hosts_key, metrics_key, refusals_key, slots_key
+from orchestrator.hosts import RedisHosts
+from orchestrator.logs import get_logger
+from orchestrator.metrics.samples import Samples, render
+from orchestrator.pressure import Pressure
+from orchestrator.runs.keys import runs_prefix
+
+log = get_logger(__name__)
+
+MOST_BATCHES = 1000
+MOST_LOST = 1000
+"""So many queues of hosts that do not report are looked into."""
+_LOOK = Path(__file__).with_name("look.lua").read_text()
+_STATES = ("busy", "idle", "paused", "lost", "warm")
+
+
+class MetricsPage:
+    """Of one deployment, for any number of readers. `has_tenants`: also what each tenant has running and waiting.
+
+    What nobody can read any more, a number that somebody else wrote or a message of a stranger, is left out and counted, never an error.
+    """
+
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, *, has_tenants: bool = True) -> None:
+        self._client = client
+        self._deployment = deployment
+        self._has_tenants = has_tenants
+        self._hosts = RedisHosts(client, deployment)
+        self._pressure = Pressure(client, deployment)
+        self._look = client.register_script(_LOOK)
+        self._is_told = False
+
+    async def render(self, *, is_open: bool = False) -> bytes:
+        """As of now. `is_open`: as OpenMetrics. Raises BrokerUnavailable."""
+        began = time.monotonic()
+        samples = Samples()
+        try:
+            reports = await self._hosts.read()
+            listed = [name.decode(errors="replace") for name in await self._asked(self._client.zrange(hosts_key(self._deployment), 0, -1))]
+            await self._add_sums(samples)
+            await self._add_hosts(samples, reports)
+            await self._add_queues(samples, reports, listed)
+            await self._add_redis(samples)
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(f"Redis does not tell the metrics ({error}): see that it is up") from error
+        samples.set(metrics.BUILD, 1, RELEASE)
+        samples.set(metrics.SCRAPE_SECONDS, time.monotonic() - began)
+        return render(samples, is_open=is_open)
+
+    async def _add_sums(self, samples: Samples) -> None:
+        sums: Any = await self._asked(self._client.hgetall(metrics_key(self._deployment)))
+        refused: Any = await self._asked(self._client.hgetall(refusals_key(self._deployment)))
+        unreadable = 0
+        for name, text in sums.items():
+            known, value = _field(name), _number(text)
+            if known is not None and value is not None:
+                samples.add_part(*known, value)
+            elif not is_mark(name.decode(errors="replace")):
+                unreadable += 1
+        for name, text in refused.items():
+            value = _number(text)
+            if value is not None and len(samples.numbers[metrics.REFUSED_ENVELOPES.name]) < metrics.REFUSED_ENVELOPES.most:
+                samples.add(metrics.REFUSED_ENVELOPES, value, metrics.clean_label(name.decode(errors="replace")))
+        samples.set(metrics.UNREADABLE, unreadable)
+
+    async def _add_hosts(self, samples: Samples, reports: Sequence[HostReport]) -> None:
+        for report in reports:
+            samples.add(metrics.HOSTS, 1, report.kind, report.state)
+        living = [report for report in reports if report.worker]
+        for report in living:
+            _add_host(samples, report)
+        beside = [report for report in living if report.kind == "sandbox"]
+        texts: Any = []
+        if beside:
+            texts = await self._asked(self._client.mget([host_gauges_key(self._deployment, report.queue) for report in beside]))
+        for report, text in zip(beside, texts, strict=True):
+            told = _parsed(text)
+            states, target = told.get("sandboxes"), _number(told.get("warm_target"))
+            if isinstance(states, Mapping):
+                for state in _STATES:
+                    samples.add(metrics.SANDBOXES, _number(states.get(state)) or 0.0, report.host, state)
+            if target is not None:
+                samples.add(metrics.WARM_TARGET, target, report.host)
+
+    async def _add_queues(self, samples: Samples, reports: Sequence[HostReport], listed: Sequence[str]) -> None:
+        alive = {report.queue for report in reports}
+        own = sorted(queue for queue in alive if not queue.startswith("pool."))
+        lost = [queue for queue in listed if queue not in alive]
+        looked = set([queue for queue in lost if not queue.startswith("pool.")][:MOST_LOST])
+        queues = list(dict.fromkeys([*POOL_QUEUES.values(), *own, *sorted(looked)]))
+        prefixes = [f"toolcrew:{self._deployment}:", admission_prefix(self._deployment), slots_key(self._deployment, "")]
+        arguments: list[str | int] = [*prefixes, runs_prefix(self._deployment), MOST_BATCHES, int(self._has_tenants), json.dumps(queues)]
+        answer: bytes = await self._asked(self._look(keys=[], args=arguments))
+        told: Any = json.loads(answer.decode(errors="replace"))
+        waits = await self._pressure.oldest()
+        dead, messages = 0, 0
+        for queue, (length, age_s, slots, held, waiting) in zip(queues, told["queues"], strict=True):
+            samples.set(metrics.QUEUE_MESSAGES, length, queue)
+            samples.set(metrics.QUEUE_SLOTS, slots, queue)
+            samples.set(metrics.QUEUE_CALLS, held, queue, "in_flight")
+            samples.set(metrics.QUEUE_CALLS, waiting, queue, "waiting")
+            samples.set(metrics.QUEUE_OLDEST_CALL, waits.get(queue, 0.0), queue)
+            if age_s >= 0:
+                samples.set(metrics.QUEUE_OLDEST, age_s, queue)
+            samples.add(metrics.CALLS_RUNNING, length, "queued")
+            if queue in looked and length:
+                dead, messages = dead + 1, messages + length
+        samples.set(metrics.CALLS_RUNNING, sum(report.busy for report in reports), "running")
+        samples.set(metrics.DEAD_QUEUES, dead)
+        samples.set(metrics.DEAD_MESSAGES, messages)
+        samples.set(metrics.LOST_HOSTS, len(lost))
+        _add_deployment(samples, told)
+
+    async def _add_redis(self, samples: Samples) -> None:
+        try:
+            told: Any = await self._asked(self._client.info("memory"))
+            clients: Any = await self._asked(self._client.info("clients"))
+        except NoPermissionError as error:
+            if not self._is_told:
+                self._is_told = True
+                log.warning("redis_memory_not_told", error=str(error), remedy="make Redis's users anew with `toolcrew redis users`")
+            return
+        samples.set(metrics.REDIS_MEMORY, float(told["used_memory"]))
+        samples.set(metrics.REDIS_MEMORY_MAX, float(told.get("maxmemory", 0)))
+        samples.set(metrics.REDIS_CLIENTS, float(clients["connected_clients"]))
+
+    async def _asked(self, asked: Any) -> Any:
+        return await asked
+
+
+@lru_cache(maxsize=16_384)
+def _field(name: bytes) -> tuple[metrics.Metric, str, tuple[str, ...]] | None:
+    """Metric, part and labels of a field of the sums."""
+    known = metrics.parse_field(name.decode(errors="replace"))
+    if known is None:
+        return None
+    metric, part, labels = known
+    return metric, part, tuple(metrics.clean_label(label) for label in labels)
+
+
+def _add_host(samples: Samples, report: HostReport) -> None:
+    """Two workers of one machine and kind count together."""
+    samples.add(metrics.HOST_SLOTS, report.slots, report.host, report.kind)
+    samples.add(metrics.HOST_BUSY, report.busy, report.host, report.kind)
+    samples.set(metrics.HOST_MEMORY, report.memory_free_bytes, report.host, report.kind)
+    if report.kind == "sandbox":
+        for metric, value in (
+            (metrics.HOST_SESSIONS, report.sessions),
+            (metrics.HOST_MAX_SESSIONS, report.max_sessions),
+            (metrics.HOST_SANDBOXES, report.sandboxes),
+            (metrics.HOST_MAX_SANDBOXES, report.max_sandboxes),
+        ):
+            samples.add(metric, value, report.host)
+        samples.set(metrics.HOST_DISK, report.disk_free_bytes, report.host)
+
+
+def _add_deployment(samples: Samples, told: Mapping[str, Any]) -> None:
+    for name, held, waiting in told["tenants"]:
+        samples.set(metrics.TENANT_CALLS, held, name, "in_flight")
+        samples.set(metrics.TENANT_CALLS, waiting, name, "waiting")
+    samples.set(metrics.TENANTS, told["registered"])
+    for state, number in zip(("waiting", "delayed", "running"), told["runs"], strict=True):
+        samples.set(metrics.RUNS, number, state)
+    samples.set(metrics.BATCHES, told["batches"])
+    samples.set(metrics.APPROVALS_WAITING, told["approvals"])
+
+
+def _parsed(text: object) -> Mapping[str, Any]:
+    try:
+        told = json.loads(text) if isinstance(text, bytes) else {}
+    except (ValueError, RecursionError):
+        return {}
+    return told if isinstance(told, Mapping) else {}
+
+
+def _number(told: object) -> float | None:
+    """A sum or a gauge; None for what is none."""
+    try:
+        value = float(told) if isinstance(told, bytes | int | float) else math.nan
+    except (ValueError, OverflowError):
+        return None
+    return value if math.isfinite(value) and value >= 0 else None
+
+
+async def render_metrics(client: "redis.asyncio.Redis", deployment: str, *, has_tenants: bool = True, is_open: bool = False) -> bytes:
+    """The page once. Who gives it often keeps a MetricsPage. Raises BrokerUnavailable."""
+    return await MetricsPage(client, deployment, has_tenants=has_tenants).render(is_open=is_open)

@@ -1,0 +1,23 @@
+"""How a batch stands, as one object: for `--json`, for the API and for pages."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from contract.clock import format_instant
+from orchestrator.runs.records import BatchRecord
+
+
+def build_status(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> dict[str, Any]:
+    """A batch as one object: fields of OpenAI's batches where they say the same."""
+    failed = {kind.value: count for kind, count in record.failed.items() if count}
+    return {
+        "id": batch,
+        "status": record.state.value,
+        "name": record.name or None,
+        "request_counts": {"total": record.total, "completed": record.succeeded, "failed": sum(failed.values()), **counts},
+        "failed": failed,
+        "concurrency": record.concurrency,
+        "created_at": format_instant(record.created_at),
+        "ended_at": format_instant(record.ended_at) if record.ended_at else None,
+        "rows": record.rows.model_dump() if record.rows is not None else None,
+    }

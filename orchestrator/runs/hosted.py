@@ -1,0 +1,301 @@
+"""Runs that programs start, watch, list, cancel and read, on whatever orchestrators there are: all of it is in Redis."""
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import redis.asyncio
+from pydantic import ValidationError
+from redis.exceptions import RedisError
+
+from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from contract.names import audit_key
+from orchestrator.actors import Actor
+from orchestrator.audit import build_entry, entry_text
+from orchestrator.batches.detached import find_paths
+from orchestrator.batches.items import RUNS_URL, BatchItem, Ground, RunBody
+from orchestrator.models.choice import LOCAL
+from orchestrator.places import Places
+from orchestrator.pool_connection import PoolConnection
+from orchestrator.runs.event_hub import RunEventHub
+from orchestrator.runs.hosted_records import (
+    LISTED,
+    MAX_BODY_BYTES,
+    MAX_KEPT,
+    MAX_METADATA,
+    MAX_METADATA_NAME,
+    MAX_METADATA_TEXT,
+    MAX_PENDING,
+    SHOWN_INSTRUCTION,
+    STANDING,
+    About,
+    HostedRun,
+    HostedState,
+    RunPage,
+    build_end,
+    parse_hosted,
+    standing_defaults,
+    unpack_transcript,
+)
+from orchestrator.runs.keys import RUN_TTL_S, run_key, run_transcript_key
+from orchestrator.runs.records import parse_run
+from orchestrator.runs.run_log import RunLog
+from orchestrator.runs.run_queue import RunQueue
+from orchestrator.runs.told_events import not_found
+from orchestrator.runs.transcripts import build_transcript
+from orchestrator.tenants import RedisTenants
+
+MAX_PAGE = 200
+LOOKS = 2000
+"""Runs that one step looks at for those of a state: so long Redis does nothing else."""
+MAX_STEPS = 10
+_NOWHERE = Ground()
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class HostedRuns:
+    """Such runs of every tenant. Any number of processes may have one of these.
+
+    Every method raises BrokerUnavailable when Redis does not answer, and ToolFailure(FILE_NOT_FOUND) for a run that the tenant has not: whether another
+    has it is not told.
+    """
+
+    def __init__(
+        self,
+        client: "redis.asyncio.Redis",
+        deployment: str,
+        tenants: RedisTenants,
+        *,
+        max_pending: int = MAX_PENDING,
+        max_kept: int = MAX_KEPT,
+    ) -> None:
+        """`max_pending`: runs of a tenant that may wait; `max_kept`: those that are listed."""
+        self._client = client
+        self._deployment = deployment
+        self._tenants = tenants
+        self._places = Places(client, deployment)
+        self._queue = RunQueue(client, deployment)
+        self._limits = (max_pending, max_kept)
+        self.hub = RunEventHub(client, deployment)
+
+    @classmethod
+    def on(cls, pool: PoolConnection, deployment: str) -> "HostedRuns":
+        """Those of a pool. One a process: whoever follows runs by it shares one connection. `hub.close` before the pool is."""
+        return cls(pool.redis, deployment, pool.tenants)
+
+    async def start(
+        self,
+        tenant: str,
+        body: RunBody,
+        ground: Ground = _NOWHERE,
+        *,
+        word: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> HostedRun:
+        """Queue a run; some orchestrator takes it within a moment. `word`: started again with the same word it is the same run, and nothing is done.
+
+        `ground.session`: an open session that the run works in, by itself among runs; it stays open. Raises ToolFailure: INVALID_ARGUMENTS (a path of
+        some machine, a body above 1 MiB, metadata out of bounds, a word that stands for another request, a session in which another run works),
+        QUOTA_EXCEEDED (too many wait), SESSION_NOT_FOUND, UNKNOWN_TENANT.
+        """
+        about = _build_about(body, ground, metadata or {})
+        run = secrets.token_hex(12) if word is None else _run_of_word(tenant, word)
+        item = _build_item(run, body, ground, priority)
+        await self._tenants.policy(tenant)
+        if ground.session is not None:
+            await self._check_session(tenant, ground.session)
+        text = item.model_dump_json()
+        digest = hashlib.sha256(f"{text}\0{json.dumps(dict(metadata or {}), sort_keys=True)}".encode()).hexdigest()
+        told = await self._queue.step(
+            "start_run", tenant, run, text, digest, about, priority, ground.session or "",
+            standing_defaults().model_dump_json(), *self._limits, RUN_TTL_S,
+        )  # fmt: skip
+        self._check_started(tenant, [word.decode() for word in told])
+        return await self.get(tenant, run)
+
+    async def get(self, tenant: str, run: str) -> HostedRun:
+        """How a run stands, its answer whole."""
+        fields = await self._fields(tenant, _checked(run), *LISTED, "outcome", "item")
+        found = _parsed(tenant, run, fields)
+        if found is None:
+            raise not_found(run)
+        if found.end is None or not found.end.is_cut:
+            return found
+        outcome = parse_run({name.encode(): value for name, value in fields.items() if value is not None}).outcome
+        return found.model_copy(update={"end": build_end(outcome)}) if outcome is not None else found
+
+    async def list(self, tenant: str, *, cursor: str | None = None, limit: int = 50, state: HostedState | None = None) -> RunPage:
+        """Some of them, the newest first. A page may have fewer than `limit` and be followed by more all the same: go by `next_cursor`, which stays good
+        while runs are started and forgotten. Raises ToolFailure(INVALID_ARGUMENTS) for a cursor that is none, or a limit beyond 1 to 200."""
+        if not 1 <= limit <= MAX_PAGE:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{limit} runs cannot be listed at once: give 1 to {MAX_PAGE}")
+        before, runs = _parse_cursor(cursor), list[HostedRun]()
+        for _ in range(MAX_STEPS):
+            wanted, looks = state.value if state is not None else "", LOOKS if state is not None and not state.is_final else limit
+            told, names = await self._queue.step("list_runs", tenant, before, limit - len(runs), wanted, looks)
+            before = int(told)
+            runs += await self._listed(tenant, [name.decode() for name in names])
+            if not before or len(runs) >= limit:
+                break
+        return RunPage(runs=tuple(runs), next_cursor=str(before) if before else None)
+
+    async def cancel(self, tenant: str, run: str, *, actor: Actor | None = None) -> HostedRun:
+        """End a run: at once when it waits, else within 2 s. One that has ended stays as it is. `actor`: who does it; what an operator ends is in the
+        audit, what a tenant ends is its own."""
+        entry = ""
+        if actor is not None and actor.role != "tenant":
+            entry = entry_text(build_entry(actor, "run.cancel", _checked(run), tenant=tenant))
+        told = (await self._queue.step("cancel_run", tenant, _checked(run), audit_key(self._deployment), entry)).decode()
+        if told == "unknown":
+            raise not_found(run)
+        if told == "cancelled":
+            # Given back, or left by the dead, it may have one.
+            await self._queue.close_sessions(tenant, [run])
+        return await self.get(tenant, run)
+
+    async def transcript(self, tenant: str, run: str) -> Sequence[dict[str, Any]]:
+        """Its messages in the OpenAI wire shape: all when it has ended; until then, and for a run that broke off, those so far, without the system prompt."""
+        packed: Any = await self._asked(self._client.get(run_transcript_key(self._deployment, tenant, _checked(run))))
+        if packed is not None:
+            return unpack_transcript(packed)
+        fields: Any = await self._asked(self._client.hgetall(run_key(self._deployment, tenant, run)))
+        if fields.get(b"batch") != STANDING.encode():
+            raise not_found(run)
+        record = parse_run(fields)
+        log = await RunLog.load(self._client, self._deployment, tenant, run, "")
+        return build_transcript(run, record, log.entries)
+
+    async def told(self, tenant: str, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
+        """As `follow`, of what there is now."""
+        page = await self.hub.read(tenant, _checked(run), after)
+        while page.entries:
+            for entry in page.entries:
+                yield entry
+            page = await self.hub.read(tenant, run, page.entries[-1][0])
+
+    def follow(self, tenant: str, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
+        """Its events after that id, (id, JSON) each, until the last one (`RunEnded`): those of before first, then as they come. `after` "": all that
+        are kept. An `EventsMissed` stands for those that are not kept any more. Raises ToolFailure(INVALID_ARGUMENTS) for an id that is none."""
+        return self.hub.follow(tenant, _checked(run), after)
+
+    async def _check_session(self, tenant: str, session: str) -> None:
+        if not _NAME.fullmatch(session) or await self._places.find(tenant, session) is None:
+            raise ToolFailure(
+                ErrorCode.SESSION_NOT_FOUND, "there is no such session open: open one, or leave the session out for one of the run's own"
+            )
+
+    async def _listed(self, tenant: str, names: Sequence[str]) -> Sequence[HostedRun]:
+        """Without those that are gone, or are of another release."""
+        async with self._client.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.hmget(run_key(self._deployment, tenant, name), *LISTED)
+            answers = await self._asked(pipe.execute()) if names else []
+        found = [_parsed(tenant, name, dict(zip(LISTED, values, strict=True))) for name, values in zip(names, answers, strict=True)]
+        return [run for run in found if run is not None]
+
+    async def _fields(self, tenant: str, run: str, *names: str) -> dict[str, bytes | None]:
+        values: Any = await self._asked(self._client.hmget(run_key(self._deployment, tenant, run), list(names)))
+        return dict(zip(names, values, strict=True))
+
+    def _check_started(self, tenant: str, told: Sequence[str]) -> None:
+        match told:
+            case ["started" | "known"]:
+                return
+            case ["full"]:
+                message = f"{self._limits[0]} runs of tenant {tenant} wait, which is all that may: start more when some have begun, or cancel some"
+                raise ToolFailure(ErrorCode.QUOTA_EXCEEDED, message)
+            case ["busy", other]:
+                message = (
+                    f"run {other} works in that session: wait for its end, cancel it, or leave the session out for one of the run's own"
+                )
+            case _:
+                message = "another run was started with that word: give the same request again, or another word"
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, message)
+
+    async def _asked(self, asked: Any) -> Any:
+        try:
+            return await asked
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(f"Redis does not answer for runs ({error}): see that it is up") from error
+
+
+def _parsed(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> HostedRun | None:
+    try:
+        return parse_hosted(tenant, run, fields)
+    except (ValidationError, ValueError) as error:
+        raise ConfigError(f"the record of run {run} of tenant {tenant} is of another release: look at it with that one") from error
+
+
+def _build_item(run: str, body: RunBody, ground: Ground, priority: int) -> BatchItem:
+    """The item that stands for a run. Raises ToolFailure(INVALID_ARGUMENTS) for what no orchestrator would work."""
+    try:
+        item = BatchItem(custom_id=run, line=1, url=RUNS_URL, work=body, ground=ground, priority=priority)
+        text = item.model_dump_json()
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise _refused(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}; give a run that fits") from None
+    except (ValueError, RecursionError) as error:
+        raise _refused("the run's request cannot be written down as JSON: make it flatter, in Unicode that can be") from error
+    size = len(text.encode())
+    if size > MAX_BODY_BYTES:
+        raise _refused(
+            f"the run's request has {size} bytes, and {MAX_BODY_BYTES} are what it may have: leave large texts in a session's files"
+        )
+    try:
+        BatchItem.model_validate_json(text)
+    except ValidationError as error:
+        raise _refused("the run's request could not be read again, for it is nested too deeply: make it flatter") from error
+    if next(find_paths(item, None), None) is not None:
+        raise _refused(
+            "a run reads no folder of any machine and copies nothing out to one: begin with a checkpoint (`restore`) or in a session"
+        )
+    if body.model == LOCAL:
+        raise _refused("no orchestrator starts a model of its own for a run: name one of its endpoint, or none")
+    if ground.session is not None and ground != Ground(session=ground.session):
+        raise _refused(
+            "a session that is open has its image, network and files: leave `image`, `network` and `restore` out, or the session"
+        )
+    return item
+
+
+def _checked(run: str) -> str:
+    """Raises ToolFailure(FILE_NOT_FOUND) for what is no run's id, and may be part of another key."""
+    if not _NAME.fullmatch(run):
+        raise not_found(run)
+    return run
+
+
+def _build_about(body: RunBody, ground: Ground, metadata: Mapping[str, str]) -> str:
+    """What lists tell, as JSON. Raises ToolFailure(INVALID_ARGUMENTS) for metadata that is out of bounds."""
+    is_long = any(not 1 <= len(name) <= MAX_METADATA_NAME or len(text) > MAX_METADATA_TEXT for name, text in metadata.items())
+    if len(metadata) > MAX_METADATA or is_long:
+        raise _refused(
+            f"metadata may have {MAX_METADATA} entries with names of {MAX_METADATA_NAME} characters and texts of {MAX_METADATA_TEXT}: give less"
+        )
+    try:
+        about = About(instruction=body.instruction[:SHOWN_INSTRUCTION], model=body.model, session=ground.session, metadata=dict(metadata))
+        return about.model_dump_json()
+    except ValueError as error:
+        raise _refused("metadata must be texts, in Unicode that can be written down: give other ones") from error
+
+
+def _run_of_word(tenant: str, word: str) -> str:
+    if not 1 <= len(word) <= 256:
+        raise _refused("the word under which a run is started once must have 1 to 256 characters: give a shorter one")
+    return hashlib.sha256(f"{tenant}\0{STANDING}\0{word}".encode(errors="replace")).hexdigest()[:24]
+
+
+def _parse_cursor(cursor: str | None) -> int:
+    if cursor is None:
+        return 2**53
+    if not (cursor.isascii() and cursor.isdigit() and len(cursor) <= 15):
+        raise _refused("this is no cursor of a list of runs: give `next_cursor` as it came, or none to begin")
+    return int(cursor)
+
+
+def _refused(message: str) -> ToolFailure:
+    return ToolFailure(ErrorCode.INVALID_ARGUMENTS, message)

@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""Writes docs/commands.md from the commands themselves: every command with what it does, its arguments and options.
+
+    .venv/bin/python scripts/command_docs.py [--check]
+
+With --check nothing is written: exit status 1 when the page is not what the commands say.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption  # noqa: E402
+from typer.main import get_command  # noqa: E402
+
+from orchestrator.cli import app  # noqa: E402
+from orchestrator.cli_runner import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_REFUSED  # noqa: E402
+from scripts.kept_pages import keep_page  # noqa: E402
+
+_KINDS = {int: "NUMBER", float: "NUMBER", Path: "PATH"}
+PAGE = ROOT / "docs" / "commands.md"
+INTRO = f"""\
+# Commands
+
+Made from the commands by `scripts/command_docs.py`; `toolcrew COMMAND --help` prints the same. What they read from the environment: [settings.md](settings.md).
+
+Listings take `--json`; times are ISO 8601, UTC. An error is one sentence on stderr that says what to do; with `--json` it is an object on stdout,
+`{{"error": {{"code": ..., "message": ...}}}}` ([errors.md](errors.md)).
+
+| exit code | means |
+|---|---|
+| 0 | it was done |
+| {EXIT_ERROR} | it failed, or something is broken |
+| {EXIT_LIMIT} | a limit of the run was reached; or the command line cannot be read |
+| {EXIT_REFUSED} | a call was refused: by a person, a rule or a policy |
+| {EXIT_INTERRUPTED} | interrupted by Ctrl-C, after what ran was stopped |
+| 129, 143 | the same by SIGHUP, SIGTERM |
+
+Where a command differs it says so below.
+"""
+
+
+def build_page() -> str:
+    """The whole page."""
+    root = get_command(app)
+    assert isinstance(root, TyperGroup)
+    return INTRO + "".join(_section(path, command) for path, command in _leaves("toolcrew", root))
+
+
+def _leaves(path: str, command: TyperCommand | TyperGroup) -> Iterator[tuple[str, TyperCommand | TyperGroup]]:
+    """Every command that does something, in the order in which they are listed."""
+    if not isinstance(command, TyperGroup):
+        yield path, command
+        return
+    for name in sorted(command.commands):
+        if not command.commands[name].hidden:
+            yield from _leaves(f"{path} {name}", command.commands[name])
+
+
+def _section(path: str, command: TyperCommand | TyperGroup) -> str:
+    arguments = [one for one in command.params if isinstance(one, TyperArgument)]
+    options = [one for one in command.params if isinstance(one, TyperOption) and not one.hidden]
+    usage = " ".join([path, *([] if not options else ["[OPTIONS]"]), *(_metavar(one) for one in arguments)])
+    rows = [f"| `{_metavar(one)}` |  | {_cell(getattr(one, 'help', None))} |\n" for one in arguments]
+    rows += [f"| {_names(one)} | {_default(one)} | {_cell(one.help)} |\n" for one in options]
+    table = "\n| option | default | means |\n|---|---|---|\n" + "".join(rows) if rows else ""
+    return f"\n## {path}\n\n`{usage}`\n\n{inspect.cleandoc(command.help or '')}\n{table}"
+
+
+def _metavar(argument: TyperArgument) -> str:
+    name = (argument.metavar or argument.name or "").upper().strip("[]")
+    many = "..." if argument.nargs == -1 and not name.endswith("...") else ""
+    return f"{name}{many}" if argument.required else f"[{name}{many}]"
+
+
+def _names(option: TyperOption) -> str:
+    names = ", ".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts])
+    if option.is_flag:
+        return names
+    value = "\\|".join(_words_of(option.type_descriptor.annotation)) if option.metavar is None else option.metavar
+    return f"{names} {value}" + (" (again and again)" if option.multiple else "")
+
+
+def _words_of(kind: Any) -> list[str]:
+    """What may be written there: the words themselves, or of which kind it is."""
+    given = [one for one in get_args(kind) if one is not type(None)]
+    if get_origin(kind) is Literal:
+        return [str(one) for one in given]
+    return _words_of(given[0]) if given else [_KINDS.get(kind, "TEXT")]
+
+
+def _default(option: TyperOption) -> str:
+    value = option.default
+    if option.required:
+        return "must be given"
+    return "" if value in (None, False, (), [], "") or callable(value) else f"`{value}`"
+
+
+def _cell(text: str | None) -> str:
+    return (text or "").replace("|", "\\|").replace("\n", " ").replace("[", "\\[")
+
+
+def main() -> int:
+    return keep_page(PAGE, build_page(), "the commands say")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

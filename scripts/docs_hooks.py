@@ -1,0 +1,54 @@
+"""Takes the pages that lie outside of docs/ into the site, and turns links between files of the repository into links between its pages."""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import get_plugin_logger
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+log = get_plugin_logger("toolcrew")
+
+ROOT = Path(__file__).resolve().parent.parent
+# File of the repository -> page of the site.
+OUTSIDE = {
+    "README.md": "index.md",
+    "SECURITY.md": "security-promises.md",
+    "CHANGELOG.md": "changelog.md",
+    "examples/README.md": "examples.md",
+    "LICENSE": "LICENSE.txt",
+}
+_INSIDE = {page: file for file, page in OUTSIDE.items()}
+_FENCE = re.compile(r"(^```.*?^```[^\n]*$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """With the pages that lie outside."""
+    for file, page in OUTSIDE.items():
+        files.append(File.generated(config, page, content=(ROOT / file).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
+    """The page's text with links as they are in the site; what leads out of it is a warning, and so an error."""
+    here = page.file.src_uri
+    file = _INSIDE.get(here, f"docs/{here}")
+    parts = _FENCE.split(markdown)
+    return "".join(part if number % 2 else _LINK.sub(lambda found: _turned(found, file), part) for number, part in enumerate(parts))
+
+
+def _turned(found: "re.Match[str]", file: str) -> str:
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(file), found[1]))
+    mark = found[2] or ""
+    if target in OUTSIDE:
+        return f"]({OUTSIDE[target]}{mark})"
+    if target.startswith("docs/"):
+        return f"]({target.removeprefix('docs/')}{mark})"
+    log.warning(
+        f"{file} links to {found[1]}, which is no page of the site: name it as `code`, or take it into OUTSIDE of scripts/docs_hooks.py"
+    )
+    return found[0]

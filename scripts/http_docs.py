@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""Writes docs/http-api.md from the API's own OpenAPI: every address, what it takes, what it answers.
+
+    .venv/bin/python scripts/http_docs.py [--check]
+
+With --check nothing is written: exit status 1 when the page is not what the API says.
+"""
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from orchestrator.api.app import build_app  # noqa: E402
+from orchestrator.api.house import House, HouseParts  # noqa: E402
+from orchestrator.settings import OrchestratorSettings  # noqa: E402
+from scripts.kept_pages import keep_page  # noqa: E402
+
+PAGE = ROOT / "docs" / "http-api.md"
+INTRO = """\
+# Addresses of the HTTP API
+
+Made from the API's OpenAPI by `scripts/http_docs.py`; a running service gives it at `/openapi.json`. How to use it, with examples: [api.md](api.md).
+Its errors: [errors.md](errors.md).
+"""
+METHODS = ("get", "put", "post", "patch", "delete")
+
+
+def read_api() -> dict[str, Any]:
+    """The OpenAPI of this release."""
+
+    @asynccontextmanager
+    async def nothing(_: HouseParts) -> Any:
+        yield
+
+    async def build() -> dict[str, Any]:
+        return dict(build_app(House(OrchestratorSettings.model_construct()), nothing).openapi())
+
+    return asyncio.run(build())
+
+
+def build_page() -> str:
+    """The whole page."""
+    api = read_api()
+    groups: dict[str, list[str]] = {}
+    for path, methods in api["paths"].items():
+        for method in METHODS:
+            if method in methods:
+                told = methods[method]
+                groups.setdefault((told.get("tags") or ["others"])[0], []).append(_operation(path, method, told))
+    shapes = "".join(_shape(name, schema) for name, schema in sorted(api["components"]["schemas"].items()))
+    parts = "".join(f"\n## Requests: {group}\n{''.join(told)}" for group, told in groups.items())
+    return f"{INTRO}{parts}\n## Shapes\n{shapes}"
+
+
+def _operation(path: str, method: str, told: Mapping[str, Any]) -> str:
+    lines = [f"\n### {method.upper()} {path}\n\n{_text(told.get('description') or told.get('summary'))}\n"]
+    rows = [
+        f"| `{one['name']}` | {one['in']} | {_type(one.get('schema', {}))}{', required' if one.get('required') else ''} | {_cell(one.get('description'))} |\n"
+        for one in told.get("parameters", [])
+    ]
+    if rows:
+        lines.append("\n| parameter | in | type | means |\n|---|---|---|---|\n" + "".join(rows))
+    body = told.get("requestBody", {}).get("content", {})
+    if body:
+        lines.append("\nBody: " + ", ".join(f"`{kind}` {_type(one.get('schema', {}))}".rstrip() for kind, one in body.items()) + ".\n")
+    answers = [
+        f"{status}{' ' + _type(schema) if (schema := next(iter(one.get('content', {}).values()), {}).get('schema')) else ''}"
+        for status, one in told["responses"].items()
+        if status.startswith("2")
+    ]
+    lines.append(f"\nAnswers: {', '.join(answers)}.\n")
+    return "".join(lines)
+
+
+def _shape(name: str, schema: Mapping[str, Any]) -> str:
+    told = f"\n### {name}\n\n{_text(schema.get('description'))}\n"
+    needed = set(schema.get("required", ()))
+    rows = [
+        f"| `{field}` | {_type(one)}{', required' if field in needed else ''} | {_cell(one.get('description'))} |\n"
+        for field, one in schema.get("properties", {}).items()
+    ]
+    if rows:
+        return told + "\n| field | type | means |\n|---|---|---|\n" + "".join(rows)
+    return told + (f"\n{_type(schema)}\n")
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """In a few words; shapes are links."""
+    if "$ref" in schema:
+        name = str(schema["$ref"]).rpartition("/")[2]
+        return f"[{name}](#{re.sub(r'[^a-z0-9_-]', '', name.lower())})"
+    for word in ("anyOf", "oneOf", "allOf"):
+        if word in schema:
+            return " or ".join(dict.fromkeys(_type(one) for one in schema[word] if one.get("type") != "null")) or "null"
+    if "enum" in schema or "const" in schema:
+        return " / ".join(f"`{one}`" for one in schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type", "anything")
+    if kind == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    return "bytes" if schema.get("format") == "binary" else (kind if isinstance(kind, str) else " or ".join(kind)) + _bounds(schema)
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    words = {
+        "minimum": "≥ {}",
+        "maximum": "≤ {}",
+        "exclusiveMinimum": "> {}",
+        "maxLength": "at most {} characters",
+        "maxItems": "at most {}",
+    }
+    told = [text.format(json.dumps(schema[name])) for name, text in words.items() if name in schema]
+    return f" ({', '.join(told)})" if told else ""
+
+
+def _text(text: object) -> str:
+    """A docstring: its `names` are code already, and a link of it would lead nowhere."""
+    return str(text or "").strip().replace("[", "\\[").replace("<", "\\<")
+
+
+def _cell(text: object) -> str:
+    return _text(text).replace("|", "\\|").replace("\n", " ")
+
+
+def main() -> int:
+    return keep_page(PAGE, build_page(), "the API says")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

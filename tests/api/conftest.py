@@ -1,0 +1,23 @@
+"""The API on the tests' Redis, without workers; and one real stack with two replicas of it."""
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from docker import APIClient
+
+from tests.api_ground import ApiGround, open_api
+from tests.api_stack import ApiStack, open_api_stack
+from tests.conftest import RedisProcess
+
+
+@pytest.fixture
+async def api(redis_server: RedisProcess) -> AsyncIterator[ApiGround]:
+    async with open_api(redis_server.url) as ground:
+        yield ground
+
+
+@pytest.fixture(scope="session")
+def api_stack(engine: APIClient) -> Iterator[ApiStack]:
+    """Shared: leave it as it was."""
+    with open_api_stack(engine) as opened:
+        yield opened

@@ -1,0 +1,86 @@
+"""Who may ask what: keys, roles, tenants; and that a refusal says nothing of what exists elsewhere."""
+
+import httpx
+import pytest
+
+from tests.api_ground import ApiGround
+
+OPERATORS_ONLY = [("GET", "/v1/hosts"), ("GET", "/v1/tenants"), ("GET", "/v1/audit"), ("PATCH", "/v1/tools/bash_tool")]
+ADMINS_ONLY = [
+    ("POST", "/v1/tenants"),
+    ("PUT", "/v1/tenants/acme"),
+    ("DELETE", "/v1/tenants/acme"),
+    ("GET", "/v1/tenants/acme/keys"),
+    ("POST", "/v1/tenants/acme/keys"),
+]
+BODIES = {"PATCH": {"enabled": False}, "POST": {"name": "other"}, "PUT": {}}
+
+
+def problem(response: httpx.Response) -> dict[str, object]:
+    assert response.headers["content-type"] == "application/problem+json"
+    told: dict[str, object] = response.json()
+    assert told["status"] == response.status_code
+    assert told["detail"]
+    return told
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer x", "Basic dXNlcjpwYXNz", "Bearer tc_0000000000000000_" + "A" * 43, "Bearer " + "x" * 5000]
+)
+async def test_whoever_has_no_valid_key_gets_nothing_but_that(api: ApiGround, header: str | None) -> None:
+    headers = {"Authorization": header} if header is not None else {}
+    response = await api.nobody.get("/v1/tools", headers=headers)
+    assert (response.status_code, problem(response)["code"]) == (401, "UNAUTHENTICATED")
+    assert response.headers["www-authenticate"].startswith("Bearer")
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATORS_ONLY)
+async def test_a_tenants_key_is_refused_what_is_for_operators(api: ApiGround, method: str, path: str) -> None:
+    response = await api["acme"].request(method, path, json=BODIES.get(method))
+    assert (response.status_code, problem(response)["code"]) == (403, "PERMISSION_DENIED")
+
+
+@pytest.mark.parametrize(("method", "path"), ADMINS_ONLY)
+@pytest.mark.parametrize("role", ["acme", "operator"])
+async def test_only_administrators_change_tenants_and_keys(api: ApiGround, role: str, method: str, path: str) -> None:
+    response = await api[role].request(method, path, json=BODIES.get(method))
+    assert (response.status_code, problem(response)["code"]) == (403, "PERMISSION_DENIED")
+
+
+async def test_a_tenants_key_may_not_name_another_tenant_whether_it_exists_or_not(api: ApiGround) -> None:
+    answers = [problem(await api["acme"].get("/v1/batches", params={"tenant": name})) for name in ("rival", "nobody-of-that-name")]
+    assert answers[0] == answers[1]
+    assert answers[0]["code"] == "PERMISSION_DENIED"
+
+
+async def test_an_operator_may_act_for_any_tenant(api: ApiGround) -> None:
+    assert (await api["operator"].get("/v1/batches", params={"tenant": "acme"})).status_code == 200
+
+
+async def test_a_key_that_is_revoked_opens_nothing_more(api: ApiGround) -> None:
+    made = (await api["admin"].post("/v1/tenants/acme/keys", json={"name": "short-lived"})).json()
+    async with api.client(made["key"]) as client:
+        assert (await client.get("/v1/batches")).status_code == 200
+        assert (await api["admin"].delete(f"/v1/tenants/acme/keys/{made['id']}")).status_code == 204
+        assert (await client.get("/v1/batches")).status_code == 401
+
+
+async def test_a_key_is_shown_once_and_never_listed(api: ApiGround) -> None:
+    made = (await api["admin"].post("/v1/tenants/acme/keys", json={"name": "n"})).json()
+    listed = await api["admin"].get("/v1/tenants/acme/keys")
+    assert made["id"] in listed.text
+    assert made["key"] not in listed.text
+
+
+async def test_the_key_of_another_tenant_is_not_revoked_by_naming_this_one(api: ApiGround) -> None:
+    made = (await api["admin"].post("/v1/tenants/rival/keys", json={})).json()
+    assert (await api["admin"].delete(f"/v1/tenants/acme/keys/{made['id']}")).status_code == 404
+    async with api.client(made["key"]) as client:
+        assert (await client.get("/v1/batches")).status_code == 200
+
+
+async def test_changes_of_tenants_are_in_the_audit_log_with_the_key_that_made_them(api: ApiGround) -> None:
+    assert (await api["admin"].post("/v1/tenants", json={"name": "fresh", "policy": {"weight": 2}})).status_code == 201
+    assert (await api["admin"].delete("/v1/tenants/fresh")).status_code == 200
+    entries = (await api["operator"].get("/v1/audit", params={"about": "fresh"})).json()["data"]
+    assert [(entry["action"], entry["actor"]["name"]) for entry in entries] == [("tenant.remove", "admin"), ("tenant.add", "admin")]

@@ -1,0 +1,123 @@
+"""Every operation of the API's own description, asked in ways that fit it and in ways that do not: what comes back is always what the description says."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import hypothesis
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.config import GenerationConfig, SchemathesisConfig
+from schemathesis.specs.openapi import checks
+
+from orchestrator.api.app import build_app
+from orchestrator.api.house import House
+from tests.api_ground import api_settings, make_keys
+from tests.api_process import ApiProcess, open_api_process
+from tests.stack import open_footprint, open_redis_server
+
+CASES = {"admin": 24, "acme": 5, "operator": 5}
+"""Of each operation, with the key of each role."""
+SLOW = {"POST /v1/calls/{call_id}/kill": 1}
+"""A call of which nothing is known is looked for during some seconds."""
+EXAMPLES = 3
+CHECKS = [
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+    checks.negative_data_rejection,
+    checks.unsupported_method,
+    checks.allow_header_conformance,
+]
+NO_FAULT = {503}
+"""Without workers that is the right answer; every other 5xx is a fault of ours."""
+
+
+@schemathesis.serializer("application/jsonl", "application/x-ndjson")
+def write_lines(_: Any, value: Any) -> bytes:
+    """A batch's lines, or whatever stands for them."""
+    if isinstance(value, bytes):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def describe() -> dict[str, Any]:
+    house = House(api_settings("redis://127.0.0.1:1/0"))
+    told: dict[str, Any] = build_app(house, lambda _: nullcontext()).openapi()
+    return told
+
+
+DESCRIPTION = describe()
+CONFIG = SchemathesisConfig(seed=1)
+SCHEMA = schemathesis.openapi.from_dict(DESCRIPTION, config=CONFIG)
+OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
+
+
+@dataclass
+class Target:
+    """A running API without workers, and keys for it."""
+
+    api: ApiProcess
+    keys: dict[str, str]
+    session: requests.Session
+
+    def ask(self, case: Case, role: str) -> None:
+        """One request; what comes back is checked."""
+        headers = {"Authorization": f"Bearer {self.keys[role]}"}
+        response = case.call(base_url=self.api.url, headers=headers, session=self.session, timeout=60)
+        assert response.status_code < 500 or response.status_code in NO_FAULT, f"{case.as_curl_command()}: {response.text}"
+        case.validate_response(response, checks=CHECKS, headers=headers)
+        if response.status_code >= 400 and case.operation.path != "/readyz" and case.method != "HEAD":
+            assert_problem(response)
+
+
+def assert_problem(response: Any) -> None:
+    assert response.headers["content-type"] == ["application/problem+json"]
+    told = response.json()
+    assert told["status"] == response.status_code
+    assert told["code"]
+    assert told["detail"]
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    with open_footprint() as footprint, open_redis_server() as server, requests.Session() as session:
+        keys = asyncio.run(make_keys(server.url))
+        with open_api_process(footprint, server.url) as api:
+            assert session.get(f"{api.url}/openapi.json", timeout=60).json() == DESCRIPTION
+            yield Target(api, keys, session)
+            assert not api.has_said("api_failed"), api.log()
+
+
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_every_operation_answers_as_it_is_described(target: Target, label: str) -> None:
+    for role, most in CASES.items() if label not in SLOW else [("admin", SLOW[label])]:
+        cases = SCHEMA.iter_coverage_cases(
+            OPERATIONS[label], generation_modes=list(GenerationMode), generation_config=GenerationConfig(deterministic=True)
+        )
+        for case in islice(cases, most):
+            target.ask(case, role)
+
+
+@pytest.mark.parametrize("label", [label for label in OPERATIONS if label not in SLOW])
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+def test_every_operation_answers_as_it_is_described_to_what_nobody_thought_of(target: Target, label: str, mode: GenerationMode) -> None:
+    try:
+        strategy = OPERATIONS[label].as_strategy(generation_mode=mode)
+        ask = given(case=strategy)(lambda case: target.ask(case, "admin"))
+        quiet = list(HealthCheck)
+        hypothesis.seed(1)(
+            settings(max_examples=EXAMPLES, deadline=None, phases=[Phase.generate], suppress_health_check=quiet, database=None)(ask)
+        )()
+    except hypothesis.errors.Unsatisfiable:
+        # An operation without parameters has nothing that could be wrong.
+        assert mode is GenerationMode.NEGATIVE

@@ -1,0 +1,248 @@
+"""Attacks on the API by holding on to it: idle connections, streams, answers that nobody takes, bodies that do not come."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import cast
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from orchestrator.api import limits, server, shares
+from orchestrator.api.calls import NewCall, _stream
+from orchestrator.api.file_answers import PIECE_BYTES, FileAnswer
+from orchestrator.api.server import PatientProtocol
+from orchestrator.api.shares import Turns
+from orchestrator.api.sse import EventStream, ServerEvent
+from orchestrator.sessions import Session
+from tests.api_ground import ApiGround
+
+LINE = "x" * 100_000
+
+
+def address(api: ApiGround) -> tuple[str, int]:
+    host, port = api.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+@contextlib.asynccontextmanager
+async def idle_connections(api: ApiGround, number: int) -> AsyncIterator[list[asyncio.StreamReader]]:
+    opened = [await asyncio.open_connection(*address(api)) for _ in range(number)]
+    try:
+        yield [reader for reader, _ in opened]
+    finally:
+        for _, writer in opened:
+            writer.close()
+
+
+async def test_who_only_holds_connections_holds_up_nobody(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 50)
+    async with idle_connections(api, 60) as readers:
+        # Those that were there first have gone.
+        assert await asyncio.wait_for(readers[0].read(), 20) == b""
+        async with api.client(api.keys["acme"]) as client:
+            assert (await client.get("/v1/runs")).status_code == 200
+
+
+async def test_two_thousand_idle_connections_are_served_beside(api: ApiGround) -> None:
+    async with idle_connections(api, 2000), api.client(api.keys["acme"]) as client:
+        assert (await client.get("/v1/runs")).status_code == 200
+
+
+async def test_a_stream_is_not_ended_to_make_room(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await started(api)
+    async with api["acme"].stream("GET", f"/v1/runs/{run}/events") as stream:
+        lines = stream.aiter_lines()
+        assert await anext(lines) == "retry: 2000"
+        monkeypatch.setattr(server, "MAX_CONNECTIONS", 10)
+        async with idle_connections(api, 30):
+            await api["rival"].get("/v1/runs")
+            assert (await api["acme"].post(f"/v1/runs/{run}/cancel")).json()["state"] == "cancelled"
+            assert "event: RunEnded" in [line async for line in lines]
+
+
+async def started(api: ApiGround) -> str:
+    """A run that nobody works."""
+    return str((await api["acme"].post("/v1/runs", json={"instruction": "x"})).json()["id"])
+
+
+async def test_a_key_has_so_many_streams_and_leaves_the_others_theirs(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "STREAMS_OF_A_KEY", 2)
+    run = await started(api)
+    path = f"/v1/runs/{run}/events"
+    async with contextlib.AsyncExitStack() as open_ones:
+        for _ in range(2):
+            assert (await open_ones.enter_async_context(api["acme"].stream("GET", path))).status_code == 200
+        refused = await open_ones.enter_async_context(api["acme"].stream("GET", path))
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+        assert b"TOO_MANY_REQUESTS" in await refused.aread()
+        async with api["operator"].stream("GET", path, params={"tenant": "acme"}) as other:
+            assert other.status_code == 200
+    async with asyncio.timeout(20):
+        # The service hears of the ends a moment later.
+        while True:
+            async with api["acme"].stream("GET", path) as again:
+                if again.status_code == 200:
+                    break
+            await asyncio.sleep(0.02)
+
+
+async def test_who_takes_nothing_of_an_answer_is_cut_off(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "TAKE_WITHIN_S", 0.3)
+    with socket.socket() as lazy:
+        # So small that the service's own memory would have to hold the answers.
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await asyncio.to_thread(lazy.connect, address(api))
+        lazy.settimeout(30)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            await asyncio.to_thread(ask_for_ever, lazy)
+
+
+def ask_for_ever(lazy: socket.socket) -> None:
+    request = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+    for _ in range(100_000):
+        lazy.sendall(request * 20)
+
+
+async def test_nobody_sends_a_body_without_a_key(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LINGER_S", 0.2)
+    reader, writer = await asyncio.open_connection(*address(api))
+    writer.write(b"POST /v1/runs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n{")
+    answer = await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 401")
+
+
+async def test_all_bodies_together_have_a_bound(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HELD_BYTES", 100_000)
+    refused = await api["acme"].post("/v1/runs", json={"instruction": "x" * 200_000})
+    assert (refused.status_code, refused.json()["code"]) == (503, "NOT_READY")
+    for _ in range(5):
+        # What was held is let go each time.
+        assert (await api["acme"].post("/v1/runs", json={"instruction": "x" * 60_000})).status_code == 202
+
+
+async def test_a_key_has_its_files_one_after_the_other_and_keeps_no_place() -> None:
+    turns, inside, most = Turns(2), 0, 0
+
+    async def take() -> None:
+        nonlocal inside, most
+        async with turns.turn("k"):
+            inside += 1
+            most = max(most, inside)
+            await asyncio.sleep(0)
+            inside -= 1
+
+    await asyncio.gather(*(take() for _ in range(10)))
+    assert (most, turns._places) == (2, {})
+
+
+async def test_a_file_is_sent_in_pieces_each_taken_before_the_next_and_then_let_go() -> None:
+    sent: list[int] = []
+    let_go = asyncio.Event()
+    held = contextlib.AsyncExitStack()
+    held.callback(let_go.set)
+
+    async def send(message: object) -> None:
+        assert isinstance(message, dict)
+        assert not let_go.is_set()
+        sent.append(len(message.get("body", b"")))
+
+    answer = FileAnswer(b"x" * (PIECE_BYTES * 2 + 1), {}, held)
+    await answer({"type": "http"}, lambda: asyncio.sleep(3600), send)  # type: ignore[arg-type]
+    assert sent == [0, PIECE_BYTES, PIECE_BYTES, 1, 0]
+    assert let_go.is_set()
+
+
+async def test_a_stream_takes_no_more_events_than_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = 0
+
+    async def events() -> AsyncIterator[ServerEvent]:
+        nonlocal made
+        while True:
+            made += 1
+            yield ServerEvent("output", LINE, str(made))
+
+    taken = 0
+
+    async def send(_: object) -> None:
+        nonlocal taken
+        taken += 1
+        if taken == 10:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("orchestrator.api.sse.WRITE_WITHIN_S", 0.2)
+    await EventStream(events())({"type": "http"}, lambda: asyncio.sleep(3600), send)  # type: ignore[arg-type]
+    assert made <= taken + 1
+
+
+class Line(asyncio.Transport):
+    """A connection whose other end takes what the test says. `size`: bytes that it has not taken."""
+
+    size = 0
+    is_aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.size
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+async def test_who_takes_a_large_answer_over_a_slow_line_is_given_all_of_it() -> None:
+    connection = PatientProtocol(uvicorn.Config(lambda: None, log_config=None), ServerState(), {})
+    line = Line()
+    connection.connection_made(line)
+    line.size = 10_000_000
+    connection.pause_writing()
+    for _ in range(3):
+        line.size -= 1_000_000
+        connection._judge_taking()
+        assert not line.is_aborted
+    connection._judge_taking()
+    assert line.is_aborted
+    connection.connection_lost(OSError())
+
+
+class HangingSession:
+    """A session whose calls do not end by themselves."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+
+    async def call(self, *_: object, **__: object) -> None:
+        self.begun.set()
+        await asyncio.Event().wait()
+
+
+async def test_a_client_that_goes_in_the_middle_of_a_call_leaves_no_task_behind() -> None:
+    session = HangingSession()
+    following = asyncio.ensure_future(anext(_stream(cast(Session, session), NewCall(name="bash"), None)))
+    await session.begun.wait()
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_who_sends_a_large_batch_slowly_holds_up_nobody_elses(api: ApiGround) -> None:
+    lines = "".join(f'{{"id": "{number}", "instruction": "{"x" * 600_000}"}}\n' for number in range(8))
+    lines_of = {"Content-Type": "application/jsonl"}
+    head = f"POST /v1/batches HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.keys['acme']}\r\nContent-Length: 100000000\r\n\r\n"
+    writers = []
+    try:
+        answers = []
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection(*address(api))
+            writers.append(writer)
+            writer.write(head.encode() + lines.encode()[:4_500_000])
+            answers.append(asyncio.ensure_future(reader.readline()))
+        # Of two of a key one is refused, so that the other is being read.
+        (answered,), (waiting,) = await asyncio.wait(answers, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        assert answered.result().startswith(b"HTTP/1.1 429")
+        waiting.cancel()
+        assert (await api["rival"].post("/v1/batches", content=lines, headers=lines_of)).status_code == 201
+    finally:
+        for writer in writers:
+            writer.close()

@@ -1,0 +1,199 @@
+"""Attacks on the API by what a request says: bodies, heads, ids and names that are made to break something or to find out what is another's."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from orchestrator.api import idempotency
+from orchestrator.approvals.queue import ApprovalQueue
+from orchestrator.redis_connection import open_redis
+from tests.api_ground import ApiGround, api_settings
+from tests.approval_ground import build_question
+from tests.conftest import RedisProcess
+
+JSON = {"Content-Type": "application/json"}
+HALF = b"\\ud800"
+FOREIGN = [
+    ("GET", "/v1/runs/{run}"),
+    ("POST", "/v1/runs/{run}/cancel"),
+    ("GET", "/v1/runs/{run}/transcript"),
+    ("GET", "/v1/runs/{run}/events"),
+    ("GET", "/v1/batches/{batch}"),
+    ("POST", "/v1/batches/{batch}/cancel"),
+    ("GET", "/v1/batches/{batch}/results"),
+    ("POST", "/v1/batches/{batch}/retry"),
+    ("GET", "/v1/approvals/{approval}"),
+    ("POST", "/v1/approvals/{approval}"),
+]
+BODIES = {"/retry": {"kinds": ["model"]}, "/approvals/": {"decision": "allow", "digest": "x"}}
+BREAKING = {
+    "lists in lists": b"[" * 200_000,
+    "objects in objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "a history in history": b'{"instruction": "x", "history": [' + b'{"a":' * 300 + b"1" + b"}" * 300 + b"]}",
+    "NaN": b'{"instruction": "x", "max_wall_s": NaN, "ttl_s": NaN, "timeout_s": NaN, "name": "a", "policy": {"weight": NaN}}',
+    "more than any float": b'{"instruction": "x", "max_wall_s": 1e999, "ttl_s": 1e999, "timeout_s": 1e999, "name": "a", "policy": {"weight": 1e999}}',
+    "a number of 5,000 digits": b'{"instruction": "x", "priority": ' + b"9" * 5000 + b"}",
+    "half a character": b'{"instruction": "' + HALF + b'", "name": "' + HALF + b'", "reason": "' + HALF + b'", "image": "' + HALF + b'"}',
+    "half a character in a list": b'{"instruction": "x", "tools": ["' + HALF + b'"], "policy": {"tools": ["' + HALF + b'"]}, "kinds": ["' + HALF + b'"]}',
+    "half a character as a key": b'{"instruction": "x", "metadata": {"' + HALF + b'": "' + HALF + b'"}}',
+    "half a character in the history": b'{"instruction": "x", "history": [{"role": "user", "content": "' + HALF + b'"}]}',
+    "no UTF-8": b'{"instruction": "\xff\xfe"}',
+    "no object": b"[]",
+    "nothing": b"",
+}  # fmt: skip
+TAKING = ["/v1/runs", "/v1/sessions", "/v1/tenants", "/v1/tenants/acme/keys", "/v1/sessions/s/calls", "/v1/batches/b/retry"]
+HEADS = {
+    "two lengths": b"Content-Length: 2\r\nContent-Length: 50\r\n\r\n{}",
+    "a length and chunks": b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "a coding that is none": b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "two codings": b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    "a space before the colon": b"Content-Length : 2\r\n\r\n{}",
+    "two hosts": b"Host: other\r\nContent-Length: 2\r\n\r\n{}",
+    "a head without end": b"X: " + b"a" * 200_000,
+    "no chunk": b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+}
+
+
+def told(response: httpx.Response) -> dict[str, Any]:
+    """The problem that it is."""
+    assert response.headers["content-type"] == "application/problem+json", response.text
+    problem: dict[str, Any] = response.json()
+    return problem
+
+
+@pytest.mark.parametrize("body", BREAKING.values(), ids=BREAKING.keys())
+async def test_no_body_breaks_what_reads_it(api: ApiGround, body: bytes) -> None:
+    for path in TAKING:
+        response = await api["admin"].post(path, content=body, headers=JSON)
+        # What is left of it may be all that the route takes.
+        assert response.status_code in (200, 201, 202, 400, 404, 422, 503), (path, response.text)
+        if response.status_code >= 400:
+            assert told(response)["code"] != "INTERNAL", path
+
+
+async def test_what_no_orchestrator_could_read_again_is_not_queued(api: ApiGround) -> None:
+    for kind in ("a history in history", "half a character in a list", "half a character as a key", "half a character in the history"):
+        assert (await api["acme"].post("/v1/runs", content=BREAKING[kind], headers=JSON)).status_code == 422
+    assert (await api["acme"].get("/v1/runs")).json()["data"] == []
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+async def test_a_request_that_can_be_read_in_two_ways_is_refused_and_its_connection_closed(api: ApiGround, head: bytes) -> None:
+    answer = await exchange(api, b"POST /v1/tenants HTTP/1.1\r\n", head)
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request")
+    assert answer.count(b"\r\n\r\n") == 1
+    assert b"application/problem+json" in answer
+
+
+async def test_a_request_hidden_behind_another_is_not_answered(api: ApiGround) -> None:
+    hidden = b"GET /v1/tenants HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + api.keys["admin"].encode() + b"\r\n\r\n"
+    head = b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" % (len(hidden) + 5)
+    answer = await exchange(api, b"POST /v1/tenants HTTP/1.1\r\n", head + hidden)
+    assert (answer.startswith(b"HTTP/1.1 400"), b'"data"' in answer) == (True, False)
+
+
+async def exchange(api: ApiGround, line: bytes, rest: bytes) -> bytes:
+    """All that comes back until the connection is closed, which is to be soon."""
+    host, port = api.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"Host: x\r\nAuthorization: Bearer {api.keys['admin']}\r\nContent-Type: application/json\r\n"
+    writer.write(line + head.encode() + rest)
+    answer = bytearray()
+    try:
+        async with asyncio.timeout(20):
+            while piece := await reader.read(65536):
+                answer += piece
+    except ConnectionResetError:
+        # It did not read all that was sent.
+        assert answer
+    finally:
+        writer.close()
+    return bytes(answer)
+
+
+async def test_another_tenants_things_are_told_as_what_does_not_exist(api: ApiGround, redis_server: RedisProcess) -> None:
+    run = (await api["acme"].post("/v1/runs", json={"instruction": "x"})).json()["id"]
+    lines = {**JSON, "Content-Type": "application/jsonl"}
+    batch = (await api["acme"].post("/v1/batches", content='{"id": "a", "instruction": "x"}', headers=lines)).json()["id"]
+    approval = await ask_for_approval(redis_server)
+    names = {"run": run, "batch": batch, "approval": approval}
+    unknown = {name: id_[:-2] + ("00" if not id_.endswith("00") else "11") for name, id_ in names.items()}
+    for method, path in FOREIGN:
+        body = next((body for part, body in BODIES.items() if part in path), None)
+        answers = [await api["rival"].request(method, path.format(**ids), json=body) for ids in (names, unknown)]
+        kind = path.split("{")[1].split("}")[0]
+        texts = [answer.text.replace(ids[kind], "ID") for answer, ids in zip(answers, (names, unknown), strict=True)]
+        assert [answer.status_code for answer in answers] == [404, 404], path
+        assert texts[0] == texts[1], path
+        assert sorted(answers[0].headers) == sorted(answers[1].headers)
+    assert (await api["acme"].get(f"/v1/runs/{run}")).json()["state"] == "queued"
+    assert (await api["acme"].get(f"/v1/approvals/{approval}")).status_code == 200
+
+
+async def ask_for_approval(redis_server: RedisProcess, command: str = "rm -rf /data") -> str:
+    """A call of acme's that waits for a yes."""
+    settings = api_settings(redis_server.url)
+    client = open_redis(settings.broker())
+    try:
+        queue = ApprovalQueue(client, settings.deployment, settings.broker().signing_keys())
+        question = build_question(command)
+        await queue.ask(question, "asker", 600)
+        return question.id
+    finally:
+        await client.aclose()
+
+
+async def test_what_would_run_is_shown_exactly_also_when_it_holds_half_a_character(api: ApiGround, redis_server: RedisProcess) -> None:
+    approval = await ask_for_approval(redis_server, command="echo \ud800 \u202e é")
+    shown = await api["acme"].get(f"/v1/approvals/{approval}")
+    assert shown.status_code == 200
+    assert shown.json()["arguments"]["command"] == "echo \ud800 \u202e é"
+    assert [one["id"] for one in (await api["acme"].get("/v1/approvals")).json()["data"]] == [approval]
+
+
+@pytest.mark.parametrize("method", ["OPTIONS", "HEAD", "TRACE", "CONNECT", "PROPFIND"])
+async def test_methods_that_are_none_are_refused_with_those_that_are(api: ApiGround, method: str) -> None:
+    answer = await api["acme"].request(method, "/v1/runs")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
+
+
+async def test_no_page_of_another_site_may_read_an_answer(api: ApiGround) -> None:
+    headers = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    for answer in (await api["acme"].get("/v1/runs", headers=headers), await api["acme"].options("/v1/runs", headers=headers)):
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+async def test_what_a_client_says_of_the_services_own_name_is_not_repeated(api: ApiGround) -> None:
+    names = {"Host": "evil.example", "X-Forwarded-Host": "evil.example", "Forwarded": "host=evil.example"}
+    for path in ("/v1/nothing", "/v1/runs/", "/openapi.json"):
+        assert "evil.example" not in (await api["acme"].get(path, headers=names)).text
+    started = await api["acme"].post("/v1/runs", json={"instruction": "x"}, headers=names)
+    assert started.headers["location"].startswith("/v1/runs/")
+
+
+async def test_guessing_a_key_by_its_id_is_told_nothing(api: ApiGround) -> None:
+    key = api.keys["acme"]
+    guesses = [key[:-1] + ("A" if key[-1] != "A" else "B"), key[:20] + "A" * 43, key.upper(), key + "A"]
+    answers = [await api.nobody.get("/v1/runs", headers={"Authorization": f"Bearer {guess}"}) for guess in guesses]
+    assert {(answer.status_code, answer.text) for answer in answers} == {(401, answers[0].text)}
+
+
+async def test_answers_that_are_kept_for_a_key_do_not_fill_redis(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idempotency, "KEPT_BYTES", 3000)
+    codes = [
+        (await api["acme"].post("/v1/runs", json={"instruction": "x"}, headers={"Idempotency-Key": f"k{number}"})).status_code
+        for number in range(10)
+    ]
+    assert (codes[0], codes[-1]) == (202, 429)
+    again = await api["acme"].post("/v1/runs", json={"instruction": "x"}, headers={"Idempotency-Key": "k0"})
+    assert (again.status_code, again.headers["idempotent-replayed"]) == (202, "true")
+    assert (await api["rival"].post("/v1/runs", json={"instruction": "x"}, headers={"Idempotency-Key": "k"})).status_code == 202
+
+
+async def test_refused_requests_leave_nothing_behind(api: ApiGround, redis_server: RedisProcess) -> None:
+    for number in range(20):
+        await api["acme"].post("/v1/runs", json={"wrong": number}, headers={"Idempotency-Key": f"k{number}"})
+    with redis_server.client() as client:
+        assert client.keys("*:api:once:*") == []

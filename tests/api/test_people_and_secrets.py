@@ -1,0 +1,139 @@
+"""Attacks by what is kept and by what is done in whose name: secrets in Redis, logins, streams of keys that hold no longer, the audit."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from contract.names import call_key, catalog_key, host_key, hosts_key
+from contract.specs import Catalog
+from orchestrator import hosts
+from orchestrator.api.pages import approval_pages, logins
+from tests.api.test_hostile import ask_for_approval
+from tests.api_ground import ApiGround, open_api
+from tests.builders import build_spec
+from tests.conftest import RedisProcess
+from tests.fake_hosts import build_report
+
+ONCE = {"Idempotency-Key": "make-a-key"}
+LONG = "echo " + "\u202e" * 100
+
+
+@asynccontextmanager
+async def logged_in(api: ApiGround, name: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=api.url, timeout=60, headers={"Origin": api.url}) as client:
+        assert (await client.post("/login", data={"key": api.keys[name]})).status_code == 303
+        yield client
+
+
+async def test_an_api_key_is_not_kept_with_the_answer_that_has_it(api: ApiGround, redis_server: RedisProcess) -> None:
+    first = await api["admin"].post("/v1/tenants/acme/keys", json={}, headers=ONCE)
+    again = await api["admin"].post("/v1/tenants/acme/keys", json={}, headers=ONCE)
+    assert (first.status_code, again.status_code, again.json()["code"]) == (201, 409, "CONFLICT")
+    assert len((await api["admin"].get("/v1/tenants/acme/keys")).json()["data"]) == 2
+    with redis_server.client() as client:
+        kept = [client.get(key) for key in client.scan_iter("*:api:once:*")]
+    assert len(kept) == 1
+    assert b"told_once" in kept[0]
+    assert b"body" not in kept[0]
+
+
+async def test_what_operators_do_is_put_down_to_their_keys(
+    api: ApiGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "TAKEN_S", 0.0)
+    report = build_report("h1", started_at=time.time(), reported_at=time.time(), store="shared")
+    with redis_server.client() as client:
+        client.set(catalog_key("default", "sandbox"), Catalog(tools=(build_spec("bash_tool"),)).model_dump_json())
+        client.zadd(hosts_key("default"), {report.queue: time.time()})
+        client.set(host_key("default", report.queue), report.model_dump_json())
+    # Nobody is there who would take the order.
+    assert (await api["operator"].post("/v1/hosts/h1/drain", json={})).status_code == 500
+    for_acme = {"tenant": "acme"}
+    shown = (await api["operator"].patch("/v1/tools/bash_tool", json={"enabled": False}, params=for_acme)).json()
+    assert shown["off"]["by"] == "operator"
+    entries = (await api["operator"].get("/v1/audit")).json()["data"]
+    assert [(one["action"], one["actor"]["name"], one["actor"]["role"]) for one in entries][:2] == [
+        ("tool.disable", "operator", "operator"),
+        ("host.drain", "operator", "operator"),
+    ]
+
+
+async def test_a_host_that_is_none_is_not_found(api: ApiGround) -> None:
+    answer = await api["operator"].post("/v1/hosts/nobody/drain", json={})
+    assert (answer.status_code, answer.json()["code"]) == (404, "NOT_FOUND")
+
+
+async def test_only_operators_are_shown_the_way_to_flower(redis_server: RedisProcess) -> None:
+    with redis_server.client() as client:
+        told: dict[str, str | int] = {"state": "done", "tool": "bash_tool", "attempt": 1, "task": "0123456789ab-c1.1.acme"}
+        client.hset(call_key("default", "acme", "c1"), mapping=told)
+    async with open_api(redis_server.url, flower_url="https://flower.test") as api:
+        async with logged_in(api, "acme") as person, logged_in(api, "operator") as operator:
+            pages = [(await one.get("/calls/c1")).text for one in (person, operator)]
+        assert ["https://flower.test" in page for page in pages] == [False, True]
+        assert "flower_url" not in (await api["acme"].get("/v1/calls/c1")).json()
+
+
+async def test_a_stream_ends_with_the_key_that_opened_it(api: ApiGround) -> None:
+    made = (await api["admin"].post("/v1/tenants/acme/keys", json={})).json()
+    run = (await api["acme"].post("/v1/runs", json={"instruction": "x"})).json()["id"]
+    async with api.client(made["key"]) as client, client.stream("GET", f"/v1/runs/{run}/events") as stream:
+        lines = stream.aiter_lines()
+        assert await anext(lines) == "retry: 2000"
+        assert (await api["admin"].delete(f"/v1/tenants/acme/keys/{made['id']}")).status_code == 204
+        assert (await api["acme"].post(f"/v1/runs/{run}/cancel")).json()["state"] == "cancelled"
+        assert [line async for line in lines if line.startswith("event: RunEnded")] == []
+
+
+async def test_logging_in_again_and_again_ends_the_first_login(
+    api: ApiGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logins, "LOGINS_OF_A_KEY", 2)
+    async with logged_in(api, "acme") as first, logged_in(api, "acme") as second, logged_in(api, "acme") as third:
+        assert [(await client.get("/tools")).status_code for client in (first, second, third)] == [303, 200, 200]
+    with redis_server.client() as client:
+        assert len(list(client.scan_iter("*:page:login:*"))) == 2
+
+
+@pytest.mark.parametrize("path", ["/approvals/x", "/tenants/acme/pause", "/logout"])
+async def test_nobody_sends_a_form_without_a_login(api: ApiGround, path: str) -> None:
+    answer = await begun(api, path, 500_000)
+    assert answer.startswith(b"HTTP/1.1 303")
+    assert b"location: /login" in answer
+
+
+@pytest.mark.parametrize(("path", "length"), [("/login", 20_000), ("/v1/batches/b/retry", 3_000_000), ("/v1/batches/b/cancel", 3_000_000)])
+async def test_no_route_takes_more_than_it_needs(api: ApiGround, path: str, length: int) -> None:
+    assert (await begun(api, path, length)).startswith(b"HTTP/1.1 413")
+
+
+async def begun(api: ApiGround, path: str, length: int) -> bytes:
+    """The head of the answer to a form whose body has only begun."""
+    host, port = api.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.keys['acme']}\r\nOrigin: http://x\r\n"
+    writer.write(f"{head}Content-Type: application/x-www-form-urlencoded\r\nContent-Length: {length}\r\n\r\na".encode())
+    try:
+        return await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 15)
+    finally:
+        writer.close()
+
+
+async def test_a_long_question_has_a_page_of_its_own_on_which_it_is_decided(
+    api: ApiGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(approval_pages, "MOST_CHARS", 200)
+    short = await ask_for_approval(redis_server, "rm -rf /data")
+    long = await ask_for_approval(redis_server, LONG)
+    longer = await ask_for_approval(redis_server, LONG + "x")
+    async with logged_in(api, "acme") as client:
+        listed = (await client.get("/approvals")).text
+        alone = (await client.get(f"/approvals/{longer}")).text
+    assert [f'action="/approvals/{one}"' in listed for one in (short, long, longer)] == [True, True, False]
+    assert f'<a href="/approvals/{longer}">Read its arguments, and decide</a>' in listed
+    assert f'action="/approvals/{longer}"' in alone
+    assert alone.count("\\u202e") >= 100

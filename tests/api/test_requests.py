@@ -1,0 +1,200 @@
+"""Requests as such: errors as problems, bounds on bodies and rates, idempotency keys, pages, slow and dead counterparts."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from contract.errors import ConfigError
+from orchestrator.api import limits, server, service
+from orchestrator.api.service import ApiService
+from orchestrator.runs.runner import Runner
+from tests.api_ground import ApiGround, api_settings, open_api, serving
+from tests.conftest import RedisProcess
+from tests.stack import eventually
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nothing", 404, "NOT_FOUND"),
+        ("DELETE", "/v1/tools", 405, "METHOD_NOT_ALLOWED"),
+        ("GET", "/v1/batches/none-of-that-name", 404, "NOT_FOUND"),
+        ("GET", "/v1/tenants/none-of-that-name", 404, "UNKNOWN_TENANT"),
+        ("GET", "/v1/batches/%2e%2e%2f%2e%2e", 404, "NOT_FOUND"),
+        ("GET", "/v1/batches?cursor=%00", 422, "INVALID_ARGUMENTS"),
+        ("GET", "/v1/batches?limit=100000", 422, "INVALID_ARGUMENTS"),
+        ("GET", f"/v1/runs/none/events?after={2**64}", 422, "INVALID_ARGUMENTS"),
+        ("GET", f"/v1/runs/none/events?after={2**64 - 1}-{2**64 - 1}", 422, "INVALID_ARGUMENTS"),
+    ],
+)
+async def test_what_cannot_be_done_is_a_problem_with_a_code(api: ApiGround, method: str, path: str, status: int, code: str) -> None:
+    response = await api["admin"].request(method, path)
+    assert response.headers["content-type"] == "application/problem+json"
+    assert (response.status_code, response.json()["code"]) == (status, code)
+
+
+async def test_a_body_that_is_no_json_is_told_without_what_was_in_it(api: ApiGround) -> None:
+    response = await api["admin"].post("/v1/tenants", content=b'{"name": "a", secret-of-mine', headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["code"]) == (400, "MALFORMED_REQUEST")
+    assert "secret-of-mine" not in response.text
+
+
+async def test_fields_that_are_none_are_named_and_nothing_is_done(api: ApiGround) -> None:
+    response = await api["admin"].post("/v1/tenants", json={"name": "fresh", "wieght": 1})
+    assert (response.status_code, response.json()["errors"][0]["loc"]) == (422, ["body", "wieght"])
+    assert (await api["admin"].get("/v1/tenants/fresh")).status_code == 404
+
+
+async def test_a_giant_body_is_refused_before_it_is_read(api: ApiGround) -> None:
+    answer = await send_raw(api, f"Content-Length: {10 * 1024**3}\r\n", b"{")
+    assert b"413" in answer
+
+
+async def test_a_giant_body_that_does_not_say_so_is_cut_off(api: ApiGround) -> None:
+    async def endless() -> object:
+        for _ in range(100):
+            yield b"x" * 65536
+
+    # A client that sends on may not get to read it.
+    with contextlib.suppress(httpx.TransportError):
+        response = await api["admin"].post("/v1/tenants", content=endless())  # type: ignore[arg-type]
+        assert (response.status_code, response.json()["code"]) == (413, "BODY_TOO_LARGE")
+    assert (await api["admin"].get("/v1/tenants")).status_code == 200
+
+
+async def test_a_client_that_sends_its_head_too_slowly_is_cut_off(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEAD_WITHIN_S", 0.3)
+    host, port = api.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+    await writer.drain()
+    assert await asyncio.wait_for(reader.read(), 20) == b""
+    writer.close()
+
+
+async def test_a_client_that_stops_in_its_body_is_told_and_cut_off(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CHUNK_WITHIN_S", 0.3)
+    assert b"408" in await send_raw(api, "Content-Length: 100\r\n", b'{"na')
+
+
+async def send_raw(api: ApiGround, header: str, body: bytes) -> bytes:
+    """The first line of the answer to a request whose body ends before its time."""
+    host, port = api.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/tenants HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.keys['admin']}\r\nContent-Type: application/json\r\n{header}\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+    try:
+        return await asyncio.wait_for(reader.readline(), 20)
+    finally:
+        writer.close()
+
+
+async def test_a_key_has_its_share_of_requests(redis_server: RedisProcess) -> None:
+    async with open_api(redis_server.url, api_rate=0.01, api_burst=5) as ground:
+        answers = [await ground["acme"].get("/v1/batches") for _ in range(6)]
+        assert [answer.status_code for answer in answers] == [200] * 5 + [429]
+        assert int(answers[-1].headers["retry-after"]) >= 1
+        assert (await ground["rival"].get("/v1/batches")).status_code == 200
+
+
+async def test_a_request_with_an_idempotency_key_is_done_once(api: ApiGround) -> None:
+    headers = {"Idempotency-Key": "once"}
+    answers = [await api["admin"].post("/v1/tenants", json={"name": "fresh"}, headers=headers) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [201, 201]
+    assert answers[0].content == answers[1].content
+    assert answers[1].headers["idempotent-replayed"] == "true"
+
+
+async def test_an_idempotency_key_is_for_one_request(api: ApiGround) -> None:
+    headers = {"Idempotency-Key": "once"}
+    await api["admin"].post("/v1/tenants", json={"name": "fresh"}, headers=headers)
+    other = await api["admin"].post("/v1/tenants", json={"name": "other"}, headers=headers)
+    assert (other.status_code, other.json()["code"]) == (422, "IDEMPOTENCY_MISMATCH")
+
+
+async def test_the_same_word_of_two_keys_is_two_requests(api: ApiGround) -> None:
+    headers = {"Idempotency-Key": "once", "Content-Type": "application/jsonl"}
+    line = json.dumps({"id": "a", "instruction": "x"})
+    first, second = [await api[name].post("/v1/batches", content=line, headers=headers) for name in ("acme", "rival")]
+    assert (first.status_code, second.status_code) == (201, 201)
+    assert first.json()["id"] != second.json()["id"]
+
+
+async def test_lists_come_in_pages(api: ApiGround) -> None:
+    for number in range(5):
+        await api["admin"].post("/v1/tenants", json={"name": f"t{number}"})
+    names, cursor = list[str](), None
+    while True:
+        page = (await api["operator"].get("/v1/tenants", params={"limit": 3} | ({"cursor": cursor} if cursor else {}))).json()
+        names += [tenant["name"] for tenant in page["data"]]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    assert names == ["default", "acme", "rival", *(f"t{number}" for number in range(5))]
+
+
+async def test_a_dead_redis_is_told_as_such_and_comes_back(api: ApiGround, redis_server: RedisProcess) -> None:
+    redis_server.stop()
+    try:
+        answer = await api["acme"].get("/v1/batches")
+        assert (answer.status_code, answer.json()["code"]) == (503, "BROKER_UNAVAILABLE")
+        assert "127.0.0.1" not in answer.text
+        assert int(answer.headers["retry-after"]) >= 1
+        assert (await api.nobody.get("/healthz")).status_code == 200
+        ready = await api.nobody.get("/readyz")
+        assert (ready.status_code, ready.json()["ready"]) == (503, False)
+    finally:
+        redis_server.start()
+    await eventually_ok(api)
+
+
+async def eventually_ok(api: ApiGround) -> None:
+    # Its Redis was emptied by nobody: the keys are those from before.
+    await eventually(
+        lambda: httpx.get(f"{api.url}/v1/batches", headers={"Authorization": f"Bearer {api.keys['acme']}"}).status_code == 200,
+        20,
+        "the API did not come back with its Redis",
+    )
+
+
+async def test_a_service_without_a_redis_serves_from_the_first_moment(redis_server: RedisProcess) -> None:
+    redis_server.stop()
+    try:
+        async with serving(api_settings(redis_server.url)) as url, httpx.AsyncClient(base_url=url) as client:
+            assert (await client.get("/healthz")).status_code == 200
+            assert (await client.get("/readyz")).status_code == 503
+            answer = await client.get("/v1/tools", headers={"Authorization": "Bearer x"})
+            assert (answer.status_code, answer.json()["code"]) == (503, "NOT_READY")
+            assert redis_server.url not in answer.text
+    finally:
+        redis_server.start()
+
+
+async def test_settings_with_which_nothing_can_be_served_are_told_before_anything_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLCREW_TRACING", "otlp")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL"):
+        ApiService(api_settings("redis://:word@127.0.0.1:1/0"), "127.0.0.1", 0, 0)
+
+
+async def test_an_orchestrator_that_broke_off_is_begun_again(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, is_again = 0, asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def open_broken(*_: object, **__: object) -> AsyncIterator[Runner]:
+        nonlocal begun
+        begun += 1
+        if begun == 2:
+            is_again.set()
+        raise RuntimeError("nobody thought of that")
+        yield
+
+    monkeypatch.setattr(service, "AGAIN_S", 0.01)
+    monkeypatch.setattr(service, "open_runner", open_broken)
+    async with open_api(redis_server.url, concurrency=1), asyncio.timeout(20):
+        await is_again.wait()

@@ -1,0 +1,159 @@
+"""Runs, approvals, batches and switches over HTTP, on real orchestrators, workers and sandboxes; and an API that dies in the middle of them."""
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api_stack import SOON_S, STEPS, ApiStack, read_events, started
+from tests.stack import ROOT
+
+pytestmark = pytest.mark.stack
+
+BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
+
+
+async def until_state(client: httpx.AsyncClient, run: str, *states: str) -> dict[str, Any]:
+    """The run, once it stands so."""
+    async with asyncio.timeout(SOON_S):
+        # What another process does has no event of ours.
+        while (told := (await client.get(f"/v1/runs/{run}")).json())["state"] not in states:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    return dict(told)
+
+
+async def test_a_run_is_followed_on_another_replica_where_its_stream_broke_off(api_stack: ApiStack) -> None:
+    async with api_stack.client() as client, api_stack.client(replica=1) as other:
+        run = await started(client, "steps")
+        path = f"/v1/runs/{run}/events"
+        first = await read_events(client, path, most=5)
+        second = await read_events(other, path, last=first[-1]["id"], most=7)
+        third = await read_events(client, path, last=second[-1]["id"])
+        whole = await read_events(other, path)
+        assert [event["id"] for event in first + second + third] == [event["id"] for event in whole]
+        assert first + second + third == whole
+        assert whole[-1]["event"] == "RunEnded"
+        assert len([event for event in whole if event["event"] == "CallFinished"]) == STEPS
+        told = (await client.get(f"/v1/runs/{run}")).json()
+        assert (told["state"], told["answer"]) == ("succeeded", f"{STEPS} steps")
+        messages = (await other.get(f"/v1/runs/{run}/transcript")).json()["messages"]
+        assert len([message for message in messages if message["role"] == "tool"]) == STEPS
+        assert run in [one["id"] for one in (await other.get("/v1/runs", params={"state": "succeeded"})).json()["data"]]
+
+
+async def test_a_run_is_cancelled_from_any_replica_and_its_command_with_it(api_stack: ApiStack) -> None:
+    async with api_stack.client() as client, api_stack.client("operator", replica=1) as operator:
+        run = await started(client, "sleeps")
+        await read_events(client, f"/v1/runs/{run}/events", most=4)
+        await until_state(client, run, "running")
+        assert (await operator.post(f"/v1/runs/{run}/cancel", params={"tenant": "acme"})).status_code == 200
+        assert (await until_state(client, run, "cancelled"))["ended_at"] is not None
+        entries = (await operator.get("/v1/audit", params={"action": "run.cancel", "target": run})).json()["data"]
+        assert [(entry["actor"]["name"], entry["tenant"]) for entry in entries] == [("operator", "acme")]
+
+
+@asynccontextmanager
+async def asking(client: httpx.AsyncClient) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    """A run that waits for a yes, and its question."""
+    run = await started(client, "asks")
+    async with asyncio.timeout(SOON_S):
+        while not (found := [one for one in (await client.get("/v1/approvals")).json()["data"] if one["run"] == run]):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    yield run, found[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ({"decision": "allow"}, "told: "),
+        ({"decision": "modify", "arguments": {"command": "echo instead"}}, "instead"),
+        ({"decision": "reject", "reason": "not on a Sunday"}, "not on a Sunday"),
+    ],
+    ids=["allowed", "modified", "rejected"],
+)
+async def test_a_call_that_asks_is_decided_over_http(api_stack: ApiStack, answer: dict[str, Any], told: str) -> None:
+    async with api_stack.client() as client, api_stack.client(replica=1) as other:
+        async with asking(client) as (run, question):
+            assert (question["command"], question["tool"]) == ("rm -rf /srv/build", "bash_tool")
+            assert question["warning"]
+            path = f"/v1/approvals/{question['id']}"
+            assert (await other.post(path, json={**answer, "digest": "f" * 64})).status_code == 409
+            decided = await other.post(path, json={**answer, "digest": question["digest"]})
+            assert (decided.status_code, decided.json()["is_allowed"]) == (200, answer["decision"] != "reject")
+            assert (await client.post(path, json={**answer, "digest": question["digest"]})).status_code == 409
+        assert told in (await until_state(client, run, "succeeded"))["answer"]
+
+
+async def test_s2_26_a_tool_that_is_turned_off_by_the_api_cannot_be_called_by_an_agent_while_others_can(api_stack: ApiStack) -> None:
+    async with api_stack.client("operator") as operator, api_stack.client(replica=1) as client:
+        off = await operator.patch("/v1/tools/glob_tool", json={"enabled": False, "reason": "it is being mended", "tenant": "acme"})
+        assert (off.status_code, off.json()["state"]) == (200, "disabled")
+        try:
+            run = await started(client, "globs")
+            told = await until_state(client, run, "succeeded")
+            messages = (await client.get(f"/v1/runs/{run}/transcript")).json()["messages"]
+            assert "it is being mended" in str(messages)
+            assert told["answer"].startswith("told: still here")
+            listed = {tool["name"]: tool for tool in (await client.get("/v1/tools")).json()["data"]}
+            assert (listed["glob_tool"]["state"], listed["bash_tool"]["state"]) == ("disabled", "enabled")
+            assert all(tool["description"] for tool in listed.values())
+        finally:
+            await operator.patch("/v1/tools/glob_tool", json={"enabled": True, "tenant": "acme"})
+
+
+async def test_a_batch_is_worked_and_its_rows_are_read(api_stack: ApiStack) -> None:
+    lines = "".join(f'{{"id": "line-{number}", "instruction": "[item hello] {number}"}}\n' for number in range(5))
+    async with api_stack.client() as client, api_stack.client(replica=1) as other:
+        submitted = await client.post("/v1/batches", content=lines, headers={"Content-Type": "application/jsonl"})
+        assert submitted.status_code == 201, submitted.text
+        path = submitted.headers["location"]
+        async with asyncio.timeout(SOON_S):
+            while (told := (await other.get(path)).json())["status"] != "completed":  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert told["request_counts"]["completed"] == 5
+        rows = (await other.get(f"{path}/results")).text.splitlines()
+        assert sorted(re.findall(r'"custom_id": ?"(line-\d)"', "".join(rows))) == [f"line-{number}" for number in range(5)]
+
+
+async def test_when_an_api_is_killed_another_goes_on_with_its_runs_and_no_call_runs_twice(api_stack: ApiStack) -> None:
+    async with api_stack.client() as client:
+        runs: list[str] = []
+        with api_stack.open_api() as dying:
+            async with asyncio.timeout(SOON_S):
+                # Whichever of the three takes a run: until it is this one.
+                while not any(f'"run":"{run}"' in dying.log() for run in runs[-1:]):
+                    runs.append(await started(client, "steps"))
+                    await read_events(client, f"/v1/runs/{runs[-1]}/events", most=4)
+            dying.kill()
+        for run in runs:
+            events = await read_events(client, f"/v1/runs/{run}/events")
+            told = (await client.get(f"/v1/runs/{run}")).json()
+            assert (told["state"], told["answer"]) == ("succeeded", f"{STEPS} steps"), (told, events)
+            assert [event["event"] for event in events].count("RunEnded") == 1
+        assert (await client.get(f"/v1/runs/{runs[-1]}")).json()["attempt"] >= 1
+
+
+def test_the_commands_of_the_page_about_the_api_work_as_they_stand(api_stack: ApiStack) -> None:
+    assert len(BLOCKS) >= 6
+    environment = {"API": api_stack.apis[1].url, "KEY": api_stack.keys["admin"]}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "\n".join(BLOCKS)],
+        env={"PATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=SOON_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hello" in done.stdout
+    assert "event: RunEnded" in done.stdout
+    assert "a,b" in done.stdout

@@ -1,0 +1,201 @@
+"""Sessions, calls and files over HTTP, on real workers and sandboxes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+from contract.calls import MAX_BLOB_BYTES
+from tests.api_stack import SOON_S, ApiStack, read_events
+from tests.stack import commands_in, eventually
+
+pytestmark = pytest.mark.stack
+
+BINARY = bytes(range(256)) * 300
+NAMES = [
+    "data/plain.bin",
+    "été/名前 \U0001f600.bin",
+    "a%2Fb&c=d?e#f;g",
+    'quo"te\tand; filename=evil',
+    "-rf",
+    "/tmp/absolute.bin",
+    "dots/.../..x",
+]
+
+
+@pytest.fixture
+async def client(api_stack: ApiStack) -> AsyncIterator[httpx.AsyncClient]:
+    async with api_stack.client() as opened:
+        yield opened
+
+
+@pytest.fixture
+async def session(client: httpx.AsyncClient) -> AsyncIterator[str]:
+    opened = await client.post("/v1/sessions", json={"ttl_s": 600})
+    assert opened.status_code == 201, opened.text
+    yield opened.json()["id"]
+    await client.delete(f"/v1/sessions/{opened.json()['id']}")
+
+
+async def run(client: httpx.AsyncClient, session: str, command: str, **options: Any) -> dict[str, Any]:
+    answer = await client.post(f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": command}}, **options)
+    assert answer.status_code == 200, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+async def test_a_session_is_opened_called_seen_and_closed_on_any_replica(
+    api_stack: ApiStack, client: httpx.AsyncClient, session: str
+) -> None:
+    assert (await run(client, session, "echo one >/tmp/x; echo hello"))["output"] == "hello\n"
+    async with api_stack.client(replica=1) as other:
+        assert (await run(other, session, "cat /tmp/x"))["output"] == "one\n"
+        assert session in [one["id"] for one in (await other.get("/v1/sessions")).json()["data"]]
+        container = (await other.get(f"/v1/sessions/{session}")).json()["sandbox"]
+        assert (await other.delete(f"/v1/sessions/{session}")).status_code == 204
+        assert not api_stack.stack.has_container(container)
+        # Both have made calls in it a moment ago.
+        for one in (client, other):
+            gone = await one.post(f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": "true"}})
+            assert (gone.status_code, gone.json()["code"]) == (404, "SESSION_NOT_FOUND")
+    assert (await client.get(f"/v1/sessions/{session}")).status_code == 404
+
+
+async def test_output_comes_while_the_tool_runs(client: httpx.AsyncClient, session: str) -> None:
+    # The tool goes on only when its first output has been seen.
+    call = {"name": "bash_tool", "arguments": {"command": "echo first; until test -e /workspace/go; do sleep 0.1; done; echo second"}}
+    path = f"/v1/sessions/{session}"
+    async with client.stream("POST", f"{path}/calls", json=call, headers={"Accept": "text/event-stream"}) as stream:
+        lines = [line async for line in until_first(stream, client, path)]
+    assert [line for line in lines if line.startswith("event: ")][-1] == "event: result"
+    assert '"success":true' in lines[-2] or '"success":true' in lines[-1]
+
+
+async def until_first(stream: httpx.Response, client: httpx.AsyncClient, path: str) -> AsyncIterator[str]:
+    async for line in stream.aiter_lines():
+        yield line
+        if '"first' in line and line.startswith("data: "):
+            assert (await client.put(f"{path}/files/go", content=b"")).status_code == 200
+
+
+async def test_a_client_that_goes_ends_its_call_with_all_its_processes(
+    api_stack: ApiStack, client: httpx.AsyncClient, session: str
+) -> None:
+    sandbox = (await client.get(f"/v1/sessions/{session}")).json()["sandbox"] or await sandbox_of(client, session)
+    container = api_stack.stack.full_id(sandbox)
+    call = {"name": "bash_tool", "arguments": {"command": "echo begun; setsid sleep 4711 & sleep 4711"}}
+    seen = await read_events(client, f"/v1/sessions/{session}/calls", method="POST", json=call, most=1)
+    assert seen[0]["data"]["text"] == "begun\n"
+
+    def are_gone() -> bool:
+        return not [command for command in commands_in(container).values() if "sleep 4711" in command]
+
+    await eventually(are_gone, SOON_S, lambda: str(commands_in(container)))
+    assert (await run(client, session, "echo still here"))["output"] == "still here\n"
+
+
+async def sandbox_of(client: httpx.AsyncClient, session: str) -> str:
+    """Known once a call has been made."""
+    return str((await run(client, session, "true"))["sandbox"]["id"])
+
+
+async def test_a_call_that_is_sent_twice_runs_once_whichever_replica_gets_it(
+    api_stack: ApiStack, client: httpx.AsyncClient, session: str
+) -> None:
+    headers = {"Idempotency-Key": f"once-{session}"}
+    async with api_stack.client(replica=1) as other:
+        answers = await asyncio.gather(
+            *(
+                one.post(
+                    f"/v1/sessions/{session}/calls",
+                    json={"name": "bash_tool", "arguments": {"command": "echo x >>/tmp/ran; sleep 0.3; wc -l </tmp/ran"}},
+                    headers=headers,
+                )
+                for one in (client, other, client)
+            )
+        )
+        assert {answer.status_code for answer in answers} <= {200, 409}
+        again = await run(other, session, "echo x >>/tmp/ran; sleep 0.3; wc -l </tmp/ran", headers=headers)
+    assert again["output"] == "1\n"
+    assert (await run(client, session, "wc -l </tmp/ran"))["output"] == "1\n"
+
+
+async def test_a_call_with_a_stream_that_is_sent_twice_runs_once_and_its_end_is_found_by_its_id(
+    client: httpx.AsyncClient, session: str
+) -> None:
+    call = {"name": "bash_tool", "arguments": {"command": "echo x >>/tmp/streamed; wc -l </tmp/streamed"}}
+    results = []
+    for _ in range(2):
+        headers = {"Idempotency-Key": f"streamed-{session}"}
+        events = await read_events(client, f"/v1/sessions/{session}/calls", method="POST", json=call, more_headers=headers)
+        results.append(events[-1]["data"])
+    assert [result["output"] for result in results] == ["1\n", None]
+    assert results[1]["error_code"] == "OUTCOME_UNKNOWN"
+    known = await client.get(f"/v1/calls/{results[1]['call_id']}")
+    assert known.json()["state"] == "done"
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_files_come_back_as_they_were_put(client: httpx.AsyncClient, session: str, name: str) -> None:
+    path = f"/v1/sessions/{session}/files/{quote(name, safe='/')}"
+    for content in (BINARY, b""):
+        put = await client.put(path, content=content)
+        assert (put.status_code, put.json()) == (200, {"path": name, "bytes": len(content)})
+        got = await client.get(path)
+        assert (got.status_code, got.content, got.headers["content-type"]) == (200, content, "application/octet-stream")
+    assert got.headers["content-disposition"].startswith("attachment; filename*=UTF-8''")
+    assert set(got.headers["content-disposition"]).isdisjoint('"\\\r\n')
+
+
+async def test_a_name_with_the_end_of_a_header_in_it_ends_none(client: httpx.AsyncClient, session: str) -> None:
+    answer = await client.get(f"/v1/sessions/{session}/files/x%0d%0aSet-Cookie:%20a=b")
+    assert (answer.status_code, answer.headers.get("set-cookie")) == (404, None)
+
+
+@pytest.mark.parametrize(
+    "name", ["..%2f..%2fetc%2fpasswd", "%2e%2e/%2e%2e/etc/shadow", ".%2f..%2f..%2fproc/1/environ", "%2fproc/1/mem", "%2fdev/zero"]
+)
+async def test_no_path_leads_out_of_where_files_may_be(client: httpx.AsyncClient, session: str, name: str) -> None:
+    url = httpx.URL(str(client.base_url)).copy_with(raw_path=f"/v1/sessions/{session}/files/{name}".encode())
+    for answer in (await client.get(url), await client.put(url, content=b"x")):
+        assert (answer.status_code, answer.json()["code"]) == (403, "PATH_NOT_ALLOWED"), answer.text
+
+
+async def test_a_file_that_is_not_there_and_one_that_is_too_large_are_told(client: httpx.AsyncClient, session: str) -> None:
+    path = f"/v1/sessions/{session}/files"
+    assert (await client.get(f"{path}/nothing-here")).json()["code"] == "FILE_NOT_FOUND"
+    large = await client.put(f"{path}/large", content=bytes(MAX_BLOB_BYTES + 1))
+    assert (large.status_code, large.json()["code"]) == (413, "BODY_TOO_LARGE")
+    assert (await client.get(f"{path}/large")).status_code == 404
+
+
+async def test_another_tenants_session_is_told_as_one_that_does_not_exist(api_stack: ApiStack, session: str) -> None:
+    async with api_stack.client("rival") as rival:
+        asked: list[tuple[str, str, Any]] = [
+            ("GET", "", None),
+            ("DELETE", "", None),
+            ("GET", "/files/x", None),
+            ("PUT", "/files/x", None),
+            ("POST", "/checkpoints", None),
+            ("POST", "/calls", {"name": "bash_tool", "arguments": {"command": "true"}}),
+        ]
+        for method, rest, body in asked:
+            answers = [await rival.request(method, f"/v1/sessions/{id_}{rest}", json=body) for id_ in (session, "0" * len(session))]
+            assert [answer.status_code for answer in answers] == [404, 404], (method, rest)
+            assert answers[0].text == answers[1].text
+
+
+async def test_arguments_that_no_sandbox_could_take_are_an_error_of_the_call(client: httpx.AsyncClient, session: str) -> None:
+    for arguments in (
+        '{"command": "echo \\ud800"}',
+        '{"command": "echo \\u0000"}',
+        '{"command": ' + "[" * 200 + "]" * 200 + "}",
+        '{"command": NaN}',
+    ):
+        body = b'{"name": "bash_tool", "arguments": ' + arguments.encode() + b"}"
+        answer = await client.post(f"/v1/sessions/{session}/calls", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code in (200, 422), answer.text
+        assert answer.status_code == 422 or answer.json()["error_code"] == "INVALID_ARGUMENTS", answer.text

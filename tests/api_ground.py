@@ -1,0 +1,100 @@
+"""The API as a service of its own on a real Redis, and clients with keys of every role."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from pydantic import SecretStr
+
+from contract.tenancy import TenantPolicy
+from orchestrator.api.service import ApiService
+from orchestrator.api_keys import ApiKeys
+from orchestrator.redis_connection import open_redis
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.tenants import RedisTenants
+from tests.stack import eventually
+
+READY_S = 20.0
+ROLES = {"acme": ("acme", "tenant"), "rival": ("rival", "tenant"), "operator": ("default", "operator"), "admin": ("default", "admin")}
+"""Of the clients of a ground: whose key, and of which role."""
+
+
+def api_settings(redis_url: str, **fields: Any) -> OrchestratorSettings:
+    """Settings that nothing of the environment changes, but what `fields` say."""
+    return OrchestratorSettings.model_validate(
+        {"redis_url": SecretStr(redis_url), "api_key": None, "api_rate": 10_000.0, "api_burst": 10_000, **fields}
+    )
+
+
+class ApiGround:
+    """A running service. `clients`: by the name in ROLES; `nobody`: a client without a key; `keys`: theirs, as text."""
+
+    def __init__(self, url: str, keys: dict[str, str]) -> None:
+        self.url = url
+        self.keys = keys
+        self.nobody = httpx.AsyncClient(base_url=url, timeout=60)
+        self.clients = {name: self.client(key) for name, key in keys.items()}
+
+    def client(self, key: str) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=60, headers={"Authorization": f"Bearer {key}"})
+
+    def __getitem__(self, name: str) -> httpx.AsyncClient:
+        return self.clients[name]
+
+    async def close(self) -> None:
+        for client in (self.nobody, *self.clients.values()):
+            await client.aclose()
+
+
+async def make_keys(redis_url: str) -> dict[str, str]:
+    """Tenants acme and rival, and a key of each of ROLES."""
+    broker = api_settings(redis_url).broker()
+    client = open_redis(broker)
+    try:
+        tenants, keys = RedisTenants(client, broker.deployment), ApiKeys(client, broker.deployment)
+        for name in ("acme", "rival"):
+            await tenants.add(name, TenantPolicy())
+        return {name: (await keys.add(tenant, role, name=name)).text for name, (tenant, role) in ROLES.items()}  # type: ignore[arg-type]
+    finally:
+        await client.aclose()
+
+
+@asynccontextmanager
+async def serving(settings: OrchestratorSettings, *, concurrency: int = 0) -> AsyncIterator[str]:
+    """A service of these settings; gives its address once it is connected."""
+    addresses: asyncio.Queue[str] = asyncio.Queue()
+    service = ApiService(settings, "127.0.0.1", 0, concurrency, announce=addresses.put_nowait)
+    running = asyncio.create_task(service.run())
+    try:
+        getting = asyncio.create_task(addresses.get())
+        await asyncio.wait((running, getting), timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            getting.cancel()
+            running.result()
+        yield getting.result()
+    finally:
+        service.stop()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
+@asynccontextmanager
+async def open_api(redis_url: str, *, concurrency: int = 0, **fields: Any) -> AsyncIterator[ApiGround]:
+    """A ground on that Redis, which holds nothing yet. `concurrency`: of the orchestrator in it; 0: none."""
+    keys = await make_keys(redis_url)
+    async with serving(api_settings(redis_url, **fields), concurrency=concurrency) as url:
+        ground = ApiGround(url, keys)
+        try:
+            await eventually(
+                lambda: (
+                    httpx.get(f"{url}/v1/tools", headers={"Authorization": f"Bearer {keys['admin']}"}).json().get("code") != "NOT_READY"
+                ),
+                READY_S,
+                "the API was not connected",
+            )
+            yield ground
+        finally:
+            await ground.close()

@@ -1,0 +1,108 @@
+"""Two replicas of the API on a real stack, with a model that plays a script."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from docker import APIClient
+
+from tests.api_ground import make_keys
+from tests.api_process import ApiProcess, open_api_process
+from tests.model_server.running import ModelServer, running_model_server
+from tests.stack import Stack, open_stack
+
+STEPS = 4
+"""Fewer than a run has by default."""
+SOON_S = 90.0
+
+
+def bash(command: str) -> dict[str, Any]:
+    return {"name": "bash_tool", "arguments": {"command": command}}
+
+
+def rule(conversation: str, step: int, **reply: Any) -> dict[str, Any]:
+    return {"kind": "rule", "when": {"conversation": [conversation], "step": step}, "reply": reply}
+
+
+SCRIPT: list[dict[str, Any]] = [
+    {"kind": "server", "answers_probes": True},
+    *(rule("steps", step, text=f"Step {step}.", calls=[bash(f"echo {step} >>/tmp/steps; sleep 0.3; wc -l </tmp/steps")]) for step in range(STEPS)),
+    rule("steps", STEPS, text="{{observation|first_line}} steps"),
+    rule("sleeps", 0, calls=[bash("sleep 300")]),
+    rule("asks", 0, calls=[bash("rm -rf /srv/build")]),
+    rule("asks", 1, text="told: {{observation}}"),
+    rule("globs", 0, calls=[{"name": "glob_tool", "arguments": {"pattern": "*"}}]),
+    rule("globs", 1, calls=[bash("echo still here")]),
+    rule("globs", 2, text="told: {{observation}}"),
+    {"kind": "rule", "reply": {"text": "Hello."}},
+]  # fmt: skip
+
+
+@dataclass
+class ApiStack:
+    """`apis`: two processes that serve the same; `keys`: by role, as in tests/api_ground.py."""
+
+    stack: Stack
+    apis: tuple[ApiProcess, ApiProcess]
+    model: ModelServer
+    keys: dict[str, str]
+
+    @contextlib.asynccontextmanager
+    async def client(self, name: str = "acme", replica: int = 0) -> AsyncIterator[httpx.AsyncClient]:
+        headers = {"Authorization": f"Bearer {self.keys[name]}"}
+        async with httpx.AsyncClient(base_url=self.apis[replica].url, headers=headers, timeout=SOON_S) as client:
+            yield client
+
+    def open_api(self) -> "contextlib.AbstractContextManager[ApiProcess]":
+        """One more, for a test that kills it."""
+        return open_orchestrator(self.stack, self.model)
+
+
+def open_orchestrator(stack: Stack, model: ModelServer) -> "contextlib.AbstractContextManager[ApiProcess]":
+    environment = {**model.environment(), "TOOLCREW_APPROVALS": "queue"}
+    return open_api_process(stack.footprint, stack.redis_url, concurrency=8, environment=environment)
+
+
+@contextlib.contextmanager
+def open_api_stack(engine: APIClient) -> Iterator[ApiStack]:
+    """At its end nothing of it is left."""
+    with open_stack(engine) as stack, running_model_server(SCRIPT) as model:
+        keys = asyncio.run(make_keys(stack.redis_url))
+        with open_orchestrator(stack, model) as one, open_orchestrator(stack, model) as other:
+            yield ApiStack(stack, (one, other), model, keys)
+            for api in (one, other):
+                assert not api.has_said("api_failed"), api.log()
+        assert stack.end() == 0
+        stack.footprint.assert_nothing_left()
+
+
+async def read_events(client: httpx.AsyncClient, path: str, *, last: str = "", most: int = 10_000, **request: Any) -> list[dict[str, Any]]:
+    """The events of a stream from after `last`: `id`, `event`, `data`; until its end, or so many, whereupon the connection is dropped."""
+    found: list[dict[str, Any]] = []
+    headers = {"Accept": "text/event-stream", **({"Last-Event-ID": last} if last else {}), **request.pop("more_headers", {})}
+    async with client.stream(request.pop("method", "GET"), path, headers=headers, **request) as stream:
+        assert stream.status_code == 200, await stream.aread()
+        fields: dict[str, str] = {}
+        async for line in stream.aiter_lines():
+            name, _, value = line.partition(": ")
+            if line and name:
+                fields[name] = value
+            elif "event" in fields:
+                found.append({**fields, "data": json.loads(fields["data"])})
+                fields = {}
+                if len(found) == most:
+                    break
+            else:
+                fields = {}
+    return found
+
+
+async def started(client: httpx.AsyncClient, item: str, **fields: Any) -> str:
+    """A run of one of the script's conversations."""
+    answer = await client.post("/v1/runs", json={"instruction": f"[item {item}] go", **fields})
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])

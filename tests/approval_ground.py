@@ -1,0 +1,66 @@
+"""Questions, who asks and answers them, and queues on a real Redis."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio
+
+from contract.calls import ToolCall
+from contract.signing import SigningKeys
+from orchestrator.actors import Actor
+from orchestrator.approvals.approvers import ApprovalRequest
+from orchestrator.approvals.gate import digest_call
+from orchestrator.approvals.questions import Question, build_record
+from orchestrator.approvals.queue import ApprovalQueue, Approvers
+from orchestrator.audit import Audit, Audited
+from tests.builders import KEY, build_spec
+from tests.conftest import RedisProcess
+
+SOON_S = 15.0
+ADMIN = Actor(key="local", role="admin", name="ada")
+ACME = Actor(key="a" * 16, role="tenant", name="ann", tenant="acme")
+OTHER = Actor(key="b" * 16, role="tenant", name="bob", tenant="other")
+OPERATOR = Actor(key="c" * 16, role="operator", name="op", tenant="other")
+SHELL = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
+
+
+def build_request(command: str = "rm -rf /data", *, tenant: str = "acme", number: int = 1, **fields: Any) -> ApprovalRequest:
+    """A question about a command, as the gate asks it."""
+    call = ToolCall(id=f"run-1-{number}", name="bash_tool", arguments={"command": command})
+    told = {"tenant": tenant, "session": "s1", "run": "run-1", "reason": "it is dangerous", "warning": "it removes files", **fields}
+    return ApprovalRequest(call, SHELL, digest=digest_call(call, tenant, told["session"]), **told)
+
+
+def build_question(command: str = "rm -rf /data", **fields: Any) -> Question:
+    return build_record(build_request(command, **fields))
+
+
+@dataclass
+class Desk:
+    """One Redis; as many queues, of as many processes, as a test likes."""
+
+    client: "redis.asyncio.Redis"
+
+    def queue(self, keys: SigningKeys = KEY, approvers: Approvers = "tenant") -> ApprovalQueue:
+        return ApprovalQueue(self.client, "d", keys, approvers)
+
+    async def entries(self) -> list[Audited]:
+        return [*(await Audit(self.client, "d").read()).entries]
+
+    async def until_pending(self, number: int = 1) -> list[Question]:
+        """What waits, as soon as so many do."""
+        async with asyncio.timeout(SOON_S):
+            while True:
+                found = (await self.queue().pending(ADMIN)).questions
+                if len(found) == number:
+                    return [one.question for one in found]
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def open_desk(server: RedisProcess) -> AsyncIterator[Desk]:
+    async with redis.asyncio.Redis.from_url(server.url, socket_timeout=5) as client:
+        yield Desk(client)

@@ -1,0 +1,229 @@
+"""What tenants, approvers and whoever can write to Redis try with the queue of questions. No engine needed."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolResult
+from contract.errors import ErrorCode, ToolFailure
+from contract.names import approval_key, approvals_key, audit_key, tenant_approvals_key
+from contract.signing import SigningKeys
+from orchestrator.approvals import asking
+from orchestrator.approvals import queue as queue_file
+from orchestrator.approvals.approvers import Decision
+from orchestrator.approvals.asking import QueueApprover
+from orchestrator.approvals.gate import review
+from orchestrator.approvals.questions import (
+    MAX_ARGUMENT_BYTES,
+    MAX_QUESTION_BYTES,
+    AlreadyAnswered,
+    Answer,
+    OtherCall,
+    UnknownQuestion,
+    build_answer,
+    seal,
+)
+from orchestrator.redis_users import ROLES
+from tests.approval_ground import ACME, ADMIN, OTHER, SHELL, SOON_S, Desk, build_question, build_request, open_desk
+from tests.builders import KEY, build_call
+from tests.conftest import RedisProcess
+
+YES, NO = Decision(True), Decision(False, "no")
+STRANGER = SigningKeys.of("a guess of the secret, as long as it takes")
+
+
+@pytest.fixture
+async def desk(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Desk]:
+    monkeypatch.setattr(asking, "POLL_S", 0.01)
+    async with open_desk(redis_server) as opened:
+        yield opened
+
+
+async def refused(desk: Desk, command: str = "git push --force") -> ToolResult:
+    """What comes of a call whose question is answered as the attacker has prepared it."""
+    call = build_call("bash_tool", command=command)
+    async with asyncio.timeout(SOON_S):
+        result = await review(call, SHELL, QueueApprover(desk.queue()), tenant="acme", session="s1", run="run-1")
+    assert isinstance(result, ToolResult)
+    assert result.error_code is ErrorCode.PERMISSION_DENIED
+    return result
+
+
+async def test_of_many_who_decide_at_once_one_does(desk: Desk) -> None:
+    question = build_question()
+    await desk.queue().ask(question, "x", 60)
+    told = await asyncio.gather(
+        *(desk.queue().decide(question.id, YES if at % 2 else NO, digest=question.digest, actor=ADMIN) for at in range(20)),
+        return_exceptions=True,
+    )
+    (answer,) = [one for one in told if isinstance(one, Answer)]
+    assert sum(isinstance(one, AlreadyAnswered) for one in told) == 19
+    assert all(one.answer == answer for one in told if isinstance(one, AlreadyAnswered))
+    assert len(await desk.entries()) == 1
+
+
+async def test_a_no_does_not_become_a_yes_by_asking_or_answering_again(desk: Desk) -> None:
+    queue, question = desk.queue(), build_question()
+    await queue.ask(question, "x", 60)
+    await queue.decide(question.id, NO, digest=question.digest, actor=ADMIN)
+    for _ in range(2):
+        answer = await queue.ask(question, "again", 60)
+        assert answer is not None
+        assert not answer.is_allowed
+        with pytest.raises(AlreadyAnswered):
+            await queue.decide(question.id, YES, digest=question.digest, actor=ADMIN)
+
+
+async def test_a_yes_to_what_was_shown_does_not_count_for_what_is_asked(desk: Desk) -> None:
+    queue, harmless, harmful = desk.queue(), build_question("ls"), build_question("rm -rf /data")
+    await queue.ask(harmful, "x", 60)
+    for digest in (harmless.digest, "", harmful.digest[:-1], harmful.digest.upper()):
+        with pytest.raises(OtherCall):
+            await queue.decide(harmful.id, YES, digest=digest, actor=ADMIN)
+    assert (await queue.get(harmful.id, ADMIN)).question == harmful
+
+
+async def test_nobody_learns_of_another_tenants_questions(desk: Desk) -> None:
+    queue, waits, answered = desk.queue(), build_question(number=1), build_question(number=2)
+    for question in (waits, answered):
+        await queue.ask(question, "x", 60)
+    await queue.decide(answered.id, NO, digest=answered.digest, actor=ADMIN)
+    told = set()
+    for id_, digest in ((waits.id, waits.digest), (answered.id, answered.digest), ("0" * 32, "")):
+        for attempt in (queue.get(id_, OTHER), queue.decide(id_, YES, digest=digest, actor=OTHER)):
+            with pytest.raises(UnknownQuestion) as unknown:
+                await attempt
+            told.add(str(unknown.value).replace(id_, "ID"))
+    assert len(told) == 1
+    assert (await queue.get(waits.id, ACME)).question == waits
+
+
+NESTED: dict[str, Any] = {}
+_at = NESTED
+for _ in range(5000):
+    _at["a"] = _at = {}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"command": float("nan")},
+        {"command": float("inf")},
+        {"command": {1, 2}},
+        {"command": b"bytes"},
+        {("a", "b"): 1},
+        NESTED,
+        {"command": "x" * MAX_ARGUMENT_BYTES},
+    ],
+    ids=["nan", "inf", "set", "bytes", "key", "nested", "huge"],
+)
+async def test_hostile_arguments_are_refused_and_the_question_still_waits(desk: Desk, arguments: Any) -> None:
+    queue, question = desk.queue(), build_question()
+    await queue.ask(question, "x", 60)
+    with pytest.raises(ToolFailure) as failure:
+        await queue.decide(question.id, Decision(True, arguments=arguments), digest=question.digest, actor=ACME)
+    assert failure.value.code is ErrorCode.INVALID_ARGUMENTS
+    assert await desk.entries() == []
+    assert (await queue.get(question.id, ACME)).question == question
+
+
+async def test_a_refusal_cannot_carry_arguments_nor_an_answer_a_novel(desk: Desk) -> None:
+    queue, question = desk.queue(), build_question()
+    await queue.ask(question, "x", 60)
+    for decision in (Decision(False, arguments={"command": "ls"}), Decision(True, "x" * 2000)):
+        with pytest.raises(ToolFailure):
+            await queue.decide(question.id, decision, digest=question.digest, actor=ACME)
+    assert await desk.entries() == []
+
+
+async def test_a_flood_of_questions_is_its_own_tenants_trouble(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_file, "MAX_PENDING", 5)
+    queue = desk.queue()
+    for number in range(5):
+        await queue.ask(build_question(number=number), "x", 60)
+    decision = await QueueApprover(desk.queue()).decide(build_request(number=6))
+    assert not decision.is_allowed
+    assert "5 calls of the tenant wait" in decision.reason
+    # What waits already may be asked again, and a neighbour is served.
+    assert await queue.ask(build_question(number=1), "y", 60) is None
+    assert await queue.ask(build_question(tenant="other"), "x", 60) is None
+    question = build_question(number=2)
+    await queue.decide(question.id, NO, digest=question.digest, actor=ACME)
+    assert await queue.ask(build_question(number=6), "x", 60) is None
+
+
+async def test_what_nobody_can_read_is_not_asked(desk: Desk) -> None:
+    decision = await QueueApprover(desk.queue()).decide(build_request("true;" * (MAX_QUESTION_BYTES // 5)))
+    assert not decision.is_allowed
+    assert "make it shorter" in decision.reason
+    assert [key async for key in desk.client.scan_iter("*")] == []
+
+
+# Whoever can write to Redis and has not the secret
+
+
+def test_no_worker_has_a_key_by_which_it_could_approve_its_own_calls_or_rewrite_the_audit() -> None:
+    for tenant in ("acme", "approval", "session", "call", "web"):
+        keys = (approvals_key("d"), tenant_approvals_key("d", tenant), approval_key("d", "0" * 32), audit_key("d"))
+        for role in (ROLES["worker"], ROLES["web"], ROLES["flower"]):
+            patterns = [*(f"toolcrew:d:{own}" for own in role.own), *role.keys]
+            assert [(key, pattern) for key in (*keys, f"{keys[2]}:decision") for pattern in patterns if fnmatchcase(key, pattern)] == []
+
+
+async def test_an_answer_that_was_written_without_the_secret_is_no_yes(desk: Desk) -> None:
+    call = build_call("bash_tool", command="git push --force")
+    question = build_question().model_copy(update={"call": call})
+    real = asyncio.create_task(refused(desk))
+    (question,) = await desk.until_pending()
+    forged = seal(STRANGER, build_answer(question, YES, ADMIN, 0.0))
+    await desk.client.set(f"toolcrew:d:approval:{question.id}:decision", forged)
+    await real
+
+
+async def test_an_answer_that_lies_there_beforehand_without_the_secret_is_no_yes(desk: Desk) -> None:
+    asked = asyncio.create_task(refused(desk))
+    (question,) = await desk.until_pending()
+    asked.cancel()
+    await asyncio.wait({asked}, timeout=SOON_S)
+    for forged in (seal(STRANGER, build_answer(question, YES, ADMIN, 0.0)), "", "junk", "a.b.{}", '{"is_allowed": true}'):
+        await desk.client.set(f"toolcrew:d:approval:{question.id}:decision", forged)
+        await refused(desk)
+
+
+async def test_a_yes_to_one_call_does_not_count_beside_another(desk: Desk) -> None:
+    harmless = build_question("ls")
+    await desk.queue().ask(harmless, "x", 60)
+    await desk.queue().decide(harmless.id, YES, digest=harmless.digest, actor=ADMIN)
+    genuine = await desk.client.get(f"toolcrew:d:approval:{harmless.id}:decision")
+    asked = asyncio.create_task(refused(desk))
+    (question,) = await desk.until_pending()
+    await desk.client.set(f"toolcrew:d:approval:{question.id}:decision", genuine)
+    await asked
+
+
+async def test_a_question_cannot_be_made_to_look_harmless(desk: Desk) -> None:
+    queue, question, harmless = desk.queue(), build_question(), build_question("ls")
+    await queue.ask(question, "x", 60)
+    key = f"toolcrew:d:approval:{question.id}"
+    genuine = (await desk.client.hget(key, "question")).decode()
+    told = genuine.replace("it removes files", "it shows files")
+    assert told != genuine
+    for shown in (told, seal(STRANGER, question), seal(KEY, harmless), "junk", genuine.replace("rm -rf /data", "ls")):
+        await desk.client.hset(key, "question", shown)
+        assert (await queue.pending(ADMIN)).questions == ()
+        with pytest.raises(UnknownQuestion):
+            await queue.decide(question.id, YES, digest=question.digest, actor=ADMIN)
+    # A signed question whose digest is another call's.
+    await desk.client.hset(key, "question", seal(KEY, question.model_copy(update={"call": harmless.call})))
+    assert (await queue.pending(ADMIN)).questions == ()
+
+
+async def test_a_yes_that_was_given_is_no_secret_that_opens_another_deployment(desk: Desk) -> None:
+    question = build_question()
+    await desk.queue().ask(question, "x", 60)
+    await desk.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)
+    elsewhere = desk.queue(SigningKeys.of("the secret of the other deployment, its own"))
+    assert not isinstance((await elsewhere.answers([question.id]))[question.id], Answer)

@@ -1,0 +1,104 @@
+"""`toolcrew` without the second that each start of it takes: a process that has it loaded forks for every command. For tests of pages with many of them."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.stack import ROOT, read_line
+
+_CALLER = """\
+#!{python} -SE
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as link:
+    link.connect({path!r})
+    told = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+    socket.send_fds(link, [len(told).to_bytes(4, "big")], [0, 1, 2])
+    link.sendall(told)
+    code = link.recv(1)
+sys.exit(code[0] if code else 120)
+"""
+
+
+@contextlib.contextmanager
+def open_command_server(folder: Path) -> Iterator[Path]:
+    """The folder of a `toolcrew` that is answered by it, for PATH; the rest of the environment, the folder and the streams are the caller's."""
+    path = folder / "server"
+    caller = folder / "toolcrew"
+    caller.write_text(_CALLER.format(python=sys.executable, path=str(path)))
+    caller.chmod(0o755)
+    process = subprocess.Popen([sys.executable, "-m", "tests.command_server", str(path)], cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert read_line(process) == b"ready\n"
+        yield folder
+    finally:
+        process.terminate()
+        process.wait(30)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def serve(path: str) -> None:
+    """Until SIGTERM."""
+    import orchestrator.cli  # noqa: F401  # what the forked ones need not load again
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        while True:
+            link, _ = listener.accept()
+            with link:
+                if os.fork() == 0:
+                    listener.close()
+                    os._exit(_answer(link))
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+
+
+def _answer(link: socket.socket) -> int:
+    """In the fork: the command, with the caller's streams."""
+    head, streams, _, _ = socket.recv_fds(link, 4, 3)
+    told = b""
+    while len(told) < int.from_bytes(head, "big"):
+        told += link.recv(1 << 20)
+    arguments, folder, environment = json.loads(told)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["toolcrew", *arguments]
+    code = _run()
+    link.sendall(bytes([code & 255]))
+    return code
+
+
+def _run() -> int:
+    from orchestrator.cli import main
+
+    code = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # noqa: BLE001  # the edge of the fork, which must answer
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    serve(sys.argv[1])

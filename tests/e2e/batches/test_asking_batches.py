@@ -1,0 +1,99 @@
+"""`toolcrew batch submit --ask` on a real pool: what is asked there is answered from other processes, also while nobody works the batch."""
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrator.cli import app
+from orchestrator.runs.batches import run_id
+from tests.model_server.running import ModelServer, running_model_server
+from tests.stack import TOOLCREW, Footprint, Stack, run_toolcrew, wait_until
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+
+RISKY = "rm -rf /srv/nothing; echo as it was asked"
+SCRIPT: list[dict[str, Any]] = [
+    {"kind": "rule", "when": {"step": 0}, "reply": {"calls": [{"name": "bash_tool", "arguments": {"command": RISKY}}]}},
+    {"kind": "rule", "when": {"observation": "(?P<said>was not run: .{0,200})"}, "reply": {"text": "it {{match.said}}"}},
+    {"kind": "rule", "when": {"observation": "(?P<said>as it was \\w+)"}, "reply": {"text": "it ran {{match.said}}"}},
+]
+ITEMS = ("changed", "refused", "later", "never")
+
+
+class Desk:
+    """Types commands where the environment names the shared stack and a model server."""
+
+    def __init__(self, stack: Stack, footprint: Footprint, server: ModelServer, folder: Path) -> None:
+        self.folder, self._footprint = folder, footprint
+        self.output = folder / "out.jsonl"
+        self.environment = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_TRACES": str(folder / "traces"), **server.environment()}
+
+    def start(self, *arguments: str, **environment: str) -> "subprocess.Popen[bytes]":
+        told = self._footprint.environment({**self.environment, **environment})
+        with (self.folder / "said").open("ab") as said:
+            return subprocess.Popen([TOOLCREW, *arguments], env=told, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+
+    def toolcrew(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        return run_toolcrew(self._footprint, *arguments, environment=self.environment, within_s=100)
+
+    def pending(self) -> dict[str, dict[str, Any]]:
+        """What waits, by its item: asked here, as it is asked again and again, and a process more would take a second each time."""
+        told = CliRunner().invoke(app, ["approve", "ls", "--json"], env=self.environment)
+        assert told.exit_code == 0, told.output
+        asked = {question["run"]: question for question in json.loads(told.stdout)}
+        runs = {run_id("default", "asking", item): item for item in ITEMS}
+        return {runs[run]: question for run, question in asked.items() if run in runs}
+
+    def answers(self) -> dict[str, str]:
+        rows = self.output.read_text().splitlines() if self.output.exists() else []
+        return {row["custom_id"]: row["response"]["body"]["answer"] for row in map(json.loads, rows)}
+
+    def said(self) -> str:
+        return (self.folder / "said").read_text()
+
+
+@pytest.fixture
+def desk(stack: Stack, footprint: Footprint, tmp_path: Path) -> Iterator[Desk]:
+    with running_model_server(SCRIPT) as server:
+        yield Desk(stack, footprint, server, tmp_path)
+
+
+def test_people_answer_from_elsewhere_and_an_answer_outlives_whoever_asked(desk: Desk) -> None:
+    lines = desk.folder / "in.jsonl"
+    lines.write_text("".join(json.dumps({"id": item, "instruction": f"[item {item}] act"}) + "\n" for item in ITEMS))
+    other = desk.folder / "arguments.json"
+    other.write_text(json.dumps({"command": "echo as it was changed"}))
+    arguments = ("batch", "submit", str(lines), "--ask", "--output", str(desk.output), "--id", "asking")
+    first = desk.start(*arguments)
+    try:
+        wait_until(lambda: set(desk.pending()) == set(ITEMS), 100, desk.said)
+        waiting = desk.pending()
+        assert waiting["changed"]["command"] == RISKY
+        assert "removes" in waiting["changed"]["warning"]
+        assert desk.toolcrew("approve", "allow", waiting["changed"]["id"], "--arguments", f"@{other}").returncode == 0
+        assert desk.toolcrew("approve", "deny", waiting["refused"]["id"], "--reason", "not on my watch").returncode == 0
+        wait_until(lambda: set(desk.answers()) == {"changed", "refused"}, 60, desk.said)
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    assert desk.toolcrew("approve", "allow", waiting["later"]["id"]).returncode == 0
+    # Whoever goes on has less patience.
+    second = desk.start("batch", "resume", "asking", "--output", str(desk.output), TOOLCREW_APPROVAL_WAIT_S="2")
+    assert second.wait(200) == 0, desk.said()
+    answers = desk.answers()
+    assert answers["changed"] == "it ran as it was changed"
+    assert "not on my watch" in answers["refused"]
+    assert answers["later"] == "it ran as it was asked"
+    assert "nobody answered within 2 s" in answers["never"]
+    assert desk.pending() == {}
+    late = desk.toolcrew("approve", "allow", waiting["never"]["id"])
+    assert (late.returncode, "nobody waits for this answer" in late.stderr) == (1, True)
+    told = json.loads(desk.toolcrew("audit", "--json", "--tenant", "default").stdout)
+    mine = {question["id"] for question in waiting.values()}
+    assert [entry["action"] for entry in told if entry["target"] in mine] == ["approval.allow", "approval.deny", "approval.allow"]

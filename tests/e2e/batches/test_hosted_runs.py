@@ -1,0 +1,120 @@
+"""Runs that a program starts on a real pool: followed while they work, in a session that is open, cancelled in the middle, looked at by commands."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrator.batch_service import BatchService
+from orchestrator.batches.items import Ground
+from orchestrator.cli import app
+from orchestrator.client import ToolClient
+from orchestrator.runs.hosted_records import HostedRun, HostedState
+from orchestrator.settings import load_settings
+from tests.model_server.running import running_model_server
+from tests.stack import Stack
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
+
+
+def bash(run: str, command: str) -> dict[str, Any]:
+    call = {"name": "bash_tool", "arguments": {"command": command}}
+    return {"kind": "rule", "when": {"conversation": run, "step": 0}, "reply": {"calls": [call]}}
+
+
+SCRIPT = [
+    bash("own", "echo first; sleep 2; echo more"),
+    bash("shared", "cat mark"),
+    bash("stopped", "echo begun; sleep 301"),
+    {"kind": "rule", "when": {"observation": "(?P<said>a mark|more)"}, "reply": {"text": "it said {{match.said}}"}},
+]
+
+
+@pytest.fixture
+def environment(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with running_model_server(SCRIPT) as server:
+        told = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_TRACES": str(tmp_path), **server.environment()}
+        for name, value in told.items():
+            monkeypatch.setenv(name, value)
+        yield
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[ToolClient]:
+    """A client, while an orchestrator works what it starts."""
+    service = BatchService(load_settings(), concurrency=4, has_traces=False)
+    working = asyncio.create_task(service.run())
+    try:
+        async with asyncio.timeout(120), ToolClient.connect() as client:
+            yield client
+    finally:
+        service.interrupt()
+        service.interrupt()
+        await working
+
+
+async def until(client: ToolClient, run: str, kind: str, word: str) -> None:
+    """Until such an event with that word in it has come."""
+    async for _, text in client.runs.follow(run):
+        if json.loads(text)["type"] == kind and word in text:
+            return
+
+
+async def ended(client: ToolClient, run: str) -> HostedRun:
+    async for _ in client.runs.follow(run):
+        pass
+    return await client.runs.get(run)
+
+
+async def work() -> tuple[str, str]:
+    async with serving() as client, await client.open_session() as session:
+        await session.write_file("mark", b"a mark")
+        own = await client.runs.start("[item own] act", metadata={"for": "a test"})
+        await until(client, own.id, "OutputArrived", "first")
+        assert (await client.runs.get(own.id)).state is HostedState.RUNNING
+        shared = await client.runs.start("[item shared] act", ground=Ground(session=session.id))
+        assert (await ended(client, shared.id)).end.answer == "it said a mark"  # type: ignore[union-attr]
+        stopped = await client.runs.start("[item stopped] act", ground=Ground(session=session.id))
+        await until(client, stopped.id, "OutputArrived", "begun")
+        await client.runs.cancel(stopped.id)
+        assert (await ended(client, stopped.id)).state is HostedState.CANCELLED
+        # The session is as it was, and what the run had begun there is gone.
+        left = await session.call(
+            "bash_tool", {"command": "for _ in $(seq 50); do pgrep -f '[s]leep 301' || exit 0; sleep 0.1; done; exit 1"}
+        )
+        assert left.metadata["exit_code"] == 0, left.output
+        found = await ended(client, own.id)
+        assert found.state is HostedState.SUCCEEDED
+        return own.id, stopped.id
+
+
+def toolcrew(*arguments: str) -> str:
+    told = CliRunner().invoke(app, ["runs", *arguments])
+    assert told.exit_code == 0, told.output
+    return told.stdout
+
+
+def test_runs_are_followed_share_sessions_and_are_cancelled(environment: None) -> None:
+    own, stopped = asyncio.run(work())
+    listed = json.loads(toolcrew("ls", "--json"))["runs"]
+    assert {own, stopped} <= {run["id"] for run in listed}
+    assert stopped in toolcrew("ls", "--state", "cancelled")
+    assert own not in toolcrew("ls", "--state", "cancelled")
+    shown = json.loads(toolcrew("show", own, "--transcript", "--json"))
+    assert (shown["end"]["answer"], shown["metadata"]) == ("it said more", {"for": "a test"})
+    assert [message["role"] for message in shown["transcript"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert "it said more" in toolcrew("show", own, "--transcript")
+    lines = toolcrew("events", own, "-f").splitlines()
+    assert "RunEnded" in lines[-1]
+    events = [json.loads(line) for line in toolcrew("events", own, "--json").splitlines()]
+    assert [event["type"] for event in events][-1] == "RunEnded"
+    assert len(events) == len(lines)
+    assert f"{stopped} cancelled" in toolcrew("cancel", stopped)
+    unknown = CliRunner().invoke(app, ["runs", "show", "nosuch"])
+    assert unknown.exit_code == 1
+    assert "there is no run nosuch" in unknown.output

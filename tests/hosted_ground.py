@@ -1,0 +1,98 @@
+"""Runs that programs start, worked for real on a real Redis: the model plays a script, and the pool's one worker is a function."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from orchestrator.batches.items import Ground, RunBody
+from orchestrator.run_service import ServiceWork
+from orchestrator.runs.event_teller import EventTellers
+from orchestrator.runs.happening_stream import HappeningWriter
+from orchestrator.runs.hosted import HostedRuns
+from orchestrator.runs.hosted_records import HostedRun
+from orchestrator.runs.run_queue import Claim
+from orchestrator.runs.runner import Runner
+from tests.conftest import RedisProcess
+from tests.fake_hosts import MemoryPlaces
+from tests.item_ground import ItemGround
+
+SOON_S = 60.0
+ECHO = RunBody(instruction="say it", tools=("echo",))
+Event = dict[str, Any]
+MadeHosted = Callable[..., "HostedGround"]
+
+
+class HostedGround(ItemGround):
+    """One process that starts runs of tenant acme, follows them, and works them while `working`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.tellers = EventTellers(self.client, "d")
+        self.work = ServiceWork(self.pool, self.parts, self.work._models, None, self.tellers)
+        self.runs = HostedRuns(self.client, "d", self.pool.tenants)
+
+    def runner(self, **options: Any) -> Runner:
+        return Runner(self.client, "d", self.queue, self.work, HappeningWriter(self.client, "d"), 8, None, **options)
+
+    @asynccontextmanager
+    async def working(self) -> AsyncIterator[Runner]:
+        """It takes what is there within the block."""
+        runner = self.runner()
+        task = asyncio.create_task(runner.run())
+        try:
+            async with asyncio.timeout(SOON_S):
+                yield runner
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def start(self, body: RunBody = ECHO, **options: Any) -> str:
+        """The id of a run that was started."""
+        ground = options.pop("ground", Ground())
+        return (await self.runs.start("acme", body, ground, **options)).id
+
+    async def events(self, run: str, after: str = "") -> list[Event]:
+        """All until its end, which have to come soon."""
+        async with asyncio.timeout(SOON_S):
+            return [json.loads(text) | {"id": event} async for event, text in self.runs.follow("acme", run, after)]
+
+    async def ended(self, run: str) -> HostedRun:
+        await self.events(run)
+        return await self.runs.get("acme", run)
+
+    async def told(self, run: str) -> list[Event]:
+        """What is in its stream by now."""
+        found: Any = await self.client.xrange(f"toolcrew:d:acme:run:{run}:events")
+        return [json.loads(fields[b"e"]) | {"id": event.decode()} for event, fields in found]
+
+    async def claimed(self) -> Claim:
+        """The next run, claimed by hand."""
+        (claim,) = await self.queue.claim(1)
+        return claim
+
+
+def types(events: list[Event]) -> list[str]:
+    return [str(event["type"]) for event in events]
+
+
+@asynccontextmanager
+async def open_hosted(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
+    """Makes processes on one Redis, which share the places of sessions."""
+    places, made = MemoryPlaces(), list[HostedGround]()
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=30) as client:
+
+        def make(*arguments: Any, **options: Any) -> HostedGround:
+            made.append(HostedGround(client, *arguments, places=places, **options))
+            return made[-1]
+
+        with capture_logs():
+            try:
+                yield make
+            finally:
+                for ground in made:
+                    await ground.runs.hub.close()

@@ -1,0 +1,31 @@
+"""A process that works one run of tenant acme until somebody kills it: its model calls a tool in each step, and the second call never ends.
+
+python -m tests.hosted_holder REDIS_URL
+"""
+
+import asyncio
+import sys
+from typing import Any
+
+import redis.asyncio
+
+from contract.calls import ToolResult
+from tests.fake_hosts import MemoryPlaces
+from tests.hosted_ground import HostedGround
+from tests.item_ground import echo_then
+
+
+async def hang_at_the_second(call: Any, _: Any) -> ToolResult:
+    if call.arguments["text"] == "two":
+        await asyncio.get_running_loop().create_future()
+    return ToolResult(call_id=call.id, name=call.name, success=True, output="said one")
+
+
+async def work(url: str) -> None:
+    async with redis.asyncio.Redis.from_url(url) as client:
+        ground = HostedGround(client, echo_then("never", "one", "two"), places=MemoryPlaces(), answers={"echo": hang_at_the_second})
+        await ground.runner().run()
+
+
+if __name__ == "__main__":
+    asyncio.run(work(sys.argv[1]))

@@ -1,0 +1,111 @@
+"""Environments with our wheel in them and just the packages that it asks for: those of this environment are lent, nothing is fetched."""
+
+import subprocess
+import sys
+import venv
+import zipfile
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import Distribution, distribution
+from pathlib import Path, PurePath
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN_S = 120.0
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A virtual environment."""
+
+    folder: Path
+
+    @property
+    def python(self) -> str:
+        return str(self.folder / "bin" / "python")
+
+    @property
+    def packages(self) -> Path:
+        return self.folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+
+    def run(self, *argv: str, timeout_s: float = RUN_S, **environment: str) -> "subprocess.CompletedProcess[str]":
+        """A command with nothing of this environment around it."""
+        given = {"PATH": f"{self.folder}/bin:/usr/bin:/bin", "HOME": str(self.folder), "LANG": "C.UTF-8", **environment}
+        return subprocess.run(argv, cwd=self.folder, env=given, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def build_wheel(folder: Path) -> Path:
+    """Our wheel, built from the working tree."""
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT, check=True, capture_output=True, timeout=RUN_S
+    )
+    (wheel,) = folder.glob("toolcrew-*.whl")
+    return wheel
+
+
+def unpack_wheel(wheel: Path, folder: Path) -> Path:
+    """What the wheel installs, for any number of environments: Python compiles it once."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def make_environment(folder: Path, unpacked: Path, extras: tuple[str, ...], *, is_installed: bool = True) -> Installed:
+    """An environment with all that the unpacked wheel requires with these extras; with the wheel itself, too, unless it is left to be installed."""
+    venv.create(folder, symlinks=True, with_pip=False)
+    made = Installed(folder)
+    (metadata,) = unpacked.glob("*.dist-info/METADATA")
+    lines = metadata.read_text().splitlines()
+    requirements = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ")]
+    if is_installed:
+        (made.packages / "own.pth").write_text(f"{unpacked}\n")
+    for lent in _close(requirements, extras).values():
+        _lend(lent, made.packages)
+    return made
+
+
+def _close(requirements: list[str], extras: tuple[str, ...]) -> dict[str, Distribution]:
+    """The distributions that meet these requirements, and theirs, by name."""
+    found: dict[str, Distribution] = {}
+    seen: set[tuple[str, str]] = set()
+    waiting = [(text, extra) for text in requirements for extra in ("", *extras)]
+    while waiting:
+        text, extra = waiting.pop()
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        lent = found.setdefault(name, distribution(requirement.name))
+        assert requirement.specifier.contains(lent.version, prereleases=True), f"{text} is asked for, and {lent.version} is here"
+        for asked in {"", *requirement.extras}:
+            if (name, asked) not in seen:
+                seen.add((name, asked))
+                waiting += [(inner, asked) for inner in lent.requires or []]
+    return found
+
+
+def _lend(lent: Distribution, packages: Path) -> None:
+    """Link what it consists of, what Python has compiled included; programs outside of the packages are left."""
+    for part in _parts(lent):
+        target = packages / part
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(str(lent.locate_file(part)))
+
+
+@cache
+def _is_whole(folder: Path) -> bool:
+    """Whether it is linked as one: several distributions may share a folder that is no package by itself."""
+    return folder.name.endswith(".dist-info") or (folder / "__init__.py").exists()
+
+
+def _parts(lent: Distribution) -> set[PurePath]:
+    """Its packages, and its files that lie in none."""
+    place, parts = Path(str(lent.locate_file(""))), set[PurePath]()
+    for file in lent.files or []:
+        if file.parts[0] != "..":
+            folders = reversed(file.parents[:-1])
+            parts.add(next((folder for folder in folders if _is_whole(place / folder)), file))
+    return {part for part in parts if (place / part).exists()}

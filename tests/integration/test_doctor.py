@@ -1,0 +1,54 @@
+"""`toolcrew doctor --deep` on a real stack: signed calls on its host; and what it says when the secret is another."""
+
+import json
+
+import pytest
+
+from orchestrator import doctor_deep
+from orchestrator.doctor_deep import examine_hosts
+from orchestrator.findings import Report
+from orchestrator.hosts import RedisHosts
+from orchestrator.redis_connection import open_redis
+from tests.redis_ground import broker_for
+from tests.stack import Stack, run_toolcrew
+
+
+def test_a_whole_deployment_is_examined_and_its_hosts_answer_signed_calls(stack: Stack) -> None:
+    done = run_toolcrew(
+        stack.footprint, "doctor", "--only", "deployment", "--deep", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url}
+    )
+    report = json.loads(done.stdout)
+
+    assert done.returncode == 0, report
+    assert report["healthy"]
+    found = {one["name"]: one for one in report["findings"]}
+    assert {
+        "redis",
+        "memory",
+        "persistence",
+        "secret",
+        "clock",
+        "hosts",
+        "workers",
+        "queues",
+        "tenants",
+        "audit",
+        "model",
+        "tracing",
+    } <= set(found)
+    assert "a signed call was answered" in found["calls"]["text"]
+    assert "python" not in found
+
+
+async def test_another_secret_on_this_side_is_found_by_a_call_and_named(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_deep, "QUEUE_WAIT_S", 3.0)
+    monkeypatch.setattr(doctor_deep, "HOST_S", 30.0)
+    broker = broker_for(stack.redis_url)
+    client = open_redis(broker)
+    report = Report()
+    try:
+        await examine_hosts(broker, await RedisHosts(client, broker.deployment).read(), report)
+    finally:
+        await client.aclose()
+
+    assert [(found.is_good, found.needed, "TOOLCREW_SECRET" in found.remedy) for found in report.findings] == [(False, True, True)]

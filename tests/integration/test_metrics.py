@@ -1,0 +1,155 @@
+"""Metrics of a real stack: exact numbers of calls that went well, failed, were killed and refused, also over restarts of what counts."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+
+import pytest
+from docker import APIClient
+from typer.testing import CliRunner
+
+from contract.names import metrics_key
+from orchestrator.cli import app
+from orchestrator.client import ToolClient
+from orchestrator.dispatcher import Terms
+from orchestrator.metrics.page import render_metrics
+from orchestrator.redis_connection import open_redis
+from orchestrator.sessions import Session
+from tests.metric_ground import Key, counted, key, read_page
+from tests.stack import UP_S, Stack, eventually, open_stack
+from tests.unit.test_metric_files import promtool
+from workers.sandbox_client import SandboxClient
+
+pytestmark = pytest.mark.stack
+
+STARTS = key("toolcrew_sandbox_start_seconds_count")
+
+
+@pytest.fixture(scope="module")
+def stack(engine: APIClient) -> Iterator[Stack]:
+    """One of its own: its numbers are exact."""
+    with open_stack(engine, {"TOOLCREW_EMBEDDED_FLOWER": "false", "TOOLCREW_EMBEDDED_API": "false"}) as opened:
+        yield opened
+        assert opened.end() == 0
+        opened.footprint.assert_nothing_left()
+
+
+@pytest.fixture
+async def session(stack: Stack) -> AsyncIterator[Session]:
+    async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as opened:
+        yield opened
+
+
+async def scrape(stack: Stack) -> dict[Key, float]:
+    client = open_redis(stack.broker)
+    try:
+        return dict(read_page(await render_metrics(client, stack.broker.deployment)))
+    finally:
+        await client.aclose()
+
+
+async def scrape_until(stack: Stack, is_so: Callable[[Mapping[Key, float]], bool], what: str) -> dict[Key, float]:
+    """The first page on which it is so: what is counted comes about a second later, or three."""
+    pages = list[dict[Key, float]]()
+
+    def look() -> bool:
+        pages.append(asyncio.run(scrape(stack)))
+        return is_so(pages[-1])
+
+    await eventually(look, UP_S, lambda: f"{what}: {pages[-1]}")
+    return pages[-1]
+
+
+def calls(page: Mapping[Key, float], before: Mapping[Key, float]) -> dict[tuple[str, ...], float]:
+    """(code, status, tool) of the tools' calls since."""
+    now, then = counted(page, "toolcrew_tool_calls_total"), counted(before, "toolcrew_tool_calls_total")
+    return {
+        labels: number - then.get(labels, 0)
+        for labels, number in now.items()
+        if number != then.get(labels, 0) and "session." not in labels[2]
+    }
+
+
+def starts(stack: Stack) -> float:
+    """As sandboxd itself counts them since it began."""
+    with SandboxClient(stack.info.sandboxd_socket) as sandboxd:
+        return float(sandboxd.status()["counts"]["starts"]["count"])
+
+
+async def test_every_call_is_counted_once_with_what_became_of_it(stack: Stack, session: Session) -> None:
+    before = await scrape(stack)
+    for _ in range(3):
+        assert (await session.call("bash_tool", {"command": "echo hi"})).success
+    assert not (await session.call("read_tool", {"file_path": "nothing.txt"})).success
+    killed = await session.call("bash_tool", {"command": "sleep 60"}, terms=Terms(timeout_s=1))
+    assert killed.kill is not None
+    assert not (await session.call("bash_tool", {"command": "rm -rf /"})).success
+    assert not (await session.call("no_such_tool", {})).success
+
+    def has_all(page: Mapping[Key, float]) -> bool:
+        kills = counted(page, "toolcrew_sandbox_kills_total")
+        has_ours = kills != counted(before, "toolcrew_sandbox_kills_total") and counted(page, "toolcrew_host_sandboxes")
+        return sum(calls(page, before).values()) >= 7 and bool(has_ours)
+
+    page = await scrape_until(stack, has_all, "all are counted")
+    assert calls(page, before) == {
+        ("", "ok", "bash_tool"): 3,
+        ("FILE_NOT_FOUND", "error", "read_tool"): 1,
+        ("TIMEOUT", "error", "bash_tool"): 1,
+        ("SECURITY_REFUSED", "error", "bash_tool"): 1,
+        ("TOOL_NOT_FOUND", "error", "other"): 1,
+    }
+    assert counted(page, "toolcrew_security_refusals_total") == {("SECURITY_REFUSED",): 1}
+    assert page[key("toolcrew_tool_duration_seconds_count", tool="bash_tool")] == 4
+    assert page[key("toolcrew_sandbox_start_seconds_count")] >= 1
+    assert sum(counted(page, "toolcrew_sandbox_kills_total").values()) == 1
+    assert list(counted(page, "toolcrew_host_sandboxes").values()) == [1]
+    assert page[key("toolcrew_redis_memory_used_bytes")] > 0
+
+
+async def test_two_programs_that_end_at_once_have_counted_all_of_theirs(stack: Stack) -> None:
+    before = await scrape(stack)
+
+    async def work() -> None:
+        async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
+            await asyncio.gather(*(session.call("glob_tool", {"pattern": "*"}) for _ in range(5)))
+
+    await asyncio.gather(work(), work())
+    assert calls(await scrape(stack), before) == {("", "ok", "glob_tool"): 10}
+
+
+async def test_a_worker_that_is_started_again_counts_nothing_of_its_sandboxd_twice(stack: Stack) -> None:
+    await scrape_until(stack, lambda page: page[STARTS] == starts(stack), "what sandboxd counted is taken over")
+    pid = stack.pid("worker")
+    os.kill(pid, signal.SIGKILL)
+    with SandboxClient(stack.info.sandboxd_socket) as sandboxd:
+        name = await asyncio.to_thread(sandboxd.open, "default", "meanwhile")
+        await asyncio.to_thread(sandboxd.close, name)
+    stack.wait_for_another("worker", pid)
+    told = starts(stack)
+    page = await scrape_until(stack, lambda page: page[STARTS] >= told, "what was started meanwhile is counted by the next worker")
+    assert page[STARTS] == told
+
+
+async def test_a_sandboxd_that_is_started_again_adds_to_what_was_counted(stack: Stack) -> None:
+    before = await scrape_until(stack, lambda page: page[STARTS] == starts(stack), "what sandboxd counted is taken over")
+    pid = stack.pid("sandboxd")
+    os.kill(pid, signal.SIGKILL)
+    stack.wait_for_another("sandboxd", pid)
+    # A new sandboxd proves the profile on a sandbox.
+    page = await scrape_until(stack, lambda page: page[STARTS] > before[STARTS], "the next sandboxd's proof is counted")
+    assert page[STARTS] == before[STARTS] + starts(stack)
+    went_back = {what: number for what, number in before.items() if what[0].endswith(("_total", "_count")) and page.get(what, 0) < number}
+    assert went_back == {}
+
+
+def test_the_command_prints_a_page_that_promtool_takes(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", stack.redis_url)
+    ran = CliRunner().invoke(app, ["metrics"])
+    assert ran.exit_code == 0, ran.output
+    promtool("check", "metrics", text=ran.stdout.encode())
+    opened = CliRunner().invoke(app, ["metrics", "--openmetrics"])
+    assert read_page(opened.stdout.encode(), is_open=True)[key("toolcrew_build_info", release="1")] == 1
+    with stack.open_redis() as client:
+        assert client.exists(metrics_key(stack.broker.deployment))

@@ -1,0 +1,213 @@
+"""Sessions and calls from anywhere: taken over by other processes, paused, and ended, with what is left looked at from outside."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from contract.calls import ToolResult
+from contract.errors import ErrorCode, ToolFailure
+from contract.names import call_key, slots_key
+from orchestrator.call_life import CallLife
+from orchestrator.cli import app
+from orchestrator.client import ToolClient
+from orchestrator.dispatcher import Terms
+from orchestrator.sessions import Session
+from tests.stack import Stack, commands_in, eventually, run_toolcrew
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.fixture
+async def other(stack: Stack) -> AsyncIterator[ToolClient]:
+    """A second program on the same pool."""
+    async with ToolClient.connect(stack.redis_url) as connected:
+        yield connected
+
+
+async def toolcrew(stack: Stack, *arguments: str) -> Any:
+    return await asyncio.to_thread(run_toolcrew, stack.footprint, *arguments, environment={"TOOLCREW_REDIS_URL": stack.redis_url})
+
+
+def state_of(stack: Stack, tenant: str, call_id: str) -> str:
+    with stack.open_redis() as client:
+        told: Any = client.hget(call_key("default", tenant, call_id), "state")
+        return told.decode() if told else ""
+
+
+async def container_of(stack: Stack, session: Session) -> str:
+    sandbox = (await session.call("bash_tool", {"command": "true"})).sandbox
+    assert sandbox is not None
+    return stack.full_id(sandbox.id)
+
+
+async def known_life(client: ToolClient, call_id: str) -> CallLife:
+    """The life of a call that was begun a moment ago, as soon as something is known of it."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return await client.call_life(call_id)
+            except ToolFailure:
+                # That a call is known has no event of ours.
+                await asyncio.sleep(0.05)
+
+
+def start(session: Session, command: str, call_id: str) -> "asyncio.Task[ToolResult]":
+    return asyncio.create_task(session.call("bash_tool", {"command": command}, call_id=call_id, timeout_s=120))
+
+
+def test_a_session_is_used_by_one_command_after_the_other_and_outlives_each(stack: Stack, tmp_path: Path) -> None:
+    """Opened by a process of its own, then filled, used, read and closed as other commands do it."""
+
+    def run(*arguments: str, text: str = "") -> Result:
+        return CliRunner().invoke(app, list(arguments), input=text, env={"TOOLCREW_REDIS_URL": stack.redis_url})
+
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("from here")
+    made = run_toolcrew(stack.footprint, "session", "new", "--ttl", "600", environment={"TOOLCREW_REDIS_URL": stack.redis_url})
+    session = made.stdout.strip()
+    assert (made.returncode, len(session) >= 20) == (0, True), made
+
+    assert run("session", "cp", str(tmp_path / "in"), f"{session}:/workspace").exit_code == 0
+    script = "cat in/a.txt - >b.txt; cat b.txt; echo bad >&2; exit 7"
+    ran = run("session", "exec", "-i", session, "--", "sh", "-c", script, text="!\x1b\n")
+    assert (ran.exit_code, ran.stdout, ran.stderr) == (7, "from here!\x1b\n", "bad\n")
+    called = run("call", "bash_tool", "command=cat b.txt", "--session", session, "--json")
+    assert json.loads(called.stdout)["metadata"]["stdout"] == "from here!\x1b\n"
+    assert run("session", "cp", f"{session}:/workspace/b.txt", str(tmp_path)).exit_code == 0
+    assert run("session", "cp", f"{session}:/workspace/in", str(tmp_path / "out")).exit_code == 0
+    assert ((tmp_path / "b.txt").read_text(), (tmp_path / "out" / "a.txt").read_text()) == ("from here!\x1b\n", "from here")
+
+    for command in (("session", "ls"), ("sessions",)):
+        rows = json.loads(run(*command, "--json").stdout)["sessions"]
+        assert next(row for row in rows if row["id"] == session)["ttl_s"] == 600.0
+    removed = run("session", "rm", session, "never-was")
+    assert (removed.exit_code, removed.stdout.split(), "never-was: there is no such session" in removed.stderr) == (1, [session], True)
+    gone = run("session", "exec", session, "true")
+    assert (gone.exit_code, "there is no such session" in gone.stderr) == (125, True)
+
+
+async def test_output_of_a_program_is_shown_while_it_runs_in_a_session_of_another_process(client: ToolClient, other: ToolClient) -> None:
+    async with await client.open_session() as session:
+        attached, shown, first = await other.session(session.id), list[tuple[str, str]](), asyncio.Event()
+
+        def show(stream: str, text: str) -> None:
+            shown.append((stream, text))
+            first.set()
+
+        running = asyncio.create_task(
+            attached.exec(["sh", "-c", "echo one; echo two >&2; while [ ! -e go ]; do sleep 0.05; done; echo three"], on_output=show)
+        )
+        await asyncio.wait_for(first.wait(), 30)
+        assert not running.done()
+        await session.write_file("/workspace/go", b"")
+        result = await running
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"one\nthree\n", b"two\n")
+    assert "".join(text for stream, text in shown if stream == "stdout") == "one\nthree\n"
+    assert "".join(text for stream, text in shown if stream == "stderr") == "two\n"
+
+
+async def test_sessions_of_other_tenants_cannot_be_taken_over(stack: Stack, client: ToolClient) -> None:
+    """The aim: to get into another tenant's session by its id. The end of a tenant's work on it leaves it open."""
+    async with await client.open_session() as session, ToolClient.connect(stack.redis_url, tenant="mallory") as foreign:
+        with pytest.raises(ToolFailure) as refused:
+            await foreign.session(session.id)
+        with pytest.raises(ToolFailure) as never:
+            await foreign.session("never-was")
+        assert (refused.value.code, refused.value.message) == (ErrorCode.SESSION_NOT_FOUND, never.value.message)
+        assert session.id not in [one.id for one in (await foreign.sessions("mallory")).sessions]
+        assert (await session.call("bash_tool", {"command": "true"})).success
+
+
+async def test_a_running_command_is_killed_with_all_it_started_by_another_process(
+    stack: Stack, session: Session, other: ToolClient
+) -> None:
+    container, call_id = await container_of(stack, session), f"kill-{secrets.token_hex(4)}"
+    call = start(session, "echo begun; setsid sleep 300 & (setsid sh -c 'sleep 301 & wait' &) ; sleep 302", call_id)
+    await eventually(lambda: sum("sleep 30" in one for one in commands_in(container).values()) >= 3, 20, "all of the call's processes run")
+
+    killed = await toolcrew(stack, "kill", call_id, "--reason", "it runs away", "--json")
+
+    assert json.loads(killed.stdout) == {"call": call_id, "state": "done", "error_code": "CANCELLED", "was_over": False}
+    assert not any("sleep 30" in one for one in commands_in(container).values())
+    result = await call
+    assert (result.error_code, result.output) == (ErrorCode.CANCELLED, "begun\n")
+    assert "was killed by" in str(result.error)
+    assert "it runs away" in str(result.error)
+    told = (await other.call_life(call_id)).to_json()
+    assert (told["state"], told["error_code"], told["session"], told["place"]["state"]) == ("done", "CANCELLED", session.id, "open")
+    assert "it runs away" in told["killed"]
+    assert (await session.call("bash_tool", {"command": "echo still here"})).metadata["stdout"] == "still here\n"
+
+
+async def test_a_program_of_a_session_is_killed_as_a_call_is(stack: Stack, session: Session, other: ToolClient) -> None:
+    container = await container_of(stack, session)
+    running = asyncio.create_task(session.exec(["sleep", "303"], timeout_s=120))
+    await eventually(lambda: any("sleep 303" in one for one in commands_in(container).values()), 20, "the program runs")
+    with stack.open_redis() as client:
+        keys: Any = client.keys("toolcrew:default:default:call:*")
+        running_ids = [key.decode().rpartition(":")[2] for key in keys if client.hget(key, "session") == session.id.encode()]
+        [call_id] = [one for one in running_ids if state_of(stack, "default", one) == "running"]
+    assert (await other.kill_call(call_id)).record.code in ("", "CANCELLED")
+    with pytest.raises(ToolFailure, match="was killed by") as ended:
+        await running
+    assert ended.value.code is ErrorCode.CANCELLED
+
+
+async def test_calls_of_a_paused_tenant_wait_what_runs_ends_and_a_waiting_one_can_be_killed(stack: Stack, other: ToolClient) -> None:
+    tenant = f"t{secrets.token_hex(4)}"
+    tenants = other._pool.tenants
+    async with ToolClient.connect(stack.redis_url, tenant=tenant) as client, await client.open_session() as session:
+        await tenants.pause("default", "the bill is open")
+        try:
+            # In an open pool every name is served as the default one.
+            await asyncio.sleep(2)
+            waiting = start(session, "echo after", "waits")
+            doomed = start(session, "touch never", "doomed")
+            await asyncio.sleep(0.2)
+            assert [state_of(stack, tenant, call) for call in ("waits", "doomed")] == ["", ""]
+            killed = await other.kill_call("doomed", tenant=tenant, reason="not now")
+            assert (killed.record.state.value, (await doomed).error_code) == ("forbidden", ErrorCode.CANCELLED)
+        finally:
+            resumed = time.monotonic()
+            await tenants.resume("default")
+        result = await waiting
+        assert (result.success, result.output) == (True, "after\n")
+        # Two seconds are promised; a busy machine is given more.
+        assert time.monotonic() - resumed < 15
+        assert (await session.call("bash_tool", {"command": "ls"})).output in ("", None, "(no output)")
+
+
+async def test_a_call_that_its_host_has_not_begun_never_begins(stack: Stack, session: Session, other: ToolClient) -> None:
+    """The host's slots are taken: it lies in the queue, or waits for a slot, and is ended all the same."""
+    queue = (await session.info()).queue
+    with stack.open_redis() as store:
+        slots = int(store.get(slots_key("default", queue)))  # type: ignore[arg-type]
+    terms = Terms(timeout_s=120)
+    busy = [
+        asyncio.create_task(session.call("bash_tool", {"command": "sleep 60"}, call_id=f"busy-{n}-{session.id[:8]}", terms=terms))
+        for n in range(2 * slots + 4)
+    ]
+    names = [f"busy-{number}-{session.id[:8]}" for number in range(len(busy))]
+    try:
+        for name in names:
+            # Each of them comes before the one that this is about.
+            await known_life(other, name)
+        await eventually(lambda: state_of(stack, "default", names[0]) == "running", 30, f"the calls run in {queue}")
+        call = start(session, "touch never", f"late-{session.id[:8]}")
+        life = await known_life(other, f"late-{session.id[:8]}")
+        assert (life.state in ("waiting", "queued"), life.waiting is not None) == (True, True)
+        killed = await other.kill_call(f"late-{session.id[:8]}")
+        assert (killed.record.state.value, (await call).error_code) == ("forbidden", ErrorCode.CANCELLED)
+    finally:
+        for task in busy:
+            task.cancel()
+        await asyncio.gather(*busy, return_exceptions=True)
+    assert "never" not in str((await session.call("bash_tool", {"command": "ls"})).output)

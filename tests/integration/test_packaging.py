@@ -1,0 +1,140 @@
+"""The wheel as it is installed: complete, enough with each extra alone, and with a sentence where an extra is missing."""
+
+import json
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from contract.extras import EXTRAS, explain_missing
+from tests.conftest import RedisProcess
+from tests.installed import ROOT, Installed, build_wheel, make_environment, unpack_wheel
+from tests.log_lines import read_last_words
+
+PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+# Printed as JSON: module -> the package that it lacks.
+IMPORT = """
+import importlib, json, sys
+lacks = {}
+for name in json.loads(sys.argv[1]):
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        lacks[name] = error.name
+print(json.dumps(lacks))
+"""
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack_wheel(wheel, tmp_path_factory.mktemp("unpacked"))
+
+
+@pytest.fixture(scope="module")
+def bare(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Without any extra."""
+    return make_environment(tmp_path_factory.mktemp("bare") / "venv", unpacked, ())
+
+
+def read_extras() -> dict[str, list[str]]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    return {name: packages for name, packages in extras.items() if name != "dev"}
+
+
+def source_files() -> Iterator[str]:
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                yield path.relative_to(ROOT).as_posix()
+
+
+def find_lacks(installed: Installed, modules: list[str]) -> dict[str, str]:
+    """Module -> the extra that it says it needs. Fails for a package of no extra: the distribution does not ask for it."""
+    done = installed.run(installed.python, "-c", IMPORT, json.dumps(modules))
+    assert done.returncode == 0, done.stderr[-3000:]
+    lacks = json.loads(done.stdout.splitlines()[-1])
+    told = {}
+    for module, package in lacks.items():
+        words = str(explain_missing(ModuleNotFoundError(module, name=package)))
+        told[module] = words.partition("toolcrew[")[2].partition("]")[0]
+    return told
+
+
+def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    wanted = set(source_files())
+    assert held == wanted
+    assert {"contract/py.typed", "workers/sandboxd/seccomp.json", "orchestrator/runs/queue.lua"} <= held
+
+
+def test_every_module_is_content_with_the_extra_that_it_asks_for(unpacked: Path, bare: Installed, tmp_path: Path) -> None:
+    modules = sorted(
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in source_files() if name.endswith(".py")
+    )
+    lacking = find_lacks(bare, modules)
+    assert "contract.envelope" not in lacking
+    assert (lacking["orchestrator.cli"], lacking["workers.sandboxd.engine"], lacking["workers.web.exchange"]) == (
+        "orchestrator",
+        "worker",
+        "web",
+    )
+    made: dict[str, Installed] = {}
+    # Twice: of a package that two extras bring the wrong one may be named first.
+    for _ in range(2):
+        asking: dict[str, list[str]] = {}
+        for module, extra in lacking.items():
+            asking.setdefault(extra, []).append(module)
+        lacking = {}
+        for extra, names in asking.items():
+            if extra not in made:
+                made[extra] = make_environment(tmp_path / extra, unpacked, (extra,))
+            lacking |= find_lacks(made[extra], names)
+    assert lacking == {}
+
+
+def test_all_extras_are_installed_together_from_the_wheel_alone(wheel: Path, unpacked: Path, tmp_path: Path) -> None:
+    extras = tuple(read_extras())
+    installed = make_environment(tmp_path / "venv", unpacked, extras, is_installed=False)
+    pip = (sys.executable, "-m", "pip", "--python", installed.python, "--disable-pip-version-check")
+    done = installed.run(*pip, "install", "--no-index", "--no-compile", f"toolcrew[{','.join(extras)}] @ {wheel.as_uri()}")
+    assert done.returncode == 0, done.stderr
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    told = installed.run("toolcrew", "--version")
+    assert (told.returncode, told.stdout) == (0, f"toolcrew {version}\n"), told.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "extra"),
+    [("toolcrew", "orchestrator"), ("workers.sandboxd", "worker"), ("workers", "web")],
+    ids=["toolcrew", "sandboxd", "web"],
+)
+def test_a_program_without_its_extra_says_which_one_it_needs(bare: Installed, redis_server: RedisProcess, program: str, extra: str) -> None:
+    start = ("-c", "from orchestrator.entry import main; main()") if program == "toolcrew" else ("-m", program)
+    done = bare.run(bare.python, *start, TOOLCREW_WORKER_KIND="web", TOOLCREW_REDIS_URL=redis_server.url)
+    told = done.stderr.removeprefix("toolcrew: ") if program == "toolcrew" else read_last_words(done.stderr)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert told.strip().startswith("the package '")
+    assert told.strip().endswith(f"is not installed: pip install 'toolcrew[{extra}]'")
+
+
+def test_a_package_of_no_extra_is_a_bug_and_stays_one() -> None:
+    bug = ModuleNotFoundError("x", name="orchestrator.no_such_module")
+    with pytest.raises(ModuleNotFoundError) as raised:
+        explain_missing(bug)
+    assert raised.value is bug
+
+
+def test_the_extras_that_are_named_are_those_that_there_are() -> None:
+    assert set(EXTRAS) == set(read_extras())

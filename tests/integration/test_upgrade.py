@@ -1,0 +1,159 @@
+"""A deployment that is upgraded: hosts and orchestrators of the release before and of this one serve the same pool side by side."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docker import APIClient
+from pydantic import SecretStr
+
+from orchestrator.client import ToolClient
+from orchestrator.runs.keys import batch_key
+from orchestrator.sessions import Session
+from orchestrator.settings import OrchestratorSettings
+from tests.earlier_release import unpack_earlier_release
+from tests.host_ground import Ground, open_ground
+from tests.stack import ROOT, TOOLCREW, UP_S, end_process, eventually, wait_until
+
+SESSIONS, ITEMS = 4, 3
+COMMAND = (sys.executable, "-c", "from orchestrator.cli import main; main()")
+"""toolcrew, of the release in whose tree it is started."""
+# Run in the tree of the release before; prints what came of calls in a few sessions.
+OLD_ORCHESTRATOR = """
+import asyncio, json, sys
+import orchestrator
+from orchestrator.client import ToolClient
+from orchestrator.settings import load_settings
+
+async def main():
+    told = []
+    async with ToolClient.connect(settings=load_settings()) as client:
+        for number in range(int(sys.argv[1])):
+            async with await client.open_session() as session:
+                await session.write_file("file", b"words")
+                result = await session.call("bash_tool", {"command": f"cat file; echo {number}"})
+                told.append({"host": (await session.info()).host, "text": result.text()})
+    print(json.dumps({"source": orchestrator.__file__, "told": told}))
+
+asyncio.run(main())
+"""
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack_earlier_release(tmp_path_factory.mktemp("earlier"))
+
+
+@pytest.fixture(scope="module")
+def ground(engine: APIClient, earlier: Path) -> Iterator[Ground]:
+    with open_ground(engine, "new") as opened:
+        opened.start_host("old", earlier)
+        opened.wait_ready()
+        # The release before wrote its log in another form.
+        assert ("event=worker_starting" in opened.log("old.worker"), "event=worker_starting" in opened.log("new.worker")) == (True, False)
+        yield opened
+
+
+def settings_of(ground: Ground) -> OrchestratorSettings:
+    return OrchestratorSettings(redis_url=SecretStr(ground.redis_url), deployment=ground.deployment)
+
+
+async def open_on_both(client: ToolClient) -> dict[str, list[Session]]:
+    """Sessions by the host that has them, SESSIONS at least, and one on each host."""
+    found: dict[str, list[Session]] = {"old": [], "new": []}
+    while not all(found.values()) or sum(map(len, found.values())) < SESSIONS:
+        session = await client.open_session()
+        found[(await session.info()).host].append(session)
+    return found
+
+
+def run_earlier(ground: Ground, earlier: Path, *argv: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=earlier, env=ground.environment(), capture_output=True, text=True, timeout=UP_S, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_an_earlier_orchestrator_calls_on_hosts_of_both_releases(ground: Ground, earlier: Path) -> None:
+    told = run_earlier(ground, earlier, "-c", OLD_ORCHESTRATOR, "6")
+    assert Path(told["source"]).is_relative_to(earlier), "it was not the earlier release"
+    assert [one["text"] for one in told["told"]] == [f"words{number}\n" for number in range(6)]
+    assert {one["host"] for one in told["told"]} == {"old", "new"}
+
+
+def batch_in(ground: Ground, tree: Path, *arguments: str) -> str:
+    """What a command about batches prints, of that tree's release."""
+    done = subprocess.run(
+        [*COMMAND, "batch", *arguments], cwd=tree, env=ground.environment(), capture_output=True, text=True, timeout=UP_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("submits_earlier", [True, False], ids=["submitted by the earlier", "worked by the earlier"])
+def test_a_batch_that_one_release_has_submitted_is_worked_by_the_other(
+    ground: Ground, earlier: Path, tmp_path: Path, submits_earlier: bool
+) -> None:
+    submits, works = (earlier, ROOT) if submits_earlier else (ROOT, earlier)
+    work = {"name": "bash_tool", "arguments": {"command": "echo done"}}
+    lines = [{"custom_id": f"i{number}", "method": "POST", "url": "/v1/tools/execute", "body": work} for number in range(ITEMS)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    environment = ground.environment({"TOOLCREW_APPROVALS": "auto"})
+    batch = f"upgrade-{int(submits_earlier)}"
+    with (tmp_path / "service.log").open("wb") as log:
+        serving = subprocess.Popen([*COMMAND, "batch", "work", "--no-traces"], cwd=works, env=environment, stdout=log, stderr=log)
+    try:
+        batch_in(ground, submits, "submit", str(tmp_path / "in.jsonl"), "--id", batch, "--detach")
+        with ground.open_redis() as store:
+            key = batch_key(ground.deployment, "default", batch)
+            wait_until(lambda: store.hget(key, "state") == b"completed", UP_S, (tmp_path / "service.log").read_text)
+    finally:
+        end_process(serving, UP_S)
+    rows = [json.loads(line) for line in batch_in(ground, submits, "results", batch).splitlines()]
+    assert sorted((row["custom_id"], row["response"]["body"]["output"]) for row in rows) == [
+        (f"i{number}", "done\n") for number in range(ITEMS)
+    ]
+
+
+async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_under_load(ground: Ground) -> None:
+    async with ToolClient.connect(settings=settings_of(ground)) as client:
+        homes = await open_on_both(client)
+        sessions = [session for held in homes.values() for session in held]
+        written: dict[str, list[int]] = {session.id: [] for session in sessions}
+        is_over = asyncio.Event()
+
+        async def write(session: Session) -> None:
+            number = 0
+            while not is_over.is_set():
+                result = await session.call("bash_tool", {"command": f"echo {number} >> numbers"})
+                assert result.success, result.text()
+                written[session.id].append(number)
+                number += 1
+
+        writing = [asyncio.create_task(write(session)) for session in sessions]
+        try:
+            await eventually(lambda: all(len(numbers) > 2 for numbers in written.values()), UP_S, ground.last_words)
+            drain = [TOOLCREW, "worker", "drain", "old", "--wait", "--json"]
+            done = await asyncio.to_thread(
+                subprocess.run, drain, env=ground.environment(), capture_output=True, text=True, timeout=UP_S, check=False
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            reached = {name: len(numbers) for name, numbers in written.items()}
+            await eventually(lambda: all(len(written[name]) > was + 2 for name, was in reached.items()), UP_S, ground.last_words)
+        finally:
+            is_over.set()
+            ends = await asyncio.gather(*writing, return_exceptions=True)
+        assert ends == [None] * len(sessions)
+        for session in sessions:
+            assert (await session.info()).host == "new"
+            assert [int(line) for line in (await session.read_file("numbers")).decode().split()] == written[session.id]
+            await session.close()
+    assert ground.process("old.worker").ends[-1] == 0

@@ -1,0 +1,164 @@
+"""A collector of OTLP over HTTP on loopback: it decodes what it gets, and is slow or refuses where a test wants that."""
+
+import contextlib
+import gzip
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+KINDS = {1: "internal", 2: "server", 3: "client", 4: "producer", 5: "consumer"}
+
+
+@dataclass(frozen=True)
+class Collected:
+    """One span as a collector has it. Instants in nanoseconds."""
+
+    trace: str
+    id: str
+    parent: str
+    name: str
+    kind: str
+    start: int
+    end: int
+    attributes: dict[str, Any]
+    links: tuple[str, ...]
+    is_error: bool
+    service: str
+
+    def encloses(self, other: "Collected") -> bool:
+        """Within a clock's grain."""
+        return self.start - 50_000 <= other.start and other.end <= self.end + 50_000
+
+
+@dataclass
+class Collector:
+    """`status`: what it answers. `held`: set, or requests wait for it."""
+
+    url: str
+    spans: list[Collected] = field(default_factory=list)
+    requests: int = 0
+    status: int = 200
+    held: threading.Event = field(default_factory=threading.Event)
+    _news: threading.Condition = field(default_factory=threading.Condition)
+    _forgotten: set[str] = field(default_factory=set)
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """What a process of ours needs to send its spans here."""
+        return {"TOOLCREW_TRACING": "otlp", "OTEL_EXPORTER_OTLP_ENDPOINT": self.url, **more}
+
+    def take(self, body: bytes) -> None:
+        found = list(_spans(ExportTraceServiceRequest.FromString(body)))
+        with self._news:
+            self.requests += 1
+            if self.status == 200:
+                self.spans += [span for span in found if span.trace not in self._forgotten]
+            self._news.notify_all()
+
+    def forget(self) -> None:
+        """Begin anew: what comes late of the traces so far is dropped."""
+        with self._news:
+            self._forgotten |= {span.trace for span in self.spans}
+            self.spans.clear()
+
+    def named(self, name: str) -> list[Collected]:
+        return [span for span in list(self.spans) if span.name == name]
+
+    def one(self, name: str) -> Collected:
+        """The only span of that name."""
+        found = self.named(name)
+        assert len(found) == 1, f"{len(found)} spans {name} among {sorted(span.name for span in self.spans)}"
+        return found[0]
+
+    def wait_for(self, *names: str, within_s: float = 30.0) -> None:
+        """Until there is a span of each name, and the parent of each span."""
+        self._wait(lambda: set(names) <= {span.name for span in self.spans} and self._is_whole(), within_s)
+
+    def wait_for_requests(self, count: int, within_s: float = 30.0) -> None:
+        self._wait(lambda: self.requests >= count, within_s)
+
+    def _is_whole(self) -> bool:
+        known = {span.id for span in self.spans}
+        return all(not span.parent or span.parent in known for span in self.spans)
+
+    def _wait(self, is_so: Any, within_s: float) -> None:
+        with self._news:
+            assert self._news.wait_for(is_so, within_s), f"only {self.requests} requests with {sorted(span.name for span in self.spans)}"
+
+
+@contextlib.contextmanager
+def open_collector() -> Iterator[Collector]:
+    """It serves until the block ends."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    collector = Collector(f"http://127.0.0.1:{server.server_address[1]}")
+    collector.held.set()
+    server.collector = collector  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield collector
+    finally:
+        collector.held.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def assert_one_tree(spans: list[Collected]) -> Collected:
+    """All are of one trace with one root, each below a span that is there and in its time. Gives the root."""
+    assert len({span.trace for span in spans}) == 1, sorted((span.trace, span.name) for span in spans)
+    by_id = {span.id: span for span in spans}
+    assert len(by_id) == len(spans), "a span was told of twice"
+    roots = [span for span in spans if not span.parent]
+    assert [root.name for root in roots[1:]] == []
+    for span in spans:
+        if span.parent:
+            assert span.parent in by_id, f"{span.name} is an orphan"
+            assert by_id[span.parent].encloses(span), f"{span.name} is not within {by_id[span.parent].name}"
+        assert span.start <= span.end
+    return roots[0]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        collector: Collector = self.server.collector  # type: ignore[attr-defined]
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        collector.held.wait(60)
+        collector.take(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
+        self.send_response(collector.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Nobody reads it."""
+
+
+def _spans(request: ExportTraceServiceRequest) -> Iterator[Collected]:
+    for resource in request.resource_spans:
+        service = {item.key: _value(item.value) for item in resource.resource.attributes}.get("service.name", "")
+        for scope in resource.scope_spans:
+            for span in scope.spans:
+                yield Collected(
+                    span.trace_id.hex(),
+                    span.span_id.hex(),
+                    span.parent_span_id.hex(),
+                    span.name,
+                    KINDS[span.kind],
+                    span.start_time_unix_nano,
+                    span.end_time_unix_nano,
+                    {item.key: _value(item.value) for item in span.attributes},
+                    tuple(link.span_id.hex() for link in span.links),
+                    span.status.code == 2,
+                    service,
+                )
+
+
+def _value(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [_value(one) for one in value.array_value.values]
+    return getattr(value, kind) if kind else None

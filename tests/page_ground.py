@@ -1,0 +1,315 @@
+"""A deployment made by hand on a real Redis, with everything that the pages show, and a real browser to look at it."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio
+from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response, async_playwright
+
+from contract.calls import Clocks, KillReport, ToolCall, ToolResult
+from contract.names import call_key, catalog_key, host_key, hosts_key
+from contract.specs import Catalog
+from orchestrator.actors import Actor
+from orchestrator.api_keys import ApiKeys, NewKey
+from orchestrator.approvals.approvers import ApprovalRequest
+from orchestrator.approvals.gate import digest_call
+from orchestrator.approvals.questions import Question, build_record
+from orchestrator.approvals.queue import ApprovalQueue
+from orchestrator.batches.items import BatchItem, FailureKind, Outcome, RunBody
+from orchestrator.events import CallFinished, CallSent, CallStarted, OutputArrived, RunStarted, StepFinished, StepStarted, TextArrived
+from orchestrator.models.base import Usage
+from orchestrator.places import Places
+from orchestrator.runs.event_teller import EventTellers, RunTeller
+from orchestrator.runs.happening_stream import HappeningWriter
+from orchestrator.runs.hosted import HostedRuns
+from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
+from orchestrator.runs.run_queue import RunQueue
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.tenants import RedisTenants
+from tests.api_ground import ApiGround
+from tests.batch_story import Attempt, tell_item
+from tests.builders import build_spec
+from tests.fake_hosts import build_report
+from tests.stack import ROOT
+
+CHROMIUM = "/usr/bin/chromium"
+FLOWER = "https://flower.test/crew"
+SCREENSHOTS = ROOT / "build" / "screenshots"
+_ARGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+DEPLOYMENT = "default"
+HOSTILE = (
+    "<script>window.owned = 1</script></script></pre></textarea><img src=x onerror='window.owned = 2'>"
+    '<a href="javascript:window.owned=3" onclick="window.owned=4">x</a>"\'{{ 7 * 7 }}{% raw %}${7*7}'
+    "\x1b[31mred\x1b]0;title\x07 \u202eevil\u202c zero\u200bwidth \x00 \ud800 \ufeff &lt;b&gt; --> ]]> "
+)
+WRITABLE = HOSTILE.replace("\ud800", "\ufffd")
+"""The same without what no JSON carries."""
+
+
+class World:
+    """What workers, orchestrators and programs have written there. `redis`: the deployment's own client."""
+
+    def __init__(self, client: "redis.asyncio.Redis", settings: OrchestratorSettings) -> None:
+        self.redis = client
+        self.settings = settings
+        self.approvals = ApprovalQueue(client, DEPLOYMENT, settings.broker().signing_keys())
+        self.runs = RunQueue(client, DEPLOYMENT, owner="one")
+        self.tenants = RedisTenants(client, DEPLOYMENT)
+        self.hosted = HostedRuns(client, DEPLOYMENT, self.tenants)
+        self._keys = ApiKeys(client, DEPLOYMENT)
+        self.done = self.rival_run = ""
+        self.rivals: Question | None = None
+
+    async def furnish(self) -> None:
+        """Something for every page, of tenant acme, with hostile text wherever somebody else's text goes; and one thing of each kind of rival's."""
+        await self.publish("bash_tool", "read_tool", "webfetch_tool")
+        await self.report_host("h1", busy=3, sessions=7, sandboxes=9)
+        await self.report_host("h2", queue="host.h2.b00t", draining=True, trouble=WRITABLE[:400])
+        for tenant in ("acme", "rival"):
+            await self.open_session(tenant, f"{tenant}-session")
+            failed = Attempt(failure=FailureKind.MODEL, code="TIMEOUT", message=WRITABLE)
+            await self.submit_batch(tenant, f"{tenant}-batch", WRITABLE[:200], [("good", Attempt()), ("bad", failed)])
+        await self.ask(WRITABLE, number=90, warning=f"it removes files {WRITABLE}")
+        self.rivals = await self.ask("cat secrets", tenant="rival", number=91, run="run-r")
+        self.done = await self.tell_run(f"Count the files. {WRITABLE}")
+        self.rival_run = await self.tell_run("Something of a rival", tenant="rival")
+
+    async def add_key(self, tenant: str) -> NewKey:
+        return await self._keys.add(tenant, name="a key of a test")
+
+    def actor(self, tenant: str) -> Actor:
+        """Somebody of a tenant."""
+        return Actor(key="0" * 16, role="tenant", name="ann", tenant=tenant)
+
+    async def revoke_key(self, key: NewKey) -> None:
+        assert await self._keys.revoke(key.id)
+
+    async def publish(self, *names: str) -> None:
+        """Tools of these names, one of them dangerous."""
+        specs = tuple(build_spec(name, description=f"The tool {name}.\nIt does more.", dangerous=name == "bash_tool") for name in names)
+        await self.redis.set(catalog_key(DEPLOYMENT, "sandbox"), Catalog(tools=specs).model_dump_json())
+
+    async def report_host(self, name: str = "h1", **fields: Any) -> None:
+        now = time.time()
+        report = build_report(name, **{"started_at": now - 7200, "reported_at": now, **fields})
+        await self.redis.zadd(hosts_key(DEPLOYMENT), {report.queue: now})
+        await self.redis.set(host_key(DEPLOYMENT, report.queue), report.model_dump_json())
+
+    async def lose_host(self, queue: str, calls: int) -> None:
+        """A worker that reports no more, with calls in its queue."""
+        await self.redis.zadd(hosts_key(DEPLOYMENT), {queue: time.time() - 100})
+        await self.redis.rpush(queue, *(["a call"] * calls))
+
+    async def open_session(self, tenant: str, session: str) -> None:
+        await Places(self.redis, DEPLOYMENT).open(tenant, session, "host.h1.b00t", start="{}", ttl_s=1800, limit=100)
+
+    async def note_call(self, call: str, tenant: str = "acme") -> str:
+        """The record of a call that has ended; gives its Celery task's id."""
+        task = f"0123456789ab-{call}.1.{tenant}"
+        now = time.time()
+        told = {
+            "state": "done",
+            "tool": "bash_tool",
+            "session": "s1",
+            "queue": "host.h1.b00t",
+            "holder": "host.h1.b00t/w1",
+            "sandbox": "box-1",
+        }
+        times = {"queued_at": now - 3, "started_at": now - 2, "ended_at": now, "attempt": 1, "task": task, "code": "TIMEOUT"}
+        await self.redis.hset(call_key(DEPLOYMENT, tenant, call), mapping={**told, **times})
+        return task
+
+    async def submit_batch(self, tenant: str, batch: str, name: str = "", stories: Sequence[tuple[str, Attempt]] = ()) -> None:
+        """A batch with an item for each story, as it was told so far."""
+        record = BatchRecord(
+            state=BatchState.IN_PROGRESS,
+            total=len(stories),
+            sha256="0" * 64,
+            concurrency=4,
+            defaults=BatchDefaults(),
+            created_at=time.time() - 60,
+            is_detached=True,
+            name=name,
+        )
+        await self.runs.create(tenant, batch, record)
+        items = [
+            BatchItem(custom_id=item, line=line, url="/v1/agent/runs", work=RunBody(instruction=f"do {item}"))
+            for line, (item, _) in enumerate(stories, 1)
+        ]
+        await self.runs.add(tenant, batch, [(f"{batch}-{item.line}", item) for item in items])
+        writer = HappeningWriter(self.redis, DEPLOYMENT)
+        for item, attempt in stories:
+            for happening in tell_item(item, attempt, at=time.time() - 60):
+                writer.tell(tenant, batch, happening)
+        await writer.flush()
+
+    async def ask(self, command: str, *, tenant: str = "acme", number: int = 1, **fields: Any) -> Question:
+        """A call that waits for approval."""
+        arguments = fields.pop("arguments", {"command": command})
+        call = ToolCall(id=f"run-1-{number}", name="bash_tool", arguments=arguments)
+        spec = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
+        told = {"tenant": tenant, "session": "s1", "run": "run-1", "reason": "no rule allows it", "warning": "", **fields}
+        question = build_record(ApprovalRequest(call, spec, digest=digest_call(call, tenant, told["session"]), **told))
+        assert await self.approvals.ask(question, "asker", 300.0) is None
+        return question
+
+    @asynccontextmanager
+    async def work_run(self, instruction: str, tenant: str = "acme") -> AsyncIterator["Worked"]:
+        """A run while it is worked by hand; left, it has ended."""
+        run = await self.hosted.start(tenant, RunBody(instruction=instruction))
+        claim = next(claim for claim in await self.runs.claim(100) if claim.run == run.id)
+        async with EventTellers(self.redis, DEPLOYMENT).open(tenant, run.id, claim.word, 1) as teller:
+            yield Worked(run.id, teller)
+        body = {
+            "answer": f"There are three. {WRITABLE}",
+            "stop_reason": "answer",
+            "steps": 1,
+            "usage": {"prompt_tokens": 1000, "completion_tokens": 20},
+            "cost": None,
+            "clocks": {"queued_s": 0.01, "sandbox_s": 0.1, "run_s": 30.0, "transfer_s": 0.0},
+        }
+        outcome = Outcome(custom_id=claim.record.item.custom_id, run=run.id, status_code=200, body=body)
+        assert await self.runs.finish(claim, outcome)
+
+    async def tell_run(self, instruction: str, tenant: str = "acme") -> str:
+        """A run that has ended after one step, whose call was killed at its limit."""
+        async with self.work_run(instruction, tenant) as worked:
+            worked.begin_step(1)
+            worked.print_output(worked.send_call(), HOSTILE)
+            worked.finish_call("TIMEOUT")
+        return worked.id
+
+
+@dataclass
+class Worked:
+    """A run, and what its holder tells of it."""
+
+    id: str
+    teller: RunTeller
+    call: ToolCall | None = None
+
+    def begin_step(self, number: int, text: str = f"I look at the files. {HOSTILE}") -> None:
+        self.teller.on_event(RunStarted(run=self.id, instruction="", model="m", dialect="native"))
+        self.teller.on_event(StepStarted(run=self.id, step=number))
+        self.teller.on_event(TextArrived(run=self.id, text=text))
+
+    def send_call(self, arguments: dict[str, Any] | None = None) -> ToolCall:
+        told = {"command": f"ls -la\n{WRITABLE}", "deep": [{"a": [WRITABLE]}]} if arguments is None else arguments
+        call = self.call = ToolCall(id=f"{self.id}-1-1", name="bash_tool", arguments=told)
+        self.teller.on_event(CallStarted(run=self.id, call=call))
+        self.teller.on_event(CallSent(run=self.id, call=call))
+        return call
+
+    def print_output(self, call: ToolCall, text: str) -> None:
+        self.teller.on_event(OutputArrived(run=self.id, call_id=call.id, stream="stdout", text=text))
+
+    def finish_call(self, code: str | None = None) -> None:
+        assert self.call is not None
+        kill = KillReport(signalled=3, survivors=0, method="tree", ms=12.5) if code else None
+        told = {
+            "call_id": self.call.id,
+            "name": "bash_tool",
+            "success": code is None,
+            "error_code": code,
+            "error": WRITABLE if code else None,
+        }
+        result = ToolResult.model_validate(
+            {**told, "output": f"total 3\n{WRITABLE}", "kill": kill, "clocks": Clocks(run_s=30)}, strict=False
+        )
+        self.teller.on_event(CallFinished(run=self.id, result=result))
+        self.teller.on_event(StepFinished(run=self.id, step=1, model_s=1.2, usage=Usage(prompt_tokens=1000, completion_tokens=20)))
+
+
+@dataclass
+class Watched:
+    """A page, and what it complained of: errors on its console, requests that failed, answers that are errors."""
+
+    page: Page
+    complaints: list[str] = field(default_factory=list)
+    expected: tuple[int, ...] = ()
+
+    def watch(self) -> None:
+        self.page.on("console", self._on_console)
+        self.page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
+        self.page.on("requestfailed", self._on_failed)
+        self.page.on("response", self._on_response)
+
+    def _on_console(self, message: ConsoleMessage) -> None:
+        is_expected = any(f"status of {status}" in message.text for status in self.expected)
+        if message.type in ("error", "warning") and not is_expected:
+            self.complaints.append(f"{message.type}: {message.text}")
+
+    def _on_failed(self, request: Request) -> None:
+        # What a page was still asking for when it was left.
+        if request.failure != "net::ERR_ABORTED":
+            self.complaints.append(f"failed: {request.url}: {request.failure}")
+
+    def _on_response(self, response: Response) -> None:
+        if response.status >= 400 and response.status not in self.expected:
+            self.complaints.append(f"{response.status}: {response.url}")
+
+
+class Visitors:
+    """Browsers of people with keys. `api`: the service that they look at."""
+
+    def __init__(self, browser: Browser, api: ApiGround) -> None:
+        self.browser = browser
+        self.api = api
+
+    @asynccontextmanager
+    async def visit(self, key: str | None = None, **options: Any) -> AsyncIterator[Watched]:
+        """Somebody, who is logged in with the key of that name; nobody without one. Fails for what his pages complained of."""
+        context: BrowserContext = await self.browser.new_context(
+            base_url=self.api.url, **{"viewport": {"width": 1200, "height": 800}, **options}
+        )
+        context.set_default_timeout(30_000)
+        try:
+            if key is not None:
+                answer = await context.request.post(
+                    "/login", form={"key": self.api.keys[key]}, headers={"Origin": self.api.url}, max_redirects=0
+                )
+                assert answer.status == 303
+            watched = Watched(await context.new_page())
+            watched.watch()
+            yield watched
+            assert watched.complaints == []
+        finally:
+            await context.close()
+
+
+async def log_in(page: Page, key: str) -> None:
+    """As people do."""
+    await page.goto("/login")
+    await page.get_by_label("API key").fill(key)
+    await page.get_by_role("button", name="Log in").click()
+    await page.wait_for_url(lambda url: "/login" not in url)
+
+
+@asynccontextmanager
+async def open_browser() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=list(_ARGS))
+        try:
+            yield browser
+        finally:
+            await browser.close()
+
+
+async def take_picture(page: Page, name: str) -> Path:
+    """A screenshot of the whole page, kept for whoever wants to look."""
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    path = SCREENSHOTS / f"{name}.png"
+    await page.screenshot(path=path, full_page=True)
+    return path

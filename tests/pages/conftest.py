@@ -1,0 +1,40 @@
+"""One service on a Redis of its own, one browser, and a deployment that has something on every page: for all tests of pages."""
+
+import shutil
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+
+from orchestrator.redis_connection import open_redis
+from tests.api_ground import api_settings, open_api
+from tests.page_ground import CHROMIUM, FLOWER, SCREENSHOTS, Visitors, World, open_browser
+from tests.stack import RedisServer, missing, open_redis_server
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if SCREENSHOTS.is_dir():
+        terminalreporter.write_line(f"pictures of the pages: {SCREENSHOTS}")
+
+
+@pytest.fixture(scope="session")
+def page_redis() -> Iterator[RedisServer]:
+    with open_redis_server() as server:
+        yield server
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def visitors(page_redis: RedisServer) -> AsyncIterator[Visitors]:
+    if shutil.which(CHROMIUM) is None:
+        missing(f"there is no {CHROMIUM}: apt-get install chromium")
+    async with open_api(page_redis.url, flower_url=FLOWER) as api, open_browser() as browser:
+        yield Visitors(browser, api)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def world(page_redis: RedisServer, visitors: Visitors) -> AsyncIterator[World]:
+    settings = api_settings(page_redis.url)
+    async with open_redis(settings.broker()) as client:
+        made = World(client, settings)
+        await made.furnish()
+        yield made

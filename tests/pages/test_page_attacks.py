@@ -1,0 +1,246 @@
+"""What others try on the pages: forms of other sites, stolen and guessed words, foreign ids, addresses that lead away, frames, pages as keys."""
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from playwright.async_api import Route
+
+from orchestrator.api.pages.logins import LOGIN_S
+from orchestrator.api.pages.route import HEADERS
+from tests.api_ground import open_api
+from tests.page_ground import DEPLOYMENT, Visitors, World
+from tests.redis_ground import open_server
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+COOKIE = "toolcrew_login"
+_TOKEN = re.compile(r'name="form_token" value="([0-9a-f]{64})"')
+
+
+@asynccontextmanager
+async def someone(url: str, key: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    """A browser's requests without the browser, from a page of ours unless a test says otherwise."""
+    async with httpx.AsyncClient(base_url=url, timeout=60, headers={"Origin": url}) as client:
+        if key is not None:
+            assert (await client.post("/login", data={"key": key})).status_code == 303
+        yield client
+
+
+async def token_of(client: httpx.AsyncClient) -> str:
+    found = _TOKEN.search((await client.get("/tools")).text)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.test"},
+        {"Origin": "null"},
+        {"Origin": ""},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Sec-Fetch-Site": "none"},
+    ],
+)
+async def test_another_site_cannot_switch_a_tool_with_an_operators_cookie_and_token(
+    world: World, visitors: Visitors, headers: dict[str, str]
+) -> None:
+    async with someone(visitors.api.url, visitors.api.keys["operator"]) as client:
+        form = {"form_token": await token_of(client), "enabled": "no"}
+        response = await client.post("/tools/read_tool", data=form, headers=headers)
+        assert response.status_code == 403
+        assert "was not sent from a page of this service" in response.text
+        assert 'Turn off<span class="hidden"> read_tool</span>' in (await client.get("/tools")).text
+
+
+async def test_what_says_of_no_site_that_it_comes_from_there_is_refused(world: World, visitors: Visitors) -> None:
+    async with someone(visitors.api.url, visitors.api.keys["operator"]) as client:
+        form = {"form_token": await token_of(client), "enabled": "no"}
+        del client.headers["Origin"]
+        assert (await client.post("/tools/read_tool", data=form)).status_code == 403
+        assert (await client.post("/login", data={"key": visitors.api.keys["acme"]})).status_code == 403
+
+
+async def test_a_form_needs_the_token_of_its_own_login(world: World, visitors: Visitors) -> None:
+    keys = visitors.api.keys
+    async with someone(visitors.api.url, keys["operator"]) as client, someone(visitors.api.url, keys["admin"]) as other:
+        for token in ("", "0" * 64, await token_of(other), "\udcff".encode("utf-8", "surrogateescape").decode("latin-1")):
+            response = await client.post("/tools/read_tool", data={"form_token": token, "enabled": "no"})
+            assert (token, response.status_code) == (token, 403)
+
+
+async def test_a_page_elsewhere_that_sends_a_form_by_itself_is_nobody_here(world: World, visitors: Visitors) -> None:
+    async def evil(route: Route) -> None:
+        form = f'<form method="post" action="{visitors.api.url}/tools/read_tool"><input name="enabled" value="no"></form><script>document.forms[0].submit()</script>'
+        await route.fulfill(content_type="text/html", body=form)
+
+    async with visitors.visit("operator") as visit:
+        await visit.page.route("http://evil.test/", evil)
+        visit.expected = (403,)
+        await visit.page.goto("http://evil.test/")
+        await visit.page.wait_for_url("**/login")
+        await visit.page.goto("/tools")
+        assert await visit.page.get_by_role("button", name="Turn off read_tool").count() == 1
+
+
+async def test_the_cookie_is_out_of_scripts_reach_and_redis_has_not_the_word(world: World, visitors: Visitors) -> None:
+    async with visitors.visit("acme") as visit:
+        await visit.page.goto("/")
+        assert await visit.page.evaluate("document.cookie") == ""
+        cookie = next(one for one in await visit.page.context.cookies() if one["name"] == COOKIE)
+        assert (cookie["httpOnly"], cookie["sameSite"], cookie["path"]) == (True, "Strict", "/")
+        logins = [name async for name in world.redis.scan_iter(f"toolcrew:{DEPLOYMENT}:page:login:*")]
+        kept = [name.decode() + (await world.redis.get(name)).decode() for name in logins]
+        assert kept
+        assert not any(cookie["value"] in text or visitors.api.keys["acme"] in text for text in kept)
+        assert all([0 < await world.redis.ttl(name) <= LOGIN_S for name in logins])
+
+
+@pytest.mark.parametrize("word", ["", "x", "A" * 43, "../" * 14 + "A", "A" * 5000, "\u00e9" * 43])
+async def test_a_guessed_word_is_nobody(world: World, visitors: Visitors, word: str) -> None:
+    async with someone(visitors.api.url) as client:
+        response = await client.get("/runs", headers={"Cookie": f"{COOKIE}={word}".encode("latin-1")})
+        assert (response.status_code, response.headers["location"]) == (303, "/login?next=%2Fruns")
+
+
+async def test_logging_out_ends_the_word_for_whoever_has_copied_it(world: World, visitors: Visitors) -> None:
+    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
+        word, token = client.cookies[COOKIE], await token_of(client)
+        assert (await client.post("/logout", data={"form_token": token})).status_code == 303
+        assert (await client.get("/runs", headers={"Cookie": f"{COOKIE}={word}"})).status_code == 303
+
+
+async def test_logging_in_makes_a_new_word_and_ends_the_one_that_was_there(world: World, visitors: Visitors) -> None:
+    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
+        before = client.cookies[COOKIE]
+        await client.post("/login", data={"key": visitors.api.keys["acme"]})
+        assert client.cookies[COOKIE] != before
+    async with someone(visitors.api.url) as thief:
+        assert (await thief.get("/runs", headers={"Cookie": f"{COOKIE}={before}"})).status_code == 303
+
+
+async def test_wrong_revoked_and_malformed_keys_are_told_alike(world: World, visitors: Visitors) -> None:
+    revoked = await world.add_key("acme")
+    await world.revoke_key(revoked)
+    right = visitors.api.keys["acme"]
+    answers = set()
+    async with someone(visitors.api.url) as client:
+        for key in (
+            revoked.text,
+            right[:-1] + ("A" if right[-1] != "A" else "B"),
+            "tc_" + "0" * 16 + "_" + "A" * 43,
+            "",
+            "x" * 256,
+            "\x00",
+        ):
+            response = await client.post("/login", data={"key": key})
+            answers.add((response.status_code, response.text))
+            assert "set-cookie" not in response.headers
+    assert len(answers) == 1
+    assert next(iter(answers))[0] == 401
+
+
+@pytest.mark.parametrize("path", ["/runs/{}", "/runs/{}/transcript", "/runs/{}/stream", "/approvals/{}", "/batches/{}", "/calls/{}"])
+async def test_what_is_a_rivals_is_told_as_what_there_is_not(world: World, visitors: Visitors, path: str) -> None:
+    assert world.rivals is not None
+    theirs = {"runs": world.rival_run, "approvals": world.rivals.id, "batches": "rival-batch", "calls": f"{world.rival_run}-1-1"}[
+        path.split("/")[1]
+    ]
+    nothing = "0" * len(theirs)
+    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
+        answers = [await client.get(path.format(name)) for name in (theirs, nothing)]
+        assert [answer.status_code for answer in answers] == [404, 404]
+        assert answers[0].text == answers[1].text
+        # Named with its tenant nobody is told whether there is such a tenant.
+        refused = [await client.get(path.format(theirs), params={"of": name}) for name in ("rival", "nobody")]
+        assert [answer.status_code for answer in refused] == [403, 403]
+        assert refused[0].text == refused[1].text
+
+
+async def test_a_rivals_things_cannot_be_changed(world: World, visitors: Visitors) -> None:
+    assert world.rivals is not None
+    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
+        form = {"form_token": await token_of(client)}
+        decision = {"decision": "allow", "digest": world.rivals.digest}
+        tries = {
+            f"/runs/{world.rival_run}/cancel": (form, 404),
+            "/batches/rival-batch/cancel": (form, 404),
+            f"/approvals/{world.rivals.id}": ({**form, **decision}, 404),
+            "/tenants/rival/pause": (form, 403),
+            "/tenants/acme/pause": (form, 403),
+            "/hosts/h1/drain": (form, 403),
+            "/tools/read_tool": ({**form, "enabled": "no"}, 403),
+        }
+        for path, (sent, status) in tries.items():
+            assert (path, (await client.post(path, data=sent)).status_code) == (path, status)
+
+
+async def test_an_answer_to_another_call_than_the_one_shown_is_refused(world: World, visitors: Visitors) -> None:
+    question = await world.ask("make", number=50)
+    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
+        form = {"form_token": await token_of(client), "decision": "allow", "digest": "0" * 64}
+        assert (await client.post(f"/approvals/{question.id}", data=form)).status_code == 409
+        for text in ("", "[]", "{", '{"a": 1, "a": 2}', "[" * 100_000, '{"a": NaN}'):
+            sent = {**form, "decision": "change", "digest": question.digest, "arguments": text}
+            assert (text[:20], (await client.post(f"/approvals/{question.id}", data=sent)).status_code) == (text[:20], 422)
+    assert (await world.approvals.pending(world.actor("acme"), "acme", None, 100)).questions
+
+
+@pytest.mark.parametrize(
+    "next_", ["//evil.test", "https://evil.test", "/\\evil.test", "\\\\evil.test", "/\t/evil.test", "javascript:alert(1)", "/\r\nX: y", ""]
+)
+async def test_logging_in_leads_nowhere_else(world: World, visitors: Visitors, next_: str) -> None:
+    async with someone(visitors.api.url) as client:
+        response = await client.post("/login", data={"key": visitors.api.keys["acme"], "next": next_})
+        assert (response.status_code, response.headers["location"]) == (303, "/")
+
+
+async def test_every_answer_keeps_others_out(world: World, visitors: Visitors) -> None:
+    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
+        for path in ("/", "/login", "/runs", "/runs/none", "/hosts", f"/runs/{world.done}", "/static/page.css", "/static/none"):
+            headers = (await client.get(path)).headers
+            kept = {name: headers.get(name) for name in HEADERS}
+            if path == "/static/page.css":
+                assert "immutable" in str(kept.pop("Cache-Control"))
+            assert (path, kept) == (path, {name: HEADERS[name] for name in kept})
+        assert (await client.get("/login")).headers["content-security-policy"].startswith("default-src 'none'")
+
+
+async def test_a_login_is_no_key_of_the_api_and_a_key_is_no_login(world: World, visitors: Visitors) -> None:
+    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
+        assert (await client.get("/v1/tools")).status_code == 401
+    async with someone(visitors.api.url) as client:
+        headers = {"Authorization": f"Bearer {visitors.api.keys['acme']}"}
+        assert (await client.get("/runs", headers=headers)).status_code == 303
+
+
+async def test_words_in_an_address_are_not_said_by_the_page(world: World, visitors: Visitors) -> None:
+    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
+        for path in ("/tools?done=call+0800", "/runs?state=call+0800", "/approvals?shown=call+0800"):
+            assert "call 0800" not in (await client.get(path)).text
+
+
+async def test_behind_tls_the_cookie_is_for_tls_alone() -> None:
+    with open_server() as server:
+        async with open_api(server.url(), page_url="https://crew.test") as api, someone(api.url) as client:
+            response = await client.post("/login", data={"key": api.keys["acme"]}, headers={"Origin": "https://crew.test"})
+            cookie = response.headers["set-cookie"]
+            assert cookie.startswith(f"__Host-{COOKIE}=")
+            assert all(word in cookie for word in ("; Secure", "; HttpOnly", "; Path=/", "; SameSite=strict"))
+            assert "Domain" not in cookie
+
+
+async def test_a_dead_redis_is_told_as_such_and_nothing_of_where_it_is() -> None:
+    with open_server() as server:
+        async with open_api(server.url()) as api, someone(api.url, api.keys["acme"]) as client:
+            server.kill()
+            for path in ("/", "/runs", "/tools"):
+                response = await client.get(path)
+                assert (path, response.status_code) == (path, 503)
+                assert response.headers["content-type"].startswith("text/html")
+                assert str(server.port) not in response.text
+                assert server.password not in response.text

@@ -1,0 +1,268 @@
+"""What people do with the pages, in a real browser: log in, look at runs, approve, switch, pause, drain, cancel; by mouse and by keyboard."""
+
+import json
+
+import pytest
+from playwright.async_api import Page, expect
+
+from contract.names import control_queue
+from orchestrator.actors import LOCAL, Actor
+from orchestrator.approvals.questions import AlreadyAnswered, Question
+from orchestrator.audit import Audit
+from orchestrator.batches.items import RunBody
+from orchestrator.runs.records import BatchState
+from tests.batch_story import Attempt
+from tests.page_ground import DEPLOYMENT, FLOWER, Visitors, World, log_in, take_picture
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+expect.set_options(timeout=30_000)
+ADMIN = Actor(key=LOCAL, role="admin")
+
+
+async def answer_of(world: World, question: Question) -> AlreadyAnswered:
+    with pytest.raises(AlreadyAnswered) as told:
+        await world.approvals.get(question.id, ADMIN)
+    return told.value
+
+
+async def tab_to(page: Page, name: str, most: int = 60) -> None:
+    """With the keyboard alone, to what has that name; each stop on the way can be seen."""
+    for _ in range(most):
+        await page.keyboard.press("Tab")
+        here = await page.evaluate(
+            "() => { const one = document.activeElement; return [one.getAttribute('aria-label') || one.labels?.[0]?.textContent || one.textContent,"
+            " getComputedStyle(one).outlineStyle] }"
+        )
+        assert here[1] != "none", f"the focus is not seen on {here[0]}"
+        if here[0].strip() == name:
+            return
+    pytest.fail(f"{name} is not reached with the keyboard")
+
+
+async def test_a_run_is_seen_while_it_goes_on(world: World, visitors: Visitors) -> None:
+    async with visitors.visit("acme") as visit:
+        page = visit.page
+        async with world.work_run("Watch me") as worked:
+            await page.goto(f"/runs/{worked.id}")
+            await expect(page.get_by_role("heading", level=1)).to_contain_text("running")
+            worked.begin_step(1)
+            await expect(page.get_by_role("heading", name="Step 1")).to_be_visible()
+            call = worked.send_call()
+            worked.print_output(call, "first words\n")
+            await expect(page.get_by_label("Output of bash_tool so far")).to_contain_text("first words")
+            worked.print_output(call, "later words\n")
+            await expect(page.get_by_label("Output of bash_tool so far")).to_contain_text("later words")
+            await take_picture(page, "run-live")
+            worked.finish_call()
+            await expect(page.get_by_label("Output of bash_tool", exact=True)).to_contain_text("total 3")
+        await expect(page.get_by_role("heading", level=1)).to_contain_text("succeeded")
+        await expect(page.get_by_role("heading", name="Answer")).to_be_visible()
+        await expect(page.locator("#live-state")).to_contain_text("The run has ended")
+        assert await page.evaluate("window.owned") is None
+
+
+async def test_the_overview_shows_what_a_run_does(world: World, visitors: Visitors) -> None:
+    async with visitors.visit("operator") as visit, world.work_run("Be seen") as worked:
+        await visit.page.goto("/?tenant=acme")
+        worked.begin_step(1)
+        worked.send_call()
+        row = visit.page.get_by_role("row").filter(has_text=worked.id)
+        await expect(row).to_contain_text("calls bash_tool")
+
+
+async def test_a_run_is_cancelled(world: World, visitors: Visitors) -> None:
+    run = await world.hosted.start("acme", RunBody(instruction="Never begun"))
+    async with visitors.visit("operator") as visit:
+        await visit.page.goto(f"/runs/{run.id}?of=acme")
+        await visit.page.get_by_text("Cancel the run…").click()
+        await visit.page.get_by_role("button", name="Cancel the run").click()
+        await expect(visit.page.get_by_text("It is being cancelled")).to_be_visible()
+        await expect(visit.page.get_by_role("heading", level=1)).to_contain_text("cancelled")
+    entries = (await Audit(world.redis, DEPLOYMENT).read(actions=("run.cancel",))).entries
+    assert [(one.entry.target, one.entry.actor.name) for one in entries if one.entry.target == run.id] == [(run.id, "operator")]
+
+
+async def test_the_runs_are_paged_through(world: World, visitors: Visitors) -> None:
+    ids = [(await world.hosted.start("rival", RunBody(instruction=f"number {number}"))).id for number in range(60)]
+    async with visitors.visit("rival") as visit:
+        await visit.page.goto("/runs?state=queued")
+        seen = await visit.page.locator("tbody th a").all_inner_texts()
+        await visit.page.get_by_role("link", name="Older runs").click()
+        await visit.page.wait_for_url(lambda url: "cursor" in url)
+        seen += await visit.page.locator("tbody th a").all_inner_texts()
+    assert seen == list(reversed(ids))
+
+
+async def test_a_call_is_allowed_after_its_exact_bytes_were_seen(world: World, visitors: Visitors) -> None:
+    question = await world.ask("rm -rf /data\u202e cu\u0430l x\u200b \n", number=1, warning="it removes files")
+    async with visitors.visit("acme") as visit:
+        await visit.page.goto(f"/approvals/{question.id}")
+        shown = visit.page.get_by_label("command, every character")
+        await expect(shown).to_have_text("rm -rf /data\\u202e cu\u0430\\u0430l x\\u200b\u00b7\u21b5", use_inner_text=True)
+        await expect(visit.page.get_by_text("2 characters in it cannot be seen")).to_be_visible()
+        below = await visit.page.evaluate(
+            "() => document.querySelector('.warning').compareDocumentPosition(document.querySelector('pre.exact')) === Node.DOCUMENT_POSITION_PRECEDING"
+        )
+        assert below, "the warning stands after what it warns of"
+        await take_picture(visit.page, "approval")
+        await visit.page.get_by_role("button", name="Allow though it is dangerous").click()
+        await expect(visit.page.get_by_text("Allowed: the call goes on.")).to_be_visible()
+    assert (await answer_of(world, question)).answer.is_allowed
+
+
+async def test_a_call_is_denied_with_a_reason(world: World, visitors: Visitors) -> None:
+    question = await world.ask("curl evil", number=2)
+    async with visitors.visit("operator") as visit:
+        await visit.page.goto(f"/approvals/{question.id}")
+        await visit.page.get_by_label("Reason (the model reads it)").fill("not from here")
+        await visit.page.get_by_role("button", name="Deny").click()
+        await expect(visit.page.get_by_text("Denied: the model reads the reason.")).to_be_visible()
+    answer = (await answer_of(world, question)).answer
+    assert (answer.is_allowed, answer.reason, answer.by.name) == (False, "not from here", "operator")
+
+
+async def test_a_call_is_allowed_with_other_arguments_which_lose_nothing_on_the_way(world: World, visitors: Visitors) -> None:
+    question = await world.ask("ls \u202e\x00\t\n", number=3)
+    async with visitors.visit("acme") as visit:
+        await visit.page.goto(f"/approvals/{question.id}")
+        await visit.page.get_by_text("Allow with other arguments…").click()
+        box = visit.page.get_by_label("Arguments, as one JSON object")
+        text = await box.input_value()
+        assert text.isascii()
+        assert json.loads(text) == question.call.arguments
+        await box.fill(text.replace("ls ", "ls -l "))
+        await visit.page.get_by_role("button", name="Allow with these").click()
+        await expect(visit.page.get_by_text("Allowed: the call goes on.")).to_be_visible()
+    assert (await answer_of(world, question)).answer.arguments == {"command": "ls -l \u202e\x00\t\n"}
+
+
+async def test_what_was_decided_meanwhile_is_told_and_stays(world: World, visitors: Visitors) -> None:
+    question = await world.ask("ls", number=4)
+    async with visitors.visit("acme") as first, visitors.visit("operator") as second:
+        for visit in (first, second):
+            await visit.page.goto(f"/approvals/{question.id}")
+        await first.page.get_by_role("button", name="Deny").click()
+        await first.page.wait_for_url("**/approvals?*")
+        second.expected = (409,)
+        await second.page.get_by_role("button", name="Allow").click()
+        await expect(second.page.get_by_role("alert")).to_contain_text("refused by acme")
+    assert not (await answer_of(world, question)).answer.is_allowed
+
+
+async def test_a_tool_is_switched_for_everybody_and_for_one_tenant(world: World, visitors: Visitors) -> None:
+    async with visitors.visit("operator") as visit:
+        page = visit.page
+        await page.goto("/tools")
+        await page.get_by_label("Why webfetch_tool is turned off").fill("it is being <b>mended</b>")
+        await page.get_by_role("button", name="Turn off webfetch_tool for everybody").click()
+        await expect(page.get_by_text("it is being <b>mended</b>")).to_be_visible()
+        await page.get_by_role("button", name="Turn on webfetch_tool for everybody").click()
+        await expect(page.get_by_text("The tool is on")).to_be_visible()
+        await page.get_by_label("Tenant", exact=True).select_option("acme")
+        await page.get_by_role("button", name="Show", exact=True).click()
+        await page.get_by_role("button", name="Turn off webfetch_tool for acme").click()
+        await expect(page.get_by_text("Off for this tenant")).to_be_visible()
+        await page.goto("/audit")
+        await expect(page.get_by_role("row").nth(1)).to_contain_text("tool.disable")
+    async with visitors.visit("acme") as visit:
+        await visit.page.goto("/tools")
+        await expect(visit.page.get_by_text("Off for this tenant")).to_be_visible()
+        assert await visit.page.get_by_role("button", name="Turn").count() == 0
+
+
+async def test_a_tenant_is_paused_and_resumed(world: World, visitors: Visitors) -> None:
+    async with visitors.visit("operator") as visit:
+        await visit.page.goto("/tenants")
+        row = visit.page.get_by_role("row").filter(has_text="rival")
+        await row.get_by_label("Why rival is paused").fill("it does not pay")
+        await row.get_by_role("button", name="Pause rival").click()
+        await expect(row).to_contain_text("paused")
+        assert (await world.tenants.policy("rival")).is_paused
+        await row.get_by_role("button", name="Resume rival").click()
+        await expect(row).to_contain_text("active")
+
+
+async def test_a_host_is_drained_only_when_it_is_marked_that_files_may_be_lost(world: World, visitors: Visitors) -> None:
+    await world.report_host("h7", queue="host.h7.b00t")
+    async with visitors.visit("operator") as visit:
+        card = visit.page.get_by_role("region", name="h7")
+        await visit.page.goto("/hosts")
+        await card.get_by_text("Take out of service…").click()
+        visit.expected = (422,)
+        await card.get_by_role("button", name="Drain h7").click()
+        await expect(visit.page.get_by_role("alert")).to_contain_text("would lose their files")
+    assert await world.redis.llen(control_queue("host.h7.b00t")) == 0
+
+
+async def test_a_batch_is_watched_and_cancelled(world: World, visitors: Visitors) -> None:
+    await world.submit_batch("acme", "to-cancel", "short", [(f"item-{number}", Attempt()) for number in range(5)])
+    async with visitors.visit("acme") as visit:
+        await visit.page.goto("/batches")
+        await visit.page.get_by_role("link", name="to-cancel").click()
+        await expect(visit.page.get_by_role("heading", name="Over time")).to_be_visible()
+        await take_picture(visit.page, "batch")
+        await visit.page.get_by_text("Cancel the batch…").click()
+        await visit.page.get_by_role("button", name="Cancel the batch").click()
+        await expect(visit.page.get_by_text("It is being cancelled")).to_be_visible()
+    assert (await world.runs.batch("acme", "to-cancel")).state is BatchState.CANCELLED
+
+
+async def test_the_life_of_a_call_is_found_by_its_id_and_by_that_of_its_celery_task(world: World, visitors: Visitors) -> None:
+    task = await world.note_call("call-of-a-page")
+    async with visitors.visit("operator") as visit:
+        await visit.page.goto("/")
+        for word in ("call-of-a-page", task):
+            await visit.page.get_by_label("Find a call").fill(word)
+            await visit.page.get_by_role("button", name="Show", exact=True).last.click()
+            await expect(visit.page.get_by_role("heading", level=1)).to_contain_text("call-of-a-page")
+            await expect(visit.page.get_by_text("by worker")).to_contain_text("in sandbox box-1")
+            link = visit.page.get_by_role("link", name=f"{task} in Flower")
+            assert await link.get_attribute("href") == f"{FLOWER}/task/{task}"
+            await take_picture(visit.page, "call")
+            await visit.page.goto("/")
+    async with visitors.visit("rival") as visit:
+        visit.expected = (404,)
+        pages = [await visit.page.request.get(f"/calls/{word}") for word in ("call-of-a-page", task, "no-such-call")]
+        assert [page.status for page in pages] == [404, 404, 404]
+        assert len({await page.text() for page in pages}) == 1
+
+
+async def test_all_of_it_can_be_done_with_the_keyboard(world: World, visitors: Visitors) -> None:
+    question = await world.ask("make", number=5)
+    async with visitors.visit() as visit:
+        page = visit.page
+        await page.goto("/login")
+        await page.keyboard.type(visitors.api.keys["acme"])
+        await page.keyboard.press("Enter")
+        await page.wait_for_url(lambda url: "/login" not in url)
+        await page.keyboard.press("Tab")
+        assert await page.evaluate("document.activeElement.textContent") == "Skip to the content"
+        await page.keyboard.press("Enter")
+        await page.wait_for_function("document.activeElement.id === 'main'")
+        await page.goto(f"/approvals/{question.id}")
+        await tab_to(page, "Reason (the model reads it)")
+        await page.keyboard.type("no")
+        await tab_to(page, "Deny bash_tool")
+        await page.keyboard.press("Enter")
+        await page.wait_for_url("**/approvals?*")
+    assert (await answer_of(world, question)).answer.reason == "no"
+
+
+async def test_a_login_ends_with_its_key_and_says_so_to_pages_that_are_open(world: World, visitors: Visitors) -> None:
+    key = await world.add_key("acme")
+    async with visitors.visit() as visit:
+        await log_in(visit.page, key.text)
+        await visit.page.goto("/runs")
+        await world.revoke_key(key)
+        visit.expected = (401,)
+        await expect(visit.page.locator("#live-state")).to_contain_text("You are logged out")
+        await visit.page.goto("/runs?state=failed")
+        assert visit.page.url.endswith("/login?next=%2Fruns%3Fstate%3Dfailed")
+        await visit.page.get_by_label("API key").fill(visitors.api.keys["acme"])
+        await visit.page.get_by_role("button", name="Log in").click()
+        await visit.page.wait_for_url("**/runs?state=failed")
+        await visit.page.get_by_role("button", name="Log out").click()
+        await visit.page.wait_for_url("**/login")
+        await visit.page.goto("/")
+        assert "/login" in visit.page.url

@@ -1,0 +1,164 @@
+"""Admission of paused tenants: nothing of theirs begins, and nothing of it is lost."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from structlog.testing import capture_logs
+
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.tenancy import TenantPolicy
+from orchestrator.admission import PausableAdmission, Slot, SlotRequest
+from orchestrator.admission import pauses as pauses_module
+
+PAUSED = TenantPolicy(is_paused=True, pause_reason="the bill is open")
+SOON_S = 10.0
+
+
+class Tenants:
+    """One tenant's policy, as somebody sets it. `error`: what is raised instead."""
+
+    def __init__(self, policy: TenantPolicy = TenantPolicy()) -> None:  # noqa: B008
+        self.now = policy
+        self.error: Exception | None = None
+        self.asked = 0
+        self.looked = asyncio.Event()
+
+    async def policy(self, tenant: str) -> TenantPolicy:
+        self.asked += 1
+        self.looked.set()
+        if self.error is not None:
+            raise self.error
+        return self.now
+
+
+class Slots:
+    """Gives every request a slot once `free` is set."""
+
+    def __init__(self) -> None:
+        self.free = asyncio.Event()
+        self.free.set()
+        self.asked: list[SlotRequest] = []
+        self.used: list[float | None] = []
+        self.given_back = asyncio.Event()
+        self.is_closed = False
+
+    @asynccontextmanager
+    async def slot(self, request: SlotRequest) -> AsyncIterator[Slot]:
+        self.asked.append(request)
+        await self.free.wait()
+        slot = Slot()
+        try:
+            yield slot
+        finally:
+            self.used.append(slot.used_s)
+            self.given_back.set()
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+
+def build_request(policy: TenantPolicy, *, wait_s: float = 60.0, is_urgent: bool = False) -> SlotRequest:
+    return SlotRequest("acme", policy, "host.a.b1", "c1", "bash_tool", "interactive", wait_s, 30.0, is_urgent)
+
+
+async def take(admission: PausableAdmission, request: SlotRequest) -> str:
+    async with admission.slot(request) as slot:
+        slot.used_s = 2.0
+        return "ran"
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pauses_module, "LOOK_S", 0.01)
+
+
+async def test_a_call_of_a_tenant_that_is_served_has_its_slot_at_once() -> None:
+    slots, tenants = Slots(), Tenants()
+    request = build_request(tenants.now)
+    assert await take(PausableAdmission(slots, tenants), request) == "ran"
+    assert (slots.asked, slots.used) == ([request], [2.0])
+
+
+async def test_calls_of_a_paused_tenant_wait_and_go_on_when_it_is_resumed() -> None:
+    slots, tenants = Slots(), Tenants(PAUSED)
+    admission = PausableAdmission(slots, tenants)
+    calls = [asyncio.create_task(take(admission, build_request(PAUSED))) for _ in range(50)]
+    await asyncio.wait_for(tenants.looked.wait(), SOON_S)
+    assert slots.asked == []
+    tenants.now = TenantPolicy()
+    assert await asyncio.wait_for(asyncio.gather(*calls), SOON_S) == ["ran"] * 50
+    assert len(slots.used) == 50
+
+
+async def test_a_slot_that_comes_when_the_tenant_is_paused_meanwhile_is_given_back_unused() -> None:
+    slots, tenants = Slots(), Tenants()
+    slots.free.clear()
+    admission = PausableAdmission(slots, tenants)
+    call = asyncio.create_task(take(admission, build_request(TenantPolicy())))
+    await asyncio.sleep(0)
+    tenants.now = PAUSED
+    slots.free.set()
+    await asyncio.wait_for(tenants.looked.wait(), SOON_S)
+    await asyncio.wait_for(slots.given_back.wait(), SOON_S)
+    assert (slots.used, call.done()) == ([0.0], False)
+    tenants.now = TenantPolicy()
+    assert await asyncio.wait_for(call, SOON_S) == "ran"
+    assert slots.used == [0.0, 2.0]
+
+
+async def test_who_has_waited_for_as_long_as_it_may_is_told_that_the_tenant_is_paused_and_why() -> None:
+    slots = Slots()
+    with pytest.raises(ToolFailure, match=r"acme is paused \(the bill is open\).*toolcrew resume acme") as refused:
+        await take(PausableAdmission(slots, Tenants(PAUSED)), build_request(PAUSED, wait_s=0.05))
+    assert (refused.value.code, refused.value.metadata["not_run"]) == (ErrorCode.RATE_LIMITED, "admission")
+    assert isinstance(refused.value.metadata["retry_after_s"], float)
+    assert slots.asked == []
+
+
+async def test_what_only_ends_things_passes() -> None:
+    slots = Slots()
+    assert await take(PausableAdmission(slots, Tenants(PAUSED)), build_request(PAUSED, is_urgent=True)) == "ran"
+
+
+async def test_a_redis_that_is_away_for_a_moment_fails_nobody_who_waits() -> None:
+    slots, tenants = Slots(), Tenants(PAUSED)
+    tenants.error = BrokerUnavailable("away")
+    with capture_logs():
+        call = asyncio.create_task(take(PausableAdmission(slots, tenants), build_request(PAUSED)))
+        await asyncio.wait_for(tenants.looked.wait(), SOON_S)
+        assert not call.done()
+        tenants.error, tenants.now = None, TenantPolicy()
+        assert await asyncio.wait_for(call, SOON_S) == "ran"
+
+
+async def test_calls_of_a_tenant_that_is_removed_while_it_is_paused_are_told_so() -> None:
+    tenants = Tenants(PAUSED)
+    call = asyncio.create_task(take(PausableAdmission(Slots(), tenants), build_request(PAUSED)))
+    await asyncio.wait_for(tenants.looked.wait(), SOON_S)
+    tenants.error = ToolFailure(ErrorCode.UNKNOWN_TENANT, "there is no tenant acme")
+    with pytest.raises(ToolFailure, match="there is no tenant acme"):
+        await asyncio.wait_for(call, SOON_S)
+
+
+async def test_nobody_asks_for_a_tenant_when_nobody_waits_for_it() -> None:
+    tenants = Tenants(PAUSED)
+    admission = PausableAdmission(Slots(), tenants)
+    call = asyncio.create_task(take(admission, build_request(PAUSED)))
+    await asyncio.wait_for(tenants.looked.wait(), SOON_S)
+    watch = admission._watches["acme"]
+    call.cancel()
+    await asyncio.wait_for(watch, SOON_S)
+    assert (dict(admission._watches), dict(admission._waiting)) == ({}, {})
+
+
+async def test_closing_ends_what_watches() -> None:
+    slots, tenants = Slots(), Tenants(PAUSED)
+    admission = PausableAdmission(slots, tenants)
+    call = asyncio.create_task(take(admission, build_request(PAUSED)))
+    await asyncio.wait_for(tenants.looked.wait(), SOON_S)
+    await asyncio.wait_for(admission.aclose(), SOON_S)
+    assert slots.is_closed
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)

@@ -1,0 +1,248 @@
+"""The audit: an entry for every change and none without one, read newest first, by filters, from a cursor; bounded, and without secrets."""
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.names import audit_key, switches_key, tenants_key
+from contract.registry import Switch
+from contract.tenancy import TenantPolicy
+from orchestrator import audit as audit_file
+from orchestrator.actors import LOCAL, Actor, local_actor
+from orchestrator.api_keys import ApiKeys
+from orchestrator.audit import MAX_DETAIL_CHARS, Audit, AuditAction, Audited, build_entry
+from orchestrator.switches import RedisSwitches
+from orchestrator.tenants import RedisTenants
+from tests.conftest import RedisProcess
+
+OPERATOR = Actor(key="0123456789abcdef", role="operator", name="ada", tenant="ops")
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as opened:
+        yield opened
+
+
+async def entries(client: "redis.asyncio.Redis") -> list[Audited]:
+    """Oldest first."""
+    return [*reversed((await Audit(client, "d").read()).entries)]
+
+
+def told(kept: Audited) -> tuple[str, str | None, str]:
+    return kept.entry.action, kept.entry.tenant, kept.entry.target
+
+
+async def test_every_switch_of_a_tool_is_written_down_with_who_turned_it_and_why(client: "redis.asyncio.Redis") -> None:
+    switches = RedisSwitches(client, "d").acting_as(OPERATOR)
+    await switches.turn_off("echo", Switch(by="ada", reason="it is being mended"))
+    await switches.turn_off("echo", Switch(by="ada"), "acme")
+    await switches.turn_on("echo")
+    found = await entries(client)
+    assert [told(kept) for kept in found] == [
+        ("tool.disable", None, "echo"),
+        ("tool.disable", "acme", "echo"),
+        ("tool.enable", None, "echo"),
+    ]
+    assert found[0].entry.actor == OPERATOR
+    assert found[0].entry.details == {"reason": "it is being mended"}
+
+
+async def test_turning_on_what_is_on_is_no_change_and_has_no_entry(client: "redis.asyncio.Redis") -> None:
+    assert not await RedisSwitches(client, "d").turn_on("echo")
+    assert await entries(client) == []
+
+
+async def test_every_change_of_a_tenant_says_what_is_new(client: "redis.asyncio.Redis") -> None:
+    tenants = RedisTenants(client, "d")
+    await tenants.add("acme", TenantPolicy(weight=2))
+    await tenants.change("acme", lambda policy: policy.model_copy(update={"in_flight": 7}))
+    await tenants.change("acme", lambda policy: policy.model_copy(update={"queued": 9}), action="tenant.pause", reason="unpaid")
+    await tenants.remove("acme")
+    found = await entries(client)
+    assert [told(kept) for kept in found] == [
+        (action, "acme", "acme") for action in ("tenant.add", "tenant.set", "tenant.pause", "tenant.remove")
+    ]
+    assert [kept.entry.details for kept in found] == [{"weight": "2.0"}, {"in_flight": "7"}, {"queued": "9", "reason": "unpaid"}, {}]
+    assert {kept.entry.actor.key for kept in found} == {LOCAL}
+
+
+async def test_a_tenant_that_stays_as_it_is_or_is_none_has_no_entry(client: "redis.asyncio.Redis") -> None:
+    tenants = RedisTenants(client, "d")
+    await tenants.add("acme", TenantPolicy(weight=2))
+    await tenants.change("acme", lambda policy: policy)
+    await tenants.replace("acme", TenantPolicy(weight=2))
+    for work in (tenants.add("acme", TenantPolicy()), tenants.replace("nobody", TenantPolicy()), tenants.remove("nobody")):
+        with pytest.raises(ToolFailure):
+            await work
+    assert [told(kept) for kept in await entries(client)] == [("tenant.add", "acme", "acme")]
+
+
+async def test_a_change_that_somebody_else_was_faster_than_is_written_down_once(client: "redis.asyncio.Redis") -> None:
+    mine, others = RedisTenants(client, "d"), RedisTenants(client, "d").acting_as(OPERATOR)
+    await mine.add("acme", TenantPolicy())
+    tries = list[TenantPolicy]()
+
+    def change(policy: TenantPolicy) -> TenantPolicy:
+        tries.append(policy)
+        return policy.model_copy(update={"weight": 3.0})
+
+    present = mine._read_present
+
+    async def read_late(name: str) -> bytes:
+        read = await present(name)
+        if not tries:
+            await others.replace("acme", TenantPolicy(in_flight=5))
+        return read
+
+    mine._read_present = read_late  # type: ignore[method-assign]
+    assert await mine.change("acme", change) == TenantPolicy(in_flight=5, weight=3.0)
+    found = await entries(client)
+    assert len(tries) == 2
+    assert [(kept.entry.actor.key, kept.entry.details) for kept in found[1:]] == [
+        (OPERATOR.key, {"in_flight": "5"}),
+        (LOCAL, {"weight": "3.0"}),
+    ]
+
+
+async def test_keys_that_come_and_go_are_written_down_and_never_the_key_itself(client: "redis.asyncio.Redis") -> None:
+    keys = ApiKeys(client, "d")
+    made = await keys.add("default", "operator", name="ci", ttl_s=60)
+    with pytest.raises(ToolFailure):
+        await keys.add("nobody")
+    assert await keys.revoke(made.id)
+    assert not await keys.revoke(made.id)
+    found = await entries(client)
+    assert [told(kept) for kept in found] == [("key.add", "default", made.id), ("key.remove", "default", made.id)]
+    assert found[0].entry.details.items() >= {("role", "operator"), ("name", "ci"), ("tail", made.text[-4:])}
+    kept = str(await client.xrange(audit_key("d")))
+    assert made.text not in kept
+    assert made.record.digest not in kept
+    assert made.text[len("tc_0123456789abcdef_") : -4] not in kept
+
+
+async def test_a_key_whose_record_cannot_be_read_is_revoked_and_written_down(client: "redis.asyncio.Redis") -> None:
+    await client.hset("toolcrew:d:api-keys", "feed", "junk")
+    assert await ApiKeys(client, "d").revoke("feed")
+    (kept,) = await entries(client)
+    assert (told(kept), kept.entry.details) == (("key.remove", None, "feed"), {"record": "could not be read"})
+
+
+async def test_a_holder_of_a_key_acts_under_its_id_and_name(client: "redis.asyncio.Redis") -> None:
+    keys = ApiKeys(client, "d")
+    made = await keys.add("default", "admin", name="ada")
+    actor = (await keys.authenticate(made.text)).actor()
+    assert actor == Actor(key=made.id, role="admin", name="ada", tenant="default")
+    await RedisTenants(client, "d").acting_as(actor).add("acme", TenantPolicy())
+    assert (await entries(client))[-1].entry.actor == actor
+
+
+async def test_nothing_is_changed_when_it_cannot_be_written_down(client: "redis.asyncio.Redis") -> None:
+    tenants, keys, switches = RedisTenants(client, "d"), ApiKeys(client, "d"), RedisSwitches(client, "d")
+    await tenants.add("acme", TenantPolicy())
+    made = await keys.add("acme")
+    await switches.turn_off("echo", Switch())
+    before = [await client.hgetall(key) for key in (tenants_key("d"), "toolcrew:d:api-keys", switches_key("d"))]
+    await client.delete(audit_key("d"))
+    await client.set(audit_key("d"), "not a stream")
+    for work in (
+        tenants.add("more", TenantPolicy()),
+        tenants.replace("acme", TenantPolicy(weight=5)),
+        tenants.remove("acme"),
+        keys.add("acme"),
+        keys.revoke(made.id),
+        switches.turn_off("other", Switch()),
+        switches.turn_on("echo"),
+        Audit(client, "d").add(build_entry(OPERATOR, "call.kill", "c1")),
+    ):
+        with pytest.raises(BrokerUnavailable):
+            await work
+    assert [await client.hgetall(key) for key in (tenants_key("d"), "toolcrew:d:api-keys", switches_key("d"))] == before
+
+
+async def fill(client: "redis.asyncio.Redis", number: int, tenant: str | None = None, action: AuditAction = "call.kill") -> None:
+    log = Audit(client, "d")
+    for at in range(number):
+        await log.add(build_entry(OPERATOR, action, f"c{at}", tenant=tenant))
+
+
+async def test_pages_go_from_the_newest_to_the_oldest_without_a_gap_while_entries_are_added(client: "redis.asyncio.Redis") -> None:
+    await fill(client, 25)
+    log, found, cursor = Audit(client, "d"), list[str](), None
+    for _ in range(3):
+        page = await log.read(cursor, 10)
+        found += [kept.entry.target for kept in page.entries]
+        cursor = page.cursor
+        await fill(client, 1, action="run.cancel")
+    assert found == [f"c{at}" for at in reversed(range(25))]
+    assert cursor is None
+    assert (await log.read(None, 1)).entries[0].entry.action == "run.cancel"
+
+
+async def test_filters_find_what_is_far_back_by_as_many_looks_as_it_takes(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_file, "_AT_ONCE", 5)
+    monkeypatch.setattr(audit_file, "MAX_LOOKED_AT", 10)
+    await fill(client, 2, tenant="acme")
+    await fill(client, 30)
+    log, cursor, pages, found = Audit(client, "d"), None, 0, list[Audited]()
+    while pages == 0 or cursor is not None:
+        page = await log.read(cursor, 10, tenant="acme")
+        found, cursor, pages = [*found, *page.entries], page.cursor, pages + 1
+    assert [kept.entry.target for kept in found] == ["c1", "c0"]
+    assert pages == 4
+    assert [kept.entry.target for kept in (await log.read(limit=10, actions=("run.cancel",))).entries] == []
+    assert [kept.entry.target for kept in (await log.read(limit=1, target="c29")).entries] == ["c29"]
+
+
+async def test_the_oldest_go_when_there_are_too_many(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_file, "_ADD", audit_file._ADD.replace(str(audit_file.MAX_ENTRIES), "100"))
+    await fill(client, 350)
+    assert 100 <= await client.xlen(audit_key("d")) < 350
+
+
+async def test_entries_of_a_later_release_and_junk_are_no_obstacle(client: "redis.asyncio.Redis") -> None:
+    await fill(client, 1)
+    await client.xadd(audit_key("d"), {"entry": json.dumps({"actor": {"key": "x", "role": "admin"}, "action": "moon.land"})})
+    await client.xadd(audit_key("d"), {"other": "field"})
+    assert [kept.entry.target for kept in await entries(client)] == ["c0"]
+
+
+@pytest.mark.parametrize(
+    "cursor", ["", "-", "x", "1", "1-", "-1", "(1-1", "1-1-1", "+", "$", "٣-٣", f"{2**64}-0", "9" * 5000 + "-1", "1-1\n"]
+)
+async def test_what_is_no_cursor_is_refused_before_redis_sees_it(client: "redis.asyncio.Redis", cursor: str) -> None:
+    with pytest.raises(ToolFailure) as refused:
+        await Audit(client, "d").read(cursor)
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1001])
+async def test_what_is_no_limit_is_refused(client: "redis.asyncio.Redis", limit: int) -> None:
+    with pytest.raises(ToolFailure):
+        await Audit(client, "d").read(None, limit)
+
+
+def test_long_details_are_shortened_visibly_and_empty_ones_left_out() -> None:
+    entry = build_entry(OPERATOR, "tool.disable", "echo", details={"reason": "x" * 5000, "none": None, "empty": "", "odd": "\ud800"})
+    assert set(entry.details) == {"reason", "odd"}
+    assert len(entry.details["reason"]) <= MAX_DETAIL_CHARS
+    assert entry.details["reason"].endswith("... (5000 characters)")
+    assert entry.details["odd"] == "?"
+
+
+def test_what_cannot_be_written_down_is_refused_before_it_is_done() -> None:
+    for target, tenant in (("x" * 300, None), ("echo", "no tenant")):
+        with pytest.raises(ToolFailure) as refused:
+            build_entry(OPERATOR, "tool.disable", target, tenant=tenant)
+        assert "nothing was changed" in refused.value.message
+
+
+def test_whoever_runs_a_program_has_the_name_of_his_user() -> None:
+    actor = local_actor()
+    assert (actor.key, actor.role) == (LOCAL, "admin")
+    assert actor.label() == actor.name != ""

@@ -1,0 +1,301 @@
+"""Ending calls from anywhere: what waits never begins, what runs is told where it runs, and its caller hears who did it. Over a real Redis."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import redis.asyncio
+from structlog.testing import capture_logs
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from contract.ledger import CallState
+from contract.names import audit_key, call_key, kills_key
+from orchestrator import call_control as control_module
+from orchestrator import call_kills as kills_module
+from orchestrator.actors import Actor
+from orchestrator.call_control import CallControl
+from orchestrator.call_kills import CallKills, KillOrder, KillWatch
+from orchestrator.call_ledger import CallLedger
+from orchestrator.dispatcher import Route
+from orchestrator.transport import DeliveryFailed
+from tests.conftest import RedisProcess
+
+SOON_S = 20.0
+ANNE = Actor(key="k1", role="operator", name="anne")
+
+
+@dataclass
+class Orders:
+    """Stands where a dispatcher would: what hosts are told, and what that does."""
+
+    obey: Callable[[ToolCall], Awaitable[None]]
+    told: list[tuple[ToolCall, Route]] = field(default_factory=list)
+
+    async def command(self, call: ToolCall, route: Route) -> None:
+        self.told.append((call, route))
+        await self.obey(call)
+
+
+@dataclass
+class Pool:
+    redis: Any
+    dispatcher: Any
+
+
+class Ground:
+    """One deployment, and its calls by hand."""
+
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        self.client = client
+        self.kills = CallKills(client, "d")
+        self.watch = KillWatch(CallKills(client, "d"))
+        self.orders = Orders(self._end)
+        self.control = CallControl(Pool(client, self.orders), "d")  # type: ignore[arg-type]
+
+    async def note(self, call: str = "c1", tenant: str = "acme", **fields: Any) -> None:
+        plain = {"state": "queued", "attempt": 1, "queue": "host.a.b1", "task": "t1", "session": "s1"}
+        await self.client.hset(call_key("d", tenant, call), mapping={name: str(value) for name, value in {**plain, **fields}.items()})
+
+    async def state(self, call: str = "c1", tenant: str = "acme") -> str:
+        told = await self.client.hget(call_key("d", tenant, call), "state")
+        return told.decode() if told else ""
+
+    async def audited(self) -> list[dict[str, Any]]:
+        return [json.loads(fields[b"entry"]) for _, fields in await self.client.xrange(audit_key("d"))]
+
+    async def _end(self, order: ToolCall) -> None:
+        """As the host's worker does that runs the call."""
+        await self.note(str(order.arguments["call_id"]), state="done", code="CANCELLED")
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ground]:
+    monkeypatch.setattr(kills_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(control_module, "HEARD_S", 1.0)
+    monkeypatch.setattr(control_module, "ORDER_AGAIN_S", 0.1)
+    client = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
+    opened = Ground(client)
+    with capture_logs():
+        yield opened
+        await opened.watch.aclose()
+    await client.aclose()
+
+
+async def result_of(code: ErrorCode | None = None, **fields: Any) -> ToolResult:
+    return ToolResult(call_id="c1", name="bash_tool", success=code is None, error_code=code, error="killed" if code else None, **fields)
+
+
+async def wait_for_ever() -> ToolResult:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def test_a_call_in_the_queue_is_forbidden_and_its_caller_is_told_at_once_by_whom_and_why(ground: Ground) -> None:
+    await ground.note()
+    call = asyncio.create_task(ground.watch.watched("acme", "c1", wait_for_ever()))
+    killed = await ground.control.kill("acme", "c1", ANNE, "it runs away")
+    assert (killed.record.state, killed.record.code, killed.was_over) == (CallState.FORBIDDEN, "CANCELLED", False)
+    with pytest.raises(ToolFailure, match="killed by anne: it runs away; it had not begun") as told:
+        await asyncio.wait_for(call, SOON_S)
+    assert told.value.code is ErrorCode.CANCELLED
+    assert ground.orders.told == []
+
+
+async def test_a_call_that_waits_for_its_first_slot_is_known_to_its_program_and_never_begins(ground: Ground) -> None:
+    call = asyncio.create_task(ground.watch.watched("acme", "c1", wait_for_ever()))
+    killed = await asyncio.wait_for(ground.control.kill("acme", "c1", ANNE), SOON_S)
+    assert killed.record.state is CallState.FORBIDDEN
+    with pytest.raises(ToolFailure, match="killed by anne"):
+        await asyncio.wait_for(call, SOON_S)
+    assert await ground.state() == "forbidden"
+
+
+async def test_a_call_that_runs_is_ended_where_it_runs(ground: Ground) -> None:
+    await ground.note(state="running", holder="host.b.b2/w1")
+    killed = await ground.control.kill("acme", "c1", ANNE, "enough")
+    assert (killed.record.state, killed.record.code, killed.record.killed) == (
+        CallState.DONE,
+        "CANCELLED",
+        "the call was killed by anne: enough",
+    )
+    [(order, route)] = ground.orders.told
+    assert (order.name, order.arguments, route) == ("session.cancel", {"call_id": "c1"}, Route("acme", "s1", "host.b.b2"))
+
+
+async def test_the_order_is_repeated_until_the_call_has_ended(ground: Ground) -> None:
+    """It may come to the host before the call does."""
+    await ground.note(state="running", holder="host.b.b2/w1")
+
+    async def third_time(order: ToolCall) -> None:
+        if len(ground.orders.told) == 3:
+            await ground.note(state="done", code="CANCELLED")
+
+    ground.orders.obey = third_time
+    await asyncio.wait_for(ground.control.kill("acme", "c1", ANNE), SOON_S)
+    assert len(ground.orders.told) == 3
+
+
+async def test_a_call_that_will_not_end_is_said_to_be_one(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "ENDED_S", 0.2)
+    await ground.note(state="running", holder="host.b.b2/w1")
+
+    async def ignore(order: ToolCall) -> None:
+        """The host is gone."""
+
+    ground.orders.obey = ignore
+    with pytest.raises(OperatorError, match="was told to end and has not"):
+        await asyncio.wait_for(ground.control.kill("acme", "c1", ANNE), SOON_S)
+
+
+async def test_the_result_of_a_killed_call_says_by_whom_and_why(ground: Ground) -> None:
+    await ground.note(state="done", killed="the call was killed by anne: enough")
+    result = await ground.watch.watched("acme", "c1", result_of(ErrorCode.CANCELLED, output="so far"))
+    assert (result.error_code, result.error, result.output) == (
+        ErrorCode.CANCELLED,
+        "the call was killed by anne: enough; killed",
+        "so far",
+    )
+
+
+async def test_a_program_of_a_session_that_was_killed_has_failed_too(ground: Ground) -> None:
+    await ground.note(state="done", killed="the call was killed by anne")
+    result = await ground.watch.watched("acme", "c1", result_of(metadata={"cancelled": True, "returncode": -15}))
+    assert (result.success, result.error_code) == (False, ErrorCode.CANCELLED)
+
+
+@pytest.mark.parametrize("code", [None, ErrorCode.TIMEOUT])
+async def test_a_call_that_ended_by_itself_just_then_has_its_own_result(ground: Ground, code: ErrorCode | None) -> None:
+    await ground.note(state="done", killed="the call was killed by anne")
+    result = await ground.watch.watched("acme", "c1", result_of(code))
+    assert (result.error_code, "anne" in (result.error or "")) == (code, False)
+
+
+async def test_who_loses_its_host_while_it_is_killed_is_still_told_that_it_may_have_acted(ground: Ground) -> None:
+    await ground.note(state="unknown", killed="the call was killed by anne")
+
+    async def lose() -> ToolResult:
+        raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, "its host is gone")
+
+    with pytest.raises(DeliveryFailed, match="killed by anne; its host is gone") as told:
+        await ground.watch.watched("acme", "c1", lose())
+    assert told.value.code is ErrorCode.OUTCOME_UNKNOWN
+
+
+async def test_a_call_that_runs_is_left_to_its_host_by_the_program_that_waits_for_it(ground: Ground) -> None:
+    await ground.note(state="running", holder="host.b.b2/w1")
+    ended = asyncio.Event()
+
+    async def serve() -> ToolResult:
+        await ended.wait()
+        return await result_of(ErrorCode.CANCELLED)
+
+    call = asyncio.create_task(ground.watch.watched("acme", "c1", serve()))
+    await asyncio.sleep(0)
+    await ground.kills.order(KillOrder(tenant="acme", call="c1", by="anne"))
+    await ground.watch.look()
+    assert not call.done()
+    ended.set()
+    assert "killed by anne" in str((await call).error)
+
+
+async def test_a_killed_call_is_not_sent_again_when_its_host_is_lost(ground: Ground) -> None:
+    await ground.note(state="lost")
+    ledger = CallLedger(ground.client, "d")
+    assert (await ground.control.kill("acme", "c1", ANNE)).record.state is CallState.LOST
+    assert await ledger.renew("acme", "c1", 1) is False
+    await ground.note("c2", state="lost")
+    assert await ledger.renew("acme", "c2", 1) is True
+
+
+async def test_calls_of_the_same_id_of_other_tenants_go_on(ground: Ground) -> None:
+    """The aim: to end another tenant's call by knowing its id."""
+    await ground.note(tenant="bolt")
+    other = asyncio.create_task(ground.watch.watched("bolt", "c1", wait_for_ever()))
+    await asyncio.sleep(0)
+    with pytest.raises(ToolFailure, match="nothing is known of call c1 of tenant acme"):
+        await ground.control.kill("acme", "c1", ANNE)
+    assert (await ground.state(tenant="bolt"), other.done()) == ("queued", False)
+    other.cancel()
+    await asyncio.gather(other, return_exceptions=True)
+
+
+@pytest.mark.parametrize("call_id", ["never-was", "", "x" * 65, "c1:events", "*", "c1\n"])
+async def test_of_a_call_that_is_none_nothing_is_noted(ground: Ground, call_id: str) -> None:
+    with pytest.raises(ToolFailure) as refused:
+        await ground.control.kill("acme", call_id, ANNE)
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+    assert [await ground.audited(), await ground.client.exists(call_key("d", "acme", call_id))] == [[], 0]
+
+
+async def test_a_call_that_has_ended_is_said_to_have(ground: Ground) -> None:
+    await ground.note(state="done", code="TIMEOUT")
+    killed = await ground.control.kill("acme", "c1", ANNE)
+    assert (killed.was_over, killed.record.code, killed.record.killed) == (True, "TIMEOUT", "")
+    assert await ground.audited() == []
+
+
+async def test_each_kill_stands_in_the_audit_once(ground: Ground) -> None:
+    await ground.note()
+    await ground.note("c2", state="running", holder="host.b.b2/w1")
+    for call in ("c1", "c1", "c2", "c2"):
+        await ground.control.kill("acme", call, ANNE, "enough")
+    entries = await ground.audited()
+    assert [(one["action"], one["target"], one["tenant"], one["details"]["reason"]) for one in entries] == [
+        ("call.kill", "c1", "acme", "enough"),
+        ("call.kill", "c2", "acme", "enough"),
+    ]
+
+
+async def test_a_program_that_is_stopped_itself_is_not_told_of_a_kill(ground: Ground) -> None:
+    call = asyncio.create_task(ground.watch.watched("acme", "c1", wait_for_ever()))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
+async def test_a_task_goes_on_after_its_call_was_killed(ground: Ground) -> None:
+    """The cancellation is ours, and leaves nothing behind."""
+
+    async def work() -> str:
+        with pytest.raises(ToolFailure):
+            await ground.watch.watched("acme", "c1", wait_for_ever())
+        await asyncio.sleep(0)
+        task = asyncio.current_task()
+        return f"went on {task.cancelling() if task is not None else None}"
+
+    running = asyncio.create_task(work())
+    await asyncio.wait_for(ground.control.kill("acme", "c1", ANNE), SOON_S)
+    assert await asyncio.wait_for(running, SOON_S) == "went on 0"
+
+
+async def test_nobody_looks_for_orders_when_there_are_no_calls(ground: Ground) -> None:
+    await ground.watch.watched("acme", "c1", result_of())
+    watch = ground.watch._watch
+    assert watch is not None
+    await asyncio.wait_for(watch, SOON_S)
+    assert ground.watch._watch is None
+
+
+async def test_the_orders_are_few_however_many_are_given(ground: Ground) -> None:
+    """The aim: to fill Redis, and every program's ears."""
+    for number in range(1100):
+        await ground.kills.order(KillOrder(tenant="acme", call=f"c{number}", by="anne"))
+    assert await ground.client.zcard(kills_key("d")) == 1000
+    assert await ground.client.ttl(kills_key("d")) > 0
+
+
+async def test_what_is_no_order_is_passed_over(ground: Ground) -> None:
+    await ground.client.zadd(kills_key("d"), {b"\xff{": 1.0, b'{"tenant": "acme", "call": "c1"}': 2.0})
+    assert await ground.kills.recent(0.0) == []
+
+
+async def test_a_redis_that_is_away_is_told_and_kills_nothing() -> None:
+    client = redis.asyncio.Redis.from_url("redis://127.0.0.1:1/0", socket_timeout=1)
+    with pytest.raises(BrokerUnavailable, match="the call was not killed"):
+        await CallKills(client, "d").order(KillOrder(tenant="acme", call="c1", by="anne"))
+    await client.aclose()

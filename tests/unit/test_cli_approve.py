@@ -1,0 +1,200 @@
+"""`toolcrew approve` and `toolcrew audit`: what waits is shown exactly, decided once, by whom it may; and who changed what."""
+
+import asyncio
+import io
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+from click.testing import Result
+from rich.console import Console
+from typer.testing import CliRunner
+
+from contract.settings import BrokerSettings
+from contract.tenancy import TenantPolicy
+from orchestrator.api_keys import ApiKeys
+from orchestrator.approvals.queue import ApprovalQueue
+from orchestrator.cli import app
+from orchestrator.events import ApprovalAsked
+from orchestrator.tenants import RedisTenants
+from orchestrator.terminal import RunView
+from tests.approval_ground import build_question
+from tests.conftest import RedisProcess
+
+Toolcrew = Callable[..., Result]
+
+
+@pytest.fixture
+def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Toolcrew:
+    """The command on a Redis without any worker."""
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, [*arguments])
+
+
+def on(server: RedisProcess, work: Callable[["redis.asyncio.Redis", ApprovalQueue], Coroutine[Any, Any, Any]]) -> Any:
+    """What another process does."""
+
+    async def run() -> Any:
+        keys = BrokerSettings.model_validate({"redis_url": server.url}).signing_keys()
+        async with redis.asyncio.Redis.from_url(server.url) as client:
+            return await work(client, ApprovalQueue(client, "default", keys))
+
+    return asyncio.run(run())
+
+
+def ask(server: RedisProcess, *commands: str, **fields: Any) -> list[Any]:
+    questions = [build_question(command, number=number, **fields) for number, command in enumerate(commands)]
+
+    async def work(_: Any, queue: ApprovalQueue) -> None:
+        for question in questions:
+            await queue.ask(question, "x", 600)
+
+    on(server, work)
+    return questions
+
+
+def answer_of(server: RedisProcess, id_: str) -> Any:
+    return on(server, lambda _, queue: queue.answers([id_]))[id_]
+
+
+def test_what_waits_is_shown_with_its_exact_arguments_and_the_warning_last(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+    hostile = "ls \u202e\u200b\x1b[2J\nWARNING: none, allow it\n\x9b1mrun it? [y/N]"
+    (question,) = ask(redis_server, hostile)
+    shown = toolcrew("approve", "ls")
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.rstrip("\n").split("\n")
+    assert lines[0].startswith(f"{question.id}  until ")
+    assert "\\u202e\\u200b" in shown.stdout
+    assert not set("\u202e\u200b\x1b\x9b") & set(shown.stdout)
+    assert lines[-1] == "WARNING: it removes files"
+    # Every line of the command is marked as one.
+    assert [line for line in lines if "allow it" in line and not line.startswith("  ")] == []
+    assert shown.stderr == "1 wait\n"
+
+
+def test_programs_get_questions_as_they_are(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+    (question,) = ask(redis_server, "rm -rf \u202e/data")
+    (told,) = json.loads(toolcrew("approve", "ls", "--json").stdout)
+    assert told["id"] == question.id
+    assert told["call"]["arguments"] == {"command": "rm -rf \u202e/data"}
+    assert (told["tenant"], told["run"], told["digest"], told["warning"]) == ("acme", "run-1", question.digest, "it removes files")
+
+
+def test_half_a_character_is_shown_and_answered_like_any_other(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+    (question,) = ask(redis_server, "ls \ud83d")
+    assert "\\ud83d" in toolcrew("approve", "ls").stdout
+    assert json.loads(toolcrew("approve", "ls", "--json").stdout)[0]["call"]["arguments"] == {"command": "ls \ud83d"}
+    assert toolcrew("approve", "allow", question.id).exit_code == 0
+
+
+def test_a_call_is_allowed_refused_and_changed(toolcrew: Toolcrew, redis_server: RedisProcess, tmp_path: Path) -> None:
+    first, second, third = ask(redis_server, "a", "b", "c")
+    other = tmp_path / "arguments.json"
+    other.write_text('{"command": "ls"}')
+    assert toolcrew("approve", "allow", first.id).stdout == "bash_tool is allowed\n"
+    assert toolcrew("approve", "deny", second.id, "--reason", "no").stdout == "bash_tool is refused\n"
+    told = json.loads(toolcrew("approve", "allow", third.id, "--arguments", f"@{other}", "--json").stdout)
+    assert told == {"id": third.id, "state": "allowed", "tool": "bash_tool", "digest": third.digest, "arguments_changed": True}
+    assert [answer_of(redis_server, one.id).is_allowed for one in (first, second, third)] == [True, False, True]
+    assert answer_of(redis_server, second.id).reason == "no"
+    assert answer_of(redis_server, third.id).arguments == {"command": "ls"}
+    assert toolcrew("approve", "ls").stderr == "nothing waits for a decision\n"
+    again = toolcrew("approve", "deny", first.id)
+    assert again.exit_code == 1
+    assert "allowed by" in again.stderr
+    rows = json.loads(toolcrew("audit", "--json").stdout)
+    assert [row["action"] for row in rows] == ["approval.allow", "approval.deny", "approval.allow"]
+    assert {row["tenant"] for row in rows} == {"acme"}
+
+
+@pytest.mark.parametrize(("digest", "code"), [("{0:.16}", 0), ("0" * 16, 1), ("{0:.3}", 1), ("", 1)])
+def test_a_digest_that_is_not_the_calls_decides_nothing(toolcrew: Toolcrew, redis_server: RedisProcess, digest: str, code: int) -> None:
+    (question,) = ask(redis_server, "a")
+    assert toolcrew("approve", "allow", question.id, "--digest", digest.format(question.digest)).exit_code == code
+
+
+@pytest.mark.parametrize("given", ["{}", "@/nowhere/at/all.json", "@list.json", "@junk.json"])
+def test_arguments_that_cannot_be_read_decide_nothing(
+    toolcrew: Toolcrew, redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("list.json").write_text("[1]")
+    Path("junk.json").write_text("{")
+    (question,) = ask(redis_server, "a")
+    told = toolcrew("approve", "allow", question.id, "--arguments", given, "--json")
+    assert told.exit_code == 1
+    assert json.loads(told.stdout)["error"]["code"] == "INVALID_ARGUMENTS"
+    assert on(redis_server, lambda _, queue: queue.answers([question.id])) == {}
+
+
+def test_without_a_pool_there_is_nothing_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
+    for arguments in (("approve", "ls"), ("audit",)):
+        told = CliRunner().invoke(app, arguments)
+        assert told.exit_code == 1
+        assert "TOOLCREW_REDIS_URL" in told.stderr
+
+
+def test_a_run_of_a_stack_of_its_own_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
+    monkeypatch.setenv("TOOLCREW_APPROVALS", "queue")
+    told = CliRunner().invoke(app, ["run", "act", "--model", "scripted"])
+    assert told.exit_code == 1
+    assert "set TOOLCREW_REDIS_URL" in told.stderr
+
+
+@pytest.mark.parametrize("asks_elsewhere", [True, False])
+def test_a_run_says_where_its_questions_are_asked(asks_elsewhere: bool) -> None:
+    out = io.StringIO()
+    view = RunView(Console(file=out, width=200, force_terminal=False), asks_elsewhere=asks_elsewhere)
+    view.on_event(ApprovalAsked(run="r", call=build_question().call, digest="d", reason="", warning="", expires_at=0.0))
+    assert ("toolcrew approve ls" in out.getvalue()) == asks_elsewhere
+
+
+def make_key(server: RedisProcess, role: Any, tenant: str = "acme") -> str:
+    async def work(client: "redis.asyncio.Redis", _: ApprovalQueue) -> str:
+        tenants = RedisTenants(client, "default")
+        if tenant not in await tenants.all():
+            await tenants.add(tenant, TenantPolicy())
+        return (await ApiKeys(client, "default").add(tenant, role, name=f"{role} of {tenant}")).text
+
+    return str(on(server, work))
+
+
+def test_a_tenants_key_opens_its_own_questions_and_no_audit(
+    toolcrew: Toolcrew, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (mine,), (others,) = ask(redis_server, "a"), ask(redis_server, "b", tenant="other")
+    monkeypatch.setenv("TOOLCREW_API_KEY", make_key(redis_server, "tenant"))
+    assert [one["id"] for one in json.loads(toolcrew("approve", "ls", "--json").stdout)] == [mine.id]
+    assert "there is no question" in toolcrew("approve", "allow", others.id).stderr
+    assert toolcrew("approve", "ls", "--tenant", "other").exit_code == 3
+    assert toolcrew("audit").exit_code == 3
+    monkeypatch.setenv("TOOLCREW_APPROVERS", "operator")
+    assert toolcrew("approve", "allow", mine.id).exit_code == 3
+    monkeypatch.delenv("TOOLCREW_APPROVERS")
+    assert toolcrew("approve", "allow", mine.id).exit_code == 0
+    assert answer_of(redis_server, mine.id).by.name == "tenant of acme"
+
+
+def test_the_audit_is_shown_a_line_an_entry_by_tenant_and_action(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+    assert toolcrew("audit").stdout == "nothing has been changed yet that fits\n"
+    assert toolcrew("tenants", "add", "acme", "--weight", "2").exit_code == 0
+    assert toolcrew("tenants", "keys", "add", "acme", "--name", "a\nb\x1b[2J").exit_code == 0
+    head, newest, oldest = toolcrew("audit").stdout.splitlines()
+    assert head.split() == ["at", "actor", "role", "action", "tenant", "target", "details"]
+    assert "key.add" in newest
+    assert "\x1b" not in newest
+    assert 'weight="2.0"' in oldest
+    assert len(json.loads(toolcrew("audit", "--json", "-n", "1").stdout)) == 1
+    assert [row["action"] for row in json.loads(toolcrew("audit", "--json", "--action", "tenant.add,tool.disable").stdout)] == [
+        "tenant.add"
+    ]
+    assert json.loads(toolcrew("audit", "--json", "--tenant", "other").stdout) == []
+    wrong = toolcrew("audit", "--action", "moon.land")
+    assert wrong.exit_code == 1
+    assert "tool.disable" in wrong.stderr

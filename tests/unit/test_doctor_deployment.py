@@ -1,0 +1,396 @@
+"""`toolcrew doctor` of a deployment: with one thing broken at a time it names that one, says what to do, and nothing else is called broken."""
+
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from contract.errors import BrokerUnavailable
+from contract.names import (
+    api_keys_key,
+    approvals_key,
+    catalog_key,
+    catalog_names_key,
+    host_key,
+    hosts_key,
+    open_sessions_key,
+    refusals_key,
+    slots_key,
+    switches_key,
+    tenants_key,
+)
+from contract.settings import BrokerSettings
+from contract.specs import Catalog
+from contract.tenancy import SandboxTerms, TenantPolicy
+from orchestrator import doctor_deep
+from orchestrator.api_keys import ApiKeys
+from orchestrator.doctor import examine
+from orchestrator.doctor_deep import examine_hosts, judge_clock
+from orchestrator.doctor_pool import examine_pool
+from orchestrator.doctor_redis import examine_redis
+from orchestrator.findings import Finding, Report
+from orchestrator.redis_connection import open_redis
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.tenants import RedisTenants
+from tests.builders import build_spec
+from tests.conftest import RedisProcess
+from tests.fake_hosts import build_report
+from tests.redis_ground import broker_for, open_server
+from tests.stack import free_port
+from workers.tools.builtin import build_registry
+
+D = "default"
+QUEUE = "host.h1.b00t"
+DISK = 100 * 1024**3
+Client = redis.asyncio.Redis
+
+
+@pytest.fixture
+def broker(redis_server: RedisProcess) -> BrokerSettings:
+    return BrokerSettings.model_validate({"redis_url": redis_server.url})
+
+
+@pytest.fixture
+async def client(broker: BrokerSettings) -> AsyncIterator[Client]:
+    client = open_redis(broker)
+    yield client
+    await client.aclose()
+
+
+async def report_host(client: Client, name: str = "h1", **fields: Any) -> None:
+    report = build_report(name, **{"disk_free_bytes": DISK, **fields})
+    await client.zadd(hosts_key(D), {report.queue: time.time()})
+    await client.set(host_key(D, report.queue), report.model_dump_json())
+    await client.set(slots_key(D, report.queue), 4)
+
+
+async def serve(client: Client) -> None:
+    """A deployment in which nothing is broken."""
+    await report_host(client)
+    specs = (build_spec("bash_tool", pool="sandbox"),)
+    await client.set(catalog_key(D, "sandbox"), Catalog(tools=specs).model_dump_json())
+    await client.set(catalog_names_key(D, "sandbox"), json.dumps(["bash_tool"]))
+
+
+async def looked_at(client: Client) -> Report:
+    report = Report()
+    await examine_pool(client, D, report)
+    return report
+
+
+def of(report: Report, name: str) -> list[Finding]:
+    return [found for found in report.findings if found.name == name]
+
+
+def bad(report: Report) -> list[tuple[str, bool]]:
+    """Those that are not good but for pools without workers: name, and whether it is broken."""
+    return [(found.name, found.needed) for found in report.findings if not found.is_good and found.name != "workers"]
+
+
+async def test_a_deployment_in_which_nothing_is_broken_is_healthy(client: Client, broker: BrokerSettings) -> None:
+    await serve(client)
+    report = await looked_at(client)
+    assert await examine_redis(client, broker, report)
+
+    assert bad(report) == []
+    assert report.is_healthy
+    assert {found.name for found in report.findings} == {
+        "hosts", "workers", "queues", "tenants", "audit", "redis", "memory", "persistence", "secret", "clock",
+    }  # fmt: skip
+
+
+# --- Redis ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "is_broken", "words", "remedy"),
+    [
+        ({"maxmemory-policy": "allkeys-lru"}, "memory", True, "throw calls and results away", "noeviction"),
+        ({"maxmemory": "1"}, "memory", True, "about to be refused", "raise maxmemory"),
+        ({"appendonly": "no"}, "persistence", False, "lost with Redis's process", "appendonly yes"),
+    ],
+    ids=["evicts", "full", "keeps nothing"],
+)
+async def test_what_redis_is_told_wrong_is_named(
+    client: Client, broker: BrokerSettings, settings: dict[str, str], name: str, is_broken: bool, words: str, remedy: str
+) -> None:
+    before = {key: (await client.config_get(key))[key] for key in settings}
+    for key, value in settings.items():
+        await client.config_set(key, value)
+    report = Report()
+    try:
+        await examine_redis(client, broker, report)
+    finally:
+        for key, value in before.items():
+            await client.config_set(key, value)
+
+    found = next(one for one in of(report, name) if not one.is_good)
+    assert found.needed is is_broken
+    assert words in found.text
+    assert remedy in found.remedy
+    assert report.is_healthy is not is_broken
+
+
+async def test_messages_that_somebody_else_signed_are_told_and_those_that_expired_are_not(client: Client, broker: BrokerSettings) -> None:
+    await client.hset(refusals_key(D), mapping={"signature": 3, "expired": 90})
+    report = Report()
+    await examine_redis(client, broker, report)
+
+    assert [
+        (found.needed, "signature: 3" in found.text, "expired" in found.text) for found in of(report, "secret") if not found.is_good
+    ] == [(False, True, False)]
+
+
+async def test_a_secret_that_is_being_changed_is_told(client: Client, broker: BrokerSettings) -> None:
+    changing = broker.model_copy(update={"secrets_previous": ("older",)})
+    report = Report()
+    await examine_redis(client, BrokerSettings.model_validate(changing.model_dump()), report)
+
+    assert ["TOOLCREW_SECRETS_PREVIOUS" in found.remedy for found in of(report, "secret")] == [True]
+
+
+async def test_the_user_of_orchestrators_may_ask_for_everything() -> None:
+    with open_server(users=True) as server:
+        settings = OrchestratorSettings.model_validate({"redis_url": server.url("orchestrator"), "secret": "s" * 20})
+        report = await examine(settings, "deployment")
+
+    assert [found for found in report.findings if found.needed and not found.is_good] == []
+    assert any("user orchestrator" in found.text for found in of(report, "redis"))
+    assert {"hosts", "queues", "tenants", "audit", "memory"} <= {found.name for found in report.findings}
+
+
+async def test_a_user_with_another_password_than_everybody_needs_the_secret() -> None:
+    with open_server(users=True) as server:
+        report = await examine(OrchestratorSettings.model_validate({"redis_url": server.url("orchestrator")}), "deployment")
+
+    assert [found.needed for found in of(report, "secret") if "TOOLCREW_SECRET" in found.text and not found.is_good] == [True]
+
+
+async def test_a_replica_is_no_redis_to_write_to() -> None:
+    with open_server() as master, open_server(f"replicaof 127.0.0.1 {master.port}", f"masterauth {master.password}") as replica:
+        broker = broker_for(replica.url())
+        client = open_redis(broker)
+        report = Report()
+        try:
+            await examine_redis(client, broker, report)
+        finally:
+            await client.aclose()
+
+    assert any("replica" in found.text and found.needed for found in of(report, "redis"))
+
+
+async def test_a_redis_that_does_not_answer_is_one_finding() -> None:
+    settings = OrchestratorSettings.model_validate({"redis_url": f"redis://:x@127.0.0.1:{free_port()}/0"})
+    report = await examine(settings, "deployment")
+
+    assert [found.is_good for found in of(report, "redis")] == [False]
+    assert not report.is_healthy
+
+
+async def test_a_redis_that_goes_in_between_is_an_error_that_says_so(redis_server: RedisProcess, client: Client) -> None:
+    await serve(client)
+    redis_server.stop()
+    try:
+        with pytest.raises(BrokerUnavailable, match="see that it is up"):
+            await looked_at(client)
+    finally:
+        redis_server.start()
+
+
+# --- hosts and queues -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_broken", "words", "remedy"),
+    [
+        ({"release": "0"}, True, "release 0", "upgrading.md"),
+        ({"healthy": False, "trouble": "sandboxd does not answer"}, True, "sandboxd does not answer", "toolcrew doctor"),
+        ({"worker": "", "draining": True}, False, "successor", "start its worker"),
+        ({"draining": True}, False, "no new sessions", "wait"),
+        ({"memory_free_bytes": 1}, False, "memory are left", "TOOLCREW_MAX_SANDBOXES"),
+        ({"disk_free_bytes": 1}, False, "disk are left", "TOOLCREW_SANDBOXD_STATE"),
+        ({"sessions": 100}, False, "all 100 sessions are taken", "add a host"),
+    ],
+    ids=["release", "unhealthy", "restarting", "draining", "memory", "disk", "full"],
+)
+async def test_a_host_in_trouble_is_named_with_what_to_do(
+    client: Client, fields: dict[str, Any], is_broken: bool, words: str, remedy: str
+) -> None:
+    await serve(client)
+    await report_host(client, "h2", **fields)
+    report = await looked_at(client)
+
+    assert bad(report) == [("hosts", is_broken)]
+    found = next(one for one in of(report, "hosts") if not one.is_good)
+    assert found.text.startswith("h2 (")
+    assert words in found.text
+    assert remedy in found.remedy
+
+
+async def test_a_worker_whose_report_is_of_another_release_is_told_and_its_queue_is_not_called_dead(client: Client) -> None:
+    await serve(client)
+    await client.zadd(hosts_key(D), {"host.new.b00t": time.time()})
+    await client.set(host_key(D, "host.new.b00t"), '{"surprise": 1}')
+    await client.lpush("host.new.b00t", "{}")
+
+    assert [
+        (found.needed, "host.new.b00t" in found.text)
+        for found in (await looked_at(client)).findings
+        if not found.is_good and found.name == "hosts"
+    ] == [(True, True)]
+    assert all("no longer reports" not in found.text for found in (await looked_at(client)).findings)
+
+
+async def test_hosts_with_other_images_are_told(client: Client) -> None:
+    await serve(client)
+    await report_host(client, "h2", images=("base",))
+    assert bad(await looked_at(client)) == [("hosts", False)]
+
+
+async def test_without_a_host_no_session_can_be_opened_and_it_says_how_one_is_started(client: Client) -> None:
+    found = of(await looked_at(client), "hosts")
+    assert [(one.needed, "toolcrew worker start" in one.remedy) for one in found] == [(False, True)]
+
+
+async def test_calls_in_the_queue_of_a_host_that_is_gone_are_told(client: Client) -> None:
+    await serve(client)
+    await client.zadd(hosts_key(D), {"host.gone.b00t": time.time() - 100})
+    assert bad(await looked_at(client)) == []
+    await client.lpush("host.gone.b00t", "{}")
+
+    report = await looked_at(client)
+    assert bad(report) == [("queues", True)]
+    assert "host.gone.b00t: 1 calls" in of(report, "queues")[0].text
+
+
+@pytest.mark.parametrize(("slots", "age_s", "is_broken"), [(0, 0, True), (4, 3600, True), (4, 0, False)], ids=["unserved", "old", "fresh"])
+async def test_calls_that_nobody_takes_are_told(client: Client, slots: int, age_s: float, is_broken: bool) -> None:
+    await serve(client)
+    call = f"toolcrew:{D}:acme:call:c1"
+    await client.hset(call, "queued_at", str(time.time() - age_s))
+    await client.lpush("pool.web", json.dumps({"body": "x", "headers": {"call_key": call}}))
+    if slots:
+        await client.set(slots_key(D, "pool.web"), slots)
+
+    report = await looked_at(client)
+    assert bad(report) == ([("queues", True)] if is_broken else [])
+
+
+@pytest.mark.parametrize("message", ["", "{", '{"headers": {"call_key": "other:key"}}', '{"headers": {"call_key": "toolcrew:default:x"}}'])
+async def test_a_message_of_somebody_else_stops_no_look(client: Client, message: str) -> None:
+    await serve(client)
+    await client.set(slots_key(D, "pool.web"), 4)
+    await client.hset(f"toolcrew:{D}:x", "queued_at", "yesterday")
+    await client.lpush("pool.web", message)
+    assert bad(await looked_at(client)) == []
+
+
+# --- tools, tenants, keys, questions ------------------------------------------------------------------------------------------------
+
+
+async def test_tools_that_were_served_or_are_hidden_or_off_are_told(client: Client) -> None:
+    await serve(client)
+    await client.set(catalog_names_key(D, "web"), json.dumps(["webfetch_tool"]))
+    hidden = (build_spec("bash_tool", pool="tools"),)
+    await client.set(catalog_key(D, "tools"), Catalog(tools=hidden).model_dump_json())
+    await client.hset(switches_key(D), "bash_toll", json.dumps({"reason": "r", "at": 0.0}))
+    report = await looked_at(client)
+
+    told = [found.text for found in of(report, "tools")]
+    assert len(told) == 4
+    assert "bash_tool of the pool tools" in told[0]
+    assert told[1] == "served before, and not now: webfetch_tool"
+    assert told[2] == "switched off: bash_toll"
+    assert "no worker publishes them: bash_toll" in told[3]
+    assert [found.needed for found in of(report, "tools")] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_broken", "words"),
+    [
+        (b"{", True, "cannot be read"),
+        (TenantPolicy(sandbox=SandboxTerms(tenant_class="gold")), True, "no host knows the class 'gold' of acme"),
+        (TenantPolicy(sandbox=SandboxTerms(images=("mine",))), True, "no host has an image"),
+        (TenantPolicy(is_paused=True, pause_reason="unpaid"), False, "acme is paused: unpaid"),
+    ],
+    ids=["unreadable", "class", "image", "paused"],
+)
+async def test_a_tenant_that_is_not_served_is_told(client: Client, policy: bytes | TenantPolicy, is_broken: bool, words: str) -> None:
+    await serve(client)
+    text = policy if isinstance(policy, bytes) else policy.model_dump_json(exclude_defaults=True)
+    await client.hset(tenants_key(D), mapping={"acme": text, "fine": "{}"})
+    report = await looked_at(client)
+
+    assert bad(report) == [("tenants", is_broken)]
+    assert words in of(report, "tenants")[0].text
+
+
+async def test_keys_are_told_before_they_expire_when_they_have_and_when_nobody_can_read_them(client: Client) -> None:
+    await serve(client)
+    await RedisTenants(client, D).add("acme", TenantPolicy())
+    keys = ApiKeys(client, D)
+    await keys.add("acme", name="lasting")
+    await keys.add("acme", name="ci", ttl_s=3 * 86_400)
+    await ApiKeys(client, D, clock=lambda: time.time() - 1000).add("acme", name="old", ttl_s=60)
+    await client.hset(api_keys_key(D), "feedfeedfeedfeed", "{}")
+    report = await looked_at(client)
+
+    told = sorted(found.text for found in of(report, "keys"))
+    assert len(told) == 3
+    assert [
+        words
+        for words in ("(ci) of acme expires in 3.0 days", "(old) of acme has expired", "cannot be read")
+        if not any(words in one for one in told)
+    ] == []
+    assert report.is_healthy
+
+
+async def test_only_questions_that_still_wait_are_counted(client: Client) -> None:
+    await serve(client)
+    now_ms = time.time() * 1000
+    await client.zadd(approvals_key(D), {"over": now_ms - 60_000})
+    assert of(await looked_at(client), "approvals") == []
+    await client.zadd(approvals_key(D), {"open": now_ms + 60_000})
+    assert [found.text for found in of(await looked_at(client), "approvals")] == ["1 calls wait for a person"]
+
+
+# --- the words ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("told", "is_told", "words"),
+    [
+        (b"1000.5\n", False, ""),
+        (b"900\n", True, "behind"),
+        (b"1100\n", True, "ahead of"),
+        (b"now?\n", True, "does not tell"),
+        (b"nan", True, "ahead of"),
+    ],
+)
+def test_the_clock_of_a_host_is_judged_by_what_a_sandbox_there_says(told: bytes, is_told: bool, words: str) -> None:
+    report = Report()
+    judge_clock("h1", told, 1000.0, 1001.0, report)
+    assert [words in found.text for found in report.findings] == ([True] if is_told else [])
+
+
+def test_a_finding_that_is_not_good_has_its_remedy_below() -> None:
+    report = Report()
+    report.good("memory", "1 MiB")
+    report.broken("redis", "gone", "start it")
+    assert report.lines() == ["ok    memory  1 MiB", "FAIL  redis   gone", "              -> start it"]
+
+
+async def test_a_host_that_takes_no_call_is_named_and_nothing_of_the_session_stays(
+    redis_server: RedisProcess, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await serve(client)
+    await client.set(catalog_key(D, "sandbox"), Catalog(tools=tuple(build_registry().specs())).model_dump_json())
+    monkeypatch.setattr(doctor_deep, "QUEUE_WAIT_S", 0.5)
+    report = Report()
+    await examine_hosts(broker_for(redis_server.url), [build_report()], report)
+
+    assert [(found.name, found.is_good, found.needed, found.text[:3]) for found in report.findings] == [("calls", False, True, "h1:")]
+    assert await client.zcard(open_sessions_key(D)) == 0

@@ -1,0 +1,153 @@
+"""`toolcrew doctor` of what a deployment speaks to: Flower, the API, the model's endpoint, the collector; asked over real sockets."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.doctor_links import examine_model, examine_pages, examine_tracing
+from orchestrator.findings import Finding, Report
+from orchestrator.settings import OrchestratorSettings
+from tests.stack import free_port
+
+
+def of(report: Report, name: str) -> list[Finding]:
+    return [found for found in report.findings if found.name == name]
+
+
+@contextmanager
+def answering(status: int, body: bytes = b"{}", location: str = "") -> Iterator[tuple[str, list[str]]]:
+    """A server that answers so to everything; what it was asked, with the key."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(f"{self.path} {self.headers.get('Authorization', '')}".strip())
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            if location:
+                self.send_header("Location", location)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Tests are quiet."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def settings_of(**fields: Any) -> OrchestratorSettings:
+    return OrchestratorSettings.model_validate(fields)
+
+
+NOT_READY = json.dumps({"ready": False, "checks": {"redis": "not connected yet", "x": "ok"}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "is_good", "words"),
+    [
+        (200, b"{}", True, "answers"),
+        (401, b"", True, "asks for a login"),
+        (503, NOT_READY, False, "redis: not connected yet"),
+        (503, b"<html>", False, "does not say why"),
+        (404, b"", False, "answers with 404"),
+    ],
+)
+async def test_the_api_is_asked_whether_it_is_ready(status: int, body: bytes, is_good: bool, words: str) -> None:
+    report = Report()
+    with answering(status, body) as (url, asked):
+        await examine_pages(settings_of(page_url=url), report)
+
+    assert asked == ["/readyz"]
+    assert [(found.is_good, words in found.text) for found in of(report, "api")] == [(is_good, True)]
+    assert report.is_healthy is is_good
+
+
+async def test_pages_that_do_not_answer_are_told_and_those_that_are_not_named_are_no_fault() -> None:
+    report, url = Report(), f"http://127.0.0.1:{free_port()}"
+    await examine_pages(settings_of(flower_url=url), report)
+
+    assert ["TOOLCREW_FLOWER_URL" in found.remedy for found in of(report, "flower")] == [True]
+    assert [found.is_good for found in of(report, "api")] == [True]
+
+
+LISTED = json.dumps({"data": [{"id": "m1"}, {"id": "m2"}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("model", "status", "body", "is_good", "needed", "words"),
+    [
+        ("m1", 200, LISTED, True, True, "m1 at http"),
+        ("m9", 200, LISTED, False, False, "it does not list that model"),
+        ("m1", 200, b"[]", True, True, "m1 at"),
+        ("m1", 401, b"", False, True, "refuses the key"),
+        ("m1", 500, b"", False, True, "answers with 500"),
+        ("m1", 404, b"", True, True, "m1 at"),
+    ],
+)
+async def test_the_models_endpoint_is_asked_for_what_costs_nothing(
+    model: str, status: int, body: bytes, is_good: bool, needed: bool, words: str
+) -> None:
+    report = Report()
+    with answering(status, body) as (url, asked):
+        await examine_model(settings_of(OPENAI_BASE_URL=f"{url}/v1", OPENAI_API_KEY="key-of-the-model", model=model), report)
+
+    assert asked == ["/v1/models Bearer key-of-the-model"]
+    assert [(found.is_good, found.needed, words in found.text) for found in report.findings] == [(is_good, needed, True)]
+    assert "key-of-the-model" not in json.dumps(report.to_json())
+
+
+async def test_the_models_key_is_not_shown_to_where_its_endpoint_sends_us() -> None:
+    report = Report()
+    with answering(200) as (other, asked), answering(307, location=f"{other}/v1/models") as (url, _):
+        await examine_model(settings_of(OPENAI_BASE_URL=f"{url}/v1", OPENAI_API_KEY="key-of-the-model", model="m1"), report)
+
+    assert asked == []
+    assert len(report.findings) == 1
+
+
+async def test_a_login_in_the_endpoints_url_is_not_told() -> None:
+    report = Report()
+    base = f"http://user:geheim@127.0.0.1:{free_port()}/v1"
+    await examine_model(settings_of(OPENAI_BASE_URL=base, model="m"), report)
+
+    assert [found.is_good for found in report.findings] == [False]
+    assert "geheim" not in json.dumps(report.to_json())
+
+
+async def test_a_collector_that_does_not_answer_and_a_wrong_word_for_tracing_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TOOLCREW_TRACING", "otlp")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    report = Report()
+    await examine_tracing(settings_of(traces=tmp_path / "not" / "yet"), report)
+    monkeypatch.setenv("TOOLCREW_TRACING", "on")
+    wrong = Report()
+    await examine_tracing(settings_of(traces=Path("/proc/self/traces")), wrong)
+
+    assert [(found.name, found.is_good) for found in report.findings] == [("tracing", False), ("traces", True)]
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT" in report.findings[0].remedy
+    assert report.is_healthy
+    assert not wrong.is_healthy
+
+
+async def test_a_collector_that_answers_is_good(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with answering(200) as (url, _):
+        monkeypatch.setenv("TOOLCREW_TRACING", "otlp")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        report = Report()
+        await examine_tracing(settings_of(traces=tmp_path), report)
+    assert [found.is_good for found in report.findings] == [True, True]

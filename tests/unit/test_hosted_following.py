@@ -1,0 +1,119 @@
+"""Whoever follows programs' runs: at his own pace, from wherever he stopped, over one connection for all."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from orchestrator.batches.items import FailureKind
+from orchestrator.runs import event_hub, told_events
+from orchestrator.runs.event_hub import RunEventHub
+from orchestrator.runs.told_events import ToldEvents, parse_id
+from tests.conftest import RedisProcess
+from tests.hosted_ground import ECHO, HostedGround, MadeHosted, open_hosted, types
+from tests.item_ground import echo_then
+from tests.run_ground import build_outcome
+
+
+@pytest.fixture
+async def made(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
+    async with open_hosted(redis_server) as make:
+        yield make
+
+
+@pytest.fixture
+def ground(made: MadeHosted) -> HostedGround:
+    return made(["done"])
+
+
+async def tell(ground: HostedGround, run: str, claim: str, *words: str, first: int = 0, told_step: int | None = None) -> bool:
+    events = [json.dumps({"type": "TextArrived", "text": word}) for word in words]
+    telling = told_events.Telling("acme", run, claim, first, events, told_step)
+    return (await ToldEvents(ground.client, "d").tell([telling]))[0]
+
+
+# Whoever follows
+
+
+async def test_whoever_stopped_goes_on_after_the_last_event_that_he_had(made: MadeHosted) -> None:
+    ground = made(echo_then("done", "one"))
+    run = await ground.start()
+    async with ground.working():
+        events = await ground.events(run)
+    for at, event in enumerate(events):
+        assert await ground.events(run, event["id"]) == events[at + 1 :]
+
+
+async def test_a_slow_follower_holds_nobody_up_and_misses_nothing(made: MadeHosted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_hub, "RING_EVENTS", 4)
+    ground = made()
+    run = await ground.start()
+    claim = await ground.claimed()
+    await tell(ground, run, claim.word, "0")
+    slow = ground.runs.follow("acme", run)
+    seen = [await anext(slow)]
+    quick = asyncio.create_task(ground.events(run))
+    for number in range(1, 100):
+        await tell(ground, run, claim.word, f"{number}", first=number)
+    await ground.queue.finish(claim, build_outcome(claim, FailureKind.TOOL))
+    events = await quick
+    assert len(events) == 101
+    seen += [entry async for entry in slow]
+    assert [event for event, _ in seen] == [event["id"] for event in events]
+
+
+async def test_one_connection_serves_all_and_nothing_is_left_when_they_have_gone(ground: HostedGround) -> None:
+    runs = [await ground.start() for _ in range(20)]
+    following = [asyncio.create_task(ground.events(run)) for run in runs for _ in range(3)]
+    while sum(stream.readers for stream in ground.runs.hub._streams.values()) < 60:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    blocked = [one for one in await ground.client.client_list() if one["cmd"] == "xread"]
+    assert len(blocked) <= 1
+    for task in following[:30]:
+        task.cancel()
+    for run in runs[10:]:
+        await ground.runs.cancel("acme", run)
+    ends = await asyncio.gather(*following[30:])
+    assert [types(events) for events in ends] == [["RunEnded"]] * 30
+    await asyncio.gather(*following, return_exceptions=True)
+    assert ground.runs.hub._streams == {}
+    assert ground.runs.hub._reading is None
+
+
+async def test_a_word_in_an_event_ends_nobodys_following(ground: HostedGround) -> None:
+    run = await ground.start()
+    claim = await ground.claimed()
+    hub, following = RunEventHub(ground.client, "d"), asyncio.create_task(ground.events(run))
+    await tell(ground, run, claim.word, 'x", "type": "RunEnded"', "RunEnded")
+    await tell(ground, run, claim.word, "y", first=2)
+    await ground.queue.finish(claim, build_outcome(claim))
+    assert len(await following) == 4
+    await hub.close()
+
+
+@pytest.mark.parametrize(
+    "event", ["x", "-", "1-", "-1", "1-2-3", f"{2**64}", f"1-{2**64}", f"{2**64 - 1}-{2**64 - 1}", "1-0\r\nDEL", "²", "1" * 21]
+)
+def test_an_id_that_is_none_is_refused(event: str) -> None:
+    with pytest.raises(ToolFailure) as failure:
+        parse_id(event)
+    assert failure.value.code is ErrorCode.INVALID_ARGUMENTS
+
+
+async def test_a_run_that_is_none_is_followed_by_nobody(ground: HostedGround) -> None:
+    for name in ("0" * 24, "x:events", "*"):
+        with pytest.raises(ToolFailure):
+            await ground.events(name)
+    theirs = (await ground.runs.start("zeta", ECHO)).id
+    with pytest.raises(ToolFailure):
+        await ground.events(theirs)
+
+
+async def test_whoever_begins_to_follow_is_told_that_redis_is_away() -> None:
+    async with redis.asyncio.Redis.from_url("redis://127.0.0.1:1", socket_timeout=1) as client:
+        hub = RunEventHub(client, "d")
+        with pytest.raises(BrokerUnavailable):
+            await anext(hub.follow("acme", "0" * 24))

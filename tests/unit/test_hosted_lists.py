@@ -1,0 +1,139 @@
+"""Lists of programs' runs: page by page while runs come and go, by state, and of many in a moment."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.batches.items import FailureKind, RunBody
+from orchestrator.runs.hosted import HostedRuns
+from orchestrator.runs.hosted_records import HostedState
+from tests.conftest import RedisProcess
+from tests.hosted_ground import ECHO, HostedGround, MadeHosted, open_hosted
+from tests.item_ground import echo_then
+from tests.run_ground import build_outcome
+
+
+@pytest.fixture
+async def made(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
+    async with open_hosted(redis_server) as make:
+        yield make
+
+
+@pytest.fixture
+def ground(made: MadeHosted) -> HostedGround:
+    return made(echo_then("done", "one"))
+
+
+async def test_ten_thousand_runs_are_listed_a_page_at_a_time_and_quickly(ground: HostedGround) -> None:
+    for _ in range(20):
+        await asyncio.gather(*(ground.runs.start("acme", ECHO) for _ in range(10)))
+    pipe = ground.client.pipeline(transaction=False)
+    one: Any = await ground.client.hgetall(f"toolcrew:d:acme:run:{(await ground.runs.list('acme', limit=1)).runs[0].id}")
+    for number in range(9800):
+        pipe.hset(f"toolcrew:d:acme:run:old{number}", mapping={**one, b"state": b"ended"})
+        for part in ("index", "succeeded"):
+            pipe.zadd(f"toolcrew:d:acme:batch:@runs:{part}", {f"old{number}": -number})
+    await pipe.execute()
+    for state in (None, HostedState.QUEUED, HostedState.SUCCEEDED, HostedState.FAILED):
+        took = []
+        for _ in range(5):
+            began = time.perf_counter()
+            page = await ground.runs.list("acme", limit=50, state=state)
+            took.append(time.perf_counter() - began)
+        # 20 ms on a quiet machine; what goes through all records would take seconds.
+        assert min(took) < 0.2, state
+        assert len(page.runs) == (0 if state is HostedState.FAILED else 50)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_pages_have_each_run_once_while_runs_are_started_and_forgotten(redis_server: RedisProcess, data: st.DataObject) -> None:
+    async def check() -> None:
+        async with open_hosted(redis_server) as make:
+            ground = make()
+            await ground.client.flushdb()
+            ground.runs = HostedRuns(ground.client, "d", ground.pool.tenants, max_kept=data.draw(st.integers(5, 30)))
+            known = [await ground.start() for _ in range(data.draw(st.integers(0, 20)))]
+            seen, cursor, is_first = list[str](), None, True
+            while cursor is not None or is_first:
+                is_first = False
+                page = await ground.runs.list("acme", cursor=cursor, limit=data.draw(st.integers(1, 7)))
+                seen += [run.id for run in page.runs]
+                cursor = page.next_cursor
+                for _ in range(data.draw(st.integers(0, 3))):
+                    await ground.start()
+                if data.draw(st.booleans()) and known:
+                    await ground.client.delete(f"toolcrew:d:acme:run:{known.pop(0)}")
+            assert len(set(seen)) == len(seen)
+            assert [run for run in seen if run in known] == [run for run in reversed(known) if run in seen]
+            assert set(known) <= set(seen)
+
+    asyncio.run(check())
+
+
+async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(made: MadeHosted) -> None:
+    ground = made(["done", "done"])
+    ground.runs = HostedRuns(ground.client, "d", ground.pool.tenants, max_kept=3)
+    started = [await ground.start() for _ in range(2)]
+    async with ground.working():
+        await ground.ended(started[1])
+        await ground.ended(started[0])
+    cursor = (await ground.runs.list("acme", limit=1)).next_cursor
+    started += [await ground.start() for _ in range(3)]
+    assert [run.id for run in (await ground.runs.list("acme")).runs] == started[:1:-1]
+    assert (await ground.runs.list("acme", cursor=cursor)).runs == ()
+    assert await ground.client.keys(f"toolcrew:d:acme:run:{started[0]}*") == []
+
+
+async def test_runs_that_do_not_end_keep_no_others_from_being_forgotten(made: MadeHosted) -> None:
+    ground = made(["done"])
+    ground.runs = HostedRuns(ground.client, "d", ground.pool.tenants, max_kept=15)
+    waiting = [await ground.start(priority=-1) for _ in range(12)]
+    ended = []
+    for _ in range(6):
+        ended.append(await ground.start(priority=1))
+        claim = await ground.claimed()
+        await ground.queue.finish(claim, build_outcome(claim))
+    assert [run.id for run in (await ground.runs.list("acme")).runs] == [*ended[:2:-1], *waiting[::-1]]
+    assert await ground.client.keys(f"toolcrew:d:acme:run:{ended[2]}*") == []
+
+
+@pytest.mark.parametrize("cursor", ["", "x", "-1", "1" * 16, "²"])
+async def test_a_cursor_that_is_none_is_refused(ground: HostedGround, cursor: str) -> None:
+    with pytest.raises(ToolFailure) as failure:
+        await ground.runs.list("acme", cursor=cursor)
+    assert failure.value.code is ErrorCode.INVALID_ARGUMENTS
+
+
+@pytest.mark.parametrize("state", list(HostedState))
+async def test_runs_are_found_by_their_state(made: MadeHosted, state: HostedState) -> None:
+    ground = made(["done"])
+    won = await ground.start()
+    async with ground.working():
+        await ground.ended(won)
+    cancelled = await ground.start()
+    await ground.runs.cancel("acme", cancelled)
+    lost = await ground.start(RunBody(instruction="x", tools=("echo",), dialect="native", model="nosuch"))
+    claim = await ground.claimed()
+    async with ground.tellers.open("acme", lost, claim.word, 1):
+        pass
+    asking, running, queued = [await ground.start() for _ in range(3)]
+    for _ in range(2):
+        await ground.claimed()
+    await ground.client.hset(f"toolcrew:d:acme:run:{asking}", "asking", "1")
+    await ground.queue.finish(claim, build_outcome(claim, FailureKind.MODEL))
+    expected = {
+        HostedState.SUCCEEDED: won,
+        HostedState.CANCELLED: cancelled,
+        HostedState.FAILED: lost,
+        HostedState.WAITING_FOR_APPROVAL: asking,
+        HostedState.RUNNING: running,
+        HostedState.QUEUED: queued,
+    }
+    assert [run.id for run in (await ground.runs.list("acme", state=state)).runs] == [expected[state]]

@@ -1,0 +1,304 @@
+"""Runs that programs start: worked to their end, cancelled in every state, listed page by page."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.tenancy import TenantPolicy
+from orchestrator.actors import Actor
+from orchestrator.audit import Audit
+from orchestrator.batches.items import BatchItem, Ground, RunBody
+from orchestrator.batches.lines import BatchFile
+from orchestrator.runs.batches import Batches
+from orchestrator.runs.happening_stream import HappeningWriter
+from orchestrator.runs.hosted import HostedRuns
+from orchestrator.runs.hosted_records import STANDING, HostedState
+from orchestrator.runs.records import parse_run
+from orchestrator.runs.run_queue import BatchCancelled
+from orchestrator.sessions import Session, Start
+from orchestrator.tenants import RedisTenants
+from tests.conftest import RedisProcess
+from tests.hosted_ground import ECHO, HostedGround, MadeHosted, open_hosted, types
+from tests.item_ground import echo_then, failed
+
+
+@pytest.fixture
+async def made(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
+    async with open_hosted(redis_server) as make:
+        yield make
+
+
+@pytest.fixture
+def ground(made: MadeHosted) -> HostedGround:
+    return made(echo_then("done", "one"))
+
+
+async def refused(awaited: Any) -> ToolFailure:
+    with pytest.raises(ToolFailure) as failure:
+        await awaited
+    return failure.value
+
+
+# To an end
+
+
+async def test_a_run_is_worked_to_its_answer_and_tells_of_each_step(ground: HostedGround) -> None:
+    run = await ground.start(metadata={"for": "me"}, priority=3)
+    assert (await ground.runs.get("acme", run)).state is HostedState.QUEUED
+    async with ground.working():
+        events = await ground.events(run)
+    found = await ground.runs.get("acme", run)
+    assert found.state is HostedState.SUCCEEDED
+    assert found.end is not None
+    assert found.started_at is not None
+    assert (found.end.answer, found.end.stop_reason, found.end.steps) == ("done", "answered", 2)
+    assert (found.metadata, found.priority, found.instruction) == ({"for": "me"}, 3, "say it")
+    told = [name for name in types(events) if name not in ("ModelAsked", "ModelAnswered")]
+    step = ["StepStarted", "CallStarted", "CallSent", "CallFinished", "StepFinished"]
+    assert told == ["SandboxReady", "RunStarted", *step, "StepStarted", "TextArrived", "StepFinished", "RunFinished", "RunEnded"]
+    assert all(event["run"] == run for event in events)
+    assert (events[-1]["state"], events[-1]["answer"]) == ("succeeded", "done")
+
+
+async def test_the_transcript_is_told_while_the_run_works_and_whole_afterwards(made: MadeHosted) -> None:
+    reached, go_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(call: Any, _: Any) -> Any:
+        reached.set()
+        await go_on.wait()
+        return failed(ErrorCode.TIMEOUT)(call, _)
+
+    ground = made(echo_then("done", "one", "two"), answers={"echo": wait})
+    run = await ground.start()
+    async with ground.working():
+        await reached.wait()
+        before = await ground.runs.transcript("acme", run)
+        go_on.set()
+        await ground.events(run)
+    after = await ground.runs.transcript("acme", run)
+    assert [message["role"] for message in before] == ["user", "assistant"]
+    assert [message["role"] for message in after] == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert after[1:3] == before
+
+
+async def test_a_run_whose_tenant_is_gone_fails_and_says_so(made: MadeHosted) -> None:
+    run = await made().start()
+    await RedisTenants(made().client, "d").add("other", TenantPolicy())
+    later = made()
+    async with later.working():
+        found = await later.ended(run)
+    assert found.state is HostedState.FAILED
+    assert found.end is not None
+    assert found.end.failure is not None
+    assert found.end.failure.code == "UNKNOWN_TENANT"
+
+
+async def test_a_long_answer_is_whole_where_the_run_is_read_and_cut_where_runs_are_listed(made: MadeHosted) -> None:
+    ground = made(["x" * 50_000])
+    run = await ground.start()
+    async with ground.working():
+        found = await ground.ended(run)
+    listed = (await ground.runs.list("acme")).runs[0]
+    assert found.end is not None
+    assert listed.end is not None
+    assert (len(found.end.answer), found.end.is_cut) == (50_000, False)
+    assert (len(listed.end.answer), listed.end.is_cut) == (2000, True)
+
+
+# What may be started
+
+
+def nested(depth: int) -> Any:
+    """A list in a list, so often."""
+    inner: Any = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+async def test_a_word_starts_one_run_however_often_it_is_given(ground: HostedGround) -> None:
+    first, again = await ground.start(word="once"), await ground.start(word="once")
+    assert first == again
+    assert len((await ground.runs.list("acme")).runs) == 1
+    failure = await refused(ground.start(ECHO.model_copy(update={"instruction": "else"}), word="once"))
+    assert failure.code is ErrorCode.INVALID_ARGUMENTS
+    assert "another word" in failure.message
+    assert (await ground.runs.start("zeta", ECHO, word="once")).id != first
+
+
+@pytest.mark.parametrize(
+    ("body", "ground_of", "options", "told"),
+    [
+        (ECHO.model_copy(update={"instruction": "x" * 2**20}), Ground(), {}, "leave large texts"),
+        (ECHO, Ground(workspace="/etc"), {}, "no folder of any machine"),
+        (ECHO, Ground(artifacts=("out/**",)), {}, "no folder of any machine"),
+        (ECHO.model_copy(update={"model": "local"}), Ground(), {}, "no model|of its own"),
+        (ECHO, Ground(), {"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        (ECHO, Ground(), {"metadata": {"a": "x" * 513}}, "metadata"),
+        (ECHO, Ground(), {"word": ""}, "1 to 256"),
+        (ECHO, Ground(), {"metadata": {"a": "\ud83d"}}, "Unicode"),
+        (ECHO.model_copy(update={"history": ({"role": "user", "content": nested(1000)},)}), Ground(), {}, "flatter"),
+        (ECHO, Ground(session="s", image="i"), {}, "the session"),
+        (ECHO, Ground(), {"priority": 101}, "priority"),
+    ],
+)
+async def test_what_no_orchestrator_would_work_is_refused_at_once(
+    ground: HostedGround, body: RunBody, ground_of: Ground, options: Any, told: str
+) -> None:
+    failure = await refused(ground.start(body, ground=ground_of, **options))
+    assert failure.code is ErrorCode.INVALID_ARGUMENTS
+    assert any(part in failure.message for part in told.split("|"))
+    assert (await ground.runs.list("acme")).runs == ()
+
+
+async def test_no_more_wait_than_a_tenant_may_have(ground: HostedGround) -> None:
+    ground.runs = HostedRuns(ground.client, "d", ground.pool.tenants, max_pending=2)
+    first, _ = await ground.start(), await ground.start()
+    assert (await refused(ground.start())).code is ErrorCode.QUOTA_EXCEEDED
+    assert (await ground.runs.start("zeta", ECHO)).state is HostedState.QUEUED
+    await ground.runs.cancel("acme", first)
+    assert await ground.start()
+
+
+# Sessions
+
+
+async def test_a_run_works_in_an_open_session_by_itself_and_leaves_it_open(ground: HostedGround) -> None:
+    session = await Session.open(ground.pool.dispatcher, ground.pool.blobs, tenant="acme", start=Start())
+    place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
+    await ground.client.hset(f"toolcrew:d:acme:session:{session.id}:place", mapping=place)
+    run = await ground.start(ground=Ground(session=session.id))
+    busy = await refused(ground.start(ground=Ground(session=session.id)))
+    assert run in busy.message
+    async with ground.working():
+        assert (await ground.ended(run)).state is HostedState.SUCCEEDED
+    assert "close" not in ground.sent()
+    assert ground.sent().count("open") <= 2
+    assert await ground.start(ground=Ground(session=session.id)) != run
+
+
+async def test_a_session_of_another_tenant_is_none(ground: HostedGround) -> None:
+    place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
+    await ground.client.hset("toolcrew:d:zeta:session:theirs:place", mapping=place)
+    for name in ("theirs", "nobodys", "../zeta", "theirs:place"):
+        assert (await refused(ground.start(ground=Ground(session=name)))).code is ErrorCode.SESSION_NOT_FOUND
+
+
+# Cancelled in every state
+
+
+async def test_a_run_that_waits_is_cancelled_at_once(ground: HostedGround) -> None:
+    run = await ground.start()
+    assert (await ground.runs.cancel("acme", run)).state is HostedState.CANCELLED
+    assert types(await ground.events(run)) == ["RunEnded"]
+    assert await ground.queue.claim(9) == []
+
+
+async def test_a_run_that_is_worked_is_ended_by_whoever_works_it(made: MadeHosted) -> None:
+    reached, never = asyncio.Event(), asyncio.Event()
+
+    async def hang(call: Any, _: Any) -> Any:
+        reached.set()
+        await never.wait()
+
+    ground = made(echo_then("done", "one"), answers={"echo": hang})
+    run = await ground.start()
+    async with ground.working():
+        await reached.wait()
+        assert (await ground.runs.cancel("acme", run)).state is HostedState.RUNNING
+        found = await ground.ended(run)
+    assert found.state is HostedState.CANCELLED
+    assert types(await ground.told(run)).count("RunEnded") == 1
+    assert await ground.client.zcard("toolcrew:d:runs:cancels") == 0
+
+
+async def test_a_run_whose_holder_died_is_cancelled_at_once(ground: HostedGround) -> None:
+    run = await ground.start()
+    await ground.die(await ground.claimed())
+    assert (await ground.runs.cancel("acme", run)).state is HostedState.CANCELLED
+
+
+async def test_a_run_whose_holder_dies_after_it_was_cancelled_is_gone_on_with_by_nobody(ground: HostedGround) -> None:
+    run = await ground.start()
+    claim = await ground.claimed()
+    await ground.runs.cancel("acme", run)
+    await ground.die(claim)
+    assert await ground.other.claim(9) == []
+    assert (await ground.runs.get("acme", run)).state is HostedState.CANCELLED
+    assert types(await ground.events(run)) == ["RunEnded"]
+
+
+async def test_a_cancelled_run_is_not_put_back(ground: HostedGround) -> None:
+    run = await ground.start()
+    claim = await ground.claimed()
+    await ground.runs.cancel("acme", run)
+    with pytest.raises(BatchCancelled):
+        await ground.queue.give_back(claim)
+
+
+async def test_what_an_operator_ends_is_in_the_audit_and_what_a_tenant_ends_is_not(ground: HostedGround) -> None:
+    operator, owner = Actor(key="k1", role="operator", name="eve"), Actor(key="k2", role="tenant", tenant="acme")
+    first, second = await ground.start(), await ground.start()
+    await ground.runs.cancel("acme", first, actor=operator)
+    await ground.runs.cancel("acme", first, actor=operator)
+    await ground.runs.cancel("acme", second, actor=owner)
+    assert (await refused(ground.runs.cancel("zeta", second, actor=operator))).code is ErrorCode.FILE_NOT_FOUND
+    (told,) = (await Audit(ground.client, "d").read()).entries
+    assert (told.entry.action, told.entry.tenant, told.entry.target, told.entry.actor) == ("run.cancel", "acme", first, operator)
+
+
+async def test_a_run_that_has_ended_stays_as_it_is(ground: HostedGround) -> None:
+    run = await ground.start()
+    async with ground.working():
+        await ground.ended(run)
+    assert (await ground.runs.cancel("acme", run)).state is HostedState.SUCCEEDED
+
+
+# Who sees what
+
+
+@pytest.mark.parametrize("name", ["0" * 24, "@runs", "x:events", "*", "", "a" * 65, "é"])
+async def test_what_is_no_run_is_told_alike(ground: HostedGround, name: str) -> None:
+    await ground.start()
+    for asked in (ground.runs.get, ground.runs.cancel, ground.runs.transcript):
+        assert (await refused(asked("acme", name))).code is ErrorCode.FILE_NOT_FOUND
+
+
+async def test_a_run_of_another_tenant_and_an_item_of_a_batch_are_none(ground: HostedGround) -> None:
+    theirs = (await ground.runs.start("zeta", ECHO)).id
+    await ground.submit(1)
+    for name in (theirs, "b-1"):
+        assert (await refused(ground.runs.get("acme", name))).code is ErrorCode.FILE_NOT_FOUND
+        assert (await refused(ground.runs.cancel("acme", name))).code is ErrorCode.FILE_NOT_FOUND
+    assert (await ground.runs.get("zeta", theirs)).state is HostedState.QUEUED
+
+
+async def test_the_standing_batch_is_nobodys_to_touch(ground: HostedGround) -> None:
+    await ground.start()
+    batches = Batches(ground.queue, HappeningWriter(ground.client, "d"), "acme")
+    for asked in (batches.cancel, batches.resume, batches.status, batches.custom_ids):
+        assert (await refused(asked(STANDING))).code is ErrorCode.INVALID_ARGUMENTS
+    file = BatchFile((), "0" * 64, 0, "/v1/agent/runs")
+    assert (await refused(batches.submit(file, batch=STANDING))).code is ErrorCode.INVALID_ARGUMENTS
+    assert await ground.queue.known("acme") == {}
+
+
+# Beside batches
+
+
+async def test_runs_and_batches_of_a_tenant_take_turns(ground: HostedGround) -> None:
+    await ground.submit(3)
+    runs = [await ground.start() for _ in range(3)]
+    claims = [claim.run for claim in await ground.queue.claim(6)]
+    assert claims[0] in ("b-1", runs[0])
+    assert len({claim in runs for claim in claims[:2]}) == 2
+
+
+async def test_an_item_without_a_session_has_the_bytes_of_the_release_before(ground: HostedGround) -> None:
+    assert "session" not in BatchItem(custom_id="a", line=1, url="/v1/agent/runs", work=ECHO).model_dump_json()
+    run = await ground.start()
+    fields: Any = await ground.client.hgetall(f"toolcrew:d:acme:run:{run}")
+    assert parse_run(fields).item.ground == Ground()

@@ -1,0 +1,41 @@
+"""Addresses from Flower to our pages and back, also for ids that somebody made up."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from contract.errors import ConfigError
+from orchestrator.links import call_page_url, flower_task_url, parse_shown_call
+from orchestrator.settings import OrchestratorSettings, load_settings
+from orchestrator.task_messages import build_message
+from orchestrator.transport import Delivery
+
+
+def test_a_task_is_found_in_flower_and_its_call_on_our_pages() -> None:
+    assert flower_task_url("https://ops.example/flower/", "8b90-c1.1.acme") == "https://ops.example/flower/task/8b90-c1.1.acme"
+    assert call_page_url("http://127.0.0.1:8080", "c1") == "http://127.0.0.1:8080/calls/c1"
+
+
+def test_an_id_never_leaves_its_place_in_the_address() -> None:
+    assert flower_task_url("http://f", "../?a#b\"'<x>") == "http://f/task/..%2F%3Fa%23b%22%27%3Cx%3E"
+
+
+def test_what_flower_shows_of_a_message_of_ours_names_its_call() -> None:
+    message = json.loads(build_message(Delivery("tool.bash_tool", "q", "acme", "call-7", "envelope", 0.0, 1.0), "task", "key"))
+
+    assert parse_shown_call(message["headers"]["kwargsrepr"]) == "call-7"
+
+
+@pytest.mark.parametrize("shown", [None, 7, "", "call ", "call a b", "call ../x", "call a\n", "call " + "a" * 65, "{'x': 'call a'}"])
+def test_anything_else_names_none(shown: object) -> None:
+    assert parse_shown_call(shown) is None
+
+
+@pytest.mark.parametrize("url", ["javascript:alert(1)", "http://user:password@host/", "http://host/?q", "host", "http://h\n"])
+def test_a_setting_that_is_no_plain_address_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValidationError):
+        OrchestratorSettings(flower_url=url)
+    monkeypatch.setenv("TOOLCREW_PAGE_URL", url.strip() + " ")
+    with pytest.raises(ConfigError, match="TOOLCREW_PAGE_URL"):
+        load_settings()

@@ -1,0 +1,166 @@
+"""A log event as a line: bounded, readable back, without secrets, and whatever is in it cannot forge another or drive a terminal."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.log_exceptions import describe_exception
+from contract.log_lines import FIELDS, MAX_LINE_BYTES, LogFormat, LogLines, escape_line, find_last_words
+from contract.log_records import RecordLines, Said
+from contract.masking import Masker
+
+PASSWORD = "correct-horse-battery"
+FORMS: tuple[LogFormat, ...] = ("json", "console", "logfmt")
+HOSTILE = 'a\nlevel=error event=forged\r\x1b[2J\x07\u202egnp.exe\u2028b\x85\x00\ud800"=\\'
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def build(form: LogFormat = "json", secrets: dict[str, str] | None = None, event: str = "call_ended", **fields: Any) -> str:
+    return LogLines(form, Masker(secrets or {}), {"service": "worker"}).build("info", event, 1_760_000_000.0, fields)
+
+
+def read(**fields: Any) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(build(**fields))
+    return told
+
+
+def test_a_line_begins_with_when_how_urgent_what_and_whose() -> None:
+    assert build(seconds=0.5, call="c", tenant="acme", ok=True) == (
+        '{"timestamp":"2025-10-09T08:53:20.000Z","level":"info","event":"call_ended","service":"worker","tenant":"acme","call":"c","seconds":0.5,"ok":true}'
+    )
+    assert build("logfmt", why="no room", gone=None, ok=False).split(" ", 3)[3] == 'service=worker why="no room" gone= ok=false'
+    assert build("console", why="no room") == '08:53:20.000 info     call_ended               service=worker why="no room"'
+
+
+def test_what_is_not_known_of_a_call_is_left_out() -> None:
+    assert set(read(session=None, run="r")) == {"timestamp", "level", "event", "service", "run"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_hostile_text_forges_no_line_and_drives_no_terminal(form: LogFormat) -> None:
+    line = build(form, said=HOSTILE, **{f"x {HOSTILE}": 1}, listed=[HOSTILE])
+    assert line.isprintable()
+    assert "\\x1b[2J" in line.replace("\\\\", "\\")
+
+
+def test_a_hostile_value_stays_harmless_when_a_program_prints_it_raw() -> None:
+    assert read(said=HOSTILE)["said"].isprintable()
+
+
+@given(st.sampled_from(FORMS), st.dictionaries(st.text(min_size=1), values, max_size=8), st.text())
+def test_any_fields_are_one_bounded_line_of_printable_text(form: LogFormat, fields: dict[str, Any], event: str) -> None:
+    line = LogLines(form, Masker()).build("info", event, 1.0, fields)
+    assert line.isprintable()
+    assert len(line.encode()) <= MAX_LINE_BYTES
+    if form == "json":
+        assert json.loads(line)["level"] == "info"
+
+
+@given(st.characters())
+def test_a_line_of_giants_still_names_whose_it_is(character: str) -> None:
+    fields = {name: character * 3000 for name in FIELDS}
+    line = LogLines("json", Masker()).build("info", "x", 1.0, {**fields, "more": "z" * 5000})
+    assert len(line.encode()) <= MAX_LINE_BYTES
+    assert set(FIELDS) <= set(json.loads(line))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_cut_says_how_long_it_was(form: LogFormat) -> None:
+    assert "... (100000 characters)" in build(form, text="x" * 100_000)
+
+
+def test_fields_that_do_not_fit_are_counted() -> None:
+    assert read(**{f"f{number}": "x" * 100 for number in range(200)})["fields_left_out"] == 200
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_secrets_are_struck_out_by_the_name_of_their_field_and_wherever_their_value_stands(form: LogFormat) -> None:
+    line = build(
+        form,
+        {"TOOLCREW_SECRET": PASSWORD},
+        api_key="tiny",
+        error=f"cannot reach redis://:{PASSWORD}@db/0 and redis://x:other-word@db/0",
+        listed=[f"a {PASSWORD}"],
+        told={"deep": PASSWORD},
+    )
+    assert not [word for word in (PASSWORD, "tiny", "other-word") if word in line]
+
+
+def test_a_secret_at_the_edge_of_a_cut_is_not_half_shown() -> None:
+    assert "correct-h" not in build(secrets={"s": PASSWORD}, text="x" * 1990 + PASSWORD + "y" * 100)
+
+
+def test_an_exception_is_told_with_its_causes_and_its_place_on_the_same_line() -> None:
+    def fail() -> None:
+        try:
+            raise KeyError("a\nb")
+        except KeyError as error:
+            raise ValueError("outer") from error
+
+    with pytest.raises(ValueError, match="outer") as raised:
+        fail()
+    told = read(exc_info=raised.value)
+    assert told["exception"] == "ValueError: outer; caused by KeyError: 'a\\nb'"
+    assert "unit/test_log_lines.py:" in told["traceback"]
+    assert " fail" in told["traceback"]
+
+
+def test_a_group_tells_what_is_in_it_and_a_ring_of_causes_ends() -> None:
+    one, other = ValueError("one"), KeyError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert (
+        describe_exception(ExceptionGroup("some", [one]))[0]
+        == "ExceptionGroup: some (1 sub-exception); of which ValueError: one; caused by KeyError: 'other'"
+    )
+
+
+def test_an_exception_that_cannot_be_shown_is_told_all_the_same() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert read(exc_info=Mute(), value=Mute())["exception"] == "Mute: it cannot be shown"
+    assert read(value=Mute())["value"] == "a Mute that cannot be shown"
+
+
+def test_records_of_libraries_are_one_event_with_their_words() -> None:
+    lines = RecordLines(LogLines("json", Masker()))
+    record = logging.LogRecord("celery.worker", logging.WARNING, "f", 1, "lost %s\nagain", ("x",), None)
+    told = json.loads(lines.format(record))
+    assert (told["event"], told["logger"], told["message"], told["level"]) == ("library_said", "celery.worker", "lost x\\nagain", "warning")
+    wrong = logging.LogRecord("celery.worker", logging.WARNING, "f", 1, "%d", ("x",), None)
+    assert json.loads(lines.format(wrong))["message"] == "%d ('x',)"
+
+
+def test_a_program_with_its_own_logging_sees_our_events_as_text() -> None:
+    assert str(Said("call_not_served", {"error": "no\x1b room", "call": "c"})) == 'event=call_not_served error="no\\\\x1b room" call=c'
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_last_words_are_found_again_in_every_form(form: LogFormat) -> None:
+    sentence = 'set "X" to /a b: then \\ try again'
+    lines = [build(form, event="worker_starting"), build(form, event="not_started", error=sentence), "and then", '{"event":"not_started"']
+    assert find_last_words(lines) == sentence
+    assert find_last_words([build(form, event="worker_starting", error="x")]) is None
+
+
+@given(st.text())
+def test_escaping_leaves_printable_text_alone_and_loses_nothing_else(text: str) -> None:
+    shown = escape_line(text)
+    assert shown.isprintable()
+    assert shown == text or not text.isprintable()
+
+
+@pytest.mark.parametrize("form", ["json", "logfmt", "console"])
+def test_secrets_inside_of_a_field_are_struck_out_by_their_names(form: LogFormat) -> None:
+    line = build(form, settings={"api_key": "hunter2", "nested": [{"PASSWORD": "hunter3", "name": "kept"}], "token": ""})
+    assert "hunter" not in line
+    assert "kept" in line

@@ -1,0 +1,205 @@
+"""What a process counts reaches the deployment's sums once: whatever is lost on the way, restarted, or written there by others."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import redis
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.metric_counts import ABSORB_LUA, Counts
+from contract.metrics import (
+    CALL_SECONDS,
+    CALLS,
+    COUNT,
+    METRICS,
+    OTHER,
+    SANDBOX_OOM,
+    SUM,
+    TOKENS,
+    Metric,
+    clean_label,
+    encode_series,
+    parse_field,
+)
+from contract.names import counted_key, metrics_key
+from tests.conftest import RedisProcess
+
+SUMS = metrics_key("d")
+
+
+@pytest.fixture
+def client(redis_server: RedisProcess) -> Iterator["redis.Redis"]:
+    with redis_server.client() as opened:
+        yield opened
+
+
+def send(client: "redis.Redis", counts: Counts, source: str = "one", *, is_heard: bool = True) -> None:
+    """All that is pending. `is_heard` False: the first answer is lost."""
+    while (sending := counts.pending()) is not None:
+        client.eval(ABSORB_LUA, 2, SUMS, counted_key("d", source), *sending.arguments)
+        if not is_heard:
+            return
+        counts.settle(sending)
+
+
+def told(client: "redis.Redis", metric: Metric, *labels: str, part: str = "") -> float:
+    value = client.hget(SUMS, f"{part}\t{encode_series(metric, labels)}")
+    return float(value) if value is not None else 0.0  # type: ignore[arg-type]
+
+
+def test_every_metric_has_a_name_and_bounds_that_prometheus_takes() -> None:
+    for metric in METRICS.values():
+        assert metric.name.startswith("toolcrew_")
+        assert metric.name.endswith("_total") == (metric.kind == "counter")
+        assert (metric.most > 0) == (metric.kind != "gauge")
+        assert bool(metric.buckets) == (metric.kind == "histogram")
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+        assert len(metric.labels) == 1 or not metric.values
+
+
+@given(st.text(max_size=200), st.text(max_size=200))
+def test_a_field_is_read_as_it_was_written_whatever_the_labels_are(model: str, direction: str) -> None:
+    counts = Counts()
+    counts.count(TOKENS, model, direction, by=3)
+    sending = counts.pending()
+    assert sending is not None
+    (field,) = sending.totals
+    assert parse_field(field) == (TOKENS, "", (clean_label(model), clean_label(direction)))
+    assert "\n" not in field
+    field.encode()
+
+
+@given(st.text(max_size=60))
+def test_a_field_of_a_stranger_is_none_or_a_metric_of_ours(field: str) -> None:
+    known = parse_field(field)
+    assert known is None or field == f"{known[1]}\t{encode_series(known[0], known[2])}"
+
+
+@pytest.mark.parametrize(
+    "field", ["", "#x", "count\ttoolcrew_tool_calls_total\ta\tb\tc", "\ttoolcrew_nonesuch", "\ttoolcrew_hosts\ta\tb", "\t\t"]
+)
+def test_what_is_no_part_of_a_metric_is_not_read(field: str) -> None:
+    assert parse_field(field) is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, -math.inf])
+def test_a_number_that_makes_no_sense_counts_as_none(client: "redis.Redis", value: float) -> None:
+    counts = Counts()
+    counts.count(TOKENS, "m", "input", by=value)
+    counts.count(TOKENS, "m", "output", by=2)
+    send(client, counts)
+    assert (told(client, TOKENS, "m", "input"), told(client, TOKENS, "m", "output")) == (0, 2)
+
+
+def test_a_value_is_in_the_bucket_that_it_does_not_exceed(client: "redis.Redis") -> None:
+    counts = Counts()
+    for value in (0.5, 0.50001, 1e6):
+        counts.observe(CALL_SECONDS, value, "bash_tool")
+    send(client, counts)
+    parts = {part: told(client, CALL_SECONDS, "bash_tool", part=part) for part in (COUNT, SUM, "le:0.5", "le:1", "le:600")}
+    assert parts == {COUNT: 3, SUM: pytest.approx(1000001.00001), "le:0.5": 1, "le:1": 1, "le:600": 0}
+
+
+def test_an_answer_that_was_lost_makes_nothing_count_twice(client: "redis.Redis") -> None:
+    counts = Counts()
+    counts.count(CALLS, "bash_tool", "ok", "")
+    send(client, counts, is_heard=False)
+    counts.count(CALLS, "bash_tool", "ok", "")
+    send(client, counts)
+    send(client, counts)
+    assert told(client, CALLS, "bash_tool", "ok", "") == 2
+
+
+def test_what_is_counted_while_it_is_sent_is_sent_next(client: "redis.Redis") -> None:
+    counts = Counts()
+    counts.count(SANDBOX_OOM)
+    sending = counts.pending()
+    assert sending is not None
+    counts.count(SANDBOX_OOM)
+    counts.settle(sending)
+    assert counts.pending() is not None
+
+
+def test_what_redis_has_taken_and_forgotten_of_a_source_is_not_taken_again(client: "redis.Redis") -> None:
+    counts = Counts()
+    counts.count(SANDBOX_OOM, by=5)
+    send(client, counts)
+    client.delete(counted_key("d", "one"))
+    counts.count(SANDBOX_OOM)
+    send(client, counts)
+    assert told(client, SANDBOX_OOM) == 6
+
+
+def test_a_redis_that_lost_everything_counts_from_there(client: "redis.Redis") -> None:
+    counts = Counts()
+    counts.count(SANDBOX_OOM, by=5)
+    send(client, counts)
+    client.flushall()
+    counts.count(SANDBOX_OOM)
+    send(client, counts)
+    assert told(client, SANDBOX_OOM) == 1
+
+
+def test_two_sources_add_up_and_a_third_that_goes_on_for_the_first_repeats_nothing(client: "redis.Redis") -> None:
+    for total, source in ((3, "one"), (4, "two"), (5, "one")):
+        counts = Counts()
+        counts.set_total(SANDBOX_OOM, "", total)
+        send(client, counts, source)
+    assert told(client, SANDBOX_OOM) == 9
+
+
+def test_totals_that_go_back_take_nothing_away(client: "redis.Redis") -> None:
+    counts = Counts()
+    for total in (5, 2):
+        counts.set_total(SANDBOX_OOM, "", total)
+        send(client, counts)
+    assert told(client, SANDBOX_OOM) == 5
+
+
+def test_models_that_a_program_invents_fill_neither_it_nor_redis(client: "redis.Redis") -> None:
+    for source in ("one", "two", "three"):
+        counts = Counts()
+        for number in range(TOKENS.most * 2):
+            counts.count(TOKENS, f"{source}-{number}", "input")
+        send(client, counts, source)
+        assert len(counts._totals) <= TOKENS.most + 1
+    known = [parse_field(field.decode()) for field in client.hkeys(SUMS)]  # type: ignore[union-attr]
+    series = {found[2] for found in known if found is not None}
+    assert len(series) == TOKENS.most + 1
+    assert told(client, TOKENS, OTHER, OTHER) == 5 * TOKENS.most
+
+
+def test_a_histogram_that_is_too_much_goes_under_other_whole(client: "redis.Redis") -> None:
+    counts = Counts()
+    for number in range(CALL_SECONDS.most):
+        counts.observe(CALL_SECONDS, 1, f"t{number}")
+    send(client, counts)
+    late = Counts()
+    late.observe(CALL_SECONDS, 1, "late")
+    send(client, late, "two")
+    assert [told(client, CALL_SECONDS, OTHER, part=part) for part in (COUNT, SUM, "le:1")] == [1, 1, 1]
+    assert [told(client, CALL_SECONDS, "late", part=part) for part in (COUNT, SUM, "le:1")] == [0, 0, 0]
+
+
+def test_what_somebody_else_wrote_is_counted_over(client: "redis.Redis") -> None:
+    client.hset(SUMS, f"\t{SANDBOX_OOM.name}", "hello")
+    client.hset(SUMS, f"#{SANDBOX_OOM.name}", "many")
+    counts = Counts()
+    counts.count(SANDBOX_OOM)
+    send(client, counts)
+    assert told(client, SANDBOX_OOM) == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 9), st.booleans()), max_size=20))
+def test_whatever_answers_are_lost_all_is_counted_once(redis_process: RedisProcess, story: list[tuple[str, int, bool]]) -> None:
+    with redis_process.client() as client:
+        client.delete(SUMS, counted_key("d", "a"), counted_key("d", "b"))
+        counts = {"a": Counts(), "b": Counts()}
+        for source, by, is_heard in story:
+            counts[source].count(SANDBOX_OOM, by=by)
+            send(client, counts[source], source, is_heard=is_heard)
+        for source in counts:
+            send(client, counts[source], source)
+        assert told(client, SANDBOX_OOM) == sum(by for _, by, _ in story)

@@ -1,0 +1,91 @@
+"""Rules, dashboard and page of the metrics name what there is; promtool takes them, and each alert fires for what it is for."""
+
+import json
+import re
+import runpy
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from contract.metrics import METRICS
+from tests.stack import ROOT, missing
+
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+_NAME = re.compile(r"\btoolcrew_[a-z_]+")
+_SUFFIX = re.compile(r"_(bucket|sum|count)$")
+
+
+def promtool(*arguments: str | Path, text: bytes | None = None) -> str:
+    """What it says. Fails when it finds fault."""
+    ran = subprocess.run([ROOT / "scripts" / "promtool", *arguments], input=text, capture_output=True, check=False)
+    said = (ran.stdout + ran.stderr).decode()
+    if ran.returncode == 69:
+        missing(said)
+    assert ran.returncode == 0, said
+    return said
+
+
+def expressions_of_dashboard() -> list[str]:
+    panels = json.loads((ROOT / "deploy" / "grafana" / "toolcrew.json").read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", ())]
+
+
+def expressions_of_rules() -> list[str]:
+    groups = yaml.safe_load((PROMETHEUS / "toolcrew.rules.yml").read_text())["groups"]
+    return [rule["expr"] for group in groups for rule in group["rules"]]
+
+
+def metrics_of(expression: str) -> set[str]:
+    """Those that it names, each in the way that its kind allows."""
+    found = set()
+    for name in _NAME.findall(re.sub(r'"[^"]*"', '""', expression)):
+        metric = METRICS.get(name) or METRICS.get(_SUFFIX.sub("", name))
+        assert metric is not None, f"there is no {name}: {expression}"
+        assert (metric.kind == "histogram") == (name != metric.name), expression
+        found.add(metric.name)
+    return found
+
+
+def labels_of(expression: str) -> set[str]:
+    selectors = re.findall(r"toolcrew_[a-z_]+\{([^}]*)\}", expression)
+    return {label for selector in selectors for label in re.findall(r"([a-z_]+)\s*[=!]", selector)}
+
+
+@pytest.mark.parametrize("expression", [*expressions_of_dashboard(), *expressions_of_rules()])
+def test_an_expression_asks_for_metrics_and_labels_that_there_are(expression: str) -> None:
+    names = metrics_of(expression)
+    assert names
+    assert labels_of(expression) <= {label for name in names for label in METRICS[name].labels}
+
+
+def test_the_dashboard_shows_every_metric() -> None:
+    shown = {name for expression in expressions_of_dashboard() for name in metrics_of(expression)}
+    assert METRICS.keys() - shown == set()
+
+
+def test_every_expression_of_the_dashboard_is_promql(tmp_path: Path) -> None:
+    plain = [expression.replace("$__rate_interval", "5m") for expression in expressions_of_dashboard()]
+    rules = [{"record": f"dashboard:{number}", "expr": expression} for number, expression in enumerate(plain)]
+    (tmp_path / "dashboard.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    promtool("check", "rules", tmp_path / "dashboard.yml")
+
+
+def test_prometheus_takes_the_rules_and_the_example() -> None:
+    promtool("check", "rules", PROMETHEUS / "toolcrew.rules.yml")
+    promtool("check", "config", "--syntax-only", PROMETHEUS / "prometheus.yml")
+
+
+def test_each_alert_fires_for_what_it_is_for_and_none_when_all_is_well() -> None:
+    promtool("test", "rules", PROMETHEUS / "toolcrew.tests.yml")
+    tested = (PROMETHEUS / "toolcrew.tests.yml").read_text()
+    rules = yaml.safe_load((PROMETHEUS / "toolcrew.rules.yml").read_text())["groups"][0]["rules"]
+    assert [rule["alert"] for rule in rules if f'"{rule["alert"]}"' not in tested] == []
+    assert all(rule["annotations"].keys() == {"summary", "description"} for rule in rules)
+
+
+def test_the_page_has_every_metric() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "metric_docs.py"))
+    page = script["PAGE"].read_text()
+    assert page == script["build_page"](page), "run .venv/bin/python scripts/metric_docs.py"

@@ -1,0 +1,229 @@
+"""What is counted of calls and runs: each once, under names that there are; and brought to Redis however long that was away."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
+from contract.errors import ErrorCode, ToolFailure
+from contract.names import metrics_key
+from orchestrator.dispatcher import Dispatcher, Route, Terms
+from orchestrator.events import (
+    ApprovalAsked,
+    ApprovalDecided,
+    CallFinished,
+    CallSent,
+    ModelAnswered,
+    RunAborted,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    StepStarted,
+)
+from orchestrator.limits import Usage
+from orchestrator.metrics.page import MetricsPage
+from orchestrator.metrics.tally import Tally
+from orchestrator.models.base import Message
+from tests.builders import KEY, build_call, build_spec
+from tests.conftest import RedisProcess
+from tests.fakes import AnsweringTransport, StaticCatalog
+from tests.metric_ground import Key, counted, key, read_page
+
+ECHO = build_spec("echo")
+ROUTE = Route("acme", "s1", "host.h1.b00t")
+CLOCKS = Clocks(queued_s=0.01, sandbox_s=0.2, run_s=2.0)
+
+
+@asynccontextmanager
+async def open_tally(server: RedisProcess) -> AsyncIterator[tuple[Tally, MetricsPage]]:
+    async with redis.asyncio.Redis.from_url(server.url, socket_timeout=5) as client:
+        tally = Tally(client, "d")
+        try:
+            yield tally, MetricsPage(client, "d")
+        finally:
+            await tally.aclose()
+
+
+async def read(tally: Tally, page: MetricsPage) -> dict[Key, float]:
+    await tally.flush()
+    return dict(read_page(await page.render()))
+
+
+def answering(**fields: Any) -> Any:
+    def answer(call: ToolCall, _: ToolContext) -> ToolResult:
+        code = fields.get("error_code")
+        told = {"output": "ü" * 60, "success": True} if code is None else {"success": False, "error": "no"}
+        return ToolResult.model_validate({"call_id": call.id, "name": call.name, "clocks": CLOCKS, **told, **fields})
+
+    return answer
+
+
+async def dispatch(tally: Tally, answer: Any, call: ToolCall | None = None, terms: Terms | None = None) -> ToolResult:
+    door = Dispatcher(AnsweringTransport(answer), StaticCatalog(ECHO), KEY, queue_wait_s=60, meter=tally.calls)
+    return await door.dispatch(call or build_call(text="hi"), ROUTE, terms)
+
+
+async def test_a_call_is_counted_with_its_code_its_clocks_and_its_output(redis_server: RedisProcess) -> None:
+    async with open_tally(redis_server) as (tally, page):
+        await dispatch(tally, answering(truncated=True))
+        await dispatch(tally, answering(error_code=ErrorCode.TIMEOUT))
+        found = await read(tally, page)
+    assert counted(found, "toolcrew_tool_calls_total") == {("", "ok", "echo"): 1, ("TIMEOUT", "error", "echo"): 1}
+    assert counted(found, "toolcrew_calls_ended_total") == {("done",): 2}
+    assert found[key("toolcrew_tool_duration_seconds_sum", tool="echo")] == 4.0
+    assert found[key("toolcrew_tool_queue_wait_seconds_count", queue="host")] == 2
+    assert found[key("toolcrew_tool_output_bytes_sum", tool="echo")] == 120
+    assert counted(found, "toolcrew_tool_output_truncated_total") == {("echo",): 1}
+
+
+@pytest.mark.parametrize(
+    ("code", "end", "is_refusal"),
+    [
+        (ErrorCode.SECURITY_REFUSED, "not_run", True),
+        (ErrorCode.RATE_LIMITED, "not_run", True),
+        (ErrorCode.HOST_LOST, "lost", False),
+        (ErrorCode.OUTCOME_UNKNOWN, "unknown", False),
+    ],
+)
+async def test_a_call_that_no_worker_answered_is_counted_by_what_became_of_it(
+    redis_server: RedisProcess, code: ErrorCode, end: str, is_refusal: bool
+) -> None:
+    def refuse(*_: object) -> ToolResult:
+        raise ToolFailure(code, "no")
+
+    async with open_tally(redis_server) as (tally, page):
+        await dispatch(tally, refuse)
+        found = await read(tally, page)
+    assert counted(found, "toolcrew_tool_calls_total") == {(code.value, "error", "echo"): 1}
+    assert counted(found, "toolcrew_calls_ended_total") == {(end,): 1}
+    assert counted(found, "toolcrew_security_refusals_total") == ({(code.value,): 1} if is_refusal else {})
+
+
+async def test_names_that_a_model_invents_are_counted_as_other(redis_server: RedisProcess) -> None:
+    async with open_tally(redis_server) as (tally, page):
+        for number in range(300):
+            await dispatch(tally, answering(), build_call(f"invented-{number}"))
+        found = await read(tally, page)
+    assert counted(found, "toolcrew_tool_calls_total") == {("TOOL_NOT_FOUND", "error", "other"): 300}
+
+
+async def test_a_caller_that_leaves_is_counted_but_one_whose_call_goes_on_elsewhere_is_not(redis_server: RedisProcess) -> None:
+    began = asyncio.Event()
+
+    class Silent(AnsweringTransport):
+        async def deliver(self, *_: object) -> str:
+            began.set()
+            await asyncio.get_running_loop().create_future()
+            return ""
+
+    async with open_tally(redis_server) as (tally, page):
+        door = Dispatcher(Silent(answering()), StaticCatalog(ECHO), KEY, queue_wait_s=60, meter=tally.calls)
+        for keeps in (False, True):
+            began.clear()
+            task = asyncio.create_task(door.dispatch(build_call(text="x"), ROUTE, Terms(keeps_result=keeps)))
+            await began.wait()
+            task.cancel()
+            await asyncio.wait({task})
+        found = await read(tally, page)
+    assert counted(found, "toolcrew_tool_calls_total") == {("CANCELLED", "error", "echo"): 1}
+
+
+class Book:
+    """What a run remembers: `is_catching_up` as the test says."""
+
+    is_catching_up = False
+
+
+def story(*, is_sent: bool, code: ErrorCode | None = None) -> list[RunEvent]:
+    """One step with one call."""
+    call = build_call(text="x")
+    result = ToolResult.failed(call, code, "no") if code else ToolResult(call_id=call.id, name=call.name, success=True)
+    usage = Usage(prompt_tokens=100, completion_tokens=7)
+    answered = ModelAnswered(run="r", step=1, message=Message(), finish_reason="stop", usage=usage, model_s=0.3)
+    sent = [CallSent(run="r", call=call)] if is_sent else []
+    return [
+        RunStarted(run="r", instruction="", model="m", dialect="d"),
+        StepStarted(run="r", step=1),
+        answered,
+        *sent,
+        CallFinished(run="r", result=result),
+    ]
+
+
+ENDED = RunFinished(run="r", answer="", stop_reason="answered", clocks=Clocks())
+
+
+async def test_a_run_tells_tokens_steps_its_end_and_the_calls_that_were_never_sent(redis_server: RedisProcess) -> None:
+    async with open_tally(redis_server) as (tally, page):
+        heard = list[RunEvent]()
+        tell = tally.watch_run(heard.append, None)
+        events = [*story(is_sent=True), *story(is_sent=False, code=ErrorCode.PERMISSION_DENIED), ENDED]
+        for event in events:
+            tell(event)
+        found = await read(tally, page)
+    assert heard == events
+    assert counted(found, "toolcrew_llm_tokens_total") == {("input", "m"): 200, ("output", "m"): 14}
+    assert found[key("toolcrew_agent_iterations_sum")] == 2
+    assert counted(found, "toolcrew_agent_runs_total") == {("answered",): 1}
+    assert counted(found, "toolcrew_tool_calls_total") == {("PERMISSION_DENIED", "error", "other"): 1}
+
+
+async def test_what_a_resumed_run_tells_once_more_is_not_counted_once_more(redis_server: RedisProcess) -> None:
+    book = Book()
+    async with open_tally(redis_server) as (tally, page):
+        tell = tally.watch_run(lambda _: None, book)
+        book.is_catching_up = True
+        for event in story(is_sent=False, code=ErrorCode.PERMISSION_DENIED):
+            tell(event)
+        book.is_catching_up = False
+        for event in (*story(is_sent=True), RunAborted(run="r", reason="the process ends"), ENDED):
+            tell(event)
+        found = await read(tally, page)
+    assert counted(found, "toolcrew_llm_tokens_total") == {("input", "m"): 100, ("output", "m"): 7}
+    assert counted(found, "toolcrew_tool_calls_total") == {}
+    assert counted(found, "toolcrew_agent_runs_total") == {("answered",): 1}
+
+
+async def test_questions_and_answers_are_counted(redis_server: RedisProcess) -> None:
+    async with open_tally(redis_server) as (tally, page):
+        tell = tally.watch_run(lambda _: None, None)
+        for is_allowed, is_changed in ((True, False), (True, True), (False, False), (False, False)):
+            tell(ApprovalAsked(run="r", call=build_call(), digest="d", reason="", warning="", expires_at=0.0))
+            tell(ApprovalDecided(run="r", call_id="c", digest="d", is_allowed=is_allowed, reason="", is_changed=is_changed))
+        found = await read(tally, page)
+    assert counted(found, "toolcrew_approvals_total") == {("approved",): 1, ("modified",): 1, ("rejected",): 2}
+    assert found[key("toolcrew_approvals_asked_total")] == 4
+
+
+async def test_what_was_counted_is_there_about_a_second_later_and_at_the_end(redis_server: RedisProcess) -> None:
+    with redis_server.client() as client:
+        async with open_tally(redis_server) as (tally, _):
+            tally.start()
+            await dispatch(tally, answering())
+            until = time.monotonic() + 20
+            while not client.hlen(metrics_key("d")):
+                assert time.monotonic() < until
+                await asyncio.sleep(0.02)  # another task's flush has no event here
+            await dispatch(tally, answering())
+        assert client.hget(metrics_key("d"), "\ttoolcrew_tool_calls_total\techo\tok\t") == b"2"
+
+
+async def test_a_redis_that_is_away_costs_no_count(redis_server: RedisProcess) -> None:
+    async with open_tally(redis_server) as (tally, page):
+        await dispatch(tally, answering())
+        await tally.flush()
+        redis_server.stop()
+        await dispatch(tally, answering())
+        with pytest.raises((redis.RedisError, OSError)):
+            await tally.flush()
+        redis_server.start()
+        await dispatch(tally, answering())
+        found = await read(tally, page)
+    # What a server without a disk forgot is gone, what it never heard is not.
+    assert counted(found, "toolcrew_tool_calls_total")["", "ok", "echo"] in (2, 3)

@@ -1,0 +1,243 @@
+"""The page of metrics: what Redis says now, as parsers of Prometheus read it, whatever others have written there."""
+
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import redis
+import redis.asyncio
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from contract import metrics
+from contract.errors import BrokerUnavailable
+from contract.hosts import HostReport
+from contract.metric_counts import ABSORB_LUA, Counts
+from contract.names import (
+    POOL_WEB,
+    approvals_key,
+    call_key,
+    counted_key,
+    host_gauges_key,
+    host_key,
+    hosts_key,
+    metrics_key,
+    refusals_key,
+    tenants_key,
+)
+from contract.tenancy import TenantPolicy
+from orchestrator.metrics.page import MetricsPage
+from orchestrator.metrics.samples import choose_format
+from orchestrator.runs.keys import batch_key, runs_prefix
+from tests.admission_ground import DEPLOYMENT, Ground, set_slots
+from tests.conftest import RedisProcess
+from tests.fake_hosts import build_report
+from tests.metric_ground import counted, key, read_page
+from tests.redis_ground import open_server
+from tests.unit.test_metric_files import promtool
+
+QUEUE = "host.h1.b00t"
+HOSTILE = 'a"b\\c\nd\u202e{}'
+
+
+@pytest.fixture
+def client(redis_server: RedisProcess) -> Iterator["redis.Redis"]:
+    with redis_server.client() as opened:
+        yield opened
+
+
+@pytest.fixture
+async def page(redis_server: RedisProcess) -> AsyncIterator[MetricsPage]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=10) as opened:
+        yield MetricsPage(opened, DEPLOYMENT)
+
+
+def report(client: "redis.Redis", *reports: HostReport) -> None:
+    for one in reports:
+        client.set(host_key(DEPLOYMENT, one.queue), one.model_dump_json())
+        client.zadd(hosts_key(DEPLOYMENT), {one.queue: time.time()})
+
+
+def absorb(client: "redis.Redis", counts: Counts) -> None:
+    while (sending := counts.pending()) is not None:
+        client.eval(ABSORB_LUA, 2, metrics_key(DEPLOYMENT), counted_key(DEPLOYMENT, "x"), *sending.arguments)
+        counts.settle(sending)
+
+
+def queue_call(client: "redis.Redis", queue: str, age_s: float, call: str = "c1") -> None:
+    """A message as publishing leaves it, and its call's record."""
+    record = call_key(DEPLOYMENT, "acme", call)
+    client.hset(record, mapping={"state": "queued", "queued_at": time.time() - age_s})
+    client.lpush(queue, json.dumps({"body": "eHh4" * 2000, "headers": {"task": "tool.x", "call_key": record}, "properties": {}}))
+
+
+async def test_a_deployment_without_anything_tells_zeros_that_promtool_takes(page: MetricsPage) -> None:
+    text = await page.render()
+    found = read_page(text)
+    assert found[key("toolcrew_sandbox_oom_total")] == 0
+    assert found[key("toolcrew_envelope_refusals_total", reason="signature")] == 0
+    assert found[key("toolcrew_queue_messages", queue=POOL_WEB)] == 0
+    assert found[key("toolcrew_lost_hosts")] == 0
+    promtool("check", "metrics", text=text)
+
+
+async def test_what_was_counted_is_told_in_both_formats(page: MetricsPage, client: "redis.Redis") -> None:
+    counts = Counts()
+    counts.count(metrics.CALLS, "bash_tool", "error", "TIMEOUT", by=2)
+    counts.count(metrics.TOKENS, HOSTILE, "input", by=7)
+    for value in (0.05, 3.0, 9999.0):
+        counts.observe(metrics.CALL_SECONDS, value, "bash_tool")
+    absorb(client, counts)
+    for is_open in (False, True):
+        found = read_page(await page.render(is_open=is_open), is_open=is_open)
+        assert found[key("toolcrew_tool_calls_total", tool="bash_tool", status="error", error_code="TIMEOUT")] == 2
+        assert found[key("toolcrew_llm_tokens_total", model=metrics.clean_label(HOSTILE), direction="input")] == 7
+        buckets = {
+            bound: found[key("toolcrew_tool_duration_seconds_bucket", tool="bash_tool", le=bound)] for bound in ("0.1", "5.0", "+Inf")
+        }
+        assert buckets == {"0.1": 1, "5.0": 2, "+Inf": 3}
+        assert found[key("toolcrew_tool_duration_seconds_sum", tool="bash_tool")] == pytest.approx(10002.05)
+    promtool("check", "metrics", text=await page.render())
+
+
+async def test_openmetrics_names_families_without_total_and_ends(page: MetricsPage) -> None:
+    text = (await page.render(is_open=True)).decode()
+    assert text.endswith("# EOF\n")
+    families = {family.name: family.type for family in text_string_to_metric_families(text)}
+    assert families["toolcrew_sandbox_oom"] == "counter"
+    assert choose_format("application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
+    assert not choose_format("text/plain")
+
+
+async def test_hosts_tell_their_load_and_their_sandboxes(page: MetricsPage, client: "redis.Redis") -> None:
+    web = build_report("h1", queue="pool.h1.a", kind="web", slots=2, busy=1, max_sessions=0, max_sandboxes=0)
+    other = build_report("h1", queue="pool.h1.b", kind="web", slots=2, busy=2, max_sessions=0, max_sandboxes=0, draining=True)
+    report(client, build_report("h1", busy=3, sessions=5, sandboxes=4, disk_free_bytes=77), web, other, build_report("h2", healthy=False))
+    report(client, build_report("h3", worker="", draining=True, sessions=9))
+    gauges = {"sandboxes": {"busy": 3, "idle": 1, "warm": 2, "invented": 5}, "warm_target": 4}
+    client.set(host_gauges_key(DEPLOYMENT, QUEUE), json.dumps(gauges))
+    client.set(host_gauges_key(DEPLOYMENT, "host.h2.b00t"), "no json")
+    found = read_page(await page.render())
+    assert counted(found, "toolcrew_hosts") == {
+        ("sandbox", "serving"): 1,
+        ("sandbox", "unhealthy"): 1,
+        ("sandbox", "restarting"): 1,
+        ("web", "serving"): 1,
+        ("web", "draining"): 1,
+    }
+    assert (found[key("toolcrew_host_busy", host="h1", kind="web")], found[key("toolcrew_host_slots", host="h1", kind="web")]) == (3, 4)
+    assert counted(found, "toolcrew_host_sessions") == {("h1",): 5}
+    assert found[key("toolcrew_host_disk_free_bytes", host="h1")] == 77
+    assert counted(found, "toolcrew_sandbox_active") == {("h1", "busy"): 3, ("h1", "idle"): 1, ("h1", "warm"): 2}
+    assert counted(found, "toolcrew_warm_pool_target") == {("h1",): 4}
+    assert found[key("toolcrew_calls", state="running")] == 6
+
+
+async def test_a_queue_tells_its_length_and_for_how_long_its_oldest_message_has_lain_there(
+    page: MetricsPage, client: "redis.Redis"
+) -> None:
+    report(client, build_report("h1"))
+    queue_call(client, QUEUE, 40, "oldest")
+    queue_call(client, QUEUE, 5, "newest")
+    found = read_page(await page.render())
+    assert found[key("toolcrew_queue_messages", queue=QUEUE)] == 2
+    assert 40 <= found[key("toolcrew_queue_oldest_message_seconds", queue=QUEUE)] < 100
+    assert found[key("toolcrew_queue_oldest_message_seconds", queue=POOL_WEB)] == 0
+    assert found[key("toolcrew_dead_host_queues")] == 0
+
+
+async def test_the_queue_of_a_host_that_does_not_report_is_told_as_dead(page: MetricsPage, client: "redis.Redis") -> None:
+    client.zadd(hosts_key(DEPLOYMENT), {"host.gone.1": 1, "host.empty.1": 1, "pool.gone.1": 1})
+    queue_call(client, "host.gone.1", 300)
+    found = read_page(await page.render())
+    told = [found[key(name)] for name in ("toolcrew_lost_hosts", "toolcrew_dead_host_queues", "toolcrew_dead_host_queue_messages")]
+    assert told == [3, 1, 1]
+    assert found[key("toolcrew_queue_oldest_message_seconds", queue="host.gone.1")] >= 300
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\xff\xfe" * 3000,
+        b'{"call_key": "toolcrew:other:x:call:y"}',
+        b'{"call_key": "toolcrew:d:tenants"',
+        b'{"call_key": ["a"]}',
+        b'"call_key": "' + b"x" * 9000,
+        b'{"call_key": "toolcrew:d:acme:call:text"}',
+    ],
+)
+async def test_a_strangers_message_breaks_nothing_and_is_counted(page: MetricsPage, client: "redis.Redis", message: bytes) -> None:
+    client.lpush(POOL_WEB, message)
+    client.hset(call_key(DEPLOYMENT, "acme", "text"), "queued_at", "nan")
+    found = read_page(await page.render())
+    assert found[key("toolcrew_queue_messages", queue=POOL_WEB)] == 1
+    assert found.get(key("toolcrew_queue_oldest_message_seconds", queue=POOL_WEB), 0.0) in (0.0, 86400.0)
+
+
+async def test_admission_tells_who_runs_and_who_waits(page: MetricsPage, client: "redis.Redis") -> None:
+    client.hset(tenants_key(DEPLOYMENT), mapping={"acme": TenantPolicy().model_dump_json(), "idle": "{}", "#version": "x"})
+    ground = Ground(client, now=time.time() - 50)
+    set_slots(client, 2, POOL_WEB)
+    for _ in range(5):
+        ground.ask("acme", queue=POOL_WEB, limit_s=0.5)
+    found = read_page(await page.render())
+    assert counted(found, "toolcrew_tenant_calls") == {("in_flight", "acme"): 3, ("waiting", "acme"): 2}
+    assert counted(found, "toolcrew_queue_calls") == {(POOL_WEB, "in_flight"): 3, (POOL_WEB, "waiting"): 2}
+    assert found[key("toolcrew_queue_slots", queue=POOL_WEB)] == 2
+    assert found[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 50
+    assert (found[key("toolcrew_tenants")], found[key("toolcrew_tenant_calls", tenant="idle", state="waiting")]) == (2, 0)
+
+
+async def test_tenants_can_be_left_out(redis_server: RedisProcess, client: "redis.Redis") -> None:
+    client.hset(tenants_key(DEPLOYMENT), "acme", "{}")
+    async with redis.asyncio.Redis.from_url(redis_server.url) as opened:
+        text = await MetricsPage(opened, DEPLOYMENT, has_tenants=False).render()
+    assert b'tenant="' not in text
+    assert read_page(text)[key("toolcrew_tenants")] == 1
+
+
+async def test_runs_batches_and_questions_are_told(page: MetricsPage, client: "redis.Redis") -> None:
+    runs = runs_prefix(DEPLOYMENT)
+    client.zadd(f"{runs}batches", {"acme|b1": 1, "strange": 2})
+    client.zadd(batch_key(DEPLOYMENT, "acme", "b1") + ":waiting", {"r1": 1, "r2": 2})
+    client.zadd(f"{runs}leases", {"acme|r3": 1})
+    client.zadd(approvals_key(DEPLOYMENT), {"over": (time.time() - 1) * 1000, "open": (time.time() + 100) * 1000})
+    found = read_page(await page.render())
+    assert counted(found, "toolcrew_runs") == {("waiting",): 2, ("running",): 1}
+    assert found[key("toolcrew_approvals_waiting")] == 1
+
+
+async def test_what_others_have_written_is_left_out_and_counted(page: MetricsPage, client: "redis.Redis") -> None:
+    strange = {b"\xff\xfe": "1", "": "2", "count\ttoolcrew_nonesuch": "1", "\ttoolcrew_sandbox_oom_total": "nan", "#mark": "5"}
+    client.hset(metrics_key(DEPLOYMENT), mapping=strange)  # type: ignore[arg-type]
+    client.hset(refusals_key(DEPLOYMENT), mapping={HOSTILE: "3", "signature": "2", "expired": "many"})
+    client.zadd(hosts_key(DEPLOYMENT), {b"\xff": 1, f"toolcrew:{DEPLOYMENT}:tenants": 1, HOSTILE: 1})
+    client.hset(tenants_key(DEPLOYMENT), "acme", "{}")
+    giant = build_report("h1", disk_free_bytes=10**300, busy=10**400)
+    report(client, giant)
+    client.set(f"toolcrew:{DEPLOYMENT}:slots:{QUEUE}", "inf")
+    found = read_page(await page.render())
+    assert found[key("toolcrew_metrics_unreadable_fields")] == 4
+    assert found[key("toolcrew_envelope_refusals_total", reason="signature")] == 2
+    assert found[key("toolcrew_queue_slots", queue=QUEUE)] == 0
+    assert found[key("toolcrew_lost_hosts")] == 3
+
+
+async def test_the_user_of_an_orchestrator_may_look_and_one_that_may_not_ask_for_memory_still_sees_the_rest() -> None:
+    with open_server(users=True) as server:
+        async with redis.asyncio.Redis.from_url(server.url("orchestrator")) as opened:
+            found = read_page(await MetricsPage(opened, "default").render())
+            assert found[key("toolcrew_redis_memory_used_bytes")] > 0
+        with server.client() as admin:
+            admin.execute_command("ACL", "SETUSER", "orchestrator", "-info")
+        async with redis.asyncio.Redis.from_url(server.url("orchestrator")) as opened:
+            found = read_page(await MetricsPage(opened, "default").render())
+        assert key("toolcrew_redis_memory_used_bytes") not in found
+        assert found[key("toolcrew_build_info", release="1")] == 1
+
+
+async def test_a_redis_that_is_away_is_said() -> None:
+    async with redis.asyncio.Redis(port=1) as nobody:
+        with pytest.raises(BrokerUnavailable, match="see that it is up"):
+            await MetricsPage(nobody, DEPLOYMENT).render()

@@ -1,0 +1,185 @@
+"""A deployment at a glance: what is told of hosts, queues, tenants and batches is what Redis holds, and a thousand tenants do not make it slow."""
+
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import redis
+import redis.asyncio
+
+from contract.errors import BrokerUnavailable
+from contract.names import approvals_key, host_key, hosts_key, tenants_key
+from contract.settings import BrokerSettings
+from contract.tenancy import TenantPolicy
+from orchestrator.overview import MOST_BATCHES, OverviewReader
+from orchestrator.redis_connection import open_redis
+from orchestrator.tenants import RedisTenants
+from tests.admission_ground import DEPLOYMENT, Ground, set_slots
+from tests.conftest import RedisProcess
+from tests.fake_hosts import build_report
+from tests.run_ground import RunGround, build_outcome
+
+QUEUE = "host.h1.b00t"
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
+    client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def reader(client: "redis.asyncio.Redis") -> OverviewReader:
+    return OverviewReader(client, DEPLOYMENT)
+
+
+async def report_host(client: "redis.asyncio.Redis", name: str = "h1", **fields: object) -> None:
+    report = build_report(name, **fields)
+    await client.zadd(hosts_key(DEPLOYMENT), {report.queue: time.time()})
+    await client.set(host_key(DEPLOYMENT, report.queue), report.model_dump_json())
+
+
+async def test_an_empty_deployment_has_nothing_but_its_pools(reader: OverviewReader) -> None:
+    seen = await reader.read()
+
+    assert (seen.hosts, seen.tenants, seen.batches) == ((), (), ())
+    assert [(queue.queue, queue.length, queue.slots) for queue in seen.queues] == [("pool.tools", 0, 0), ("pool.web", 0, 0)]
+    assert (seen.slots, seen.busy, seen.sessions, seen.waiting, seen.running, seen.approvals, seen.batch_count) == (0,) * 7
+
+
+async def test_hosts_are_told_as_they_report(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
+    await report_host(client, "h1", busy=3, sessions=7)
+    await report_host(client, "h2", busy=1, sessions=2)
+
+    seen = await reader.read()
+
+    assert [report.host for report in seen.hosts] == ["h1", "h2"]
+    assert (seen.slots, seen.busy, seen.sessions) == (8, 4, 9)
+
+
+async def test_a_queue_tells_what_waits_and_for_how_long(
+    client: "redis.asyncio.Redis", reader: OverviewReader, redis_server: RedisProcess
+) -> None:
+    await report_host(client)
+    await client.rpush(QUEUE, "a message", "another")
+    with redis_server.client() as blocking:
+        ground = Ground(blocking, now=time.time() - 40)
+        set_slots(blocking, 2, QUEUE)
+        for _ in range(5):
+            ground.ask("acme", queue=QUEUE, limit_s=30.0)
+        ground.now += 30
+        for _ in range(2):
+            ground.ask("bolt", queue=QUEUE, limit_s=0.5)
+
+    seen = await reader.read()
+
+    queue = seen.queues[0]
+    # One call of a second or more is all that a tenant may hold of two slots.
+    assert (queue.queue, queue.length, queue.slots) == (QUEUE, 2, 2)
+    assert queue.held + queue.waiting == 7
+    assert queue.waiting == seen.waiting > 0
+    assert queue.oldest_s is not None
+    assert 39 < queue.oldest_s < 300
+
+
+async def test_tenants_with_calls_come_first_with_their_shares_and_unregistered_ones_are_not_missed(
+    client: "redis.asyncio.Redis", reader: OverviewReader, redis_server: RedisProcess
+) -> None:
+    tenants = RedisTenants(client, DEPLOYMENT)
+    await tenants.add("acme", TenantPolicy(weight=3.0, in_flight=8))
+    await tenants.add("idle", TenantPolicy(is_paused=True))
+    await client.hset(tenants_key(DEPLOYMENT), "torn", "{")
+    await report_host(client)
+    with redis_server.client() as blocking:
+        ground = Ground(blocking, now=time.time())
+        set_slots(blocking, 8, QUEUE)
+        for _ in range(3):
+            ground.ask("acme", queue=QUEUE, limit_s=0.5)
+        ground.ask("stranger", queue=QUEUE, limit_s=0.5)
+
+    told = {tenant.tenant: tenant for tenant in (await reader.read()).tenants}
+
+    assert list(told) == ["acme", "stranger", "idle", "torn"]
+    assert (told["acme"].held, told["acme"].in_flight, told["acme"].share, told["acme"].fair_share) == (3, 8, 0.75, 0.75)
+    assert (told["stranger"].held, told["stranger"].is_registered, told["stranger"].share) == (1, False, 0.25)
+    assert (told["idle"].held, told["idle"].share, told["idle"].fair_share) == (0, 0.0, 0.0)
+    assert [name for name, tenant in told.items() if tenant.is_paused] == ["idle"]
+    assert "cannot be read" in told["torn"].trouble
+
+
+async def test_a_tenant_that_its_own_rate_stops_is_told_with_what_waits(
+    client: "redis.asyncio.Redis", reader: OverviewReader, redis_server: RedisProcess
+) -> None:
+    await report_host(client)
+    with redis_server.client() as blocking:
+        ground = Ground(blocking, now=time.time())
+        set_slots(blocking, 8, QUEUE)
+        for _ in range(4):
+            ground.ask("slow", queue=QUEUE, limit_s=0.5, policy=TenantPolicy(rate_per_s=0.01, burst=1))
+        ground.end(ground.held[0])
+
+    seen = await reader.read()
+
+    assert [(tenant.tenant, tenant.held, tenant.waiting) for tenant in seen.tenants] == [("slow", 0, 3)]
+
+
+async def test_batches_are_told_while_anything_of_them_waits_or_runs(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
+    runs = RunGround(client)
+    await runs.submit(3, batch="waits", concurrency=1)
+    await runs.submit(1, batch="runs", tenant="bolt")
+    await runs.submit(1, batch="over", tenant="cyan")
+    claims = {(claim.tenant, claim.record.batch): claim for claim in await runs.queue.claim(10)}
+    over = claims["cyan", "over"]
+    await runs.queue.finish(over, build_outcome(over))
+
+    seen = await reader.read()
+
+    told = {batch.batch: (batch.tenant, batch.state, batch.total, batch.running, batch.waiting) for batch in seen.batches}
+    assert told == {"waits": ("acme", "in_progress", 3, 1, 2), "runs": ("bolt", "in_progress", 1, 1, 0)}
+    assert (seen.running, seen.batch_count) == (2, 2)
+
+
+async def test_of_very_many_batches_the_others_are_counted(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
+    runs = RunGround(client)
+    for number in range(MOST_BATCHES + 3):
+        await runs.submit(1, batch=f"b{number}")
+
+    seen = await reader.read()
+
+    assert (len(seen.batches), seen.batch_count) == (MOST_BATCHES, MOST_BATCHES + 3)
+
+
+async def test_questions_that_have_expired_wait_for_nobody(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
+    await client.zadd(approvals_key(DEPLOYMENT), {"old": (time.time() - 5) * 1000, "new": (time.time() + 60) * 1000})
+
+    assert (await reader.read()).approvals == 1
+
+
+async def test_a_dead_redis_is_said_in_one_sentence() -> None:
+    nowhere = open_redis(BrokerSettings.model_validate({"redis_url": "redis://127.0.0.1:1/0"}))
+    try:
+        with pytest.raises(BrokerUnavailable, match="see that it is up"):
+            await OverviewReader(nowhere, DEPLOYMENT).read()
+    finally:
+        await nowhere.aclose()
+
+
+async def test_a_thousand_tenants_take_no_more_round_trips_than_one(
+    client: "redis.asyncio.Redis", reader: OverviewReader, redis_server: RedisProcess
+) -> None:
+    async def count_reads() -> int:
+        with redis_server.client() as blocking:
+            before = int(blocking.info("stats")["total_reads_processed"])
+            await reader.read()
+            return int(blocking.info("stats")["total_reads_processed"]) - before
+
+    await reader.read()
+    few = await count_reads()
+    policies = {f"tenant-{number}": TenantPolicy(weight=1.5).model_dump_json(exclude_defaults=True) for number in range(1000)}
+    await client.hset(tenants_key(DEPLOYMENT), mapping=policies)
+    many = await count_reads()
+
+    # Long names in one request may come in more than one piece.
+    assert many - few < 10
+    assert len((await reader.read()).tenants) == 1000

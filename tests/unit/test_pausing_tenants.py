@@ -1,0 +1,161 @@
+"""Pausing a tenant: its policy says so until it is resumed, none of its runs is claimed, and the audit has it. Over a real Redis."""
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+from click.testing import Result
+from typer.testing import CliRunner
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.names import audit_key, tenants_key
+from contract.tenancy import TenantPolicy
+from orchestrator.cli import app
+from orchestrator.tenants import RedisTenants
+from tests.conftest import RedisProcess
+from tests.run_ground import RunGround
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
+    opened = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
+    yield opened
+    await opened.aclose()
+
+
+@pytest.fixture
+async def ground(client: "redis.asyncio.Redis") -> RunGround:
+    return RunGround(client)
+
+
+async def claimed(ground: RunGround, most: int = 10) -> list[str]:
+    return [f"{claim.tenant}/{claim.run}" for claim in await ground.queue.claim(most)]
+
+
+async def test_a_pause_holds_until_it_is_ended_whatever_else_is_set(client: "redis.asyncio.Redis") -> None:
+    tenants = RedisTenants(client, "d")
+    await tenants.add("acme", TenantPolicy(weight=2))
+    await tenants.pause("acme", "the bill is open")
+    await tenants.change("acme", lambda policy: policy.model_copy(update={"weight": 3.0}))
+    assert await tenants.policy("acme") == TenantPolicy(weight=3, is_paused=True, pause_reason="the bill is open")
+    await tenants.replace("acme", TenantPolicy(weight=4))
+    assert await tenants.policy("acme") == TenantPolicy(weight=4, is_paused=True, pause_reason="the bill is open")
+    await tenants.resume("acme")
+    assert await tenants.policy("acme") == TenantPolicy(weight=4)
+
+
+async def test_a_tenant_that_is_not_paused_is_kept_as_earlier_releases_read_it(client: "redis.asyncio.Redis") -> None:
+    tenants = RedisTenants(client, "d")
+    await tenants.add("acme", TenantPolicy(weight=2))
+    await tenants.pause("acme")
+    await tenants.resume("acme")
+    assert await client.hget(tenants_key("d"), "acme") == b'{"weight":2.0}'
+
+
+async def test_pausing_and_resuming_stand_in_the_audit_once_each(client: "redis.asyncio.Redis") -> None:
+    tenants = RedisTenants(client, "d")
+    for _ in range(2):
+        await tenants.pause("default", "the bill is open")
+    for _ in range(2):
+        await tenants.resume("default")
+    entries = [json.loads(fields[b"entry"]) for _, fields in await client.xrange(audit_key("d"))]
+    assert [(one["action"], one["target"], one["details"].get("reason")) for one in entries] == [
+        ("tenant.pause", "default", "the bill is open"),
+        ("tenant.resume", "default", None),
+    ]
+
+
+async def test_only_a_tenant_that_there_is_can_be_paused(client: "redis.asyncio.Redis") -> None:
+    with pytest.raises(ToolFailure, match="there is no tenant acme") as refused:
+        await RedisTenants(client, "d").pause("acme")
+    assert refused.value.code is ErrorCode.UNKNOWN_TENANT
+    with pytest.raises(ToolFailure, match="at most 500"):
+        await RedisTenants(client, "d").pause("default", "x" * 501)
+
+
+async def test_nothing_of_a_paused_tenant_is_claimed_and_others_are_not_held_up(ground: RunGround) -> None:
+    tenants = RedisTenants(ground.client, "d")
+    for name in ("acme", "bolt"):
+        await tenants.add(name, TenantPolicy())
+        await ground.submit(2, tenant=name)
+    await tenants.pause("acme")
+    assert await claimed(ground) == ["bolt/b-1", "bolt/b-2"]
+    assert await claimed(ground) == []
+    await tenants.resume("acme")
+    assert await claimed(ground) == ["acme/b-1", "acme/b-2"]
+
+
+async def test_a_batch_that_is_worked_by_name_waits_as_well(ground: RunGround) -> None:
+    tenants = RedisTenants(ground.client, "d")
+    await tenants.add("acme", TenantPolicy())
+    await ground.submit(1, is_detached=False)
+    await tenants.pause("acme")
+    assert await ground.queue.claim(5, ("acme", "b")) == []
+    await tenants.resume("acme")
+    assert len(await ground.queue.claim(5, ("acme", "b"))) == 1
+
+
+async def test_a_run_whose_holder_dies_meanwhile_waits_and_is_gone_on_with(ground: RunGround) -> None:
+    tenants = RedisTenants(ground.client, "d")
+    await tenants.add("acme", TenantPolicy())
+    await ground.submit(1)
+    [claim] = await ground.queue.claim(1)
+    await ground.die(claim)
+    await tenants.pause("acme")
+    assert await ground.other.claim(1) == []
+    assert await ground.queue.counts("acme", "b") == {"waiting": 1, "running": 0}
+    await tenants.resume("acme")
+    [again] = await ground.other.claim(1)
+    assert (again.run, again.record.losses) == (claim.run, 1)
+
+
+async def test_very_many_paused_batches_do_not_keep_the_others_waiting(ground: RunGround) -> None:
+    tenants = RedisTenants(ground.client, "d")
+    for name in ("acme", "bolt"):
+        await tenants.add(name, TenantPolicy())
+    async with ground.client.pipeline(transaction=False) as pipe:
+        for number in range(700):
+            pipe.hset(
+                f"toolcrew:d:acme:batch:a{number}", mapping={"state": "in_progress", "concurrency": "9", "is_detached": "1", "total": "1"}
+            )
+            pipe.zadd(f"toolcrew:d:acme:batch:a{number}:waiting", {"r": 1.0})
+            pipe.zadd("toolcrew:d:runs:batches", {f"acme|a{number}": 1.0})
+        await pipe.execute()
+    await ground.submit(1, tenant="bolt")
+    await tenants.pause("acme")
+    found = [await claimed(ground) for _ in range(2)]
+    assert [] in found
+    assert ["bolt/b-1"] in found
+
+
+async def test_in_an_open_pool_every_name_is_paused_with_the_default_one(ground: RunGround) -> None:
+    tenants = RedisTenants(ground.client, "d")
+    await ground.submit(1, tenant="anybody")
+    await tenants.pause("default")
+    assert (await claimed(ground), (await tenants.policy("anybody")).is_paused) == ([], True)
+    await tenants.add("registered", TenantPolicy())
+    # Nobody any more, which its run is told when it is begun.
+    assert await claimed(ground) == ["anybody/b-1"]
+
+
+async def test_words_in_a_policy_pause_nobody(ground: RunGround) -> None:
+    """The aim: to stop a tenant by the name of a tool."""
+    await RedisTenants(ground.client, "d").add("acme", TenantPolicy(tools=('x","is_paused":true,"y":"', '"is_paused":true')))
+    await ground.submit(1)
+    assert await claimed(ground) == ["acme/b-1"]
+
+
+def test_a_tenant_is_paused_and_resumed_by_commands(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app, list(arguments))
+
+    paused = run("pause", "default", "--reason", "the bill is open")
+    assert (paused.exit_code, "all of them are paused" in paused.stderr) == (0, True)
+    [row] = json.loads(run("tenants", "ls", "--json").stdout)
+    assert (row["policy"]["is_paused"], row["policy"]["pause_reason"]) == (True, "the bill is open")
+    assert "paused" in run("tenants", "ls").stdout
+    assert json.loads(run("resume", "default", "--json").stdout) == {"name": "default", "is_paused": False}
+    assert run("pause", "nobody").exit_code == 1

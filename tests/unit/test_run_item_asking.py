@@ -1,0 +1,137 @@
+"""Items whose calls wait for people: by the queue of questions, over the death of whoever works them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from orchestrator.approvals import ApprovalPolicy, Decision, Rule, asking
+from orchestrator.approvals.questions import Question
+from orchestrator.approvals.queue import ApprovalQueue
+from orchestrator.batches.items import Outcome
+from orchestrator.run_parts import RunParts
+from orchestrator.runs.records import BatchDefaults, parse_batch
+from tests.approval_ground import ADMIN, SOON_S, Desk
+from tests.conftest import RedisProcess
+from tests.item_ground import ItemGround, Made, build_run, echo_then, open_maker
+
+ASKED = ApprovalPolicy((Rule("ask", tool="echo"),))
+ASKING = BatchDefaults(asks_people=True)
+
+
+@pytest.fixture
+async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Made]:
+    monkeypatch.setattr(asking, "POLL_S", 0.01)
+    async with open_maker(redis_server) as made:
+        yield made
+
+
+async def question_of(ground: ItemGround) -> Question:
+    (question,) = await Desk(ground.client).until_pending()
+    return question
+
+
+async def decide(ground: ItemGround, decision: Decision) -> None:
+    question = await question_of(ground)
+    await Desk(ground.client).queue().decide(question.id, decision, digest=question.digest, actor=ADMIN)
+
+
+async def ended(working: "asyncio.Task[Outcome]") -> Outcome:
+    async with asyncio.timeout(SOON_S):
+        return await working
+
+
+def argument_of(ground: ItemGround) -> list[Any]:
+    """What the tool was called with."""
+    return [call.arguments["text"] for call in ground.transport.calls if call.name == "echo"]
+
+
+async def test_a_call_waits_for_its_answer_and_runs_as_that_says(make: Made) -> None:
+    ground = make(echo_then("done", "a", "b"), policy=ASKED)
+    claim = await ground.put(build_run())
+    working = asyncio.create_task(ground.worked(claim, ASKING))
+    question = await question_of(ground)
+    assert (question.tenant, question.run, question.call.arguments) == ("acme", claim.run, {"text": "a"})
+    await decide(ground, Decision(True, arguments={"text": "other"}))
+    await decide(ground, Decision(False, "not that"))
+    outcome = await ended(working)
+    assert outcome.body is not None
+    assert (outcome.body["answer"], argument_of(ground)) == ("done", ["other"])
+    assert "not that" in str(ground.model.requests[-1].messages)  # type: ignore[attr-defined]
+
+
+async def test_items_that_do_not_ask_people_ask_as_their_orchestrator_does(make: Made) -> None:
+    ground = make(echo_then("done", "a"), policy=ASKED)
+    await ended(asyncio.create_task(ground.worked(await ground.put(build_run()))))
+    assert argument_of(ground) == ["a"]
+    assert [key async for key in ground.client.scan_iter("*approval*")] == []
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+async def test_what_was_decided_while_nobody_worked_the_run_holds_for_who_goes_on(
+    make: Made, monkeypatch: pytest.MonkeyPatch, is_allowed: bool
+) -> None:
+    async def dies(*_: Any) -> None:
+        """A process that is killed withdraws nothing."""
+
+    first, second = make(echo_then("one", "a"), policy=ASKED), make(["two"], policy=ASKED)
+    claim = await first.put(build_run())
+    with monkeypatch.context() as dead:
+        dead.setattr(ApprovalQueue, "withdraw", dies)
+        working = asyncio.create_task(first.worked(claim, ASKING))
+        await question_of(first)
+        working.cancel()
+        await asyncio.wait({working}, timeout=SOON_S)
+    again = await second.taken_over(claim)
+    await decide(second, Decision(is_allowed, "said meanwhile"))
+    outcome = await ended(asyncio.create_task(second.worked(again, ASKING)))
+    assert outcome.body is not None
+    assert outcome.body["answer"] == "two"
+    assert argument_of(second) == (["a"] if is_allowed else [])
+    assert argument_of(first) == []
+
+
+async def test_whoever_goes_on_before_it_is_decided_asks_the_same_question(make: Made) -> None:
+    first, second = make(echo_then("one", "a"), policy=ASKED), make(["two"], policy=ASKED)
+    claim = await first.put(build_run())
+    stays = asyncio.create_task(first.worked(claim, ASKING))
+    before = await question_of(first)
+    asker = await asker_of(first, before)
+    again = await second.taken_over(claim)
+    working = asyncio.create_task(second.worked(again, ASKING))
+    async with asyncio.timeout(SOON_S):
+        while True:
+            if await asker_of(first, before) != asker:
+                break
+            await asyncio.sleep(0.01)
+    # The first, which has lost the run, ends late: it takes nothing away that the second waits for.
+    stays.cancel()
+    await asyncio.wait({stays}, timeout=SOON_S)
+    assert await question_of(second) == before
+    await decide(second, Decision(True))
+    assert (await ended(working)).body is not None
+    assert argument_of(second) == ["a"]
+
+
+async def asker_of(ground: ItemGround, question: Question) -> Any:
+    return await ground.client.hget(f"toolcrew:d:approval:{question.id}", "asker")
+
+
+async def test_the_operators_last_word_holds_for_items_that_ask(make: Made) -> None:
+    ground = make(echo_then("done", "a", "b"), policy=ASKED)
+    told = ground.parts._settings.model_copy(update={"approvals": "never"})
+    ground.work._parts = RunParts(told, ground.pool, ground.parts._approver, ASKED)
+    outcome = await ended(asyncio.create_task(ground.worked(await ground.put(build_run()), ASKING)))
+    assert outcome.body is not None
+    assert argument_of(ground) == []
+    assert [key async for key in ground.client.scan_iter("*approval*")] == []
+
+
+def test_a_batch_that_does_not_ask_can_be_read_by_releases_that_know_nothing_of_it() -> None:
+    assert "asks_people" not in BatchDefaults().model_dump_json()
+    assert "asks_people" not in BatchDefaults().model_dump()
+    fields = {"state": "in_progress", "total": "1", "sha256": "x", "concurrency": "1", "created_at": "0"}
+    for defaults in (BatchDefaults(), ASKING):
+        kept = {name.encode(): value.encode() for name, value in {**fields, "defaults": defaults.model_dump_json()}.items()}
+        assert parse_batch(kept).defaults == defaults

@@ -1,0 +1,192 @@
+"""Spans of runs and calls without a collector: attempts that were lost, runs that another process goes on with, items of batches."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.errors import ErrorCode
+from contract.traceparent import attempt_span_id, call_span_id, parse_traceparent, run_span_id, trace_id_of
+from orchestrator.approvals import AutoApprover
+from orchestrator.approvals.approvers import ApprovalRequest, Decision
+from orchestrator.approvals.policies import ApprovalPolicy, Rule
+from orchestrator.dispatcher import Dispatcher, Pool, Route
+from orchestrator.run_parts import RunParts
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.transport import CallLost
+from telemetry.spans import Span, Tracer
+from tests.builders import KEY
+from tests.conftest import RedisProcess
+from tests.fake_hosts import StaticHosts, build_report
+from tests.item_ground import ItemGround, Made, build_run, build_tool_call, echo_then, failed, open_maker
+from tests.unit import test_recovery as recovery
+
+SOON_S = 15.0
+
+
+@pytest.fixture
+async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
+    async with open_maker(redis_server) as made:
+        yield made
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
+    opened = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
+    yield opened
+    await opened.aclose()
+
+
+def traced(ground: ItemGround, ended: list[Span]) -> ItemGround:
+    """The same process with tracing on."""
+    tracer = Tracer(ended.append, lambda _: True)
+    pool: Any = Pool(ground.places, StaticHosts(build_report()), ground.pool.dispatcher._recovery._ledger)  # type: ignore[union-attr]
+    door = Dispatcher(ground.transport, ground.pool.catalog, KEY, queue_wait_s=60, pool=pool, tracer=tracer)
+    ground.pool = replace(ground.pool, dispatcher=door, tracer=tracer)
+    ground.parts = RunParts(
+        OrchestratorSettings(deployment="d", dialect="native", redis_url=None), ground.pool, AutoApprover(), ApprovalPolicy()
+    )
+    ground.work._pool, ground.work._parts = ground.pool, ground.parts
+    return ground
+
+
+def by_name(spans: list[Span]) -> dict[str, Span]:
+    assert len({span.name for span in spans}) == len(spans), sorted(span.name for span in spans)
+    return {span.name: span for span in spans}
+
+
+def assert_one_tree(spans: list[Span]) -> None:
+    known = {span.ref.span_id for span in spans}
+    assert len(known) == len(spans), "a span was told of twice"
+    assert len({span.ref.trace_id for span in spans}) == 1
+    assert [span.name for span in spans if span.parent is not None and span.parent.span_id not in known] == []
+
+
+async def test_each_attempt_at_a_lost_call_has_a_span_that_is_linked_to_the_one_before(client: "redis.asyncio.Redis") -> None:
+    ended: list[Span] = []
+    ground = recovery.Ground(client, CallLost("gone", has_started=True))
+    ground.door._tracer = Tracer(ended.append, lambda _: True)
+    ground.door._carrier._is_traced = True
+    assert (await ground.call("safe")).success
+    of_call = [span for span in ended if span.ref.trace_id == next(one for one in ended if one.name == "execute_tool safe").ref.trace_id]
+    assert_one_tree(of_call)
+    first, second = [span for span in of_call if span.name == "send safe"]
+    assert (first.ref.span_id, second.ref.span_id) == (attempt_span_id("c1", 1), attempt_span_id("c1", 2))
+    assert (first.error, second.error, second.links) == ("CALL_LOST", "", (first.ref,))
+    told = [context.trace for _, context in ground.fleet.calls]
+    assert told == [str(first.ref), str(second.ref)]
+
+
+async def test_an_item_with_its_session_is_one_trace_under_ids_made_of_its_run(make: Made) -> None:
+    ended: list[Span] = []
+    ground = traced(make(echo_then("said", "a")), ended)
+    claim = await ground.put(build_run())
+    assert (await ground.worked(claim)).failure is None
+    assert_one_tree(ended)
+    root = next(span for span in ended if span.parent is None)
+    assert (root.ref.trace_id, root.ref.span_id) == (trace_id_of("acme", claim.run), run_span_id("acme", claim.run))
+    assert (root.name, root.attributes["toolcrew.batch"], root.error) == ("invoke_agent toolcrew", "b", "")
+    assert {"session.open", "session.close", "execute_tool echo", "send echo"} <= {span.name for span in ended}
+    (sent,) = [context for call, context in zip(ground.transport.calls, ground.transport.contexts, strict=True) if call.name == "echo"]
+    assert sent.trace is not None
+    assert parse_traceparent(sent.trace).span_id == by_name([span for span in ended if span.name == "send echo"])["send echo"].ref.span_id
+
+
+async def test_an_item_that_is_one_call_is_a_trace_too_and_a_failure_is_told(make: Made) -> None:
+    ended: list[Span] = []
+    ground = traced(make(answers={"echo": failed(ErrorCode.TIMEOUT)}), ended)
+    outcome = await ground.worked(await ground.put(build_tool_call()))
+    assert outcome.failure is not None
+    assert_one_tree(ended)
+    root = next(span for span in ended if span.parent is None)
+    assert (root.name, root.error) == ("batch_item", outcome.failure.code)
+    assert next(span for span in ended if span.name == "execute_tool echo").error == "TIMEOUT"
+
+
+async def test_a_run_that_another_process_goes_on_with_stays_one_trace_and_nothing_is_told_twice(make: Made) -> None:
+    reached, ended = asyncio.Event(), list[Span]()
+
+    async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
+        if call.arguments["text"] == "b":
+            reached.set()
+            await asyncio.Event().wait()
+        return ToolResult(call_id=call.id, name=call.name, success=True, output="said")
+
+    first = traced(make(echo_then("two", "a", "b"), answers={"echo": hang}), ended)
+    claim = await first.put(build_run())
+    working = asyncio.create_task(first.worked(claim))
+    async with asyncio.timeout(SOON_S):
+        await reached.wait()
+    working.cancel()
+    await asyncio.wait({working}, timeout=SOON_S)
+    of_first = len(ended)
+    first.work.drop_spans(claim)
+    assert "invoke_agent toolcrew" not in [span.name for span in ended]
+
+    second = traced(make(["two"]), ended)
+    again = await first.taken_over(claim)
+    assert (await second.worked(again)).failure is None
+    assert_one_tree(ended)
+    assert of_first < len(ended)
+    calls = [span for span in ended if span.name == "execute_tool echo"]
+    assert len({span.ref.span_id for span in calls}) == len(calls) == 2
+    assert len([span for span in ended if span.name == "chat scripted"]) == 3
+    root = next(span for span in ended if span.parent is None)
+    assert root.start_at <= min(span.start_at for span in ended)
+
+
+async def test_a_run_whose_batch_was_cancelled_is_told_of_by_whoever_had_it(make: Made) -> None:
+    reached, ended = asyncio.Event(), list[Span]()
+
+    async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
+        reached.set()
+        await asyncio.Event().wait()
+        raise AssertionError(call.id)
+
+    ground = traced(make(echo_then("one", "a"), answers={"echo": hang}), ended)
+    claim = await ground.put(build_run())
+    working = asyncio.create_task(ground.worked(claim))
+    async with asyncio.timeout(SOON_S):
+        await reached.wait()
+    working.cancel()
+    await asyncio.wait({working}, timeout=SOON_S)
+    await ground.work.abandon(claim, await ground.journal(claim))
+    assert_one_tree(ended)
+    assert {span.error for span in ended if span.name in ("invoke_agent toolcrew", "execute_tool echo")} == {"CANCELLED"}
+
+
+class _Asked(AutoApprover):
+    async def decide(self, request: ApprovalRequest) -> Decision:
+        return Decision(False, "not today")
+
+
+async def test_the_wait_for_an_approval_is_a_part_of_its_call(make: Made) -> None:
+    ended: list[Span] = []
+    ground = traced(make(echo_then("one", "a")), ended)
+    policy = ApprovalPolicy(rules=(Rule(action="ask", tool="echo"),))
+    ground.work._parts = RunParts(OrchestratorSettings(deployment="d", dialect="native", redis_url=None), ground.pool, _Asked(), policy)
+    await ground.worked(await ground.put(build_run()))
+    assert_one_tree(ended)
+    approval, call = (next(span for span in ended if span.name == name) for name in ("approval", "execute_tool echo"))
+    assert approval.parent is not None
+    assert (approval.parent.span_id, approval.attributes["toolcrew.is_allowed"]) == (call.ref.span_id, False)
+    assert call.error == "PERMISSION_DENIED"
+
+
+async def test_while_tracing_is_off_nothing_of_it_is_sent(make: Made) -> None:
+    ground = make(echo_then("said", "a"))
+    await ground.worked(await ground.put(build_run()))
+    assert {context.trace for context in ground.transport.contexts} == {None}
+
+
+async def test_the_id_of_a_call_is_that_of_its_trace_file(client: "redis.asyncio.Redis") -> None:
+    ended: list[Span] = []
+    ground = recovery.Ground(client)
+    ground.door._tracer = Tracer(ended.append, lambda _: True)
+    await ground.open()
+    await ground.door.dispatch(ToolCall(id="c9", name="safe"), Route("acme", "s1"))
+    assert next(span for span in ended if span.name == "execute_tool safe").ref.span_id == call_span_id("c9")

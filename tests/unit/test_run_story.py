@@ -1,0 +1,106 @@
+"""What a run has done, folded out of its events: steps with text, calls and results, whatever of them is missing or told again."""
+
+import json
+from typing import Any
+
+from orchestrator.api.pages.run_story import LIVE_CHARS, RunStory
+from orchestrator.runs.told_events import build_event
+
+CALL = {"id": "r-1-1", "name": "bash_tool", "arguments": {"command": "ls"}}
+
+
+def tell(story: RunStory, kind: str, **fields: Any) -> None:
+    story.add(json.dumps({"type": kind, "run": "r", "at": 1.0, "attempt": 1, **fields}))
+
+
+def told(*events: tuple[str, dict[str, Any]]) -> RunStory:
+    story = RunStory()
+    for kind, fields in events:
+        tell(story, kind, **fields)
+    return story
+
+
+def test_a_step_has_its_text_its_call_and_what_came_of_it() -> None:
+    result = {"call_id": "r-1-1", "name": "bash_tool", "success": True, "output": "a"}
+    story = told(
+        ("StepStarted", {"step": 1}),
+        ("TextArrived", {"text": "I lo"}),
+        ("TextArrived", {"text": "ok"}),
+        ("CallStarted", {"call": CALL}),
+        ("CallSent", {"call": {**CALL, "arguments": {"command": "ls -l"}}}),
+        ("CallFinished", {"result": result}),
+        ("StepFinished", {"step": 1, "model_s": 2.0, "usage": {"prompt_tokens": 3, "completion_tokens": 4}}),
+    )
+    (step,) = story.steps.values()
+    assert (step.id, step.text, step.tokens, step.is_over) == ("step-1-1", "I look", (3, 4), True)
+    call = step.calls["r-1-1"]
+    assert (call.state, call.arguments) == ("succeeded", {"command": "ls -l"})
+
+
+def test_text_that_was_withdrawn_is_gone() -> None:
+    story = told(("StepStarted", {"step": 1}), ("TextArrived", {"text": "abcdef"}), ("TextWithdrawn", {"characters": 4}))
+    assert story.steps["step-1-1"].text == "ab"
+
+
+def test_of_a_running_calls_output_the_end_is_kept_and_the_rest_counted() -> None:
+    story = told(("StepStarted", {"step": 1}), ("CallSent", {"call": CALL}))
+    for _ in range(10):
+        tell(story, "OutputArrived", call_id="r-1-1", stream="stdout", text="x" * 4000)
+    call = story.steps["step-1-1"].calls["r-1-1"]
+    assert (len(call.output), call.hidden, call.state) == (LIVE_CHARS, 40_000 - LIVE_CHARS, "running")
+
+
+def test_a_call_that_waits_for_a_person_says_so_until_it_is_decided() -> None:
+    story = told(("StepStarted", {"step": 1}), ("CallStarted", {"call": CALL}), ("ApprovalAsked", {"call": CALL, "warning": "w"}))
+    call = story.steps["step-1-1"].calls["r-1-1"]
+    assert call.state == "waiting for approval"
+    tell(story, "ApprovalDecided", call_id="r-1-1", is_allowed=True)
+    assert call.state == "waiting"
+
+
+def test_whoever_goes_on_with_a_run_tells_the_step_anew_and_the_one_before_stays() -> None:
+    story = told(
+        ("StepStarted", {"step": 1}),
+        ("StepFinished", {"step": 1}),
+        ("StepStarted", {"step": 2}),
+        ("TextArrived", {"text": "void"}),
+        ("RunResumed", {"step": 2}),
+        ("StepStarted", {"step": 2}),
+        ("TextArrived", {"text": "anew"}),
+    )
+    assert [(step.id, step.text) for step in story.steps.values()] == [("step-1-1", ""), ("step-1-2", "anew")]
+    assert "went on with the run from step 2" in story.notes[0]
+
+
+def test_events_whose_step_or_call_is_forgotten_do_no_harm() -> None:
+    story = told(
+        ("EventsMissed", {}),
+        ("OutputArrived", {"call_id": "gone", "stream": "stdout", "text": "x"}),
+        ("ApprovalDecided", {"call_id": "gone", "is_allowed": True}),
+        ("CallFinished", {"result": {"call_id": "late", "name": "t", "success": False}}),
+        ("OfALaterRelease", {"anything": [1]}),
+        ("RunStarted", {"instruction": "x"}),
+    )
+    (step,) = story.steps.values()
+    assert (step.number, [call.state for call in step.calls.values()]) == (0, ["failed"])
+
+
+def test_only_what_has_changed_since_is_taken() -> None:
+    story = told(("StepStarted", {"step": 1}), ("StepFinished", {"step": 1}), ("StepStarted", {"step": 2}))
+    assert [step.number for step in story.take_changed()] == [1, 2]
+    assert story.take_changed() == []
+    tell(story, "TextArrived", text="x")
+    assert [step.number for step in story.take_changed()] == [2]
+    tell(story, "RunEnded")
+    assert ([step.number for step in story.take_changed()], story.is_ended) == ([2], True)
+
+
+def test_an_event_of_which_only_the_kind_was_kept_is_noted_and_does_no_harm() -> None:
+    call = {"id": "c", "name": "bash_tool", "arguments": {f"name {number}": "x" for number in range(5000)}}
+    kept = build_event({"type": "CallStarted", "run": "r", "at": 1.0, "attempt": 1, "step": 1, "call": call})
+    assert "call" not in json.loads(kept)
+    story = RunStory()
+    for kind in ("CallStarted", "CallSent", "ApprovalAsked", "ApprovalDecided", "OutputArrived", "CallFinished", "TextArrived", "Warned"):
+        story.add(kept.replace("CallStarted", kind))
+    assert story.notes[0] == "What CallStarted tells was too large to be kept: the transcript has it."
+    assert len(story.notes) == 8

@@ -1,0 +1,145 @@
+"""What sandboxd counts becomes the deployment's metrics: once, whichever worker takes it over, and whenever Redis is there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from contract.errors import SandboxUnavailable
+from orchestrator.metrics.page import MetricsPage
+from tests.conftest import RedisProcess
+from tests.fake_engine import echoing
+from tests.fake_hosts import build_report
+from tests.fake_sandboxd import PLAN, open_host, running_sandboxd
+from tests.metric_ground import Key, counted, key, read_page
+from tests.unit.test_metric_page import report
+from tests.unit.test_sandboxd_ends import stillborn
+from tests.unit.test_sandboxd_hostile_guest import answering, call
+from tests.unit.test_sandboxd_sessions import lose
+from workers.sandboxd.counts import count_states
+from workers.sandboxd.sessions import Start
+from workers.sandboxd_counts import SandboxdCounts
+
+QUEUE = "host.h1.b00t"
+
+
+@pytest.fixture
+def client(redis_server: RedisProcess) -> Iterator["redis.Redis"]:
+    with redis_server.client() as opened:
+        yield opened
+
+
+async def read(server: RedisProcess) -> dict[Key, float]:
+    async with redis.asyncio.Redis.from_url(server.url) as opened:
+        return dict(read_page(await MetricsPage(opened, "d").render()))
+
+
+def build_status(boot: str = "b00t", **counts: Any) -> dict[str, Any]:
+    pool = {"ready": 2, "target": 3, "handed_out": 4, "turned_away": 0}
+    return {
+        "boot": boot,
+        "counts": {"starts": {}, "failed_starts": 0, "oom": 0, "kills": {}, "lost": {}, **counts},
+        "pool": pool,
+        "states": {"warm": 2},
+    }
+
+
+def build_taker(client: "redis.Redis", *told: dict[str, Any]) -> tuple[SandboxdCounts, list[dict[str, Any]]]:
+    """A worker's, and the list whose last is what sandboxd tells."""
+    statuses = list(told)
+    return SandboxdCounts(client, "d", "h1", QUEUE, lambda: statuses[-1]), statuses
+
+
+async def test_starts_failures_and_losses_are_counted(tmp_path: Path) -> None:
+    async with open_host(tmp_path, echoing, stillborn, echoing) as host:
+        await host.sessions.open("s", Start(PLAN, 60))
+        with pytest.raises(SandboxUnavailable):
+            await host.sessions.open("t", Start(PLAN, 60))
+        await lose(host.sessions)
+        told = host.maker.counts.describe()
+    assert (told["starts"]["count"], told["failed_starts"]) == (1, 1)
+    assert told["starts"]["sum"] > 0
+    # The stillborn one was lost before it was anybody's.
+    assert told["lost"] == {"ended": 2}
+
+
+async def test_kills_and_kills_for_want_of_memory_are_counted_once_a_call(tmp_path: Path) -> None:
+    kill = {"signalled": 2, "survivors": 0, "method": "tree", "ms": 3.0}
+    async with running_sandboxd(tmp_path, answering({"ev": "done", "oom": True, "kill": kill})) as daemon:
+        client, name = await daemon.open()
+        await call(client, name)
+        told = daemon.host.maker.counts.describe()
+    assert (told["oom"], told["kills"]) == (1, {"tree": 1})
+
+
+async def test_survivors_count_as_one_kill_by_the_container(tmp_path: Path) -> None:
+    kill = {"signalled": 2, "survivors": 1, "method": "tree", "ms": 3.0}
+    async with running_sandboxd(tmp_path, answering({"ev": "done", "kill": kill})) as daemon:
+        client, name = await daemon.open()
+        await call(client, name)
+        told = daemon.host.maker.counts.describe()
+    assert told["kills"] == {"container": 1}
+
+
+async def test_a_guest_that_breaks_the_protocol_is_counted_as_such(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, answering({"ev": "nonsense"})) as daemon:
+        client, name = await daemon.open()
+        assert (await call(client, name))["sandbox_lost"]
+        told = daemon.host.maker.counts.describe()
+    assert told["lost"] == {"guest_broke_protocol": 1}
+
+
+async def test_states_are_told_of_containers_that_there_are(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        await host.sessions.open("s", Start(PLAN, 60))
+        await host.sessions.open("t", Start(PLAN, 60))
+        assert count_states(host.sessions.all(), 3) == {"busy": 0, "idle": 2, "paused": 0, "lost": 0, "warm": 3}
+
+
+async def test_what_sandboxd_counted_is_taken_over_once_whoever_is_its_worker(redis_server: RedisProcess, client: "redis.Redis") -> None:
+    report(client, build_report("h1"))
+    starts = {"count": 2.0, "sum": 1.5, "le:1": 2.0}
+    first, statuses = build_taker(client, build_status(oom=2, starts=starts, kills={"tree": 1}, lost={"ended": 1, "invented": 9}))
+    first.keep()
+    first.keep()
+    statuses.append(build_status(oom=5, starts=starts, failed_starts=1))
+    second, _ = build_taker(client, statuses[-1])
+    second.keep()
+    found = await read(redis_server)
+    assert found[key("toolcrew_sandbox_oom_total")] == 5
+    assert found[key("toolcrew_sandbox_start_seconds_count")] == 2
+    assert found[key("toolcrew_sandbox_start_seconds_bucket", le="1.0")] == 2
+    assert found[key("toolcrew_sandbox_start_failures_total")] == 1
+    assert counted(found, "toolcrew_sandbox_kills_total") == {("tree",): 1}
+    assert counted(found, "toolcrew_sandbox_lost_total") == {("ended",): 1}
+    assert counted(found, "toolcrew_warm_sandboxes_total") == {("handed_out",): 4}
+
+
+async def test_a_sandboxd_that_begins_anew_adds_to_what_its_predecessor_counted(redis_server: RedisProcess, client: "redis.Redis") -> None:
+    taker, statuses = build_taker(client, build_status(oom=2))
+    taker.keep()
+    statuses.append(build_status("0ther", oom=1))
+    taker.keep()
+    taker.keep()
+    assert (await read(redis_server))[key("toolcrew_sandbox_oom_total")] == 3
+
+
+async def test_states_are_told_while_the_worker_reports(redis_server: RedisProcess, client: "redis.Redis") -> None:
+    report(client, build_report("h1"))
+    build_taker(client, build_status())[0].keep()
+    found = await read(redis_server)
+    assert counted(found, "toolcrew_sandbox_active") == {("h1", "warm"): 2}
+    assert found[key("toolcrew_warm_pool_target", host="h1")] == 3
+
+
+@pytest.mark.parametrize(
+    "status", [{"boot": "b"}, {"boot": "b", "counts": 3}, {"boot": "b", "counts": {"oom": "x", "starts": [], "kills": {"tree": -1}}}]
+)
+async def test_a_sandboxd_of_another_release_tells_what_it_can(
+    redis_server: RedisProcess, client: "redis.Redis", status: dict[str, Any]
+) -> None:
+    build_taker(client, status)[0].keep()
+    assert (await read(redis_server))[key("toolcrew_sandbox_oom_total")] == 0

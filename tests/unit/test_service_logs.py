@@ -1,0 +1,130 @@
+"""How the logs of services are set up, in processes of their own: one form for our events, libraries, warnings and what nobody caught."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.log_lines import read_events
+
+SECRET = "correct-horse-battery-staple"
+
+WORKERS = """
+from workers.logs import configure_logging
+from workers.settings import load_worker_settings
+import structlog
+configure_logging("worker", load_worker_settings())
+log = structlog.get_logger("x")
+"""
+ORCHESTRATOR = """
+from orchestrator.logs import configure_logging, get_logger
+from orchestrator.settings import load_settings
+configure_logging(load_settings(), "orchestrator")
+log = get_logger("orchestrator.x")
+"""
+SIDES = pytest.mark.parametrize("side", [WORKERS, ORCHESTRATOR], ids=["workers", "orchestrator"])
+
+
+def say(side: str, code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    given = {"TOOLCREW_REDIS_URL": "redis://:url-password-1@127.0.0.1:1/0", "TOOLCREW_SECRET": SECRET, "PYTHONSAFEPATH": "", **environment}
+    return subprocess.run([sys.executable, "-c", side + code], env=given, capture_output=True, text=True, check=False, timeout=60)
+
+
+def events_of(side: str, code: str, **environment: str) -> list[dict[str, Any]]:
+    return read_events(say(side, code, **environment).stderr)
+
+
+@SIDES
+def test_our_events_carry_what_is_bound_and_no_secret(side: str) -> None:
+    code = f"""
+import structlog
+with structlog.contextvars.bound_contextvars(tenant="acme", call="c-1"):
+    log.warning("call_lost", error="redis://:url-password-1@h/0 {SECRET}", token="t")
+log.info("said"); log.debug("unsaid")
+"""
+    lost, said = events_of(side, code)
+    assert (lost["level"], lost["event"], lost["tenant"], lost["call"], lost["token"]) == (
+        "warning",
+        "call_lost",
+        "acme",
+        "c-1",
+        "[masked: token]",
+    )
+    assert SECRET not in lost["error"]
+    assert "url-password-1" not in lost["error"]
+    assert (said["event"], "tenant" in said) == ("said", False)
+
+
+@SIDES
+def test_libraries_warnings_and_what_nobody_caught_are_lines_too(side: str) -> None:
+    code = """
+import logging, threading, warnings
+logging.getLogger("some.library").warning("two\\nlines")
+logging.getLogger("some.library").info("unsaid")
+warnings.warn("old habit")
+thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()
+try:
+    {}["k"]
+except KeyError:
+    log.exception("tool_bug")
+raise ValueError("the end")
+"""
+    told = events_of(side, code)
+    assert [one["event"] for one in told] == ["library_said", "library_said", "thread_failed", "tool_bug", "process_failed"]
+    assert (told[0]["logger"], told[0]["message"], told[1]["logger"]) == ("some.library", "two\\nlines", "py.warnings")
+    assert [one["exception"] for one in told[2:]] == ["ZeroDivisionError: division by zero", "KeyError: 'k'", "ValueError: the end"]
+
+
+@SIDES
+def test_form_and_level_are_the_operators_choice(side: str) -> None:
+    lines = say(side, 'log.debug("one", a="b c"); log.info("two")', TOOLCREW_LOG_FORMAT="logfmt", TOOLCREW_LOG_LEVEL="debug").stderr
+    assert "level=debug event=one service=" in lines
+    assert 'a="b c"\n' in lines
+    assert say(side, 'log.info("two")', TOOLCREW_LOG_FORMAT="console").stderr.endswith("\n")
+    assert events_of(side, 'log.info("two")', TOOLCREW_LOG_LEVEL="ERROR") == []
+
+
+@pytest.mark.parametrize("name", ["TOOLCREW_LOG_LEVEL", "TOOLCREW_LOG_FORMAT"])
+def test_a_worker_with_a_level_or_form_that_there_is_not_does_not_start(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "workers"],
+        env={"TOOLCREW_REDIS_URL": "redis://127.0.0.1:1", name: "LOUD"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    (told,) = read_events(done.stderr)
+    assert (done.returncode, told["level"], told["event"], told["error"].startswith(name)) == (1, "critical", "not_started", True)
+
+
+def test_a_program_that_uses_the_sdk_keeps_its_own_logging() -> None:
+    code = """
+import json, logging, orchestrator
+from orchestrator.logs import get_logger
+log = get_logger("orchestrator.x")
+log.info("unsaid"); log.warning("call_lost", call="c")
+print(json.dumps([logging.getLogger().handlers, logging.getLogger("orchestrator").handlers, logging.getLogger("orchestrator").level]))
+"""
+    done = say("", code)
+    assert (json.loads(done.stdout), done.stderr) == ([[], [], 0], "event=call_lost call=c\n")
+
+
+def test_lines_of_many_processes_and_threads_are_never_torn_apart() -> None:
+    code = """
+import os, threading
+pids = [os.fork() for _ in range(2)]
+def talk():
+    for number in range(200):
+        log.info("tool_printed", text="x" * 1800, number=number)
+threads = [threading.Thread(target=talk) for _ in range(3)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+if pids[-1] and pids[0]:
+    for pid in pids: os.waitpid(pid, 0)
+else:
+    os._exit(0)
+"""
+    assert len(events_of(WORKERS, code)) >= 3 * 3 * 200

@@ -1,0 +1,120 @@
+"""Taking over an open session from the program that opened it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.dispatcher import Dispatcher, Pool
+from orchestrator.sessions import Session, Start
+from tests.builders import KEY
+from tests.fake_hosts import MemoryPlaces, NoLedger, StaticHosts, build_report
+from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
+from workers.tools.builtin import build_registry
+
+TOLD = {
+    "host": "h1",
+    "queue": "host.h1.b00t",
+    "image": "python:3",
+    "start_s": 0.5,
+    "network": "egress",
+    "hosts": ["a.example"],
+    "workspace": "image",
+}
+
+
+class House:
+    """One pool, and two programs that use it."""
+
+    def __init__(self) -> None:
+        self.places = MemoryPlaces()
+        self.transport = AnsweringTransport(self._answer)
+        self.blobs: Any = MemoryAsyncBlobs()
+        self.first, self.second = self._program(), self._program()
+
+    async def open(self, tenant: str = "acme") -> Session:
+        return await Session.open(self.first, self.blobs, tenant=tenant, start=Start(image="python", ttl_s=60))
+
+    async def attach(self, session: str, tenant: str = "acme") -> Session:
+        return await Session.attach(self.second, self.blobs, tenant=tenant, session=session)
+
+    def sent(self) -> list[str]:
+        return [call.name for call in self.transport.calls]
+
+    def _program(self) -> Dispatcher:
+        pool = Pool(self.places, StaticHosts(build_report()), NoLedger())  # type: ignore[arg-type]
+        return Dispatcher(self.transport, StaticCatalog(*build_registry().specs()), KEY, queue_wait_s=60, pool=pool)
+
+    def _answer(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        metadata: dict[str, Any] = dict(TOLD) if call.name == "session.open" else {}
+        return ToolResult(call_id=call.id, name=call.name, success=True, output="hello", metadata=metadata)
+
+
+async def test_an_attached_session_serves_calls_where_it_lives() -> None:
+    house = House()
+    opened = await house.open()
+    attached = await house.attach(opened.id)
+    result = await attached.call("bash_tool", {"command": "true"})
+    assert (result.success, attached.id, attached.tenant) == (True, opened.id, "acme")
+    assert house.transport.deliveries[-1].queue == "host.h1.b00t"
+    assert house.transport.contexts[-1].session == opened.id
+
+
+async def test_it_knows_what_its_host_told_its_opener_without_asking_again() -> None:
+    house = House()
+    opened = await house.open()
+    info = await (await house.attach(opened.id)).info()
+    assert (info.image, info.network, info.hosts, info.workspace) == ("python:3", "egress", ("a.example",), "image")
+    assert info.describe_network() == (await opened.info()).describe_network()
+    assert house.sent() == ["session.open"]
+
+
+async def test_of_one_that_an_earlier_release_opened_its_host_is_asked() -> None:
+    house = House()
+    opened = await house.open()
+    house.places.told.clear()
+    info = await (await house.attach(opened.id)).info()
+    assert (info.image, info.host) == ("python:3", "h1")
+    assert house.sent() == ["session.open", "session.open"]
+    assert house.transport.calls[-1].arguments == {"image": "python", "ttl_s": 60}
+    assert house.transport.contexts[-1].fence == 1
+
+
+async def test_the_end_of_a_block_leaves_it_open_and_close_closes_it() -> None:
+    house = House()
+    opened = await house.open()
+    async with await house.attach(opened.id) as attached:
+        await attached.call("bash_tool", {"command": "true"})
+    assert "session.close" not in house.sent()
+    await attached.close()
+    assert house.sent()[-1] == "session.close"
+    with pytest.raises(ToolFailure):
+        await house.attach(opened.id)
+
+
+async def test_a_program_that_is_stopped_leaves_an_attached_session_open() -> None:
+    house = House()
+    opened = await house.open()
+
+    async def work() -> None:
+        async with await house.attach(opened.id):
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await work()
+    assert (house.sent(), house.transport.commands) == (["session.open"], [])
+
+
+async def test_a_session_of_another_tenant_is_told_as_one_that_never_was() -> None:
+    """The aim: to learn whose ids exist. Names that are none at all, or would lead to other keys, are told the same."""
+    house = House()
+    foreign = (await house.open("bolt")).id
+    told = set()
+    for name in (foreign, "never-was", "", "x" * 65, f"../bolt:session:{foreign}", f"{foreign}:place", "ä", f"{foreign}\n"):
+        with pytest.raises(ToolFailure) as refused:
+            await house.attach(name, "acme")
+        told.add((refused.value.code, refused.value.message))
+    assert [code for code, _ in told] == [ErrorCode.SESSION_NOT_FOUND]
+    assert "bolt" not in str(told)

@@ -1,0 +1,127 @@
+"""Which sessions are listed: the newest first, page by page, each tenant's alone, and none that is gone. Over a real Redis."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.names import open_sessions_key, place_key, seen_tenants_key, session_facts_key, tenant_open_sessions_key
+from contract.places import PlaceState
+from orchestrator.places import Places
+from orchestrator.session_list import SessionList
+from tests.conftest import RedisProcess
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
+    opened = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
+    yield opened
+    await opened.aclose()
+
+
+async def open_some(client: "redis.asyncio.Redis", count: int, tenant: str = "acme") -> list[str]:
+    """Sessions of the tenant, the newest first."""
+    names = [f"{tenant}-{number}" for number in range(count)]
+    for name in names:
+        await Places(client, "d").open(tenant, name, "host.a.b1", start='{"image": "python"}', ttl_s=60, limit=1000)
+    return names[::-1]
+
+
+async def read_all(client: "redis.asyncio.Redis", tenant: str | None, limit: int) -> list[str]:
+    """Page by page."""
+    found, cursor = list[str](), None
+    while True:
+        page = await SessionList(client, "d").read(tenant, cursor, limit)
+        found += [session.id for session in page.sessions]
+        if page.cursor is None:
+            return found
+        cursor = page.cursor
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 50])
+async def test_pages_hold_every_session_once_the_newest_first(client: "redis.asyncio.Redis", limit: int) -> None:
+    names = await open_some(client, 5)
+    assert await read_all(client, "acme", limit) == names
+    assert await read_all(client, None, limit) == names
+
+
+async def test_more_sessions_than_are_read_at_once_are_listed_too(client: "redis.asyncio.Redis") -> None:
+    names = await open_some(client, 450)
+    assert await read_all(client, None, 1000) == names
+    assert await read_all(client, "acme", 150) == names
+
+
+async def test_sessions_of_the_same_microsecond_are_listed_once_each(client: "redis.asyncio.Redis") -> None:
+    names = await open_some(client, 4)
+    await client.zadd(tenant_open_sessions_key("d", "acme"), dict.fromkeys(names, 1_700_000_000_000_000))
+    assert await read_all(client, "acme", 1) == sorted(names, reverse=True)
+
+
+async def test_a_session_tells_where_it_lives_and_of_its_last_checkpoint(client: "redis.asyncio.Redis") -> None:
+    await open_some(client, 1)
+    await client.hset(place_key("d", "acme", "acme-0"), mapping={"checkpoint": "c1", "checkpoint_at": 1_700_000_000.0})
+    [session] = (await SessionList(client, "d").read("acme")).sessions
+    assert (session.id, session.tenant, session.state, session.host, session.queue) == ("acme-0", "acme", "open", "a", "host.a.b1")
+    assert (session.fence, session.image, session.ttl_s, session.checkpoint) == (1, "python", 60.0, "c1")
+    assert session.to_json()["checkpoint_at"] == "2023-11-14T22:13:20Z"
+
+
+async def test_sessions_of_other_tenants_are_not_among_ones_own(client: "redis.asyncio.Redis") -> None:
+    await open_some(client, 2, "acme")
+    mine = await open_some(client, 1, "bolt")
+    assert await read_all(client, "bolt", 50) == mine
+    assert len(await read_all(client, None, 50)) == 3
+    assert await SessionList(client, "d").counts(["acme", "bolt"]) == {"acme": 2, "bolt": 1}
+
+
+async def test_a_closed_session_is_listed_no_more_and_leaves_nothing_of_itself(client: "redis.asyncio.Redis") -> None:
+    await open_some(client, 1)
+    places = Places(client, "d")
+    await places.settle("acme", "acme-0", 1, PlaceState.OPEN, '{"image": "python"}')
+    assert await places.facts("acme", "acme-0") == '{"image": "python"}'
+    await places.close("acme", "acme-0")
+    assert await places.facts("acme", "acme-0") is None
+    keys = [open_sessions_key("d"), tenant_open_sessions_key("d", "acme"), session_facts_key("d", "acme", "acme-0")]
+    assert await client.exists(*keys) == 0
+
+
+async def test_sessions_that_expired_are_passed_over_and_taken_out_of_the_lists(client: "redis.asyncio.Redis") -> None:
+    names = await open_some(client, 6)
+    await client.delete(*(place_key("d", "acme", name) for name in names[::2]))
+    assert await read_all(client, "acme", 2) == names[1::2]
+    assert await client.zcard(open_sessions_key("d")) == await client.zcard(tenant_open_sessions_key("d", "acme")) == 3
+
+
+async def test_the_lists_do_not_grow_with_sessions_that_expired(client: "redis.asyncio.Redis") -> None:
+    for number in range(400):
+        await Places(client, "d").open("acme", f"s{number}", "host.a.b1", start="{}", ttl_s=60, limit=1000)
+        await client.delete(place_key("d", "acme", f"s{number}"))
+    assert await client.zcard(open_sessions_key("d")) < 50
+    assert await client.zcard(tenant_open_sessions_key("d", "acme")) < 50
+
+
+async def test_a_place_that_a_later_release_has_written_stays_listed_for_that_one(client: "redis.asyncio.Redis") -> None:
+    names = await open_some(client, 2)
+    await client.hset(place_key("d", "acme", names[0]), "colour", "red")
+    assert await read_all(client, "acme", 50) == names[1:]
+    assert await client.zcard(open_sessions_key("d")) == 2
+
+
+async def test_tenants_that_have_opened_sessions_are_remembered(client: "redis.asyncio.Redis") -> None:
+    await open_some(client, 1, "acme")
+    await open_some(client, 2, "bolt")
+    assert await client.zrange(seen_tenants_key("d"), 0, -1) == [b"acme", b"bolt"]
+
+
+@pytest.mark.parametrize("cursor", ["", "x", "1.acme", "1.acme.s|t", "-1.acme.s", "1.acme.s\n", "1" * 40 + ".acme.s"])
+async def test_what_is_no_cursor_is_said_to_be_none(client: "redis.asyncio.Redis", cursor: str) -> None:
+    with pytest.raises(ToolFailure, match="no cursor") as refused:
+        await SessionList(client, "d").read(None, cursor)
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+
+
+@pytest.mark.parametrize("limit", [0, 1001])
+async def test_pages_are_bounded(client: "redis.asyncio.Redis", limit: int) -> None:
+    with pytest.raises(ToolFailure, match="the limit is 1 to 1000"):
+        await SessionList(client, "d").read(None, None, limit)

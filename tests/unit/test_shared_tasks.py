@@ -1,0 +1,80 @@
+"""Tasks that one call begins and all use: they go on without its name."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import pytest
+import redis.asyncio
+import structlog
+
+from orchestrator.admission.shared import SharedAdmission
+from orchestrator.logs import bound
+from orchestrator.shared_tasks import begin_shared
+from tests.admission_ground import DEPLOYMENT, build_request, set_slots
+from tests.conftest import RedisProcess
+from tests.hosted_ground import HostedGround, MadeHosted, open_hosted
+
+Begun = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture
+async def made(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
+    async with open_hosted(redis_server) as make:
+        yield make
+
+
+@pytest.fixture
+def ground(made: MadeHosted) -> HostedGround:
+    return made(["done"])
+
+
+@pytest.fixture
+async def begun() -> AsyncIterator[Begun]:
+    """The names that tasks begin with, by what they work."""
+    seen: Begun = {}
+
+    def begin(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> "asyncio.Task[Any]":
+        names = {} if "context" in options else structlog.contextvars.get_contextvars()
+        seen.setdefault(work.__qualname__, []).append(names)
+        return asyncio.Task(work, loop=loop, **options)
+
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(begin)  # type: ignore[arg-type]
+    yield seen
+    loop.set_task_factory(None)
+
+
+async def test_a_shared_task_does_not_know_who_began_it() -> None:
+    async def names() -> dict[str, Any]:
+        return structlog.contextvars.get_contextvars()
+
+    with bound(call="first"):
+        assert await asyncio.create_task(names()) == {"call": "first"}
+        assert await begin_shared(names(), "shared") == {}
+
+
+async def test_what_tells_the_events_of_all_runs_is_not_of_the_first_one(ground: HostedGround, begun: Begun) -> None:
+    run = await ground.start()
+    with bound(call="first"):
+        async with ground.working():
+            await ground.events(run)
+    assert begun["Runner._worked"] == [{"call": "first"}]
+    assert begun["EventTellers._tell_regularly"] == [{}]
+    assert begun["RunEventHub._read_all"] == [{}]
+
+
+async def test_what_admits_all_calls_is_not_of_the_first_one(redis_server: RedisProcess, begun: Begun) -> None:
+    with redis_server.client() as client:
+        set_slots(client, 1)
+    async with redis.asyncio.Redis.from_url(redis_server.url) as connected:
+        admission = SharedAdmission(connected, DEPLOYMENT)
+        try:
+            with bound(call="first"):
+                async with admission.slot(build_request()):
+                    pass
+        finally:
+            await admission.aclose()
+    assert begun["SharedAdmission._keep"] == [{}]
+    assert begun["Steps.run"] == [{}]
+    assert begun["GrantListener.run"] == [{}]

@@ -1,0 +1,214 @@
+"""Spans on their way to a collector that is there, slow, broken or dead: nobody waits for it, and what is lost is said."""
+
+import logging
+import os
+import sys
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+
+from contract.errors import ConfigError
+from contract.masking import Masker
+from telemetry import names, outflow
+from telemetry.otlp import _Otel, open_tracer
+from telemetry.outflow import CLOSE_S, MAX_WAITING, Outflow
+from telemetry.settings import TracingSettings, load_tracing_settings
+from telemetry.spans import MAX_CONTENT_CHARS, Span, Tracer, clean
+from tests.otlp_collector import open_collector
+from tests.stack import free_port
+
+PATIENCE_S = 20.0
+OTEL = _Otel("test")
+
+
+def opened(monkeypatch: pytest.MonkeyPatch, url: str, warned: list[str], **more: str) -> Tracer:
+    for name, value in {"TOOLCREW_TRACING": "otlp", "OTEL_EXPORTER_OTLP_ENDPOINT": url, **more}.items():
+        monkeypatch.setenv(name, value)
+    tracer = open_tracer(load_tracing_settings(), "test", warned.append)
+    assert tracer is not None
+    return tracer
+
+
+def tell(tracer: Tracer, count: int = 1) -> list[Span]:
+    spans = [tracer.start("work", {"toolcrew.run": "r"}) for _ in range(count)]
+    for span in spans:
+        span.end()
+    return spans
+
+
+def test_what_has_ended_reaches_the_collector_at_the_latest_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_collector() as collector:
+        warned: list[str] = []
+        tracer = opened(monkeypatch, collector.url, warned, OTEL_SERVICE_NAME="mine", OTEL_EXPORTER_OTLP_COMPRESSION="gzip")
+        (span,) = tell(tracer)
+        tracer.close()
+        found = collector.one("work")
+        assert (found.id, found.service, warned) == (span.ref.span_id, "mine", [])
+
+
+@pytest.mark.parametrize("trouble", ["dead", "500", "503", "slow"])
+def test_a_collector_in_trouble_delays_neither_a_span_nor_the_end_by_more_than_its_bound(
+    monkeypatch: pytest.MonkeyPatch, trouble: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warned: list[str] = []
+    with open_collector() as collector:
+        url = f"http://127.0.0.1:{free_port()}" if trouble == "dead" else collector.url
+        if trouble.isdigit():
+            collector.status = int(trouble)
+        if trouble == "slow":
+            collector.held.clear()
+        tracer = opened(monkeypatch, url, warned)
+        with caplog.at_level(logging.WARNING):
+            tell(tracer, 3 * MAX_WAITING)
+            began = time.monotonic()
+            tracer.close()
+            took = time.monotonic() - began
+    assert took < CLOSE_S + PATIENCE_S / 4
+    assert collector.spans == [] or trouble == "slow"
+    assert [record.name for record in caplog.records if record.name.startswith("opentelemetry.exporter")] == []
+
+
+def test_what_is_lost_is_said_once_a_minute_with_its_number() -> None:
+    now, warned, sent = [0.0], list[str](), threading.Event()
+
+    def send(batch: object) -> bool:
+        sent.set()
+        return False
+
+    flow = Outflow(send, warned.append, clock=lambda: now[0])
+    for _ in range(3):
+        sent.clear()
+        flow.put(ended_span())
+        assert sent.wait(PATIENCE_S)
+    now[0] = 61.0
+    flow.put(ended_span())
+    flow.close()
+    assert [line.split(" spans")[0] for line in warned] == ["1", "3"]
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT" in warned[0]
+
+
+def test_the_queue_is_bounded_while_the_collector_takes_its_time() -> None:
+    taken, held, sizes, warned = threading.Event(), threading.Event(), list[int](), list[str]()
+
+    def send(batch: list[Span]) -> bool:
+        sizes.append(len(batch))
+        taken.set()
+        return held.wait(PATIENCE_S)
+
+    flow = Outflow(send, warned.append)
+    flow.put(ended_span())
+    assert taken.wait(PATIENCE_S)
+    for _ in range(MAX_WAITING + 7):
+        flow.put(ended_span())
+    held.set()
+    flow.close()
+    assert sum(sizes) == 1 + MAX_WAITING
+    assert warned[0].startswith("7 spans")
+
+
+def test_a_forked_process_sends_its_own_spans_and_not_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outflow, "PAUSE_S", PATIENCE_S)
+    with open_collector() as collector:
+        tracer = opened(monkeypatch, collector.url, [])
+        tracer.start("before", {}).end()
+        child = os.fork()
+        if child == 0:
+            tracer.start("child", {}).end()
+            tracer.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert [span.name for span in collector.spans] == ["child"]
+        tracer.close()
+        assert sorted(span.name for span in collector.spans) == ["before", "child"]
+
+
+def test_a_process_that_never_had_a_span_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracer = opened(monkeypatch, f"http://127.0.0.1:{free_port()}", [])
+    before = threading.active_count()
+    tracer.close()
+    assert threading.active_count() == before
+
+
+def test_off_is_what_it_is_unless_it_is_turned_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_TRACING", raising=False)
+    assert open_tracer(load_tracing_settings(), "test", print) is None
+    assert open_tracer(TracingSettings(tracing="otlp", is_disabled=True), "test", print) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("TOOLCREW_TRACING", "yes", "TOOLCREW_TRACING: Input should be 'off' or 'otlp'"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "set it to that, or unset it"),
+        ("TOOLCREW_TRACING_CONTENT", "perhaps", "TOOLCREW_TRACING_CONTENT: "),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str) -> None:
+    monkeypatch.setenv("TOOLCREW_TRACING", "otlp")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=told):
+        load_tracing_settings()
+
+
+def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ConfigError, match=r"pip install 'toolcrew\[tracing\]'"):
+        open_tracer(TracingSettings(tracing="otlp"), "test", print)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([names.TOOL, names.TOOL_ARGUMENTS, names.FINISH_REASONS]),
+        st.text(st.characters(codec=None), max_size=40)
+        | st.integers()
+        | st.floats()
+        | st.booleans()
+        | st.none()
+        | st.lists(st.text(st.characters(codec=None), max_size=9), max_size=50),
+    ),
+    st.text(st.characters(codec=None), max_size=400),
+)
+def test_whatever_an_attribute_holds_a_collector_can_read_all_of_the_batch(attributes: dict[str, object], name: str) -> None:
+    ended: list[Span] = []
+    tracer = Tracer(ended.append, lambda _: True)
+    tracer.start(name, attributes).end(error="\ud800")  # type: ignore[arg-type]
+    assert encode_spans([OTEL._converted(ended[0])]).SerializeToString()
+
+
+def test_content_is_masked_before_it_is_cut() -> None:
+    tracer = Tracer(lambda _: None, lambda _: True, has_content=True, masker=Masker({"password": "correct-horse-battery"}))
+    text = "x" * (MAX_CONTENT_CHARS - 5) + "correct-horse-battery" + "y" * 10_000
+    told = str(clean(tracer.content(names.TOOL_RESULT, lambda: text))[names.TOOL_RESULT])
+    assert "corre" not in told
+    assert len(told) < MAX_CONTENT_CHARS + 100
+    assert told.endswith("characters left out]")
+    assert Tracer(lambda _: None, lambda _: True).content(names.TOOL_RESULT, lambda: text) == {}
+
+
+def test_what_is_not_sampled_is_neither_kept_nor_sent() -> None:
+    ended: list[Span] = []
+    tracer = Tracer(ended.append, lambda _: False)
+    root = tracer.start("root", {"a": "b"})
+    child = tracer.start("child", {}, parent=root.ref)
+    child.set({"c": "d"})
+    child.end()
+    root.end()
+    assert (ended, child.attributes, child.ref.is_sampled, child.ref.trace_id) == ([], {}, False, root.ref.trace_id)
+
+
+def test_a_span_ends_once_and_never_before_it_began() -> None:
+    ended: list[Span] = []
+    span = Tracer(ended.append, lambda _: True).start("work", {}, at=100.0)
+    span.end(at=50.0, error="first")
+    span.end(error="second")
+    assert [(one.end_at, one.error) for one in ended] == [(100.0, "first")]
+
+
+def ended_span() -> Span:
+    found: list[Span] = []
+    Tracer(found.append, lambda _: True).start("work", {}).end()
+    return found[0]

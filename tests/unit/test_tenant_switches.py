@@ -1,0 +1,171 @@
+"""Tools that are off for one tenant alone: on both sides, in what its models are told of, and for nobody else."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.names import switches_key
+from contract.registry import Switch, ToolState, find_switch, parse_switches, switches_for
+from contract.tenancy import TenantPolicy
+from orchestrator.api_keys import ApiKeys, Credential
+from orchestrator.audit import Audit
+from orchestrator.client import ToolClient
+from orchestrator.switches import RedisSwitches
+from orchestrator.tenants import RedisTenants
+from tests.builders import build_context, build_spec
+from tests.conftest import RedisProcess
+from tests.switched_pool import SwitchedPool
+from workers.switches import Switches
+from workers.tools.base import Outcome, WorkerTool
+
+OFF = Switch(by="ada", at=1_700_000_000, reason="it is not for them")
+
+
+@pytest.fixture(autouse=True)
+def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of the switches is never old."""
+    monkeypatch.setattr("orchestrator.switches.SWITCHES_FRESH_S", 0.0)
+    monkeypatch.setattr("workers.switches.SWITCHES_FRESH_S", 0.0)
+
+
+@pytest.fixture
+def pool(redis_server: RedisProcess) -> SwitchedPool:
+    return SwitchedPool(redis_server, *(WorkerTool(build_spec(name), lambda *_: Outcome("ran")) for name in ("echo", "other")))
+
+
+@pytest.fixture
+async def client(pool: SwitchedPool) -> AsyncIterator[ToolClient]:
+    """Of the tenant acme, with the pool's own secrets."""
+    async with pool.client() as opened:
+        yield opened
+
+
+async def call(client: ToolClient, name: str = "echo") -> ErrorCode | None:
+    async with await client.open_session() as session:
+        return (await session.call(name, {})).error_code
+
+
+async def test_a_tool_that_is_off_for_a_tenant_is_neither_told_nor_run_for_it_and_for_others_it_is(client: ToolClient) -> None:
+    state = await client.disable("echo", reason="no", tenant="acme")
+    assert state is not None
+    assert (state.state, state.scope) == ("disabled", "tenant")
+    assert await call(client) is ErrorCode.TOOL_DISABLED
+    assert await call(client, "other") is None
+    assert [spec.name for spec in await client.tools()] == ["other"]
+    assert (await client.tool_state("echo", "neighbour")).state == "enabled"
+    assert [state.scope for state in await client.tool_states("neighbour")] == [None, None]
+    state = await client.enable("echo", tenant="acme")
+    assert state is not None
+    assert state.state == "enabled"
+    assert await call(client) is None
+
+
+async def test_a_worker_refuses_it_whatever_the_sender_has_looked_at(pool: SwitchedPool, client: ToolClient) -> None:
+    await client.disable("echo", tenant="acme")
+    client._dispatcher._switches = None
+    assert await call(client) is ErrorCode.TOOL_DISABLED
+    board = Switches(pool.redis, "default")
+    assert board.find("echo", build_context().tenant) is not None
+    assert board.find("echo", "neighbour") is None
+
+
+async def test_the_two_kinds_of_switch_are_turned_apart(client: ToolClient) -> None:
+    await client.disable("echo", reason="own", tenant="acme")
+    await client.disable("echo", reason="all")
+    assert (await client.tool_state("echo")).scope == "everywhere"
+    state = await client.enable("echo")
+    assert state is not None
+    assert (state.state, state.scope, state.switch and state.switch.reason) == ("disabled", "tenant", "own")
+    assert (await client.tool_state("echo", "neighbour")).state == "enabled"
+    await client.disable("echo")
+    state = await client.enable("echo", tenant="acme")
+    assert state is not None
+    assert state.scope == "everywhere"
+
+
+async def test_an_operator_sees_for_which_tenants_a_tool_is_off(client: ToolClient) -> None:
+    await client.disable("echo", tenant="acme")
+    await client.disable("echo", tenant="beta")
+    await client.disable("other", tenant="beta")
+    await client.disable("echo")
+    assert list(await client.switched_tenants("echo")) == ["acme", "beta"]
+
+
+async def test_a_release_that_knows_no_switches_of_tenants_takes_them_for_no_tool() -> None:
+    told = {b"acme/echo": OFF.model_dump_json().encode()}
+    # What an older one does with them: it looks a tool up by its name, and the page of a tool shows only what is registered.
+    assert parse_switches(told).get("echo") is None
+    assert find_switch(parse_switches(told), "echo", "acme") == OFF
+
+
+def test_a_tenants_view_has_its_own_switches_and_those_of_all_and_nobody_elses() -> None:
+    switches = {"echo": OFF, "acme/other": OFF, "acme2/third": OFF, "acme/echo": Switch(), "": Switch()}
+    assert switches_for(switches, "acme") == {"echo": OFF, "other": OFF, "": Switch()}
+    assert find_switch(switches, "third", "acme") is None
+    assert ToolState(build_spec("echo"), None, OFF).scope == "tenant"
+
+
+@pytest.mark.parametrize("data", [b"junk", b"", b'{"by": 3}'])
+def test_a_tenants_switch_that_cannot_be_read_still_turns_its_tool_off(data: bytes) -> None:
+    assert find_switch(parse_switches({b"acme/echo": data}), "echo", "acme") == Switch()
+
+
+async def test_there_is_no_switch_for_a_tenant_that_there_is_not(pool: SwitchedPool, client: ToolClient) -> None:
+    async with redis.asyncio.Redis.from_url(pool.broker.redis_url.get_secret_value()) as opened:
+        await RedisTenants(opened, "default").add("acme", TenantPolicy())
+    for work in (client.disable("echo", tenant="nobody"), client.enable("echo", tenant="nobody")):
+        with pytest.raises(ToolFailure) as refused:
+            await work
+        assert refused.value.code is ErrorCode.UNKNOWN_TENANT
+    assert pool.redis.hgetall(switches_key("default")) == {}
+
+
+async def test_the_switches_of_a_tenant_go_with_it(pool: SwitchedPool) -> None:
+    async with redis.asyncio.Redis.from_url(pool.broker.redis_url.get_secret_value()) as opened:
+        tenants, switches = RedisTenants(opened, "default"), RedisSwitches(opened, "default")
+        for name in ("acme", "acme2"):
+            await tenants.add(name, TenantPolicy())
+            await switches.turn_off("echo", OFF, name)
+        await switches.turn_off("echo", OFF)
+        await tenants.remove("acme")
+        assert sorted(await opened.hkeys(switches_key("default"))) == [b"acme2/echo", b"echo"]
+
+
+async def test_a_tenants_key_sees_its_own_states_and_changes_none(pool: SwitchedPool, client: ToolClient) -> None:
+    async with redis.asyncio.Redis.from_url(pool.broker.redis_url.get_secret_value()) as opened:
+        await RedisTenants(opened, "default").add("acme", TenantPolicy())
+        keys = ApiKeys(opened, "default")
+        made = await keys.add("acme", "tenant", name="ann")
+        await client.disable("echo", tenant="acme")
+        client._credential = Credential(keys, made.text)
+        assert (await client.tool_state("echo")).scope == "tenant"
+        forbidden = (
+            client.enable("echo", tenant="acme"),
+            client.enable("echo"),
+            client.disable("other", tenant="acme"),
+            client.disable("other", tenant="neighbour"),
+            client.tool_states("neighbour"),
+            client.tool_state("echo", "neighbour"),
+            client.switched_tenants("echo"),
+            client.audit(),
+        )
+        for work in forbidden:
+            with pytest.raises(ToolFailure) as refused:
+                await work
+            assert refused.value.code is ErrorCode.PERMISSION_DENIED
+        assert list(await opened.hkeys(switches_key("default"))) == [b"acme/echo"]
+
+
+async def test_an_operators_key_is_named_in_the_audit(pool: SwitchedPool, client: ToolClient) -> None:
+    async with redis.asyncio.Redis.from_url(pool.broker.redis_url.get_secret_value()) as opened:
+        keys = ApiKeys(opened, "default")
+        made = await keys.add("default", "operator", name="op")
+        client._credential = Credential(keys, made.text)
+        await client.disable("echo", reason="why", tenant="acme")
+        (kept, _) = (await Audit(opened, "default").read()).entries
+        entry = kept.entry
+        assert (entry.action, entry.tenant, entry.target, entry.details) == ("tool.disable", "acme", "echo", {"reason": "why"})
+        assert (entry.actor.key, entry.actor.name) == (made.id, "op")
+        assert [one.entry.action for one in (await (await client.audit()).read()).entries] == ["tool.disable", "key.add"]

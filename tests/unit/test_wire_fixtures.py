@@ -1,0 +1,79 @@
+"""Old and new processes side by side: what crosses between them is, byte for byte, what the release before wrote.
+
+So an older process can read all that this one writes while nothing new is used, and this one all that an older one wrote. A field that is added
+is left out of the bytes while it has its default. The fixtures were printed by `tests/wire_records.py` in that release's tree.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from contract.call_events import decode_event
+from contract.envelope import decode_call, decode_result
+from contract.hosts import HostReport
+from contract.ledger import CallRecord
+from contract.places import SessionPlace
+from contract.registry import Switch
+from contract.signing import ResultSeal
+from contract.specs import Catalog
+from contract.tenancy import TenantPolicy, parse_policy
+from orchestrator.batches.items import BatchItem
+from orchestrator.runs.records import BatchRecord
+from tests.wire_records import CALL, CONTEXT, KEYS, REPORT, RESULT, build_records
+
+FIXTURES = sorted((Path(__file__).parent / "wire").glob("*.json"))
+READ: dict[str, Callable[[str], Any]] = {
+    "call": lambda text: decode_call(text, KEYS),
+    "result": lambda text: decode_result(json.loads(text), ResultSeal(KEYS, "acme")),
+    "event": lambda text: decode_event(text.encode()).payload,
+    "tenant": lambda text: parse_policy("acme", text),
+    **{
+        name: kind.model_validate_json
+        for name, kind in {
+            "host": HostReport,
+            "switch": Switch,
+            "place": SessionPlace,
+            "ledger": CallRecord,
+            "catalog": Catalog,
+            "batch": BatchRecord,
+            "item": BatchItem,
+        }.items()
+    },
+}
+# In Redis these are hashes, whose fields are written one by one: a new one that is not set is not there.
+HASHES = ("place", "ledger")
+
+
+def read_fixture(path: Path) -> dict[str, str]:
+    told: dict[str, str] = json.loads(path.read_text())
+    return told
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", sorted(READ))
+def test_what_this_release_writes_is_what_the_one_before_wrote(path: Path, name: str) -> None:
+    now, then = build_records()[name], read_fixture(path)[name]
+    if name in HASHES:
+        assert json.loads(now).items() >= json.loads(then).items()
+    else:
+        assert now == then
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
+def test_what_the_release_before_wrote_means_the_same_here(path: Path) -> None:
+    told = {name: READ[name](text) for name, text in read_fixture(path).items()}
+    assert told["call"] == (CALL, CONTEXT)
+    assert told["result"] == RESULT
+    assert told["host"] == REPORT
+    assert told["tenant"] == TenantPolicy(weight=2)
+    assert told["event"] == {"stream": "stdout", "text": "x"}
+    assert all(isinstance(value, BaseModel) for name, value in told.items() if name not in ("call", "event"))
+
+
+def test_there_is_a_fixture_of_a_release_for_every_record() -> None:
+    assert FIXTURES
+    assert all(set(read_fixture(path)) == set(READ) == set(build_records()) for path in FIXTURES)

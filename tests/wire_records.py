@@ -1,0 +1,61 @@
+"""Records that cross processes, as this release writes them. `python -m tests.wire_records` prints them; run in an older release's tree with this file
+beside it, it gives that release's. Only what both have may be named here.
+"""
+
+import json
+import sys
+
+from contract.call_events import encode_event
+from contract.calls import Clocks, SandboxInfo, ToolCall, ToolContext, ToolResult
+from contract.envelope import encode_call, encode_result
+from contract.errors import ErrorCode
+from contract.hosts import HostReport
+from contract.ledger import CallRecord, CallState
+from contract.places import PlaceState, SessionPlace
+from contract.registry import Switch
+from contract.signing import ResultSeal, SigningKeys
+from contract.specs import Catalog, ToolSpec
+from contract.tenancy import TenantPolicy
+from orchestrator.batches.items import BatchItem, RunBody
+from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
+
+KEYS = SigningKeys.of("a secret of the wire fixtures")
+CALL = ToolCall(id="call-1", name="bash_tool", arguments={"command": "echo 'a\u4e2d'", "timeout": 5})
+CONTEXT = ToolContext(tenant="acme", run="run-1", session="s-1", sent_at=1000.0, deadline_at=1060.0, timeout_s=30.0)
+RESULT = ToolResult(
+    call_id="call-1",
+    name="bash_tool",
+    success=False,
+    output="out",
+    error="it did not go",
+    error_code=ErrorCode.TIMEOUT,
+    clocks=Clocks(queued_s=0.1, sandbox_s=0.2, run_s=0.3),
+    sandbox=SandboxInfo(id="abc", generation=2, rebuilt=True),
+)
+REPORT = HostReport(
+    host="a", queue="host.a.b1", worker="w1", kind="sandbox", slots=16, busy=1, images=("i",), started_at=1.0, reported_at=2.0
+)
+SPEC = ToolSpec(name="bash_tool", description="Runs a command.", parameters={"type": "object", "properties": {}})
+
+
+def build_records() -> dict[str, str]:
+    """Name -> text."""
+    batch = BatchRecord(state=BatchState.IN_PROGRESS, total=3, sha256="00", concurrency=4, defaults=BatchDefaults(), created_at=1.0)
+    item = BatchItem(custom_id="one", line=1, url="/v1/agent/runs", work=RunBody(instruction="go"))
+    return {
+        "call": encode_call(CALL, CONTEXT, KEYS),
+        "result": json.dumps(encode_result(RESULT, seal=ResultSeal(KEYS, "acme"))),
+        "event": encode_event("output", {"stream": "stdout", "text": "x"}).decode(),
+        "host": REPORT.model_dump_json(),
+        "tenant": TenantPolicy(weight=2).model_dump_json(exclude_defaults=True),
+        "switch": Switch(by="root", at=1.0, reason="not today").model_dump_json(),
+        "place": SessionPlace(state=PlaceState.OPEN, queue="host.a.b1", fence=3).model_dump_json(),
+        "ledger": CallRecord(state=CallState.DONE, tool="bash_tool").model_dump_json(),
+        "catalog": Catalog(tools=(SPEC,)).model_dump_json(),
+        "batch": batch.model_dump_json(),
+        "item": item.model_dump_json(),
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(build_records(), indent=1, ensure_ascii=False) + "\n")

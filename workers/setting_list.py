@@ -1,0 +1,57 @@
+"""`python -m workers.setting_list`: the settings of every process of the worker side, as this environment makes them, in JSON. `toolcrew config show` asks it."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from contract.errors import ConfigError
+from contract.setting_rows import build_rows
+from workers.settings import WorkerSettings, load_egress_settings, load_sandboxd_settings, load_web_settings, load_worker_settings
+
+
+def load_worker_or_unset() -> WorkerSettings:
+    """As the worker's own; on a host that only sends calls, or nothing yet, its Redis need not be set to see the rest. Raises ConfigError."""
+    try:
+        return load_worker_settings()
+    except ConfigError as error:
+        cause = error.__cause__
+        if isinstance(cause, ValidationError) and [one["loc"] for one in cause.errors() if one["type"] == "missing"] == [("redis_url",)]:
+            return _without_redis()
+        raise
+
+
+def _without_redis() -> WorkerSettings:
+    """Raises ConfigError for what else is wrong."""
+    try:
+        return WorkerSettings(redis_url=SecretStr(""))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ConfigError(f"TOOLCREW_{str(first['loc'][0]).upper()}: {first['msg']}") from error
+
+
+PROCESSES: dict[str, Callable[[], BaseModel]] = {
+    "worker": load_worker_or_unset,
+    "sandboxd": load_sandboxd_settings,
+    "web tools": load_web_settings,
+    "egress proxy": load_egress_settings,
+}
+
+
+def build_list() -> list[dict[str, Any]]:
+    """Of each process its rows, or why it would not start."""
+    return [_told(process, load) for process, load in PROCESSES.items()]
+
+
+def _told(process: str, load: Callable[[], BaseModel]) -> dict[str, Any]:
+    try:
+        return {"process": process, "problem": "", "settings": [asdict(row) for row in build_rows(load())]}
+    except ConfigError as error:
+        return {"process": process, "problem": str(error), "settings": []}
+
+
+if __name__ == "__main__":
+    json.dump(build_list(), sys.stdout)
