@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 
 from contract.call_events import STALL_S
 from contract.names import listener_key
+from orchestrator.cancelling import cancel_all
 from orchestrator.heard_calls import Handler, HeardCall
 from orchestrator.logs import get_logger
 from orchestrator.redis_errands import Errands
@@ -71,12 +72,8 @@ class CallEvents:
         """Stop listening. The keys of calls that have ended are deleted first; those of calls still heard expire by themselves."""
         self._is_closed = True
         await self._errands.close(CLOSE_S)
-        pending = {self._reader} if self._reader is not None else set()
-        while pending:
-            # Again and again: a client library may swallow one cancellation.
-            for task in pending:
-                task.cancel()
-            _, pending = await asyncio.wait(pending, timeout=0.1)
+        if self._reader is not None:
+            await cancel_all((self._reader,))
 
     async def _open(self, tenant: str, call_id: str, handlers: Mapping[str, Handler], ttl_s: float) -> HeardCall | None:
         if self._is_closed:

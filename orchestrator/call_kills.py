@@ -1,7 +1,6 @@
 """Orders to end a call, given anywhere: noted in its record, and heard by the program that makes the call, wherever it waits."""
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.ledger import CALL_TTL_S, CallState
 from contract.names import audit_key, call_key, kills_key
 from orchestrator.audit import AUDIT_LUA
+from orchestrator.cancelling import cancel_all
 from orchestrator.logs import get_logger
 from orchestrator.shared_tasks import begin_shared
 from orchestrator.transport import DeliveryFailed
@@ -185,9 +185,7 @@ class KillWatch:
     async def aclose(self) -> None:
         """Watch no more."""
         if self._watch is not None:
-            self._watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
+            await cancel_all((self._watch,))
 
     async def look(self) -> None:
         """One round. Raises BrokerUnavailable."""

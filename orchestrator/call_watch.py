@@ -1,7 +1,6 @@
 """Sees when whoever has a call is gone, so that nobody waits for a result that cannot come."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from contract.hosts import HOST_TTL_S, HostReport, parse_holder
 from contract.ledger import CallRecord, CallState, parse_record
 from contract.names import call_key, host_key
 from orchestrator.call_ledger import CallLedger
+from orchestrator.cancelling import cancel_all
 from orchestrator.logs import get_logger
 from orchestrator.reaper import Reaper
 from orchestrator.transport import CallLost, Delivery
@@ -73,9 +73,7 @@ class CallWatch:
     async def close(self) -> None:
         """Stop watching."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await cancel_all((self._task,))
 
     @contextmanager
     def over(self, task_id: str, delivery: Delivery) -> Iterator[None]:

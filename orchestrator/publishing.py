@@ -15,6 +15,7 @@ from contract.errors import BrokerUnavailable
 from contract.ledger import CALL_TTL_S
 from contract.names import call_key, host_key, place_key, tenant_sessions_key
 from contract.places import PLACE_MARGIN_S
+from orchestrator.cancelling import cancel_all
 from orchestrator.logs import get_logger
 from orchestrator.shared_tasks import begin_shared
 from orchestrator.task_messages import build_message
@@ -164,8 +165,7 @@ class Publisher:
         """Stop sending; whoever still waits for it gets BrokerUnavailable."""
         self._is_closed = True
         if self._sending is not None:
-            self._sending.cancel()
-            await asyncio.wait({self._sending})
+            await cancel_all((self._sending,))
         await self._give_back()
         _fail(self._letters, _Unanswered(ConnectionError("the client was closed"), may_be_sent=False))
 

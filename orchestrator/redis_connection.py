@@ -8,6 +8,8 @@ import redis.asyncio
 from redis.asyncio.connection import AbstractConnection, BlockingConnectionPool, Connection, SSLConnection
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection, SentinelManagedSSLConnection
 from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.maint_notifications import MaintNotificationsConfig
 
 from contract.errors import BrokerUnavailable
 from contract.settings import BrokerSettings
@@ -33,9 +35,18 @@ async def check_redis(client: "redis.asyncio.Redis", broker: BrokerSettings) -> 
         ) from error
 
 
-class _Cancellable(AbstractConnection):
-    """Whoever is cancelled while a command is being sent is cancelled: the client sends in `asyncio.wait_for`, which loses a cancellation that comes just
-    as the last byte has gone (Python before 3.12), and a task that never ends by it is waited for in vain."""
+class _Careful(AbstractConnection):
+    """A connection whose loss, and whose user's end, are not overlooked.
+
+    Whoever is cancelled while a command is being sent is cancelled: the client sends in `asyncio.wait_for`, which loses a cancellation that comes just
+    as the last byte has gone (Python before 3.12), and a task that never ends by it is waited for in vain.
+    """
+
+    async def can_read(self) -> bool:
+        """What the pool asks before it lends a connection: one that was reset looks empty to the client, and would fail its next command."""
+        if self._reader is not None and (error := self._reader.exception()) is not None:
+            raise RedisConnectionError(f"the connection was lost ({error})")
+        return await super().can_read()
 
     async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
         task = asyncio.current_task()
@@ -47,19 +58,19 @@ class _Cancellable(AbstractConnection):
             raise asyncio.CancelledError
 
 
-class _PlainConnection(_Cancellable, Connection):
+class _PlainConnection(_Careful, Connection):
     pass
 
 
-class _TlsConnection(_Cancellable, SSLConnection):
+class _TlsConnection(_Careful, SSLConnection):
     pass
 
 
-class _MasterConnection(_Cancellable, SentinelManagedConnection):
+class _MasterConnection(_Careful, SentinelManagedConnection):
     pass
 
 
-class _MasterTlsConnection(_Cancellable, SentinelManagedSSLConnection):
+class _MasterTlsConnection(_Careful, SentinelManagedSSLConnection):
     pass
 
 
@@ -74,6 +85,8 @@ class _BlockingSentinelPool(SentinelConnectionPool, BlockingConnectionPool):
 
 def _open_pool(broker: BrokerSettings) -> BlockingConnectionPool:
     options: dict[str, Any] = {
+        # With them the pool lends connections that the server has closed (redis-py 8.1). Redis Enterprise alone sends them.
+        "maint_notifications_config": MaintNotificationsConfig(enabled=False),
         "username": broker.user,
         "password": broker.password,
         "db": broker.database,

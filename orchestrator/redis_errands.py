@@ -5,6 +5,7 @@ import asyncio
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from orchestrator.cancelling import cancel_all
 from orchestrator.logs import get_logger
 from orchestrator.shared_tasks import begin_shared
 
@@ -40,11 +41,7 @@ class Errands:
             return
         await asyncio.wait({self._task, waiting := asyncio.create_task(self._done.wait())}, timeout=within_s, return_when="FIRST_COMPLETED")
         waiting.cancel()
-        pending = {self._task}
-        while pending:
-            # Again and again: a client library may swallow one cancellation.
-            self._task.cancel()
-            _, pending = await asyncio.wait(pending, timeout=0.1)
+        await cancel_all((self._task,))
 
     async def _run(self) -> None:
         while True:

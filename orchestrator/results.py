@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable
 from contract.names import result_channel_pattern, result_key
+from orchestrator.cancelling import cancel_all
 from orchestrator.logs import get_logger
 
 log = get_logger(__name__)
@@ -70,12 +71,7 @@ class ResultHub:
 
     async def close(self) -> None:
         """Stop listening; who still waits gets BrokerUnavailable."""
-        pending = set(self._tasks)
-        while pending:
-            # Again and again: a client library may swallow one cancellation.
-            for task in pending:
-                task.cancel()
-            _, pending = await asyncio.wait(pending, timeout=0.1)
+        await cancel_all(self._tasks)
         self._fail_all("the client was closed while this call was awaited: it may or may not have acted")
         self._waiting.clear()
         # What was taken goes; when Redis is away it expires by itself.

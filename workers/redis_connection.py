@@ -6,6 +6,7 @@ from typing import Any
 import redis
 from redis.backoff import NoBackoff
 from redis.connection import Connection, ConnectionPool, SSLConnection
+from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
 
@@ -49,6 +50,8 @@ def check_redis(broker: BrokerSettings) -> None:
 
 def _open(broker: BrokerSettings, **timing: Any) -> "redis.Redis":
     options: dict[str, Any] = {
+        # With them the pool may lend connections that the server has closed. Redis Enterprise alone sends them.
+        "maint_notifications_config": MaintNotificationsConfig(enabled=False),
         "username": broker.user,
         "password": broker.password,
         "db": broker.database,

@@ -14,6 +14,7 @@ from orchestrator.admission.base import NOT_ADMITTED, Slot, SlotRequest
 from orchestrator.admission.grants import GrantListener
 from orchestrator.admission.script import LEASE_S, Answer, grants_channel, renew, restore, tick
 from orchestrator.admission.steps import Clock, Steps
+from orchestrator.cancelling import cancel_all
 from orchestrator.shared_tasks import begin_shared
 
 TICK_S = 1.0
@@ -78,12 +79,7 @@ class SharedAdmission:
             self._wake.cancel()
         if self._tasks:
             await self._steps.settle(SETTLE_S)
-        pending = set(self._tasks)
-        while pending:
-            # Again and again: a client library may swallow one cancellation.
-            for task in pending:
-                task.cancel()
-            _, pending = await asyncio.wait(pending, timeout=0.1)
+        await cancel_all(self._tasks)
         await self._steps.aclose()
 
     async def _acquire(self, request: SlotRequest) -> _Ticket:

@@ -8,6 +8,7 @@ from redis.exceptions import RedisError
 
 from contract.metric_counts import ABSORB_LUA, Counts
 from contract.names import counted_key, metrics_key
+from orchestrator.cancelling import cancel_all
 from orchestrator.events import OnEvent
 from orchestrator.logs import get_logger
 from orchestrator.metrics.call_meter import CallMeter
@@ -37,8 +38,7 @@ class Tally:
     async def aclose(self) -> None:
         """Send what is left."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+            await cancel_all((self._task,))
         try:
             async with asyncio.timeout(LAST_FLUSH_S):
                 await self.flush()

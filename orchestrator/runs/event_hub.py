@@ -12,8 +12,8 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable
+from orchestrator.cancelling import cancel_all, check_cancelled
 from orchestrator.logs import get_logger
-from orchestrator.runs.cancelling import cancel_all, check_cancelled
 from orchestrator.runs.told_events import Entry, EventPage, ToldEvents, is_before, parse_id
 from orchestrator.shared_tasks import begin_shared
 

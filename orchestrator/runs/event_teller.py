@@ -10,6 +10,7 @@ from typing import Any
 import redis.asyncio
 
 from contract.errors import BrokerUnavailable
+from orchestrator.cancelling import check_cancelled
 from orchestrator.events import (
     ApprovalAsked,
     ApprovalDecided,
@@ -21,7 +22,6 @@ from orchestrator.events import (
 )
 from orchestrator.logs import get_logger
 from orchestrator.outages import outlast
-from orchestrator.runs.cancelling import check_cancelled
 from orchestrator.runs.told_events import Telling, ToldEvents, build_event
 from orchestrator.shared_tasks import begin_shared
 

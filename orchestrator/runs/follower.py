@@ -9,8 +9,8 @@ from orchestrator.batches.happenings import BatchNoted, Happening
 from orchestrator.batches.items import Outcome
 from orchestrator.batches.row_files import RowFiles, RowsNotWritten
 from orchestrator.batches.settled_items import SettledItems
+from orchestrator.cancelling import check_cancelled
 from orchestrator.logs import get_logger
-from orchestrator.runs.cancelling import check_cancelled
 from orchestrator.runs.happening_stream import HappeningReader
 from orchestrator.runs.records import BatchRecord, BatchState
 from orchestrator.runs.run_queue import RunQueue

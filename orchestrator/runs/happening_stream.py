@@ -9,8 +9,8 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable
 from orchestrator.batches.happenings import Happening, parse_happening
+from orchestrator.cancelling import check_cancelled
 from orchestrator.logs import get_logger
-from orchestrator.runs.cancelling import check_cancelled
 from orchestrator.runs.hosted_records import STANDING
 from orchestrator.runs.keys import RUN_TTL_S, batch_key
 

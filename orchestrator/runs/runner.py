@@ -13,11 +13,11 @@ import redis.asyncio
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDenied
 from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
 from orchestrator.batches.items import Failure, FailureKind, Outcome
+from orchestrator.cancelling import cancel_all, check_cancelled
 from orchestrator.limits import Prices
 from orchestrator.logs import bound, get_logger
 from orchestrator.models.base import Usage
 from orchestrator.runs.brake import ROOM_AGAIN_S, NotNow
-from orchestrator.runs.cancelling import cancel_all, check_cancelled
 from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.hosted_records import STANDING, standing_defaults
 from orchestrator.runs.item_work import ItemWork, prices_of

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import Any
 
-AGAIN_S = 0.5
+AGAIN_S = 0.1
 
 
 def check_cancelled() -> None:
@@ -13,8 +14,8 @@ def check_cancelled() -> None:
         raise asyncio.CancelledError
 
 
-async def cancel_all(tasks: Iterable["asyncio.Task[None]"], is_ending: Callable[["asyncio.Task[None]"], bool] = lambda _: False) -> None:
-    """Cancel tasks until they are done. `is_ending`: one that has heard it, and only cleans up."""
+async def cancel_all(tasks: Iterable["asyncio.Task[Any]"], is_ending: Callable[["asyncio.Task[Any]"], bool] = lambda _: False) -> None:
+    """Cancel tasks until they are done, each by what it likes to end with. `is_ending`: one that has heard it, and only cleans up."""
     pending = set(tasks)
     while pending:
         for task in pending:

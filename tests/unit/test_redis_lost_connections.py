@@ -1,0 +1,84 @@
+"""A connection that was lost while nobody used it costs no command: neither after a restart of Redis, nor after a reset on the way."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from pydantic import SecretStr
+
+from contract.settings import BrokerSettings
+from orchestrator.redis_connection import open_redis
+from tests.conftest import RedisProcess
+from workers.redis_connection import connect_once
+
+CONNECTIONS = 4
+
+
+def settings(url: str) -> BrokerSettings:
+    return BrokerSettings(redis_url=SecretStr(url))
+
+
+def restart(server: RedisProcess) -> None:
+    server.stop()
+    server.start()
+
+
+async def test_an_orchestrators_idle_connections_are_made_anew_after_a_restart(redis_server: RedisProcess) -> None:
+    async with open_redis(settings(redis_server.url)) as client:
+        await asyncio.gather(*(client.ping() for _ in range(CONNECTIONS)))
+        await asyncio.to_thread(restart, redis_server)
+        assert await asyncio.gather(*(client.ping() for _ in range(CONNECTIONS))) == [True] * CONNECTIONS
+
+
+def test_a_workers_idle_connection_is_made_anew_after_a_restart(redis_server: RedisProcess) -> None:
+    with connect_once(settings(redis_server.url)) as client:
+        client.ping()
+        restart(redis_server)
+        assert client.ping()
+
+
+async def test_an_orchestrators_idle_connection_is_made_anew_after_a_reset(redis_server: RedisProcess) -> None:
+    async with open_relay(redis_server) as relay, open_redis(settings(relay.url)) as client:
+        await client.ping()
+        connection = client.connection_pool._available_connections[0]
+        relay.reset_all()
+        with pytest.raises(ConnectionResetError):
+            await connection._reader.read(1)  # until the loop has seen it
+        assert await client.ping()
+
+
+class Relay:
+    """Between a client and Redis: it can reset what goes through it."""
+
+    def __init__(self, server: RedisProcess) -> None:
+        self._server = server
+        self._writers: list[asyncio.StreamWriter] = []
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        above, below = await asyncio.open_connection("127.0.0.1", self._server.port)
+        self._writers.append(writer)
+        await asyncio.gather(_pass_on(reader, below), _pass_on(above, writer))
+
+    def reset_all(self) -> None:
+        for writer in self._writers:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65536):
+        writer.write(data)
+    writer.close()
+
+
+@asynccontextmanager
+async def open_relay(server: RedisProcess) -> AsyncIterator[Relay]:
+    relay = Relay(server)
+    listener = await asyncio.start_server(relay.serve, "127.0.0.1", 0)
+    async with listener:
+        relay.url = f"redis://:{server.password}@127.0.0.1:{listener.sockets[0].getsockname()[1]}/0"
+        yield relay
