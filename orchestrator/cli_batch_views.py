@@ -38,7 +38,7 @@ def batch_ls(tenant: Tenant = None, as_json: Json = False) -> None:
         async with open_pool_client(tenant) as client:
             runs = client.batch_runs()
             known = await runs.queue.known(runs.tenant)
-            return [build_status(batch, record, await runs.queue.counts(runs.tenant, batch)) for batch, record in known.items()]
+            return [build_status(batch, record, await runs.queue.counts(runs.tenant, batch)) for batch, record in known.batches.items()]
 
     told = run_work(work(), as_json)
     if as_json:

@@ -2,7 +2,7 @@
 
 import asyncio
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -11,14 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
-from orchestrator.api.paging import Cursor, Limit, Page, page_of
+from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
 from orchestrator.batch_runs import BatchRuns
 from orchestrator.batches.items import FailureKind, RunLimits
 from orchestrator.batches.lines import BatchFile, read_lines
 from orchestrator.batches.rows import build_row, build_row_line
 from orchestrator.runs.batch_status import build_status
-from orchestrator.runs.records import BatchDefaults
+from orchestrator.runs.records import BatchDefaults, BatchRecord
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=responses())
 
@@ -101,10 +101,12 @@ async def submit_batch(request: Request, caller: AnyCaller, options: Annotated[B
 
 @router.get("")
 async def list_batches(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 50) -> Page[BatchView]:
-    """The tenant's batches, the newest first. They are remembered for 30 days."""
+    """The tenant's batches, the newest first. They are remembered for 30 days. A page may have fewer than `limit`, and be followed by more all the same."""
     runs = _runs(caller)
-    page = page_of(list(await runs.queue.known(runs.tenant)), cursor, limit)
-    return Page(data=[await _view(runs, batch) for batch in page.data], next_cursor=page.next_cursor)
+    known = await runs.queue.known(runs.tenant, decode_cursor(cursor) or "", limit)
+    counts = await asyncio.gather(*(runs.queue.counts(runs.tenant, batch) for batch in known.batches))
+    views = [_view_of(batch, record, some) for (batch, record), some in zip(known.batches.items(), counts, strict=True)]
+    return Page(data=views, next_cursor=encode_cursor(known.place) if known.place is not None else None)
 
 
 @router.get("/{batch_id}", responses=responses(404))
@@ -160,8 +162,12 @@ async def _known(caller: Caller, batch: str) -> BatchRuns:
 
 
 async def _view(runs: BatchRuns, batch: str) -> BatchView:
+    return _view_of(batch, await runs.batches.status(batch), await runs.queue.counts(runs.tenant, batch))
+
+
+def _view_of(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> BatchView:
     """A batch as clients get it: where its rows lie on whose machine is not theirs to know."""
-    told = build_status(batch, await runs.batches.status(batch), await runs.queue.counts(runs.tenant, batch))
+    told = build_status(batch, record, counts)
     return BatchView.model_validate({name: value for name, value in told.items() if name != "rows"})
 
 

@@ -1,5 +1,6 @@
 """The queue of runs in Redis: added by whoever submits a batch, claimed under a lease by whoever works them, ended once."""
 
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ Thing = TypeVar("Thing")
 LEASE_S = 20.0
 AT_ONCE = 200
 """Runs in one step: so long Redis does nothing else."""
+_PLACE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)/([A-Za-z0-9_-]{1,64})")
+"""The instant at which a batch was made, and its id."""
 _SCRIPT = "\n".join(
     [AUDIT_LUA, *(Path(__file__).with_name(name).read_text() for name in ("queue.lua", "hosted.lua")), "return steps[operation]()"]
 )
@@ -42,6 +45,15 @@ class Claim:
     word: str
     is_resumed: bool
     record: RunRecord
+
+
+@dataclass(frozen=True)
+class KnownBatches:
+    """Batches by their ids, the newest first. `older`: how many come after them. `place`: where to go on, None when that was all."""
+
+    batches: Mapping[str, BatchRecord]
+    older: int
+    place: str | None
 
 
 class BatchCancelled(Exception):
@@ -222,17 +234,30 @@ class RunQueue:
         """So many items of a batch at a time, over all orchestrators, from now."""
         await _told(lambda: self._client.hset(batch_key(self._deployment, tenant, batch), "concurrency", str(concurrency)))
 
-    async def known(self, tenant: str) -> dict[str, BatchRecord]:
-        """The batches of a tenant that are remembered, the newest first."""
+    async def known(self, tenant: str, place: str = "", most: int | None = None) -> KnownBatches:
+        """The batches of a tenant that are remembered, `most` of them (None: all) from `place` on, which stays good while batches come and go.
+        Raises ToolFailure(INVALID_ARGUMENTS) for a place that none is."""
         key = batches_key(self._deployment, tenant)
-        names: Any = await _told(lambda: self._client.zrange(key, 0, -1, desc=True))
+        at = await self._rank_after(key, place)
+        names: Any = await _told(lambda: self._client.zrange(key, at, -1 if most is None else at + most - 1, desc=True, withscores=True))
         found: dict[str, BatchRecord] = {}
-        for some in _in_steps(name.decode() for name in names):
+        for some in _in_steps(name.decode() for name, _ in names):
             records = await self._records(tenant, some)
             found |= {name: record for name, record in zip(some, records, strict=True) if record is not None}
-        if gone := [name for name in names if name.decode() not in found]:
+        older: int = max(0, await _told(lambda: self._client.zcard(key)) - at - len(names)) if most is not None else 0
+        if gone := [name for name, _ in names if name.decode() not in found]:
             await _told(lambda: self._client.zrem(key, *gone))
-        return found
+        return KnownBatches(found, older, f"{names[-1][1]:.9f}/{names[-1][0].decode()}" if older else None)
+
+    async def _rank_after(self, key: str, place: str) -> int:
+        """How many come before what follows a place: the batch that stood there, or, when that is forgotten, the instant it was made at."""
+        if not place:
+            return 0
+        found = _PLACE.fullmatch(place)
+        if found is None:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "this is a cursor of another list: give the one of this list")
+        rank = await _told(lambda: self._client.zrevrank(key, found[2]))
+        return int(rank) + 1 if rank is not None else int(await _told(lambda: self._client.zcount(key, f"({found[1]}", "+inf")))
 
     async def _records(self, tenant: str, batches: Sequence[str]) -> list[BatchRecord | None]:
         async def read() -> list[Any]:

@@ -283,7 +283,7 @@ async def test_the_standing_batch_is_nobodys_to_touch(ground: HostedGround) -> N
         assert (await refused(asked(STANDING))).code is ErrorCode.INVALID_ARGUMENTS
     file = BatchFile((), "0" * 64, 0, "/v1/agent/runs")
     assert (await refused(batches.submit(file, batch=STANDING))).code is ErrorCode.INVALID_ARGUMENTS
-    assert await ground.queue.known("acme") == {}
+    assert (await ground.queue.known("acme")).batches == {}
 
 
 # Beside batches

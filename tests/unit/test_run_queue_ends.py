@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from contract.errors import ConfigError
+from contract.errors import ConfigError, ToolFailure
 from orchestrator.batches.happenings import BatchNoted, Happening
 from orchestrator.batches.items import FailureKind
 from orchestrator.batches.row_files import RowFiles
@@ -139,7 +139,7 @@ async def test_a_record_of_another_release_is_said_to_be_one_when_its_batch_is_c
 async def test_a_tenant_that_is_called_as_the_queue_is_reads_and_breaks_nothing_of_it(ground: RunGround) -> None:
     await ground.submit(1)
     await ground.submit(1, tenant="runs", batch="mine")
-    assert list(await ground.queue.known("runs")) == ["mine"]
+    assert list((await ground.queue.known("runs")).batches) == ["mine"]
     assert {claim.run for claim in await ground.queue.claim(9)} == {"b-1", "mine-1"}
 
 
@@ -162,3 +162,27 @@ async def test_every_key_of_a_batch_is_forgotten_some_day(ground: RunGround) -> 
     keys = [key async for key in ground.client.scan_iter("toolcrew:d:acme:*")]
     assert len([key for key in keys if key.startswith(b"toolcrew:d:acme:batch:b")]) == 6
     assert {key: await ground.client.ttl(key) > RUN_TTL_S - 60 for key in keys} == dict.fromkeys(keys, True)
+
+
+async def test_batches_are_listed_in_pages_that_stay_good_while_batches_come_and_go(ground: RunGround) -> None:
+    for number in range(7):
+        await ground.submit(1, batch=f"b{number}")
+        await ground.client.zadd("toolcrew:d:acme:batch-ids", {f"b{number}": 1000 + number // 2})  # some in the same instant
+    first = await ground.queue.known("acme", most=3)
+    assert (list(first.batches), first.older) == (["b6", "b5", "b4"], 4)
+    await ground.submit(1, batch="newer")
+    await ground.client.zadd("toolcrew:d:acme:batch-ids", {"newer": 2000})
+    second = await ground.queue.known("acme", str(first.place), most=2)
+    assert (list(second.batches), second.older) == (["b3", "b2"], 2)
+    await ground.client.delete("toolcrew:d:acme:batch:b1")
+    third = await ground.queue.known("acme", str(second.place), most=1)
+    assert (list(third.batches), third.older) == ([], 1), "it is forgotten, and what follows is not lost"
+    last = await ground.queue.known("acme", str(third.place), most=5)
+    assert (list(last.batches), last.place) == (["b0"], None)
+    assert len((await ground.queue.known("acme")).batches) == 7, "b1 is gone, newer has come"
+
+
+@pytest.mark.parametrize("place", ["7", "1000/", "x/b1", "1000/b 1", "1e999/b1", "-1/b1"])
+async def test_a_place_of_another_list_is_refused(ground: RunGround, place: str) -> None:
+    with pytest.raises(ToolFailure, match="cursor of another list"):
+        await ground.queue.known("acme", place, most=1)

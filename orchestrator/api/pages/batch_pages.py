@@ -34,13 +34,15 @@ async def batches(person: Looking) -> Response:
     viewer = await person.viewer()
     names = [viewer.tenant] if viewer.tenant else await known_tenants(person)
     found: list[tuple[str, str, BatchRecord]] = []
+    older = 0
     for name in names[:MOST_TENANTS]:
-        known = await _runs(person).queue.known(name)
-        found += [(name, batch, record) for batch, record in known.items()]
+        known = await _runs(person).queue.known(name, most=MOST)
+        found += [(name, batch, record) for batch, record in known.batches.items()]
+        older += known.older
     found.sort(key=lambda one: -one[2].created_at)
     unseen = max(0, len(names) - MOST_TENANTS)
     return render(
-        "batches.html", viewer, title="Batches", page="batches", batches=found[:MOST], left=max(0, len(found) - MOST), unseen=unseen
+        "batches.html", viewer, title="Batches", page="batches", batches=found[:MOST], left=older + max(0, len(found) - MOST), unseen=unseen
     )
 
 
