@@ -77,7 +77,8 @@ class RunParts:
     def __init__(self, settings: OrchestratorSettings, pool: PoolConnection, approver: Approver, policy: ApprovalPolicy) -> None:
         self._settings = settings
         self._pool = pool
-        self._approver = approver
+        self.approver = approver
+        """The client's."""
         self._policy = policy
         self._capabilities = CapabilityCache(settings.capability_folder)
 
@@ -148,7 +149,7 @@ class RunParts:
         return await review(
             call,
             spec,
-            approver or self._approver,
+            approver or self.approver,
             policy=policy,
             tenant=session.tenant,
             session=session.id,

@@ -16,6 +16,7 @@ from orchestrator.runs import runner as runner_module
 from orchestrator.runs.brake import Brake
 from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.journal import Journal
+from orchestrator.runs.places import Places
 from orchestrator.runs.records import BatchDefaults, BatchState
 from orchestrator.runs.run_queue import Claim, RunQueue
 from orchestrator.runs.runner import Runner
@@ -37,7 +38,7 @@ class Worker:
     """Stands for the work on items: what becomes of each is a function's to say. `begun`: run and attempt of each, in order."""
 
     def __init__(self, work: Work | None = None) -> None:
-        self.brake = Brake()
+        self.brake, self.places = Brake(), Places()
         self.begun: list[tuple[str, int]] = []
         self.abandoned: list[str] = []
         self.has_begun = asyncio.Event()

@@ -15,6 +15,8 @@ from pydantic import TypeAdapter
 from contract.calls import ToolResult
 from contract.errors import ConfigError, ErrorCode, ModelDenied, OperatorError, ToolFailure
 from orchestrator.admission.insistence import until_admitted
+from orchestrator.approvals import Approver
+from orchestrator.approvals.asking import QueueApprover
 from orchestrator.batches.artifacts import artifact_folder, copy_artifacts
 from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemReady, StepDone
 from orchestrator.batches.items import CHAT_URL, BatchItem, CallBody, Failure, Ground, Outcome, RunBody, RunLimits
@@ -35,6 +37,7 @@ from orchestrator.runs.journal import Journal, LoggedModel
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.models import Models
 from orchestrator.runs.outcomes import judge_call, judge_error, judge_run, status_of
+from orchestrator.runs.places import PlacedApprover, Places
 from orchestrator.runs.records import BatchDefaults
 from orchestrator.runs.run_queue import Claim
 from orchestrator.runs.session_turns import SessionTurns
@@ -60,7 +63,7 @@ class ItemWork:
         self._models = models
         self._traces = traces
         self._turns = SessionTurns(pool.dispatcher.room)
-        self.brake = Brake()
+        self.brake, self.places = Brake(), Places()
         """What whoever claims runs for it goes by."""
         self._interrupted: dict[tuple[str, str], RunSpans] = {}
 
@@ -206,7 +209,7 @@ class ItemWork:
                 shows_output=live is not None,
                 live=live,
                 terms=Terms(priority="batch"),
-                approver=self._parts.people if defaults.asks_people else None,
+                approver=self._approver(claim, defaults),
                 book=journal,
                 logged=lambda _: LoggedModel(held, journal, work.sampling, is_over=is_over, live=live),
                 is_chat=item.url == CHAT_URL,
@@ -220,6 +223,10 @@ class ItemWork:
         name, began_at, is_standing = chosen.model.name, claim.record.started_at, claim.record.batch == STANDING
         body = build_answer_body(item.url, run, model=name, created=began_at, has_transcript=is_standing, **artifacts)
         return body, judge_run(run)
+
+    def _approver(self, claim: Claim, defaults: BatchDefaults) -> Approver:
+        approver = self._parts.people if defaults.asks_people else self._parts.approver
+        return PlacedApprover(approver, self.places, f"{claim.tenant}/{claim.run}") if isinstance(approver, QueueApprover) else approver
 
     @asynccontextmanager
     async def _heard(self, claim: Claim, tell: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:

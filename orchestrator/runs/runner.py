@@ -87,7 +87,7 @@ class _Working:
 
 @dataclass
 class Runner:
-    """One process's share of the work. `concurrency`: runs at a time here; a batch's own limit holds over all processes. `only`: the tenant and the batch
+    """One process's share of the work. `concurrency`: runs at a time here, as Places counts; a batch's own limit holds over all processes. `only`: the tenant and the batch
     whose runs it takes; None: it takes those of all detached batches, of those `tenants` if there are some."""
 
     client: "redis.asyncio.Redis"
@@ -116,6 +116,7 @@ class Runner:
 
         Raises ModelDenied when the model refuses this process: what runs is given back, and nothing has failed for it.
         """
+        self.work.places.serve(self.concurrency, self._working)
         renewing = asyncio.create_task(self._renew_regularly(), name="renew-runs")
         heeding = asyncio.create_task(self._heed_cancels(), name="heed-cancels")
         writing = asyncio.create_task(self.writer.run(), name="write-happenings")
@@ -137,8 +138,8 @@ class Runner:
             check_cancelled()
             self._freed.clear()
             self._tell_answered()
-            room = 0 if self._is_draining else self.work.brake.room(self.concurrency - len(self._working), len(self._working))
-            if room > 0:
+            free = self.work.places.room()
+            if not self._is_draining and (room := self.work.brake.room(free, len(self._working))) > 0:
                 await self._claim(room)
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):

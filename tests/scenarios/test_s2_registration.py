@@ -163,7 +163,7 @@ async def test_s2_26_nobody_is_asked_about_a_call_that_will_not_be_run(redis_ser
     risky = WorkerTool(build_spec("risky_tool", requires_permission=True), answering("ran"))
     pool = SwitchedPool(redis_server, WorkerTool(ALPHA, turn_risky_off), risky)
     async with pool.client() as client:
-        client._parts._approver = Asking()
+        client._parts.approver = Asking()
         told = await work(client, call("alpha_tool"), call("risky_tool"))
     assert (asked, told[1].split(":")[0]) == ([], "Error [TOOL_DISABLED]")
 

@@ -15,6 +15,7 @@ from orchestrator.runs import runner as runner_module
 from orchestrator.runs.brake import Brake, NotNow
 from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.journal import Journal
+from orchestrator.runs.places import Places
 from orchestrator.runs.records import BatchDefaults, BatchState
 from orchestrator.runs.run_queue import Claim
 from orchestrator.runs.runner import Runner
@@ -29,7 +30,7 @@ class Troubled:
     """Stands for the work on items: it raises these one after another, then every item ends well."""
 
     def __init__(self, *troubles: Exception) -> None:
-        self.brake = Brake()
+        self.brake, self.places = Brake(), Places()
         self.begun: list[tuple[str, int, bool]] = []
         self.abandoned: list[str] = []
         self._troubles = list(troubles)

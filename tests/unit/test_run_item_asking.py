@@ -121,7 +121,7 @@ async def asker_of(ground: ItemGround, question: Question) -> Any:
 async def test_the_operators_last_word_holds_for_items_that_ask(make: Made) -> None:
     ground = make(echo_then("done", "a", "b"), policy=ASKED)
     told = ground.parts._settings.model_copy(update={"approvals": "never"})
-    ground.work._parts = RunParts(told, ground.pool, ground.parts._approver, ASKED)
+    ground.work._parts = RunParts(told, ground.pool, ground.parts.approver, ASKED)
     outcome = await ended(asyncio.create_task(ground.worked(await ground.put(build_run()), ASKING)))
     assert outcome.body is not None
     assert argument_of(ground) == []
@@ -135,3 +135,14 @@ def test_a_batch_that_does_not_ask_can_be_read_by_releases_that_know_nothing_of_
     for defaults in (BatchDefaults(), ASKING):
         kept = {name.encode(): value.encode() for name, value in {**fields, "defaults": defaults.model_dump_json()}.items()}
         assert parse_batch(kept).defaults == defaults
+
+
+async def test_an_item_that_waits_for_a_person_has_no_place_meanwhile(make: Made) -> None:
+    ground = make(echo_then("done", "a"), policy=ASKED)
+    ground.work.places.serve(1, [None])
+    working = asyncio.create_task(ground.worked(await ground.put(build_run()), ASKING))
+    await question_of(ground)
+    assert ground.work.places.room() == 1
+    await decide(ground, Decision(True))
+    await ended(working)
+    assert ground.work.places.room() == 0
