@@ -14,7 +14,7 @@ import tornado.options
 import tornado.web
 from celery import Celery
 from flower.app import Flower
-from flower.command import apply_env_options, apply_options, extract_settings, setup_logging
+from flower.command import apply_env_options, apply_options, extract_settings
 from flower.options import options
 from flower.urls import settings as flower_settings
 from flower.views.monitor import Metrics
@@ -22,6 +22,7 @@ from flower.views.tasks import TaskView
 
 from contract.errors import ConfigError, ToolcrewError
 from orchestrator.links import call_page_url, parse_shown_call
+from orchestrator.logs import configure_logging
 from orchestrator.settings import load_settings
 
 DEFAULTS: dict[str, Any] = {
@@ -64,6 +65,9 @@ def main() -> int:
     try:
         settings = load_settings()
         app = _open_flower(settings.broker().celery_options(), settings.page_url, sys.argv[1:])
+        # After Flower has read its options, with which tornado sets up logs of its own.
+        configure_logging(settings, "flower")
+        logging.getLogger("flower").setLevel(settings.log_level)
     except ToolcrewError as error:
         sys.stderr.write(f"flower: {error}\n")
         return 1
@@ -91,7 +95,6 @@ def _open_flower(where: dict[str, Any], page_url: str | None, arguments: list[st
     if not options.basic_auth and not options.auth:
         raise ConfigError("it would show everything to everybody: set FLOWER_BASIC_AUTH=user:password")
     extract_settings()
-    setup_logging()
     app = Flower(capp=_open_celery(where), options=options, **flower_settings)
     app.add_handlers(".*", [(_path(r"/task/(.+)"), CallView, {"page_url": page_url}), (_path(r"/metrics"), GuardedMetrics)])
     return app

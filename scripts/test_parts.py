@@ -25,7 +25,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # What takes longest begins first, so that nobody waits for it at the end; a directory that is not named here follows.
-LONGEST_FIRST = ("tests/integration", "tests/e2e", "tests/unit", "tests/e2e/batches", "tests/attacks", "tests/chaos", "tests/conformance")
+LONGEST_FIRST = (
+    "tests/integration",
+    "tests/e2e",
+    "tests/unit",
+    "tests/e2e/batches",
+    "tests/api",
+    "tests/attacks",
+    "tests/chaos",
+    "tests/pages",
+    "tests/conformance",
+)
 SIDE_BY_SIDE = max(3, os.cpu_count() or 1)
 TOLD_EVERY_S = 60.0
 LAST_TESTS = 20

@@ -24,6 +24,7 @@ from contract.errors import ErrorCode
 from orchestrator.client import ToolClient
 from orchestrator.flower import DEFAULTS
 from orchestrator.sessions import Session
+from tests.log_lines import read_events
 from tests.queue_by_hand import publish
 from tests.stack import UP_S, Stack, eventually, open_stack
 
@@ -298,7 +299,9 @@ async def test_a_flower_whose_file_is_torn_begins_anew_and_says_so(stack: Stack,
 
     await until_it_hears(stack, session)
 
-    assert "Failed to load state" in stack.log("flower")
+    told = read_events(stack.log("flower"))
+    assert {event["service"] for event in told} == {"flower"}
+    assert [event for event in told if "Failed to load state" in event.get("message", "")]
 
 
 async def test_flower_goes_on_when_redis_was_away(stack: Stack) -> None:

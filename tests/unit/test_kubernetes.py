@@ -261,3 +261,9 @@ def test_what_autoscalers_ask_for_is_told() -> None:
             assert trigger["metadata"]["valueLocation"] in told[f"/{path}"]
     demand = next(trigger for document in scaled for trigger in document["spec"]["triggers"] if trigger["name"] == "demand")
     assert demand["metadata"]["targetValue"] == environment_of("web-worker")["TOOLCREW_CONCURRENCY"]
+
+
+def test_those_who_trace_may_be_told_to() -> None:
+    for name in ("orchestrator", "api", "worker", "web-worker"):
+        _, container = containers()[name]
+        assert container["envFrom"] == [{"configMapRef": {"name": "tracing", "optional": True}}], name
