@@ -79,11 +79,6 @@ class Pressure:
         age_s = 0.0 if since is None else max(0.0, now - since)
         return QueuePressure(name, slots, held, scan.waiting[name], scan.stopped[name], round(age_s, 3))
 
-    async def oldest(self) -> dict[str, float]:
-        """For how many seconds the oldest call has waited that would run if there were more slots, by queue."""
-        scan, now = await self._waiting(), await self._now()
-        return {queue: max(0.0, now - since) for queue, since in scan.since.items()}
-
     async def hosts(self) -> HostsPressure:
         """Sessions of a host that drains want another one; its places count no more."""
         reports = [report for report in await self._hosts.reports() if report.kind == "sandbox"]

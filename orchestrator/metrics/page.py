@@ -3,7 +3,9 @@
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,21 @@ from contract import metrics
 from contract.errors import BrokerUnavailable
 from contract.hosts import RELEASE, HostReport
 from contract.metric_counts import is_mark
-from contract.names import POOL_QUEUES, admission_prefix, host_gauges_key, hosts_key, metrics_key, refusals_key, slots_key
+from contract.names import (
+    POOL_QUEUES,
+    admission_prefix,
+    host_gauges_key,
+    hosts_key,
+    metrics_key,
+    refusals_key,
+    seen_tenants_key,
+    slots_key,
+    tenants_key,
+)
+from contract.tenancy import DEFAULT_TENANT
 from orchestrator.hosts import RedisHosts
 from orchestrator.logs import get_logger
 from orchestrator.metrics.samples import Samples, render
-from orchestrator.pressure import Pressure
 from orchestrator.runs.keys import runs_prefix
 
 log = get_logger(__name__)
@@ -27,8 +39,22 @@ log = get_logger(__name__)
 MOST_BATCHES = 1000
 MOST_LOST = 1000
 """So many queues of hosts that do not report are looked into."""
+LOOK_AT_ONCE = 250
+"""Rows: between two looks Redis is free for others."""
 _LOOK = Path(__file__).with_name("look.lua").read_text()
 _STATES = ("busy", "idle", "paused", "lost", "warm")
+_NUMBERS = (bytes, int, float)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What Redis tells without a look: queues of hosts that are listed, sums, refusals, tenants that are registered, and all that may be told of."""
+
+    listed: Sequence[str]
+    sums: Mapping[bytes, bytes]
+    refused: Mapping[bytes, bytes]
+    registered: Sequence[str]
+    tenants: Sequence[str]
 
 
 class MetricsPage:
@@ -42,7 +68,8 @@ class MetricsPage:
         self._deployment = deployment
         self._has_tenants = has_tenants
         self._hosts = RedisHosts(client, deployment)
-        self._pressure = Pressure(client, deployment)
+        prefixes = f"toolcrew:{deployment}:", admission_prefix(deployment), slots_key(deployment, ""), runs_prefix(deployment)
+        self._places: tuple[str | int, ...] = (*prefixes, MOST_BATCHES)
         self._look = client.register_script(_LOOK)
         self._is_told = False
 
@@ -51,11 +78,12 @@ class MetricsPage:
         began = time.monotonic()
         samples = Samples()
         try:
-            reports = await self._hosts.read()
-            listed = [name.decode(errors="replace") for name in await self._asked(self._client.zrange(hosts_key(self._deployment), 0, -1))]
-            await self._add_sums(samples)
+            reports, known = await self._hosts.read(), await self._read()
+            _add_sums(samples, known)
             await self._add_hosts(samples, reports)
-            await self._add_queues(samples, reports, listed)
+            await self._add_queues(samples, reports, known.listed)
+            await self._add_tenants(samples, known)
+            await self._add_deployment(samples)
             await self._add_redis(samples)
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"Redis does not tell the metrics ({error}): see that it is up") from error
@@ -63,21 +91,16 @@ class MetricsPage:
         samples.set(metrics.SCRAPE_SECONDS, time.monotonic() - began)
         return render(samples, is_open=is_open)
 
-    async def _add_sums(self, samples: Samples) -> None:
-        sums: Any = await self._asked(self._client.hgetall(metrics_key(self._deployment)))
-        refused: Any = await self._asked(self._client.hgetall(refusals_key(self._deployment)))
-        unreadable = 0
-        for name, text in sums.items():
-            known, value = _field(name), _number(text)
-            if known is not None and value is not None:
-                samples.add_part(*known, value)
-            elif not is_mark(name.decode(errors="replace")):
-                unreadable += 1
-        for name, text in refused.items():
-            value = _number(text)
-            if value is not None and len(samples.numbers[metrics.REFUSED_ENVELOPES.name]) < metrics.REFUSED_ENVELOPES.most:
-                samples.add(metrics.REFUSED_ENVELOPES, value, metrics.clean_label(name.decode(errors="replace")))
-        samples.set(metrics.UNREADABLE, unreadable)
+    async def _read(self) -> _Known:
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.zrange(hosts_key(self._deployment), 0, -1)
+            pipe.hgetall(metrics_key(self._deployment))
+            pipe.hgetall(refusals_key(self._deployment))
+            pipe.hkeys(tenants_key(self._deployment))
+            pipe.zrange(seen_tenants_key(self._deployment), 0, -1)
+            listed, sums, refused, fields, seen = await pipe.execute()
+        registered = [name for name in _decoded(fields) if not name.startswith("#")]
+        return _Known(_decoded(listed), sums, refused, registered, list({DEFAULT_TENANT, *registered, *_decoded(seen)}))
 
     async def _add_hosts(self, samples: Samples, reports: Sequence[HostReport]) -> None:
         for report in reports:
@@ -104,13 +127,10 @@ class MetricsPage:
         lost = [queue for queue in listed if queue not in alive]
         looked = set([queue for queue in lost if not queue.startswith("pool.")][:MOST_LOST])
         queues = list(dict.fromkeys([*POOL_QUEUES.values(), *own, *sorted(looked)]))
-        prefixes = [f"toolcrew:{self._deployment}:", admission_prefix(self._deployment), slots_key(self._deployment, "")]
-        arguments: list[str | int] = [*prefixes, runs_prefix(self._deployment), MOST_BATCHES, int(self._has_tenants), json.dumps(queues)]
-        answer: bytes = await self._asked(self._look(keys=[], args=arguments))
-        told: Any = json.loads(answer.decode(errors="replace"))
-        waits = await self._pressure.oldest()
+        found = await self._looked("queues", queues)
+        waits = await self._waits({queue: tenants for queue, (*_, tenants) in zip(queues, found, strict=True) if tenants})
         dead, messages = 0, 0
-        for queue, (length, age_s, slots, held, waiting) in zip(queues, told["queues"], strict=True):
+        for queue, (length, age_s, slots, held, waiting, _) in zip(queues, found, strict=True):
             samples.set(metrics.QUEUE_MESSAGES, length, queue)
             samples.set(metrics.QUEUE_SLOTS, slots, queue)
             samples.set(metrics.QUEUE_CALLS, held, queue, "in_flight")
@@ -125,7 +145,28 @@ class MetricsPage:
         samples.set(metrics.DEAD_QUEUES, dead)
         samples.set(metrics.DEAD_MESSAGES, messages)
         samples.set(metrics.LOST_HOSTS, len(lost))
-        _add_deployment(samples, told)
+
+    async def _waits(self, tenants: Mapping[str, Sequence[str]]) -> Mapping[str, float]:
+        """For how many seconds the oldest call of a queue waits for a slot."""
+        waits: dict[str, float] = defaultdict(float)
+        for rows in _parted(tenants):
+            for (queue, _), waited_s in zip(rows, await self._look_at("waits", rows), strict=True):
+                waits[queue] = max(waits[queue], waited_s)
+        return waits
+
+    async def _add_tenants(self, samples: Samples, known: _Known) -> None:
+        samples.set(metrics.TENANTS, len(known.registered))
+        if self._has_tenants:
+            for name, (held, waiting) in zip(known.tenants, await self._looked("tenants", known.tenants), strict=True):
+                samples.set(metrics.TENANT_CALLS, held, name, "in_flight")
+                samples.set(metrics.TENANT_CALLS, waiting, name, "waiting")
+
+    async def _add_deployment(self, samples: Samples) -> None:
+        told = await self._look_at("deployment", ())
+        for state, number in zip(("waiting", "delayed", "running"), told["runs"], strict=True):
+            samples.set(metrics.RUNS, number, state)
+        samples.set(metrics.BATCHES, told["batches"])
+        samples.set(metrics.APPROVALS_WAITING, told["approvals"])
 
     async def _add_redis(self, samples: Samples) -> None:
         try:
@@ -140,6 +181,17 @@ class MetricsPage:
         samples.set(metrics.REDIS_MEMORY_MAX, float(told.get("maxmemory", 0)))
         samples.set(metrics.REDIS_CLIENTS, float(clients["connected_clients"]))
 
+    async def _looked(self, what: str, rows: Sequence[Any]) -> list[Any]:
+        """One answer a row."""
+        found: list[Any] = []
+        for at in range(0, len(rows), LOOK_AT_ONCE):
+            found += await self._look_at(what, rows[at : at + LOOK_AT_ONCE])
+        return found
+
+    async def _look_at(self, what: str, rows: Sequence[Any]) -> Any:
+        answer: bytes = await self._asked(self._look(keys=[], args=[what, json.dumps(rows), *self._places]))
+        return json.loads(answer.decode(errors="replace"))
+
     async def _asked(self, asked: Any) -> Any:
         return await asked
 
@@ -152,6 +204,21 @@ def _field(name: bytes) -> tuple[metrics.Metric, str, tuple[str, ...]] | None:
         return None
     metric, part, labels = known
     return metric, part, tuple(metrics.clean_label(label) for label in labels)
+
+
+def _add_sums(samples: Samples, known: _Known) -> None:
+    unreadable = 0
+    for name, text in known.sums.items():
+        field, value = _field(name), _number(text)
+        if field is not None and value is not None:
+            samples.add_part(*field, value)
+        elif not is_mark(name.decode(errors="replace")):
+            unreadable += 1
+    for name, text in known.refused.items():
+        value = _number(text)
+        if value is not None and len(samples.numbers[metrics.REFUSED_ENVELOPES.name]) < metrics.REFUSED_ENVELOPES.most:
+            samples.add(metrics.REFUSED_ENVELOPES, value, metrics.clean_label(name.decode(errors="replace")))
+    samples.set(metrics.UNREADABLE, unreadable)
 
 
 def _add_host(samples: Samples, report: HostReport) -> None:
@@ -170,15 +237,23 @@ def _add_host(samples: Samples, report: HostReport) -> None:
         samples.set(metrics.HOST_DISK, report.disk_free_bytes, report.host)
 
 
-def _add_deployment(samples: Samples, told: Mapping[str, Any]) -> None:
-    for name, held, waiting in told["tenants"]:
-        samples.set(metrics.TENANT_CALLS, held, name, "in_flight")
-        samples.set(metrics.TENANT_CALLS, waiting, name, "waiting")
-    samples.set(metrics.TENANTS, told["registered"])
-    for state, number in zip(("waiting", "delayed", "running"), told["runs"], strict=True):
-        samples.set(metrics.RUNS, number, state)
-    samples.set(metrics.BATCHES, told["batches"])
-    samples.set(metrics.APPROVALS_WAITING, told["approvals"])
+def _parted(tenants: Mapping[str, Sequence[str]]) -> Iterator[Sequence[tuple[str, Sequence[str]]]]:
+    """The same, each time as much as one look takes: a tenant of a queue is as much as a row of other looks."""
+    rows, left = list[tuple[str, Sequence[str]]](), LOOK_AT_ONCE
+    for queue, names in tenants.items():
+        for at in range(0, len(names), LOOK_AT_ONCE):
+            part = names[at : at + LOOK_AT_ONCE]
+            if len(part) > left:
+                yield rows
+                rows, left = [], LOOK_AT_ONCE
+            rows.append((queue, part))
+            left -= len(part)
+    if rows:
+        yield rows
+
+
+def _decoded(names: Iterable[bytes]) -> list[str]:
+    return [name.decode(errors="replace") for name in names]
 
 
 def _parsed(text: object) -> Mapping[str, Any]:
@@ -192,7 +267,7 @@ def _parsed(text: object) -> Mapping[str, Any]:
 def _number(told: object) -> float | None:
     """A sum or a gauge; None for what is none."""
     try:
-        value = float(told) if isinstance(told, bytes | int | float) else math.nan
+        value = float(told) if isinstance(told, _NUMBERS) else math.nan
     except (ValueError, OverflowError):
         return None
     return value if math.isfinite(value) and value >= 0 else None

@@ -1,15 +1,16 @@
 """Samples as text: the Prometheus format 0.0.4, or OpenMetrics 1.0."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from contract.metrics import BUCKET, COUNT, METRICS, SUM, Metric
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
+SERIES_KEPT = 32_768
 MAX_VALUE = 1e18
 """What a worker's report says may be any whole number."""
 Labels = tuple[str, ...]
@@ -67,31 +68,46 @@ def _family(metric: Metric, samples: Samples, *, is_open: bool) -> Iterable[str]
     if not metric.labels and metric.kind == "counter":
         known[()] = 0.0
     known |= samples.numbers.get(metric.name, {})
-    line = f"{metric.name}{_template(metric.labels)}"
-    yield from [line % (*map(_escaped, labels), _number(value)) for labels, value in sorted(known.items())]
+    name = metric.name
+    yield from [_series(name, labels) + _number(known[labels]) for labels in sorted(known)]
 
 
 def _histogram(metric: Metric, labels: Labels, parts: Mapping[str, float]) -> Iterable[str]:
-    told, so_far = tuple(map(_escaped, labels)), 0.0
-    bucket = f"{metric.name}_bucket{_template((*metric.labels, 'le'))}"
-    for bound in metric.buckets:
-        so_far += parts.get(f"{BUCKET}{bound:g}", 0.0)
-        yield bucket % (*told, repr(bound), _number(so_far))
+    series, so_far = _histogram_series(metric.name, labels), 0.0
+    numbers = list[float]()
+    for part in _bucket_parts(metric.name):
+        so_far += parts.get(part, 0.0)
+        numbers.append(so_far)
     count = max(so_far, parts.get(COUNT, 0.0))
-    yield bucket % (*told, "+Inf", _number(count))
-    for part, value in (("sum", parts.get(SUM, 0.0)), ("count", count)):
-        yield f"{metric.name}_{part}{_template(metric.labels)}" % (*told, _number(value))
+    numbers += count, parts.get(SUM, 0.0), count
+    yield from [told + _number(value) for told, value in zip(series, numbers, strict=True)]
 
 
-def _template(names: Labels) -> str:
-    """For `%` with the label values, escaped, and the number."""
-    return "{" + ",".join(f'{name}="%s"' for name in names) + "} %s" if names else " %s"
+@lru_cache(maxsize=SERIES_KEPT)
+def _series(name: str, labels: Labels) -> str:
+    """A line of a counter or a gauge without its number: most are the same on each page, and putting them together is most of its work."""
+    return _build_series(name, METRICS[name].labels, labels)
 
 
-@lru_cache(maxsize=16_384)
-def _escaped(value: str) -> str:
-    return value.translate(_ESCAPES)
+@lru_cache(maxsize=SERIES_KEPT // 16)
+def _histogram_series(name: str, labels: Labels) -> Sequence[str]:
+    """The same of a histogram: its buckets, sum and count."""
+    metric = METRICS[name]
+    bounds = [*map(repr, metric.buckets), "+Inf"]
+    buckets = [_build_series(f"{name}_bucket", (*metric.labels, "le"), (*labels, bound)) for bound in bounds]
+    return [*buckets, *(_build_series(f"{name}_{part}", metric.labels, labels) for part in ("sum", "count"))]
+
+
+def _build_series(name: str, names: Labels, labels: Labels) -> str:
+    told = ",".join(f'{label}="{value.translate(_ESCAPES)}"' for label, value in zip(names, labels, strict=True))
+    return f"{name}{{{told}}} " if told else f"{name} "
+
+
+@cache
+def _bucket_parts(name: str) -> Sequence[str]:
+    return [f"{BUCKET}{bound:g}" for bound in METRICS[name].buckets]
 
 
 def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else repr(value)
+    whole = int(value)
+    return str(whole) if value == whole else repr(value)

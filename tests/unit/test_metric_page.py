@@ -1,6 +1,7 @@
 """The page of metrics: what Redis says now, as parsers of Prometheus read it, whatever others have written there."""
 
 import json
+import random
 import time
 from collections.abc import AsyncIterator, Iterator
 
@@ -15,6 +16,7 @@ from contract.hosts import HostReport
 from contract.metric_counts import ABSORB_LUA, Counts
 from contract.names import (
     POOL_WEB,
+    admission_prefix,
     approvals_key,
     call_key,
     counted_key,
@@ -26,8 +28,9 @@ from contract.names import (
     tenants_key,
 )
 from contract.tenancy import TenantPolicy
-from orchestrator.metrics.page import MetricsPage
+from orchestrator.metrics.page import LOOK_AT_ONCE, MetricsPage
 from orchestrator.metrics.samples import choose_format
+from orchestrator.pressure import Pressure
 from orchestrator.runs.keys import batch_key, runs_prefix
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots
 from tests.conftest import RedisProcess
@@ -187,6 +190,87 @@ async def test_admission_tells_who_runs_and_who_waits(page: MetricsPage, client:
     assert found[key("toolcrew_queue_slots", queue=POOL_WEB)] == 2
     assert found[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 50
     assert (found[key("toolcrew_tenants")], found[key("toolcrew_tenant_calls", tenant="idle", state="waiting")]) == (2, 0)
+
+
+def ask_at_random(ground: Ground, seed: int) -> None:
+    """Calls of all lanes, of tenants of which one may begin only one at a time; each came a tenth of a second after the last one."""
+    chance = random.Random(seed)
+    narrow, wide = TenantPolicy(in_flight=1), TenantPolicy()
+    ground.learn("bolt", 2.0)
+    for _ in range(80):
+        ground.now += 0.1
+        if ground.held and chance.random() < 0.3:
+            ground.end(chance.choice(ground.held))
+            continue
+        tenant = chance.choice(["acme", "bolt", "cyan", "dyer"])
+        fields = {"priority": chance.choice(["interactive", "batch"]), "limit_s": chance.choice([0.5, 30.0])}
+        ground.ask(tenant, queue=chance.choice([POOL_WEB, QUEUE]), policy=narrow if tenant == "cyan" else wide, **fields)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_the_oldest_wait_of_a_queue_is_the_one_that_autoscalers_are_told(
+    page: MetricsPage, client: "redis.Redis", redis_server: RedisProcess, seed: int
+) -> None:
+    report(client, build_report("h1"))
+    ground = Ground(client, now=time.time() - 2000)
+    for queue in (POOL_WEB, QUEUE):
+        set_slots(client, 3, queue)
+    ask_at_random(ground, seed)
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=10) as opened:
+        pressure = Pressure(opened, DEPLOYMENT)
+        before = [await pressure.queue(queue) for queue in (POOL_WEB, QUEUE)]
+        found = read_page(await page.render())
+        after = [await pressure.queue(queue) for queue in (POOL_WEB, QUEUE)]
+    told = [found[key("toolcrew_queue_oldest_waiting_call_seconds", queue=queue)] for queue in (POOL_WEB, QUEUE)]
+    assert any(told)
+    for early, waited_s, late in zip(before, told, after, strict=True):
+        assert early.oldest_s - 0.01 <= waited_s <= late.oldest_s + 0.01
+
+
+async def test_long_calls_that_are_set_aside_wait_for_a_slot_as_well(page: MetricsPage, client: "redis.Redis") -> None:
+    ground = Ground(client, now=time.time() - 50)
+    set_slots(client, 2, POOL_WEB)
+    for _ in range(2):
+        ground.ask("acme", queue=POOL_WEB, limit_s=30.0)
+    assert client.smembers(f"{admission_prefix(DEPLOYMENT)}stuck:{POOL_WEB}") == {b"acme"}
+    found = read_page(await page.render())
+    assert found[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 50
+
+
+@pytest.mark.parametrize("first", ["a", "z"])
+async def test_what_is_more_than_one_look_takes_is_told_whole(page: MetricsPage, client: "redis.Redis", first: str) -> None:
+    number = 2 * LOOK_AT_ONCE + 1
+    tenants = [first, *(f"tenant-{at}" for at in range(1, number))]
+    client.hset(tenants_key(DEPLOYMENT), mapping=dict.fromkeys(tenants, "{}"))
+    client.zadd(hosts_key(DEPLOYMENT), {f"host.gone.{at}": 1 for at in range(number)})
+    queue_call(client, f"host.gone.{number - 1}", 300)
+    ground = Ground(client, now=time.time() - 500)
+    set_slots(client, 1, POOL_WEB)
+    while len(ground.kept("waiting")) == 0:
+        ground.ask("holder", queue=POOL_WEB)
+    ground.end(next(iter(ground.kept("waiting"))))
+    for tenant in tenants:
+        ground.ask(tenant, queue=POOL_WEB)
+        ground.now += 15 if tenant == first else 0
+    found = read_page(await page.render())
+    assert counted(found, "toolcrew_tenant_calls") == {("waiting", tenant): 1 for tenant in tenants}
+    assert found[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 500
+    assert (found[key("toolcrew_lost_hosts")], found[key("toolcrew_dead_host_queues")]) == (number, 1)
+
+
+@pytest.mark.parametrize("call", ["no json", '{"since": "yesterday"}', '{"since": -1e999}', '{"since": 1e400}'])
+async def test_state_of_admission_that_somebody_else_wrote_breaks_nothing(page: MetricsPage, client: "redis.Redis", call: str) -> None:
+    admission = admission_prefix(DEPLOYMENT)
+    client.hset(f"{admission}queue:{POOL_WEB}", "waiting", 3)
+    client.set(f"{admission}ready:{POOL_WEB}:short", "text")
+    client.sadd(f"{admission}stuck:{POOL_WEB}", "acme", b"\xff", "bolt")
+    client.set(f"{admission}pair:{POOL_WEB}|acme", "text")
+    client.hset(f"{admission}pair:{POOL_WEB}|bolt", "batch:long", 1)
+    client.zadd(f"{admission}lane:{POOL_WEB}|bolt:batch:long", {"x.1": 1})
+    client.hset(f"{admission}waiting", "x.1", call)
+    found = read_page(await page.render())
+    assert found[key("toolcrew_queue_calls", queue=POOL_WEB, state="waiting")] == 3
+    assert found[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] == 0
 
 
 async def test_tenants_can_be_left_out(redis_server: RedisProcess, client: "redis.Redis") -> None:
