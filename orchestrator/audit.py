@@ -28,7 +28,9 @@ AuditAction = Literal[
     "call.kill",
     "host.drain",
     "batch.cancel",
+    "batch.retry",
     "run.cancel",
+    "session.close",
 ]
 ACTIONS: tuple[AuditAction, ...] = get_args(AuditAction)
 MAX_ENTRIES = 100_000
@@ -53,7 +55,7 @@ _ADD = f"{AUDIT_LUA}\naudit(KEYS[1], ARGV[1])\n"
 
 
 class AuditEntry(Record):
-    """One change. `tenant`: whom it is about, None when that is everybody. `target`: the tool, tenant, key, approval, call, host, batch or run.
+    """One change. `tenant`: whom it is about, None when that is everybody. `target`: the tool, tenant, key, approval, call, host, batch, run or session.
 
     `details` never hold a secret, nor what a call says."""
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from orchestrator.batches.row_files import RowFiles
 from orchestrator.batches.summary import Summary
 from orchestrator.models.base import Model
 from orchestrator.models.choice import ChosenModel
+from orchestrator.outages import outlast
 from orchestrator.pool_connection import PoolConnection
 from orchestrator.run_parts import RunParts
 from orchestrator.runs.batches import DEFAULT_CONCURRENCY, Batches, run_id
@@ -130,13 +132,22 @@ class BatchRuns:
         return recalled
 
     async def outcomes(self, batch: str) -> AsyncIterator[Outcome]:
-        """Of all items that have ended so far, in the order in which they did."""
+        """Of all items that have ended so far, in the order in which they did; over an outage of Redis, so that nobody who has half of them has to begin
+        anew."""
         after = 0
-        while ended := await self.queue.ended(self.tenant, batch, after, ROWS_AT_ONCE):
-            for record in await self.queue.runs([(self.tenant, run) for _, run in ended]):
-                if record is not None and record.outcome is not None:
-                    yield record.outcome
-            after = ended[-1][0]
+        while True:
+            after, outcomes = await outlast(partial(self._outcomes_after, batch, after))
+            if not after:
+                return
+            for outcome in outcomes:
+                yield outcome
+
+    async def _outcomes_after(self, batch: str, after: int) -> tuple[int, list[Outcome]]:
+        """Some of them, and the number of the last one; 0: there are no more."""
+        ended = await self.queue.ended(self.tenant, batch, after, ROWS_AT_ONCE)
+        records = await self.queue.runs([(self.tenant, run) for _, run in ended])
+        outcomes = [record.outcome for record in records if record is not None and record.outcome is not None]
+        return ended[-1][0] if ended else 0, outcomes
 
     async def write_rows(self, batch: str, rows: RowFiles) -> int:
         """Write the rows of all that has ended so far; how many were new. Raises RowsNotWritten."""

@@ -19,6 +19,8 @@ from orchestrator.pool_connection import PoolConnection
 
 HEARD_S = 5.0
 """So long a call of which nothing is known is looked for among the programs: each looks every half second for what it is to end."""
+GLANCE_S = 0.75
+"""The same, for one that not even admission knows: only a program that is about to ask for its slot could have it."""
 ENDED_S = 30.0
 """Longer than the end of a call takes whose processes do not want to end: its sandbox is removed then."""
 ORDER_AGAIN_S = 1.0
@@ -43,12 +45,14 @@ class CallControl:
         self._kills = CallKills(pool.redis, deployment)
         self._ledger = CallLedger(pool.redis, deployment)
 
-    async def kill(self, tenant: str, call_id: str, actor: Actor, reason: str = "") -> KilledCall:
-        """Returns when the call has ended. Its caller gets CANCELLED with who did it and `reason`, unless it ended by itself just then.
+    async def kill(self, tenant: str, call_id: str, actor: Actor, reason: str = "", *, heard_s: float | None = None) -> KilledCall:
+        """Returns when the call has ended. Its caller gets CANCELLED with who did it and `reason`, unless it ended by itself just then. `heard_s`: so long
+        one of which nothing is known is looked for among the programs; None: HEARD_S.
 
         Raises ToolFailure(INVALID_ARGUMENTS) for a call of which nothing is known, or a reason that is too long; OperatorError when the call has not ended
         after half a minute, BrokerUnavailable.
         """
+        heard_s = HEARD_S if heard_s is None else heard_s
         order = _build_order(tenant, call_id, actor, reason)
         before = await self._ledger.find(tenant, call_id)
         # One that was lost may be sent again, until it is killed.
@@ -60,11 +64,11 @@ class CallControl:
             record = await self._ledger.find(tenant, call_id)
             if record is not None and record.state is CallState.RUNNING:
                 await self._tell_holder(tenant, call_id, record)
-            record = await self._ended(tenant, call_id)
+            record = await self._ended(tenant, call_id, heard_s if state is None else ORDER_AGAIN_S)
             if record is not None:
                 return KilledCall(record, was_over=False)
             waited_s = time.monotonic() - began
-            if state is None and waited_s > HEARD_S:
+            if state is None and waited_s >= heard_s:
                 raise unknown_call(call_id, tenant)
             if waited_s > ENDED_S:
                 raise OperatorError(
@@ -77,9 +81,9 @@ class CallControl:
         order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": call_id})
         await self._dispatcher.command(order, Route(tenant, record.session or None, queue or record.queue))
 
-    async def _ended(self, tenant: str, call_id: str) -> CallRecord | None:
+    async def _ended(self, tenant: str, call_id: str, within_s: float) -> CallRecord | None:
         """The record of a call that is over within a moment; None: not yet."""
-        until = time.monotonic() + ORDER_AGAIN_S
+        until = time.monotonic() + min(within_s, ORDER_AGAIN_S)
         while time.monotonic() < until:
             record = await self._ledger.find(tenant, call_id)
             if record is not None and record.state in OVER:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,9 +68,10 @@ def open_orchestrator(stack: Stack, model: ModelServer) -> "contextlib.AbstractC
 
 
 @contextlib.contextmanager
-def open_api_stack(engine: APIClient) -> Iterator[ApiStack]:
-    """At its end nothing of it is left."""
-    with open_stack(engine) as stack, running_model_server(SCRIPT) as model:
+def open_api_stack(engine: APIClient, redis_url: str | None = None, more_rules: Iterable[Mapping[str, Any]] = ()) -> Iterator[ApiStack]:
+    """At its end nothing of it is left. `redis_url`: of a Redis of the test's own; `more_rules`: of the model, before those of SCRIPT."""
+    environment = {"TOOLCREW_REDIS_URL": redis_url} if redis_url is not None else {}
+    with open_stack(engine, environment) as stack, running_model_server([*SCRIPT[:1], *more_rules, *SCRIPT[1:]]) as model:
         keys = asyncio.run(make_keys(stack.redis_url))
         with open_orchestrator(stack, model) as one, open_orchestrator(stack, model) as other:
             yield ApiStack(stack, (one, other), model, keys)

@@ -12,7 +12,7 @@ from orchestrator.api.house import House
 from orchestrator.api.problems import ApiProblem
 from orchestrator.api.shares import Streams
 from orchestrator.api_keys import ApiKeys, Credential, Identity
-from orchestrator.audit import Audit, AuditAction, build_entry
+from orchestrator.audit import Audit, AuditAction, AuditEntry, build_entry
 from orchestrator.client import ToolClient
 from orchestrator.tenants import RedisTenants
 
@@ -49,11 +49,15 @@ class Caller:
         return self.house.streams.of(self.identity.key_id)
 
     async def note_foreign(self, action: AuditAction, target: str) -> None:
-        """Put into the audit log, before it is done, what an operator does to another tenant's; what is one's own is one's own affair."""
+        """Put into the audit log, before it is done, what `foreign_entry` gives."""
+        if (entry := self.foreign_entry(action, target)) is not None:
+            await Audit(self.house.parts.pool.redis, self.house.settings.deployment).add(entry)
+
+    def foreign_entry(self, action: AuditAction, target: str) -> AuditEntry | None:
+        """Of the audit, about what an operator does to another tenant's; None: what is one's own is one's own affair."""
         if self.tenant == self.identity.tenant:
-            return
-        audit = Audit(self.house.parts.pool.redis, self.house.settings.deployment)
-        await audit.add(build_entry(self.identity.actor(), action, target, tenant=self.tenant))
+            return None
+        return build_entry(self.identity.actor(), action, target, tenant=self.tenant)
 
     @property
     def is_operator(self) -> bool:

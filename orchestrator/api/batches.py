@@ -1,11 +1,12 @@
 """Batches over HTTP: lines in, rows out; worked by the orchestrators that serve everybody."""
 
 import asyncio
+import hashlib
 import io
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,6 +14,7 @@ from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
+from orchestrator.audit import entry_text
 from orchestrator.batch_runs import BatchRuns
 from orchestrator.batches.items import FailureKind, RunLimits
 from orchestrator.batches.lines import BatchFile, read_lines
@@ -86,14 +88,22 @@ class Retried(BaseModel):
 
 
 @router.post("", status_code=201, openapi_extra=_BODY)
-async def submit_batch(request: Request, caller: AnyCaller, options: Annotated[BatchOptions, Query()], response: Response) -> BatchView:
+async def submit_batch(
+    request: Request,
+    caller: AnyCaller,
+    options: Annotated[BatchOptions, Query()],
+    response: Response,
+    idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
+) -> BatchView:
     """Queue every line of the body: one JSON object a line, short (`id`, `instruction`) or of OpenAI's batches. All of it is checked first."""
     file = await _read(request, caller.identity.key_id)
     limits = RunLimits(max_iterations=options.max_iterations, max_wall_s=options.max_wall_s, max_tokens=options.max_tokens)
     defaults = BatchDefaults(model=options.model, dialect=options.dialect, limits=limits, retries=options.retries, asks_people=options.ask)
+    # A submission that broke off is gone on with: its items are queued once.
+    named = _batch_id(caller.identity.key_id, idempotency_key, file.sha256) if idempotency_key else None
     runs = _runs(caller)
     batch = await runs.batches.submit(
-        file, batch=options.id, concurrency=options.concurrency, defaults=defaults, name=options.name, is_detached=True
+        file, batch=options.id or named, concurrency=options.concurrency, defaults=defaults, name=options.name, is_detached=True
     )
     response.headers["Location"] = f"/v1/batches/{batch}"
     return await _view(runs, batch)
@@ -128,7 +138,8 @@ async def cancel_batch(batch_id: BatchId, caller: AnyCaller) -> BatchView:
 async def retry_batch(batch_id: BatchId, wanted: Retry, caller: AnyCaller) -> Retried:
     """Begin failed items anew, of these kinds of failure."""
     runs = await _known(caller, batch_id)
-    return Retried(items=await runs.batches.resume(batch_id, wanted.kinds))
+    entry = caller.foreign_entry("batch.retry", batch_id)
+    return Retried(items=await runs.batches.resume(batch_id, wanted.kinds, entry_text(entry) if entry is not None else ""))
 
 
 @router.get(
@@ -145,6 +156,10 @@ async def batch_results(batch_id: BatchId, caller: AnyCaller) -> Response:
             yield build_row_line(build_row(outcome))
 
     return StreamingResponse(rows(), media_type=ROWS_TYPE)
+
+
+def _batch_id(key_id: str, idempotency_key: str, sha256: str) -> str:
+    return "batch-" + hashlib.sha256(f"batch\0{key_id}\0{idempotency_key}\0{sha256}".encode()).hexdigest()[:24]
 
 
 def _runs(caller: Caller) -> BatchRuns:

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
-from orchestrator.call_control import CallControl
-from orchestrator.call_life import CallLives
+from orchestrator.call_control import GLANCE_S, CallControl
+from orchestrator.call_life import CallLife, CallLives
 
 router = APIRouter(prefix="/v1/calls", tags=["calls"], responses=responses())
 
@@ -37,10 +37,7 @@ class Killed(BaseModel):
 async def get_call(call_id: CallId, caller: AnyCaller) -> dict[str, Any]:
     """All that is known of a call: where it waits or runs, since when, on which host and in which sandbox, and its result while that is kept. Calls are
     remembered for a day."""
-    house = caller.house
-    lives = CallLives(house.parts.pool.redis, house.settings.deployment, house.settings.broker().signing_keys(), house.settings.flower_url)
-    async with house.looks.turn(caller.identity.key_id):
-        life = await lives.read(caller.tenant, call_id)
+    life = await _life(caller, call_id)
     if life is None:
         raise _unknown(caller, call_id)
     told = life.to_json()
@@ -51,15 +48,24 @@ async def get_call(call_id: CallId, caller: AnyCaller) -> dict[str, Any]:
 async def kill_call(call_id: CallId, wanted: Kill, caller: AnyCaller) -> Killed:
     """End a call, wherever it is: one that waits never begins, one that runs is killed with all that it started. Its caller gets CANCELLED."""
     house = caller.house
+    # Whoever asks for calls that never were does not hold a request for as long as one may be looked for that waits.
+    heard_s = GLANCE_S if await _life(caller, call_id) is None else None
     try:
         killed = await CallControl(house.parts.pool, house.settings.deployment).kill(
-            caller.tenant, call_id, caller.identity.actor(), wanted.reason
+            caller.tenant, call_id, caller.identity.actor(), wanted.reason, heard_s=heard_s
         )
     except ToolFailure as failure:
         if failure.code is ErrorCode.INVALID_ARGUMENTS:
             raise _unknown(caller, call_id) from failure
         raise
     return Killed(call=call_id, state=killed.record.state.value, error_code=killed.record.code or None, was_over=killed.was_over)
+
+
+async def _life(caller: Caller, call_id: str) -> CallLife | None:
+    house = caller.house
+    lives = CallLives(house.parts.pool.redis, house.settings.deployment, house.settings.broker().signing_keys(), house.settings.flower_url)
+    async with house.looks.turn(caller.identity.key_id):
+        return await lives.read(caller.tenant, call_id)
 
 
 def _unknown(caller: Caller, call_id: str) -> ApiProblem:

@@ -1,5 +1,7 @@
 """Whether the service lives, whether it can serve, and what it counts."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -14,6 +16,8 @@ from orchestrator.api.problems import responses
 from orchestrator.metrics.samples import OPEN_METRICS, TEXT, choose_format
 
 router = APIRouter(tags=["health"])
+
+_UNCONNECTED: Mapping[str, str] = {"redis": "not connected yet: see that Redis is up, and the service's log"}
 
 
 class Health(BaseModel):
@@ -35,9 +39,9 @@ async def healthz() -> Health:
 
 @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness, "description": "Not ready"}})
 async def readyz(house: Annotated[House, Depends(depend_on_house)]) -> Response:
-    """Redis answers and can be written, and a worker of each pool that has ever served publishes its tools, now."""
-    checks = await _checks(house)
-    told = Readiness(ready=all(told == "ok" for told in checks.values()), checks=checks)
+    """Redis answers and can be written, and a worker of each pool that has ever served publishes its tools; looked at within the last second."""
+    checks = await house.readiness.get(partial(_checks, house)) if house.is_connected else _UNCONNECTED
+    told = Readiness(ready=all(told == "ok" for told in checks.values()), checks=dict(checks))
     return JSONResponse(told.model_dump(), status_code=200 if told.ready else 503)
 
 
@@ -53,9 +57,7 @@ async def metrics(caller: OperatorCaller, request: Request) -> Response:
     return Response(page, media_type=OPEN_METRICS if is_open else TEXT)
 
 
-async def _checks(house: House) -> dict[str, str]:
-    if not house.is_connected:
-        return {"redis": "not connected yet: see that Redis is up, and the service's log"}
+async def _checks(house: House) -> Mapping[str, str]:
     pool = house.parts.pool
     try:
         # A replica that was promoted, or a full disk: it answers, and takes nothing.

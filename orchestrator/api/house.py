@@ -1,11 +1,12 @@
 """What all requests share: the connection to the pool, as soon as there is one, and what is built on it once."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from contract.errors import BrokerUnavailable, ConfigError, OperatorError
+from orchestrator.api.fresh import Fresh
 from orchestrator.api.known_sessions import KnownSessions
 from orchestrator.api.problems import ApiCode, ApiProblem
 from orchestrator.api.rates import Rates
@@ -28,6 +29,8 @@ MAX_CLIENTS = 1000
 """That are kept for the next request: each knows its settings and secrets, which take longer to gather than a request."""
 AGAIN_S = 1.0
 """How often it is tried to reach a Redis that does not answer at the start."""
+READY_FRESH_S = 1.0
+"""Anybody may ask whether the service is ready, without a key: his asking costs Redis no more than this often."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class House:
         self.rates = Rates(settings.api_rate, settings.api_burst)
         self._clients: dict[tuple[str, str], ToolClient] = {}
         self.sessions = KnownSessions()
+        self.readiness = Fresh[Mapping[str, str]](READY_FRESH_S)
         self.streams = OpenStreams()
         self.files, self.pages = Turns(FILES_OF_A_KEY), Turns(PAGES_OF_A_KEY)
         self.looks = Turns(LOOKS_OF_A_KEY)

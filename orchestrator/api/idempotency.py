@@ -18,6 +18,7 @@ from orchestrator.api.house import House
 from orchestrator.api.limits import JSON_BYTES, find_header
 from orchestrator.api.problems import ApiCode, ApiProblem, response_to
 from orchestrator.logs import get_logger
+from orchestrator.outages import outlast
 
 log = get_logger(__name__)
 
@@ -97,14 +98,22 @@ class Idempotency:
         return found
 
     async def _settle(self, slot: str, record: str | None, account: "KeptBytes") -> None:
+        """As soon as Redis does it: a request that broke off for its sake would else be said to be worked for as long as one may take."""
         redis = self._house.parts.pool.redis
+
+        async def settle() -> None:
+            try:
+                if record is None:
+                    await redis.delete(slot)
+                    return
+                await redis.set(slot, record, ex=KEPT_S)
+                await account.add(len(record) + SLOT_BYTES)
+            except (RedisError, OSError) as error:
+                raise BrokerUnavailable(f"it is not kept how a request ended: Redis does not do it ({error})") from error
+
         try:
-            if record is None:
-                await redis.delete(slot)
-                return
-            await redis.set(slot, record, ex=KEPT_S)
-            await account.add(len(record) + SLOT_BYTES)
-        except (RedisError, OSError) as error:
+            await outlast(settle, PENDING_S)
+        except BrokerUnavailable as error:
             log.warning("answer_not_kept", error=str(error))
 
 

@@ -183,6 +183,9 @@ async def _told(caller: Caller, events: AsyncIterator[tuple[str, str]]) -> Async
     except ToolFailure as failure:
         if failure.code is not ErrorCode.UNAUTHENTICATED:
             raise
+    except BrokerUnavailable:
+        # It went just as the stream began: whoever follows comes again.
+        return
     finally:
         if (close := getattr(events, "aclose", None)) is not None:
             await close()

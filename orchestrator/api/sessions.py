@@ -108,7 +108,9 @@ async def get_session(session_id: SessionId, caller: AnyCaller) -> SessionView:
 @router.delete("/{session_id}", status_code=204, responses=responses(404))
 async def close_session(session_id: SessionId, caller: AnyCaller) -> None:
     """Remove a session's sandbox; answers when its container is gone."""
-    await (await caller.client.session(session_id)).close()
+    session = await caller.client.session(session_id)
+    await caller.note_foreign("session.close", session_id)
+    await session.close()
 
 
 @router.post("/{session_id}/checkpoints", status_code=201, responses=responses(404))

@@ -84,8 +84,11 @@ class Batches:
             await self.resume(chosen)
         return chosen
 
-    async def resume(self, batch: str, kinds: Collection[FailureKind] = (FailureKind.INFRASTRUCTURE, FailureKind.CANCELLED)) -> int:
-        """Queue again what ended in one of these ways; how many items. What runs, waits or succeeded is left alone."""
+    async def resume(
+        self, batch: str, kinds: Collection[FailureKind] = (FailureKind.INFRASTRUCTURE, FailureKind.CANCELLED), entry: str = ""
+    ) -> int:
+        """Queue again what ended in one of these ways; how many items. What runs, waits or succeeded is left alone. `entry`: of the audit, written if
+        there is something to be queued; "" for none."""
         check_batch_id(batch)
         record, queued = await self._queue.batch(self.tenant, batch), await self._queue.count_items(self.tenant, batch)
         if queued < record.total:
@@ -94,7 +97,7 @@ class Batches:
                 f"only {queued} of the {record.total} lines of batch {batch} were queued before its submission broke off: "
                 f"submit the same file again with --id {batch} to go on with it",
             )
-        again = await self._queue.retry(self.tenant, batch, kinds)
+        again = await self._queue.retry(self.tenant, batch, kinds, entry)
         await self._queue.reopen(self.tenant, batch)
         await self._note(batch, f"resumed, {again} items are begun anew")
         return again

@@ -373,16 +373,18 @@ function steps.settle()
   return settled
 end
 
--- tenant, batch, number of kinds, kinds of failure, runs. Those that ended so are queued again, from their beginning; gives them.
+-- tenant, batch, key of the audit, its entry ('' for none), number of kinds, kinds of failure, runs. Those that ended so are queued again, from their
+-- beginning; gives them.
 function steps.retry()
   local tenant, batch, again, kinds = ARGV[4], ARGV[5], {}, {}
-  local key, count = batch_key(tenant, batch), tonumber(ARGV[6])
-  for at = 7, 6 + count do kinds[ARGV[at]] = true end
-  for at = 7 + count, #ARGV do
+  local key, count = batch_key(tenant, batch), tonumber(ARGV[8])
+  for at = 9, 8 + count do kinds[ARGV[at]] = true end
+  for at = 9 + count, #ARGV do
     local run = ARGV[at]
     local record = run_key(tenant, run)
     local failure = redis.call('HGET', record, 'failure')
     if failure and kinds[failure] then
+      if #again == 0 then audit(ARGV[6], ARGV[7]) end
       redis.call('HSET', record, 'state', 'queued', 'outcome', '', 'failure', '', 'queued_at', stamp)
       redis.call('HSET', record, 'first_attempt', redis.call('HINCRBY', record, 'attempt', 1))
       redis.call('HDEL', record, 'losses')

@@ -14,6 +14,7 @@ from redis.exceptions import ConnectionError as LostConnection
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from contract.names import audit_key
 from orchestrator.audit import AUDIT_LUA
 from orchestrator.batches.items import BatchItem, Failure, FailureKind, Outcome
 from orchestrator.logs import get_logger
@@ -208,12 +209,13 @@ class RunQueue:
         """Close the sessions of runs that nobody goes on with: held, given back or left by the dead, they may have some. Waits while Redis is away."""
         await outlast(lambda: close_left_sessions(self._client, self._deployment, tenant, runs))
 
-    async def retry(self, tenant: str, batch: str, kinds: Iterable[FailureKind]) -> int:
-        """Queue items again that failed so; how many."""
+    async def retry(self, tenant: str, batch: str, kinds: Iterable[FailureKind], entry: str = "") -> int:
+        """Queue items again that failed so; how many. `entry`: of the audit, written with the first of them; "" for none."""
         wanted, again = [kind.value for kind in kinds], 0
         ended = await self.ended(tenant, batch, 0)
         for some in _in_steps(run for _, run in ended):
-            again += len(await self.step("retry", tenant, batch, len(wanted), *wanted, *some))
+            told = entry if not again else ""
+            again += len(await self.step("retry", tenant, batch, audit_key(self._deployment), told, len(wanted), *wanted, *some))
         return again
 
     async def batch(self, tenant: str, batch: str) -> BatchRecord:

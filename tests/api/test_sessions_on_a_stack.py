@@ -188,6 +188,20 @@ async def test_another_tenants_session_is_told_as_one_that_does_not_exist(api_st
             assert answers[0].text == answers[1].text
 
 
+async def test_an_operator_who_closes_anothers_session_is_in_the_audit_and_a_tenant_that_closes_its_own_is_not(
+    api_stack: ApiStack, client: httpx.AsyncClient
+) -> None:
+    closed, own = [(await client.post("/v1/sessions", json={"ttl_s": 600})).json()["id"] for _ in range(2)]
+    async with api_stack.client("operator") as operator:
+        for_acme = {"tenant": "acme"}
+        assert (await operator.delete(f"/v1/sessions/{closed}", params=for_acme)).status_code == 204
+        assert (await operator.delete(f"/v1/sessions/{closed}", params=for_acme)).status_code == 404
+        assert (await client.delete(f"/v1/sessions/{own}")).status_code == 204
+        found = (await operator.get("/v1/audit", params={"action": "session.close"})).json()["data"]
+    mine = [(entry["target"], entry["tenant"], entry["actor"]["name"]) for entry in found if entry["target"] in (closed, own)]
+    assert mine == [(closed, "acme", "operator")]
+
+
 async def test_arguments_that_no_sandbox_could_take_are_an_error_of_the_call(client: httpx.AsyncClient, session: str) -> None:
     for arguments in (
         '{"command": "echo \\ud800"}',

@@ -114,6 +114,17 @@ async def test_a_call_that_waits_for_its_first_slot_is_known_to_its_program_and_
     assert await ground.state() == "forbidden"
 
 
+async def test_of_a_call_that_nobody_knows_it_is_said_as_soon_as_is_wanted_and_its_order_stands(ground: Ground) -> None:
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(ToolFailure, match="nothing is known of call c1"):
+        await ground.control.kill("acme", "c1", ANNE, heard_s=0.0)
+    assert asyncio.get_running_loop().time() - began < control_module.HEARD_S
+    assert await ground.audited() == []
+    # One that its program was about to make never begins all the same.
+    with pytest.raises(ToolFailure, match="killed by anne"):
+        await asyncio.wait_for(ground.watch.watched("acme", "c1", wait_for_ever()), SOON_S)
+
+
 async def test_a_call_that_runs_is_ended_where_it_runs(ground: Ground) -> None:
     await ground.note(state="running", holder="host.b.b2/w1")
     killed = await ground.control.kill("acme", "c1", ANNE, "enough")

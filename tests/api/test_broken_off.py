@@ -1,0 +1,103 @@
+"""Requests that break off because Redis goes in the middle of them, those for what is not there, and those that anybody may make."""
+
+import asyncio
+import json
+import time
+
+from contract.names import call_key
+from tests.api_ground import READY_S, ApiGround
+from tests.conftest import RedisProcess
+from tests.outage_requests import Asked, send, send_again
+from tests.stack import eventually
+
+LINES = 20_000
+
+
+async def test_a_request_that_broke_off_for_redis_is_not_said_to_be_worked_when_that_is_back(
+    api: ApiGround, redis_server: RedisProcess
+) -> None:
+    key = call_key("default", "acme", "c1")
+    with redis_server.client() as store:
+        # Nobody ends it: whoever kills it waits.
+        store.hset(
+            key, mapping={"state": "running", "attempt": 1, "holder": "host.h1.b1/w1", "queue": "host.h1.b1", "task": "t1", "session": "s1"}
+        )
+        kill = Asked("kill", "POST", "/v1/calls/c1/kill", content={})
+        killing = asyncio.create_task(send(api["acme"], kill, {}))
+        await eventually(lambda: store.hexists(key, "killed"), READY_S, "the order was given")
+        same = await send(api["acme"], kill, {})
+        assert (same.status, same.code) == (409, "IDEMPOTENCY_IN_PROGRESS")
+    redis_server.stop()
+    try:
+        broken = await killing
+        assert (broken.status, broken.code) == (503, "BROKER_UNAVAILABLE")
+    finally:
+        redis_server.start()
+    with redis_server.client() as store:
+        store.hset(key, mapping={"state": "done", "code": "CANCELLED"})
+    again = await send_again(api["acme"], kill, {})
+    assert (again.status, json.loads(again.text)["state"]) == (200, "done"), again
+
+
+async def test_a_batch_whose_submission_broke_off_is_gone_on_with_by_the_same_word(api: ApiGround, redis_server: RedisProcess) -> None:
+    lines = "".join(json.dumps({"id": f"line-{number}", "instruction": "x"}) + "\n" for number in range(LINES))
+    submit = Asked("submit", "POST", "/v1/batches", content=lines, kind="application/jsonl")
+    sending = asyncio.create_task(send(api["acme"], submit, {}))
+    await asyncio.to_thread(stop_when_some_are_queued, redis_server)
+    try:
+        broken = await sending
+        assert (broken.status, broken.code) == (503, "BROKER_UNAVAILABLE")
+    finally:
+        redis_server.start()
+    again = await send_again(api["acme"], submit, {})
+    assert (again.status, json.loads(again.text)["request_counts"]["waiting"]) == (201, LINES), again
+    found = (await api["acme"].get("/v1/batches")).json()["data"]
+    assert [batch["id"] for batch in found] == [json.loads(again.text)["id"]]
+
+
+def stop_when_some_are_queued(redis_server: RedisProcess) -> None:
+    until = time.monotonic() + READY_S
+    with redis_server.client() as store:
+        while not list(store.scan_iter("toolcrew:default:*:items")):
+            assert time.monotonic() < until
+    redis_server.stop()
+
+
+async def test_a_call_of_which_nothing_is_known_is_told_at_once_when_it_is_to_be_killed(api: ApiGround) -> None:
+    seen = await send(api["acme"], Asked("kill", "POST", "/v1/calls/never-was/kill", content={"reason": "why not"}), {})
+    assert (seen.status, seen.code) == (404, "NOT_FOUND")
+    # Where one may be looked for that waits, it takes five.
+    assert seen.took_s < 4
+    assert (await api["operator"].get("/v1/audit", params={"action": "call.kill"})).json()["data"] == []
+
+
+async def test_whoever_asks_all_the_time_whether_the_service_is_ready_costs_redis_nothing(
+    api: ApiGround, redis_server: RedisProcess
+) -> None:
+    with redis_server.client() as store:
+
+        def sets() -> int:
+            return int(store.info("commandstats").get("cmdstat_set", {}).get("calls", 0))  # type: ignore[union-attr]
+
+        before, began, looks = sets(), time.monotonic(), 200
+        answers = [(await api.nobody.get("/readyz")).json() for _ in range(looks)]
+        took_s = time.monotonic() - began
+        assert sets() - before <= took_s + 2 < looks
+    assert {answer["checks"]["redis"] for answer in answers} == {"ok"}
+
+
+async def test_an_operators_retry_of_anothers_batch_is_in_the_audit_when_it_changes_something(api: ApiGround) -> None:
+    lines = '{"id": "a", "instruction": "x"}\n{"id": "b", "instruction": "x"}\n'
+    batch = (await api["acme"].post("/v1/batches", content=lines, headers={"Content-Type": "application/jsonl"})).json()["id"]
+
+    async def retried(who: str) -> int:
+        assert (await api["acme"].post(f"/v1/batches/{batch}/cancel")).status_code == 200
+        answer = await api[who].post(f"/v1/batches/{batch}/retry", params={"tenant": "acme"}, json={"kinds": ["cancelled"]})
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["items"])
+
+    assert [await retried("acme"), await retried("operator")] == [2, 2]
+    nothing = await api["operator"].post(f"/v1/batches/{batch}/retry", params={"tenant": "acme"}, json={"kinds": ["cancelled"]})
+    assert nothing.json()["items"] == 0
+    entries = (await api["operator"].get("/v1/audit", params={"action": "batch.retry"})).json()["data"]
+    assert [(entry["target"], entry["tenant"], entry["actor"]["name"]) for entry in entries] == [(batch, "acme", "operator")]

@@ -1,0 +1,111 @@
+"""Requests of every kind that the HTTP API answers, to be sent while its Redis is away and once more when it is back."""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+AGAIN_S = 20.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request. `$word` in path and content stands for what the test has made before; `done`: the status when Redis is there."""
+
+    name: str
+    method: str
+    path: str
+    who: str = "acme"
+    done: int = 200
+    content: Any = None
+    kind: str = "application/json"
+
+    def filled(self, words: Mapping[str, str]) -> tuple[str, bytes]:
+        """Path and content."""
+        text = self.content if isinstance(self.content, str) else json.dumps(self.content) if self.content is not None else ""
+        path = self.path
+        for word, value in words.items():
+            path, text = path.replace(f"${word}", value), text.replace(f"${word}", value)
+        return path, text.encode()
+
+
+REQUESTS = (
+    Asked("start a run", "POST", "/v1/runs", done=202, content={"instruction": "[item hello] the one of the outage"}),
+    Asked("cancel a run", "POST", "/v1/runs/$sleeping/cancel"),
+    Asked("list runs", "GET", "/v1/runs"),
+    Asked("read a run", "GET", "/v1/runs/$told"),
+    Asked("read a transcript", "GET", "/v1/runs/$told/transcript"),
+    Asked("follow a run", "GET", "/v1/runs/$told/events"),
+    Asked("submit a batch", "POST", "/v1/batches?name=outage", done=201, content='{"id": "a", "instruction": "[item hello] a"}\n', kind="text/plain"),
+    Asked("list batches", "GET", "/v1/batches"),
+    Asked("read a batch", "GET", "/v1/batches/$batch"),
+    Asked("read rows", "GET", "/v1/batches/$batch/results"),
+    Asked("retry a batch", "POST", "/v1/batches/$batch/retry", content={"kinds": ["model"]}),
+    Asked("cancel a batch", "POST", "/v1/batches/$batch/cancel"),
+    Asked("call a tool", "POST", "/v1/sessions/$session/calls", content={"name": "bash_tool", "arguments": {"command": "echo x >>/tmp/outage"}}),
+    Asked("look a call up", "GET", "/v1/calls/$call"),
+    Asked("kill a call", "POST", "/v1/calls/$call/kill", content={}),
+    Asked("write a file", "PUT", "/v1/sessions/$session/files/put", content="put", kind="application/octet-stream"),
+    Asked("read a file", "GET", "/v1/sessions/$session/files/there"),
+    Asked("open a session", "POST", "/v1/sessions", done=201, content={"ttl_s": 607}),
+    Asked("list sessions", "GET", "/v1/sessions"),
+    Asked("look at a session", "GET", "/v1/sessions/$session"),
+    Asked("keep a session's files", "POST", "/v1/sessions/$session/checkpoints", done=201, content={}),
+    Asked("close a session", "DELETE", "/v1/sessions/$closing", done=204),
+    Asked("list approvals", "GET", "/v1/approvals"),
+    Asked("read an approval", "GET", "/v1/approvals/$question"),
+    Asked("decide", "POST", "/v1/approvals/$question", content={"decision": "reject", "digest": "$digest"}),
+    Asked("list tools", "GET", "/v1/tools"),
+    Asked("turn a tool off", "PATCH", "/v1/tools/glob_tool", "operator", content={"enabled": False, "tenant": "rival"}),
+    Asked("list tenants", "GET", "/v1/tenants", "operator"),
+    Asked("register a tenant", "POST", "/v1/tenants", "admin", 201, content={"name": "fresh"}),
+    Asked("set a tenant", "PUT", "/v1/tenants/rival", "admin", content={"in_flight": 7}),
+    Asked("pause a tenant", "POST", "/v1/tenants/rival/pause", "operator", content={}),
+    Asked("let a tenant go on", "POST", "/v1/tenants/rival/resume", "operator", content={}),
+    Asked("make a key", "POST", "/v1/tenants/rival/keys", "admin", 201, content={"name": "of the outage"}),
+    Asked("list keys", "GET", "/v1/tenants/rival/keys", "admin"),
+    Asked("revoke a key", "DELETE", "/v1/tenants/rival/keys/$key", "admin", 204),
+    Asked("list hosts", "GET", "/v1/hosts", "operator"),
+    Asked("drain a host", "POST", "/v1/hosts/no-such-host/drain", "operator", 404, content={}),
+    Asked("read the audit", "GET", "/v1/audit", "operator"),
+    Asked("scrape", "GET", "/metrics", "operator"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An answer as its client saw it."""
+
+    status: int
+    text: str
+    took_s: float
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def code(self) -> str:
+        """Of a problem; "" for what is none."""
+        is_problem = self.headers.get("content-type") == "application/problem+json"
+        return str(json.loads(self.text)["code"]) if is_problem else ""
+
+
+async def send_again(client: httpx.AsyncClient, asked: Asked, words: Mapping[str, str]) -> Seen:
+    """What has been answered a moment ago may not be kept yet."""
+    async with asyncio.timeout(AGAIN_S):
+        while (seen := await send(client, asked, words)).code == "IDEMPOTENCY_IN_PROGRESS":  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    return seen
+
+
+async def send(client: httpx.AsyncClient, asked: Asked, words: Mapping[str, str]) -> Seen:
+    """With a word by which it is done once, whoever sends it however often."""
+    path, content = asked.filled(words)
+    headers = {"Content-Type": asked.kind} if content else {}
+    if asked.method == "POST":
+        headers["Idempotency-Key"] = asked.name.replace(" ", "-")
+    began = time.monotonic()
+    answer = await client.request(asked.method, path, content=content or None, headers=headers)
+    return Seen(answer.status_code, answer.text, time.monotonic() - began, dict(answer.headers))

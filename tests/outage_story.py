@@ -1,0 +1,256 @@
+"""One outage of Redis in the middle of everything that clients of the HTTP API do, and what they saw of it."""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+import redis
+
+from orchestrator import api_keys
+from tests.api_ground import READY_S, api_settings, serving
+from tests.api_stack import SOON_S, ApiStack, bash, read_events, rule, started
+from tests.outage_requests import REQUESTS, Asked, Seen, send, send_again
+from tests.stack import RedisServer, all_of
+
+OUTAGE_S = 6.0
+STEPS = 4
+"""Fewer than a run has by default."""
+RULES = [
+    *(rule("outage", step, calls=[bash(f"echo {step} >>/tmp/steps; sleep 2; wc -l </tmp/steps")]) for step in range(STEPS)),
+    rule("outage", STEPS, text="{{observation|first_line}} steps"),
+]
+PAGES = ("/", "/runs", "/approvals", "/batches", "/tools")
+CALLS = {"plain-during": 4, "streamed-during": 4, "plain-after": 11, "streamed-after": 11}
+"""Seconds that each takes."""
+BAD_KEYS = {"none": "", "short": "tc_x", "unknown": f"tc_{'0' * 16}_{'A' * 43}"}
+
+
+@dataclass
+class Outage:
+    """What was seen. `shallow`: by who asked a service that looks at keys as ever, `deep`: by who asked one that knows them for longer than the outage
+    lasts, so that what comes behind the door is asked; `after`: once Redis is back, `again`: of POSTs that were sent then once more, elsewhere."""
+
+    shallow: dict[str, Seen] = field(default_factory=dict)
+    deep: dict[str, Seen] = field(default_factory=dict)
+    after: dict[str, Seen] = field(default_factory=dict)
+    again: dict[str, Seen] = field(default_factory=dict)
+    pages: dict[str, Seen] = field(default_factory=dict)
+    pages_after: dict[str, Seen] = field(default_factory=dict)
+    strangers: dict[str, Seen] = field(default_factory=dict)
+    calls: dict[str, dict[str, Any]] = field(default_factory=dict)
+    repeated: Seen | None = None
+    sent_into: Seen | None = None
+    acted: dict[str, int] = field(default_factory=dict)
+    """How often each of `calls`, the one of `sent_into`, and the one of the requests have acted."""
+    followed: list[list[dict[str, Any]]] = field(default_factory=list)
+    """The events of a run, by the connections over which they came."""
+    whole: list[dict[str, Any]] = field(default_factory=list)
+    run: dict[str, Any] = field(default_factory=dict)
+    owned: dict[str, list[str]] = field(default_factory=dict)
+    """What there is of the kinds of things that were to be made once."""
+    logs: str = ""
+
+
+class _Teller:
+    """Plays the outage."""
+
+    def __init__(self, stack: ApiStack, server: RedisServer, clients: AsyncExitStack) -> None:
+        self._stack, self._redis, self._clients = stack, server, clients
+        self.seen = Outage()
+        self._words: dict[str, str] = {}
+        self._sessions: dict[str, str] = {}
+
+    async def play(self) -> Outage:
+        with redis.Redis.from_url(self._redis.url) as store:
+            # What was answered is kept, whenever Redis is killed.
+            store.config_set("appendfsync", "always")
+        deep_url = await self._clients.enter_async_context(serving(api_settings(self._redis.url)))
+        shallow, deep, second = self._people(self._stack.apis[0].url), self._people(deep_url), self._people(self._stack.apis[1].url)
+        acme, visitor = shallow["acme"], await self._log_in(shallow["operator"])
+        await self._furnish(acme, shallow["admin"])
+        for client in deep.values():
+            await self._until_known(client)
+        running = await self._begin_calls(acme)
+        run = await started(acme, "outage")
+        following = asyncio.create_task(self._follow(acme, run))
+        async with asyncio.timeout(READY_S):
+            while not any(event["event"] == "CallStarted" for part in self.seen.followed for event in part):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+        await asyncio.to_thread(self._redis.kill)
+        down_at = time.monotonic()
+        sent_into = asyncio.create_task(self._call_into(acme))
+        # What services know from a moment ago is not known any more.
+        await asyncio.sleep(1.5)
+        asking = [asyncio.create_task(self._ask_all(shallow, self.seen.shallow)), asyncio.create_task(self._ask_all(deep, self.seen.deep))]
+        asking += [asyncio.create_task(self._look(visitor, self.seen.pages)), asyncio.create_task(self._ask_as_strangers())]
+        await asyncio.wait(asking, timeout=SOON_S)
+        await asyncio.sleep(down_at + OUTAGE_S - time.monotonic())
+        await asyncio.to_thread(self._redis.start)
+
+        await all_of([*asking, sent_into, *running, following], SOON_S)
+        await self._go_on(deep, second)
+        await self._look(visitor, self.seen.pages_after)
+        self.seen.whole = await read_events(second["acme"], f"/v1/runs/{run}/events")
+        self.seen.run = (await acme.get(f"/v1/runs/{run}")).json()
+        await self._count(acme, shallow["admin"])
+        self.seen.logs = "".join(api.log() for api in self._stack.apis)
+        return self.seen
+
+    def _people(self, url: str) -> dict[str, httpx.AsyncClient]:
+        return {name: self._client(url, key) for name, key in self._stack.keys.items()}
+
+    def _client(self, url: str, key: str) -> httpx.AsyncClient:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        client = httpx.AsyncClient(base_url=url, headers=headers, timeout=SOON_S, limits=httpx.Limits(max_connections=None))
+        self._clients.push_async_callback(client.aclose)
+        return client
+
+    async def _log_in(self, client: httpx.AsyncClient) -> httpx.AsyncClient:
+        url = str(client.base_url).rstrip("/")
+        visitor = self._client(url, "")
+        answer = await visitor.post("/login", data={"key": self._stack.keys["operator"]}, headers={"Origin": url})
+        assert answer.status_code == 303
+        return visitor
+
+    async def _furnish(self, acme: httpx.AsyncClient, admin: httpx.AsyncClient) -> None:
+        session, closing = [(await acme.post("/v1/sessions", json={"ttl_s": 600})).json()["id"] for _ in range(2)]
+        done = await acme.post(f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": "echo there >there"}})
+        line = '{"id": "one", "instruction": "[item hello] one"}\n'
+        batch = (await acme.post("/v1/batches", content=line, headers={"Content-Type": "text/plain"})).json()["id"]
+        told, sleeping, asking = [await started(acme, item) for item in ("hello", "sleeps", "asks")]
+        await read_events(acme, f"/v1/runs/{told}/events")
+        async with asyncio.timeout(SOON_S):
+            while not (questions := (await acme.get("/v1/approvals")).json()["data"]):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert questions[0]["run"] == asking
+        key = (await admin.post("/v1/tenants/rival/keys", json={"name": "to go"})).json()["id"]
+        self._words = {
+            "session": session,
+            "closing": closing,
+            "call": done.json()["call_id"],
+            "batch": batch,
+            "told": told,
+            "sleeping": sleeping,
+            "question": questions[0]["id"],
+            "digest": questions[0]["digest"],
+            "key": key,
+        }
+
+    async def _until_known(self, client: httpx.AsyncClient) -> None:
+        async with asyncio.timeout(READY_S):
+            while (await client.get("/v1/tools")).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    async def _begin_calls(self, acme: httpx.AsyncClient) -> "list[asyncio.Task[None]]":
+        """Calls that end while Redis is away, and when it is back; each once as an answer, and once as a stream. Each in a session of its own, whose shell
+        has nothing else to do."""
+        running = []
+        for name, seconds in CALLS.items():
+            self._sessions[name] = (await acme.post("/v1/sessions", json={"ttl_s": 600})).json()["id"]
+            work = self._call_streamed if name.startswith("streamed") else self._call
+            running.append(asyncio.create_task(work(acme, name, f"echo x >>ran; echo begun; sleep {seconds}; echo ended")))
+        for name in CALLS:
+            async with asyncio.timeout(SOON_S):
+                while (known := await acme.get(f"/v1/calls/{name}")).status_code != 200 or known.json()["state"] != "running":  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+        return running
+
+    def _new_call(self, name: str, command: str, call_id: str | None = None) -> tuple[str, dict[str, Any]]:
+        call = {"name": "bash_tool", "arguments": {"command": command}, "call_id": call_id or name}
+        return f"/v1/sessions/{self._sessions.get(name, self._words['session'])}/calls", call
+
+    async def _call(self, acme: httpx.AsyncClient, name: str, command: str) -> None:
+        path, call = self._new_call(name, command)
+        asked = Asked(name, "POST", path, content=call)
+        seen = await send(acme, asked, self._words)
+        self.seen.calls[name] = {"status": seen.status, **json.loads(seen.text)}
+        if name == "plain-after":
+            self.seen.repeated = await send_again(acme, asked, self._words)
+
+    async def _call_streamed(self, acme: httpx.AsyncClient, name: str, command: str) -> None:
+        path, call = self._new_call(name, command)
+        events = await read_events(acme, path, method="POST", json=call)
+        assert [event["event"] for event in events].count("result") == 1
+        self.seen.calls[name] = {"status": 200, **events[-1]["data"]}
+
+    async def _call_into(self, acme: httpx.AsyncClient) -> None:
+        path, call = self._new_call("into", "echo x >>ran")
+        began = time.monotonic()
+        answer = await acme.post(path, json=call)
+        self.seen.sent_into = Seen(answer.status_code, answer.text, time.monotonic() - began, dict(answer.headers))
+
+    async def _follow(self, acme: httpx.AsyncClient, run: str) -> None:
+        """As a browser does: again from its last event whenever the stream ends without the run's end."""
+        last = ""
+        async with asyncio.timeout(SOON_S):
+            while not (last and self.seen.followed[-1] and self.seen.followed[-1][-1]["event"] == "RunEnded"):
+                part: list[dict[str, Any]] = []
+                self.seen.followed.append(part)
+                async with acme.stream("GET", f"/v1/runs/{run}/events", headers={"Last-Event-ID": last} if last else {}) as stream:
+                    fields: dict[str, str] = {}
+                    async for line in stream.aiter_lines():
+                        name, _, value = line.partition(": ")
+                        if name in ("id", "event", "data"):
+                            fields[name] = value
+                        elif "event" in fields:
+                            part.append({**fields, "data": json.loads(fields["data"])})
+                            last, fields = fields["id"], {}
+                if not part:
+                    await asyncio.sleep(0.2)
+
+    async def _ask_all(self, clients: Mapping[str, httpx.AsyncClient], seen: dict[str, Seen]) -> None:
+        told = await asyncio.gather(*(send(clients[asked.who], asked, self._words) for asked in REQUESTS))
+        seen |= {asked.name: one for asked, one in zip(REQUESTS, told, strict=True)}
+
+    async def _look(self, visitor: httpx.AsyncClient, seen: dict[str, Seen]) -> None:
+        for page in PAGES:
+            began = time.monotonic()
+            answer = await visitor.get(page)
+            seen[page] = Seen(answer.status_code, answer.text, time.monotonic() - began, dict(answer.headers))
+
+    async def _ask_as_strangers(self) -> None:
+        for name, key in {**BAD_KEYS, "good": self._stack.keys["rival"]}.items():
+            client = self._client(self._stack.apis[1].url, key)
+            answer = await client.get("/v1/runs")
+            self.seen.strangers[name] = Seen(answer.status_code, answer.text, 0.0)
+
+    async def _go_on(self, deep: Mapping[str, httpx.AsyncClient], second: Mapping[str, httpx.AsyncClient]) -> None:
+        """The same requests once more, one after the other; those that are done once, once more elsewhere."""
+        for asked in REQUESTS:
+            self.seen.after[asked.name] = await send(deep[asked.who], asked, self._words)
+            if asked.method == "POST":
+                self.seen.again[asked.name] = await send_again(second[asked.who], asked, self._words)
+
+    async def _count(self, acme: httpx.AsyncClient, admin: httpx.AsyncClient) -> None:
+        async def listed(client: httpx.AsyncClient, path: str) -> list[dict[str, Any]]:
+            return list((await client.get(path)).json()["data"])
+
+        for name in (*CALLS, "into"):
+            path, call = self._new_call(name, "touch ran; wc -l <ran", f"{name}-counted")
+            self.seen.acted[name] = int((await acme.post(path, json=call)).json()["output"])
+        path, call = self._new_call("counted", "wc -l </tmp/outage")
+        self.seen.acted["call a tool"] = int((await acme.post(path, json=call)).json()["output"])
+        self.seen.owned = {
+            "runs": [run["id"] for run in await listed(acme, "/v1/runs") if run["instruction"].endswith("the one of the outage")],
+            "batches": [batch["id"] for batch in await listed(acme, "/v1/batches") if batch["name"] == "outage"],
+            "sessions": [one["id"] for one in await listed(acme, "/v1/sessions") if one["ttl_s"] == 607],
+            "keys": [key["id"] for key in await listed(admin, "/v1/tenants/rival/keys") if key["name"] == "of the outage"],
+        }
+        for session in (self._words["session"], *self._sessions.values(), *self.seen.owned["sessions"]):
+            assert (await acme.delete(f"/v1/sessions/{session}")).status_code == 204
+
+
+async def play_outage(stack: ApiStack, server: RedisServer) -> Outage:
+    """Takes about 20 s."""
+    with pytest.MonkeyPatch.context() as patched:
+        # Of the service in this process alone.
+        patched.setattr(api_keys, "KEY_FRESH_S", 3600.0)
+        async with AsyncExitStack() as clients:
+            return await _Teller(stack, server, clients).play()
