@@ -23,7 +23,7 @@ from flower.views.tasks import TaskView
 from contract.errors import ConfigError, ToolcrewError
 from orchestrator.links import call_page_url, parse_shown_call
 from orchestrator.logs import configure_logging
-from orchestrator.settings import load_settings
+from orchestrator.settings import OrchestratorSettings, load_settings
 
 DEFAULTS: dict[str, Any] = {
     # Some 5 KiB each.
@@ -64,10 +64,7 @@ class GuardedMetrics(Metrics):  # type: ignore[misc]
 def main() -> int:
     try:
         settings = load_settings()
-        app = _open_flower(settings.broker().celery_options(), settings.page_url, sys.argv[1:])
-        # After Flower has read its options, with which tornado sets up logs of its own.
-        configure_logging(settings, "flower")
-        logging.getLogger("flower").setLevel(settings.log_level)
+        app = _open_flower(settings, sys.argv[1:])
     except ToolcrewError as error:
         sys.stderr.write(f"flower: {error}\n")
         return 1
@@ -82,7 +79,7 @@ def main() -> int:
     return 0
 
 
-def _open_flower(where: dict[str, Any], page_url: str | None, arguments: list[str]) -> Flower:
+def _open_flower(settings: OrchestratorSettings, arguments: list[str]) -> Flower:
     """Raises ConfigError when anybody could look at it, or an option is wrong."""
     for name, value in DEFAULTS.items():
         setattr(options, name, value)
@@ -95,8 +92,11 @@ def _open_flower(where: dict[str, Any], page_url: str | None, arguments: list[st
     if not options.basic_auth and not options.auth:
         raise ConfigError("it would show everything to everybody: set FLOWER_BASIC_AUTH=user:password")
     extract_settings()
-    app = Flower(capp=_open_celery(where), options=options, **flower_settings)
-    app.add_handlers(".*", [(_path(r"/task/(.+)"), CallView, {"page_url": page_url}), (_path(r"/metrics"), GuardedMetrics)])
+    # Tornado has set up logs of its own while the options were read.
+    configure_logging(settings, "flower")
+    logging.getLogger("flower").setLevel(settings.log_level)
+    app = Flower(capp=_open_celery(settings.broker().celery_options()), options=options, **flower_settings)
+    app.add_handlers(".*", [(_path(r"/task/(.+)"), CallView, {"page_url": settings.page_url}), (_path(r"/metrics"), GuardedMetrics)])
     return app
 
 

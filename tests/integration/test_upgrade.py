@@ -156,4 +156,4 @@ async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_
             assert (await session.info()).host == "new"
             assert [int(line) for line in (await session.read_file("numbers")).decode().split()] == written[session.id]
             await session.close()
-    assert ground.process("old.worker").ends[-1] == 0
+        await eventually(lambda: ground.process("old.worker").ends[-1:] == [0], UP_S, ground.last_words)
