@@ -7,7 +7,7 @@ from typing import Any
 import redis.asyncio
 from redis.asyncio.connection import AbstractConnection, BlockingConnectionPool, Connection, SSLConnection
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection, SentinelManagedSSLConnection
-from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.maint_notifications import MaintNotificationsConfig
 
@@ -16,6 +16,9 @@ from contract.settings import BrokerSettings
 
 TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 16
+LOADING_S = 10.0
+"""So long a Redis that reads its data in is waited for at the start."""
+LOOK_S = 0.1
 
 
 def open_redis(broker: BrokerSettings) -> "redis.asyncio.Redis":
@@ -26,13 +29,27 @@ def open_redis(broker: BrokerSettings) -> "redis.asyncio.Redis":
 async def check_redis(client: "redis.asyncio.Redis", broker: BrokerSettings) -> None:
     """Raises BrokerUnavailable: where it looked, what Redis said, what to check."""
     try:
-        await client.ping()
+        await _ping(client)
     except AuthenticationError as error:
         raise BrokerUnavailable(f"Redis at {broker.redis_address()} refuses user or password: check TOOLCREW_REDIS_URL") from error
     except (RedisError, OSError) as error:
         raise BrokerUnavailable(
             f"Redis at {broker.redis_address()} does not answer ({error}): {broker.connection_advice(str(error))}"
         ) from error
+
+
+async def _ping(client: "redis.asyncio.Redis") -> None:
+    """A Redis that has just been started may have to read its data first."""
+    clock = asyncio.get_running_loop().time
+    until = clock() + LOADING_S
+    while True:
+        try:
+            await client.ping()
+            return
+        except BusyLoadingError:
+            if clock() >= until:
+                raise
+            await asyncio.sleep(LOOK_S)
 
 
 class _Careful(AbstractConnection):

@@ -169,8 +169,9 @@ def test_a_python_program_downloads(place: Place, url: str) -> None:
 
 
 def test_git_clones(place: Place, url: str) -> None:
-    ran = place.run(f"rm -rf code; GIT_SSL_CAINFO=$PWD/authority.pem git clone -q {url}/code.git code && git -C code log --format=%s")
-    assert text_of(ran) == "first\n"
+    script = f"rm -rf code; GIT_SSL_CAINFO=$PWD/authority.pem git clone -q {url}/code.git code && git -C code log --format=%s"
+    ran = place.run(script, timeout_s=90.0)
+    assert text_of(ran) == "first\n", ran.done
 
 
 def test_pip_downloads_a_package(place: Place) -> None:

@@ -5,12 +5,16 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
+from redis.exceptions import BusyLoadingError
 
+from contract.errors import BrokerUnavailable
 from contract.settings import BrokerSettings
-from orchestrator.redis_connection import open_redis
+from orchestrator import redis_connection
+from orchestrator.redis_connection import check_redis, open_redis
 from tests.conftest import RedisProcess
 from workers.redis_connection import connect_once
 
@@ -82,3 +86,27 @@ async def open_relay(server: RedisProcess) -> AsyncIterator[Relay]:
     async with listener:
         relay.url = f"redis://:{server.password}@127.0.0.1:{listener.sockets[0].getsockname()[1]}/0"
         yield relay
+
+
+class Loading:
+    """Stands for a Redis that reads its data in for so many looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    async def ping(self) -> bool:
+        self.looks -= 1
+        if self.looks >= 0:
+            raise BusyLoadingError("Redis is loading the dataset in memory")
+        return True
+
+
+async def test_a_redis_that_reads_its_data_in_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_connection, "LOOK_S", 0.0)
+    client: Any = Loading(3)
+    await check_redis(client, settings("redis://127.0.0.1:1/0"))
+    assert client.looks == -1
+    monkeypatch.setattr(redis_connection, "LOADING_S", 0.0)
+    stays: Any = Loading(1000)
+    with pytest.raises(BrokerUnavailable, match="loading the dataset"):
+        await check_redis(stays, settings("redis://127.0.0.1:1/0"))
