@@ -1,6 +1,6 @@
 """What a tool says of itself: the spec a model, an operator and a validator read."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
@@ -8,6 +8,8 @@ from contract.calls import MAX_TIMEOUT_S, Record, ToolName
 
 NO_NETWORK = "without network"
 """What a sandbox has of the network unless its session is told otherwise, as descriptions say it."""
+MAX_SKILLS = 1000
+MAX_SKILL_DESCRIPTION = 4096
 
 
 class ToolSpec(Record):
@@ -43,7 +45,22 @@ class ToolSpec(Record):
         return self.model_copy(update={"network": words, "description": self.description.replace(self.network, words)})
 
 
+class SkillSummary(Record):
+    """What a skill says of itself, and what its folder holds. `digest`: sha256 over its files; `warnings`: for whoever wrote it."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    description: str = Field(min_length=1, max_length=MAX_SKILL_DESCRIPTION)
+    license: str | None = Field(default=None, max_length=500)
+    compatibility: str | None = Field(default=None, max_length=1000)
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    files: int = Field(ge=1)
+    bytes: int = Field(ge=0)
+    has_scripts: bool = False
+    warnings: tuple[Annotated[str, Field(max_length=400)], ...] = Field(default=(), max_length=20)
+
+
 class Catalog(Record):
-    """What the workers publish: the specs they can run."""
+    """What the workers publish: the specs they can run, and the skills they have."""
 
     tools: tuple[ToolSpec, ...] = ()
+    skills: tuple[SkillSummary, ...] = Field(default=(), max_length=MAX_SKILLS, exclude_if=lambda skills: not skills)

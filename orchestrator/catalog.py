@@ -1,16 +1,18 @@
 """What the workers publish, as the orchestrator knows it."""
 
+import difflib
 import json
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import redis.asyncio
 from pydantic import ValidationError
 from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable, ConfigError
+from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from contract.names import CATALOG_POOLS, catalog_key, catalog_names_key
-from contract.specs import Catalog, ToolSpec
+from contract.specs import Catalog, SkillSummary, ToolSpec
 from orchestrator.logs import get_logger
 from orchestrator.shared_reads import SharedReads
 
@@ -47,13 +49,19 @@ class RedisCatalog:
         self._read_at = float("-inf")
         self._reads = SharedReads[None]()
         # What is read is nearly always what was read before.
-        self._parsed: dict[str, tuple[str | bytes, tuple[ToolSpec, ...]]] = {}
+        self._parsed: dict[str, tuple[str | bytes, Catalog]] = {}
+        self._skills: tuple[SkillSummary, ...] = ()
 
     async def specs(self) -> tuple[ToolSpec, ...]:
         """All specs, session verbs included. Raises ConfigError when no worker lives, BrokerUnavailable when Redis does not answer."""
         if time.monotonic() - self._read_at > FRESH_S:
             await self._reads.read("catalog", self._refresh)
         return self._specs
+
+    async def skills(self) -> tuple[SkillSummary, ...]:
+        """What the workers beside sandboxes have, by name. Raises as `specs`."""
+        await self.specs()
+        return self._skills
 
     def explain_missing(self, name: str) -> str | None:
         pool = self._lost.get(name)
@@ -62,16 +70,16 @@ class RedisCatalog:
     async def pools(self) -> dict[str, tuple[ToolSpec, ...]]:
         """Pool -> what its workers publish now; a pool without a worker is not in it. Raises as `specs`, but not for want of workers."""
         texts, _ = await self._fetch()
-        return {pool: self._parse(pool, text) for pool, text in texts.items() if text is not None}
+        return {pool: self._parse(pool, text).tools for pool, text in texts.items() if text is not None}
 
     async def _refresh(self) -> None:
         self._specs = await self._read()
         self._read_at = time.monotonic()
 
-    def _parse(self, pool: str, text: str | bytes) -> tuple[ToolSpec, ...]:
+    def _parse(self, pool: str, text: str | bytes) -> Catalog:
         known = self._parsed.get(pool)
         if known is None or known[0] != text:
-            known = self._parsed[pool] = text, _parse_specs(text)
+            known = self._parsed[pool] = text, _parse_catalog(text)
         return known[1]
 
     async def _read(self) -> tuple[ToolSpec, ...]:
@@ -84,8 +92,10 @@ class RedisCatalog:
             if text is None:
                 lost.update((name, pool) for name in _parse_names(names[pool]) if name not in lost)
                 continue
-            for spec in self._parse(pool, text):
+            for spec in self._parse(pool, text).tools:
                 self._note_clash(found.setdefault(spec.name, spec), spec)
+        sandbox = texts["sandbox"]
+        self._skills = tuple(sorted(self._parse("sandbox", sandbox).skills, key=lambda skill: skill.name)) if sandbox is not None else ()
         self._lost = {name: pool for name, pool in lost.items() if name not in found}
         return tuple(sorted(found.values(), key=lambda spec: spec.name))
 
@@ -106,9 +116,18 @@ class RedisCatalog:
         log.error("tool_published_twice", tool=taken.name, served_by=taken.pool, hidden=other.pool)
 
 
-def _parse_specs(text: str | bytes) -> tuple[ToolSpec, ...]:
+def find_skill(name: str, skills: Sequence[SkillSummary]) -> SkillSummary:
+    """The skill of that name. Raises ToolFailure(FILE_NOT_FOUND) with the nearest names."""
+    found = next((skill for skill in skills if skill.name == name), None)
+    if found is None:
+        nearest = difflib.get_close_matches(name, [skill.name for skill in skills], n=3, cutoff=0.0)
+        raise ToolFailure(ErrorCode.FILE_NOT_FOUND, f"Skill not found: {name}", nearest=nearest)
+    return found
+
+
+def _parse_catalog(text: str | bytes) -> Catalog:
     try:
-        return Catalog.model_validate_json(text).tools
+        return Catalog.model_validate_json(text)
     except ValidationError as error:
         raise ConfigError("the workers publish a catalog of another version: run the same release on both sides") from error
 

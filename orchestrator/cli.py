@@ -30,6 +30,7 @@ from orchestrator.cli_runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, 
 from orchestrator.cli_runs import runs_app
 from orchestrator.cli_serve import serve_app
 from orchestrator.cli_sessions import session_app, sessions_list
+from orchestrator.cli_skills import skills_app
 from orchestrator.cli_tenants import tenants_app
 from orchestrator.cli_tools import tools_app
 from orchestrator.cli_top import top
@@ -48,6 +49,7 @@ HELP = "Runs the tools of LLM agents at scale, on the pool that TOOLCREW_REDIS_U
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, pretty_exceptions_enable=False)
 worker_app = typer.Typer(no_args_is_help=True, help="Workers: starting this host's, and taking any out of service.")
 app.add_typer(tools_app, name="tools")
+app.add_typer(skills_app, name="skills")
 app.add_typer(batch_app, name="batch")
 app.add_typer(runs_app, name="runs")
 app.add_typer(trace_app, name="trace")

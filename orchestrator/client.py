@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.registry import Switch, ToolState, filter_specs, switch_field
-from contract.specs import ToolSpec
+from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.actors import Actor, local_actor
 from orchestrator.agent import RunResult
@@ -24,6 +24,7 @@ from orchestrator.audit import Audit
 from orchestrator.batch_runs import BatchRuns
 from orchestrator.call_control import CallControl, KilledCall
 from orchestrator.call_life import CallLife, CallLives
+from orchestrator.catalog import find_skill
 from orchestrator.client_runs import ClientRuns
 from orchestrator.dispatcher import find_nearest
 from orchestrator.events import OnEvent, SandboxClosed
@@ -210,6 +211,14 @@ class ToolClient:
         if spec is None:
             raise ConfigError(self._catalog.explain_missing(name) or f"no worker serves {name} now")
         return _state(spec, await self._switches.switches(), await self._as_tenant(tenant))
+
+    async def skills(self) -> tuple[SkillSummary, ...]:
+        """Every skill that the workers have, by name. Raises ConfigError when no worker lives."""
+        return await self._catalog.skills()
+
+    async def skill(self, name: str) -> SkillSummary:
+        """One skill. Raises ToolFailure(FILE_NOT_FOUND) with the nearest names."""
+        return find_skill(name, await self.skills())
 
     async def switched_tenants(self, name: str) -> dict[str, Switch]:
         """The tenants for whom alone the tool is off. Raises ToolFailure(PERMISSION_DENIED) for a tenant's key."""

@@ -41,7 +41,7 @@ ARROWS: dict[str, frozenset[str]] = {
 # Package -> third-party modules it may import; a package that is not named may import any that has no wall.
 THIRD_PARTY: dict[str, frozenset[str]] = {
     "contract": frozenset(
-        {"annotated_types", "jsonschema", "pydantic", "pydantic_core", "pydantic_settings", "referencing", "typing_extensions"}
+        {"annotated_types", "jsonschema", "pydantic", "pydantic_core", "pydantic_settings", "referencing", "typing_extensions", "yaml"}
     ),
     "guest": frozenset(),
 }

@@ -21,11 +21,13 @@ from workers.redis_connection import connect, connect_once
 from workers.refusals import Refusals
 from workers.sandbox_client import SandboxClient
 from workers.settings import WorkerSettings
+from workers.skills.loader import load_skills
 from workers.switches import Switches
 from workers.tasks import register_tasks
 from workers.tenants import TenantGate, Tenants
 from workers.tools.base import WorkerRegistry
 from workers.tools.builtin import build_registry
+from workers.tools.skill import build_skill_tool
 from workers.tracing import open_process_tracer
 
 log = structlog.get_logger(__name__)
@@ -34,7 +36,9 @@ log = structlog.get_logger(__name__)
 def run_sandbox_worker(settings: WorkerSettings) -> None:
     """Serves until it is told to stop. Raises OperatorError when it cannot start."""
     key = settings.broker().signing_keys()
-    registry = build_registry()
+    registry, skills = build_registry(), load_skills(settings.skill_roots())
+    if settings.skill_roots():
+        registry.register(build_skill_tool(skills))
     clock = SharedClock()
     tracer = open_process_tracer("sandbox")
     life = HostLife(settings, clock)
@@ -48,7 +52,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
         refusals.count,
         settings.deployment,
     )
-    catalogs = {"sandbox": Catalog(tools=tuple(registry.specs()))}
+    catalogs = {"sandbox": Catalog(tools=tuple(registry.specs()), skills=tuple(skill.summary for skill in skills))}
     publisher = CatalogPublisher(connect(settings.broker()), settings.deployment, catalogs)
     ledger = Ledger(connect(settings.broker()), settings.deployment, clock)
     open_sandboxd = partial(SandboxClient, settings.sandboxd_socket)

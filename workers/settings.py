@@ -100,9 +100,15 @@ class WorkerSettings(BaseSettings):
     """Modules with operators' tools, beside the installed packages that name theirs (docs/custom-tools.md)."""
     tool_config: dict[str, JsonValue] = {}
     """What operators' tools find in `CallContext.config`. No place for secrets."""
+    skills: str | None = None
+    """Folders with skills, one folder each, separated as in PATH; of two skills with one name that of the first is taken (docs/skills.md)."""
     log_level: LogLevel = "INFO"
     log_format: LogFormat | None = None
     """None: console in a terminal, else json (docs/logs.md)."""
+
+    def skill_roots(self) -> tuple[Path, ...]:
+        """The folders that skills are in."""
+        return tuple(Path(root) for root in (self.skills or "").split(os.pathsep) if root)
 
     def broker(self) -> BrokerSettings:
         """What both sides must agree on."""

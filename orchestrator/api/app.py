@@ -9,7 +9,22 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from contract.calls import MAX_BLOB_BYTES
-from orchestrator.api import approvals, audit, batches, call_lives, calls, health, hosts, pages, problems, runs, sessions, tenants, tools
+from orchestrator.api import (
+    approvals,
+    audit,
+    batches,
+    call_lives,
+    calls,
+    health,
+    hosts,
+    pages,
+    problems,
+    runs,
+    sessions,
+    skills,
+    tenants,
+    tools,
+)
 from orchestrator.api.door import Door
 from orchestrator.api.exact_json import ExactJson
 from orchestrator.api.house import Beside, House
@@ -45,7 +60,7 @@ def build_app(house: House, beside: Beside) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.house = house
-    named = (health, runs, sessions, calls, call_lives, tools, batches, approvals, tenants, hosts, audit)
+    named = (health, runs, sessions, calls, call_lives, tools, skills, batches, approvals, tenants, hosts, audit)
     routers: list[APIRouter] = [*(routes.router for routes in named), pages.build_router()]
     problems.install(app, routers)
     for router in routers:

@@ -79,7 +79,7 @@ async def test_s0_10_a_name_of_a_built_in_tool_goes_to_their_registry_and_its_re
 
 
 async def test_s0_11_a_name_that_is_registered_beside_the_built_in_ones_goes_to_its_own_executor_in_the_sandbox() -> None:
-    # The product loads no skills: this is the route that one takes once it is registered under its name.
+    # Skills are used through skill_tool: this is the route of a tool that is registered under a skill's name.
     asked: list[dict[str, Any]] = []
 
     def run_skill(arguments: dict[str, Any], bench: Workbench) -> Outcome:

@@ -9,6 +9,7 @@ from pydantic import JsonValue
 
 from contract.calls import MAX_TIMEOUT_S, Spill, ToolContext
 from contract.errors import ErrorCode
+from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome
 from workers.tools.text import NARROWER, show_name, show_output
 
@@ -20,12 +21,15 @@ _NOT_KEPT = {
 _FACTS = "cwd, exported variables and functions of this command were not kept"
 
 
-def build_outcome(arguments: Mapping[str, Any], done: Mapping[str, Any], streams: Mapping[str, bytes], context: ToolContext) -> Outcome:
-    """The outcome of an exec that kept the session's state. `done` has the shape of its op."""
+def build_outcome(
+    arguments: Mapping[str, Any], response: GuestResponse, context: ToolContext, *, background: str = "background=true"
+) -> Outcome:
+    """The outcome of an exec. `background`: with what a model starts what is to run on."""
+    done, streams = response.done, response.streams
     counts, spill = done["streams"], _spill(done)
     body, is_cut = show_output(streams.get("merged", b""), counts.get("merged", {}), _way_to_rest(done))
     shown = {name: show_output(streams.get(name, b""), counts.get(name, {})) for name in ("stdout", "stderr")}
-    notes = [*_place_notes(done), *_end_notes(done), *_limit_notes(arguments, done, context)]
+    notes = [*_place_notes(done), *_end_notes(done, background), *_limit_notes(arguments, done, context)]
     body = body or "(no output)"
     output = "\n".join([body.rstrip("\n") if notes else body, *notes])
     told: dict[str, Any] = {
@@ -36,7 +40,7 @@ def build_outcome(arguments: Mapping[str, Any], done: Mapping[str, Any], streams
     if done["timed_out"]:
         error = (
             f"the command was ended at its limit of {context.timeout_s:g} s, with all that it had started; give a longer timeout (at most "
-            f"{MAX_TIMEOUT_S:g}), start it with background=true, or do less in one call. Its cwd and variables were not kept"
+            f"{MAX_TIMEOUT_S:g}), start it with {background}, or do less in one call. Its cwd and variables were not kept"
         )
         return Outcome(output, error=error, error_code=ErrorCode.TIMEOUT, **told)
     if done["cancelled"]:
@@ -103,7 +107,7 @@ def _place_notes(done: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _end_notes(done: Mapping[str, Any]) -> list[str]:
+def _end_notes(done: Mapping[str, Any], background: str) -> list[str]:
     notes = [*_exit_notes(done)]
     if done["signal"] is not None and not done["timed_out"] and not done["cancelled"]:
         cause = ", likely out of memory" if done["oom"] else ""
@@ -113,7 +117,7 @@ def _end_notes(done: Mapping[str, Any]) -> list[str]:
     kill = done.get("kill")
     if kill and not done["timed_out"] and not done["cancelled"]:
         notes.append(
-            f"[processes that the command had left running were ended with it: {kill['signalled']}; start what is to stay with background=true]"
+            f"[processes that the command had left running were ended with it: {kill['signalled']}; start what is to stay with {background}]"
         )
     reason = _NOT_KEPT.get((done.get("state") or {}).get("outcome", ""))
     if reason is not None:

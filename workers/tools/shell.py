@@ -5,6 +5,7 @@ from typing import Any
 
 from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.specs import NO_NETWORK, ToolSpec
+from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome, Workbench, WorkerTool
 from workers.tools.command_safety import refuse_catastrophe, refuse_input
 from workers.tools.command_text import build_outcome
@@ -104,15 +105,21 @@ def _run_command(arguments: dict[str, Any], bench: Workbench) -> Outcome:
         "env": {},
         "state": "fresh" if arguments["reset_state"] else "keep",
         "timeout_s": bench.context.timeout_s,
+    }
+    return build_outcome(arguments, run_shown(request, script + body, bench), bench.context)
+
+
+def run_shown(request: Mapping[str, Any], body: bytes, bench: Workbench) -> GuestResponse:
+    """An exec whose output is kept as a model is shown it, and shown meanwhile to whoever watches. Raises as `Workbench.run`."""
+    limits = {
         "capture": {"stdout": MAX_OUTPUT_BYTES, "stderr": MAX_OUTPUT_BYTES, "merged": MAX_OUTPUT_BYTES},
         "spill": {"bytes": MAX_OUTPUT_BYTES, "lines": MAX_LINES},
     }
     if not bench.is_watched:
-        response = bench.run(request, script + body)
-        return build_outcome(arguments, response.done, response.streams, bench.context)
+        return bench.run({**request, **limits}, body)
     shown = ShownOutput(bench)
-    response = bench.run({**request, "live": True, "max_bytes": LIVE_BYTES}, script + body, on_data=shown.take)
-    return build_outcome(arguments, response.done, {**response.streams, **shown.streams}, bench.context)
+    response = bench.run({**request, **limits, "live": True, "max_bytes": LIVE_BYTES}, body, on_data=shown.take)
+    return GuestResponse(response.done, {**response.streams, **shown.streams})
 
 
 BASH_TOOL = WorkerTool(_SPEC, _run, validators=(_check_action,))

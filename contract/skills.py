@@ -1,0 +1,229 @@
+"""Agent Skills as their files say them: SKILL.md's front matter and text, and what a bundle may hold. Lenient with warnings; nothing is read here."""
+
+import datetime
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from contract.specs import MAX_SKILL_DESCRIPTION, SkillSummary
+
+SKILL_FILE = "SKILL.md"
+SCRIPTS = "scripts/"
+LEFT_OUT = frozenset({".git", "__pycache__"})
+"""Folders that are no part of a bundle."""
+MAX_BUNDLE_BYTES = 64 * 1024 * 1024
+MAX_BUNDLE_FILES = 2000
+MAX_SKILL_FILE_BYTES = 1024 * 1024
+INTERPRETERS: Mapping[str, str] = {".py": "python3", ".sh": "bash", ".js": "node"}
+"""Suffix of a script that has no line `#!` -> what runs it."""
+STANDARD_NAME_CHARS, STANDARD_DESCRIPTION_CHARS, STANDARD_COMPATIBILITY_CHARS = 64, 1024, 500
+_STANDARD_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_USABLE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_STANDARD_KEYS = frozenset({"name", "description", "license", "compatibility", "metadata", "allowed-tools"})
+_PLAIN_LINE = re.compile(r"([A-Za-z][A-Za-z0-9_-]*):(?:[ \t]+(.*))?")
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MAX_FRONT_MATTER_CHARS = 65_536
+_MAX_DEPTH = 200
+"""Of brackets in a front matter: a parser that recurses is not tried on more."""
+
+
+class SkillBroken(ValueError):
+    """A folder that cannot be used as a skill; the message says why and what to mend."""
+
+
+@dataclass(frozen=True)
+class SkillText:
+    """SKILL.md, read. `body`: the Markdown below the front matter."""
+
+    name: str
+    description: str
+    license: str | None
+    compatibility: str | None
+    body: str
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BundleFile:
+    """A file of a skill's folder. `path`: relative to it, with `/`; `mark`: its first two bytes."""
+
+    path: str
+    size: int
+    is_executable: bool
+    mark: bytes
+    leads_out: bool = False
+    """It is a link to something outside of the folder."""
+
+
+class BundleDigest:
+    """The content hash of a bundle, of its files in the order of their paths."""
+
+    def __init__(self) -> None:
+        self._sum = hashlib.sha256()
+
+    def add(self, path: str, data: bytes, *, is_executable: bool) -> None:
+        name = path.encode("utf-8", "surrogateescape")
+        self._sum.update(b"%d:%s%s%d:" % (len(name), name, b"x" if is_executable else b"-", len(data)))
+        self._sum.update(data)
+
+    def hexdigest(self) -> str:
+        return self._sum.hexdigest()
+
+
+def parse_skill(text: str, folder: str) -> SkillText:
+    """SKILL.md's text; `folder`: the name of the folder that it is in. Raises SkillBroken without a name or description to go by."""
+    front, body = _split(text)
+    fields, warnings = _read_front_matter(front)
+    name = _text_of(fields, "name", warnings)
+    if name is None:
+        raise SkillBroken("its front matter has no name: add `name: " + (folder or "my-skill") + "`")
+    if not _USABLE_NAME.fullmatch(name):
+        raise SkillBroken(
+            f"its name {name[:100]!r} cannot be used: take small letters, digits and single hyphens, at most {STANDARD_NAME_CHARS}"
+        )
+    if not _STANDARD_NAME.fullmatch(name) or len(name) > STANDARD_NAME_CHARS:
+        warnings.append(f"the name is not of small letters, digits and single hyphens, at most {STANDARD_NAME_CHARS}")
+    if name != folder:
+        warnings.append(f"the name {name} differs from the folder's, {folder[:100]}")
+    description = _text_of(fields, "description", warnings)
+    if description is None:
+        raise SkillBroken("its front matter has no description: say in a sentence what the skill does and when to use it")
+    description = _bounded(description, "description", STANDARD_DESCRIPTION_CHARS, MAX_SKILL_DESCRIPTION, warnings)
+    compatibility = _text_of(fields, "compatibility", warnings)
+    if compatibility is not None:
+        compatibility = _bounded(compatibility, "compatibility", STANDARD_COMPATIBILITY_CHARS, 1000, warnings)
+    licence = _text_of(fields, "license", warnings)
+    if licence is not None:
+        licence = _bounded(licence, "license", 500, 500, warnings)
+    extra = sorted(str(key)[:60] for key in fields if key not in _STANDARD_KEYS)
+    if extra:
+        warnings.append(f"keys that are not in the standard are ignored: {', '.join(extra[:10])}")
+    return SkillText(name, description, licence, compatibility, body, tuple(warnings))
+
+
+def check_bundle(files: Iterable[BundleFile]) -> list[str]:
+    """Warnings about a bundle's files. Raises SkillBroken when they are too many, too large, or lead out of the folder."""
+    found, size, warnings = 0, 0, []
+    for file in files:
+        found, size = found + 1, size + file.size
+        if file.leads_out:
+            raise SkillBroken(f"{file.path[:200]} is a link that leads out of its folder: copy the file into it")
+        if file.path.startswith(SCRIPTS) and not file.is_executable and file.mark == b"#!":
+            warnings.append(f"{file.path[:200]} begins with #! and has no run bit: chmod +x it")
+        if found > MAX_BUNDLE_FILES:
+            raise SkillBroken(f"it has more than {MAX_BUNDLE_FILES} files: leave out what the skill does not use")
+        if size > MAX_BUNDLE_BYTES:
+            raise SkillBroken(f"its files are larger than {MAX_BUNDLE_BYTES // 1024 // 1024} MiB: leave out what the skill does not use")
+    return warnings
+
+
+def build_summary(text: SkillText, files: Iterable[BundleFile], digest: str, warnings: Iterable[str]) -> SkillSummary:
+    """What is published of a skill. `warnings`: of its files."""
+    known = list(files)
+    told = [*text.warnings, *warnings]
+    if len(told) > 20:
+        told = [*told[:19], f"and {len(told) - 19} more"]
+    return SkillSummary(
+        name=text.name,
+        description=text.description,
+        license=text.license,
+        compatibility=text.compatibility,
+        digest=digest,
+        files=len(known),
+        bytes=sum(file.size for file in known),
+        has_scripts=any(file.path.startswith(SCRIPTS) for file in known),
+        warnings=tuple(warning[:400].encode("utf-8", "replace").decode() for warning in told),
+    )
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Front matter and body."""
+    lines = text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
+    if lines[0].rstrip() != "---":
+        raise SkillBroken("it has no front matter: begin SKILL.md with a line ---, `name:`, `description:` and a line ---")
+    end = next((number for number, line in enumerate(lines[1:], start=1) if line.rstrip() == "---"), None)
+    if end is None:
+        raise SkillBroken("its front matter has no end: close it with a line ---")
+    front = "\n".join(lines[1:end])
+    if len(front) > _MAX_FRONT_MATTER_CHARS:
+        raise SkillBroken(f"its front matter is longer than {_MAX_FRONT_MATTER_CHARS} characters: move text below it")
+    return front, "\n".join(lines[end + 1 :]).strip("\n")
+
+
+def _read_front_matter(front: str) -> tuple[dict[Any, Any], list[str]]:
+    try:
+        return _parse_yaml(front), []
+    except SkillBroken as broken:
+        # People write `description: Use it: often`, which is no YAML and clear all the same.
+        plain = _parse_plain(front)
+        if plain is None:
+            raise
+        return plain, [f"{broken}; it was read as plain lines `key: value`: put the value with the colon into quotes"]
+
+
+def _parse_yaml(front: str) -> dict[Any, Any]:
+    if front.count("[") + front.count("{") > _MAX_DEPTH:
+        raise SkillBroken("its front matter is nested too deeply: it needs plain values only")
+    try:
+        fields = yaml.load(front, Loader=_LOADER)
+    # PyYAML's constructors raise all of these for text that is tagged as something else (`!!int x`).
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" in line {where.line + 2} of SKILL.md" if where is not None else ""
+        raise SkillBroken(f"its front matter is no YAML{line} ({getattr(error, 'problem', None) or type(error).__name__})") from error
+    if not isinstance(fields, dict):
+        raise SkillBroken("its front matter is no list of `key: value`")
+    return fields
+
+
+def _parse_plain(front: str) -> dict[Any, Any] | None:
+    """Lines `key: value` as they are written, deeper ones belonging to the line above; None when it is something else."""
+    fields: dict[Any, Any] = {}
+    key = None
+    for line in front.split("\n"):
+        found = _PLAIN_LINE.fullmatch(line)
+        if found is not None:
+            key = found[1]
+            if key in fields:
+                return None
+            fields[key] = _unquoted((found[2] or "").strip())
+        elif line.startswith((" ", "\t")) and key is not None:
+            fields[key] = f"{fields[key]} {line.strip()}".strip()
+        elif line.strip() and not line.startswith("#"):
+            return None
+    # A structure that is broken is not text.
+    return None if any(value[:1] in ("[", "{", "|", ">", "&", "*", "!", '"', "'") for value in fields.values()) else fields
+
+
+def _unquoted(value: str) -> str:
+    return value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'" else value
+
+
+def _text_of(fields: Mapping[Any, Any], key: str, warnings: list[str]) -> str | None:
+    """A field's text on one line; None when it is missing, empty or no text."""
+    value = fields.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        if not isinstance(value, int | float | datetime.date):
+            warnings.append(f"{key} is no text and is ignored")
+            return None
+        try:
+            value = str(value)
+        except ValueError:  # an integer of thousands of digits
+            return None
+        warnings.append(f"{key} is no text and was read as {value[:60]!r}: put it into quotes")
+    text = " ".join(value.encode("utf-8", "replace").decode().replace("\0", " ").split())
+    return text or None
+
+
+def _bounded(text: str, key: str, standard: int, most: int, warnings: list[str]) -> str:
+    if len(text) > standard:
+        warnings.append(
+            f"{key} has {len(text)} characters, the standard allows {standard}" + (f"; it was cut at {most}" if len(text) > most else "")
+        )
+    return text[:most]

@@ -1,0 +1,64 @@
+"""`toolcrew skills`: what the pool has, and whether a folder is a skill, for people and for programs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from contract.names import catalog_key
+from contract.specs import Catalog
+from orchestrator.cli import app
+from tests.builders import build_spec
+from tests.conftest import RedisProcess
+from tests.skill_ground import SHIPPED, write_skill
+from workers.skills.loader import load_skills
+
+
+def toolcrew(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["skills", *arguments])
+
+
+@pytest.fixture
+def pool(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A pool that publishes a tool and two skills."""
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    write_skill(tmp_path, "beta", 'name: beta\ndescription: "Does \\e[2J beta."\nlicense: MIT\nextra: x')
+    write_skill(tmp_path, "alpha", files={"scripts/a.py": "1"})
+    skills = tuple(skill.summary for skill in load_skills([tmp_path]))
+    with redis_server.client() as client:
+        client.set(catalog_key("default", "sandbox"), Catalog(tools=(build_spec("echo"),), skills=skills).model_dump_json())
+
+
+@pytest.mark.usefixtures("pool")
+def test_ls_lists_every_skill() -> None:
+    lines = toolcrew("ls").stdout.splitlines()
+    assert [line.split()[:3] for line in lines] == [["name", "files", "scripts"], ["alpha", "2", "yes"], ["beta", "1", "no"]]
+    assert [row["name"] for row in json.loads(toolcrew("ls", "--json").stdout)] == ["alpha", "beta"]
+
+
+@pytest.mark.usefixtures("pool")
+def test_show_tells_everything_of_one_and_escapes_what_it_says() -> None:
+    told = toolcrew("show", "beta").stdout
+    assert told.startswith("beta\n\nDoes \\x1b[2J beta.\n\n1 files, ")
+    assert "license: MIT\n" in told
+    assert told.endswith("warning: keys that are not in the standard are ignored: extra\n")
+    assert json.loads(toolcrew("show", "beta", "--json").stdout)["license"] == "MIT"
+
+
+@pytest.mark.usefixtures("pool")
+def test_a_skill_that_is_none_gets_the_nearest_names() -> None:
+    result = toolcrew("show", "alfa")
+    assert (result.exit_code, "Skill not found: alfa; there are alpha" in result.stderr) == (1, True)
+
+
+def test_validate_says_what_is_wrong_and_strict_takes_warnings_for_errors(tmp_path: Path) -> None:
+    extra = str(write_skill(tmp_path, "a", "name: a\ndescription: b\nextra: x"))
+    broken = str(write_skill(tmp_path, "b", "name: b"))
+    fine = str(SHIPPED / "word-count")
+    assert [toolcrew("validate", one).exit_code for one in (fine, extra, broken, str(tmp_path))] == [0, 0, 1, 1]
+    assert [toolcrew("validate", one, "--strict").exit_code for one in (fine, extra, broken)] == [0, 1, 1]
+    assert "warning: keys that are not in the standard are ignored: extra\na is a skill" in toolcrew("validate", extra).stdout
+    assert "has no description" in toolcrew("validate", broken).stderr
+    assert json.loads(toolcrew("validate", extra, "--json").stdout)["warnings"]

@@ -1,0 +1,237 @@
+"""Loading skills: what a folder must have, what is only warned of, and that one broken skill costs no other."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from contract import skills as rules
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.skills import SkillBroken, parse_skill
+from contract.specs import SkillSummary
+from orchestrator.skill_folders import examine_folder
+from tests.skill_ground import SHIPPED, write_skill
+from workers.skills.loader import Skill, load_skill, load_skills, pack_skill
+
+LINE = st.text(st.characters(blacklist_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1, max_size=80).filter(str.strip)
+
+TAGS = ("int", "float", "bool", "timestamp", "binary", "set", "omap", "pairs", "null", "merge", "value", "python/name:os.system")
+YAML_WORDS = (
+    *"-:?[]{},#&*!|>'\"%@`ab1\n \t",
+    "name: a\n",
+    "description: b\n",
+    "\n- ",
+    ": ",
+    "<<: ",
+    "&a ",
+    "*a ",
+    *(f"!!{tag} " for tag in TAGS),
+)
+
+
+def front(**fields: object) -> str:
+    return yaml.safe_dump({"name": "a", "description": "Does a.", **fields}, allow_unicode=True, sort_keys=False)
+
+
+def parse(matter: str) -> rules.SkillText:
+    return parse_skill(f"---\n{matter}\n---\nbody", "a")
+
+
+def warnings_of(matter: str) -> str:
+    return "\n".join(parse(matter).warnings)
+
+
+def test_a_skill_is_its_front_matter_its_text_and_its_files(tmp_path: Path) -> None:
+    matter = (
+        "name: pdf-forms\ndescription: Fills forms.\nlicense: MIT\ncompatibility: needs python\nallowed-tools: [Read]\nmetadata: {a: b}"
+    )
+    skill = load_skill(write_skill(tmp_path, "pdf-forms", matter, "# Forms", {"scripts/run.py": "#!/usr/bin/env python3\n", "a/b.md": "b"}))
+    assert skill.body == "# Forms"
+    assert [file.path for file in skill.files] == ["SKILL.md", "a/b.md", "scripts/run.py"]
+    summary = skill.summary
+    assert (summary.name, summary.description, summary.license, summary.compatibility) == (
+        "pdf-forms",
+        "Fills forms.",
+        "MIT",
+        "needs python",
+    )
+    assert (summary.files, summary.has_scripts, summary.warnings) == (3, True, ())
+    assert summary.bytes == sum(file.size for file in skill.files)
+
+
+@pytest.mark.parametrize(
+    ("matter", "words"),
+    [
+        (front(description="x" * 1068), "description has 1068 characters, the standard allows 1024"),
+        (front(description="x" * 5000), "it was cut at 4096"),
+        (front(name="other"), "differs from the folder's"),
+        (front(name="A--b"), "small letters"),
+        (front(version="1"), "not in the standard are ignored: version"),
+        (front(name=7), "was read as '7'"),
+        (front(license=["a"]), "license is no text"),
+        ("name: a\ndescription: Use it: often, and well", "put the value with the colon into quotes"),
+    ],
+)
+def test_what_is_not_quite_standard_is_loaded_with_a_warning(matter: str, words: str) -> None:
+    assert words in warnings_of(matter)
+
+
+def test_an_unquoted_colon_is_read_as_it_was_meant() -> None:
+    text = parse("name: a\ndescription: Use it: often,\n  and well\nlicense: 'MIT'")
+    assert (text.description, text.license) == ("Use it: often, and well", "MIT")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("# only text", "no front matter"),
+        ("", "no front matter"),
+        ("---\nname: a\ndescription: b\n", "has no end"),
+        ("---\ndescription: b\n---\n", "has no name"),
+        ("---\nname: a\n---\n", "has no description"),
+        ("---\nname: a\ndescription: ''\n---\n", "has no description"),
+        ("---\nname: ../a\ndescription: b\n---\n", "cannot be used"),
+        ("---\nname: a\ndescription: [b\n---\n", "no YAML"),
+        ("---\n- a\n---\n", "no list of"),
+        ("---\nname: a\ndescription: " + "[" * 5000 + "\n---\n", "nested too deeply"),
+        ("---\nname: a\ndescription: " + "x" * 70_000 + "\n---\n", "longer than 65536"),
+        ("---\nname: !!python/object/apply:os.system [id]\ndescription: b\n---\n", "no YAML"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_what_to_mend(source: str, words: str) -> None:
+    with pytest.raises(SkillBroken, match=words.replace("[", r"\[")):
+        parse_skill(source, "a")
+
+
+@given(st.one_of(st.text(max_size=400), st.lists(st.sampled_from(YAML_WORDS), max_size=30).map("".join)))
+def test_no_front_matter_does_anything_but_parse_or_be_refused(matter: str) -> None:
+    with contextlib.suppress(SkillBroken):
+        text = parse(matter)
+        assert text.name
+        assert text.description
+
+
+@given(LINE, LINE)
+def test_text_that_yaml_writes_is_read_back(description: str, compatibility: str) -> None:
+    text = parse(front(description=description, compatibility=compatibility))
+    assert (text.description, text.compatibility) == (" ".join(description.split()), " ".join(compatibility.split()))
+
+
+def test_a_broken_skill_is_told_and_costs_no_other(tmp_path: Path) -> None:
+    write_skill(tmp_path, "a", "name: a")
+    write_skill(tmp_path, "b")
+    (tmp_path / "notes").mkdir()
+    (write_skill(tmp_path, "c") / "SKILL.md").write_bytes(b"---\nname: \xff\n---\n")
+    with capture_logs() as logs:
+        assert [skill.name for skill in load_skills([tmp_path])] == ["b"]
+    assert [(one["event"], Path(one["folder"]).name) for one in logs] == [("skill_not_loaded", "a"), ("skill_not_loaded", "c")]
+
+
+def test_of_two_with_one_name_the_first_root_wins_and_it_is_told(tmp_path: Path) -> None:
+    first, second = write_skill(tmp_path / "1", "a"), write_skill(tmp_path / "2", "a", body="other")
+    with capture_logs() as logs:
+        [skill] = load_skills([tmp_path / "1", tmp_path / "2"])
+    assert skill.folder == first
+    assert [(one["event"], one["folder"]) for one in logs] == [("skill_shadowed", str(second))]
+
+
+def test_a_root_that_is_not_there_is_an_error_of_the_operator(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="TOOLCREW_SKILLS names"):
+        load_skills([tmp_path / "none"])
+
+
+def test_a_link_that_leads_out_is_refused_and_one_inside_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s")
+    inside = write_skill(tmp_path, "a", files={"b.md": "b"})
+    (inside / "c.md").symlink_to("b.md")
+    (inside / "all").symlink_to(".")
+    assert [file.path for file in load_skill(inside).files] == ["SKILL.md", "b.md", "c.md"]
+    (inside / "d.md").symlink_to("../secret")
+    for load in (load_skill, examine_folder):
+        with pytest.raises(SkillBroken, match="leads out"):
+            load(inside)
+
+
+def test_the_links_of_a_skill_md_itself_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("---\nname: a\ndescription: b\n---\n")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "SKILL.md").symlink_to("../secret")
+    with pytest.raises(SkillBroken, match="leads out"):
+        load_skill(tmp_path / "a")
+
+
+def test_too_many_or_too_large_files_are_refused(tmp_path: Path) -> None:
+    many = write_skill(tmp_path, "many", files={f"f{number}": "" for number in range(rules.MAX_BUNDLE_FILES)})
+    large = write_skill(tmp_path, "large")
+    with open(large / "data", "wb") as file:
+        file.truncate(rules.MAX_BUNDLE_BYTES + 1)
+    for load in (load_skill, examine_folder):
+        with pytest.raises(SkillBroken, match="more than 2000 files"):
+            load(many)
+        with pytest.raises(SkillBroken, match="larger than 64 MiB"):
+            load(large)
+
+
+def test_a_missing_run_bit_is_warned_of(tmp_path: Path) -> None:
+    folder = write_skill(tmp_path, "a", files={"scripts/a.py": "#!/bin/sh\n", "scripts/b.py": "import a\n"})
+    (folder / "scripts" / "a.py").chmod(0o644)
+    (folder / "scripts" / "b.py").chmod(0o644)
+    expected = "scripts/a.py begins with #! and has no run bit: chmod +x it"
+    assert load_skill(folder).summary.warnings == (expected,)
+    assert examine_folder(folder)[1] == [expected]
+
+
+def test_caches_and_histories_are_no_part_of_a_skill(tmp_path: Path) -> None:
+    folder = write_skill(tmp_path, "a", files={"scripts/__pycache__/x.pyc": "", ".git/HEAD": ""})
+    assert [file.path for file in load_skill(folder).files] == ["SKILL.md"]
+
+
+def test_the_digest_tells_names_run_bits_and_bytes_apart(tmp_path: Path) -> None:
+    def digest(place: str, files: dict[str, str | bytes]) -> str:
+        return load_skill(write_skill(tmp_path / place, "a", files=files)).summary.digest
+
+    base = digest("1", {"b": "c", "d": ""})
+    assert digest("2", {"b": "c", "d": ""}) == base
+    assert len({base, digest("3", {"b": "", "d": "c"}), digest("4", {"bc": "", "d": ""}), digest("5", {"b": "c", "e": ""})}) == 4
+    os.chmod(tmp_path / "2" / "a" / "b", 0o755)
+    assert load_skill(tmp_path / "2" / "a").summary.digest != base
+
+
+def test_files_that_have_changed_are_not_packed(tmp_path: Path) -> None:
+    skill = load_skill(write_skill(tmp_path, "a", files={"b": "c"}))
+    assert pack_skill(skill) == pack_skill(skill)
+    for change in (lambda: (skill.folder / "b").write_text("d"), lambda: (skill.folder / "b").unlink()):
+        change()
+        with pytest.raises(ToolFailure) as told:
+            pack_skill(skill)
+        assert told.value.code is ErrorCode.STALE_FILE
+
+
+def test_two_hundred_skills_are_loaded_in_a_blink(tmp_path: Path) -> None:
+    for number in range(200):
+        write_skill(tmp_path, f"skill-{number}", body="text\n" * 200, files={"scripts/a.py": "#!/bin/sh\n", "references/b.md": "b" * 5000})
+
+    def timed() -> float:
+        started = time.process_time()
+        assert len(load_skills([tmp_path])) == 200
+        return time.process_time() - started
+
+    assert min(timed() for _ in range(3)) < 0.3
+
+
+def test_the_skills_that_are_shipped_have_no_faults() -> None:
+    skills = {skill.name: skill for skill in load_skills([SHIPPED])}
+    assert "word-count" in skills
+    assert all(not skill.summary.warnings for skill in skills.values())
+    assert all(examine_folder(skill.folder)[1] == [] for skill in skills.values())
+
+
+def test_a_summary_survives_json(tmp_path: Path) -> None:
+    skill: Skill = load_skill(write_skill(tmp_path, "a", front(version=1, extra="x")))
+    assert SkillSummary.model_validate_json(skill.summary.model_dump_json()) == skill.summary

@@ -1,0 +1,170 @@
+"""skill_tool over a scripted guest: what it shows, what it refuses, and what it asks the sandbox."""
+
+import gzip
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode
+from contract.registry import ToolRegistry
+from tests.builders import build_context, build_exec_response
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
+from tests.skill_ground import SHIPPED, write_skill
+from workers.executor import Executor
+from workers.skills.loader import load_skills
+from workers.tools.skill import build_skill_tool
+
+FINE, ABSENT, NO_PROGRAM = build_exec_response(), build_exec_response(exit_code=10), build_exec_response(exit_code=11)
+
+
+class Bench:
+    """skill_tool with the skills of a folder."""
+
+    def __init__(self, root: Path, *answers: Any) -> None:
+        self.client = FakeSandboxClient(*answers)
+        self.skills = load_skills([root])
+        self.tool = build_skill_tool(self.skills)
+        executor = Executor(ToolRegistry((self.tool,)), self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
+        self.executor = executor
+
+    def use(self, **arguments: Any) -> ToolResult:
+        return self.executor.execute(ToolCall(id="call-1", name="skill_tool", arguments=arguments), build_context())
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    files: dict[str, str | bytes] = {
+        "scripts/a.py": "print(1)",
+        "scripts/b": "#!/usr/bin/env -S python3 -u\n",
+        "scripts/c": "#!/bin/bash -e\n",
+        "scripts/d": b"\x7fELF",
+        "picture.bin": b"\x89PNG\0",
+        "long.md": "".join(f"line {number}\n" for number in range(1, 5001)),
+        "wide.md": "x" * 3000,
+    }
+    write_skill(tmp_path, "alpha", body="Do alpha.", files=files)
+    write_skill(tmp_path, "beta", files={f"data/{number:03}": "" for number in range(150)})
+    (tmp_path / "secret").write_text("s")
+    return tmp_path
+
+
+def test_the_tool_itself_tells_which_skills_there_are(root: Path) -> None:
+    assert Bench(root).tool.spec.description.endswith("Skills:\n- alpha: Does alpha.\n- beta: Does beta.")
+
+
+def test_a_thousand_skills_leave_the_description_short(tmp_path: Path) -> None:
+    for number in range(40):
+        write_skill(tmp_path, f"s{number}", front=f"name: s{number}\ndescription: {'word ' * 100}")
+    bench = Bench(tmp_path)
+    assert len(bench.tool.spec.description) < 6000
+    assert bench.tool.spec.description.endswith("more: action list names them]")
+    assert (bench.use(action="list").text()).count("\n- s") == 39
+
+
+def test_load_gives_the_instructions_and_at_most_a_hundred_files(root: Path) -> None:
+    alpha, beta = Bench(root).use(name="alpha"), Bench(root).use(name="beta", action="load")
+    assert alpha.text().startswith('<skill name="alpha">\nDo alpha.\n</skill>\n')
+    assert "- scripts/a.py (8 bytes)" in alpha.text()
+    assert not alpha.truncated
+    assert beta.text().count("\n- ") == 100
+    assert beta.text().endswith("[and 51 more]")
+    assert beta.truncated
+
+
+def test_read_gives_pages_of_numbered_lines(root: Path) -> None:
+    def page(**asked: Any) -> str:
+        return Bench(root).use(name="alpha", action="read", **asked).text()
+
+    assert page(path="long.md").endswith("\n2000\tline 2000\n[lines 1-2000 of 5000; continue with offset=2001]")
+    assert page(path="long.md", offset=4999) == "4999\tline 4999\n5000\tline 5000\n[end of file: 5000 lines]"
+    assert len(page(path="long.md", limit=5000)) < 33_000
+    assert page(path="wide.md").startswith("1\t" + "x" * 2000 + " [cut: 3000 characters]")
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        ({"path": "../secret"}, ErrorCode.FILE_NOT_FOUND),
+        ({"path": "/etc/passwd"}, ErrorCode.FILE_NOT_FOUND),
+        ({"path": "scripts/../../secret"}, ErrorCode.FILE_NOT_FOUND),
+        ({"path": "picture.bin"}, ErrorCode.BINARY_FILE),
+        ({"path": "long.md", "offset": 5001}, ErrorCode.OFFSET_OUT_OF_RANGE),
+        ({}, ErrorCode.INVALID_ARGUMENTS),
+        ({"path": "long.md", "script": "a.py"}, ErrorCode.INVALID_ARGUMENTS),
+    ],
+)
+def test_what_cannot_be_read_is_refused(root: Path, asked: dict[str, Any], code: ErrorCode) -> None:
+    assert Bench(root).use(name="alpha", action="read", **asked).error_code is code
+
+
+def test_a_name_that_is_none_gets_the_nearest(root: Path) -> None:
+    result = Bench(root).use(name="alfa")
+    assert (result.error_code, "there are alpha" in result.text()) == (ErrorCode.FILE_NOT_FOUND, True)
+
+
+def test_a_script_is_run_with_json_beside_the_bundle(root: Path) -> None:
+    bench = Bench(root, ABSENT, FINE, FINE, build_exec_response(b"1\n"))
+    assert bench.use(name="alpha", action="run", script="a.py", args={"x": 1}).text() == "1\n"
+    place = f"/workspace/.toolcrew/skills/alpha-{bench.skills[0].summary.digest[:12]}"
+    run = bench.client.requests[-1]
+    assert (run["argv"], run["cwd"], run["env"]) == (["python3", f"{place}/scripts/a.py"], "/workspace", {"SKILL_DIR": place})
+    assert json.loads(bench.client.bodies[-1]) == {"x": 1}
+    with tarfile.open(fileobj=io.BytesIO(gzip.decompress(bench.client.bodies[1]))) as packed:
+        assert packed.getnames() == [file.path for file in bench.skills[0].files]
+        assert packed.getmember("scripts/a.py").mode == 0o755
+
+
+def test_a_bundle_that_is_there_is_not_brought_again(root: Path) -> None:
+    bench = Bench(root, FINE, build_exec_response(b"1\n"))
+    assert bench.use(name="alpha", action="run", script="scripts/a.py").success
+    assert [len(body) for body in bench.client.bodies] == [0, 2]
+
+
+@pytest.mark.parametrize(("script", "before"), [("b", ["python3", "-u"]), ("c", ["/bin/bash", "-e"]), ("d", [])])
+def test_a_script_is_run_by_its_first_line_or_by_itself(root: Path, script: str, before: list[str]) -> None:
+    bench = Bench(root, FINE, FINE)
+    assert bench.use(name="alpha", action="run", script=script).success
+    assert bench.client.requests[-1]["argv"][:-1] == before
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("../SKILL.md", ErrorCode.FILE_NOT_FOUND),
+        ("scripts/../../secret", ErrorCode.FILE_NOT_FOUND),
+        ("/bin/sh", ErrorCode.FILE_NOT_FOUND),
+        ("long.md", ErrorCode.FILE_NOT_FOUND),
+    ],
+)
+def test_only_scripts_of_the_bundle_are_run(root: Path, script: str, code: ErrorCode) -> None:
+    bench = Bench(root)
+    assert bench.use(name="alpha", action="run", script=script).error_code is code
+    assert bench.client.requests == []
+
+
+def test_a_program_that_the_sandbox_lacks_is_named(root: Path) -> None:
+    result = Bench(root, NO_PROGRAM).use(name="alpha", action="run", script="a.py")
+    assert (result.error_code, "the sandbox has no python3" in result.text()) == (ErrorCode.FILE_NOT_FOUND, True)
+
+
+def test_a_workspace_without_room_is_said(root: Path) -> None:
+    full = build_exec_response(stderr=b"tar: x: Cannot write: No space left on device\n", exit_code=2)
+    assert Bench(root, ABSENT, full).use(name="alpha", action="run", script="a.py").error_code is ErrorCode.NO_SPACE
+
+
+def test_word_count_counts(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Two words\ntwo more\n")
+    asked = json.dumps({"files": ["a.txt", "none.txt"], "top": 1})
+    script = SHIPPED / "word-count" / "scripts" / "count.py"
+    told = subprocess.run([sys.executable, script], input=asked, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert json.loads(told.stdout) == {
+        "a.txt": {"lines": 2, "words": 4, "characters": 19, "top": [["two", 2]]},
+        "none.txt": {"error": "No such file or directory"},
+    }

@@ -1,0 +1,168 @@
+"""Loads the skills of an operator's folders: each folder with a SKILL.md in one of the roots is a skill."""
+
+import gzip
+import io
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.skills import (
+    LEFT_OUT,
+    MAX_SKILL_FILE_BYTES,
+    SKILL_FILE,
+    BundleDigest,
+    BundleFile,
+    SkillBroken,
+    build_summary,
+    check_bundle,
+    parse_skill,
+)
+from contract.specs import MAX_SKILLS, SkillSummary
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Skill:
+    """A skill as it was loaded. `files`: by path; their bytes stay on the disk."""
+
+    folder: Path
+    summary: SkillSummary
+    body: str
+    files: tuple[BundleFile, ...]
+
+    @property
+    def name(self) -> str:
+        return self.summary.name
+
+    def find(self, path: str) -> BundleFile | None:
+        """The file of exactly that path."""
+        return next((file for file in self.files if file.path == path), None)
+
+
+def load_skills(roots: Sequence[Path]) -> tuple[Skill, ...]:
+    """Every skill that can be used, by name; of two with one name that of the first root. What is wrong with one is logged, and costs no other.
+
+    Raises ConfigError for a root that is no folder.
+    """
+    found: dict[str, Skill] = {}
+    for root in roots:
+        for folder in _skill_folders(root):
+            try:
+                skill = load_skill(folder)
+            except (SkillBroken, OSError) as error:
+                log.error("skill_not_loaded", folder=str(folder), error=str(error))
+                continue
+            if skill.name in found:
+                log.warning("skill_shadowed", skill=skill.name, folder=str(folder), by=str(found[skill.name].folder))
+            elif len(found) == MAX_SKILLS:
+                log.error("skill_not_loaded", folder=str(folder), error=f"there are {MAX_SKILLS} skills already: remove some")
+            else:
+                found[skill.name] = skill
+                if skill.summary.warnings:
+                    log.warning("skill_has_faults", skill=skill.name, folder=str(folder), warnings=list(skill.summary.warnings))
+    return tuple(sorted(found.values(), key=lambda skill: skill.name))
+
+
+def load_skill(folder: Path) -> Skill:
+    """The skill of one folder. Raises SkillBroken, OSError."""
+    if (folder / SKILL_FILE).stat().st_size > MAX_SKILL_FILE_BYTES:
+        raise SkillBroken(f"its {SKILL_FILE} is larger than {MAX_SKILL_FILE_BYTES} bytes: move text into files beside it")
+    # Before anything of it is read: a link may lead anywhere, and a bundle be of any size.
+    files = tuple(sorted(_checked_files(folder), key=lambda file: file.path))
+    warnings = check_bundle(files)
+    try:
+        source = (folder / SKILL_FILE).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise SkillBroken(f"its {SKILL_FILE} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
+    text = parse_skill(source, folder.name)
+    digest = BundleDigest()
+    for file in files:
+        digest.add(file.path, (folder / file.path).read_bytes(), is_executable=file.is_executable)
+    return Skill(folder, build_summary(text, files, digest.hexdigest(), warnings), text.body, files)
+
+
+def pack_skill(skill: Skill) -> bytes:
+    """Its files as tar.gz. Raises ToolFailure(STALE_FILE) when they are no longer those that were loaded."""
+    digest, buffer = BundleDigest(), io.BytesIO()
+    try:
+        with (
+            gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=1, mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w") as archive,
+        ):
+            for file in skill.files:
+                data = (skill.folder / file.path).read_bytes()
+                digest.add(file.path, data, is_executable=file.is_executable)
+                entry = tarfile.TarInfo(file.path)
+                entry.size, entry.mode = len(data), 0o755 if file.is_executable else 0o644
+                archive.addfile(entry, io.BytesIO(data))
+    except OSError as error:
+        raise _stale(skill) from error
+    if digest.hexdigest() != skill.summary.digest:
+        raise _stale(skill)
+    return buffer.getvalue()
+
+
+def read_bundled(skill: Skill, file: BundleFile) -> bytes:
+    """The bytes of one of its files. Raises ToolFailure(STALE_FILE) when it is gone."""
+    try:
+        return (skill.folder / file.path).read_bytes()
+    except OSError as error:
+        raise _stale(skill) from error
+
+
+def _stale(skill: Skill) -> ToolFailure:
+    return ToolFailure(
+        ErrorCode.STALE_FILE,
+        f"the files of the skill {skill.name} were changed since its worker loaded them: its operator has to restart the worker",
+    )
+
+
+def _skill_folders(root: Path) -> Iterator[Path]:
+    try:
+        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
+    except OSError as error:
+        raise ConfigError(
+            f"TOOLCREW_SKILLS names {root}, which is no folder that can be read ({error.strerror}): make it, or leave it out"
+        ) from error
+    for entry in entries:
+        if entry.is_dir() and os.path.isfile(os.path.join(entry.path, SKILL_FILE)):
+            yield Path(entry.path)
+
+
+def _checked_files(folder: Path) -> Iterator[BundleFile]:
+    """What the folder holds; it is looked at no further than a bundle may be large."""
+    found: list[BundleFile] = []
+    for file in _scan(str(folder), "", os.path.realpath(folder)):
+        found.append(file)
+        if file.leads_out or len(found) % 500 == 0:
+            check_bundle(found)
+        yield file
+
+
+def _scan(folder: str, prefix: str, root: str) -> Iterator[BundleFile]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            path = prefix + entry.name
+            if entry.is_symlink():
+                target = os.path.realpath(entry.path)
+                leads_out = os.path.commonpath((target, root)) != root
+                if leads_out or not os.path.isfile(target):
+                    # A link to one of its own folders adds nothing, and one of its own parents would never end.
+                    if leads_out:
+                        yield BundleFile(path, 0, False, b"", leads_out=True)
+                    continue
+            elif entry.is_dir():
+                if entry.name not in LEFT_OUT:
+                    yield from _scan(entry.path, f"{path}/", root)
+                continue
+            elif not entry.is_file():
+                continue
+            facts = entry.stat()
+            with open(entry.path, "rb") as file:
+                yield BundleFile(path, facts.st_size, bool(facts.st_mode & 0o100), file.read(2))

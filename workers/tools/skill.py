@@ -1,0 +1,180 @@
+"""skill_tool: the skills of the worker's operator, listed, read, and their scripts run in the session's sandbox."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from pydantic import JsonValue
+
+from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
+from contract.errors import ErrorCode, ToolFailure
+from contract.specs import NO_NETWORK, ToolSpec
+from workers.skills.loader import Skill, read_bundled
+from workers.skills.runner import name_nearest, run_script
+from workers.tools.base import Outcome, Workbench, WorkerTool
+from workers.tools.read import DEFAULT_LINES, FOOTER_BYTES, MAX_LINES
+from workers.tools.text import MAX_OUTPUT_BYTES, show_name
+
+MAX_LISTED_FILES = 100
+MAX_READ_BYTES = 10 * 1024 * 1024
+_LINE_CHARS = 2000
+_TOLD_CHARS = 4096
+"""Of the tool's description, so much at most names skills: a model reads it at each step."""
+
+_ABOUT = (
+    "Use a skill: instructions, files and scripts that were made for a kind of task. When a task fits a skill's description, load it first and do "
+    "what it says. `action` load gives its instructions and the names of its files, read one of these files, list all skills; run starts one of "
+    f"its scripts in the session's sandbox, {NO_NETWORK}, in the workspace, with `args` as JSON on its standard input and the skill's folder in "
+    f"SKILL_DIR, for at most `timeout` seconds (default {DEFAULT_TIMEOUT_S:g})."
+)
+_PARAMETERS: dict[str, JsonValue] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "default": "", "description": "which skill; empty with action list"},
+        "action": {"type": "string", "enum": ["load", "list", "read", "run"], "default": "load", "description": "what to do with it"},
+        "script": {"type": "string", "minLength": 1, "description": "with action run: a script below scripts/"},
+        "args": {"type": "object", "default": {}, "description": "with action run: what the script gets as JSON on its standard input"},
+        "path": {"type": "string", "minLength": 1, "description": "with action read: a file of the skill, as load names it"},
+        "offset": {"type": "integer", "minimum": 1, "default": 1, "description": "with action read: first line, from 1"},
+        "limit": {
+            "type": "integer",
+            "minimum": 1,
+            "maximum": MAX_LINES,
+            "default": DEFAULT_LINES,
+            "description": "with action read: how many lines",
+        },
+        "timeout": {
+            "type": "number",
+            "exclusiveMinimum": 0,
+            "description": f"with action run: seconds; more than {MAX_TIMEOUT_S:g} is clamped",
+        },
+    },
+    "required": [],
+    "additionalProperties": False,
+}
+
+
+def build_skill_tool(skills: Sequence[Skill]) -> WorkerTool:
+    """The tool over these skills."""
+    spec = ToolSpec(
+        name="skill_tool",
+        description=f"{_ABOUT} {_tell_skills(skills)}",
+        parameters=_PARAMETERS,
+        aliases={"skill": "name", "file_path": "path"},
+    )
+    return WorkerTool(spec, partial(_run, {skill.name: skill for skill in skills}), validators=(_check_action,))
+
+
+def _tell_skills(skills: Sequence[Skill]) -> str:
+    if not skills:
+        return "There are no skills now."
+    lines, room = ["Skills:"], _TOLD_CHARS
+    for number, skill in enumerate(skills):
+        line = _line_of(skill)
+        room -= len(line)
+        if room < 0:
+            return "\n".join([*lines, f"[{len(skills) - number} more: action list names them]"])
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _line_of(skill: Skill) -> str:
+    return f"- {skill.name}: {show_name(skill.summary.description)}"
+
+
+def _check_action(arguments: Mapping[str, Any]) -> str | None:
+    """What goes with which action. No part of the schema: model servers refuse or ignore conditions there."""
+    action = arguments["action"]
+    if action != "list" and not arguments["name"]:
+        return f"parameter 'name' is required with action {action}: action list names the skills"
+    for parameter, owner in (("script", "run"), ("path", "read")):
+        if action == owner and parameter not in arguments:
+            return f"parameter '{parameter}' is required with action {action}: action load names the skill's files"
+        if action != owner and parameter in arguments:
+            return f"'{parameter}' goes with action {owner}: leave it out, or use that action"
+    return None
+
+
+def _run(skills: Mapping[str, Skill], arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    action, name = arguments["action"], arguments["name"]
+    if action == "list":
+        return _list(skills)
+    skill = skills.get(name)
+    if skill is None:
+        raise ToolFailure(
+            ErrorCode.FILE_NOT_FOUND, f"there is no skill {show_name(name)}; {name_nearest(name, skills, 'there are no skills at all')}"
+        )
+    if action == "run":
+        return run_script(skill, arguments["script"], arguments["args"], arguments, bench)
+    return _read(skill, arguments) if action == "read" else _load(skill)
+
+
+def _list(skills: Mapping[str, Skill]) -> Outcome:
+    lines: list[str] = []
+    room = MAX_OUTPUT_BYTES - FOOTER_BYTES
+    for skill in skills.values():
+        line = _line_of(skill)
+        room -= len(line.encode()) + 1
+        if room < 0:
+            lines.append(f"[{len(skills) - len(lines)} more, from {skill.name} on: name one to load it]")
+            return Outcome("\n".join(lines), {"skills": len(skills)}, truncated=True)
+        lines.append(line)
+    return Outcome("\n".join(lines) or "[no skills]", {"skills": len(skills)})
+
+
+def _load(skill: Skill) -> Outcome:
+    """The instructions and what else there is."""
+    body = skill.body.encode("utf-8", "replace")
+    is_cut = len(body) > MAX_OUTPUT_BYTES - FOOTER_BYTES
+    text = body[: MAX_OUTPUT_BYTES - FOOTER_BYTES].decode("utf-8", "ignore").replace("\0", "\ufffd")
+    parts = [f'<skill name="{skill.name}">', text or "[no instructions]", "</skill>"]
+    if is_cut:
+        parts.append("[the instructions were cut here: read SKILL.md with action read]")
+    parts.append(f"Its files, which action read shows; those below scripts/ can be run ({len(skill.files)}):")
+    parts += [f"- {show_name(file.path)} ({file.size} bytes)" for file in skill.files[:MAX_LISTED_FILES]]
+    rest = len(skill.files) - MAX_LISTED_FILES
+    if rest > 0:
+        parts.append(f"[and {rest} more]")
+    metadata: dict[str, JsonValue] = {"skill": skill.name, "digest": skill.summary.digest, "files": len(skill.files)}
+    return Outcome("\n".join(parts), metadata, truncated=is_cut or rest > 0)
+
+
+def _read(skill: Skill, arguments: Mapping[str, Any]) -> Outcome:
+    path, first, limit = arguments["path"], arguments["offset"], arguments["limit"]
+    # Only what was found when it was loaded can be named: no path leads anywhere else.
+    file = skill.find(path)
+    if file is None:
+        nearest = name_nearest(path, (known.path for known in skill.files), "it has no files")
+        raise ToolFailure(ErrorCode.FILE_NOT_FOUND, f"the skill {skill.name} has no file {show_name(path)}: {nearest}")
+    if file.size > MAX_READ_BYTES:
+        raise ToolFailure(ErrorCode.FILE_TOO_LARGE, f"{show_name(path)} has {file.size} bytes: have a script of the skill work on it")
+    try:
+        text = read_bundled(skill, file).decode()
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise ToolFailure(ErrorCode.BINARY_FILE, f"{show_name(path)} is no text ({file.size} bytes): have a script of the skill work on it")
+    lines = text.removesuffix("\n").split("\n") if text else []
+    if not lines:
+        return Outcome("[empty file]", {"lines": 0, "size_bytes": file.size})
+    if first > len(lines):
+        raise ToolFailure(ErrorCode.OFFSET_OUT_OF_RANGE, f"{show_name(path)} has {len(lines)} lines: take a smaller offset")
+    return _page(lines, first, limit, file.size)
+
+
+def _page(lines: Sequence[str], first: int, limit: int, size: int) -> Outcome:
+    shown: list[str] = []
+    room, is_cut = MAX_OUTPUT_BYTES - FOOTER_BYTES, False
+    for number, line in enumerate(lines[first - 1 : first - 1 + limit], start=first):
+        told = f"{number}\t{line[:_LINE_CHARS]}" + (f" [cut: {len(line)} characters]" if len(line) > _LINE_CHARS else "")
+        room -= len(told.encode("utf-8", "replace")) + 1
+        if room < 0:
+            is_cut = True
+            break
+        is_cut = is_cut or len(line) > _LINE_CHARS
+        shown.append(told)
+    last, total = first + len(shown) - 1, len(lines)
+    footer = f"[end of file: {total} lines]" if last == total else f"[lines {first}-{last} of {total}; continue with offset={last + 1}]"
+    return Outcome(
+        "\n".join([*shown, footer]), {"lines": total, "size_bytes": size}, truncated=is_cut or (last < total and limit == DEFAULT_LINES)
+    )
