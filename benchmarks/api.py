@@ -1,4 +1,8 @@
-"""What the HTTP API adds to a tool call beside the SDK on the same stack, what 500 readers of a run cost it, and a list of 10,000 runs."""
+"""What the HTTP API adds to a tool call beside the SDK on the same stack, what 500 readers of a run cost it, and a list of 10,000 runs.
+
+Calls go over one kept connection of a client that does what HTTP takes and nothing else: what is judged is the service, not a library that asks it. The
+same by httpx, most of whose time is its own, is told beside it.
+"""
 
 import asyncio
 import contextlib
@@ -7,7 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +58,25 @@ async def _run(rounds: int) -> Report:
         stack.push_async_callback(connection.aclose)
         made = await ApiKeys(connection, broker.deployment).add(DEFAULT_TENANT, "admin", name="bench")
         api = await stack.enter_async_context(_serving(broker, made.text))
+        line = await stack.enter_async_context(_kept_line(api.client.base_url.port or 0, made.text))
         session = await stack.enter_async_context(await sdk.open_session())
-        path = f"/v1/sessions/{session.id}"
+        path, body = f"/v1/sessions/{session.id}/calls", json.dumps(CALL).encode()
         cases: dict[str, Any] = {
-            "nothing": awaited(lambda: _ask(api.client, "GET", "/healthz")),
+            "nothing": awaited(lambda: line.ask("GET", "/healthz")),
             "sdk": awaited(lambda: whole_call(session)),
-            "api": awaited(lambda: _ask(api.client, "POST", f"{path}/calls", json=CALL)),
+            "api": awaited(lambda: line.ask("POST", path, body)),
+            "httpx": awaited(lambda: _ask(api.client, "POST", path, json=CALL)),
         }
         seconds = await interleave(cases, rounds, WARM_UP)
         report.add_ms("nothing", seconds["nothing"], "floor: GET /healthz")
         report.add_ms("sdk", seconds["sdk"], "bash_tool true by the SDK")
         report.add_ms("api", seconds["api"], "the same over HTTP")
         report.add("overhead_ms", (median(seconds["api"]) - median(seconds["sdk"])) * 1000, "what HTTP adds", at_most=3.0)
-        report.add("processor_ms", await _added_ms(api, session, path), "processor time of it in the service")
+        report.add(
+            "processor_ms", await _added_ms(api, session, lambda: line.ask("POST", path, body)), "processor time of it in the service"
+        )
         report.add("api_ratio", median(seconds["api"]) / median(seconds["sdk"]), "HTTP / SDK")
+        report.add_ms("httpx", seconds["httpx"], "the same over HTTP, by httpx")
         hosted = HostedRuns(connection, broker.deployment, RedisTenants(connection, broker.deployment))
         await _read_by_many(report, api, hosted, connection, broker.deployment)
         await _list_many(report, api, hosted)
@@ -75,14 +84,14 @@ async def _run(rounds: int) -> Report:
     return report
 
 
-async def _added_ms(api: "_Api", session: Session, path: str) -> float:
+async def _added_ms(api: "_Api", session: Session, call: Callable[[], Awaitable[object]]) -> float:
     """Processor time of a call in the service beyond that of the SDK in this process."""
     began = time.process_time()
     for _ in range(CALLS):
         await whole_call(session)
     own, before = time.process_time() - began, api.processor_s()
     for _ in range(CALLS):
-        await _ask(api.client, "POST", f"{path}/calls", json=CALL)
+        await call()
     return (api.processor_s() - before - own) / CALLS * 1000
 
 
@@ -99,6 +108,35 @@ class _Api:
     def processor_s(self) -> float:
         fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+class _Line:
+    """A connection that is kept, with one request at a time on it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str) -> None:
+        self._reader, self._writer = reader, writer
+        self._common = f"Host: bench\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n".encode()
+
+    async def ask(self, method: str, path: str, body: bytes = b"") -> Any:
+        """The answer, as JSON. RuntimeError for one that is no 200."""
+        length = b"Content-Length: %d\r\n" % len(body) if body else b""
+        self._writer.write(b"%s %s HTTP/1.1\r\n%s%s\r\n%s" % (method.encode(), path.encode(), self._common, length, body))
+        status, *headers = (await self._reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+        told = dict(header.lower().split(b": ", 1) for header in headers if header)
+        answer = await self._reader.readexactly(int(told[b"content-length"]))
+        if not status.startswith(b"HTTP/1.1 200 "):
+            raise RuntimeError(f"{method} {path}: {status!r} {answer!r}")
+        return json.loads(answer)
+
+
+@contextlib.asynccontextmanager
+async def _kept_line(port: int, key: str) -> AsyncIterator[_Line]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield _Line(reader, writer, key)
+    finally:
+        writer.close()
+        await writer.wait_closed()
 
 
 @contextlib.asynccontextmanager

@@ -2,23 +2,25 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
 
 from contract.calls import MAX_TIMEOUT_S, ToolResult
 from contract.errors import ErrorCode
-from orchestrator.api.access import AnyCaller
+from orchestrator.api.access import AnyCaller, find_caller
 from orchestrator.api.exact_json import dump_exactly
+from orchestrator.api.limits import find_header
 from orchestrator.api.problems import REDIS_AWAY, responses
-from orchestrator.api.sessions import SessionId
+from orchestrator.api.sessions import SESSION_ID, SessionId
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
 from orchestrator.sessions import Session
-
-router = APIRouter(prefix="/v1/sessions", tags=["calls"], responses=responses())
 
 WAITING_PIECES = 32
 """Of output that the client has not taken: then the call is held up for a while, and the rest is in the result alone."""
@@ -36,6 +38,43 @@ class NewCall(BaseModel):
     arguments: dict[str, Any] = Field(default_factory=dict)
     timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
     call_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
+
+
+class _StraightRoute(APIRoute):
+    """A plain call, one without a query or an Idempotency-Key and with nothing wrong, goes straight to its tool: gathering what `call_tool` is given
+    takes FastAPI nearly half of a request's processor time. Every other one goes FastAPI's way, which also says what is wrong with it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        in_full = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            wanted = await _plain_call(request)
+            if wanted is None:
+                return await in_full(request)
+            return await call_tool(request.path_params["session_id"], wanted, await find_caller(request), request)
+
+        return handle
+
+
+async def _plain_call(request: Request) -> NewCall | None:
+    """None for a request that is to be looked at in full. What was read of its body is kept for that."""
+    scope = request.scope
+    is_plain = (
+        not scope["query_string"]
+        and find_header(scope, b"content-type") == b"application/json"
+        and find_header(scope, b"idempotency-key") is None
+        and re.fullmatch(SESSION_ID, request.path_params["session_id"]) is not None
+    )
+    if not is_plain:
+        return None
+    try:
+        return NewCall.model_validate(await request.json())
+    except (ValueError, RecursionError, ClientDisconnect):
+        # Of the wrong shape, no JSON, nested too deeply, or no longer there.
+        return None
+
+
+router = APIRouter(prefix="/v1/sessions", tags=["calls"], responses=responses(), route_class=_StraightRoute)
 
 
 @router.post("/{session_id}/calls", response_model=ToolResult, responses={**responses(404), **_STREAM})

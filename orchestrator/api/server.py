@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import h11
 import uvicorn
@@ -28,6 +28,22 @@ GRACE_S = 10
 """How long requests that run may go on once the service is told to stop; streams are ended."""
 
 
+class _JoinedAnswers(h11.Connection):
+    """Sends the head of an answer with what comes first of its body: each write is a call of the system, and wakes the client."""
+
+    _head: Sequence[bytes] = ()
+
+    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
+        written = super().send_with_data_passthrough(event)
+        if written is None:
+            return None
+        if isinstance(event, h11.Response):
+            self._head = written
+            return []
+        head, self._head = self._head, ()
+        return [*head, *written]
+
+
 class PatientProtocol(H11Protocol):
     """A connection whose requests begin in time: one that sends its head a byte a minute is closed."""
 
@@ -38,6 +54,7 @@ class PatientProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.conn = _JoinedAnswers(h11.SERVER, MAX_HEAD_BYTES)
         self._idle_since = self.loop.time()
         self._wait()
         if len(self.connections) > MAX_CONNECTIONS:
@@ -139,7 +156,6 @@ class ApiServer:
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
         self._server = _Server(config, lambda: announce(self._address))
         self._host, self._port = host, port

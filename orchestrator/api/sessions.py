@@ -16,7 +16,8 @@ from orchestrator.sessions import Session, SessionInfo
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], responses=responses())
 
-SessionId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+SESSION_ID = r"^[A-Za-z0-9_-]{1,64}$"
+SessionId = Annotated[str, Path(pattern=SESSION_ID)]
 FilePath = Annotated[
     str, Path(description="Below /workspace; or an absolute path of the sandbox, with its first slash: `/files//etc/hosts`.")
 ]

@@ -52,9 +52,12 @@ async def test_a_session_is_opened_called_seen_and_closed_on_any_replica(
 ) -> None:
     assert (await run(client, session, "echo one >/tmp/x; echo hello"))["output"] == "hello\n"
     async with api_stack.client(replica=1) as other:
-        assert (await run(other, session, "cat /tmp/x"))["output"] == "one\n"
+        read = await run(other, session, "cat /tmp/x")
+        assert read["output"] == "one\n"
         assert session in [one["id"] for one in (await other.get("/v1/sessions")).json()["data"]]
-        container = (await other.get(f"/v1/sessions/{session}")).json()["sandbox"]
+        assert (await other.get(f"/v1/sessions/{session}")).status_code == 200
+        container = read["sandbox"]["id"]
+        assert api_stack.stack.has_container(container)
         assert (await other.delete(f"/v1/sessions/{session}")).status_code == 204
         assert not api_stack.stack.has_container(container)
         # Both have made calls in it a moment ago.

@@ -1,0 +1,74 @@
+"""Calls that take the short way to their tool: they are answered as on the long one, and in one piece."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from orchestrator.api.server import PatientProtocol
+from tests.api_ground import ApiGround
+
+SHORT, LONG = "application/json", "application/json; charset=utf-8"
+NOBODY = "Bearer tc_0123456789abcdef_" + "a" * 43
+BODIES = {
+    "nothing wrong": b'{"name": "bash_tool", "arguments": {"command": "true"}}',
+    "a field that is none": b'{"name": "bash_tool", "wieght": 1}',
+    "a field of another type": b'{"name": "bash_tool", "arguments": "true"}',
+    "no name": b"{}",
+    "a time that is none": b'{"name": "bash_tool", "timeout_s": NaN}',
+    "no object": b"[]",
+    "no JSON": b'{"name": ',
+    "no UTF-8": b'{"name": "\xff"}',
+    "nested deeply": b"[" * 200_000,
+    "a number of 5,000 digits": b'{"name": "bash_tool", "timeout_s": ' + b"9" * 5000 + b"}",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
+@pytest.mark.parametrize("session", ["none-of-that-name", "no%20name", "a" * 65, "none%0A"])
+async def test_the_short_way_tells_what_the_long_one_tells(api: ApiGround, session: str, body: bytes) -> None:
+    async def ask(kind: str, more: dict[str, str]) -> tuple[int, Any, str | None]:
+        answer = await api["acme"].post(f"/v1/sessions/{session}/calls", content=body, headers={"Content-Type": kind, **more})
+        assert answer.status_code >= 400
+        return answer.status_code, answer.json(), answer.headers.get("www-authenticate")
+
+    for more in ({}, {"Authorization": NOBODY}, {"Authorization": "Basic YTpi"}):
+        assert await ask(SHORT, more) == await ask(LONG, more)
+
+
+async def test_who_names_a_tenant_is_not_taken_for_his_own(api: ApiGround) -> None:
+    answer = await api["acme"].post("/v1/sessions/s/calls?tenant=rival", json={"name": "bash_tool"})
+    assert (answer.status_code, answer.json()["code"]) == (403, "PERMISSION_DENIED")
+
+
+class Line(asyncio.Transport):
+    """A connection that keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+
+    def write(self, data: Any) -> None:
+        if data:
+            self.written.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return False
+
+
+async def test_an_answer_is_sent_in_one_piece() -> None:
+    async def answer(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    state, line = ServerState(), Line()
+    connection = PatientProtocol(uvicorn.Config(answer, log_config=None), state, {})
+    connection.connection_made(line)
+    for _ in range(2):
+        connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.gather(*state.tasks)
+    connection.connection_lost(OSError())
+    assert line.written == [b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\ndone"] * 2
