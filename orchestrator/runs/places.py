@@ -18,8 +18,9 @@ class Places:
     def __init__(self) -> None:
         self._count: int | None = None
         self._runs: Sized = ()
-        self._away: set[str] = set()
-        self._returning: deque[tuple[str, asyncio.Future[None]]] = deque()
+        self._away: dict[str, object] = {}
+        """Run -> the absence; a run that is let back may be away again before it has noticed."""
+        self._returning: deque[tuple[str, object, asyncio.Future[None]]] = deque()
 
     def serve(self, count: int, runs: Sized) -> None:
         """`runs`: all that lie here, as they come and go, `count` of them in places."""
@@ -36,24 +37,28 @@ class Places:
         if self._count is None or run in self._away:
             yield
             return
-        self._away.add(run)
+        absence = self._away[run] = object()
         try:
             self._let_back()
             yield
-            await self._until_back(run)
+            await self._until_back(run, absence)
         finally:
             # One that ends has no need of a place, and one that is back is away no more.
-            self._away.discard(run)
+            self._end(run, absence)
 
     def _free(self) -> int:
         return (self._count or 0) - (len(self._runs) - len(self._away))
 
-    async def _until_back(self, run: str) -> None:
-        wish = (run, asyncio.get_running_loop().create_future())
+    def _end(self, run: str, absence: object) -> None:
+        if self._away.get(run) is absence:
+            del self._away[run]
+
+    async def _until_back(self, run: str, absence: object) -> None:
+        wish = (run, absence, asyncio.get_running_loop().create_future())
         self._returning.append(wish)
         self._let_back()
         try:
-            await wish[1]
+            await wish[2]
         finally:
             with contextlib.suppress(ValueError):
                 self._returning.remove(wish)
@@ -61,9 +66,9 @@ class Places:
     def _let_back(self) -> None:
         """The one that has waited longest first."""
         while self._returning and self._free() > 0:
-            run, wish = self._returning.popleft()
+            run, absence, wish = self._returning.popleft()
             if not wish.done():
-                self._away.discard(run)
+                self._end(run, absence)
                 wish.set_result(None)
 
 

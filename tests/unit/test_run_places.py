@@ -127,6 +127,22 @@ async def test_a_run_gives_up_one_place_however_many_of_its_calls_wait() -> None
         assert ground.places.room() == 1
 
 
+async def test_a_run_that_is_let_back_may_wait_again_before_it_has_noticed() -> None:
+    ground = Ground(1)
+    ground.begin("a")
+    async with ground.away("a") as first:
+        ground.begin("b")
+        first.answered.set()
+        assert not await first.is_back()
+        second = Waiting(ground.places, "a")  # begins when the loop turns, before the first one goes on
+        ground.end("b")
+        assert await first.is_back()
+        assert ground.places.room() == 1
+        second.answered.set()
+        assert await second.is_back()
+    assert ground.end("a") == 1
+
+
 async def test_so_many_wait_and_no_more() -> None:
     ground = Ground(1)
     async with AsyncExitStack() as stack:
