@@ -102,6 +102,9 @@ async def test_s2_26_a_tool_that_is_turned_off_by_the_api_cannot_be_called_by_an
             messages = (await client.get(f"/v1/runs/{run}/transcript")).json()["messages"]
             assert "it is being mended" in str(messages)
             assert told["answer"].startswith("told: still here")
+            async with asyncio.timeout(SOON_S):  # another replica knows within two seconds
+                while (await client.get("/v1/tools/glob_tool")).json()["state"] != "disabled":  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
             listed = {tool["name"]: tool for tool in (await client.get("/v1/tools")).json()["data"]}
             assert (listed["glob_tool"]["state"], listed["bash_tool"]["state"]) == ("disabled", "enabled")
             assert all(tool["description"] for tool in listed.values())
