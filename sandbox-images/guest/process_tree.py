@@ -19,15 +19,16 @@ _WAIT_ALL = 0x40000000
 
 
 class Process:
-    """A line of /proc/<pid>/stat."""
+    """A line of /proc/<pid>/stat. `busy`: it runs, waits for a processor, or for its disk."""
 
-    __slots__ = ("alive", "group", "parent", "pid")
+    __slots__ = ("alive", "busy", "group", "parent", "pid")
 
-    def __init__(self, pid: int, parent: int, group: int, alive: bool) -> None:
+    def __init__(self, pid: int, parent: int, group: int, alive: bool, busy: bool) -> None:
         self.pid = pid
         self.parent = parent
         self.group = group
         self.alive = alive
+        self.busy = busy
 
 
 class KillReport:
@@ -133,7 +134,7 @@ def _read_process(pid: int) -> Process | None:
         return None
     # A main thread that ended while others run on is shown as a zombie, too.
     alive = fields[0] not in (b"Z", b"X", b"x") or int(fields[17]) > 1
-    return Process(pid, int(fields[1]), int(fields[2]), alive)
+    return Process(pid, int(fields[1]), int(fields[2]), alive, fields[0] in (b"R", b"D"))
 
 
 def _kill(target: int) -> None:

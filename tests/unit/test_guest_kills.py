@@ -64,6 +64,23 @@ def test_a_helper_that_ends_with_its_program_is_no_kill(guest: Guest) -> None:
     assert done["kill"] is None
 
 
+def test_a_helper_that_is_still_at_work_is_waited_for(guest: Guest) -> None:
+    busy = "import sys,time\nend=time.process_time()+0.1\nwhile time.process_time()<end: pass\nsys.stdout.write(sys.stdin.read())"
+    done = guest.run(f"echo through > >(python3 -c '{busy}')")
+    assert done.bytes_of("stdout") == b"through\n"
+    assert done["kill"] is None
+
+
+def test_a_leftover_that_is_at_work_for_ever_is_killed(guest: Guest) -> None:
+    started = time.monotonic()
+    done = guest.run("(while :; do :; done) & echo said")
+    assert time.monotonic() - started < 5
+    assert done.bytes_of("stdout") == b"said\n"
+    assert done["kill"]["survivors"] == 0
+    assert done["kill"]["signalled"] == 1
+    assert guest.wait_alone()
+
+
 def test_a_fork_bomb_ends_at_the_limit() -> None:
     with running_guest("ulimit -u 80;") as guest:
         done = guest.run(":(){ :|:& };:; sleep 1000", timeout_s=1)

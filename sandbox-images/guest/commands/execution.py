@@ -11,7 +11,7 @@ from guest.commands.endings import TERM_GRACE_S, ask_to_end
 from guest.commands.outputs import Outputs
 from guest.commands.shell_session import ShellSession
 from guest.commands.spawn import build_argv, build_environment, enter_directory, spawn
-from guest.process_tree import KillReport, kill_below, reap
+from guest.process_tree import KillReport, find_below, kill_below, read_processes, reap
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LEFTOVER_GRACE_S = 0.02
 """What a program that ended left behind may take to end by itself: helpers that follow their parent do."""
+BUSY_GRACE_S = 0.5
+"""The same while any of it is at work or waits for a processor: on a busy host a helper may not have begun after LEFTOVER_GRACE_S, and holds output of the call."""
 # Orphans of a long program are reaped at this pace: as zombies they would count against the limit of processes.
 _REAP_PACE_S = 0.1
 _NO_PIDFD_PACE_S = 0.005
@@ -132,13 +134,24 @@ class Execution:
 
     def _end_tree(self) -> None:
         is_over = not (self._timed_out or self._cancelled)
-        if is_over and self._leftovers_end(LEFTOVER_GRACE_S):
+        if is_over and self._helpers_end():
             return
         self._kill = KillReport()
         if not is_over:
             ask_to_end(self._pid, self._kill)
             self._leftovers_end(TERM_GRACE_S)
         kill_below(self._kill, self._on_exit)
+
+    def _helpers_end(self) -> bool:
+        """Whether nothing of a program that has ended lives, after what its helpers may take."""
+        give_up_at = min(time.monotonic() + BUSY_GRACE_S, self._limit_at)
+        while not self._leftovers_end(LEFTOVER_GRACE_S):
+            if time.monotonic() >= give_up_at or not self._is_below_busy():
+                return False
+        return True
+
+    def _is_below_busy(self) -> bool:
+        return any(process.busy for process in find_below((os.getpid(),), read_processes()))
 
     def _leftovers_end(self, grace_s: float) -> bool:
         """Whether nothing of the program lives, perhaps after the grace. Its output is read on meanwhile."""
