@@ -93,7 +93,7 @@ _REDIS = (
     *(f"orchestrator/metrics/{name}.py" for name in ("page", "tally")),
     "workers/sandboxd_counts.py",
     "orchestrator/api/health.py",
-    "orchestrator/api/idempotency.py",
+    "orchestrator/api/once_slots.py",
     "orchestrator/api/pages/logins.py",
     "workers/custom/state.py",
     "workers/web/cache.py",

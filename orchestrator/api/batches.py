@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import io
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Literal
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
+from orchestrator.api.once_slots import KEPT_S
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
 from orchestrator.audit import entry_text
@@ -99,11 +101,18 @@ async def submit_batch(
     file = await _read(request, caller.identity.key_id)
     limits = RunLimits(max_iterations=options.max_iterations, max_wall_s=options.max_wall_s, max_tokens=options.max_tokens)
     defaults = BatchDefaults(model=options.model, dialect=options.dialect, limits=limits, retries=options.retries, asks_people=options.ask)
-    # A submission that broke off is gone on with: its items are queued once.
-    named = _batch_id(caller.identity.key_id, idempotency_key, file.sha256) if idempotency_key else None
     runs = _runs(caller)
+    told = f"{caller.identity.key_id}\0{idempotency_key}\0{options.model_dump_json()}\0{file.sha256}"
+    # A submission that broke off is completed when it is sent again: its items are queued once.
+    named = await _batch_of(told, runs) if idempotency_key and options.id is None else None
     batch = await runs.batches.submit(
-        file, batch=options.id or named, concurrency=options.concurrency, defaults=defaults, name=options.name, is_detached=True
+        file,
+        batch=named or options.id,
+        concurrency=options.concurrency,
+        defaults=defaults,
+        name=options.name,
+        is_detached=True,
+        goes_on=named is None,
     )
     response.headers["Location"] = f"/v1/batches/{batch}"
     return await _view(runs, batch)
@@ -158,8 +167,18 @@ async def batch_results(batch_id: BatchId, caller: AnyCaller) -> Response:
     return StreamingResponse(rows(), media_type=ROWS_TYPE)
 
 
-def _batch_id(key_id: str, idempotency_key: str, sha256: str) -> str:
-    return "batch-" + hashlib.sha256(f"batch\0{key_id}\0{idempotency_key}\0{sha256}".encode()).hexdigest()[:24]
+async def _batch_of(submission: str, runs: BatchRuns) -> str:
+    """The id of the batch that such a submission makes, or has made if it was sent before: more than a day ago it was another one."""
+    number = 0
+    while True:
+        batch = "batch-" + hashlib.sha256(f"batch\0{submission}\0{number}".encode()).hexdigest()[:24]
+        try:
+            known = await runs.batches.status(batch)
+        except ToolFailure:
+            return batch
+        if time.time() - known.created_at < KEPT_S:
+            return batch
+        number += 1
 
 
 def _runs(caller: Caller) -> BatchRuns:

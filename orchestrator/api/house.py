@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 
 from contract.errors import BrokerUnavailable, ConfigError, OperatorError
+from orchestrator.api.errands import Errands
 from orchestrator.api.fresh import Fresh
 from orchestrator.api.known_sessions import KnownSessions
 from orchestrator.api.problems import ApiCode, ApiProblem
@@ -29,6 +30,8 @@ MAX_CLIENTS = 1000
 """That are kept for the next request: each knows its settings and secrets, which take longer to gather than a request."""
 AGAIN_S = 1.0
 """How often it is tried to reach a Redis that does not answer at the start."""
+ERRANDS_S = 5.0
+"""How long what requests have left to be done may take once the service is told to stop."""
 READY_FRESH_S = 1.0
 """Anybody may ask whether the service is ready, without a key: his asking costs Redis no more than this often."""
 
@@ -58,6 +61,7 @@ class House:
         self.sessions = KnownSessions()
         self.readiness = Fresh[Mapping[str, str]](READY_FRESH_S)
         self.streams = OpenStreams()
+        self.errands = Errands()
         self.files, self.pages = Turns(FILES_OF_A_KEY), Turns(PAGES_OF_A_KEY)
         self.looks = Turns(LOOKS_OF_A_KEY)
         # Nobody sits at a service: what a program calls is its own decision, and runs ask through the approvals queue.
@@ -111,6 +115,7 @@ class House:
             if parts is None:
                 return
             stack.push_async_callback(parts.runs.hub.close)
+            stack.push_async_callback(self.errands.end, ERRANDS_S)
             await stack.enter_async_context(beside(parts))
             self._parts = parts
             log.info("api_connected")

@@ -1,39 +1,31 @@
 """Requests that may be sent again: with an `Idempotency-Key` the first answer is the only one, whoever it was that did not hear it."""
 
+import asyncio
 import base64
 import hashlib
 import json
 import re
-import time
-from collections.abc import Callable
+import secrets
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
-import redis.asyncio
-from redis.exceptions import RedisError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from contract.errors import BrokerUnavailable, OperatorError, ToolFailure
 from orchestrator.api.door import bearer_of
 from orchestrator.api.house import House
 from orchestrator.api.limits import JSON_BYTES, find_header
+from orchestrator.api.once_slots import PENDING_S, Claim, OnceSlots
 from orchestrator.api.problems import ApiCode, ApiProblem, response_to
 from orchestrator.logs import get_logger
 from orchestrator.outages import outlast
 
 log = get_logger(__name__)
 
-KEPT_S = 24 * 3600
-PENDING_S = 900
-"""How long a request may take before another with its key is let through: longer than any call. What it begins is found by its key then, too."""
 MAX_ANSWER_BYTES = 1024 * 1024
-KEPT_BYTES = 256 * 1024 * 1024
-"""Of the answers of one API key within a day: they lie in Redis, which is everybody's."""
-SLOT_BYTES = 200
-"""What an answer takes beside its own bytes."""
-FULL = (
-    f"the answers that are kept for this API key fill {KEPT_BYTES // 2**20} MiB, so that this request was not begun: send it without an Idempotency-Key, "
-    "with another API key, or when those of yesterday are forgotten"
-)
+IN_ORDER_S = 1.0
+"""So long the next request of a connection waits until it is kept how this one ended."""
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _HEADER = b"idempotency-key"
 
@@ -64,9 +56,9 @@ class Idempotency:
         body = await _read(receive)
         digest = hashlib.sha256(scope["path"].encode() + b"\0" + scope["query_string"] + b"\0" + body).hexdigest()
         name = hashlib.sha256(f"{identity.key_id}\0{key}".encode()).hexdigest()
-        slot = f"toolcrew:{self._house.settings.deployment}:api:once:{name}"
-        account = KeptBytes(self._house.parts.pool.redis, self._house.settings.deployment, identity.key_id)
-        kept = await self._claim(slot, digest, account)
+        slots = OnceSlots(self._house.parts.pool.redis, self._house.settings.deployment)
+        claim = slots.name(identity.key_id, name, digest, secrets.token_hex(8))
+        kept = await self._claim(slots, claim)
         if kept is not None:
             # Who is answered from memory has asked nevertheless.
             self._house.rates.take(identity.key_id)
@@ -79,64 +71,25 @@ class Idempotency:
             # What was refused has done nothing, and may be asked again.
             is_kept = answer.is_whole and answer.status < 300
         finally:
-            await self._settle(slot, answer.record(digest) if is_kept else None, account)
+            settle = partial(slots.keep, claim, answer.record(digest)) if is_kept else partial(slots.release, claim)
+            await asyncio.wait({self._house.errands.begin(_settle(settle))}, timeout=IN_ORDER_S)
 
-    async def _claim(self, slot: str, digest: str, account: "KeptBytes") -> dict[str, Any] | None:
+    async def _claim(self, slots: OnceSlots, claim: Claim) -> dict[str, Any] | None:
         """What is kept under the key already; None: it is ours."""
-        redis = self._house.parts.pool.redis
-        pending = json.dumps({"digest": digest, "pending": True})
         try:
-            is_full = await account.count() > KEPT_BYTES
-            if not is_full and await redis.set(slot, pending, nx=True, ex=PENDING_S):
-                return None
-            told: Any = await redis.get(slot)
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable("the request was not begun: the service's Redis does not answer; send it again") from error
-        if told is None and is_full:
-            raise ApiProblem(ErrorCode.QUOTA_EXCEEDED, FULL)
-        found: dict[str, Any] = json.loads(told) if told is not None else {"digest": digest, "pending": True}
-        return found
-
-    async def _settle(self, slot: str, record: str | None, account: "KeptBytes") -> None:
-        """As soon as Redis does it: a request that broke off for its sake would else be said to be worked for as long as one may take."""
-        redis = self._house.parts.pool.redis
-
-        async def settle() -> None:
-            try:
-                if record is None:
-                    await redis.delete(slot)
-                    return
-                await redis.set(slot, record, ex=KEPT_S)
-                await account.add(len(record) + SLOT_BYTES)
-            except (RedisError, OSError) as error:
-                raise BrokerUnavailable(f"it is not kept how a request ended: Redis does not do it ({error})") from error
-
-        try:
-            await outlast(settle, PENDING_S)
-        except BrokerUnavailable as error:
-            log.warning("answer_not_kept", error=str(error))
+            return await slots.claim(claim)
+        except BaseException:
+            # It may be ours without our having heard of it, and would be said to be worked for as long as a request may take.
+            self._house.errands.begin(_settle(partial(slots.release, claim)))
+            raise
 
 
-class KeptBytes:
-    """How much is kept for one API key, told by the hour in which it was: what is older than a day is forgotten with its answers."""
-
-    def __init__(self, redis: "redis.asyncio.Redis", deployment: str, key_id: str, clock: Callable[[], float] = time.time) -> None:
-        self._redis, self._prefix, self._clock = redis, f"toolcrew:{deployment}:api:kept:{key_id}", clock
-
-    async def count(self) -> int:
-        now = self._hour()
-        hours: Any = await self._redis.mget([f"{self._prefix}:{now - back}" for back in range(KEPT_S // 3600 + 1)])
-        return sum(int(told) for told in hours if told is not None)
-
-    async def add(self, size: int) -> None:
-        key = f"{self._prefix}:{self._hour()}"
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.incrby(key, size)
-            pipe.expire(key, KEPT_S + 3600)
-            await pipe.execute()
-
-    def _hour(self) -> int:
-        return int(self._clock() // 3600)
+async def _settle(settle: Callable[[], Awaitable[None]]) -> None:
+    """As soon as Redis does it."""
+    try:
+        await outlast(settle, PENDING_S)
+    except BrokerUnavailable as error:
+        log.warning("answer_not_kept", error=str(error))
 
 
 class _Answer:

@@ -51,9 +51,11 @@ class Batches:
         defaults: BatchDefaults | None = None,
         name: str = "",
         is_detached: bool = False,
+        goes_on: bool = True,
     ) -> str:
         """Queue the items of a file; gives the batch's id. With the id of a batch that was submitted with the same file, that one is gone on with: items
-        that are not there are added, and what failed for the infrastructure is queued again.
+        that are not there are added, and what failed for the infrastructure is queued again. `goes_on` False: it is the same submission, sent again, and
+        does no more than what is missing of it.
 
         `is_detached`: handed over to the orchestrators that serve everybody (batch_service.py), until it is submitted otherwise. Raises BadBatch when
         lines name paths of this machine then.
@@ -75,6 +77,9 @@ class Batches:
         is_new = await self._queue.create(self.tenant, chosen, record)
         if not is_new:
             await self._check_same(chosen, file)
+        if not is_new and not goes_on:
+            return await self._complete(chosen, file)
+        if not is_new:
             await self._go_on(chosen, concurrency, defaults, is_detached=is_detached)
             await self._queue.reopen(self.tenant, chosen)
         await self._add(chosen, file)
@@ -83,6 +88,14 @@ class Batches:
         else:
             await self.resume(chosen)
         return chosen
+
+    async def _complete(self, batch: str, file: BatchFile) -> str:
+        known = await self._queue.batch(self.tenant, batch)
+        is_missing_some = await self._queue.count_items(self.tenant, batch) < known.total
+        if known.state is BatchState.IN_PROGRESS and is_missing_some:
+            await self._add(batch, file)
+            await self._note(batch, f"submitted with {known.total} items", total=known.total)
+        return batch
 
     async def resume(
         self, batch: str, kinds: Collection[FailureKind] = (FailureKind.INFRASTRUCTURE, FailureKind.CANCELLED), entry: str = ""

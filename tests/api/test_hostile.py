@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.api import idempotency
+from orchestrator.api import once_slots
 from orchestrator.approvals.queue import ApprovalQueue
 from orchestrator.redis_connection import open_redis
 from tests.api_ground import ApiGround, api_settings
@@ -181,7 +181,7 @@ async def test_guessing_a_key_by_its_id_is_told_nothing(api: ApiGround) -> None:
 
 
 async def test_answers_that_are_kept_for_a_key_do_not_fill_redis(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idempotency, "KEPT_BYTES", 3000)
+    monkeypatch.setattr(once_slots, "KEPT_BYTES", 3000)
     codes = [
         (await api["acme"].post("/v1/runs", json={"instruction": "x"}, headers={"Idempotency-Key": f"k{number}"})).status_code
         for number in range(10)

@@ -3,13 +3,17 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
 
-from contract.errors import ConfigError
+from contract.errors import BrokerUnavailable, ConfigError
 from orchestrator.api import limits, server, service
+from orchestrator.api.idempotency import IN_ORDER_S
+from orchestrator.api.once_slots import Claim, OnceSlots
 from orchestrator.api.service import ApiService
 from orchestrator.runs.runner import Runner
 from tests.api_ground import ApiGround, api_settings, open_api, serving
@@ -123,6 +127,79 @@ async def test_the_same_word_of_two_keys_is_two_requests(api: ApiGround) -> None
     first, second = [await api[name].post("/v1/batches", content=line, headers=headers) for name in ("acme", "rival")]
     assert (first.status_code, second.status_code) == (201, 201)
     assert first.json()["id"] != second.json()["id"]
+
+
+async def test_a_batch_that_is_sent_again_after_its_answer_was_lost_is_the_same_and_stays_as_it_is(
+    api: ApiGround, redis_server: RedisProcess
+) -> None:
+    headers = {"Idempotency-Key": "once", "Content-Type": "application/jsonl"}
+    line = json.dumps({"id": "a", "instruction": "x"})
+
+    async def sent(**options: Any) -> dict[str, Any]:
+        with redis_server.client() as store:
+            for slot in store.scan_iter("*:api:once:*"):
+                store.delete(slot)
+        answer = await api["acme"].post("/v1/batches", content=line, headers=headers, params=options)
+        assert answer.status_code == 201, answer.text
+        told: dict[str, Any] = answer.json()
+        return told
+
+    first = await sent()
+    await api["acme"].post(f"/v1/batches/{first['id']}/cancel")
+    again = await sent()
+    assert (again["id"], again["status"]) == (first["id"], "cancelled")
+    other = await sent(concurrency=3)
+    assert (other["id"] != first["id"], other["concurrency"]) == (True, 3)
+    with redis_server.client() as store:
+        (record,) = store.keys(f"*:batch:{first['id']}")
+        store.hset(record, "created_at", str(time.time() - 24 * 3600 - 1))
+    tomorrow = await sent()
+    assert (tomorrow["id"] not in (first["id"], other["id"]), tomorrow["status"]) == (True, "in_progress")
+    assert (await sent())["id"] == tomorrow["id"]
+
+
+async def test_a_request_whose_claim_was_not_heard_of_is_done_when_it_is_sent_again(
+    api: ApiGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, claims = OnceSlots.claim, 0
+
+    async def claim(slots: OnceSlots, claimed: Claim) -> Any:
+        nonlocal claims
+        claims += 1
+        told = await work(slots, claimed)
+        if claims == 1:
+            raise BrokerUnavailable("the connection was lost with the answer")
+        return told
+
+    monkeypatch.setattr(OnceSlots, "claim", claim)
+    headers = {"Idempotency-Key": "once"}
+    unheard = await api["admin"].post("/v1/tenants", json={"name": "fresh"}, headers=headers)
+    assert (unheard.status_code, unheard.json()["code"]) == (503, "BROKER_UNAVAILABLE")
+    answer = await api["admin"].post("/v1/tenants", json={"name": "fresh"}, headers=headers)
+    while answer.status_code == 409:
+        assert claims < 100
+        answer = await api["admin"].post("/v1/tenants", json={"name": "fresh"}, headers=headers)
+    assert answer.status_code == 201, answer.text
+
+
+async def test_a_service_that_is_told_to_stop_keeps_its_answers_first(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, goes_on, began = OnceSlots.keep, asyncio.Event(), asyncio.Event()
+
+    async def keep(slots: OnceSlots, claimed: Claim, record: str) -> None:
+        began.set()
+        await goes_on.wait()
+        await work(slots, claimed, record)
+
+    monkeypatch.setattr(OnceSlots, "keep", keep)
+    headers = {"Idempotency-Key": "once"}
+    async with open_api(redis_server.url) as api:
+        assert (await api["admin"].post("/v1/tenants", json={"name": "fresh"}, headers=headers)).status_code == 201
+        await began.wait()
+        # Longer than the server itself waits for the request.
+        asyncio.get_running_loop().call_later(IN_ORDER_S + 1, goes_on.set)
+    with redis_server.client() as store:
+        (slot,) = store.keys("*:api:once:*")
+        assert json.loads(store.get(slot))["status"] == 201  # type: ignore[arg-type]
 
 
 async def test_lists_come_in_pages(api: ApiGround) -> None:

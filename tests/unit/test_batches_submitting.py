@@ -52,12 +52,43 @@ async def test_the_same_file_under_the_same_id_is_gone_on_with(ground: Ground) -
     assert (await ground.batches.status("b")).state is BatchState.COMPLETED
 
 
-async def test_lines_that_a_broken_submission_left_out_are_added(ground: Ground) -> None:
-    await ground.batches.submit(build_file(3), batch="b")
-    run = run_id("acme", "b", "item-2")
+async def test_a_submission_that_is_sent_again_begins_nothing_anew_and_changes_nothing(ground: Ground) -> None:
+    await ground.batches.submit(build_file(3), batch="b", defaults=BatchDefaults(model="m"), goes_on=False)
+    await ground.end(*KINDS)
+    before = await ground.batches.status("b")
+    assert before.state is BatchState.COMPLETED
+    await ground.batches.submit(build_file(3), batch="b", concurrency=2, defaults=BatchDefaults(model="n"), goes_on=False)
+    assert await ground.batches.status("b") == before
+    assert await ground.end(None) == []
+
+
+async def test_a_submission_that_is_sent_again_leaves_a_cancelled_batch_cancelled(ground: Ground) -> None:
+    await ground.batches.submit(build_file(3), batch="b", goes_on=False)
+    await forget_item(ground, "item-2")
+    await ground.batches.cancel("b")
+    await ground.batches.submit(build_file(3), batch="b", goes_on=False)
+    assert (await ground.batches.status("b")).state is not BatchState.IN_PROGRESS
+    assert await ground.end(None, None, None) == []
+
+
+async def test_a_submission_that_broke_off_and_is_sent_again_is_completed(ground: Ground) -> None:
+    await ground.batches.submit(build_file(3), batch="b", goes_on=False)
+    await forget_item(ground, "item-2")
+    await ground.batches.submit(build_file(3), batch="b", goes_on=False)
+    assert sorted(await ground.end(None, None, None)) == ["item-1", "item-2", "item-3"]
+
+
+async def forget_item(ground: Ground, custom_id: str) -> None:
+    """As if the submission had broken off before that line."""
+    run = run_id("acme", "b", custom_id)
     await ground.client.delete(f"toolcrew:d:acme:run:{run}")
     await ground.client.zrem("toolcrew:d:acme:batch:b:waiting", run)
     await ground.client.lrem("toolcrew:d:acme:batch:b:items", 1, run)
+
+
+async def test_lines_that_a_broken_submission_left_out_are_added(ground: Ground) -> None:
+    await ground.batches.submit(build_file(3), batch="b")
+    await forget_item(ground, "item-2")
     with pytest.raises(ToolFailure, match="submit the same file again"):
         await ground.batches.resume("b")
     await ground.batches.submit(build_file(3), batch="b")

@@ -1,0 +1,84 @@
+"""Slots of requests with an Idempotency-Key: whose answer of Redis was lost asks again, and takes from no other request what is that one's."""
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+
+from contract.errors import ErrorCode
+from contract.settings import BrokerSettings
+from orchestrator.api import once_slots
+from orchestrator.api.once_slots import KEPT_S, PENDING_S, SLOT_BYTES, OnceSlots
+from orchestrator.api.problems import ApiProblem
+from orchestrator.redis_connection import open_redis
+from tests.conftest import RedisProcess
+
+RECORD = json.dumps({"digest": "d", "status": 201, "headers": [], "body": ""})
+SIZE = len(RECORD) + SLOT_BYTES
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
+    async with open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url})) as client:
+        yield client
+
+
+@pytest.fixture
+def slots(client: "redis.asyncio.Redis") -> OnceSlots:
+    return OnceSlots(client, "d")
+
+
+async def test_one_request_has_the_slot_and_another_is_told_that_it_is_worked(slots: OnceSlots, client: "redis.asyncio.Redis") -> None:
+    mine, other = slots.name("key", "word", "d", "1"), slots.name("key", "word", "d", "2")
+    assert await slots.claim(mine) is None
+    assert (await slots.claim(other) or {})["pending"] is True
+    assert 0 < await client.ttl(mine.slot) <= PENDING_S
+
+
+async def test_a_claim_whose_answer_was_lost_is_made_again(slots: OnceSlots) -> None:
+    mine = slots.name("key", "word", "d", "1")
+    assert [await slots.claim(mine) for _ in range(3)] == [None, None, None]
+
+
+async def test_what_is_kept_is_told_and_paid_for_once_however_often_it_is_kept(slots: OnceSlots, client: "redis.asyncio.Redis") -> None:
+    mine = slots.name("key", "word", "d", "1")
+    await slots.claim(mine)
+    for _ in range(3):
+        await slots.keep(mine, RECORD)
+    assert await slots.claim(slots.name("key", "word", "d", "2")) == json.loads(RECORD)
+    assert await slots.count("key") == SIZE
+    assert PENDING_S < await client.ttl(mine.slot) <= KEPT_S
+
+
+async def test_a_release_that_comes_late_leaves_what_another_request_holds(slots: OnceSlots) -> None:
+    first, second, third = (slots.name("key", "word", "d", token) for token in "123")
+    await slots.claim(first)
+    await slots.release(first)
+    assert await slots.claim(second) is None
+    await slots.release(first)
+    assert (await slots.claim(third) or {})["pending"] is True
+    await slots.keep(first, RECORD)
+    assert (await slots.claim(third) or {})["pending"] is True
+    await slots.keep(second, RECORD)
+    await slots.release(second)
+    await slots.release(first)
+    assert await slots.claim(third) == json.loads(RECORD)
+
+
+async def test_an_answer_that_redis_has_lost_the_claim_of_is_kept(slots: OnceSlots) -> None:
+    mine = slots.name("key", "word", "d", "1")
+    await slots.keep(mine, RECORD)
+    assert await slots.claim(slots.name("key", "word", "d", "2")) == json.loads(RECORD)
+
+
+async def test_a_full_account_claims_nothing_new_and_is_told_what_it_has(slots: OnceSlots, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = slots.name("key", "word", "d", "1")
+    await slots.claim(kept)
+    await slots.keep(kept, RECORD)
+    monkeypatch.setattr(once_slots, "KEPT_BYTES", SIZE - 1)
+    with pytest.raises(ApiProblem) as refused:
+        await slots.claim(slots.name("key", "other", "d", "2"))
+    assert refused.value.code == ErrorCode.QUOTA_EXCEEDED
+    assert await slots.claim(slots.name("key", "word", "d", "3")) == json.loads(RECORD)
+    assert await slots.claim(slots.name("rich", "other", "d", "4")) is None
