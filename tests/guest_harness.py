@@ -238,7 +238,7 @@ class Guest:
 
     def wait_alone(self) -> bool:
         """Whether PID 1 becomes the only process: a supervisor that waits for its next call ends after its idle time."""
-        give_up_at = time.monotonic() + 3.0
+        give_up_at = time.monotonic() + DEADLINE_S
         while self.others():
             if time.monotonic() > give_up_at:
                 return False
