@@ -103,7 +103,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "celery": _CELERY,
     "kombu": (*_CELERY, "workers/broker_transport.py"),
     "billiard": _CELERY,
-    "docker": ("workers/sandboxd/engine.py", "workers/sandboxd/engine_volumes.py"),
+    "docker": ("workers/sandboxd/engine.py", "workers/sandboxd/engine_skills.py", "workers/sandboxd/engine_volumes.py"),
     "fsspec": ("workers/sandboxd/store/fsspec_store.py",),
     "flower": ("orchestrator/flower.py",),
     "openai": ("orchestrator/models/openai.py",),

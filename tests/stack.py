@@ -115,10 +115,10 @@ def _pids_in_cgroup(container: bytes) -> list[int]:
 
 
 class Footprint:
-    """Everything that processes started with `environment()` leave in the world: processes, containers, folders.
+    """Everything that processes started with `environment()` leave in the world: processes, containers, volumes, folders.
 
-    Processes are known by a mark in their environment (or their working folder: redis-server writes over its own), containers by the
-    name of a sandboxd that carried the mark, folders by a TMPDIR of our own.
+    Processes are known by a mark in their environment (or their working folder: redis-server writes over its own), containers and
+    volumes by the name of a sandboxd that carried the mark, folders by a TMPDIR of our own.
     """
 
     def __init__(self, api: APIClient | None = None) -> None:
@@ -160,13 +160,21 @@ class Footprint:
             found += [str(container["Id"]) for container in self._api.containers(all=True, filters=filters)]
         return found
 
+    def volumes(self) -> list[str]:
+        """Of every sandboxd seen so far."""
+        if self._api is None:
+            return []
+        self.processes()
+        listed = [self._api.volumes(filters={"label": [f"toolcrew.sandboxd={name}"]})["Volumes"] or [] for name in self._names]
+        return [str(volume["Name"]) for some in listed for volume in some]
+
     def folders(self) -> list[str]:
         """What of ours lies in the temp folder."""
         return sorted(path.name for path in self.folder.glob("toolcrew-*"))
 
     def leftovers(self) -> dict[str, Any]:
         """All there is; empty when nothing is left."""
-        found = {"processes": self.processes(), "containers": self.containers(), "folders": self.folders()}
+        found = {"processes": self.processes(), "containers": self.containers(), "volumes": self.volumes(), "folders": self.folders()}
         return {kind: what for kind, what in found.items() if what}
 
     def assert_nothing_left(self, within_s: float = 15.0) -> None:
@@ -185,6 +193,9 @@ class Footprint:
         for container in self.containers():
             with contextlib.suppress(Exception):
                 self._api.remove_container(container, force=True, v=True)  # type: ignore[union-attr]
+        for volume in self.volumes():
+            with contextlib.suppress(Exception):
+                self._api.remove_volume(volume)  # type: ignore[union-attr]
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _lives_in_folder(self, pid: int) -> bool:

@@ -1,6 +1,7 @@
 """Talks to sandboxd: blocking, one connection, one request at a time. Not to be shared between threads or over a fork."""
 
 import contextlib
+import io
 import json
 import socket
 import time
@@ -8,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.tenancy import SandboxTerms
@@ -137,6 +138,26 @@ class SandboxClient:
                 else:
                     gathered.setdefault(stream, bytearray()).extend(frame.body)
         return GuestResponse(_checked(frame.header), {stream: bytes(data) for stream, data in gathered.items()})
+
+    def find_skill(self, name: str, digest: str, *, shared: bool) -> str | None:
+        """The folder of a skill's bundle in every sandbox; None when it has to be placed first. `shared`: everybody's, else that session's tenant's."""
+        place = self._ask({"verb": "skill", "sandbox": name, "digest": digest, "shared": shared}, 10.0)["place"]
+        return None if place is None else str(place)
+
+    def place_skill(self, name: str, digest: str, archive: IO[bytes], *, shared: bool) -> str:
+        """Place the bundle of that digest, a tar archive of its files in the order of their paths; gives its folder in every sandbox."""
+        size = archive.seek(0, io.SEEK_END)
+        archive.seek(0)
+        header = {"verb": "skill", "sandbox": name, "digest": digest, "shared": shared, "body_bytes": size}
+        with self._errors():
+            sock = self._connected()
+            sock.settimeout(OPEN_TIMEOUT_S)
+            self._was_sent = True
+            sock.sendall(_encoded(header, archive.read(_BODY_CHUNK)))
+            while data := archive.read(_BODY_CHUNK):
+                sock.sendall(_encoded({"verb": "data"}, data))
+            answer = self._next(time.monotonic() + OPEN_TIMEOUT_S)
+        return str(_checked(answer.header)["place"])
 
     def cancel(self, name: str, call_id: str) -> bool:
         """Kill what a call runs. False when it is not running."""

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import structlog
@@ -12,9 +12,10 @@ from workers.log_names import bound_to_session
 from workers.sandboxd.frames import Frame, FrameError
 from workers.sandboxd.link import WorkerLink
 from workers.sandboxd.making import Ending
-from workers.sandboxd.requests import check_request, count_budget, parse_terms, parse_text
+from workers.sandboxd.requests import check_request, count_budget, parse_skill, parse_terms, parse_text
 from workers.sandboxd.sandbox import RunningCall, Sandbox
 from workers.sandboxd.sessions import MAX_ROWS, Sessions
+from workers.sandboxd.skill_shelf import SkillShelf
 
 log = structlog.get_logger(__name__)
 
@@ -23,11 +24,12 @@ _MESSAGE_CHARS = 4096
 
 
 class Connection:
-    """A worker's requests. `answer` gives the answer to every verb but `call` and `sessions`. A worker that leaves cancels its call."""
+    """A worker's requests. `answer` gives the answer to every verb but `call`, `skill` and `sessions`. A worker that leaves cancels its call."""
 
-    def __init__(self, link: WorkerLink, sessions: Sessions, answer: Answer) -> None:
+    def __init__(self, link: WorkerLink, sessions: Sessions, shelf: SkillShelf, answer: Answer) -> None:
         self._link = link
         self._sessions = sessions
+        self._shelf = shelf
         self._answer = answer
 
     async def serve(self) -> None:
@@ -48,10 +50,39 @@ class Connection:
     async def _serve(self, verb: object, frame: Frame) -> None:
         if verb == "call":
             await self._call(frame)
+        elif verb == "skill":
+            self._link.send({"ok": True, "place": await self._place_skill(frame)})
         elif verb == "sessions":
             self._list(frame.header)
         else:
             self._link.send({"ok": True, **await self._answer(frame.header)})
+
+    async def _place_skill(self, frame: Frame) -> str | None:
+        """Where the bundle is; without a body None when it is not there yet."""
+        scope, digest, size = parse_skill(frame.header)
+        place = self._shelf.find(scope, digest)
+        if size == 0:
+            return place
+        return await self._shelf.place(scope, digest, self._body(frame.body, size))
+
+    async def _body(self, first: bytes, size: int) -> AsyncIterator[bytes]:
+        """The body that was declared, of which the first frame has this."""
+        left = size - len(first)
+        if left < 0:
+            raise FrameError("more body than was declared")
+        yield first
+        while left > 0:
+            data = await self._next_data(left)
+            left -= len(data)
+            yield data
+
+    async def _next_data(self, left: int) -> bytes:
+        frame = await self._link.next()
+        if frame is None:
+            raise ConnectionError("the worker left in the middle of a body")
+        if frame.header.get("verb") != "data" or len(frame.body) > left:
+            raise FrameError("something else, or more, than the body that was declared")
+        return frame.body
 
     def _list(self, header: Mapping[str, Any]) -> None:
         """Rows as a body: as a header of that size they would be checked a value at a time."""
@@ -104,13 +135,9 @@ class Connection:
     async def _send_body(self, sandbox: Sandbox, call: RunningCall, left: int) -> None:
         while left > 0:
             await sandbox.drain()
-            frame = await self._link.next()
-            if frame is None:
-                raise ConnectionError("the worker left in the middle of a body")
-            if frame.header.get("verb") != "data" or len(frame.body) > left:
-                raise FrameError("something else, or more, than the body that was declared")
-            left -= len(frame.body)
-            sandbox.feed(call, {"op": "data"}, frame.body)
+            data = await self._next_data(left)
+            left -= len(data)
+            sandbox.feed(call, {"op": "data"}, data)
 
     def _relay(self, frame: Frame) -> None:
         self._link.send({"ev": "data", "stream": frame.header["stream"]}, frame.body)

@@ -61,7 +61,7 @@ async def _run(settings: SandboxdSettings, engine: Engine, asked: Sequence[int])
     # Before anything is swept: the sandboxes of a sandboxd that lives are no leftovers.
     refuse_second(settings.sandboxd_socket, owner=OWNER)
     async with open_house(settings, engine) as house:
-        server = Server(house.sessions, house.plans, house.checkpoints, uids=settings.allowed_uids(), facts=house.describe)
+        server = Server(house.sessions, house.plans, house.checkpoints, house.shelf, uids=settings.allowed_uids(), facts=house.describe)
         await _serve(settings, server, house, asked)
 
 

@@ -1,4 +1,4 @@
-"""The container engine through its SDK. It alone imports docker, and `engine_volumes.py`; every call goes through one gate, bounded in time."""
+"""The container engine through its SDK. It alone imports docker, with `engine_volumes.py` and `engine_skills.py`; every call goes through one gate, bounded in time."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import IO, Any, Final, TypeVar
 
 import docker
 import docker.errors
@@ -18,6 +18,7 @@ import structlog
 
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.engine_gate import LANES, EngineGate, EngineSilent, Lane, Lanes
+from workers.sandboxd.engine_skills import fill_volume, list_volumes, make_volume, remove_volume
 from workers.sandboxd.engine_volumes import GuestVolumes
 from workers.sandboxd.image_faults import explain_unfit
 from workers.sandboxd.late_starts import PAUSES_S, LateStarts
@@ -167,6 +168,22 @@ class Engine:
         Raises SandboxUnavailable when the image is missing or has no guest, and when the volume holds something else and is in use.
         """
         return await self._run(self._lanes.fills, lambda api: self._volumes.ensure(api, image))
+
+    async def make_skill_volume(self, name: str, labels: Mapping[str, str]) -> None:
+        """An empty volume for skills."""
+        await self._run(self._lanes.fills, lambda api: make_volume(api, name, labels))
+
+    async def fill_skill_volume(self, name: str, image: str, archive: IO[bytes]) -> None:
+        """Unpack a tar archive into the volume. `image`: any that the engine has."""
+        await self._run(self._lanes.fills, lambda api: fill_volume(api, name, image, archive))
+
+    async def list_skill_volumes(self, label: str) -> Mapping[str, Mapping[str, str]]:
+        """The labels of all volumes for skills with that label (`name=value`), by their names."""
+        return await self._run(self._lanes.looks, lambda api: list_volumes(api, label))
+
+    async def remove_skill_volume(self, name: str) -> None:
+        """One that is gone is fine. Raises SandboxUnavailable while a container has it."""
+        await self._run(self._lanes.removals, lambda api: remove_volume(api, name))
 
     def describe(self) -> dict[str, Any]:
         """What `status` tells of the engine: calls under way and waiting, and whether it is asked at all."""

@@ -67,7 +67,7 @@ def _remove_orphans(api: docker.APIClient) -> None:
 
 
 def _fill(api: docker.APIClient, image: str, identity: str, volume: str) -> None:
-    _remove_old_fillers(api)
+    remove_old_fillers(api, PRODUCT_GUEST)
     # Its name is the lock: the engine gives it to one of all sandboxd that would fill this volume.
     with _filler(api, identity, f"toolcrew-fill-{volume}", None) as own:
         wanted = _read_guest(api, own)
@@ -106,7 +106,7 @@ def _filler(api: docker.APIClient, image: str, name: str, volume: str | None) ->
         except docker.errors.APIError as error:
             if error.status_code != 409 or time.monotonic() > give_up_at:
                 raise
-        _remove_old_fillers(api)
+        remove_old_fillers(api, PRODUCT_GUEST)
         time.sleep(_FILLER_PAUSE_S)
     try:
         yield container
@@ -124,9 +124,9 @@ def _read_guest(api: docker.APIClient, container: str) -> Mapping[str, str]:
         return {}
 
 
-def _remove_old_fillers(api: docker.APIClient) -> None:
+def remove_old_fillers(api: docker.APIClient, product: str) -> None:
     """Whoever made them was killed before he removed them."""
-    for container in api.containers(all=True, filters={"label": [f"{LABEL_PRODUCT}={PRODUCT_GUEST}"]}):
+    for container in api.containers(all=True, filters={"label": [f"{LABEL_PRODUCT}={product}"]}):
         if container["Created"] < time.time() - _FILLER_LIFE_S:
             _remove(api, str(container["Id"]))
 

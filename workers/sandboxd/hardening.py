@@ -16,6 +16,7 @@ MIB: Final = 1024 * 1024
 LABEL_PREFIX: Final = "toolcrew."
 UID: Final = 1000
 GUEST_FOLDER: Final = "/opt/toolcrew"
+SKILLS_FOLDER: Final = "/skills"
 GUEST_COMMAND: Final = ("-I", "-S", "-u", GUEST_FOLDER)
 OWN_PYTHON: Final = "/usr/bin/python3"
 PROXY_PORT: Final = 3128
@@ -74,12 +75,14 @@ _OWN_MEMORY: Final = WorkspaceMount()
 
 @dataclass(frozen=True)
 class Variant:
-    """What sandboxes of one host differ in beside image, runtime and sizes. `guest_volume`: for an image that has no guest of its own."""
+    """What sandboxes of one host differ in beside image, runtime and sizes. `guest_volume`: for an image that has no guest of its own; `skills_volume`:
+    what sandboxes read skills from; None: there are none."""
 
     workspace: WorkspaceMount = _OWN_MEMORY
     network: NetworkPolicy = "none"
     life_s: float = 86_400.0
     guest_volume: str | None = None
+    skills_volume: str | None = None
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,13 @@ def build_promises(
         row("HostConfig.LogConfig", {"Type": "none", "Config": {}}, "output does not fill the host's disk"),
     ]
     if mounts := _mounts(variant):  # an engine reports no empty list; what nobody asked for is found by find_drift
-        table.append(row("HostConfig.Mounts", mounts, "the workspace where it is kept apart, and the guest where the image has none"))
+        table.append(
+            row(
+                "HostConfig.Mounts",
+                mounts,
+                "the workspace where it is kept apart, the guest where the image has none, and skills, both read-only",
+            )
+        )
     if cgroup_version == 1:  # version 2 has no such knob, and engines refuse or drop it there
         table.append(row("HostConfig.MemorySwappiness", 0, "the limit is memory, never the host's swap"))
     return tuple(table)
@@ -194,9 +203,9 @@ def _mounts(variant: Variant) -> list[dict[str, object]]:
     if variant.workspace.bind is not None:
         options = {"Propagation": "rprivate", "NonRecursive": True}
         mounts.append({"Type": "bind", "Source": variant.workspace.bind, "Target": "/workspace", "BindOptions": options})
-    if variant.guest_volume is not None:
-        guest = {"Type": "volume", "Source": variant.guest_volume, "Target": GUEST_FOLDER, "ReadOnly": True}
-        mounts.append({**guest, "VolumeOptions": {"NoCopy": True}})
+    for volume, folder in ((variant.guest_volume, GUEST_FOLDER), (variant.skills_volume, SKILLS_FOLDER)):
+        if volume is not None:
+            mounts.append({"Type": "volume", "Source": volume, "Target": folder, "ReadOnly": True, "VolumeOptions": {"NoCopy": True}})
     return mounts
 
 

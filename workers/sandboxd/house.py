@@ -33,6 +33,7 @@ from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.seccomp import load_seccomp_profile
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions
+from workers.sandboxd.skill_shelf import SkillShelf
 from workers.sandboxd.store.checkpoints import MOST_CHECKPOINTS, Checkpoints
 from workers.sandboxd.store.choice import open_store
 from workers.sandboxd.tunnels import Tunnels
@@ -63,6 +64,7 @@ class House:
     checkpoints: Checkpoints
     keeper: Keeper
     reaper: Reaper
+    shelf: SkillShelf
 
     def describe(self) -> Mapping[str, Any]:
         """What `status` tells beside the sessions."""
@@ -112,11 +114,25 @@ async def open_house(settings: SandboxdSettings, engine: Engine) -> AsyncIterato
         lease = Lease.take(settings.sandboxd_leases, settings.sandboxd_name)
         stack.callback(lease.give_back)
         choice = choose_workspaces(settings.sandbox_workspace, state, settings.sandbox_workspace_bytes, settings.host_free_bytes)
-        profile = Profile(seccomp=load_seccomp_profile(), cgroup_version=facts.cgroup_version, life_s=settings.sandbox_max_life_s)
-        house = _build(settings, engine, facts, plans, choice, profile, lease)
+        owner = {LABEL_DEPLOYMENT: settings.deployment, LABEL_SANDBOXD: settings.sandboxd_name, LABEL_LEASE: lease.label}
+        shelf = SkillShelf(engine, settings.sandbox_image, owner)
+        profile = Profile(
+            seccomp=load_seccomp_profile(),
+            cgroup_version=facts.cgroup_version,
+            life_s=settings.sandbox_max_life_s,
+            skills_volume=shelf.volume,
+        )
+        stack.push_async_callback(shelf.close)
+        await shelf.open()
+
+        def build(chosen: Choice) -> House:
+            return _build(settings, engine, facts, plans, chosen, profile, lease, owner, shelf)
+
+        house = build(choice)
         stack.push_async_callback(house.close)
         await house.reaper.sweep()
-        proved = await _prove(house, engine, profile, lambda other: _build(settings, engine, facts, plans, other, profile, lease))
+        await shelf.sweep(lease)
+        proved = await _prove(house, engine, profile, build)
         if proved is not house:
             stack.push_async_callback(proved.close)
             house = proved
@@ -145,10 +161,17 @@ async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFa
 
 
 def _build(
-    settings: SandboxdSettings, engine: Engine, facts: EngineFacts, plans: Plans, choice: Choice, profile: Profile, lease: Lease
+    settings: SandboxdSettings,
+    engine: Engine,
+    facts: EngineFacts,
+    plans: Plans,
+    choice: Choice,
+    profile: Profile,
+    lease: Lease,
+    owner: Mapping[str, str],
+    shelf: SkillShelf,
 ) -> House:
     records = Records(settings.state())
-    owner = {LABEL_DEPLOYMENT: settings.deployment, LABEL_SANDBOXD: settings.sandboxd_name, LABEL_LEASE: lease.label}
     looks = FirstLooks(choice.workspaces.is_hard)
     maker = Maker(engine, profile, choice.workspaces, records, Room(settings.max_sandboxes), owner, settings.sandbox_image, looks.look)
     limits = PoolLimits(0, settings.pool_refill_per_s, settings.pool_memory_floor_bytes, settings.sandbox_max_life_s / 2)
@@ -172,6 +195,7 @@ def _build(
         checkpoints=checkpoints,
         keeper=Keeper(sessions, maker, reaper, idle, _build_watch(settings, choice), checkpoints.forget_old),
         reaper=reaper,
+        shelf=shelf,
     )
 
 

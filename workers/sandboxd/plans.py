@@ -166,9 +166,10 @@ def limits_of(plan: SandboxPlan) -> SandboxLimits:
 class Profile:
     """Plans as the engine wants them: the whole configuration of a container under this host's profile."""
 
-    def __init__(self, *, seccomp: str, cgroup_version: int, life_s: float) -> None:
+    def __init__(self, *, seccomp: str, cgroup_version: int, life_s: float, skills_volume: str | None = None) -> None:
         self._seccomp = seccomp
         self._cgroup_version = cgroup_version
+        self._skills_volume = skills_volume
         self.life_s = life_s
 
     def build_config(
@@ -181,5 +182,11 @@ class Profile:
             labels=labels,
             seccomp=self._seccomp,
             cgroup_version=self._cgroup_version,
-            variant=Variant(workspace=mount, network=plan.network, life_s=self.life_s, guest_volume=guest_volume),
+            variant=Variant(
+                workspace=mount,
+                network=plan.network,
+                life_s=self.life_s,
+                guest_volume=guest_volume,
+                skills_volume=self._skills_volume,
+            ),
         )

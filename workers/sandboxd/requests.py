@@ -18,6 +18,7 @@ FRAME_COST_BYTES = 64
 """What a data frame costs beside its body, so that frames without one are not free."""
 _STREAM_STDERR_BYTES = 65_536
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}:[A-Za-z0-9_-]{1,64}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _JOB_OPS = ("job_start", "job_poll", "job_input", "job_kill", "job_list")
 _OPS = ("exec", "read_text", "read_file", "write_file", "write_text", "edit_text", "glob", "grep", "ping", *_JOB_OPS)
 
@@ -79,6 +80,15 @@ def parse_terms(header: Mapping[str, Any]) -> SandboxTerms | None:
         first = error.errors(include_url=False, include_input=False)[0]
         name = ".".join(str(part) for part in ("terms", *first["loc"]))
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{name[:200]}: {first['msg'][:200]}: mend the tenant's policy") from None
+
+
+def parse_skill(header: Mapping[str, Any]) -> tuple[str, str, int]:
+    """Of a request about a skill: whose it is ("" for everybody's), its digest, and the size of the archive that follows; 0: none does."""
+    digest = parse_text(header, "digest")
+    if not _DIGEST.fullmatch(digest):
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "digest must be a sha256 in hex")
+    scope = "" if header.get("shared") is True else parse_session(header).partition(":")[0]
+    return scope, digest, _parse_count(header, "body_bytes")
 
 
 def parse_number(header: Mapping[str, Any], name: str, default: float, most: float) -> float:

@@ -21,6 +21,7 @@ from workers.sandboxd.requests import MAX_TTL_S, parse_fence, parse_number, pars
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions, Start
+from workers.sandboxd.skill_shelf import SkillShelf
 from workers.sandboxd.store.checkpoints import Checkpoints
 from workers.unix_listening import BACKLOG, find_peer_uid, open_listener
 
@@ -30,7 +31,7 @@ OWNER = "sandboxd"
 
 
 class Server:
-    """Serves `open`, `call`, `cancel`, `checkpoint`, `delete_checkpoint`, `close`, `terms`, `status`, `sessions`.
+    """Serves `open`, `call`, `cancel`, `skill`, `checkpoint`, `delete_checkpoint`, `close`, `terms`, `status`, `sessions`.
 
     One request at a time on a connection; a closed connection cancels its call.
     """
@@ -40,6 +41,7 @@ class Server:
         sessions: Sessions,
         plans: Plans,
         checkpoints: Checkpoints,
+        shelf: SkillShelf,
         *,
         uids: frozenset[int],
         facts: Callable[[], Mapping[str, Any]],
@@ -48,6 +50,7 @@ class Server:
         self._sessions = sessions
         self._plans = plans
         self._checkpoints = checkpoints
+        self._shelf = shelf
         self._uids = uids
         self._facts = facts
         self._connections: set[asyncio.Task[None]] = set()
@@ -76,7 +79,7 @@ class Server:
 
     async def _serve(self, link: WorkerLink) -> None:
         try:
-            await Connection(link, self._sessions, self._answer).serve()
+            await Connection(link, self._sessions, self._shelf, self._answer).serve()
         except (FrameError, ConnectionError) as error:
             log.warning("connection_dropped", error=str(error))
         except asyncio.CancelledError:
@@ -87,7 +90,7 @@ class Server:
             link.close()
 
     async def _answer(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to every verb but `call` and `sessions`."""
+        """The answer to every verb but `call`, `skill` and `sessions`."""
         verb = header.get("verb")
         if verb == "open":
             return await self._open(header)

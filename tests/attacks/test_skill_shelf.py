@@ -1,0 +1,144 @@
+"""Attacks on the skills that all sandboxes of a host have mounted: change them, find another tenant's, have other content placed under a digest."""
+
+import io
+import tarfile
+from collections.abc import Mapping
+
+import pytest
+
+from contract.errors import SandboxUnavailable, ToolFailure
+from contract.skills import BundleDigest
+from tests.attack_ground import Ground, Hostile
+from workers.sandbox_client import SandboxClient
+
+FILES = {"SKILL.md": b"---\nname: echo\n---\n", "data/word.txt": b"found", "scripts/run.sh": b"#!/bin/sh\ncat $SKILL_DIR/data/word.txt\n"}
+
+
+def digest_of(files: Mapping[str, bytes]) -> str:
+    digest = BundleDigest()
+    for path, data in sorted(files.items()):
+        digest.add(path, data, is_executable=path.startswith("scripts/"))
+    return digest.hexdigest()
+
+
+def pack(files: Mapping[str, bytes], *odd: tarfile.TarInfo) -> io.BytesIO:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for entry in odd:
+            archive.addfile(entry)
+        for path, data in sorted(files.items()):
+            entry = tarfile.TarInfo(path)
+            entry.size, entry.mode = len(data), 0o6755 if path.startswith("scripts/") else 0o666
+            archive.addfile(entry, io.BytesIO(data))
+    return packed
+
+
+def place(ground: Ground, session: Hostile, files: Mapping[str, bytes] = FILES, *, shared: bool = False) -> str:
+    with SandboxClient(ground.path) as client:
+        return client.place_skill(session.name, digest_of(files), pack(files), shared=shared)
+
+
+def said(session: Hostile, script: str) -> str:
+    return session.bash(script).streams.get("merged", b"").decode()
+
+
+def test_change_a_skill_from_inside(ground: Ground) -> None:
+    """Aim: a script that an operator trusts does what the model wrote."""
+    with ground.session() as session:
+        folder = place(ground, session)
+        assert said(session, f"SKILL_DIR={folder} {folder}/scripts/run.sh") == "found"
+        tries = [
+            f"echo x > {folder}/data/word.txt",
+            f"rm -rf {folder}",
+            f"mv {folder} {folder}2",
+            f"chmod -R 777 {folder}",
+            "touch /skills/new",
+            f"ln -s /etc {folder}/data/link",
+            "mount -o remount,rw /skills",
+            "umount /skills",
+        ]
+        for one in tries:
+            assert session.bash(one).done["exit_code"] != 0, one
+        assert said(session, f"SKILL_DIR={folder} {folder}/scripts/run.sh") == "found"
+        assert said(session, f"stat -c '%u %a %A' {folder}/scripts/run.sh {folder}/data/word.txt").split("\n")[:2] == [
+            "0 755 -rwxr-xr-x",
+            "0 644 -rw-r--r--",
+        ]
+
+
+def test_find_the_skills_of_another_tenant(ground: Ground) -> None:
+    """Aim: the same volume is mounted everywhere; what a tenant has installed is not everybody's."""
+    secret = {**FILES, "data/word.txt": b"secret"}
+    with ground.session("acme") as owner, ground.session("rival") as rival:
+        folder = place(ground, owner, secret)
+        assert said(owner, f"cat {folder}/data/word.txt") == "secret"
+        assert "Permission denied" in said(rival, "ls /skills")
+        assert "Permission denied" in said(rival, "cd / && find skills -mindepth 1")
+        assert said(rival, "echo /skills/*/data/word.txt; compgen -f /skills/ | wc -l") == "/skills/*/data/word.txt\n0\n"
+        with SandboxClient(ground.path) as client:
+            assert client.find_skill(rival.name, digest_of(secret), shared=False) is None
+            assert client.find_skill(rival.name, digest_of(secret), shared=True) is None
+            assert client.find_skill(owner.name, digest_of(secret), shared=False) == folder
+        # Whoever brings the same content has it at another place.
+        assert place(ground, rival, secret) != folder
+
+
+def test_everybodys_skill_lies_there_once(ground: Ground) -> None:
+    with ground.session("acme") as one, ground.session("rival") as other:
+        folder = place(ground, one, shared=True)
+        assert place(ground, other, shared=True) == folder
+        assert said(other, f"cat {folder}/data/word.txt") == "found"
+
+
+@pytest.mark.parametrize("name", ["../out", "/etc/passwd", "a/../../b", "./a", "a//b", ""])
+def test_place_files_elsewhere(ground: Ground, name: str) -> None:
+    """Aim: a worker that was taken over writes into another bundle, or out of the volume."""
+    files = {name: b"x", **FILES}
+    with ground.session() as session, SandboxClient(ground.path) as client:
+        with pytest.raises(ToolFailure, match="is not the archive"):
+            client.place_skill(session.name, digest_of(files), pack(files), shared=False)
+        assert client.find_skill(session.name, digest_of(files), shared=False) is None
+        assert client.status()
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
+def test_place_what_is_no_file(ground: Ground, kind: bytes) -> None:
+    odd, files = tarfile.TarInfo("data/odd"), {**FILES, "kind": kind}
+    odd.type, odd.linkname = kind, "/etc/passwd"
+    with ground.session() as session, SandboxClient(ground.path) as client, pytest.raises(ToolFailure, match="is not the archive"):
+        client.place_skill(session.name, digest_of(files), pack(files, odd), shared=False)
+
+
+def test_place_other_content_under_a_digest(ground: Ground) -> None:
+    with ground.session() as session, SandboxClient(ground.path) as client:
+        for archive in (
+            pack({**FILES, "data/word.txt": b"other"}),
+            pack({}),
+            io.BytesIO(b"x" * 5000),
+            io.BytesIO(pack(FILES).getvalue()[:700]),
+        ):
+            with pytest.raises(ToolFailure, match="is not the archive"):
+                client.place_skill(session.name, "0" * 64, archive, shared=False)
+        assert client.find_skill(session.name, "0" * 64, shared=False) is None
+
+
+def test_send_more_than_a_bundle_may_have(ground: Ground) -> None:
+    class Large(io.BytesIO):
+        left = 200 * 1024 * 1024
+
+        def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+            return self.left if whence == io.SEEK_END else 0
+
+        def read(self, size: int | None = -1) -> bytes:
+            sent = min(size or 0, self.left)
+            self.left -= sent
+            return b"x" * sent
+
+    ground.forget_peak()
+    before = ground.peak_bytes()
+    with ground.session() as session, SandboxClient(ground.path) as client:
+        with pytest.raises((ToolFailure, SandboxUnavailable)):
+            client.place_skill(session.name, "0" * 64, Large(), shared=False)
+        with SandboxClient(ground.path) as other:
+            assert other.status()
+    assert ground.peak_bytes() - before < 32 * 1024 * 1024

@@ -1,0 +1,153 @@
+"""The skills that sandboxes of this sandboxd can read: each bundle once, below a name that only those learn who may use it.
+
+All sandboxes have the same volume mounted, read-only. Its top cannot be listed, and what a bundle lies under is made with a secret of this
+process: whoever does not run the skill does not find it, and no content can be asked for by its digest.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import io
+import secrets
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from typing import IO
+
+import structlog
+
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from contract.skills import MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, BundleDigest
+from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine
+from workers.sandboxd.hardening import SKILLS_FOLDER
+from workers.sandboxd.leases import Lease
+from workers.sandboxd.settling import settle
+
+log = structlog.get_logger(__name__)
+
+MAX_SHELF_BYTES = 2 * 1024**3
+"""Of all bundles until sandboxd is started anew: they lie on the engine's disk."""
+MAX_ARCHIVE_BYTES = MAX_BUNDLE_BYTES + 4096 * MAX_BUNDLE_FILES
+"""A bundle as tar: beside its bytes, heads and what fills up its blocks."""
+_MEMORY_BYTES = 1024 * 1024
+
+
+class SkillShelf:
+    """One volume, as old as this process. `image`: any that the engine has, for what unpacks into it."""
+
+    def __init__(self, engine: Engine, image: str, owner: Mapping[str, str]) -> None:
+        self.volume = f"toolcrew-skills-{secrets.token_hex(8)}"
+        self._engine, self._image, self._owner = engine, image, dict(owner)
+        self._secret = secrets.token_bytes(32)
+        self._places: dict[tuple[str, str], str] = {}
+        self._bytes = 0
+        self._placing = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Make the volume. Raises SandboxUnavailable."""
+        await self._engine.make_skill_volume(self.volume, self._owner)
+
+    async def close(self) -> None:
+        """Remove it; while a container has it, it stays for the sweep of whoever comes next."""
+        await self._remove(self.volume)
+
+    async def sweep(self, lease: Lease) -> None:
+        """Remove what sandboxds of this deployment left that are gone. Raises SandboxUnavailable when the engine does not answer."""
+        listed = await self._engine.list_skill_volumes(f"{LABEL_DEPLOYMENT}={self._owner[LABEL_DEPLOYMENT]}")
+        gone = [name for name, labels in listed.items() if name != self.volume and self._is_left(labels, lease)]
+        await settle([self._remove(name) for name in gone])
+
+    def find(self, scope: str, digest: str) -> str | None:
+        """The folder of a bundle in every sandbox; None: it has not been placed. `scope`: whose it is, as for `place`."""
+        return self._places.get((scope, digest))
+
+    async def place(self, scope: str, digest: str, chunks: AsyncIterator[bytes]) -> str:
+        """Put the bundle of that digest there, from a tar archive of its files in the order of their paths; gives its folder in every sandbox.
+
+        `scope`: the tenant, or "" for everybody's. Raises ToolFailure for an archive that is not that bundle, SandboxUnavailable, and what
+        `chunks` raises.
+        """
+        with tempfile.SpooledTemporaryFile(_MEMORY_BYTES) as received:
+            async for chunk in chunks:
+                if received.tell() + len(chunk) > MAX_ARCHIVE_BYTES:
+                    raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"a skill's archive has at most {MAX_ARCHIVE_BYTES} bytes")
+                received.write(chunk)
+            # One at a time, so that two who bring the same bundle do not unpack it over each other.
+            async with self._placing:
+                known = self.find(scope, digest)
+                return known or await self._place(scope, digest, received)
+
+    async def _place(self, scope: str, digest: str, received: IO[bytes]) -> str:
+        if self._bytes + received.tell() > MAX_SHELF_BYTES:
+            raise SandboxUnavailable(
+                f"the skills of this host take more than {MAX_SHELF_BYTES // 2**30} GiB: remove some, and start sandboxd anew"
+            )
+        name = hmac.new(self._secret, f"{scope}\0{digest}".encode(), hashlib.sha256).hexdigest()[:32]
+        with tempfile.SpooledTemporaryFile(_MEMORY_BYTES) as archive:
+            await asyncio.to_thread(_repack, received, archive, name, digest)
+            archive.seek(0)
+            await self._engine.fill_skill_volume(self.volume, self._image, archive)
+        self._bytes += received.tell()
+        self._places[scope, digest] = place = f"{SKILLS_FOLDER}/{name}"
+        log.info("skill_placed", digest=digest, bytes=received.tell())
+        return place
+
+    def _is_left(self, labels: Mapping[str, str], lease: Lease) -> bool:
+        # We alone have our name, and made no other volume in this life.
+        return labels.get(LABEL_SANDBOXD) == self._owner[LABEL_SANDBOXD] or lease.is_dead(labels.get(LABEL_LEASE, ""))
+
+    async def _remove(self, volume: str) -> None:
+        try:
+            await self._engine.remove_skill_volume(volume)
+        except SandboxUnavailable as error:
+            log.warning("skill_volume_not_removed", volume=volume, error=str(error))
+
+
+def _repack(received: IO[bytes], archive: IO[bytes], name: str, digest: str) -> None:
+    """The same files below `name`, root's and read-only for everybody else, and nothing but files. Raises ToolFailure when they are not that bundle."""
+    received.seek(0)
+    found, folders, top = BundleDigest(), {""}, SKILLS_FOLDER.strip("/")
+    try:
+        with (
+            tarfile.open(fileobj=received, mode="r:") as bundle,
+            tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as packed,
+        ):
+            packed.addfile(_folder(top, 0o711))
+            packed.addfile(_folder(f"{top}/{name}", 0o755))
+            for number, member in enumerate(bundle):
+                if number >= MAX_BUNDLE_FILES or not member.isfile() or not _is_plain(member.name):
+                    raise _not_it(digest)
+                for folder in _parents(member.name):
+                    if folder not in folders:
+                        folders.add(folder)
+                        packed.addfile(_folder(f"{top}/{name}/{folder}", 0o755))
+                content = bundle.extractfile(member)
+                data = content.read() if content is not None else b""
+                is_executable = bool(member.mode & 0o100)
+                found.add(member.name, data, is_executable=is_executable)
+                entry = tarfile.TarInfo(f"{top}/{name}/{member.name}")
+                entry.size, entry.mode = len(data), 0o755 if is_executable else 0o644
+                packed.addfile(entry, io.BytesIO(data))
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise _not_it(digest) from error
+    if found.hexdigest() != digest:
+        raise _not_it(digest)
+
+
+def _folder(name: str, mode: int) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.mode = tarfile.DIRTYPE, mode
+    return entry
+
+
+def _is_plain(path: str) -> bool:
+    return bool(path) and all(part not in ("", ".", "..") for part in path.split("/"))
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
+def _not_it(digest: str) -> ToolFailure:
+    return ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"what was sent is not the archive of the skill with the digest {digest}")
