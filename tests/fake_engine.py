@@ -5,8 +5,9 @@ import contextlib
 import secrets
 import socket
 import struct
+import tarfile
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import IO, Any
 
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.engine import LABEL_DEPLOYMENT, AttachedContainer, ListedContainer
@@ -132,6 +133,7 @@ class FakeEngine:
         self.pause_gate = asyncio.Event()
         self.pause_gate.set()
         self.image = "sha256:1"
+        self.skills: dict[str, bytes] = {}
         self.listed: list[ListedContainer] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -184,6 +186,10 @@ class FakeEngine:
 
     async def ensure_guest_volume(self, image: str) -> str:
         return f"guest-of-{image}"
+
+    async def fill_skill_volume(self, name: str, image: str, archive: IO[bytes]) -> None:
+        with tarfile.open(fileobj=archive) as unpacked:
+            self.skills |= {member.name: unpacked.extractfile(member).read() for member in unpacked if member.isfile()}  # type: ignore[union-attr]
 
     async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
         return [one for one in self.listed if one.labels.get(LABEL_DEPLOYMENT) == deployment]

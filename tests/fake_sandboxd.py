@@ -27,6 +27,7 @@ from workers.sandboxd.seccomp import load_seccomp_profile
 from workers.sandboxd.server import Server
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions
+from workers.sandboxd.skill_shelf import SkillShelf
 from workers.sandboxd.workspaces.base import WorkspaceMount, Workspaces, WorkspaceSize
 from workers.sandboxd.workspaces.tmpfs import TmpfsWorkspaces
 from workers.settings import SandboxdSettings
@@ -235,7 +236,8 @@ async def running_sandboxd(
     """sandboxd without a container engine. `behaviours`: of the guests, in the order in which they are started."""
     host = build_host(path, *behaviours, plans=plans, **how)
     allowed = frozenset({os.geteuid()}) if uids is None else uids
-    server = Server(host.sessions, plans, checkpoints, uids=allowed, facts=lambda: {"boot": "b00t"})
+    shelf = SkillShelf(host.engine, "default", {})  # type: ignore[arg-type]
+    server = Server(host.sessions, plans, checkpoints, shelf, uids=allowed, facts=lambda: {"boot": "b00t"})
     listening = await server.listen(path / "sandboxd.sock", 0o600)
     daemon = Sandboxd(path / "sandboxd.sock", host, server)
     try:

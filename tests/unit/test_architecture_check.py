@@ -159,7 +159,7 @@ def test_the_script_prints_a_line_per_violation_and_exits_with_1(tmp_path: Path)
     ran = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, check=False)
     assert ran.returncode == 1
     assert ran.stdout.splitlines() == [
-        "workers/x.py:2: wall: docker may be imported only in workers/sandboxd/engine.py, workers/sandboxd/engine_volumes.py",
+        "workers/x.py:2: wall: docker may be imported only in workers/sandboxd/engine.py, workers/sandboxd/engine_skills.py, workers/sandboxd/engine_volumes.py",
         "workers/x.py:3: arrow: workers must not import orchestrator",
     ]
 
