@@ -1,0 +1,84 @@
+"""skill.tool.json: the file beside a SKILL.md that makes a skill a tool of its own name. Not of the standard, so that the skill stays one."""
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+from jsonschema.exceptions import SchemaError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from contract.calls import MAX_TIMEOUT_S
+from contract.schema import check_schema
+from contract.specs import NO_NETWORK, SkillSummary, ToolSpec
+
+SIDECAR_FILE = "skill.tool.json"
+MAX_SIDECAR_BYTES = 65_536
+_NAME_CHARS = 64
+_MAX_DESCRIPTION = 8192
+
+
+class SidecarBroken(ValueError):
+    """A sidecar that makes no tool; the message says why and what to mend. The skill is one all the same."""
+
+
+class Sidecar(BaseModel):
+    """What it says. `entrypoint`: a file of the skill; `interpreter`: what runs it, None: as its first line and its suffix say; `args` json-stdin: the
+    arguments as one JSON object on standard input; argv: as `--name=value`, those that are true as `--name`, lists once for each value. `timeout`:
+    seconds; `network`: it is of no use to sandboxes without."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    entrypoint: str = Field(min_length=1, max_length=1024)
+    parameters: dict[str, JsonValue] = {"type": "object", "properties": {}}
+    interpreter: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_./+-]{1,128}$")
+    args: Literal["json-stdin", "argv"] = "json-stdin"
+    timeout: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    network: bool = False
+    requires_permission: bool = False
+    dangerous: bool = False
+
+
+def parse_sidecar(text: bytes, files: Collection[str]) -> Sidecar:
+    """`files`: the paths of the skill's files. Raises SidecarBroken."""
+    if len(text) > MAX_SIDECAR_BYTES:
+        raise SidecarBroken(f"it is larger than {MAX_SIDECAR_BYTES} bytes")
+    try:
+        sidecar = Sidecar.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise SidecarBroken(f"{where}: {first['msg']}" if where else str(first["msg"])) from None
+    if sidecar.entrypoint not in files:
+        raise SidecarBroken(f"entrypoint: the skill has no file {sidecar.entrypoint[:200]!r}")
+    try:
+        check_schema(sidecar.parameters)
+    except (SchemaError, RecursionError) as error:
+        raise SidecarBroken(f"parameters: {getattr(error, 'message', 'it is nested too deeply')}") from None
+    return sidecar
+
+
+def build_skill_spec(skill: SkillSummary, sidecar: Sidecar) -> ToolSpec:
+    """The tool that the skill is then. Raises SidecarBroken for a name that no tool can have."""
+    if not skill.name.replace("-", "").replace("_", "").isalnum() or len(skill.name) > _NAME_CHARS:
+        raise SidecarBroken(f"a tool's name has letters, digits, - and _, at most {_NAME_CHARS}: the skill's name cannot be one")
+    about = f"It runs in the session's sandbox, {NO_NETWORK}" + ("; it needs network." if sidecar.network else ".")
+    return ToolSpec(
+        name=skill.name,
+        description=f"{skill.description[: _MAX_DESCRIPTION - len(about) - 1]} {about}",
+        parameters=sidecar.parameters,
+        timeout_s=sidecar.timeout,
+        requires_permission=sidecar.requires_permission,
+        dangerous=sidecar.dangerous,
+    )
+
+
+def build_argv(arguments: Mapping[str, JsonValue]) -> list[str]:
+    """Arguments as a program's: in the order in which they were given."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        for one in value if isinstance(value, list) else [value]:
+            if one is True:
+                words.append(f"--{name}")
+            elif one is not False and one is not None:
+                words.append(f"--{name}={one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)}")
+    return words

@@ -1,0 +1,101 @@
+"""skill.tool.json: what makes a skill a tool of its own, and what is said of one that does not."""
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.skill_sidecars import MAX_SIDECAR_BYTES, SidecarBroken, build_argv, build_skill_spec, parse_sidecar
+from contract.specs import SkillSummary
+
+FILES = ("SKILL.md", "scripts/run.py")
+LEAST = {"entrypoint": "scripts/run.py"}
+
+
+def parse(**fields: Any) -> Any:
+    return parse_sidecar(json.dumps({**LEAST, **fields}).encode(), FILES)
+
+
+def summary(name: str = "word-count", description: str = "Counts words.") -> SkillSummary:
+    return SkillSummary(name=name, description=description, digest="0" * 64, files=2, bytes=1)
+
+
+def test_the_entrypoint_is_enough() -> None:
+    sidecar = parse()
+    assert (sidecar.args, sidecar.interpreter, sidecar.timeout, sidecar.network) == ("json-stdin", None, None, False)
+    spec = build_skill_spec(summary(), sidecar)
+    assert (spec.name, spec.pool, spec.requires_permission, spec.dangerous, spec.timeout_s) == ("word-count", "sandbox", False, False, None)
+    assert spec.description == "Counts words. It runs in the session's sandbox, without network."
+
+
+def test_all_that_it_says_is_in_the_spec() -> None:
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    sidecar = parse(
+        parameters=parameters, timeout=30, requires_permission=True, dangerous=True, network=True, args="argv", interpreter="python3"
+    )
+    spec = build_skill_spec(summary(), sidecar)
+    assert (spec.parameters, spec.timeout_s, spec.requires_permission, spec.dangerous) == (parameters, 30, True, True)
+    assert spec.description.endswith("it needs network.")
+    assert "with all of it; it needs network" in spec.with_network("with all of it").description
+
+
+def test_the_longest_description_fits() -> None:
+    assert len(build_skill_spec(summary(description="x" * 4096), parse()).description) < 8192
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"entrypoint": "scripts/none.py"}, "no file 'scripts/none.py'"),
+        ({"entrypoint": "../run.py"}, "no file"),
+        ({"entrypoint": ""}, "entrypoint"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": 1e9}, "timeout"),
+        ({"timeout": "30"}, "timeout"),
+        ({"network": 1}, "network"),
+        ({"args": "env"}, "args"),
+        ({"interpreter": "python3 -c evil"}, "interpreter"),
+        ({"parameters": {"type": "array"}}, "object"),
+        ({"parameters": {"type": "object", "properties": {"a": {"type": "no-type"}}}}, "parameters"),
+        ({"parameters": {"type": "object", "properties": {"a": {"$ref": "https://example.org/x"}}}}, "not within it"),
+        ({"parameters": "x"}, "parameters"),
+        ({"unknown": 1}, "unknown"),
+    ],
+)
+def test_what_makes_no_tool_is_told(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(SidecarBroken, match=words):
+        parse(**fields)
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff", b"null", b"{}", b"[" * 10_000, b" " * (MAX_SIDECAR_BYTES + 1)])
+def test_what_is_no_sidecar_is_told(text: bytes) -> None:
+    with pytest.raises(SidecarBroken):
+        parse_sidecar(text, FILES)
+
+
+def test_a_schema_that_is_nested_deeply_is_told() -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(150):
+        schema = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(SidecarBroken, match="recursion"):
+        parse(parameters=schema)
+
+
+@pytest.mark.parametrize("name", ["a.b", "x" * 65, "a b"])
+def test_a_name_that_no_tool_can_have_is_told(name: str) -> None:
+    with pytest.raises((SidecarBroken, ValueError)):
+        build_skill_spec(summary(name), parse())
+
+
+def test_arguments_as_words() -> None:
+    given = {"path": "-rf", "deep": True, "quiet": False, "none": None, "n": [1, "b"], "at": {"x": "ü"}, "f": 1.5}
+    assert build_argv(given) == ["--path=-rf", "--deep", "--n=1", "--n=b", '--at={"x": "ü"}', "--f=1.5"]
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_make_a_sidecar_or_a_sentence(text: bytes) -> None:
+    with contextlib.suppress(SidecarBroken):
+        parse_sidecar(text, FILES)
