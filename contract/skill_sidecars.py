@@ -57,6 +57,11 @@ def parse_sidecar(text: bytes, files: Collection[str]) -> Sidecar:
     return sidecar
 
 
+def tell_broken_sidecar(error: SidecarBroken) -> str:
+    """A warning about the skill."""
+    return f"its {SIDECAR_FILE} is not used, so that it is no tool of its own: {error}"[:400]
+
+
 def build_skill_spec(skill: SkillSummary, sidecar: Sidecar) -> ToolSpec:
     """The tool that the skill is then. Raises SidecarBroken for a name that no tool can have."""
     if not skill.name.replace("-", "").replace("_", "").isalnum() or len(skill.name) > _NAME_CHARS:

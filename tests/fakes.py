@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from typing import IO, Any
 
 from contract.calls import BLOB_TTL_S, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
@@ -175,6 +175,9 @@ class FakeSandboxClient(SandboxClient):
         self.names: list[str] = []
         self.closed: list[str] = []
         self.cancelled: list[tuple[str, str]] = []
+        self.skills: dict[str, tuple[str, bytes]] = {}
+        """By digest: the folder, and the archive that was placed there."""
+        self.placed = 0
 
     def call(self, name: str, request: Mapping[str, Any], body: bytes = b"", **_: Any) -> GuestResponse:
         self.names.append(name)
@@ -187,6 +190,15 @@ class FakeSandboxClient(SandboxClient):
             answer = answer(request, body)
         assert isinstance(answer, GuestResponse)
         return answer
+
+    def find_skill(self, name: str, digest: str, *, shared: bool) -> str | None:
+        return self.skills.get(digest, (None, b""))[0]
+
+    def place_skill(self, name: str, digest: str, archive: IO[bytes], *, shared: bool) -> str:
+        place = f"/skills/{digest[:8]}"
+        self.skills[digest] = (place, archive.seek(0) or archive.read())
+        self.placed += 1
+        return place
 
     def describe_open(self, name: str, image: str | None, ttl_s: float, **asked: Any) -> dict[str, Any]:
         self.names.append(name)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 import structlog
 
@@ -56,6 +56,9 @@ class Bench:
         return self.facts
 
     def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
+        self._refuse()
+
+    def place_skill(self, digest: str, pack: Callable[[], IO[bytes]], *, is_shared: bool) -> str:
         self._refuse()
 
     def open_sandbox(
@@ -142,6 +145,13 @@ class SandboxBench(Bench):
             code, words, figures = parse_error(told)
             raise ToolFailure(code, words + self.loss_note(words), **figures)
         return response
+
+    def place_skill(self, digest: str, pack: Callable[[], IO[bytes]], *, is_shared: bool) -> str:
+        place = self.client.find_skill(self._name, digest, shared=is_shared)
+        if place is not None:
+            return place
+        with pack() as archive:
+            return self._timed("place_skill", lambda: self.client.place_skill(self._name, digest, archive, shared=is_shared), _nothing_told)
 
     def _note(self, told: Told) -> None:
         """Remember what the end of a request tells. The guest's clock is believed as far as sandboxd's own reaches."""

@@ -28,6 +28,7 @@ from workers.tenants import TenantGate, Tenants
 from workers.tools.base import WorkerRegistry
 from workers.tools.builtin import build_registry
 from workers.tools.skill import build_skill_tool
+from workers.tools.skill_tools import register_skill_tools
 from workers.tracing import open_process_tracer
 
 log = structlog.get_logger(__name__)
@@ -39,6 +40,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     registry, skills = build_registry(), load_skills(settings.skill_roots())
     if settings.skill_roots():
         registry.register(build_skill_tool(skills))
+        register_skill_tools(registry, skills)
     clock = SharedClock()
     tracer = open_process_tracer("sandbox")
     life = HostLife(settings, clock)

@@ -9,6 +9,7 @@ from docker import APIClient
 
 from contract.calls import ToolResult
 from contract.errors import ErrorCode
+from contract.skill_sidecars import SIDECAR_FILE
 from orchestrator.client import ToolClient
 from orchestrator.sessions import Session
 from tests.skill_ground import SHIPPED, write_skill
@@ -18,7 +19,8 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
 
 ECHO = """#!/usr/bin/env python3
 import json, os, sys
-print(json.dumps({"args": json.load(sys.stdin), "cwd": os.getcwd(), "beside": open(os.environ["SKILL_DIR"] + "/data/word.txt").read()}))
+place = os.environ["SKILL_DIR"]
+print(json.dumps({"args": json.load(sys.stdin), "cwd": os.getcwd(), "beside": open(place + "/data/word.txt").read(), "folder": place}))
 """
 
 
@@ -38,13 +40,14 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
     }
     echo = write_skill(tmp_path, "echo", files=scripts)
     (echo / "scripts" / "plain").chmod(0o644)
+    write_skill(tmp_path, "late", files={"scripts/run.sh": "echo late"})
     write_skill(tmp_path, "broken", front="description: of nothing")
     with open_stack(engine, {"TOOLCREW_SKILLS": os.pathsep.join(map(str, (tmp_path, SHIPPED)))}) as stack:
         assert "skill_not_loaded" in stack.log("worker")
         listed = run_toolcrew(stack.footprint, "skills", "ls", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url})
-        assert [row["name"] for row in json.loads(listed.stdout)] == ["echo", "word-count"]
+        assert [row["name"] for row in json.loads(listed.stdout)] == ["echo", "late", "word-count"]
         async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
-            assert [skill.name for skill in await client.skills()] == ["echo", "word-count"]
+            assert [skill.name for skill in await client.skills()] == ["echo", "late", "word-count"]
             assert "- echo: Does echo." in next(spec for spec in await client.tools() if spec.name == "skill_tool").description
 
             assert "- word-count: Counts" in (await use(session, action="list")).text()
@@ -54,16 +57,20 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
             assert (await use(session, name="echo", action="read", path="data/word.txt")).text().startswith("1\tfound\n")
 
             ran = await use(session, name="echo", action="run", script="echo.py", args={"a": ["ü", 1]})
-            assert json.loads(ran.text()) == {"args": {"a": ["ü", 1]}, "cwd": "/workspace", "beside": "found"}
+            told = json.loads(ran.text())
+            assert (told["args"], told["cwd"], told["beside"]) == ({"a": ["ü", 1]}, "/workspace", "found")
             await session.write_file("a.txt", b"one two two\n")
             counted = await use(session, name="word-count", action="run", script="scripts/count.py", args={"files": ["a.txt"]})
             assert json.loads(counted.text())["a.txt"]["top"] == [["two", 2], ["one", 1]]
-            # Brought there once: what the session does to its own copy stays.
-            await session.call("bash_tool", {"command": "echo changed > .toolcrew/skills/echo-*/data/word.txt"})
-            again = await use(session, name="echo", action="run", script="echo.py")
-            assert json.loads(again.text())["beside"] == "changed\n"
-            made = await session.call("bash_tool", {"command": "ls -A .toolcrew/skills | wc -l"})
-            assert made.text() == "2\n"
+            # Where it lies the session cannot change it.
+            folder = json.loads(ran.text())["folder"]
+            tried = await session.call(
+                "bash_tool", {"command": f"echo changed > {folder}/data/word.txt; rm -rf {folder}; cat {folder}/data/word.txt"}
+            )
+            assert tried.text().endswith("found")
+            assert "Read-only file system" in tried.text()
+            seen = await session.call("bash_tool", {"command": "ls -A /workspace; ls /skills"})
+            assert seen.text() == "a.txt\nls: cannot open directory '/skills': Permission denied\n[exit code 2]"
 
             slow = await use(session, name="echo", action="run", script="slow.sh", timeout=2)
             assert (slow.error_code, slow.output) == (ErrorCode.TIMEOUT, "begun\n")
@@ -74,18 +81,50 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
             failed = await use(session, name="echo", action="run", script="fails.sh")
             assert failed.text() == "no\n[exit code 3]"
             no_program = await use(session, name="echo", action="run", script="ruby.sh")
-            assert (no_program.error_code, "no ruby" in no_program.text()) == (ErrorCode.FILE_NOT_FOUND, True)
+            assert (no_program.error_code, "ruby could not be started" in no_program.text()) == (ErrorCode.FILE_NOT_FOUND, True)
             plain = await use(session, name="echo", action="run", script="plain")
             assert (plain.error_code, "run bit" in plain.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
 
-            # Each session has a copy of its own.
+            # Files that are changed on the host change nothing: which they were was settled when they were loaded.
+            (echo / "data" / "word.txt").write_text("later")
             async with await client.open_session() as other:
                 told = await use(other, name="echo", action="run", script="echo.py")
                 assert json.loads(told.text())["beside"] == "found"
-                (echo / "data" / "word.txt").write_text("later")
-            async with await client.open_session() as late:
-                refused = await use(late, name="echo", action="run", script="echo.py")
+                (echo.parent / "late" / "scripts" / "run.sh").write_text("echo changed")
+                refused = await use(other, name="late", action="run", script="run.sh")
                 assert (refused.error_code, "changed since" in refused.text()) == (ErrorCode.STALE_FILE, True)
+
+
+async def test_a_skill_with_a_sidecar_is_a_tool_of_its_own(engine: APIClient, tmp_path: Path) -> None:
+    tool = {
+        "entrypoint": "scripts/echo.py",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"], "additionalProperties": False},
+        "timeout": 2,
+    }
+    write_skill(tmp_path, "echo", files={"scripts/echo.py": ECHO, "data/word.txt": "found", SIDECAR_FILE: json.dumps(tool)})
+    words = {**tool, "args": "argv", "interpreter": "bash", "entrypoint": "scripts/say.sh"}
+    write_skill(
+        tmp_path, "say", files={"scripts/say.sh": 'echo "$@"; [ "$1" != --word=wait ] || sleep 300', SIDECAR_FILE: json.dumps(words)}
+    )
+    write_skill(
+        tmp_path,
+        "bash-tool",
+        front="name: bash_tool\ndescription: Not ours.",
+        files={"scripts/echo.py": ECHO, SIDECAR_FILE: json.dumps(tool)},
+    )
+    with open_stack(engine, {"TOOLCREW_SKILLS": str(tmp_path)}) as stack:
+        assert "skill_name_taken" in stack.log("worker")
+        async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
+            specs = {spec.name: spec for spec in await client.tools()}
+            assert specs["echo"].parameters == tool["parameters"]
+            assert specs["bash_tool"].description != "Not ours."
+            ran = await session.call("echo", {"word": "ü"})
+            assert json.loads(ran.text())["args"] == {"word": "ü"}
+            assert (await session.call("say", {"word": "a b"})).text() == "--word=a b\n"
+            refused = await session.call("echo", {"world": "x"})
+            assert refused.error_code is ErrorCode.INVALID_ARGUMENTS
+            late = await session.call("say", {"word": "wait"})
+            assert (late.error_code, late.output) == (ErrorCode.TIMEOUT, "--word=wait\n")
 
 
 async def test_without_the_setting_there_is_no_skill_tool(engine: APIClient) -> None:

@@ -18,10 +18,9 @@ from contract.registry import Tool, ToolRegistry
 from workers.custom.calls import CustomCalls
 from workers.custom.state import StateStore
 from workers.tools.base import WorkerTool
-from workers.tools.builtin import build_registry
+from workers.tools.builtin import OTHER_TOOLS, build_registry
 
 ENTRY_POINT_GROUP = "toolcrew.tools"
-WEB_TOOLS = frozenset({"webfetch_tool", "websearch_tool"})
 
 FindEntryPoints = Callable[[], Collection[EntryPoint]]
 
@@ -122,7 +121,7 @@ def _distinct(found: Sequence[Found]) -> Iterator[Found]:
 
 @functools.cache
 def _own_names() -> frozenset[str]:
-    return frozenset(spec.name for spec in build_registry().specs()) | WEB_TOOLS
+    return frozenset(spec.name for spec in build_registry().specs()) | OTHER_TOOLS
 
 
 def _served(found: Found, calls: CustomCalls) -> WorkerTool:

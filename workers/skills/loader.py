@@ -1,16 +1,27 @@
 """Loads the skills of an operator's folders: each folder with a SKILL.md in one of the roots is a skill."""
 
-import gzip
+import contextlib
 import io
 import os
 import tarfile
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import structlog
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.skill_sidecars import (
+    MAX_SIDECAR_BYTES,
+    SIDECAR_FILE,
+    Sidecar,
+    SidecarBroken,
+    build_skill_spec,
+    parse_sidecar,
+    tell_broken_sidecar,
+)
 from contract.skills import (
     LEFT_OUT,
     MAX_SKILL_FILE_BYTES,
@@ -22,19 +33,30 @@ from contract.skills import (
     check_bundle,
     parse_skill,
 )
-from contract.specs import MAX_SKILLS, SkillSummary
+from contract.specs import MAX_SKILLS, SkillSummary, ToolSpec
 
 log = structlog.get_logger(__name__)
+
+_MEMORY_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class SkillTool:
+    """What a sidecar makes of its skill."""
+
+    sidecar: Sidecar
+    spec: ToolSpec
 
 
 @dataclass(frozen=True)
 class Skill:
-    """A skill as it was loaded. `files`: by path; their bytes stay on the disk."""
+    """A skill as it was loaded. `files`: by path; their bytes stay on the disk. `tool`: what it is by its sidecar, None: no tool of its own."""
 
     folder: Path
     summary: SkillSummary
     body: str
     files: tuple[BundleFile, ...]
+    tool: SkillTool | None = None
 
     @property
     def name(self) -> str:
@@ -84,28 +106,51 @@ def load_skill(folder: Path) -> Skill:
     digest = BundleDigest()
     for file in files:
         digest.add(file.path, (folder / file.path).read_bytes(), is_executable=file.is_executable)
-    return Skill(folder, build_summary(text, files, digest.hexdigest(), warnings), text.body, files)
-
-
-def pack_skill(skill: Skill) -> bytes:
-    """Its files as tar.gz. Raises ToolFailure(STALE_FILE) when they are no longer those that were loaded."""
-    digest, buffer = BundleDigest(), io.BytesIO()
+    summary = build_summary(text, files, digest.hexdigest(), warnings)
     try:
-        with (
-            gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=1, mtime=0) as packed,
-            tarfile.open(fileobj=packed, mode="w") as archive,
-        ):
-            for file in skill.files:
-                data = (skill.folder / file.path).read_bytes()
-                digest.add(file.path, data, is_executable=file.is_executable)
-                entry = tarfile.TarInfo(file.path)
-                entry.size, entry.mode = len(data), 0o755 if file.is_executable else 0o644
-                archive.addfile(entry, io.BytesIO(data))
-    except OSError as error:
-        raise _stale(skill) from error
-    if digest.hexdigest() != skill.summary.digest:
+        return Skill(folder, summary, text.body, files, _read_tool(folder, summary, files))
+    except SidecarBroken as error:
+        return Skill(folder, build_summary(text, files, digest.hexdigest(), [*warnings, tell_broken_sidecar(error)]), text.body, files)
+
+
+def _read_tool(folder: Path, skill: SkillSummary, files: Sequence[BundleFile]) -> SkillTool | None:
+    """Raises SidecarBroken, OSError."""
+    paths = {file.path for file in files}
+    if SIDECAR_FILE not in paths:
+        return None
+    with open(folder / SIDECAR_FILE, "rb") as source:
+        sidecar = parse_sidecar(source.read(MAX_SIDECAR_BYTES + 1), paths)
+    return SkillTool(sidecar, build_skill_spec(skill, sidecar))
+
+
+def pack_skill(skill: Skill) -> IO[bytes]:
+    """Its files as a tar archive, to be closed. Raises ToolFailure(STALE_FILE) when they are no longer those that were loaded."""
+    digest = BundleDigest()
+    with contextlib.ExitStack() as stack:
+        packed = stack.enter_context(tempfile.SpooledTemporaryFile(_MEMORY_BYTES))
+        try:
+            with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+                for file in skill.files:
+                    data = _read_as_loaded(skill, file)
+                    digest.add(file.path, data, is_executable=file.is_executable)
+                    entry = tarfile.TarInfo(file.path)
+                    entry.size, entry.mode = len(data), 0o755 if file.is_executable else 0o644
+                    archive.addfile(entry, io.BytesIO(data))
+        except OSError as error:
+            raise _stale(skill) from error
+        if digest.hexdigest() != skill.summary.digest:
+            raise _stale(skill)
+        stack.pop_all()
+    return packed
+
+
+def _read_as_loaded(skill: Skill, file: BundleFile) -> bytes:
+    """Its bytes; one that has grown is not read to its end."""
+    with open(skill.folder / file.path, "rb") as source:
+        data = source.read(file.size + 1)
+    if len(data) != file.size:
         raise _stale(skill)
-    return buffer.getvalue()
+    return data
 
 
 def read_bundled(skill: Skill, file: BundleFile) -> bytes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from pydantic import JsonValue
 
@@ -52,6 +52,11 @@ class Workbench(Protocol):
 
     def show(self, stream: str, text: str) -> None:
         """A piece of output for whoever watches, now; nothing when nobody does. May wait for a slow one, for a bounded time."""
+        ...
+
+    def place_skill(self, digest: str, pack: Callable[[], IO[bytes]], *, is_shared: bool) -> str:
+        """The folder of the skill with that digest in the sandbox, where it cannot be changed. `pack`: gives its files as a tar archive, in the order of
+        their paths, when they are not there yet; `is_shared`: for every tenant, else for this call's."""
         ...
 
     def open_sandbox(
