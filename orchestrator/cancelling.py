@@ -7,10 +7,15 @@ from typing import Any
 AGAIN_S = 0.1
 
 
+def is_being_cancelled() -> bool:
+    """Whether somebody cancels this task; False: something that it waited for was cancelled, or ran out of time."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def check_cancelled() -> None:
     """Raises CancelledError in a task that has been cancelled and goes on all the same. For the top of loops without an end."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling() > 0:
+    if is_being_cancelled():
         raise asyncio.CancelledError
 
 

@@ -12,6 +12,7 @@ import redis.asyncio
 from structlog.testing import capture_logs
 
 from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.specs import ToolSpec
 from orchestrator.approvals import DEFAULT_POLICY, ApprovalPolicy, AutoApprover
 from orchestrator.approvals.approvers import Approver
 from orchestrator.batches.happenings import Happening
@@ -73,6 +74,7 @@ class ItemGround(RunGround):
         policy: ApprovalPolicy = DEFAULT_POLICY,
         places: MemoryPlaces | None = None,
         answers: Mapping[str, Answer] | None = None,
+        echo: ToolSpec | None = None,
     ) -> None:
         super().__init__(client)
         self.model = turns if not isinstance(turns, Sequence) else ScriptedModel(turns)
@@ -81,7 +83,7 @@ class ItemGround(RunGround):
         self.places = places or MemoryPlaces()
         self.transport = AnsweringTransport(self._answer)
         self.blobs = MemoryAsyncBlobs()
-        catalog: Any = StaticCatalog(*build_registry().specs(), build_spec("echo"))
+        catalog: Any = StaticCatalog(*build_registry().specs(), echo or build_spec("echo"))
         blobs: Any = self.blobs
         pool = Pool(self.places, StaticHosts(build_report()), CallLedger(client, "d"))
         dispatcher = Dispatcher(self.transport, catalog, KEY, queue_wait_s=60, pool=pool)

@@ -24,8 +24,8 @@ from orchestrator.outages import outlast
 log = get_logger(__name__)
 
 MAX_ANSWER_BYTES = 1024 * 1024
-IN_ORDER_S = 1.0
-"""So long the next request of a connection waits until it is kept how this one ended."""
+KEPT_FIRST_S = 1.0
+"""So long the end of an answer waits until it is kept: whoever has heard it gets it again, whatever becomes of this process."""
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _HEADER = b"idempotency-key"
 
@@ -64,15 +64,12 @@ class Idempotency:
             self._house.rates.take(identity.key_id)
             await _replay(kept, digest, send)
             return
-        answer = _Answer(send)
-        is_kept = False
+        answer = _Answer(send, lambda told: self._settle(slots, claim, told.record(digest) if told.is_kept else None))
         try:
             await self._app(scope, _given(body, receive), answer.send)
-            # What was refused has done nothing, and may be asked again.
-            is_kept = answer.is_whole and answer.status < 300
         finally:
-            settle = partial(slots.keep, claim, answer.record(digest)) if is_kept else partial(slots.release, claim)
-            await asyncio.wait({self._house.errands.begin(_settle(settle))}, timeout=IN_ORDER_S)
+            if not answer.has_ended:
+                await self._settle(slots, claim, None)
 
     async def _claim(self, slots: OnceSlots, claim: Claim) -> dict[str, Any] | None:
         """What is kept under the key already; None: it is ours."""
@@ -80,11 +77,15 @@ class Idempotency:
             return await slots.claim(claim)
         except BaseException:
             # It may be ours without our having heard of it, and would be said to be worked for as long as a request may take.
-            self._house.errands.begin(_settle(partial(slots.release, claim)))
+            self._house.errands.begin(_patiently(partial(slots.release, claim)))
             raise
 
+    async def _settle(self, slots: OnceSlots, claim: Claim, record: str | None) -> None:
+        settle = partial(slots.release, claim) if record is None else partial(slots.keep, claim, record)
+        await asyncio.wait({self._house.errands.begin(_patiently(settle))}, timeout=KEPT_FIRST_S)
 
-async def _settle(settle: Callable[[], Awaitable[None]]) -> None:
+
+async def _patiently(settle: Callable[[], Awaitable[None]]) -> None:
     """As soon as Redis does it."""
     try:
         await outlast(settle, PENDING_S)
@@ -95,28 +96,36 @@ async def _settle(settle: Callable[[], Awaitable[None]]) -> None:
 class _Answer:
     """Passes an answer on, and keeps it as far as it is small enough to be kept."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, on_end: Callable[["_Answer"], Awaitable[None]]) -> None:
+        """`on_end`: before the end of the answer is passed on."""
+        self._send, self._on_end = send, on_end
         self._headers: list[tuple[bytes, bytes]] = []
         self._body = bytearray()
         self._is_stream = False
-        self._has_ended = False
-        self.status = 0
+        self._status = 0
+        self.has_ended = False
 
     @property
-    def is_whole(self) -> bool:
-        return self._has_ended and not self._is_stream
+    def is_kept(self) -> bool:
+        """What was refused has done nothing, and may be asked again."""
+        return self.has_ended and not self._is_stream and self._status < 300
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.status, self._headers = message["status"], list(message["headers"])
+            self._status, self._headers = message["status"], list(message["headers"])
             kind = dict(self._headers).get(b"content-type", b"")
             self._is_stream = kind.startswith(b"text/event-stream")
-        elif message["type"] == "http.response.body" and not self._is_stream:
-            self._body += message.get("body", b"")
-            self._is_stream = len(self._body) > MAX_ANSWER_BYTES
-            self._has_ended = not message.get("more_body", False)
+        elif message["type"] == "http.response.body":
+            self._take(message.get("body", b""))
+            if not message.get("more_body", False):
+                self.has_ended = True
+                await self._on_end(self)
         await self._send(message)
+
+    def _take(self, body: bytes) -> None:
+        if not self._is_stream:
+            self._body += body
+            self._is_stream = len(self._body) > MAX_ANSWER_BYTES
 
     def record(self, digest: str) -> str:
         if (b"cache-control", b"no-store") in self._headers:
@@ -126,7 +135,7 @@ class _Answer:
             (name.decode("latin-1"), value.decode("latin-1")) for name, value in self._headers if name in (b"content-type", b"location")
         ]
         body = base64.b64encode(self._body).decode()
-        return json.dumps({"digest": digest, "status": self.status, "headers": kept, "body": body})
+        return json.dumps({"digest": digest, "status": self._status, "headers": kept, "body": body})
 
 
 async def _replay(kept: dict[str, Any], digest: str, send: Send) -> None:

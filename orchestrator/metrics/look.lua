@@ -119,7 +119,7 @@ end
 
 function look.deployment()
   local waiting_runs = 0
-  for _, one in ipairs(redis.call('ZRANGE', runs .. 'batches', 0, most_batches - 1)) do
+  for _, one in ipairs(list('ZRANGE', runs .. 'batches', 0, most_batches - 1)) do
     local tenant, batch = string.match(one, '^([^|]+)|(.+)$')
     if tenant then waiting_runs = waiting_runs + number('ZCARD', deployment .. tenant .. ':batch:' .. batch .. ':waiting') end
   end

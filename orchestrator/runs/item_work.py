@@ -21,6 +21,7 @@ from orchestrator.batches.artifacts import artifact_folder, copy_artifacts
 from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemReady, StepDone
 from orchestrator.batches.items import CHAT_URL, BatchItem, CallBody, Failure, Ground, Outcome, RunBody, RunLimits
 from orchestrator.batches.rows import build_answer_body, build_call_body
+from orchestrator.cancelling import is_being_cancelled
 from orchestrator.dispatcher import Terms
 from orchestrator.events import CallFinished, CallStarted, OnEvent, RunEvent, StepFinished
 from orchestrator.homes import new_session_name
@@ -36,8 +37,8 @@ from orchestrator.runs.hosted_records import STANDING
 from orchestrator.runs.journal import Journal, LoggedModel
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.models import Models
-from orchestrator.runs.outcomes import judge_call, judge_error, judge_run, status_of
-from orchestrator.runs.places import PlacedApprover, Places
+from orchestrator.runs.outcomes import build_outcome, judge_call, judge_error, judge_run
+from orchestrator.runs.places import PlacedApprover, Places, RunPlace
 from orchestrator.runs.records import BatchDefaults
 from orchestrator.runs.run_queue import Claim
 from orchestrator.runs.session_turns import SessionTurns
@@ -133,9 +134,9 @@ class ItemWork:
                 # Somewhere its sandbox may be there all the same.
                 await self.abandon(claim, journal)
         finally:
-            if session is not None and item.ground.session is None and not _is_being_cancelled():
+            if session is not None and item.ground.session is None and not is_being_cancelled():
                 await self._close(claim.tenant, session)
-        return _outcome(claim, body, failure)
+        return build_outcome(claim, failure, body)
 
     async def abandon(self, claim: Claim, journal: Journal) -> None:
         """Have the session of a run that is not gone on with removed, as far as it can be reached; its trace ends."""
@@ -194,6 +195,7 @@ class ItemWork:
         held = HeldModel(chosen.model, self.brake, claim.run)
         spans = current_run() if self._pool.tracer is not None else None
         async with AsyncExitStack() as stack:
+            place = await stack.enter_async_context(self.places.run())
             on_event, live = await stack.enter_async_context(self._heard(claim, _Telling(claim, tell).on_event))
             if self._traces is not None:
                 on_event = stack.enter_context(self._traces.open(claim.tenant, agent_run, on_event)).on_event
@@ -209,13 +211,14 @@ class ItemWork:
                 shows_output=live is not None,
                 live=live,
                 terms=Terms(priority="batch"),
-                approver=self._approver(claim, defaults),
+                approver=self._approver(defaults, place),
                 book=journal,
                 logged=lambda _: LoggedModel(held, journal, work.sampling, is_over=is_over, live=live),
                 is_chat=item.url == CHAT_URL,
             )
             with self.brake.asking(claim.run):
                 agent = await outlast(lambda: self._parts.build_agent(session, chosen, wanted))
+            agent = replace(agent, run_call=place.around(agent.run_call))
             run = await agent.run(work.instruction, history=[dict(message) for message in work.history])
             if run.stop_reason is StopReason.MAX_WALL:
                 held.check_heard()
@@ -224,9 +227,9 @@ class ItemWork:
         body = build_answer_body(item.url, run, model=name, created=began_at, has_transcript=is_standing, **artifacts)
         return body, judge_run(run)
 
-    def _approver(self, claim: Claim, defaults: BatchDefaults) -> Approver:
+    def _approver(self, defaults: BatchDefaults, place: RunPlace) -> Approver:
         approver = self._parts.people if defaults.asks_people else self._parts.approver
-        return PlacedApprover(approver, self.places, f"{claim.tenant}/{claim.run}") if isinstance(approver, QueueApprover) else approver
+        return PlacedApprover(approver, place) if isinstance(approver, QueueApprover) else approver
 
     @asynccontextmanager
     async def _heard(self, claim: Claim, tell: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
@@ -362,15 +365,3 @@ def _options(limits: RunLimits, defaults: BatchDefaults) -> ReActOptions:
         return ReActOptions(**told)
     except ValueError as error:
         raise ConfigError(f"the item's limits cannot be kept: {error}") from error
-
-
-def _outcome(claim: Claim, body: dict[str, Any] | None, failure: Failure | None) -> Outcome:
-    record = claim.record
-    return Outcome(
-        custom_id=record.item.custom_id, run=claim.run, status_code=status_of(failure), body=body, failure=failure, attempt=record.attempt
-    )
-
-
-def _is_being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -1,5 +1,8 @@
 """How an item ended, told so that it is known what a retry is good for."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from contract.calls import ToolResult
 from contract.errors import (
     OPERATOR_CODES,
@@ -14,8 +17,9 @@ from contract.errors import (
     ToolFailure,
 )
 from orchestrator.agent import RunResult
-from orchestrator.batches.items import Failure, FailureKind
+from orchestrator.batches.items import Failure, FailureKind, Outcome
 from orchestrator.limits import StopReason
+from orchestrator.runs.run_queue import Claim
 
 _INPUT_CODES = frozenset(
     {
@@ -92,6 +96,14 @@ def judge_losses(times: int) -> Failure:
         "memory for what this item asks too much of, then retry it"
     )
     return Failure(kind=FailureKind.INFRASTRUCTURE, code=ORCHESTRATOR_LOST, message=told)
+
+
+def build_outcome(claim: Claim, failure: Failure | None, body: Mapping[str, Any] | None = None) -> Outcome:
+    """What a claimed run came to. `failure` None: it is a success."""
+    record = claim.record
+    return Outcome(
+        custom_id=record.item.custom_id, run=claim.run, status_code=status_of(failure), body=body, failure=failure, attempt=record.attempt
+    )
 
 
 def status_of(failure: Failure | None) -> int:

@@ -1,12 +1,14 @@
-"""How many runs one process works at a time. A run that waits for a person gives its place to another one, and takes one again when it goes on."""
+"""How many runs one process works at a time. A run that only waits for people gives its place to another one, and takes one again when it goes on."""
 
 import asyncio
-import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Sized
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sized
+from contextlib import asynccontextmanager, contextmanager
 
+from contract.calls import ToolCall, ToolResult
 from orchestrator.approvals.approvers import ApprovalRequest, Approver, Decision
+from orchestrator.call_runner import RunCall
+from orchestrator.cancelling import is_being_cancelled
 
 MOST_AWAY = 16
 """For each place so many runs may lie here in all, those that wait included: each keeps its messages in memory."""
@@ -18,9 +20,9 @@ class Places:
     def __init__(self) -> None:
         self._count: int | None = None
         self._runs: Sized = ()
-        self._away: dict[str, object] = {}
-        """Run -> the absence; a run that is let back may be away again before it has noticed."""
-        self._returning: deque[tuple[str, object, asyncio.Future[None]]] = deque()
+        self._reserved = 0
+        self._away: set[RunPlace] = set()
+        self._returning: deque[RunPlace] = deque()
 
     def serve(self, count: int, runs: Sized) -> None:
         """`runs`: all that lie here, as they come and go, `count` of them in places."""
@@ -29,55 +31,140 @@ class Places:
     def room(self) -> int:
         """How many runs may be begun, after those that want their place back. To be asked whenever a run has ended."""
         self._let_back()
-        return max(0, min(self._free(), (self._count or 0) * MOST_AWAY - len(self._runs)))
+        return max(0, min(self._free(), (self._count or 0) * MOST_AWAY - len(self._runs) - self._reserved))
+
+    @contextmanager
+    def reserved(self, count: int) -> Iterator[None]:
+        """Around the claim of so many runs, until they are among those that lie here: nobody comes back to their places meanwhile."""
+        self._reserved += count
+        try:
+            yield
+        finally:
+            self._reserved -= count
+            self._let_back()
 
     @asynccontextmanager
-    async def given_up(self, run: str) -> AsyncIterator[None]:
-        """Around what a run waits for; the block is left when there is a place. A run of whose calls another one waits already has none to give."""
-        if self._count is None or run in self._away:
-            yield
-            return
-        absence = self._away[run] = object()
+    async def run(self) -> AsyncIterator["RunPlace"]:
+        """Around a run that has been begun in a place. It leaves the block in one, too, but when the block is cancelled or raises."""
+        place = RunPlace(self)
         try:
-            self._let_back()
-            yield
-            await self._until_back(run, absence)
+            yield place
+            await place.until_back()
         finally:
-            # One that ends has no need of a place, and one that is back is away no more.
-            self._end(run, absence)
+            # What is left to do for it here it does as one that has a place.
+            self._away.discard(place)
+
+    def give_up(self, place: "RunPlace") -> None:
+        """Another run may have it."""
+        if self._count is not None and place not in self._away:
+            self._away.add(place)
+            place.leave()
+            self._let_back()
+
+    def wish(self, place: "RunPlace") -> None:
+        """It wants to be back, however many of its calls do."""
+        if place not in self._returning:
+            self._returning.append(place)
+        self._let_back()
+
+    def withdraw(self, place: "RunPlace") -> None:
+        """Nothing of it wants to be back any more."""
+        if place in self._returning:
+            self._returning.remove(place)
 
     def _free(self) -> int:
-        return (self._count or 0) - (len(self._runs) - len(self._away))
-
-    def _end(self, run: str, absence: object) -> None:
-        if self._away.get(run) is absence:
-            del self._away[run]
-
-    async def _until_back(self, run: str, absence: object) -> None:
-        wish = (run, absence, asyncio.get_running_loop().create_future())
-        self._returning.append(wish)
-        self._let_back()
-        try:
-            await wish[2]
-        finally:
-            with contextlib.suppress(ValueError):
-                self._returning.remove(wish)
+        return (self._count or 0) - self._reserved - (len(self._runs) - len(self._away))
 
     def _let_back(self) -> None:
         """The one that has waited longest first."""
         while self._returning and self._free() > 0:
-            run, absence, wish = self._returning.popleft()
-            if not wish.done():
-                self._end(run, absence)
-                wish.set_result(None)
+            place = self._returning.popleft()
+            self._away.discard(place)
+            place.come_back()
+
+
+class RunPlace:
+    """The place of one run, which gives it up while it has calls and none of them is at work. Between calls the run itself is."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._calls: set[str] = set()
+        """That have begun and not ended."""
+        self._at_work: set[str] = set()
+        self._returning: set[str] = set()
+        self._is_back = asyncio.Event()
+        self._is_back.set()
+
+    def around(self, run_call: RunCall) -> RunCall:
+        """Carries out calls as `run_call` does, in this place."""
+
+        async def placed(call: ToolCall) -> ToolResult:
+            async with self.call(call.id):
+                return await run_call(call)
+
+        return placed
+
+    @asynccontextmanager
+    async def call(self, call: str) -> AsyncIterator[None]:
+        """Around a call, from its beginning to its end, what it waits for included. Begun while the others wait, it waits for a place first."""
+        self._calls.add(call)
+        try:
+            await self._until_placed(call)
+            try:
+                yield
+            finally:
+                # A question that nobody answers in time breaks off within the call, and the run goes on all the same.
+                if not is_being_cancelled():
+                    await self._until_placed(call)
+        finally:
+            self._calls.discard(call)
+            self._rest(call)
+
+    @asynccontextmanager
+    async def given_up(self, call: str) -> AsyncIterator[None]:
+        """Around what a call waits for; the block is left when the run has a place. One that is cancelled gets none."""
+        self._rest(call)
+        yield
+        await self._until_placed(call)
+
+    async def until_back(self) -> None:
+        """Wait until the run has its place, whether calls of it are there or not."""
+        await self._until_placed("")
+
+    def leave(self) -> None:
+        """It has no place any more."""
+        self._is_back.clear()
+
+    def come_back(self) -> None:
+        """It has a place; each of its calls that waited for that is at work from now, also when it has not noticed yet."""
+        self._at_work |= self._returning
+        self._is_back.set()
+
+    async def _until_placed(self, call: str) -> None:
+        if self._is_back.is_set():
+            self._at_work.add(call)
+            return
+        self._returning.add(call)
+        try:
+            self._places.wish(self)
+            await self._is_back.wait()
+        finally:
+            self._returning.discard(call)
+            if not self._returning:
+                self._places.withdraw(self)
+
+    def _rest(self, call: str) -> None:
+        self._at_work.discard(call)
+        if self._calls and not self._at_work:
+            self._places.give_up(self)
 
 
 class PlacedApprover:
-    """Asks another approver, who waits for people, while the run has no place."""
+    """Asks another approver, who waits for people, while the call has no need of the run's place."""
 
-    def __init__(self, approver: Approver, places: Places, run: str) -> None:
-        self._approver, self._places, self._run = approver, places, run
+    def __init__(self, approver: Approver, place: RunPlace) -> None:
+        self._approver, self._place = approver, place
 
     async def decide(self, request: ApprovalRequest) -> Decision:
-        async with self._places.given_up(self._run):
+        async with self._place.given_up(request.call.id):
             return await self._approver.decide(request)

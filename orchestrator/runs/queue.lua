@@ -347,6 +347,18 @@ function steps.cancel()
   return given
 end
 
+-- tenant, the instant and the id of the batch that stood last in the page before ('' for none), how many (-1: all). Gives how many come after those, and the
+-- batches with the instants at which they were made, the newest first: what follows that batch, or, when that is forgotten, its instant.
+function steps.known()
+  local key, at, most = batches_key(ARGV[4]), 0, tonumber(ARGV[7])
+  if ARGV[6] ~= '' then
+    local rank = redis.call('ZREVRANK', key, ARGV[6])
+    at = rank and rank + 1 or redis.call('ZCOUNT', key, '(' .. ARGV[5], '+inf')
+  end
+  local found = redis.call('ZREVRANGE', key, at, most < 0 and -1 or at + most - 1, 'WITHSCORES')
+  return {math.max(0, redis.call('ZCARD', key) - at - #found / 2), found}
+end
+
 -- tenant, batch. It goes on, when something of it waits or is still to be added, whether it was cancelled or not.
 function steps.reopen()
   local tenant, batch = ARGV[4], ARGV[5]

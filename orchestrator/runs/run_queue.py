@@ -239,27 +239,18 @@ class RunQueue:
     async def known(self, tenant: str, place: str = "", most: int | None = None) -> KnownBatches:
         """The batches of a tenant that are remembered, `most` of them (None: all) from `place` on, which stays good while batches come and go.
         Raises ToolFailure(INVALID_ARGUMENTS) for a place that none is."""
-        key = batches_key(self._deployment, tenant)
-        at = await self._rank_after(key, place)
-        names: Any = await _told(lambda: self._client.zrange(key, at, -1 if most is None else at + most - 1, desc=True, withscores=True))
-        found: dict[str, BatchRecord] = {}
-        for some in _in_steps(name.decode() for name, _ in names):
+        after = _PLACE.fullmatch(place)
+        if place and after is None:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "this is a cursor of another list: give the one of this list")
+        instant, last = after.groups() if after is not None else ("", "")
+        older, told = await self.step("known", tenant, instant, last, -1 if most is None else most)
+        names, found = [name.decode() for name in told[::2]], dict[str, BatchRecord]()
+        for some in _in_steps(names):
             records = await self._records(tenant, some)
             found |= {name: record for name, record in zip(some, records, strict=True) if record is not None}
-        older: int = max(0, await _told(lambda: self._client.zcard(key)) - at - len(names)) if most is not None else 0
-        if gone := [name for name, _ in names if name.decode() not in found]:
-            await _told(lambda: self._client.zrem(key, *gone))
-        return KnownBatches(found, older, f"{names[-1][1]:.9f}/{names[-1][0].decode()}" if older else None)
-
-    async def _rank_after(self, key: str, place: str) -> int:
-        """How many come before what follows a place: the batch that stood there, or, when that is forgotten, the instant it was made at."""
-        if not place:
-            return 0
-        found = _PLACE.fullmatch(place)
-        if found is None:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "this is a cursor of another list: give the one of this list")
-        rank = await _told(lambda: self._client.zrevrank(key, found[2]))
-        return int(rank) + 1 if rank is not None else int(await _told(lambda: self._client.zcount(key, f"({found[1]}", "+inf")))
+        if gone := [name for name in names if name not in found]:
+            await _told(lambda: self._client.zrem(batches_key(self._deployment, tenant), *gone))
+        return KnownBatches(found, older, f"{float(told[-1]):.9f}/{names[-1]}" if older and names else None)
 
     async def _records(self, tenant: str, batches: Sequence[str]) -> list[BatchRecord | None]:
         async def read() -> list[Any]:

@@ -22,7 +22,7 @@ from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.hosted_records import STANDING, standing_defaults
 from orchestrator.runs.item_work import ItemWork, prices_of
 from orchestrator.runs.journal import Journal
-from orchestrator.runs.outcomes import judge_error, judge_losses, status_of
+from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
 from orchestrator.runs.records import BatchDefaults
 from orchestrator.runs.run_log import RunLog
 from orchestrator.runs.run_queue import LEASE_S, BatchCancelled, Claim, RunQueue
@@ -140,7 +140,8 @@ class Runner:
             self._tell_answered()
             free = self.work.places.room()
             if not self._is_draining and (room := self.work.brake.room(free, len(self._working))) > 0:
-                await self._claim(room)
+                with self.work.places.reserved(room):
+                    await self._claim(room)
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._freed.wait()
@@ -182,7 +183,7 @@ class Runner:
         if record.losses >= MAX_LOSSES:
             # Its log is not even read: that may be what they died of.
             await self.queue.close_sessions(claim.tenant, [claim.run])
-            await self._ended(claim, working, _failed(claim, judge_losses(record.losses)), BatchDefaults(retries=0))
+            await self._ended(claim, working, build_outcome(claim, judge_losses(record.losses)), BatchDefaults(retries=0))
             return
         if record.losses >= DOUBTFUL_LOSSES and any(other.is_on_trial for other in self._working.values()):
             await self._give_back(claim, working, LOOK_S * random.uniform(1.0, 2.0))
@@ -198,7 +199,7 @@ class Runner:
             # What it has done is not known here: by itself it is not begun anew.
             await self.queue.close_sessions(claim.tenant, [claim.run])
             failure = Failure(kind=FailureKind.INFRASTRUCTURE, code=error.code.value, message=str(error))
-            await self._ended(claim, working, _failed(claim, failure), BatchDefaults(retries=0))
+            await self._ended(claim, working, build_outcome(claim, failure), BatchDefaults(retries=0))
             return
         working.journal = Journal(run_log, lambda: self._lose(working))
         working.prices = prices_of(defaults)
@@ -216,7 +217,7 @@ class Runner:
             if self.only is None and error.is_unknown_model and defaults.model is not None:
                 # One batch names a model that is not there: the others have theirs.
                 await self.work.abandon(claim, working.journal)
-                await self._ended(claim, working, _failed(claim, judge_error(error)), defaults)
+                await self._ended(claim, working, build_outcome(claim, judge_error(error)), defaults)
                 return
             self._denied = error
             await self._give_back(claim, working)
@@ -330,7 +331,7 @@ class Runner:
             await self.queue.close_sessions(claim.tenant, [claim.run])
         told = "the run was cancelled" if claim.record.batch == STANDING else "the batch was cancelled while this item ran"
         failure = Failure(kind=FailureKind.CANCELLED, code=ErrorCode.CANCELLED.value, message=told)
-        outcome = _failed(claim, failure)
+        outcome = build_outcome(claim, failure)
         if await self.queue.finish(claim, outcome):
             self._tell_end(claim, working, outcome, is_retried=False)
 
@@ -393,8 +394,3 @@ def _usage_of(body: Mapping[str, Any]) -> Usage:
 
 def _number(told: object) -> int:
     return told if isinstance(told, int) else 0
-
-
-def _failed(claim: Claim, failure: Failure) -> Outcome:
-    record = claim.record
-    return Outcome(custom_id=record.item.custom_id, run=claim.run, status_code=status_of(failure), failure=failure, attempt=record.attempt)

@@ -12,7 +12,7 @@ import pytest
 
 from contract.errors import BrokerUnavailable, ConfigError
 from orchestrator.api import limits, server, service
-from orchestrator.api.idempotency import IN_ORDER_S
+from orchestrator.api.idempotency import KEPT_FIRST_S
 from orchestrator.api.once_slots import Claim, OnceSlots
 from orchestrator.api.service import ApiService
 from orchestrator.runs.runner import Runner
@@ -196,7 +196,7 @@ async def test_a_service_that_is_told_to_stop_keeps_its_answers_first(redis_serv
         assert (await api["admin"].post("/v1/tenants", json={"name": "fresh"}, headers=headers)).status_code == 201
         await began.wait()
         # Longer than the server itself waits for the request.
-        asyncio.get_running_loop().call_later(IN_ORDER_S + 1, goes_on.set)
+        asyncio.get_running_loop().call_later(KEPT_FIRST_S + 1, goes_on.set)
     with redis_server.client() as store:
         (slot,) = store.keys("*:api:once:*")
         assert json.loads(store.get(slot))["status"] == 201  # type: ignore[arg-type]

@@ -191,8 +191,9 @@ def test_a_guest_that_cannot_answer_is_removed_though_its_worker_was_killed(grou
 def test_a_fork_bomb_does_not_outlive_a_killed_sandboxd(engine: APIClient) -> None:
     """Aim: have no limit any more once sandboxd is gone. The guest sees the end of its input, and must get to act on it."""
     with open_ground(engine) as ground, ground.session() as session:
-        session.start("f() { f | f & }; f; sleep 1000", timeout_s=500.0)
+        # First, while there is a process to be had for it.
         session.start_job("trap '' TERM HUP; while :; do :; done")
+        session.start("f() { f | f & }; f; sleep 1000", timeout_s=500.0)
         wait_until(lambda: session.watched.pids_refused() > 0, 20, "the bomb is at its limit")
         os.kill(ground.process.pid, signal.SIGKILL)
         # A machine that the bomb keeps busy, beside others, is slow; what lives on lives for 500 s.

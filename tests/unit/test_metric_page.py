@@ -292,6 +292,15 @@ async def test_runs_batches_and_questions_are_told(page: MetricsPage, client: "r
     assert found[key("toolcrew_approvals_waiting")] == 1
 
 
+@pytest.mark.parametrize("name", ["batches", "delayed", "leases"])
+async def test_a_key_of_the_queue_of_runs_of_another_type_breaks_nothing(page: MetricsPage, client: "redis.Redis", name: str) -> None:
+    client.set(runs_prefix(DEPLOYMENT) + name, "somebody else's")
+    client.zadd(approvals_key(DEPLOYMENT), {"open": (time.time() + 100) * 1000})
+    found = read_page(await page.render())
+    assert counted(found, "toolcrew_runs") == {}
+    assert found[key("toolcrew_approvals_waiting")] == 1
+
+
 async def test_what_others_have_written_is_left_out_and_counted(page: MetricsPage, client: "redis.Redis") -> None:
     strange = {b"\xff\xfe": "1", "": "2", "count\ttoolcrew_nonesuch": "1", "\ttoolcrew_sandbox_oom_total": "nan", "#mark": "5"}
     client.hset(metrics_key(DEPLOYMENT), mapping=strange)  # type: ignore[arg-type]

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 
+from contract.calls import ToolCall, ToolContext, ToolResult
 from orchestrator.approvals import ApprovalPolicy, Decision, Rule, asking
 from orchestrator.approvals.questions import Question
 from orchestrator.approvals.queue import ApprovalQueue
 from orchestrator.batches.items import Outcome
+from orchestrator.models.scripted import Calls
 from orchestrator.run_parts import RunParts
 from orchestrator.runs.records import BatchDefaults, parse_batch
 from tests.approval_ground import ADMIN, SOON_S, Desk
+from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.item_ground import ItemGround, Made, build_run, echo_then, open_maker
 
@@ -146,3 +149,32 @@ async def test_an_item_that_waits_for_a_person_has_no_place_meanwhile(make: Made
     await decide(ground, Decision(True))
     await ended(working)
     assert ground.work.places.room() == 0
+
+
+async def test_of_calls_side_by_side_one_that_runs_keeps_the_place_while_the_other_one_waits(make: Made) -> None:
+    runs, may_end = asyncio.Event(), asyncio.Event()
+
+    async def answer(call: ToolCall, _: ToolContext) -> ToolResult:
+        runs.set()
+        await may_end.wait()
+        return ToolResult(call_id=call.id, name=call.name, success=True, output="said")
+
+    both = Calls([("echo", {"text": "a"}), ("echo", {"text": "b"})])
+    ground = make([both, "done"], policy=ASKED, answers={"echo": answer}, echo=build_spec("echo", read_only=True))
+    room = ground.work.places.room
+    ground.work.places.serve(1, [None])
+    working = asyncio.create_task(ground.worked(await ground.put(build_run()), ASKING))
+    first, _ = await Desk(ground.client).until_pending(2)
+    assert room() == 1
+    await Desk(ground.client).queue().decide(first.id, Decision(True), digest=first.digest, actor=ADMIN)
+    async with asyncio.timeout(SOON_S):
+        await runs.wait()
+        assert room() == 0
+        may_end.set()
+        # The end of a call has no event of ours.
+        while room() == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await decide(ground, Decision(True))
+    outcome = await ended(working)
+    assert outcome.body is not None
+    assert (outcome.body["answer"], room()) == ("done", 0)

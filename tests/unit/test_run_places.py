@@ -1,12 +1,13 @@
-"""A run that waits for a person holds up no other one: it gives up its place, and goes on when there is one again."""
+"""A run that only waits for people holds up no other one: it gives up its place, and goes on when there is one again."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
-from orchestrator.runs.places import MOST_AWAY, Places
+from orchestrator.runs.places import MOST_AWAY, Places, RunPlace
 
 
 class Ground:
@@ -24,49 +25,87 @@ class Ground:
         return self.places.room()
 
     @asynccontextmanager
-    async def away(self, run: str) -> AsyncIterator["Waiting"]:
-        waiting = Waiting(self.places, run)
+    async def away(self) -> AsyncIterator["Call"]:
+        """A run of one call, which waits."""
+        call = Call("call")
+
+        async def work() -> None:
+            async with self.places.run() as place:
+                await call.make(place)
+
+        async with call.made_by(work()):
+            await call.is_asked.wait()
+            yield call
+
+
+class Call:
+    """A call that waits until it is answered, works when its run is back in a place, and ends when it may."""
+
+    task: "asyncio.Task[None]"
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.is_asked, self.answered, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._is_at_work = False
+        self.question_s = asyncio.timeout(None)
+
+    async def make(self, place: RunPlace) -> None:
+        async with place.call(self._name):
+            try:
+                async with self.question_s, place.given_up(self._name):
+                    self.is_asked.set()
+                    await self.answered.wait()
+            except TimeoutError:
+                return
+            self._is_at_work = True
+            await self.may_end.wait()
+
+    @asynccontextmanager
+    async def made_by(self, work: Coroutine[Any, Any, None]) -> AsyncIterator["Call"]:
+        self.task = asyncio.create_task(work)
         try:
-            await waiting.is_away.wait()
-            yield waiting
+            yield self
         finally:
-            waiting.task.cancel()
-            await asyncio.wait({waiting.task})
-
-
-class Waiting:
-    """A run that waits until it is answered, and is back when there is a place."""
-
-    def __init__(self, places: Places, run: str) -> None:
-        self.is_away, self.answered = asyncio.Event(), asyncio.Event()
-        self.task = asyncio.create_task(self._wait(places, run))
-
-    async def _wait(self, places: Places, run: str) -> None:
-        async with places.given_up(run):
-            self.is_away.set()
-            await self.answered.wait()
+            self.task.cancel()
+            await asyncio.wait({self.task})
 
     async def is_back(self) -> bool:
-        for _ in range(10):
-            await asyncio.sleep(0)  # whatever can go on does
+        await settled()
+        return self._is_at_work
+
+    async def has_ended(self) -> bool:
+        self.may_end.set()
+        await settled()
         return self.task.done()
+
+
+def made(place: RunPlace, name: str) -> AbstractAsyncContextManager[Call]:
+    """One call of a run that has others."""
+    call = Call(name)
+    return call.made_by(call.make(place))
+
+
+async def settled() -> None:
+    """Whatever can go on does."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 async def test_a_run_that_waits_leaves_its_place_to_another_one() -> None:
     ground = Ground()
     ground.begin("a", "b")
     assert ground.places.room() == 0
-    async with ground.away("a") as a:
+    async with ground.away() as a:
         assert ground.places.room() == 1
         a.answered.set()
         assert await a.is_back(), "nobody has taken its place"
-    assert ground.places.room() == 0
+        assert ground.places.room() == 0
 
 
 async def test_a_run_that_goes_on_waits_for_a_place_before_new_runs_get_it() -> None:
     ground = Ground()
     ground.begin("a", "b")
-    async with ground.away("a") as a:
+    async with ground.away() as a:
         ground.begin("c")
         a.answered.set()
         assert not await a.is_back()
@@ -77,7 +116,7 @@ async def test_a_run_that_goes_on_waits_for_a_place_before_new_runs_get_it() -> 
 async def test_who_was_answered_first_is_back_first() -> None:
     ground = Ground(1)
     ground.begin("a", "b")
-    async with ground.away("a") as a, ground.away("b") as b:
+    async with ground.away() as a, ground.away() as b:
         ground.begin("c")
         for waiting in (b, a):
             waiting.answered.set()
@@ -92,7 +131,7 @@ async def test_who_was_answered_first_is_back_first() -> None:
 async def test_a_run_that_is_cancelled_while_it_waits_takes_no_place_with_it(is_answered: bool) -> None:
     ground = Ground(1)
     ground.begin("a")
-    async with ground.away("a") as a:
+    async with ground.away() as a:
         ground.begin("b")
         if is_answered:
             a.answered.set()
@@ -106,7 +145,7 @@ async def test_a_run_that_is_cancelled_while_it_waits_takes_no_place_with_it(is_
 async def test_a_run_that_is_cancelled_as_it_gets_its_place_gives_it_on() -> None:
     ground = Ground(1)
     ground.begin("a")
-    async with ground.away("a") as a:
+    async with ground.away() as a:
         ground.begin("b")
         a.answered.set()
         assert not await a.is_back()
@@ -117,30 +156,163 @@ async def test_a_run_that_is_cancelled_as_it_gets_its_place_gives_it_on() -> Non
     assert ground.end("a") == 1
 
 
-async def test_a_run_gives_up_one_place_however_many_of_its_calls_wait() -> None:
+async def test_a_run_gives_up_one_place_when_the_last_of_its_calls_begins_to_wait() -> None:
     ground = Ground()
     ground.begin("a", "b")
-    async with ground.away("a"), ground.away("a") as second:
+    async with (
+        ground.places.run() as place,
+        place.call("at work"),
+        made(place, "first") as first,
+        made(place, "second") as second,
+    ):
+        await settled()
+        assert first.is_asked.is_set()
+        assert second.is_asked.is_set()
+        assert ground.places.room() == 0, "one of its calls is at work"
+        async with place.given_up("at work"):
+            assert ground.places.room() == 1
+        assert ground.places.room() == 0
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_call_that_is_answered_brings_its_run_back_and_its_end_gives_the_place_up_again(is_first: bool) -> None:
+    ground = Ground(1)
+    ground.begin("a")
+    async with ground.places.run() as place, made(place, "first") as first, made(place, "second") as second:
+        await settled()
+        ground.begin("b")
+        answered, other = (first, second) if is_first else (second, first)
+        answered.answered.set()
+        assert not await answered.is_back(), "b has the place"
+        assert ground.end("b") == 0
+        assert await answered.is_back()
+        assert ground.places.room() == 0
+        assert await answered.has_ended()
+        assert ground.places.room() == 1, "the other one only waits"
+        other.answered.set()
+        assert await other.is_back()
+        assert await other.has_ended()
+        assert ground.places.room() == 0, "the run itself goes on"
+
+
+async def test_the_calls_of_a_run_come_back_into_one_place() -> None:
+    ground = Ground(1)
+    ground.begin("a", "c")
+    async with (
+        ground.away() as c,
+        ground.places.run() as place,
+        made(place, "first") as first,
+        made(place, "second") as second,
+    ):
+        await settled()
+        ground.begin("b")
+        for call in (first, c, second):
+            call.answered.set()
+            await settled()
+        ground.end("b")
+        assert (await first.is_back(), await second.is_back(), await c.is_back()) == (True, True, False)
+        assert await first.has_ended()
+        assert not await c.is_back(), "the second one is at work"
+        del ground.runs["a"]
+        assert ground.places.room() == 0
+        assert await c.is_back()
+
+
+async def test_a_call_that_begins_while_the_others_wait_waits_for_a_place() -> None:
+    ground = Ground(1)
+    ground.begin("a")
+    async with ground.places.run() as place, made(place, "first"):
+        await settled()
+        ground.begin("b")
+        async with made(place, "second") as second:
+            await settled()
+            assert not second.is_asked.is_set()
+            ground.end("b")
+            await settled()
+            assert second.is_asked.is_set()
+
+
+async def test_a_call_whose_question_nobody_answers_in_time_ends_in_a_place() -> None:
+    ground = Ground(1)
+    ground.begin("a")
+    async with ground.places.run() as place, made(place, "call") as call:
+        await settled()
+        ground.begin("b")
+        call.question_s.reschedule(0)
+        await settled()
+        assert not call.task.done()
+        ground.end("b")
+        await settled()
+        assert call.task.done()
+        assert ground.places.room() == 0
+
+
+async def test_a_run_whose_calls_are_broken_off_goes_on_in_a_place() -> None:
+    ground, has_ended = Ground(1), asyncio.Event()
+    ground.begin("a")
+
+    async def until_its_time_is_up(limit: asyncio.Timeout) -> None:
+        async with ground.places.run() as place:
+            try:
+                async with limit, place.call("call"), place.given_up("call"):
+                    await asyncio.Event().wait()
+            except TimeoutError:
+                pass
+        has_ended.set()
+
+    limit = asyncio.timeout(None)
+    run = asyncio.create_task(until_its_time_is_up(limit))
+    await settled()
+    ground.begin("b")
+    limit.reschedule(0)
+    await settled()
+    assert not has_ended.is_set()
+    ground.end("b")
+    await settled()
+    assert run.done()
+
+
+async def test_nobody_comes_back_into_a_place_that_a_claim_may_fill() -> None:
+    ground = Ground(1)
+    ground.begin("a")
+    async with ground.away() as a:
         assert ground.places.room() == 1
-        second.answered.set()
-        assert await second.is_back()
-        assert ground.places.room() == 1
+        with ground.places.reserved(1):
+            a.answered.set()
+            assert not await a.is_back()
+            assert ground.places.room() == 0
+            ground.begin("b")
+        assert not await a.is_back()
+        assert ground.end("b") == 0
+        assert await a.is_back()
+
+
+async def test_a_place_that_a_claim_did_not_fill_is_there_again() -> None:
+    ground = Ground(1)
+    ground.begin("a")
+    async with ground.away() as a:
+        with ground.places.reserved(1):
+            a.answered.set()
+            assert not await a.is_back()
+        assert await a.is_back()
 
 
 async def test_a_run_that_is_let_back_may_wait_again_before_it_has_noticed() -> None:
     ground = Ground(1)
     ground.begin("a")
-    async with ground.away("a") as first:
+    async with ground.places.run() as place, made(place, "first") as first:
+        await settled()
         ground.begin("b")
         first.answered.set()
         assert not await first.is_back()
-        second = Waiting(ground.places, "a")  # begins when the loop turns, before the first one goes on
         ground.end("b")
-        assert await first.is_back()
-        assert ground.places.room() == 1
-        second.answered.set()
-        assert await second.is_back()
-    assert ground.end("a") == 1
+        async with made(place, "second") as second:  # begins when the loop turns, before the first one goes on
+            assert await first.is_back()
+            assert ground.places.room() == 0, "the first one is at work"
+            assert await first.has_ended()
+            assert ground.places.room() == 1
+            second.answered.set()
+            assert await second.is_back()
 
 
 async def test_so_many_wait_and_no_more() -> None:
@@ -149,10 +321,10 @@ async def test_so_many_wait_and_no_more() -> None:
         for number in range(MOST_AWAY):
             assert ground.places.room() == 1
             ground.begin(f"r{number}")
-            await stack.enter_async_context(ground.away(f"r{number}"))
+            await stack.enter_async_context(ground.away())
         assert ground.places.room() == 0
 
 
 async def test_nobody_waits_for_a_place_where_runs_are_not_counted() -> None:
-    async with Places().given_up("a"):
+    async with Places().run() as place, place.call("call"), place.given_up("call"):
         pass

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -14,7 +15,7 @@ from orchestrator.runs.follower import Follower
 from orchestrator.runs.happening_stream import HappeningReader
 from orchestrator.runs.keys import RUN_TTL_S
 from orchestrator.runs.records import BatchState
-from orchestrator.runs.run_queue import AT_ONCE, BatchCancelled
+from orchestrator.runs.run_queue import AT_ONCE, BatchCancelled, RunQueue
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_item, build_outcome
 
@@ -180,6 +181,33 @@ async def test_batches_are_listed_in_pages_that_stay_good_while_batches_come_and
     last = await ground.queue.known("acme", str(third.place), most=5)
     assert (list(last.batches), last.place) == (["b0"], None)
     assert len((await ground.queue.known("acme")).batches) == 7, "b1 is gone, newer has come"
+
+
+class Forgetful(redis.asyncio.Redis):
+    """Forgets a batch after each of its commands."""
+
+    forgets: tuple[str, ...] = ()
+
+    async def execute_command(self, *arguments: Any, **options: Any) -> Any:
+        told = await super().execute_command(*arguments, **options)
+        if self.forgets:
+            name, *self.forgets = self.forgets  # type: ignore[assignment]
+            await super().execute_command("ZREM", "toolcrew:d:acme:batch-ids", name)
+        return told
+
+
+async def test_a_batch_that_is_forgotten_while_a_page_is_read_hides_no_other_one(ground: RunGround, redis_server: RedisProcess) -> None:
+    for number in range(5):
+        await ground.submit(1, batch=f"b{number}")
+        await ground.client.zadd("toolcrew:d:acme:batch-ids", {f"b{number}": 1000 + number})
+    first = await ground.queue.known("acme", most=2)
+    assert list(first.batches) == ["b4", "b3"]
+    async with Forgetful.from_url(redis_server.url, socket_timeout=5) as client:
+        queue = RunQueue(client, "d")
+        await queue.known("acme", most=1)  # Redis knows the script from now
+        client.forgets = ("b4", "b0")
+        second = await queue.known("acme", str(first.place), most=2)
+    assert (list(second.batches), second.older) == (["b2", "b1"], 1)
 
 
 @pytest.mark.parametrize("place", ["7", "1000/", "x/b1", "1000/b 1", "1e999/b1", "-1/b1"])

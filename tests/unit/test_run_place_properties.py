@@ -1,0 +1,190 @@
+"""Runs whose calls ask, work, run out of time and are cancelled in any order: places are neither exceeded nor left empty, and everybody comes to an end."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.runs.places import Places, RunPlace
+
+TURNS = 30
+"""Of the loop, after which everything has gone on that can: nothing here waits for anything but the loop itself."""
+Calls = list[list[str]]
+"""Phases of each: "work" or "ask"."""
+CALLS: st.SearchStrategy[Calls] = st.lists(st.lists(st.sampled_from(("work", "ask")), max_size=3), min_size=1, max_size=3)
+RUNS = st.lists(st.lists(CALLS, min_size=1, max_size=2), min_size=1, max_size=5)
+Doing = Callable[[], None]
+
+
+class Gate:
+    """What a run, or a call of one, waits at until the schedule lets it through."""
+
+    def __init__(self) -> None:
+        self.is_open = asyncio.Event()
+        self.limit = asyncio.timeout(None)
+
+    def run_out(self) -> None:
+        self.limit.reschedule(0)
+
+
+class Run:
+    """Steps, in each of which calls are made side by side; between them it works by itself. `at_work`: of its calls, "" for itself."""
+
+    def __init__(self, places: Places, steps: list[Calls]) -> None:
+        self._places, self._steps = places, steps
+        self.at_work, self.wants = set[str](), set[str]()
+        self.working, self.asked = dict[str, Gate](), dict[str, Gate]()
+        self.wall = Gate()
+        self.is_cancelled = False
+
+    async def __call__(self) -> None:
+        async with self._places.run() as place:
+            try:
+                async with self.wall.limit:
+                    for number, calls in enumerate(self._steps):
+                        await self._work("")
+                        async with asyncio.TaskGroup() as group:
+                            for index, phases in enumerate(calls):
+                                group.create_task(self._call(place, f"{number}-{index}", phases))
+            except TimeoutError:
+                self.wants.add("")
+        self.wants.discard("")
+        await self._work("")
+
+    async def _call(self, place: RunPlace, name: str, phases: list[str]) -> None:
+        with self._wanting(name):
+            async with place.call(name):
+                self.wants.discard(name)
+                for phase in phases:
+                    if phase == "work":
+                        await self._work(name)
+                    elif not await self._is_allowed(place, name):
+                        break
+                self.wants.add(name)
+
+    async def _is_allowed(self, place: RunPlace, name: str) -> bool:
+        """Whether its question was answered; a call whose question nobody answers in time does nothing any more."""
+        gate = self.asked[name] = Gate()
+        try:
+            async with gate.limit, place.given_up(name):
+                try:
+                    await gate.is_open.wait()
+                finally:
+                    del self.asked[name]
+                self.wants.add(name)
+        except TimeoutError:
+            return False
+        finally:
+            self.wants.discard(name)
+        return True
+
+    async def _work(self, name: str) -> None:
+        gate = self.working[name] = Gate()
+        self.at_work.add(name)
+        try:
+            await gate.is_open.wait()
+        finally:
+            self.at_work.discard(name)
+            del self.working[name]
+
+    @contextmanager
+    def _wanting(self, name: str) -> Iterator[None]:
+        self.wants.add(name)
+        try:
+            yield
+        finally:
+            self.wants.discard(name)
+
+
+class Process:
+    """Claims runs one by one, each claim in two halves; the schedule says what happens next."""
+
+    def __init__(self, count: int, plans: list[list[Calls]]) -> None:
+        self.places, self.count, self.plans = Places(), count, plans
+        self.runs = dict["asyncio.Task[None]", Run]()
+        self.places.serve(count, self.runs)
+        self.claiming = 0
+        self._claimed = asyncio.Event()
+        self._claims = set["asyncio.Task[None]"]()
+
+    def _claim(self) -> None:
+        self._claims.add(asyncio.create_task(self._claimed_runs()))
+
+    async def _claimed_runs(self) -> None:
+        room = self.places.room()
+        if self.claiming or not room:
+            return
+        self.claiming, some = room, [self.plans.pop() for _ in range(min(room, len(self.plans)))]
+        with self.places.reserved(room):
+            self._claimed.clear()
+            await self._claimed.wait()
+            for steps in some:
+                run = Run(self.places, steps)
+                task = asyncio.create_task(run())
+                task.add_done_callback(self._ended)
+                self.runs[task] = run
+        self.claiming = 0
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        del self.runs[task]
+        self.places.room()
+
+    def _cancel(self, task: "asyncio.Task[None]", run: Run) -> None:
+        run.is_cancelled = True
+        task.cancel()
+
+    def doings(self, *, is_ending: bool) -> list[Doing]:
+        """What may happen next. `is_ending`: only what brings everybody to an end."""
+        found: list[Doing] = [self._claim] if self.plans and not self.claiming and self.places.room() else []
+        if self.claiming:
+            found.append(self._claimed.set)
+        for task, run in self.runs.items():
+            found += [gate.is_open.set for gate in (*run.working.values(), *run.asked.values())]
+            if not is_ending:
+                found += [gate.run_out for gate in run.asked.values()]
+                found += [run.wall.run_out] if run.asked and not run.is_cancelled else []
+                found.append(lambda task=task, run=run: self._cancel(task, run))  # type: ignore[misc]
+        return found
+
+    def check(self) -> None:
+        held = [run for run in self.runs.values() if run.at_work]
+        assert len(held) <= self.count, "more are at work than there are places"
+        assert len(held) + self.claiming >= self.count or not any(run.wants for run in self.runs.values()), (
+            "a place is free, and somebody waits"
+        )
+        assert not any(run.wants for run in held), "a run has a place, and a call of it waits for one"
+        waiting = [run for run in self.runs.values() if run.asked and not run.at_work and not run.wants]
+        taken = len(self.runs) - len(waiting) - sum(bool(run.wants) for run in self.runs.values())
+        assert self.places.room() == max(0, self.count - self.claiming - taken), "who only waits has a place"
+
+
+async def settled() -> None:
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
+async def play(count: int, plans: list[list[Calls]], draws: list[tuple[int, bool]]) -> None:
+    process = Process(count, list(plans))
+    for draw, is_settled in draws:
+        if doings := process.doings(is_ending=False):
+            doings[draw % len(doings)]()
+        if is_settled:
+            await settled()
+            process.check()
+    await settled()
+    while doings := process.doings(is_ending=True):
+        process.check()
+        doings[0]()
+        await settled()
+    assert (process.runs, process.plans, process.places.room()) == ({}, [], count)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(1, 3), RUNS, st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=60))
+def test_places_are_never_exceeded_nor_left_empty_and_everybody_ends(
+    count: int, plans: list[list[Calls]], draws: list[tuple[int, bool]]
+) -> None:
+    run: Callable[[Awaitable[None]], None] = asyncio.run  # type: ignore[assignment]
+    run(play(count, plans, draws))

@@ -1,0 +1,91 @@
+"""A runner whose runs wait for people: what is claimed and what comes back share its places."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from orchestrator.batches.happenings import Happening
+from orchestrator.batches.items import Outcome
+from orchestrator.runs.journal import Journal
+from orchestrator.runs.records import BatchState
+from orchestrator.runs.run_queue import Claim, RunQueue
+from tests.conftest import RedisProcess
+from tests.runner_ground import House, Worker, open_house, outcome_of
+
+
+@pytest.fixture
+async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
+    async with open_house(redis_server, monkeypatch) as made:
+        yield made
+
+
+class SlowQueue(RunQueue):
+    """Answers claims when it may."""
+
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        super().__init__(client, "d")
+        self.claiming, self.may_claim = asyncio.Event(), asyncio.Event()
+        self.may_claim.set()
+
+    async def claim(self, most: int, *arguments: Any) -> list[Claim]:
+        if not self.may_claim.is_set():
+            self.claiming.set()
+            await self.may_claim.wait()
+        return await super().claim(most, *arguments)
+
+
+class Story:
+    """The first run's one call waits for an answer, and no claim is answered from then on until it may be; the other run works until it may end."""
+
+    def __init__(self, queue: SlowQueue) -> None:
+        self.queue, self.worker = queue, Worker(self._work)
+        self.answered, self.is_back, self.has_begun, self.may_end = (asyncio.Event() for _ in range(4))
+
+    async def _work(self, claim: Claim, journal: Journal, tell: Callable[[Happening], None]) -> Outcome:
+        async with self.worker.places.run() as place:
+            if claim.run == "b-1":
+                self.queue.may_claim.clear()
+                async with place.call("call"), place.given_up("call"):
+                    await self.answered.wait()
+                self.is_back.set()
+            else:
+                self.has_begun.set()
+                await self.may_end.wait()
+        return outcome_of(claim)
+
+
+async def test_a_run_that_is_answered_while_another_one_is_claimed_for_its_place_waits_for_the_next(house: House) -> None:
+    await house.submit(2)
+    story = Story(queue := SlowQueue(house.client))
+    async with house.working(house.runner(story.worker, queue, concurrency=1)):
+        await queue.claiming.wait()
+        story.answered.set()
+        await turns()
+        assert not story.is_back.is_set(), "the place may be another one's by now"
+        queue.may_claim.set()
+        await story.has_begun.wait()
+        await turns()
+        assert not story.is_back.is_set(), "the place is another one's"
+        story.may_end.set()
+        await story.is_back.wait()
+        await house.until(BatchState.COMPLETED)
+
+
+async def test_a_run_that_is_answered_while_nothing_is_found_to_claim_is_back_afterwards(house: House) -> None:
+    await house.submit(1)
+    story = Story(queue := SlowQueue(house.client))
+    async with house.working(house.runner(story.worker, queue, concurrency=1)):
+        await queue.claiming.wait()
+        story.answered.set()
+        queue.may_claim.set()
+        await story.is_back.wait()
+        await house.until(BatchState.COMPLETED)
+
+
+async def turns() -> None:
+    """Whatever can go on without Redis does."""
+    for _ in range(20):
+        await asyncio.sleep(0)
