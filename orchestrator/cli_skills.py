@@ -58,19 +58,19 @@ def skills_validate(
 ) -> None:
     """Whether workers would load a folder as a skill, and what its author should mend. Needs no pool. Exit code 1 when they would not."""
     try:
-        text, warnings = examine_folder(folder)
+        skill = examine_folder(folder)
     except SkillBroken as broken:
         fail(f"{folder}: {broken}", ConfigError.code.value, EXIT_ERROR, as_json)
     if as_json:
-        typer.echo(json.dumps({"name": text.name, "description": text.description, "warnings": warnings}))
+        typer.echo(json.dumps(skill.model_dump(mode="json")))
     else:
         _print(
             [
-                *(f"warning: {warning}" for warning in warnings),
-                f"{text.name} is a skill" + (f", with {len(warnings)} warnings" if warnings else ""),
+                *(f"warning: {warning}" for warning in skill.warnings),
+                f"{skill.name} is a skill" + (f", with {len(skill.warnings)} warnings" if skill.warnings else ""),
             ]
         )
-    raise typer.Exit(EXIT_ERROR if strict and warnings else 0)
+    raise typer.Exit(EXIT_ERROR if strict and skill.warnings else 0)
 
 
 def _print(lines: list[str]) -> None:

@@ -1,43 +1,26 @@
-"""A skill's folder, examined for its author before any worker loads it."""
+"""A skill's folder, examined for its author before any worker loads it: by what loads it there, as a program of its own."""
 
-import os
-from collections.abc import Iterator
+import json
+import subprocess
+import sys
 from pathlib import Path
 
-from contract.skills import LEFT_OUT, MAX_SKILL_FILE_BYTES, SKILL_FILE, BundleFile, SkillBroken, SkillText, check_bundle, parse_skill
+from contract.errors import ConfigError
+from contract.skills import SkillBroken
+from contract.specs import SkillSummary
+
+EXAMINE_S = 120.0
 
 
-def examine_folder(folder: Path) -> tuple[SkillText, list[str]]:
-    """What its SKILL.md says, and all warnings. Raises SkillBroken with what makes it unusable."""
-    folder = folder.absolute()
+def examine_folder(folder: Path) -> SkillSummary:
+    """What workers would publish of it, with all warnings. Raises SkillBroken with what makes it unusable."""
+    command = [sys.executable, "-m", "workers.skills", str(folder)]
     try:
-        warnings = check_bundle(_files(folder))
-        path = folder / SKILL_FILE
-        if path.stat().st_size > MAX_SKILL_FILE_BYTES:
-            raise SkillBroken(f"its {SKILL_FILE} is larger than {MAX_SKILL_FILE_BYTES} bytes: move text into files beside it")
-        text = parse_skill(path.read_bytes().decode(), folder.name)
-    except UnicodeDecodeError as error:
-        raise SkillBroken(f"its {SKILL_FILE} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
-    except OSError as error:
-        raise SkillBroken(f"{error.filename} cannot be read ({error.strerror})") from error
-    return text, [*text.warnings, *warnings]
-
-
-def _files(folder: Path) -> Iterator[BundleFile]:
-    root = folder.resolve()
-    for parent, folders, names in os.walk(folder, onerror=_raise):
-        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
-        folders[:] = sorted(name for name in folders if name not in LEFT_OUT)
-        for name in sorted([*names, *links]):
-            path = Path(parent, name)
-            relative, leads_out = path.relative_to(folder).as_posix(), not path.resolve().is_relative_to(root)
-            if leads_out:
-                yield BundleFile(relative, 0, False, b"", leads_out=True)
-            elif path.is_file():
-                facts = path.stat()
-                with path.open("rb") as file:
-                    yield BundleFile(relative, facts.st_size, bool(facts.st_mode & 0o100), file.read(2))
-
-
-def _raise(error: OSError) -> None:
-    raise error
+        done = subprocess.run(command, capture_output=True, check=True, timeout=EXAMINE_S)
+        told = json.loads(done.stdout)
+    except (subprocess.SubprocessError, ValueError) as error:
+        words = getattr(error, "stderr", b"") or b""
+        raise ConfigError(f"{folder} could not be examined ({words.decode(errors='replace').strip()[-500:] or error})") from error
+    if "broken" in told:
+        raise SkillBroken(told["broken"])
+    return SkillSummary.model_validate(told)

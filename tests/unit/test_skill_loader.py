@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from contract import skills as rules
 from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.skill_sidecars import SIDECAR_FILE
 from contract.skills import SkillBroken, parse_skill
 from contract.specs import SkillSummary
 from orchestrator.skill_folders import examine_folder
@@ -158,6 +159,40 @@ def test_a_link_that_leads_out_is_refused_and_one_inside_is_a_file(tmp_path: Pat
             load(inside)
 
 
+def test_a_link_that_leads_in_a_circle_is_no_file(tmp_path: Path) -> None:
+    folder = write_skill(tmp_path, "a")
+    (folder / "one").symlink_to("two")
+    (folder / "two").symlink_to("one")
+    for load in (load_skill, examine_folder):
+        load(folder)
+    assert [file.path for file in load_skill(folder).files] == ["SKILL.md"]
+
+
+def test_folders_may_be_nested_as_deep_as_anybody_needs(tmp_path: Path) -> None:
+    folder = write_skill(tmp_path, "a")
+    deep = folder.joinpath(*["d"] * 32)
+    deep.mkdir(parents=True)
+    (deep / "file").write_text("x")
+    assert len(load_skill(folder).files) == 2
+    for _ in range(40):
+        deep = deep / ("d" * 20)
+        deep.mkdir()
+    for load in (load_skill, examine_folder):
+        with pytest.raises(SkillBroken, match="nested more than 32 deep"):
+            load(folder)
+
+
+def test_a_sidecar_that_is_broken_is_a_warning_and_the_skill_is_one(tmp_path: Path) -> None:
+    fine = write_skill(tmp_path, "a", files={"scripts/a.py": "1", SIDECAR_FILE: '{"entrypoint": "scripts/a.py"}'})
+    broken = write_skill(tmp_path, "b", files={SIDECAR_FILE: '{"entrypoint": "scripts/a.py"}'})
+    tool = load_skill(fine).tool
+    assert tool is not None
+    assert (tool.spec.name, load_skill(fine).summary.warnings) == ("a", ())
+    assert load_skill(broken).tool is None
+    (warning,) = examine_folder(broken).warnings
+    assert warning.startswith("its skill.tool.json is not used")
+
+
 def test_the_links_of_a_skill_md_itself_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("---\nname: a\ndescription: b\n---\n")
     (tmp_path / "a").mkdir()
@@ -184,7 +219,7 @@ def test_a_missing_run_bit_is_warned_of(tmp_path: Path) -> None:
     (folder / "scripts" / "b.py").chmod(0o644)
     expected = "scripts/a.py begins with #! and has no run bit: chmod +x it"
     assert load_skill(folder).summary.warnings == (expected,)
-    assert examine_folder(folder)[1] == [expected]
+    assert examine_folder(folder).warnings == (expected,)
 
 
 def test_caches_and_histories_are_no_part_of_a_skill(tmp_path: Path) -> None:
@@ -205,7 +240,8 @@ def test_the_digest_tells_names_run_bits_and_bytes_apart(tmp_path: Path) -> None
 
 def test_files_that_have_changed_are_not_packed(tmp_path: Path) -> None:
     skill = load_skill(write_skill(tmp_path, "a", files={"b": "c"}))
-    assert pack_skill(skill) == pack_skill(skill)
+    with pack_skill(skill) as first, pack_skill(skill) as second:
+        assert first.read() == second.read()
     for change in (lambda: (skill.folder / "b").write_text("d"), lambda: (skill.folder / "b").unlink()):
         change()
         with pytest.raises(ToolFailure) as told:
@@ -229,7 +265,7 @@ def test_the_skills_that_are_shipped_have_no_faults() -> None:
     skills = {skill.name: skill for skill in load_skills([SHIPPED])}
     assert "word-count" in skills
     assert all(not skill.summary.warnings for skill in skills.values())
-    assert all(examine_folder(skill.folder)[1] == [] for skill in skills.values())
+    assert all(examine_folder(skill.folder) == skill.summary for skill in skills.values())
 
 
 def test_a_summary_survives_json(tmp_path: Path) -> None:

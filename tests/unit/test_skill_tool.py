@@ -45,6 +45,10 @@ def root(tmp_path: Path) -> Path:
         "scripts/a.py": "print(1)",
         "scripts/b": "#!/usr/bin/env -S python3 -u\n",
         "scripts/c": "#!/bin/bash -e\n",
+        "scripts/e": "#! /usr/bin/env\tpython3\n",
+        "scripts/f": "#!/usr/bin/env -S A=1 python3 -u\n",
+        "scripts/g": "#!/usr/bin/env -i\n",
+        "scripts/h": "#!/bin/sh -e -u\n",
         "scripts/d": b"\x7fELF",
         "picture.bin": b"\x89PNG\0",
         "long.md": "".join(f"line {number}\n" for number in range(1, 5001)),
@@ -137,7 +141,18 @@ def test_files_that_were_changed_since_they_were_loaded_are_not_brought(root: Pa
     assert bench.client.placed == 0
 
 
-@pytest.mark.parametrize(("script", "before"), [("b", ["python3", "-u"]), ("c", ["/bin/bash", "-e"]), ("d", [])])
+@pytest.mark.parametrize(
+    ("script", "before"),
+    [
+        ("b", ["python3", "-u"]),
+        ("c", ["/bin/bash", "-e"]),
+        ("d", []),
+        ("e", ["python3"]),
+        ("f", ["/usr/bin/env", "-S A=1 python3 -u"]),
+        ("g", ["/usr/bin/env", "-i"]),
+        ("h", ["/bin/sh", "-e -u"]),
+    ],
+)
 def test_a_script_is_run_by_its_first_line_or_by_itself(root: Path, script: str, before: list[str]) -> None:
     bench = Bench(root, FINE)
     assert bench.use(name="alpha", action="run", script=script).success

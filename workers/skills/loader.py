@@ -37,6 +37,8 @@ from contract.specs import MAX_SKILLS, SkillSummary, ToolSpec
 
 log = structlog.get_logger(__name__)
 
+MAX_DEPTH = 32
+"""Of folders within a skill's."""
 _MEMORY_BYTES = 1024 * 1024
 
 
@@ -183,31 +185,37 @@ def _skill_folders(root: Path) -> Iterator[Path]:
 def _checked_files(folder: Path) -> Iterator[BundleFile]:
     """What the folder holds; it is looked at no further than a bundle may be large."""
     found: list[BundleFile] = []
-    for file in _scan(str(folder), "", os.path.realpath(folder)):
+    for file in _scan(str(folder)):
         found.append(file)
         if file.leads_out or len(found) % 500 == 0:
             check_bundle(found)
         yield file
 
 
-def _scan(folder: str, prefix: str, root: str) -> Iterator[BundleFile]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            path = prefix + entry.name
-            if entry.is_symlink():
-                target = os.path.realpath(entry.path)
-                leads_out = os.path.commonpath((target, root)) != root
-                if leads_out or not os.path.isfile(target):
-                    # A link to one of its own folders adds nothing, and one of its own parents would never end.
-                    if leads_out:
-                        yield BundleFile(path, 0, False, b"", leads_out=True)
-                    continue
-            elif entry.is_dir():
-                if entry.name not in LEFT_OUT:
-                    yield from _scan(entry.path, f"{path}/", root)
-                continue
-            elif not entry.is_file():
-                continue
-            facts = entry.stat()
-            with open(entry.path, "rb") as file:
-                yield BundleFile(path, facts.st_size, bool(facts.st_mode & 0o100), file.read(2))
+def _scan(folder: str) -> Iterator[BundleFile]:
+    root, pending = os.path.realpath(folder), [("", 0)]
+    while pending:
+        prefix, depth = pending.pop()
+        if depth > MAX_DEPTH:
+            raise SkillBroken(f"its folders are nested more than {MAX_DEPTH} deep: put {prefix[:200]} higher")
+        with os.scandir(os.path.join(folder, prefix)) as entries:
+            for entry in entries:
+                path = prefix + entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name not in LEFT_OUT:
+                        pending.append((f"{path}/", depth + 1))
+                elif (file := _look_at(entry, path, root)) is not None:
+                    yield file
+
+
+def _look_at(entry: "os.DirEntry[str]", path: str, root: str) -> BundleFile | None:
+    """None: nothing that belongs to a bundle. A link to one of its own folders adds nothing, and one to its own parents would never end."""
+    if entry.is_symlink():
+        target = os.path.realpath(entry.path)
+        if os.path.commonpath((target, root)) != root:
+            return BundleFile(path, 0, False, b"", leads_out=True)
+    if not os.path.isfile(entry.path):
+        return None
+    facts = entry.stat()
+    with open(entry.path, "rb") as file:
+        return BundleFile(path, facts.st_size, bool(facts.st_mode & 0o100), file.read(2))

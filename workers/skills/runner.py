@@ -79,12 +79,8 @@ def name_nearest(name: str, names: Iterable[str], none: str) -> str:
 
 def _command(skill: Skill, file: BundleFile, path: str) -> list[str]:
     if file.mark == b"#!":
-        first = read_bundled(skill, file)[:_SHEBANG_BYTES].split(b"\n")[0][2:].decode("utf-8", "replace").strip()
-        program, _, argument = first.partition(" ")
-        # `env` would hide from us which program is missing.
-        words = [*argument.split()] if program.endswith("/env") else [program, *([argument.strip()] if argument.strip() else [])]
-        words = words[1:] if words[:1] == ["-S"] else words
-        if words and words[0]:
+        words = _read_first_line(read_bundled(skill, file)[:_SHEBANG_BYTES].split(b"\n")[0][2:].decode("utf-8", "replace"))
+        if words:
             return [*words, path]
     interpreter = INTERPRETERS.get(PurePosixPath(file.path).suffix)
     if interpreter is not None:
@@ -96,3 +92,15 @@ def _command(skill: Skill, file: BundleFile, path: str) -> list[str]:
         f"{show_name(file.path)} of the skill {skill.name} cannot be run: it has neither a line #! nor a run bit, and its name ends in none of "
         f"{', '.join(INTERPRETERS)}; read it and do what it does with bash_tool",
     )
+
+
+def _read_first_line(line: str) -> list[str]:
+    """What the kernel would run for a script with that behind `#!`: a program and at most one argument. Where `env` only finds a program, that program:
+    `env` would hide from us which one is missing."""
+    program, _, rest = line.strip().replace("\t", " ").partition(" ")
+    rest = rest.strip()
+    if program.endswith("/env"):
+        words = rest.removeprefix("-S ").split() if rest.startswith("-S ") else [rest]
+        if words and words[0] and " " not in words[0] and not words[0].startswith("-") and "=" not in words[0]:
+            return words
+    return [program, *([rest] if rest else [])] if program else []
