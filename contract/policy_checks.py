@@ -1,12 +1,13 @@
-"""Whether a tenant's policy lets a call through: asked before it is sent and, since the queue is not trusted, before it is run."""
+"""Whether the switches and a tenant's policy let a call through: asked before it is sent and, since the queue is not trusted, before it is run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.registry import Switch
 from contract.shell.command_rules import read_command, touches
 from contract.specs import ToolSpec
-from contract.tenancy import TenantPolicy
+from contract.tenancy import TenantPolicy, say_subject, tools_of
 
 RELEASING = frozenset({"session.close", "session.cancel"})
 """Verbs that only end things: served for tenants that are registered no more, so that nothing of theirs is left over."""
@@ -17,22 +18,44 @@ def check_call(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Map
 
     Raises ToolFailure: PERMISSION_DENIED for a tool that the tenant may not use, SECURITY_REFUSED for a command that a `deny` rule is about.
     """
-    if not policy.allows_tool(spec.name):
-        raise ToolFailure(
-            ErrorCode.PERMISSION_DENIED,
-            f"{spec.name} was not run: it is not allowed for tenant {tenant}; use another tool, or have the operator allow it "
-            f"(toolcrew tenants set {tenant} --tools ...)",
-            was_refused=True,
-        )
-    rules = [rule for rule in policy.commands if rule.action == "deny" and rule.is_about(spec.name)]
+    check_tools(policy, tenant, spec, arguments)
+    used = tools_of(spec.name, arguments)
+    rules = [(rule, one) for rule in policy.commands if rule.action == "deny" for one in used if rule.is_about(one)]
     if not rules:
         return
     script = read_command(spec, arguments)
-    denying = next((rule for rule in rules if touches(rule.argv_prefix, script)), None)
+    denying = next(((rule, one) for rule, one in rules if touches(rule.argv_prefix, script)), None)
     if denying is not None:
-        words = f"commands with '{' '.join(denying.argv_prefix)}' are" if denying.argv_prefix else "it is"
+        rule, one = denying
+        words = f"commands with '{' '.join(rule.argv_prefix)}' are" if rule.argv_prefix else f"{say_subject(spec.name, one)} is"
         raise ToolFailure(
-            ErrorCode.SECURITY_REFUSED if denying.argv_prefix else ErrorCode.PERMISSION_DENIED,
+            ErrorCode.SECURITY_REFUSED if rule.argv_prefix else ErrorCode.PERMISSION_DENIED,
             f"{spec.name} was not run: {words} forbidden by the policy of tenant {tenant}; do without, or ask the operator",
             was_refused=True,
         )
+
+
+def check_tools(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
+    """Of `check_call` the part that reads no command. Raises ToolFailure(PERMISSION_DENIED)."""
+    for used in tools_of(spec.name, arguments):
+        if not policy.allows_tool(used):
+            raise ToolFailure(
+                ErrorCode.PERMISSION_DENIED,
+                f"{spec.name} was not run: {say_subject(spec.name, used)} is not allowed for tenant {tenant}; use another tool, or have the operator "
+                f"allow it (toolcrew tenants set {tenant} --tools ...)",
+                was_refused=True,
+            )
+
+
+def check_switches(find: Callable[[str], Switch | None], spec: ToolSpec, arguments: Mapping[str, Any] | None = None) -> None:
+    """By prepared arguments; None, before they are: the called tool alone. `find`: why the tool of a name is off. Verbs of sessions are never off.
+
+    Raises ToolFailure(TOOL_DISABLED), and what `find` raises.
+    """
+    if spec.audience == "session":
+        return
+    for used in tools_of(spec.name, arguments or {}):
+        switch = find(used)
+        if switch is not None:
+            other = "" if used == spec.name else f"{spec.name} was not run, since it would run a program as {used} does: "
+            raise ToolFailure(ErrorCode.TOOL_DISABLED, other + switch.refusal(used))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -21,6 +21,8 @@ VERSION_FIELD = "#version"
 """Of the hash of tenants, no tenant's name: a new word with every change, so that one small read tells whether anything has changed."""
 VERB_TOOLS = {"session.exec": "bash_tool", "session.write_file": "write_tool", "session.read_file": "read_tool"}
 """Verbs of sessions that do what a tool does: what forbids the tool forbids them. All other verbs are every tenant's."""
+RUNNING_TOOLS = {"skill_tool": ({"action": "run"}, "bash_tool")}
+"""Tools that, called with these arguments, do what another tool does: what forbids that one, turns it off or asks about it does so with the call."""
 NetworkPolicy = Literal["none", "egress"]
 ToolPattern = Annotated[str, Field(pattern=r"^[^*]{0,127}\*?$", min_length=1)]
 
@@ -102,6 +104,18 @@ class TenantLook:
             ErrorCode.UNKNOWN_TENANT,
             f"there is no tenant {tenant}: call for one that is registered, or have the operator register it (toolcrew tenants add {tenant})",
         )
+
+
+def tools_of(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """The tools by which a call is judged, its own first: each must be allowed and on. By prepared arguments, those that the tool will get: there are
+    no aliases in them, and defaults stand where nothing was given."""
+    given, other = RUNNING_TOOLS.get(name, ({}, name))
+    return (name, other) if given and all(arguments.get(key) == value for key, value in given.items()) else (name,)
+
+
+def say_subject(name: str, used: str) -> str:
+    """What a refusal of the call for the sake of `used`, one of its tools, is about: the words before "is forbidden"."""
+    return "it" if used == name else f"it would run a program as {used} does, which"
 
 
 def parse_policy(tenant: str, text: bytes | str) -> TenantPolicy:

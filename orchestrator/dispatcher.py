@@ -16,6 +16,7 @@ from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.names import POOL_QUEUES
 from contract.places import SessionPlace
+from contract.policy_checks import check_switches
 from contract.registry import find_switch
 from contract.schema import prepare_arguments
 from contract.signing import SigningKeys
@@ -293,6 +294,7 @@ class Dispatcher:
             spans.know(spec)
         await self._check_switch(spec, route.tenant)
         arguments, aliases = prepare_arguments(spec, call.arguments, text=terms.text_arguments)
+        await self._check_switch(spec, route.tenant, arguments)
         await refuse_by_policy(policy, route.tenant, spec, arguments)
         sent_at = self._clock()
         context = ToolContext(
@@ -345,12 +347,11 @@ class Dispatcher:
         with contextlib.suppress(BrokerUnavailable):
             await self.command(order, route)
 
-    async def _check_switch(self, spec: ToolSpec, tenant: str) -> None:
+    async def _check_switch(self, spec: ToolSpec, tenant: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Raises ToolFailure for a tool that an administrator has turned off, BrokerUnavailable when that is not known."""
         if self._switches is not None and spec.audience == "model":
-            switch = find_switch(await self._switches.switches(), spec.name, tenant)
-            if switch is not None:
-                raise ToolFailure(ErrorCode.TOOL_DISABLED, switch.refusal(spec.name))
+            switches = await self._switches.switches()
+            check_switches(lambda name: find_switch(switches, name, tenant), spec, arguments)
 
     async def _find(self, name: str, audience: str) -> ToolSpec:
         published = await self._catalog.specs()

@@ -7,8 +7,8 @@ from typing import Literal, Protocol
 
 from contract.call_events import MODEL
 from contract.calls import ToolCall, ToolResult
-from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable
-from contract.registry import Switch, filter_specs, find_switch, switches_for
+from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
+from contract.registry import Switch, filter_specs, switches_for
 from contract.schema import find_aliases
 from contract.specs import ToolSpec
 from orchestrator.admission.insistence import until_admitted
@@ -32,7 +32,7 @@ from orchestrator.pool_connection import PoolConnection
 from orchestrator.runs.live_text import LiveText
 from orchestrator.sessions import Session, SessionInfo
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.tenant_rules import with_tenant_rules
+from orchestrator.tenant_rules import refuse_unasked, with_tenant_rules
 
 
 class RunBook(Protocol):
@@ -141,11 +141,12 @@ class RunParts:
         self, call: ToolCall, spec: ToolSpec, session: Session, tell: OnEvent, run: str, approver: Approver | None = None
     ) -> ToolCall | ToolResult:
         """The call as it may run, or the result that refuses it. `approver` None: the client's."""
-        # Nobody is asked about a call that will not be run.
-        switch = find_switch(await self._pool.switches.switches(), call.name, session.tenant)
-        if switch is not None:
-            return ToolResult.failed(call, ErrorCode.TOOL_DISABLED, switch.refusal(call.name))
-        policy = with_tenant_rules(self._policy, await self._pool.tenants.policy(session.tenant), session.tenant)
+        switches, own = await self._pool.switches.switches(), await self._pool.tenants.policy(session.tenant)
+        try:
+            refuse_unasked(switches, own, session.tenant, spec, call.arguments)
+        except ToolFailure as failure:
+            return ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
+        policy = with_tenant_rules(self._policy, own, session.tenant)
         return await review(
             call,
             spec,

@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from contract.errors import ConfigError, ToolFailure
-from contract.policy_checks import RELEASING, check_call
+from contract.policy_checks import RELEASING, check_call, check_switches, check_tools
+from contract.registry import Switch, find_switch
+from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
@@ -35,6 +37,24 @@ async def refuse_by_policy(policy: TenantPolicy, tenant: str, spec: ToolSpec, ar
         await asyncio.to_thread(check_call, policy, tenant, spec, arguments)
     else:
         check_call(policy, tenant, spec, arguments)
+
+
+def refuse_unasked(switches: Mapping[str, Switch], policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
+    """Nobody is asked about a call that will not be run, whatever the answer. By arguments as they were given.
+
+    Raises ToolFailure: TOOL_DISABLED, PERMISSION_DENIED; none for invalid arguments, of which whoever reviews the call tells.
+    """
+
+    def find(name: str) -> Switch | None:
+        return find_switch(switches, name, tenant)
+
+    check_switches(find, spec)
+    try:
+        prepared, _ = prepare_arguments(spec, arguments)
+    except ToolFailure:
+        return
+    check_switches(find, spec, prepared)
+    check_tools(policy, tenant, spec, prepared)
 
 
 def with_tenant_rules(policy: ApprovalPolicy, tenant_policy: TenantPolicy, tenant: str) -> ApprovalPolicy:

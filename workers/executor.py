@@ -11,6 +11,7 @@ from contract.call_events import HIDDEN
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from contract.ledger import Claim
+from contract.policy_checks import check_switches
 from contract.registry import Switch
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
@@ -180,8 +181,10 @@ class Executor:
         tool = self._registry.get(call.name)
         if tool is None:
             raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}")
+        # Before: whoever calls what is off need not mend its arguments first. After: by what they say the call may be another tool's as well.
         self._check_switch(tool, context.tenant)
         arguments, aliases = prepare_arguments(tool.spec, call.arguments, text=context.text_arguments, checks=tool.validators)
+        self._check_switch(tool, context.tenant, arguments)
         terms = self._tenants.admit(context.tenant, tool.spec, arguments) if self._tenants is not None else None
         return _Prepared(tool, arguments, aliases, terms)
 
@@ -197,13 +200,12 @@ class Executor:
             hidden = events.close()
         return result.model_copy(update={"metadata": {**result.metadata, HIDDEN: hidden}}) if hidden else result
 
-    def _check_switch(self, tool: WorkerTool, tenant: str) -> None:
+    def _check_switch(self, tool: WorkerTool, tenant: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Raises ToolFailure for a tool that is turned off: here, for the whole deployment, or for that tenant."""
-        if tool.spec.audience == "session":
-            return
-        switch = self._registry.switch(tool.name) or (self._switches.find(tool.name, tenant) if self._switches is not None else None)
-        if switch is not None:
-            raise ToolFailure(ErrorCode.TOOL_DISABLED, switch.refusal(tool.name))
+        board = self._switches
+        check_switches(
+            lambda name: self._registry.switch(name) or (board.find(name, tenant) if board is not None else None), tool.spec, arguments
+        )
 
     def _open_bench(self, call: ToolCall, context: ToolContext, content: bytes, events: CallEvents, terms: SandboxTerms | None) -> Bench:
         if self._client is None:

@@ -16,6 +16,7 @@ from contract.shell.danger_tables import HARMLESS_DEVICES
 from contract.shell.dangers import Level, classify
 from contract.shell.shell_words import Word
 from contract.specs import ToolSpec
+from contract.tenancy import say_subject, tools_of
 
 Action = Literal["deny", "ask", "allow"]
 MAX_POLICY_BYTES = 1024 * 1024
@@ -88,13 +89,15 @@ class ApprovalPolicy:
         if danger is not None and danger.level is Level.CATASTROPHIC:
             return Verdict("deny", f"it {danger.reason}", danger.reason, ErrorCode.SECURITY_REFUSED)
         warning = _warning(spec, danger.reason if danger is not None else "")
-        rules = [rule for rule in self.rules if rule.is_about(tenant, spec.name)]
-        denying = next((rule for rule in rules if rule.action == "deny" and touches(rule.argv_prefix, script)), None)
+        rules = [(rule, used) for rule in self.rules for used in tools_of(spec.name, arguments) if rule.is_about(tenant, used)]
+        touching = [(rule, used) for rule, used in rules if rule.action != "allow" and touches(rule.argv_prefix, script)]
+        denying = next(((rule, used) for rule, used in touching if rule.action == "deny"), None)
         if denying is not None:
-            return _denied(denying, warning)
-        if any(rule.action == "ask" and touches(rule.argv_prefix, script) for rule in rules):
-            return Verdict("ask", "a rule of the policy wants it approved", warning)
-        if _is_allowed([rule for rule in rules if rule.action == "allow"], script):
+            return _denied(denying[0], say_subject(spec.name, denying[1]), warning)
+        if touching:
+            return Verdict("ask", _say_asked(spec.name, touching[0][1]), warning)
+        # What lets another tool's calls through says nothing of this one's.
+        if _is_allowed([rule for rule, used in rules if rule.action == "allow" and used == spec.name], script):
             return Verdict("allow", "a rule of the policy allows it", warning)
         if warning:
             return Verdict("ask", "it is dangerous", warning)
@@ -162,11 +165,17 @@ def _warning(spec: ToolSpec, reason: str) -> str:
     return "this tool is marked dangerous" if spec.dangerous else ""
 
 
-def _denied(rule: Rule, warning: str) -> Verdict:
+def _denied(rule: Rule, subject: str, warning: str) -> Verdict:
     if rule.argv_prefix:
         reason = f"commands with '{' '.join(rule.argv_prefix)}' are forbidden by the policy"
         return Verdict("deny", reason, warning, ErrorCode.SECURITY_REFUSED)
-    return Verdict("deny", "this tool is forbidden by the policy", warning, ErrorCode.PERMISSION_DENIED)
+    forbidden = "this tool is" if subject == "it" else f"{subject} is"
+    return Verdict("deny", f"{forbidden} forbidden by the policy", warning, ErrorCode.PERMISSION_DENIED)
+
+
+def _say_asked(name: str, used: str) -> str:
+    wanted = "a rule of the policy wants it approved"
+    return wanted if used == name else f"{wanted}: it would run a program as {used} does"
 
 
 def _folder(spec: ToolSpec, arguments: Mapping[str, Any]) -> str:

@@ -1,0 +1,105 @@
+"""Calls that do what another tool does, skill_tool's runs: whatever forbids that one, turns it off or asks about it does so with them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolCall
+from contract.errors import ErrorCode, ToolFailure
+from contract.policy_checks import check_call
+from contract.registry import Switch, ToolRegistry
+from contract.tenancy import CommandRule, TenantPolicy, tools_of
+from orchestrator.approvals.policies import ApprovalPolicy, Rule
+from orchestrator.tenant_rules import refuse_unasked, with_tenant_rules
+from tests.builders import build_context, build_exec_response
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
+from tests.skill_ground import write_skill
+from workers.executor import Executor
+from workers.skills.loader import load_skills
+from workers.tools.skill import build_skill_tool
+
+SKILL_TOOL = build_skill_tool(()).spec
+RUN, LOAD = {"name": "a", "action": "run", "script": "a.sh"}, {"name": "a", "action": "load"}
+NO_BASH = TenantPolicy(tools=("skill_tool", "read_tool"))
+
+
+def refused(policy: TenantPolicy, arguments: dict[str, Any]) -> ErrorCode | None:
+    try:
+        check_call(policy, "acme", SKILL_TOOL, arguments)
+    except ToolFailure as failure:
+        return failure.code
+    return None
+
+
+def test_only_a_run_is_another_tools_call_as_well() -> None:
+    assert tools_of("skill_tool", RUN) == ("skill_tool", "bash_tool")
+    assert [tools_of("skill_tool", {"action": action}) for action in ("load", "read", "list")] == [("skill_tool",)] * 3
+    assert tools_of("read_tool", RUN) == ("read_tool",)
+
+
+def test_a_tenant_that_may_not_have_bash_may_load_and_not_run() -> None:
+    assert (refused(NO_BASH, RUN), refused(NO_BASH, LOAD)) == (ErrorCode.PERMISSION_DENIED, None)
+    assert refused(TenantPolicy(tools=("skill_tool", "bash_*")), RUN) is None
+
+
+def test_rules_of_a_tenant_about_bash_are_about_runs_and_those_about_its_commands_are_not() -> None:
+    whole, push = CommandRule(action="deny", tool="bash_tool"), CommandRule(action="deny", tool="bash_tool", argv_prefix=("git", "push"))
+    assert refused(TenantPolicy(commands=(whole,)), RUN) is ErrorCode.PERMISSION_DENIED
+    assert refused(TenantPolicy(commands=(whole,)), LOAD) is None
+    assert refused(TenantPolicy(commands=(push,)), RUN) is None
+
+
+@pytest.mark.parametrize(
+    ("rules", "run", "load"),
+    [
+        ((), "allow", "allow"),
+        ((Rule("ask", tool="bash_tool"),), "ask", "allow"),
+        ((Rule("deny", tool="bash_*"),), "deny", "allow"),
+        ((Rule("ask", tool="bash_tool", argv_prefix=("rm",)),), "allow", "allow"),
+        # What lets bash through says nothing of skills, which have to be asked about.
+        ((Rule("allow", tool="bash_tool"), Rule("ask", tool="skill_tool")), "ask", "ask"),
+        ((Rule("allow", tool="skill_tool"), Rule("ask", tool="bash_tool")), "ask", "allow"),
+    ],
+)
+def test_the_approval_policy_judges_a_run_as_both(rules: tuple[Rule, ...], run: str, load: str) -> None:
+    policy = ApprovalPolicy(rules)
+    assert (policy.decide("acme", SKILL_TOOL, RUN).action, policy.decide("acme", SKILL_TOOL, LOAD).action) == (run, load)
+
+
+def test_a_tenants_own_rules_ask_about_runs_too() -> None:
+    own = TenantPolicy(commands=(CommandRule(action="ask", tool="bash_tool"),))
+    assert with_tenant_rules(ApprovalPolicy(), own, "acme").decide("acme", SKILL_TOOL, RUN).action == "ask"
+
+
+def test_nobody_is_asked_about_a_run_that_would_be_refused() -> None:
+    aliased = {"skill": "a", "action": "run", "script": "a.sh"}
+    for arguments in (RUN, aliased):
+        with pytest.raises(ToolFailure) as off:
+            refuse_unasked({"bash_tool": Switch(by="op", at=1.0)}, TenantPolicy(), "acme", SKILL_TOOL, arguments)
+        assert off.value.code is ErrorCode.TOOL_DISABLED
+        with pytest.raises(ToolFailure) as denied:
+            refuse_unasked({}, NO_BASH, "acme", SKILL_TOOL, arguments)
+        assert denied.value.code is ErrorCode.PERMISSION_DENIED
+    refuse_unasked({"bash_tool": Switch(by="op", at=1.0)}, NO_BASH, "acme", SKILL_TOOL, LOAD)
+
+
+class _Off:
+    """A board on which bash_tool is off."""
+
+    def find(self, name: str, tenant: str) -> Switch | None:
+        return Switch(by="op", at=1.0) if name == "bash_tool" else None
+
+
+def test_a_worker_runs_no_script_while_bash_is_off(tmp_path: Path) -> None:
+    write_skill(tmp_path, "a", files={"scripts/a.sh": "true"})
+    client = FakeSandboxClient(build_exec_response())
+    registry = ToolRegistry((build_skill_tool(load_skills([tmp_path])),))
+    executor = Executor(registry, client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"}, switches=_Off())
+    results = [
+        executor.execute(ToolCall(id=f"call-{number}", name="skill_tool", arguments=arguments), build_context())
+        for number, arguments in enumerate((RUN, LOAD, {"name": "a"}))
+    ]
+    assert [result.error_code for result in results] == [ErrorCode.TOOL_DISABLED, None, None]
+    assert "bash_tool" in (results[0].error or "")
+    assert client.requests == []
