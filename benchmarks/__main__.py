@@ -43,6 +43,7 @@ NAMES = (
     "metrics",
     "api",
     "page",
+    "skills",
 )
 GROUPS = {"batch": ("batch_runs", "batch_memory", "batch_queue")}
 SIZED = ("batch_runs", "batch_memory")

@@ -98,7 +98,7 @@ def _cpu_s(pids: Iterable[int]) -> float:
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def environment(values: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -115,7 +115,7 @@ async def _through_all(report: Report) -> float:
     """Calls of two clients of one stack, of which only one has its calls traced, in turn. Gives the seconds of one that is not."""
     async with contextlib.AsyncExitStack() as stack:
         collector = stack.enter_context(open_collector())
-        with _environment(collector.environment()):
+        with environment(collector.environment()):
             traced = await stack.enter_async_context(ToolClient.embedded())
         assert traced.stack is not None
         plain = await stack.enter_async_context(ToolClient.connect(traced.stack.redis_url))

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from contract.calls import Clocks, ToolResult
@@ -64,7 +64,8 @@ class Agent:
     """One model in one dialect with tools. Runs any number of instructions, also at once. `run_id`: of its only run; "": each gets one.
     `spent_by_tools`: what the calls of its only run had of the model, which counts for its budgets.
 
-    `switched_off`: tools that are there and that nobody may call now; a model that calls one is told so.
+    `switched_off`: tools that are there and that nobody may call now; a model that calls one is told so. `skills`: names of skills; a model that calls one
+    as a tool gets its instructions.
 
     Ids of calls are made of the run's: under one that has been used, pools take a second run's calls for repetitions of the first's.
     """
@@ -79,6 +80,7 @@ class Agent:
     run_id: str = ""
     spent_by_tools: Callable[[], Usage] = Usage
     switched_off: Mapping[str, Switch] = field(default_factory=dict)
+    skills: Collection[str] = ()
     _has_run: bool = field(default=False, init=False, repr=False, compare=False)
 
     async def run(self, request: str, *, history: Sequence[Message] = ()) -> RunResult:
@@ -131,7 +133,7 @@ class _Run:
         self._clocks = Clocks()
         self._window = ContextWindow(agent.options.context_tokens, agent.dialect.build_request((), agent.specs).tools)
         self._calls = CallRunner(
-            self._id, agent.specs, agent.run_call, self._note_call, agent.options.max_parallel_calls, agent.switched_off
+            self._id, agent.specs, agent.run_call, self._note_call, agent.options.max_parallel_calls, agent.switched_off, agent.skills
         )
         system = agent.dialect.build_system(agent.instruction, agent.specs)
         self._transcript = Transcript({"role": "system", "content": system}, *history, {"role": "user", "content": request})

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS, ToolCall, ToolResult
 from contract.errors import ErrorCode, OperatorError, ToolFailure
@@ -17,6 +17,7 @@ from orchestrator.logs import get_logger
 
 log = get_logger(__name__)
 
+SKILL_TOOL = "skill_tool"
 REPEATS = 3
 """So many identical failures are answered with more than the failure."""
 
@@ -27,7 +28,7 @@ Observed = tuple[str, ToolResult]
 
 
 class CallRunner:
-    """Runs the calls of one run. `tell` gets their events as they happen."""
+    """Runs the calls of one run. `tell` gets their events as they happen. `skills`: names that a model may take for tools."""
 
     def __init__(
         self,
@@ -37,10 +38,12 @@ class CallRunner:
         tell: Callable[[RunEvent], None],
         max_parallel: int,
         switched_off: Mapping[str, Switch] | None = None,
+        skills: Collection[str] = (),
     ) -> None:
         self._run = run
         self._specs = {spec.name: spec for spec in specs}
         self._switched_off = switched_off or {}
+        self._skills = skills if SKILL_TOOL in self._specs else ()
         self._run_call = run_call
         self._tell = tell
         self._slots = asyncio.Semaphore(max_parallel)
@@ -89,8 +92,9 @@ class CallRunner:
             result = ToolResult.failed(_call(request), ErrorCode.INVALID_ARGUMENTS, request.reason)
         else:
             async with self._slots:
-                self._tell(CallStarted(run=self._run, call=request.call))
-                result = self._unknown(request.call) or await self._outcome(self._typed(request))
+                call = self._resolved(request)
+                self._tell(CallStarted(run=self._run, call=call))
+                result = self._unknown(call) or await self._outcome(call)
         self._tell(CallFinished(run=self._run, result=result))
         return result
 
@@ -116,6 +120,13 @@ class CallRunner:
                 raise
             log.exception("run_call_failed", run=self._run, tool=call.name, call=call.id)
             return ToolResult.failed(call, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}".removesuffix(": "))
+
+    def _resolved(self, request: CallRequested) -> ToolCall:
+        """The call as it is carried out: of a skill that is no tool by itself, the loading of its instructions, which say how it is used."""
+        call = request.call
+        if call.name in self._specs or call.name in self._switched_off or call.name not in self._skills:
+            return self._typed(request)
+        return call.model_copy(update={"name": SKILL_TOOL, "arguments": {"name": call.name, "action": "load"}})
 
     def _typed(self, request: CallRequested) -> ToolCall:
         spec = self._specs.get(request.call.name)

@@ -1,6 +1,6 @@
 """What a run on a pool is made of: a model in its dialect, the tools that it may have, and how its calls are reviewed and sent."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Protocol
@@ -88,6 +88,7 @@ class RunParts:
         known = await know_model(chosen, name, self._capabilities)
         options = with_window(wanted.options, self._settings, known)
         specs: list[ToolSpec] = []
+        skills: Collection[str] = ()
         switches: Mapping[str, Switch] = {}
         questions = ModelRequests(chosen.model)
         if self._pool.tally is not None:
@@ -97,6 +98,7 @@ class RunParts:
             info = await session.info()
             switches = switches_for(await self._pool.switches.switches(), session.tenant)
             specs = await self._specs(session.tenant, info, switches, chosen.tools if wanted.tools is None else wanted.tools)
+            skills = [skill.name for skill in await self._pool.catalog.skills()]
             wanted.tell(_ready(wanted.run, info))
             run_call = _Calls(self, session, specs, replace(wanted, options=options), chosen.model.name, questions).run_call()
         dialect: Dialect = PlainDialect() if wanted.is_chat else choose_dialect(name, known, is_small=chosen.is_small)
@@ -113,6 +115,7 @@ class RunParts:
             run_id=wanted.run,
             spent_by_tools=questions.usage,
             switched_off=switches,
+            skills=skills,
         )
 
     async def _specs(

@@ -8,6 +8,7 @@ import pytest
 
 from contract.calls import MAX_ERROR_CHARS, ToolCall, ToolResult
 from contract.errors import ErrorCode, ToolFailure
+from contract.registry import Switch
 from orchestrator.call_runner import CallRunner
 from orchestrator.dialects.base import CallRequested, MalformedCall
 from orchestrator.events import CallFinished, CallStarted, RunEvent
@@ -31,6 +32,28 @@ def asked(name: str, index: int, *, is_parallel: bool = True, is_text: bool = Fa
 
 def done(call: ToolCall, output: str = "ok", **fields: Any) -> ToolResult:
     return ToolResult(call_id=call.id, name=call.name, success=True, output=output, **fields)
+
+
+async def test_a_skill_that_is_called_as_a_tool_gives_its_instructions() -> None:
+    ran: list[ToolCall] = []
+
+    async def run_call(call: ToolCall) -> ToolResult:
+        ran.append(call)
+        return done(call)
+
+    def of(*names: str) -> CallRunner:
+        return CallRunner(
+            "r", [build_spec(name) for name in names], run_call, lambda _: None, 8, {"off": Switch()}, {"pdf-forms", "named", "off"}
+        )
+
+    ((_, loaded),) = await of("skill_tool", "named").run([asked("pdf-forms", 1, page=3)])
+    assert (loaded.success, ran[0].name, ran[0].arguments) == (True, "skill_tool", {"name": "pdf-forms", "action": "load"})
+    # One that is a tool by itself is called, one that is off stays off, and without skill_tool there are no skills.
+    await of("skill_tool", "named").run([asked("named", 2)])
+    assert ran[1].name == "named"
+    assert (await of("skill_tool").run([asked("off", 3)]))[0][1].error_code is ErrorCode.TOOL_DISABLED
+    assert (await of("named").run([asked("pdf-forms", 4)]))[0][1].error == "Tool not found: pdf-forms"
+    assert len(ran) == 2
 
 
 class Gate:
