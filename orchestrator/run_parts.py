@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from contract.call_events import MODEL
 from contract.calls import ToolCall, ToolResult
@@ -33,6 +33,8 @@ from orchestrator.runs.live_text import LiveText
 from orchestrator.sessions import Session, SessionInfo
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tenant_rules import refuse_unasked, with_tenant_rules
+
+Published = TypeVar("Published")
 
 
 class RunBook(Protocol):
@@ -98,7 +100,7 @@ class RunParts:
             info = await session.info()
             switches = switches_for(await self._pool.switches.switches(), session.tenant)
             specs = await self._specs(session.tenant, info, switches, chosen.tools if wanted.tools is None else wanted.tools)
-            skills = [skill.name for skill in await self._pool.catalog.skills()]
+            skills = [skill.name for skill in await _of_workers(self._pool.catalog.skills())]
             wanted.tell(_ready(wanted.run, info))
             run_call = _Calls(self, session, specs, replace(wanted, options=options), chosen.model.name, questions).run_call()
         dialect: Dialect = PlainDialect() if wanted.is_chat else choose_dialect(name, known, is_small=chosen.is_small)
@@ -123,11 +125,7 @@ class RunParts:
     ) -> list[ToolSpec]:
         """What the model is told of."""
         allowed, reach = await self._pool.tenants.policy(tenant), info.describe_network()
-        try:
-            published = sorted(await self._pool.catalog.specs(), key=lambda spec: spec.name)
-        except ConfigError as error:
-            # There is a session, so workers there were: it is no setting of whoever asks.
-            raise SandboxUnavailable(str(error)) from error
+        published = sorted(await _of_workers(self._pool.catalog.specs()), key=lambda spec: spec.name)
         there = [
             spec.with_network(reach)
             for spec in published
@@ -251,6 +249,14 @@ class _Calls:
 
     def _teller(self, call: str) -> OnOutput:
         return lambda stream, text: self._wanted.tell(OutputArrived(run=self._wanted.run, call_id=call, stream=stream, text=text))
+
+
+async def _of_workers(reading: Awaitable[Published]) -> Published:
+    """What the workers publish, for a run that has a session: workers there were, and none left is no setting of whoever asks."""
+    try:
+        return await reading
+    except ConfigError as error:
+        raise SandboxUnavailable(str(error)) from error
 
 
 async def _refused(call: ToolCall) -> ToolResult:

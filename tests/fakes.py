@@ -9,7 +9,7 @@ from contract.envelope import decode_call, encode_result
 from contract.errors import ErrorCode, ToolFailure
 from contract.ledger import Claim
 from contract.signing import ResultSeal
-from contract.specs import ToolSpec
+from contract.specs import SkillSummary, ToolSpec
 from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.results import ResultHub
 from orchestrator.transport import Delivery
@@ -27,6 +27,9 @@ class StaticCatalog:
 
     async def specs(self) -> tuple[ToolSpec, ...]:
         return self._specs
+
+    async def skills(self) -> tuple[SkillSummary, ...]:
+        return ()
 
     def explain_missing(self, name: str) -> str | None:
         return None
