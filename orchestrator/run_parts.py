@@ -115,6 +115,11 @@ class RunParts:
             switched_off=switches,
         )
 
+    async def specs_in(self, session: Session, names: Iterable[str] | Literal["all"]) -> list[ToolSpec]:
+        """What a model may be told of in that session. Raises SandboxUnavailable, BrokerUnavailable, ToolFailure."""
+        switches = switches_for(await self._pool.switches.switches(), session.tenant)
+        return await self._specs(session.tenant, await session.info(), switches, names)
+
     async def _specs(
         self, tenant: str, info: SessionInfo, switches: Mapping[str, Switch], names: Iterable[str] | Literal["all"]
     ) -> list[ToolSpec]:
@@ -145,18 +150,21 @@ class RunParts:
         switch = find_switch(await self._pool.switches.switches(), call.name, session.tenant)
         if switch is not None:
             return ToolResult.failed(call, ErrorCode.TOOL_DISABLED, switch.refusal(call.name))
-        policy = with_tenant_rules(self._policy, await self._pool.tenants.policy(session.tenant), session.tenant)
         return await review(
             call,
             spec,
             approver or self.approver,
-            policy=policy,
+            policy=await self.policy_of(session.tenant),
             tenant=session.tenant,
             session=session.id,
             ttl_s=self._settings.approval_wait_s,
             on_event=tell,
             run=run,
         )
+
+    async def policy_of(self, tenant: str) -> ApprovalPolicy:
+        """What its calls are judged by: the client's rules and the tenant's own."""
+        return with_tenant_rules(self._policy, await self._pool.tenants.policy(tenant), tenant)
 
     def settle(self, session: Session, call: str) -> None:
         """The result of a call is remembered."""
