@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from contract.calls import DEFAULT_TIMEOUT_S, ToolResult
 from contract.specs import ToolSpec
+from orchestrator.adapters.artifacts import build_artifact
 from orchestrator.adapters.missing import missing_extra
 from orchestrator.approvals import Approver
 from orchestrator.client import ToolClient
@@ -81,11 +82,6 @@ class PoolTool(BaseTool):  # type: ignore[misc, unused-ignore]
             raise ToolException(text)
         # A ToolException would lose the artifact.
         return ToolMessage(text, artifact=artifact, tool_call_id=tool_call_id, name=self.name, status="error"), artifact
-
-
-def build_artifact(result: ToolResult) -> dict[str, Any]:
-    """Everything of a result but its text, as plain JSON: metadata, error code, clocks, what was cut or killed."""
-    return result.model_dump(mode="json", exclude={"output", "error", "name", "blob"})
 
 
 async def as_langchain_tools(

@@ -11,7 +11,8 @@ from contract.errors import ErrorCode, ToolFailure
 from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
 from orchestrator.client import ToolClient
 from orchestrator.sessions import Session
-from tests.stack import Stack, commands_in, eventually
+from tests.sandbox_commands import find_container, is_running
+from tests.stack import Stack, eventually
 
 pytest.importorskip("langchain_core")
 
@@ -112,7 +113,7 @@ async def test_a_catastrophic_command_is_refused_whoever_approves(tools: dict[st
 
 
 async def test_cancelling_the_task_stops_the_call_in_the_sandbox(stack: Stack, session: Session, tools: dict[str, PoolTool]) -> None:
-    where = await container_of(stack, session)
+    where = await find_container(stack, session)
     task = asyncio.create_task(tools["bash_tool"].ainvoke(asked("bash_tool", command="sleep 654")))
     await eventually(lambda: is_running(where, "sleep 654"), 20, "the command runs")
     task.cancel()
@@ -132,7 +133,7 @@ async def test_ainvoke_from_another_loop_gives_the_same(tools: dict[str, PoolToo
 
 
 async def test_cancelling_in_another_loop_stops_the_call_in_the_sandbox(stack: Stack, session: Session, tools: dict[str, PoolTool]) -> None:
-    where = await container_of(stack, session)
+    where = await find_container(stack, session)
 
     async def give_up() -> None:
         task = asyncio.create_task(tools["bash_tool"].ainvoke({"command": "sleep 655"}))
@@ -159,20 +160,14 @@ async def test_names_choose_tools_and_one_that_is_none_is_said(client: ToolClien
 async def test_a_tool_that_is_turned_off_later_says_so(client: ToolClient, session: Session, switched_back: None) -> None:
     (glob,) = await as_langchain_tools(client, session, ["glob_tool"])
     await client.disable("glob_tool", reason="the disk is slow")
-    await eventually_off(glob)
+    message = await glob.ainvoke(asked("glob_tool", pattern="*"))
+    assert (message.artifact["error_code"], "the disk is slow" in message.content) == ("TOOL_DISABLED", True)
 
 
 @pytest.fixture
 async def switched_back(client: ToolClient) -> AsyncIterator[None]:
     yield
     await client.enable("glob_tool")
-
-
-async def eventually_off(tool: PoolTool) -> None:
-    """Switches hold everywhere within two seconds."""
-    async with asyncio.timeout(20):
-        while (await tool.ainvoke(asked("glob_tool", pattern="*"))).artifact["error_code"] != "TOOL_DISABLED":
-            await asyncio.sleep(0.1)
 
 
 async def test_a_tool_node_of_langgraph_runs_them_side_by_side(tools: dict[str, PoolTool]) -> None:
@@ -191,14 +186,3 @@ async def test_a_tool_node_of_langgraph_runs_them_side_by_side(tools: dict[str, 
     assert (first.tool_call_id, first.content, first.status) == ("a", "one\n", "success")
     assert (second.tool_call_id, second.status, second.artifact["error_code"]) == ("b", "error", "FILE_NOT_FOUND")
     assert (third.tool_call_id, third.status, third.artifact["error_code"]) == ("c", "error", "INVALID_ARGUMENTS")
-
-
-async def container_of(stack: Stack, session: Session) -> str:
-    await session.call("bash_tool", {"command": "true"})
-    sandbox = (await session.info()).sandbox
-    assert sandbox is not None
-    return stack.full_id(sandbox.id)
-
-
-def is_running(container: str, command: str) -> bool:
-    return any(command in line for line in commands_in(container).values())
