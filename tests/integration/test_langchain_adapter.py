@@ -1,18 +1,23 @@
 """A session's tools as LangChain's, with the real library on a real stack: schemas, results, failures, approvals, cancelling, other threads."""
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
 from orchestrator.client import ToolClient
 from orchestrator.sessions import Session
 from tests.sandbox_commands import find_container, is_running
-from tests.stack import Stack, eventually
+from tests.stack import Stack, eventually, wait_until
 
 pytest.importorskip("langchain_core")
 
@@ -186,3 +191,39 @@ async def test_a_tool_node_of_langgraph_runs_them_side_by_side(tools: dict[str, 
     assert (first.tool_call_id, first.content, first.status) == ("a", "one\n", "success")
     assert (second.tool_call_id, second.status, second.artifact["error_code"]) == ("b", "error", "FILE_NOT_FOUND")
     assert (third.tool_call_id, third.status, third.artifact["error_code"]) == ("c", "error", "INVALID_ARGUMENTS")
+
+
+def test_a_plain_program_invokes_them_over_a_thread_with_a_loop(stack: Stack) -> None:
+    with open_in_thread(stack) as (_, tools, _):
+        message = tools["bash_tool"].invoke(asked("bash_tool", command="echo plain"))
+    assert (message.content, message.status) == ("plain\n", "success")
+    with pytest.raises(RuntimeError, match="the loop of its client has ended"):
+        tools["bash_tool"].invoke(asked("bash_tool", command="true"))
+
+
+def test_ctrl_c_during_a_plain_invoke_stops_the_call_in_the_sandbox(stack: Stack) -> None:
+    with open_in_thread(stack) as (portal, tools, session):
+        where = portal.call(find_container, stack, session)
+
+        def interrupt() -> None:
+            wait_until(lambda: is_running(where, "sleep 657"), 20, "the command runs")
+            os.kill(os.getpid(), signal.SIGINT)
+
+        interrupter = threading.Thread(target=interrupt)
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            tools["bash_tool"].invoke({"command": "sleep 657"})
+        interrupter.join()
+        wait_until(lambda: not is_running(where, "sleep 657"), 10, "the command is gone")
+
+
+@contextlib.contextmanager
+def open_in_thread(stack: Stack) -> Iterator[tuple[BlockingPortal, dict[str, PoolTool], Session]]:
+    """As docs/adapters.md shows it for programs without a loop of their own."""
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(ToolClient.connect(stack.redis_url)) as client,
+        portal.wrap_async_context_manager(portal.call(client.open_session)) as session,
+    ):
+        tools = portal.call(as_langchain_tools, client, session)
+        yield portal, {tool.name: tool for tool in tools}, session
