@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
+from contract.calls import DEFAULT_TIMEOUT_S, MAX_NAME_CHARS, ToolCall, ToolResult
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.schema import find_aliases, prepare_arguments
 from contract.specs import ToolSpec
@@ -55,16 +55,17 @@ class SessionTools:
 
         `approver`: who is asked about this call alone. Cancelled, it stops what runs in the sandbox. `on_output`: as for `Session.call`.
         """
-        try:
-            call = ToolCall(id=secrets.token_hex(16), name=name, arguments=dict(arguments))
-        except ValidationError:
-            # The session knows how to tell what no call can be made of.
-            return await self._session.call(name, arguments)
+        call = ToolCall(id=secrets.token_hex(16), name=name[:MAX_NAME_CHARS] or "unknown")
         spec = self._specs.get(name)
         if spec is None:
-            return ToolResult.failed(
-                call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}", metadata={"nearest": find_nearest(name, self._specs)}
-            )
+            nearest = find_nearest(name, self._specs)
+            return ToolResult.failed(call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name[:200]}", metadata={"nearest": nearest})
+        try:
+            call = ToolCall(id=call.id, name=name, arguments=dict(arguments))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            return ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, f"{name}: {where}: {first['msg']}")
         try:
             reviewed = await self._parts.review(call, spec, self._session, lambda _: None, self._run, approver or self._approver)
         except (ToolFailure, OperatorError) as error:

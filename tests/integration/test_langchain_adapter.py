@@ -90,6 +90,26 @@ async def test_bad_arguments_are_answered_in_our_validators_words(session: Sessi
     assert (message.status, message.content) == ("error", ours.text())
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), object()], ids=["no number", "no JSON"])
+async def test_arguments_that_cannot_travel_are_the_models_to_mend(tools: dict[str, PoolTool], wrong: object) -> None:
+    message = await tools["bash_tool"].ainvoke(asked("bash_tool", command="true", timeout=wrong))
+    assert (message.status, message.artifact["error_code"]) == ("error", "INVALID_ARGUMENTS")
+    assert "timeout" in message.content
+
+
+async def test_another_name_of_a_parameter_is_taken_and_told(session: Session, tools: dict[str, PoolTool]) -> None:
+    await session.write_file("/workspace/a.txt", b"one")
+    message = await tools["read_tool"].ainvoke(asked("read_tool", path="/workspace/a.txt"))
+    assert (message.status, message.artifact["metadata"]["aliases_used"]) == ("success", ["path -> file_path"])
+
+
+async def test_a_tool_that_there_is_not_is_answered_with_the_nearest(client: ToolClient, session: Session) -> None:
+    tools = await client.session_tools(session, ["bash_tool"])
+    for name in ("write_tool", "", "x" * 500):
+        result = await tools.call(name, {})
+        assert (result.error_code, result.metadata["nearest"]) == (ErrorCode.TOOL_NOT_FOUND, ["bash_tool"])
+
+
 async def test_a_call_that_needs_approval_is_asked_about_and_a_no_is_told(client: ToolClient, session: Session) -> None:
     seen: list[ApprovalRequest] = []
 
