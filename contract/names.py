@@ -7,6 +7,21 @@ POOL_QUEUES = {"web": POOL_WEB, "tools": POOL_TOOLS}
 CATALOG_POOLS = ("sandbox", "web", "tools")
 """The pools that publish a catalog; of two tools of one name that of the first is taken."""
 
+BUILTIN_TOOLS = frozenset(
+    {
+        "bash_tool",
+        "edit_tool",
+        "glob_tool",
+        "grep_tool",
+        "read_tool",
+        "skill_tool",
+        "webfetch_tool",
+        "websearch_tool",
+        "write_tool",
+    }
+)
+"""Names that no tool of an operator may have."""
+
 
 def host_queue(host: str, boot: str) -> str:
     """The queue of one incarnation of a host: a rebooted host never eats calls meant for sandboxes it no longer has."""

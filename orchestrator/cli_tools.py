@@ -1,6 +1,7 @@
-"""`toolcrew tools`: what the workers can run, and turning it off and on."""
+"""`toolcrew tools`: what the workers can run, turning it off and on, and a beginning for tools of one's own."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -9,9 +10,10 @@ from contract.clock import format_instant
 from contract.errors import ConfigError
 from contract.registry import Switch, ToolState
 from contract.tool_pages import render_tool
-from orchestrator.cli_runner import Json, Tenant, open_client, run_work
+from orchestrator.cli_runner import EXIT_ERROR, Json, Tenant, fail, open_client, run_work
 from orchestrator.settings import load_settings
 from orchestrator.terminal import escape_controls, table_rows
+from orchestrator.tool_skeleton import write_skeleton
 
 tools_app = typer.Typer(no_args_is_help=True, help="What the workers can run.")
 
@@ -79,6 +81,23 @@ def tools_enable(name: Name, tenant: OnlyTenant = None, as_json: Json = False) -
             return await client.enable(name, tenant=tenant)
 
     _print_switched(name, "enabled", tenant, run_work(work(), as_json), as_json)
+
+
+@tools_app.command("new")
+def tools_new(
+    name: Annotated[str, typer.Argument(help="The tool: small letters, digits and '_'.")],
+    folder: Annotated[Path, typer.Option("--dir", help="Where the folder NAME is made; made itself where it is missing.")] = Path(),
+    as_json: Json = False,
+) -> None:
+    """Make a package for a tool of your own: a typed function with a hard limit, the entry point by which workers find it, and a test that passes."""
+    try:
+        target, files = write_skeleton(name, folder)
+    except ConfigError as error:
+        fail(str(error), error.code.value, EXIT_ERROR, as_json)
+    if as_json:
+        typer.echo(json.dumps({"name": name, "folder": str(target), "files": files}))
+        return
+    _print([f"made {target}: {', '.join(files)}", f"next: pip install -e '{target}[test]' && pytest {target}"])
 
 
 def state_json(state: ToolState) -> dict[str, Any]:

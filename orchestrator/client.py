@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import SecretStr
 
+from contract.calls import DEFAULT_TIMEOUT_S
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.registry import Switch, ToolState, filter_specs, switch_field
 from contract.specs import SkillSummary, ToolSpec
@@ -37,6 +38,7 @@ from orchestrator.run_parts import RunAs, RunParts
 from orchestrator.run_spans import RunSpans
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.session_list import SessionList, SessionPage
+from orchestrator.session_tools import Names, SessionTools
 from orchestrator.sessions import Checkpoint, Session, Start, delete_checkpoint
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings
 from orchestrator.switches import build_switch
@@ -169,6 +171,12 @@ class ToolClient:
         """
         chosen = await self._as_tenant(tenant)
         return await Session.attach(self._dispatcher, self._blobs, tenant=chosen, session=session, credential=self._credential)
+
+    async def session_tools(
+        self, session: Session, names: Names = "all", *, approver: Approver | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> SessionTools:
+        """A session's tools for a loop of somebody else's. `approver` None: the client's. `timeout_s`: of calls without a limit. Raises as SessionTools.open."""
+        return await SessionTools.open(self._parts, session, names, approver, timeout_s)
 
     async def sessions(self, tenant: str | None = None, *, cursor: str | None = None, limit: int = 50) -> SessionPage:
         """Open sessions, the newest first: the tenant's, else those of all, or of a tenant's key its own."""

@@ -120,6 +120,11 @@ class RunParts:
             skills=skills,
         )
 
+    async def specs_in(self, session: Session, names: Iterable[str] | Literal["all"]) -> list[ToolSpec]:
+        """What a model may be told of in that session. Raises SandboxUnavailable, BrokerUnavailable, ToolFailure."""
+        switches = switches_for(await self._pool.switches.switches(), session.tenant)
+        return await self._specs(session.tenant, await session.info(), switches, names)
+
     async def _specs(
         self, tenant: str, info: SessionInfo, switches: Mapping[str, Switch], names: Iterable[str] | Literal["all"]
     ) -> list[ToolSpec]:
@@ -147,18 +152,21 @@ class RunParts:
             refuse_unasked(switches, own, session.tenant, spec, call.arguments)
         except ToolFailure as failure:
             return ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
-        policy = with_tenant_rules(self._policy, own, session.tenant)
         return await review(
             call,
             spec,
             approver or self.approver,
-            policy=policy,
+            policy=with_tenant_rules(self._policy, own, session.tenant),
             tenant=session.tenant,
             session=session.id,
             ttl_s=self._settings.approval_wait_s,
             on_event=tell,
             run=run,
         )
+
+    async def policy_of(self, tenant: str) -> ApprovalPolicy:
+        """What its calls are judged by: the client's rules and the tenant's own."""
+        return with_tenant_rules(self._policy, await self._pool.tenants.policy(tenant), tenant)
 
     def settle(self, session: Session, call: str) -> None:
         """The result of a call is remembered."""

@@ -14,6 +14,7 @@ from orchestrator.functions.langchain_shape import (
     base_tool_schema,
     build_base_tool_handler,
     build_langchain_handler,
+    check_injected,
     is_base_tool,
     is_langchain_shaped,
     langchain_schema,
@@ -54,6 +55,7 @@ def _made_of(value: Any) -> LocalTool:
     if callable(getattr(value, "execute", None)):
         return _from_parts(lambda key: getattr(value, key, None))
     if is_langchain_shaped(value):
+        check_injected(value)
         schema = langchain_schema(value)
         return Tool(_spec_of(value, schema), build_langchain_handler(value, schema))
     if is_base_tool(value):

@@ -2,17 +2,20 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel
 
-from contract.functions.call_context import CallHandler, KnownHandler
+from contract.functions.call_context import CallContext, CallHandler, KnownHandler
 from contract.functions.call_handlers import build_execute_handler, build_function_handler
 from contract.functions.function_schemas import is_async, read_function, tool_parameters
 from contract.functions.json_schemas import JsonSchema, plain_schema
 
 SINGLE_ARGUMENT = "__arg1"
 """What a tool without a schema calls its one string."""
+
+CALL_ID = "tool_call_id"
+"""The one injected parameter that every caller can fill in."""
 
 _SCHEMAS = ("tool_call_schema", "args_schema", "get_input_schema")
 _RUNNERS = ("ainvoke", "invoke", "_run")
@@ -78,7 +81,8 @@ def build_langchain_handler(value: Any, schema: JsonSchema) -> CallHandler:
     """
     for name in ("ainvoke", "invoke"):
         if callable(getattr(value, name, None)):
-            return build_execute_handler(getattr(value, name), is_alone=True)
+            invoke = getattr(value, name)
+            return _build_call_handler(value, invoke) if _wants_call(value) else build_execute_handler(invoke, is_alone=True)
     run = _runner(value)
     if SINGLE_ARGUMENT in schema.get("properties", {}):
         # By its place: that name is nobody's.
@@ -88,12 +92,56 @@ def build_langchain_handler(value: Any, schema: JsonSchema) -> CallHandler:
     return build_function_handler(run, value.name)
 
 
+def check_injected(value: Any) -> None:
+    """Raises TypeError for a tool with a required parameter that only its own framework fills in."""
+    missing = [name for name, is_required in _hidden_fields(value).items() if is_required and name != CALL_ID]
+    if missing:
+        raise TypeError(
+            f"tool '{value.name}': its parameter '{missing[0]}' is filled in by LangChain or LangGraph alone: give it a default, or wrap the "
+            "tool in a function without it"
+        )
+
+
 def build_base_tool_handler(value: Any) -> CallHandler:
     """`_run(**args)`, else `run(**args)`; a parameter annotated CallContext gets the context."""
     run = _runner(value)
     if getattr(value, "parameters", None) is not None:
         return KnownHandler(lambda arguments, _: run(**arguments), is_async(run))
     return build_function_handler(run, value.name)
+
+
+def _build_call_handler(value: Any, invoke: Callable[..., Any]) -> CallHandler:
+    """Invokes with a tool call, so that a ToolMessage comes back: with status and artifact."""
+
+    def run(arguments: dict[str, Any], context: CallContext) -> Any:
+        return invoke({"type": "tool_call", "id": context.call_id, "name": value.name, "args": arguments})
+
+    return KnownHandler(run, is_async(invoke))
+
+
+def _wants_call(value: Any) -> bool:
+    """Whether bare arguments are too little: the tool wants the call's id, or what it tells beside its text would be lost; a failure that it
+    handles by itself would count as success."""
+    if getattr(value, "response_format", None) == "content_and_artifact":
+        return True
+    if any(getattr(value, name, None) for name in ("handle_tool_error", "handle_validation_error")):
+        return True
+    injected = getattr(value, "_injected_args_keys", ())
+    return CALL_ID in _hidden_fields(value) or (isinstance(injected, frozenset) and CALL_ID in injected)
+
+
+def _hidden_fields(value: Any) -> dict[str, bool]:
+    """Parameters that a tool takes and does not show to models: whether each is required."""
+    shown, taken = getattr(value, "tool_call_schema", None), getattr(value, "get_input_schema", None)
+    if isinstance(getattr(value, "args_schema", None), Mapping) or not _has_fields(shown) or not callable(taken):
+        return {}
+    whole = taken()
+    fields = whole.model_fields if _has_fields(whole) else {}
+    return {name: field.is_required() for name, field in fields.items() if name not in shown.model_fields}
+
+
+def _has_fields(schema: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(schema, type) and issubclass(schema, BaseModel)
 
 
 def _is_named(value: Any) -> bool:

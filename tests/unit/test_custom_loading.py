@@ -10,12 +10,17 @@ import pytest
 
 from contract.errors import ConfigError
 from contract.functions import tool
+from contract.names import BUILTIN_TOOLS
 from tests.builders import build_call, build_context
 from tests.fakes import MemoryBlobs, MemoryLedger
 from workers.bench import Bench
 from workers.custom.loading import load_custom_tools
 from workers.executor import Executor
 from workers.tools.base import WorkerRegistry, WorkerTool
+from workers.tools.builtin import build_registry
+from workers.tools.skill import build_skill_tool
+from workers.tools.webfetch import WEBFETCH_SPEC
+from workers.tools.websearch import WEBSEARCH_SPEC
 
 WriteModule = Callable[..., str]
 
@@ -163,7 +168,7 @@ def test_an_entry_point_that_names_no_tool_is_refused(write_module: WriteModule,
     assert f"entry point 'house = {value}'" in sentence
 
 
-@pytest.mark.parametrize("name", ["bash_tool", "read_tool", "webfetch_tool"])
+@pytest.mark.parametrize("name", sorted(BUILTIN_TOOLS))
 def test_the_name_of_a_built_in_tool_is_refused(write_module: WriteModule, name: str) -> None:
     module = write_module(f"from contract.functions import tool\n@tool(name='{name}')\ndef mine(): 'Mine.'")
     sentence = refusal(module)
@@ -193,3 +198,8 @@ def test_the_decorator_of_the_contract_is_the_programs_own() -> None:
     import orchestrator
 
     assert orchestrator.tool is tool
+
+
+def test_the_names_of_built_in_tools_are_those_of_the_built_in_tools() -> None:
+    ours = {spec.name for spec in build_registry().specs() if spec.audience == "model"}
+    assert ours | {WEBFETCH_SPEC.name, WEBSEARCH_SPEC.name, build_skill_tool(()).name} == BUILTIN_TOOLS

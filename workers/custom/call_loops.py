@@ -32,7 +32,7 @@ class CallLoop:
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T:
         """What `coroutine` gives. Threads of a tool wait for each other. Raises RuntimeError within a loop, which would wait for ever."""
-        if _is_running_here():
+        if is_running_here():
             raise refuse_to_wait(coroutine)
         with self._lock:
             if self._runner is None:
@@ -55,7 +55,8 @@ async def _within(name: str, value: Awaitable[T], limit_s: float) -> T:
         raise ToolFailure(ErrorCode.TIMEOUT, f"{name} did not end within its limit of {limit_s:g} s and was stopped") from None
 
 
-def _is_running_here() -> bool:
+def is_running_here() -> bool:
+    """Whether an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -5,28 +5,33 @@ import contextlib
 import copy
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
 from contract.errors import ToolFailure
 from contract.functions.call_context import CallContext, CallHandler
-from contract.functions.session_state import NoState
+from contract.functions.session_state import NoState, SessionState
 from contract.registry import Tool
 from workers.custom.call_loops import CallLoop
 from workers.custom.model import CallerModel
 from workers.custom.outcomes import build_error_outcome, build_outcome
 from workers.custom.prints import PrintLog
-from workers.custom.state import StateStore
 from workers.tools.base import Handler, Outcome, Workbench
 
 log = structlog.get_logger(__name__)
 
 
+class States(Protocol):
+    """Where the states of sessions lie. As workers/custom/state.py has it."""
+
+    def open(self, tenant: str, session: str) -> SessionState: ...
+
+
 class CustomCalls:
     """Makes handlers of tools. `config`: what the operator gives every call; `states` None: no session has a state here."""
 
-    def __init__(self, config: Mapping[str, Any], states: StateStore | None) -> None:
+    def __init__(self, config: Mapping[str, Any], states: States | None) -> None:
         self._config = config
         self._states = states
 

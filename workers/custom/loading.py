@@ -14,11 +14,11 @@ from jsonschema.exceptions import SchemaError
 from contract.errors import ConfigError
 from contract.functions.call_context import CallHandler, KnownHandler
 from contract.functions.function_tools import tool
+from contract.names import BUILTIN_TOOLS
 from contract.registry import Tool, ToolRegistry
-from workers.custom.calls import CustomCalls
-from workers.custom.state import StateStore
+from workers.custom.calls import CustomCalls, States
 from workers.tools.base import WorkerTool
-from workers.tools.builtin import OTHER_TOOLS, build_registry
+from workers.tools.builtin import build_registry
 
 ENTRY_POINT_GROUP = "toolcrew.tools"
 
@@ -37,7 +37,7 @@ def load_custom_tools(
     modules: Sequence[str] = (),
     *,
     config: Mapping[str, Any] | None = None,
-    states: StateStore | None = None,
+    states: States | None = None,
     find_entry_points: FindEntryPoints | None = None,
 ) -> tuple[WorkerTool, ...]:
     """The tools of every installed package with entry points in `toolcrew.tools`, then those of `modules`, as this worker runs them.
@@ -47,6 +47,12 @@ def load_custom_tools(
     """
     found = [*_from_entry_points(find_entry_points or _installed), *(one for name in modules for one in _from_module(name))]
     calls = CustomCalls(config or {}, states)
+    return tuple(_served(one, calls) for one in _distinct(found))
+
+
+def serve_values(values: Sequence[Any], calls: CustomCalls, source: str) -> tuple[WorkerTool, ...]:
+    """The tools of what entry points may name, as a worker runs them. `source`: whose they are, for errors. Raises ConfigError as load_custom_tools."""
+    found = [one for value in values for one in _tools_of(value, source, "mend it")]
     return tuple(_served(one, calls) for one in _distinct(found))
 
 
@@ -121,7 +127,7 @@ def _distinct(found: Sequence[Found]) -> Iterator[Found]:
 
 @functools.cache
 def _own_names() -> frozenset[str]:
-    return frozenset(spec.name for spec in build_registry().specs()) | OTHER_TOOLS
+    return frozenset(spec.name for spec in build_registry().specs()) | BUILTIN_TOOLS
 
 
 def _served(found: Found, calls: CustomCalls) -> WorkerTool:

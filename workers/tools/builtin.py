@@ -10,9 +10,6 @@ from workers.tools.session import SESSION_VERBS
 from workers.tools.shell import BASH_TOOL
 from workers.tools.write import WRITE_TOOL
 
-OTHER_TOOLS = frozenset({"webfetch_tool", "websearch_tool", "skill_tool"})
-"""Ours as well, of workers with network, or of those that have skills."""
-
 
 def build_registry() -> WorkerRegistry:
     """A fresh registry with all of them."""

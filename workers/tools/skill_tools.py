@@ -6,10 +6,10 @@ from typing import Any
 
 import structlog
 
+from contract.names import BUILTIN_TOOLS
 from workers.skills.loader import Skill
 from workers.skills.runner import run_entrypoint
 from workers.tools.base import Outcome, Workbench, WorkerRegistry, WorkerTool
-from workers.tools.builtin import OTHER_TOOLS
 
 log = structlog.get_logger(__name__)
 
@@ -19,7 +19,7 @@ def register_skill_tools(registry: WorkerRegistry, skills: Iterable[Skill]) -> N
     for skill in skills:
         if skill.tool is None:
             continue
-        if skill.name in OTHER_TOOLS or registry.get(skill.name) is not None:
+        if skill.name in BUILTIN_TOOLS or registry.get(skill.name) is not None:
             log.error("skill_name_taken", skill=skill.name, folder=str(skill.folder))
             continue
         registry.register(WorkerTool(skill.tool.spec, partial(_run, skill)))

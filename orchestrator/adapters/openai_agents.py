@@ -1,0 +1,128 @@
+"""The tools of a session as FunctionTools of the OpenAI Agents SDK: their schemas as they are, failures as text, approvals ours or the SDK's."""
+
+import copy
+from typing import Any
+
+from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
+from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
+from contract.specs import ToolSpec
+from orchestrator.adapters.artifacts import build_artifact
+from orchestrator.adapters.missing import missing_extra
+from orchestrator.approvals import ApprovalRequest, Approver, Decision
+from orchestrator.client import ToolClient
+from orchestrator.dialects.native_assembler import parse_arguments
+from orchestrator.session_tools import Names, SessionTools
+from orchestrator.sessions import Session
+
+try:
+    from agents import FunctionTool, FunctionToolCustomDataContext, RunContextWrapper, UserError
+    from agents.strict_schema import ensure_strict_json_schema
+    from agents.tool_context import ToolContext
+    from agents.tracing import SpanError, get_current_span
+except ModuleNotFoundError as error:
+    raise missing_extra(error, "agents", "openai-agents") from error
+
+
+class PoolOutput(str):
+    """What a model reads of a result; `artifact` has the rest of it, for hooks and for the run's items (`custom_data`)."""
+
+    artifact: dict[str, Any]
+
+    @classmethod
+    def of(cls, result: ToolResult) -> "PoolOutput":
+        made = cls(result.text())
+        made.artifact = build_artifact(result)
+        return made
+
+
+class RunApprover:
+    """The decision that the SDK's run has on a call, by `RunState.approve` and `reject`. A call that it knows no yes for is refused."""
+
+    def __init__(self, context: ToolContext[Any]) -> None:
+        self._context = context
+
+    async def decide(self, request: ApprovalRequest) -> Decision:
+        is_approved = self._context.is_tool_approved(self._context.tool_name, self._context.tool_call_id)
+        return Decision(is_approved is True, "" if is_approved else "it needs approval and the run has none for it")
+
+
+class AgentCalls:
+    """How the SDK calls one tool."""
+
+    def __init__(self, spec: ToolSpec, tools: SessionTools, asks_by_run: bool) -> None:
+        self._spec, self._tools, self._asks_by_run = spec, tools, asks_by_run
+
+    async def invoke(self, context: ToolContext[Any], raw: str) -> PoolOutput:
+        """`raw`: the arguments as the model wrote them. Never raises for a call's failure: the model reads it and goes on."""
+        try:
+            arguments = parse_arguments(raw)
+        except ValueError as error:
+            call = ToolCall(id="unsent", name=self._spec.name)
+            result = ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, f"{self._spec.name}: {error}")
+        else:
+            approver = RunApprover(context) if self._asks_by_run else None
+            result = await self._tools.call(self._spec.name, arguments, approver=approver)
+        if not result.success:
+            mark_span_failed(result)
+        return PoolOutput.of(result)
+
+    async def needs_approval(self, context: RunContextWrapper[Any], arguments: dict[str, Any], call_id: str) -> bool:
+        """Whether the run has to be interrupted for a person. False for what is refused in any case: nobody is asked about that."""
+        try:
+            return (await self._tools.verdict(self._spec.name, arguments)).action == "ask"
+        except (ToolFailure, OperatorError):
+            # The call itself is judged again, and says what is wrong.
+            return False
+
+
+def mark_span_failed(result: ToolResult) -> None:
+    """Mark the SDK's span of the call as failed, by its code: what was printed is not the trace's to tell."""
+    span = get_current_span()
+    if span is not None:
+        span.set_error(SpanError(message="Error running tool", data={"tool_name": result.name, "code": str(result.error_code)}))
+
+
+async def as_agents_tools(
+    client: ToolClient,
+    session: Session,
+    names: Names = "all",
+    *,
+    approver: Approver | None = None,
+    asks_by_run: bool = False,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> list[FunctionTool]:
+    """The tools of `session` for an Agent of the SDK, good as long as it is open and in the loop of `client`.
+
+    `approver` None: the client's is asked about what needs approval. `asks_by_run`: the run is interrupted instead, and goes on by the SDK's
+    RunState.approve or reject. `timeout_s`: the limit of calls whose tool has none of its own. Raises ConfigError for both kinds of approval at
+    once, ToolFailure(TOOL_NOT_FOUND) for a name that is none, SandboxUnavailable, BrokerUnavailable.
+    """
+    if asks_by_run and approver is not None:
+        raise ConfigError("give either an approver or asks_by_run=True, where the run's own approvals decide")
+    tools = await client.session_tools(session, names, approver=approver, timeout_s=timeout_s)
+    return [_build_tool(spec, AgentCalls(spec, tools, asks_by_run), asks_by_run) for spec in tools.specs]
+
+
+def _build_tool(spec: ToolSpec, calls: AgentCalls, asks_by_run: bool) -> FunctionTool:
+    parameters: dict[str, Any] = copy.deepcopy(spec.parameters)
+    return FunctionTool(
+        name=spec.name,
+        description=spec.description,
+        params_json_schema=parameters,
+        on_invoke_tool=calls.invoke,
+        strict_json_schema=is_strict(parameters),
+        needs_approval=calls.needs_approval if asks_by_run else False,
+        custom_data_extractor=_custom_data,
+    )
+
+
+def is_strict(parameters: dict[str, Any]) -> bool:
+    """Whether a schema is one that the SDK calls strict, as it stands: made strict, an optional parameter would become a required one."""
+    try:
+        return ensure_strict_json_schema(copy.deepcopy(parameters)) == parameters
+    except UserError:
+        return False
+
+
+def _custom_data(told: FunctionToolCustomDataContext) -> dict[str, Any] | None:
+    return told.output.artifact if isinstance(told.output, PoolOutput) else None

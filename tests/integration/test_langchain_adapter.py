@@ -1,0 +1,249 @@
+"""A session's tools as LangChain's, with the real library on a real stack: schemas, results, failures, approvals, cancelling, other threads."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
+from orchestrator.client import ToolClient
+from orchestrator.sessions import Session
+from tests.sandbox_commands import find_container, is_running
+from tests.stack import Stack, eventually, wait_until
+
+pytest.importorskip("langchain_core")
+
+from langchain_core.messages import AIMessage, ToolMessage
+from langchain_core.tools import BaseTool, ToolException
+from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from orchestrator.adapters.langchain import PoolTool, as_langchain_tools
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.fixture
+async def tools(client: ToolClient, session: Session) -> dict[str, PoolTool]:
+    return {tool.name: tool for tool in await as_langchain_tools(client, session, approver=AutoApprover())}
+
+
+def asked(name: str, **arguments: Any) -> dict[str, Any]:
+    """A tool call as a model's message has it."""
+    return {"type": "tool_call", "id": "call_1", "name": name, "args": arguments}
+
+
+async def test_every_tool_of_the_tenant_comes_with_its_schema_word_for_word(client: ToolClient, tools: dict[str, PoolTool]) -> None:
+    specs = {spec.name: spec for spec in await client.tools()}
+    assert tools.keys() == specs.keys()
+    assert all(isinstance(tool, BaseTool) for tool in tools.values())
+    for name, tool in tools.items():
+        assert tool.args_schema == specs[name].parameters
+        # What a model is sent is made of it, and adds nothing.
+        sent = convert_to_openai_tool(tool)["function"]
+        assert sent["parameters"]["properties"] == specs[name].parameters["properties"]
+        assert sent["description"] == specs[name].description
+
+
+async def test_a_tool_call_gives_a_tool_message_with_the_metadata_as_artifact(tools: dict[str, PoolTool]) -> None:
+    message = await tools["bash_tool"].ainvoke(asked("bash_tool", command="echo hello; exit 3"))
+    assert isinstance(message, ToolMessage)
+    assert (message.status, message.tool_call_id, message.name) == ("success", "call_1", "bash_tool")
+    assert message.content == "hello\n[exit code 3]"
+    assert message.artifact["metadata"]["exit_code"] == 3
+    assert message.artifact["clocks"]["run_s"] > 0
+    json.dumps(message.artifact)
+
+
+async def test_bare_arguments_give_the_text(tools: dict[str, PoolTool]) -> None:
+    assert await tools["bash_tool"].ainvoke({"command": "echo hello"}) == "hello\n"
+
+
+async def test_a_failure_is_a_tool_message_with_the_status_error_and_the_text_of_a_run(
+    session: Session, tools: dict[str, PoolTool]
+) -> None:
+    message = await tools["read_tool"].ainvoke(asked("read_tool", file_path="/workspace/none.txt"))
+    ours = await session.call("read_tool", {"file_path": "/workspace/none.txt"})
+    assert (message.status, message.content) == ("error", ours.text())
+    assert message.artifact["error_code"] == ErrorCode.FILE_NOT_FOUND
+    # Without a call there is no message to put it into.
+    assert await tools["read_tool"].ainvoke({"file_path": "/workspace/none.txt"}) == ours.text()
+
+
+async def test_who_wants_exceptions_gets_them(tools: dict[str, PoolTool]) -> None:
+    tools["read_tool"].handle_tool_error = False
+    with pytest.raises(ToolException, match="FILE_NOT_FOUND"):
+        await tools["read_tool"].ainvoke({"file_path": "/workspace/none.txt"})
+
+
+async def test_bad_arguments_are_answered_in_our_validators_words(session: Session, tools: dict[str, PoolTool]) -> None:
+    message = await tools["bash_tool"].ainvoke(asked("bash_tool", comand="ls"))
+    ours = await session.call("bash_tool", {"comand": "ls"})
+    assert ours.error_code is ErrorCode.INVALID_ARGUMENTS
+    assert (message.status, message.content) == ("error", ours.text())
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), object()], ids=["no number", "no JSON"])
+async def test_arguments_that_cannot_travel_are_the_models_to_mend(tools: dict[str, PoolTool], wrong: object) -> None:
+    message = await tools["bash_tool"].ainvoke(asked("bash_tool", command="true", timeout=wrong))
+    assert (message.status, message.artifact["error_code"]) == ("error", "INVALID_ARGUMENTS")
+    assert "timeout" in message.content
+
+
+async def test_another_name_of_a_parameter_is_taken_and_told(session: Session, tools: dict[str, PoolTool]) -> None:
+    await session.write_file("/workspace/a.txt", b"one")
+    message = await tools["read_tool"].ainvoke(asked("read_tool", path="/workspace/a.txt"))
+    assert (message.status, message.artifact["metadata"]["aliases_used"]) == ("success", ["path -> file_path"])
+
+
+async def test_a_tool_that_there_is_not_is_answered_with_the_nearest(client: ToolClient, session: Session) -> None:
+    tools = await client.session_tools(session, ["bash_tool"])
+    for name in ("write_tool", "", "x" * 500):
+        result = await tools.call(name, {})
+        assert (result.error_code, result.metadata["nearest"]) == (ErrorCode.TOOL_NOT_FOUND, ["bash_tool"])
+
+
+async def test_a_call_that_needs_approval_is_asked_about_and_a_no_is_told(client: ToolClient, session: Session) -> None:
+    seen: list[ApprovalRequest] = []
+
+    def refuse(request: ApprovalRequest) -> Decision:
+        seen.append(request)
+        return Decision(False, "not on a Monday")
+
+    (write,) = await as_langchain_tools(client, session, ["write_tool"], approver=CallbackApprover(refuse))
+    message = await write.ainvoke(asked("write_tool", file_path="/workspace/a.txt", content="x"))
+    assert (message.status, message.artifact["error_code"]) == ("error", "PERMISSION_DENIED")
+    assert "not on a Monday" in message.content
+    assert [request.call.arguments["file_path"] for request in seen] == ["/workspace/a.txt"]
+    with pytest.raises(ToolFailure):
+        await session.read_file("/workspace/a.txt")
+
+
+async def test_a_client_with_nobody_to_ask_refuses(client: ToolClient, session: Session) -> None:
+    (write,) = await as_langchain_tools(client, session, ["write_tool"])
+    message = await write.ainvoke(asked("write_tool", file_path="/workspace/a.txt", content="x"))
+    assert message.artifact["error_code"] == "PERMISSION_DENIED"
+
+
+async def test_a_catastrophic_command_is_refused_whoever_approves(tools: dict[str, PoolTool]) -> None:
+    message = await tools["bash_tool"].ainvoke(asked("bash_tool", command="rm -rf /"))
+    assert message.artifact["error_code"] == "SECURITY_REFUSED"
+
+
+async def test_cancelling_the_task_stops_the_call_in_the_sandbox(stack: Stack, session: Session, tools: dict[str, PoolTool]) -> None:
+    where = await find_container(stack, session)
+    task = asyncio.create_task(tools["bash_tool"].ainvoke(asked("bash_tool", command="sleep 654")))
+    await eventually(lambda: is_running(where, "sleep 654"), 20, "the command runs")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await eventually(lambda: not is_running(where, "sleep 654"), 10, "the command is gone")
+
+
+async def test_invoke_from_another_thread_gives_the_same(tools: dict[str, PoolTool]) -> None:
+    message = await asyncio.to_thread(tools["bash_tool"].invoke, asked("bash_tool", command="echo there"))
+    assert message.content == "there\n"
+
+
+async def test_ainvoke_from_another_loop_gives_the_same(tools: dict[str, PoolTool]) -> None:
+    message = await asyncio.to_thread(lambda: asyncio.run(tools["bash_tool"].ainvoke(asked("bash_tool", command="echo there"))))
+    assert message.content == "there\n"
+
+
+async def test_cancelling_in_another_loop_stops_the_call_in_the_sandbox(stack: Stack, session: Session, tools: dict[str, PoolTool]) -> None:
+    where = await find_container(stack, session)
+
+    async def give_up() -> None:
+        task = asyncio.create_task(tools["bash_tool"].ainvoke({"command": "sleep 655"}))
+        await eventually(lambda: is_running(where, "sleep 655"), 20, "the command runs")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    await asyncio.to_thread(lambda: asyncio.run(give_up()))
+    await eventually(lambda: not is_running(where, "sleep 655"), 10, "the command is gone")
+
+
+async def test_invoke_in_the_clients_own_loop_is_refused_instead_of_hanging(tools: dict[str, PoolTool]) -> None:
+    with pytest.raises(RuntimeError, match="use ainvoke"):
+        tools["bash_tool"].invoke({"command": "true"})
+
+
+async def test_names_choose_tools_and_one_that_is_none_is_said(client: ToolClient, session: Session) -> None:
+    assert [tool.name for tool in await as_langchain_tools(client, session, ["read_tool", "bash_tool"])] == ["bash_tool", "read_tool"]
+    with pytest.raises(ToolFailure, match="there is no tool 'bash'") as raised:
+        await as_langchain_tools(client, session, ["bash"])
+    assert "bash_tool" in raised.value.metadata["nearest"]
+
+
+async def test_a_tool_that_is_turned_off_later_says_so(client: ToolClient, session: Session, switched_back: None) -> None:
+    (glob,) = await as_langchain_tools(client, session, ["glob_tool"])
+    await client.disable("glob_tool", reason="the disk is slow")
+    message = await glob.ainvoke(asked("glob_tool", pattern="*"))
+    assert (message.artifact["error_code"], "the disk is slow" in message.content) == ("TOOL_DISABLED", True)
+
+
+@pytest.fixture
+async def switched_back(client: ToolClient) -> AsyncIterator[None]:
+    yield
+    await client.enable("glob_tool")
+
+
+async def test_a_tool_node_of_langgraph_runs_them_side_by_side(tools: dict[str, PoolTool]) -> None:
+    prebuilt = pytest.importorskip("langgraph.prebuilt")
+    graphs = pytest.importorskip("langgraph.graph")
+    graph = graphs.StateGraph(graphs.MessagesState)
+    graph.add_node("tools", prebuilt.ToolNode(list(tools.values())))
+    graph.add_edge(graphs.START, "tools")
+    calls = [
+        {"id": "a", "name": "bash_tool", "args": {"command": "echo one"}},
+        {"id": "b", "name": "read_tool", "args": {"file_path": "/workspace/none"}},
+        {"id": "c", "name": "bash_tool", "args": {"wrong": 1}},
+    ]
+    told = await graph.compile().ainvoke({"messages": [AIMessage("", tool_calls=calls)]})
+    first, second, third = told["messages"][1:]
+    assert (first.tool_call_id, first.content, first.status) == ("a", "one\n", "success")
+    assert (second.tool_call_id, second.status, second.artifact["error_code"]) == ("b", "error", "FILE_NOT_FOUND")
+    assert (third.tool_call_id, third.status, third.artifact["error_code"]) == ("c", "error", "INVALID_ARGUMENTS")
+
+
+def test_a_plain_program_invokes_them_over_a_thread_with_a_loop(stack: Stack) -> None:
+    with open_in_thread(stack) as (_, tools, _):
+        message = tools["bash_tool"].invoke(asked("bash_tool", command="echo plain"))
+    assert (message.content, message.status) == ("plain\n", "success")
+    with pytest.raises(RuntimeError, match="the loop of its client has ended"):
+        tools["bash_tool"].invoke(asked("bash_tool", command="true"))
+
+
+def test_ctrl_c_during_a_plain_invoke_stops_the_call_in_the_sandbox(stack: Stack) -> None:
+    with open_in_thread(stack) as (portal, tools, session):
+        where = portal.call(find_container, stack, session)
+
+        def interrupt() -> None:
+            wait_until(lambda: is_running(where, "sleep 657"), 20, "the command runs")
+            os.kill(os.getpid(), signal.SIGINT)
+
+        interrupter = threading.Thread(target=interrupt)
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            tools["bash_tool"].invoke({"command": "sleep 657"})
+        interrupter.join()
+        wait_until(lambda: not is_running(where, "sleep 657"), 10, "the command is gone")
+
+
+@contextlib.contextmanager
+def open_in_thread(stack: Stack) -> Iterator[tuple[BlockingPortal, dict[str, PoolTool], Session]]:
+    """As docs/adapters.md shows it for programs without a loop of their own."""
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(ToolClient.connect(stack.redis_url)) as client,
+        portal.wrap_async_context_manager(portal.call(client.open_session)) as session,
+    ):
+        tools = portal.call(as_langchain_tools, client, session)
+        yield portal, {tool.name: tool for tool in tools}, session

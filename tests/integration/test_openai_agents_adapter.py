@@ -1,0 +1,161 @@
+"""A session's tools in the OpenAI Agents SDK, with its own Runner and its own scripted model on a real stack."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from orchestrator.approvals import AutoApprover, CallbackApprover, Decision
+from orchestrator.client import ToolClient
+from orchestrator.sessions import Session
+from tests.sandbox_commands import find_container, is_running
+from tests.stack import Stack, eventually
+
+pytest.importorskip("agents")
+
+from agents import Agent, FunctionTool, RunConfig, Runner, RunResult, RunState, ToolCallOutputItem
+from agents.testing import ScriptedModel, assistant_message, function_call
+
+from orchestrator.adapters.openai_agents import as_agents_tools, is_strict
+
+pytestmark = pytest.mark.stack
+QUIET = RunConfig(tracing_disabled=True)
+WRITE = {"file_path": "/workspace/a.txt", "content": "written"}
+
+
+def play(tools: list[FunctionTool], *calls: tuple[str, Any], answer: str = "done") -> "Agent[None]":
+    """An agent whose model asks for these calls in one reply, then answers."""
+    asked = [function_call(name, arguments, call_id=f"call_{number}") for number, (name, arguments) in enumerate(calls)]
+    return Agent(name="worker", model=ScriptedModel([asked, [assistant_message(answer)]]), tools=list(tools))
+
+
+async def run(agent: "Agent[None]") -> RunResult:
+    return await Runner.run(agent, "Do it.", run_config=QUIET)
+
+
+def outputs(result: RunResult) -> list[ToolCallOutputItem]:
+    return [item for item in result.new_items if isinstance(item, ToolCallOutputItem)]
+
+
+def read_by_model(agent: "Agent[None]") -> list[str]:
+    """The outputs as the model's next request has them."""
+    model = agent.model
+    assert isinstance(model, ScriptedModel)
+    assert model.last_call is not None
+    sent = model.last_call.input
+    assert not isinstance(sent, str)
+    return [str(item["output"]) for item in sent if isinstance(item, dict) and item.get("type") == "function_call_output"]
+
+
+async def test_every_tool_of_the_tenant_comes_with_its_schema_word_for_word(client: ToolClient, session: Session) -> None:
+    specs = {spec.name: spec for spec in await client.tools()}
+    tools = await as_agents_tools(client, session)
+    assert [tool.name for tool in tools] == sorted(specs)
+    for tool in tools:
+        assert (tool.params_json_schema, tool.description) == (specs[tool.name].parameters, specs[tool.name].description)
+        # Ours have optional parameters, which the strict form knows not.
+        assert tool.strict_json_schema is False
+
+
+def test_a_schema_counts_as_strict_only_as_it_stands() -> None:
+    strict = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+    assert is_strict(strict)
+    assert not is_strict({**strict, "required": []})
+    assert not is_strict({key: value for key, value in strict.items() if key != "additionalProperties"})
+    assert not is_strict({**strict, "additionalProperties": True})
+
+
+async def test_a_run_of_the_sdk_calls_tools_in_the_sandbox_and_keeps_their_metadata(client: ToolClient, session: Session) -> None:
+    agent = play(await as_agents_tools(client, session), ("bash_tool", {"command": "echo hello; exit 3"}))
+    result = await run(agent)
+    assert (result.final_output, read_by_model(agent)) == ("done", ["hello\n[exit code 3]"])
+    (item,) = outputs(result)
+    assert item.custom_data["metadata"]["exit_code"] == 3
+    json.dumps(item.custom_data)
+
+
+async def test_failures_are_told_in_the_words_of_a_run_and_the_agent_goes_on(client: ToolClient, session: Session) -> None:
+    calls = [("read_tool", {"file_path": "/workspace/none"}), ("bash_tool", {"comand": "ls"}), ("bash_tool", '{"command": ')]
+    agent = play(await as_agents_tools(client, session), *calls)
+    result = await run(agent)
+    missing, misspelt, broken = read_by_model(agent)
+    assert missing == (await session.call("read_tool", {"file_path": "/workspace/none"})).text()
+    assert misspelt == (await session.call("bash_tool", {"comand": "ls"})).text()
+    assert broken.startswith("Error [INVALID_ARGUMENTS]: bash_tool: ")
+    codes = [item.custom_data["error_code"] for item in outputs(result)]
+    assert codes == [ErrorCode.FILE_NOT_FOUND, ErrorCode.INVALID_ARGUMENTS, ErrorCode.INVALID_ARGUMENTS]
+    assert result.final_output == "done"
+
+
+async def test_an_approver_of_ours_decides_where_one_is_given(client: ToolClient, session: Session) -> None:
+    refuse = CallbackApprover(lambda request: Decision(False, "not on a Monday"))
+    agent = play(await as_agents_tools(client, session, ["write_tool"], approver=refuse), ("write_tool", WRITE))
+    await run(agent)
+    assert "not on a Monday" in read_by_model(agent)[0]
+    agent = play(await as_agents_tools(client, session, ["write_tool"], approver=AutoApprover()), ("write_tool", WRITE))
+    await run(agent)
+    assert await session.read_file("/workspace/a.txt") == b"written"
+
+
+async def test_without_anybody_to_ask_what_needs_approval_is_refused(client: ToolClient, session: Session) -> None:
+    agent = play(await as_agents_tools(client, session, ["write_tool"]), ("write_tool", WRITE))
+    await run(agent)
+    assert read_by_model(agent)[0].startswith("Error [PERMISSION_DENIED]: write_tool was not run")
+
+
+async def test_a_run_that_is_asked_by_the_sdk_stops_and_goes_on_with_a_yes(client: ToolClient, session: Session) -> None:
+    agent = play(await as_agents_tools(client, session, asks_by_run=True), ("write_tool", WRITE), ("bash_tool", {"command": "echo free"}))
+    stopped = await run(agent)
+    assert [item.name for item in stopped.interruptions] == ["write_tool"]
+    with pytest.raises(ToolFailure):
+        await session.read_file("/workspace/a.txt")
+    # Over a file or a queue, as it would be between two processes.
+    state = await RunState.from_string(agent, stopped.to_state().to_string())
+    state.approve(state.get_interruptions()[0])
+    result = await Runner.run(agent, state, run_config=QUIET)
+    assert (result.final_output, await session.read_file("/workspace/a.txt")) == ("done", b"written")
+
+
+async def test_a_run_that_is_asked_by_the_sdk_goes_on_with_a_no(client: ToolClient, session: Session) -> None:
+    agent = play(await as_agents_tools(client, session, asks_by_run=True), ("write_tool", WRITE))
+    state = (await run(agent)).to_state()
+    state.reject(state.get_interruptions()[0])
+    result = await Runner.run(agent, state, run_config=QUIET)
+    assert result.final_output == "done"
+    with pytest.raises(ToolFailure):
+        await session.read_file("/workspace/a.txt")
+
+
+async def test_nobody_is_asked_about_what_is_refused_in_any_case(client: ToolClient, session: Session) -> None:
+    agent = play(
+        await as_agents_tools(client, session, asks_by_run=True), ("bash_tool", {"command": "rm -rf /"}), ("write_tool", {"path": 1})
+    )
+    result = await run(agent)
+    assert result.interruptions == []
+    assert [item.custom_data["error_code"] for item in outputs(result)] == [ErrorCode.SECURITY_REFUSED, ErrorCode.INVALID_ARGUMENTS]
+
+
+async def test_a_call_that_the_run_has_no_yes_for_is_refused(client: ToolClient, session: Session) -> None:
+    """The attacker's aim: to have a tool run whose question was taken away on the way."""
+    (write,) = await as_agents_tools(client, session, ["write_tool"], asks_by_run=True)
+    write.needs_approval = False
+    agent = play([write], ("write_tool", WRITE))
+    await run(agent)
+    assert read_by_model(agent)[0].startswith("Error [PERMISSION_DENIED]: write_tool was not run")
+
+
+async def test_cancelling_the_run_stops_the_call_in_the_sandbox(stack: Stack, client: ToolClient, session: Session) -> None:
+    where = await find_container(stack, session)
+    task = asyncio.create_task(run(play(await as_agents_tools(client, session), ("bash_tool", {"command": "sleep 656"}))))
+    await eventually(lambda: is_running(where, "sleep 656"), 20, "the command runs")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await eventually(lambda: not is_running(where, "sleep 656"), 10, "the command is gone")
+
+
+async def test_two_kinds_of_approval_at_once_are_refused(client: ToolClient, session: Session) -> None:
+    with pytest.raises(ConfigError, match="either an approver or asks_by_run"):
+        await as_agents_tools(client, session, approver=AutoApprover(), asks_by_run=True)

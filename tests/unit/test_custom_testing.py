@@ -1,0 +1,228 @@
+"""The worker that authors of tools test with: it must say of a call what a real worker would."""
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from contract.errors import ConfigError, ErrorCode
+from contract.functions import CallContext, ToolFailure, tool
+from workers.custom.testing import LocalWorker
+
+
+def refuse_blank(given: dict[str, Any]) -> str | None:
+    return None if given["text"].strip() else "give a text that is not blank"
+
+
+@tool(validators=[refuse_blank])
+def count(text: str, times: int = 1) -> dict[str, int]:
+    """Count characters."""
+    return {"characters": len(text) * times}
+
+
+@tool(timeout_s=0.2)
+def sleep(seconds: float) -> None:
+    """Sleep, and take no for an answer to exceptions only."""
+    try:
+        time.sleep(seconds)
+    except Exception:  # noqa: BLE001  # what such a tool does
+        time.sleep(seconds)
+
+
+@tool(timeout_s=0.2)
+async def sleep_async(seconds: float) -> None:
+    """Sleep on the loop."""
+    await asyncio.sleep(seconds)
+
+
+def test_a_call_gives_what_the_function_gives_with_its_defaults() -> None:
+    result = LocalWorker(count).call("count", {"text": "abc"})
+    assert (result.success, result.output, result.call_id) == (True, '{"characters": 3}', "call-1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"text": 3}, "count: parameter 'text' must be string, not integer 3"),
+        ({}, "count: parameter 'text' is required"),
+        ({"text": " "}, "count: give a text that is not blank"),
+    ],
+)
+def test_arguments_are_checked_by_schema_and_validators(arguments: dict[str, Any], error: str) -> None:
+    result = LocalWorker(count).call("count", arguments)
+    assert result.error_code is ErrorCode.INVALID_ARGUMENTS
+    assert str(result.error).startswith(error)
+
+
+@pytest.mark.parametrize("name", ["sleep", "sleep_async"])
+def test_a_tool_is_stopped_at_its_hard_limit_and_the_next_call_works(name: str) -> None:
+    worker, started = LocalWorker(sleep, sleep_async, count), time.monotonic()
+    result = worker.call(name, {"seconds": 30})
+    assert (result.error_code, result.error) == (ErrorCode.TIMEOUT, f"{name} did not end within its limit of 0.2 s and was stopped")
+    assert time.monotonic() - started < 10
+    assert worker.call("count", {"text": "a"}).success
+
+
+def test_the_limit_of_a_call_may_be_shorter_than_the_tools() -> None:
+    result = LocalWorker(sleep).call("sleep", {"seconds": 30}, timeout_s=0.05)
+    assert "limit of 0.05 s" in str(result.error)
+
+
+def test_a_tool_that_cannot_be_stopped_is_told_as_what_it_costs_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.custom.testing.POOL_GRACE_S", 0.1)
+
+    @tool(timeout_s=0.1)
+    def stubborn() -> str:
+        """Catch everything."""
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            with contextlib.suppress(BaseException):
+                time.sleep(0.05)
+        return "done"
+
+    result = LocalWorker(stubborn).call("stubborn")
+    assert (result.error_code, "would have killed its process" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
+
+
+def test_failures_and_bugs_are_told_as_a_worker_tells_them() -> None:
+    @tool
+    def fail() -> None:
+        """Fail."""
+        raise ToolFailure(ErrorCode.NO_MATCH, "there is none: ask for another")
+
+    @tool
+    def leave() -> None:
+        """Leave."""
+        raise SystemExit(3)
+
+    worker = LocalWorker([fail, leave])
+    failed, left, unknown = worker.call("fail"), worker.call("leave"), worker.call("nothing")
+    assert (failed.error_code, failed.error) == (ErrorCode.NO_MATCH, "there is none: ask for another")
+    assert (left.error_code, left.error) == (ErrorCode.INTERNAL, "SystemExit: 3")
+    assert unknown.error == "Tool not found: nothing"
+
+
+def test_what_a_tool_prints_and_raises_is_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    @tool
+    def speak() -> None:
+        """Speak."""
+        print("a word")  # noqa: T201
+        raise LookupError("lost")
+
+    worker = LocalWorker(speak)
+    assert worker.call("speak").error == "LookupError: lost"
+    printed, failed = worker.log
+    assert (printed["event"], printed["text"]) == ("tool_printed", "a word")
+    assert "LookupError: lost" in failed["exception"]
+    assert "LookupError: lost" in capsys.readouterr().err
+
+
+def test_the_operators_configuration_has_the_last_word() -> None:
+    @tool
+    def look(context: CallContext) -> dict[str, Any]:
+        """Look."""
+        return dict(context.config)
+
+    result = LocalWorker(look, config={"server": "ours"}).call("look", config={"server": "theirs", "colour": "red"})
+    assert result.output == '{"server": "ours", "colour": "red"}'
+
+
+def test_a_session_remembers_and_others_do_not() -> None:
+    @tool
+    async def add(context: CallContext) -> int:
+        """Add one."""
+        return int(await context.state.update("n", lambda n: (n or 0) + 1))
+
+    worker = LocalWorker(add)
+    assert [worker.call("add").output for _ in range(2)] == ["1", "2"]
+    assert worker.call("add", session="other").output == "1"
+    assert (worker.state(), worker.state("other")) == ({"n": 2}, {"n": 1})
+
+
+def test_a_state_takes_no_more_than_the_one_in_redis() -> None:
+    @tool
+    async def fill(context: CallContext, values: int, size: int) -> None:
+        """Fill it."""
+        for number in range(values):
+            await context.state.set(f"k{number}", "x" * size)
+
+    worker = LocalWorker(fill)
+    assert worker.call("fill", {"values": 1, "size": 70_000}).error_code is ErrorCode.NO_SPACE
+    assert worker.call("fill", {"values": 20, "size": 60_000}).error_code is ErrorCode.NO_SPACE
+
+
+def test_a_model_of_the_test_answers_and_without_one_the_tool_is_told_so() -> None:
+    @tool
+    async def ask(context: CallContext) -> str:
+        """Ask."""
+        return (await context.require_model().complete("Who?")).text
+
+    assert LocalWorker(ask, model=lambda messages: f"Re: {messages[0]['content']}").call("ask").output == "Re: Who?"
+    assert LocalWorker(ask).call("ask").error_code is ErrorCode.CONFIG_MISSING
+
+
+def test_long_output_is_cut_as_there() -> None:
+    @tool
+    def flood() -> str:
+        """Flood."""
+        return "line\n" * 5000
+
+    result = LocalWorker(flood).call("flood")
+    assert result.truncated
+    assert "[Cut: 2000 of 5000 lines" in str(result.output)
+
+
+def test_tools_at_which_a_worker_would_not_start_are_refused() -> None:
+    @tool(name="bash_tool")
+    def mine() -> None:
+        """Take a name."""
+
+    with pytest.raises(ConfigError, match="the name of a built-in one"):
+        LocalWorker(mine)
+
+
+def test_the_signals_and_alarms_of_whoever_tests_stay_theirs() -> None:
+    def theirs(number: int, frame: FrameType | None) -> None:
+        raise AssertionError("the signal was not ours to send on")
+
+    before = signal.signal(signal.SIGUSR1, theirs)
+    old = signal.setitimer(signal.ITIMER_REAL, 500)
+    try:
+        LocalWorker(sleep).call("sleep", {"seconds": 5})
+        assert signal.getsignal(signal.SIGUSR1) is theirs
+        assert 400 < signal.getitimer(signal.ITIMER_REAL)[0] < 500
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *old)
+        signal.signal(signal.SIGUSR1, before)
+
+
+async def test_a_call_in_an_event_loop_is_refused_with_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match="a test that is not async"):
+        LocalWorker(count).call("count", {"text": "a"})
+
+
+def test_a_call_in_another_thread_is_refused_with_what_to_do() -> None:
+    told: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            LocalWorker(count).call("count", {"text": "a"})
+        except RuntimeError as error:
+            told.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert "from the main thread" in str(told[0])
+
+
+def test_it_needs_nothing_of_the_orchestrators_packages() -> None:
+    code = "import sys, workers.custom.testing; print([m for m in ('orchestrator', 'openai', 'docker', 'typer', 'fastapi') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -1,0 +1,198 @@
+"""A worker of operators' tools in the process of a test: no Redis, no Celery, no pool, and what becomes of a call is what becomes of it there."""
+
+import asyncio
+import contextlib
+import itertools
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from structlog.processors import format_exc_info
+from structlog.testing import capture_logs
+
+from contract.call_events import MODEL
+from contract.calls import DEFAULT_TIMEOUT_S, MAX_BLOB_BYTES, POOL_GRACE_S, ToolCall, ToolContext, ToolResult
+from contract.errors import ErrorCode, ToolFailure
+from contract.functions.completions import Completion, Usage
+from contract.functions.model_questions import ModelAnswer, parse_question
+from contract.ledger import Claim
+from contract.registry import ToolRegistry
+from contract.specs import ToolSpec
+from workers.call_events import CallEvents, Unwatched
+from workers.custom.call_loops import is_running_here
+from workers.custom.calls import CustomCalls
+from workers.custom.loading import serve_values
+from workers.custom.memory_state import MemoryStates
+from workers.executor import Executor
+from workers.interrupts import END_SIGNAL, CancelBoard, Interrupts
+
+AskModel = Callable[[list[dict[str, Any]]], str]
+"""Messages in the OpenAI wire shape -> the text of the reply."""
+
+
+class LocalWorker:
+    """Loads tools as a worker does, and runs their calls as it does: arguments against the schema, validators, the hard limit, the result.
+
+    `tools`: what an entry point may name: tools, functions, lists of them, modules. `config`: what TOOLCREW_TOOL_CONFIG would say. `model`: answers
+    for the model of the caller; None: calls have none. Raises ConfigError for tools at which a worker would not start.
+    """
+
+    def __init__(self, *tools: Any, config: Mapping[str, Any] | None = None, model: AskModel | None = None) -> None:
+        self._states = MemoryStates()
+        self._model = model
+        self._registry = ToolRegistry(serve_values(tools, CustomCalls(config or {}, self._states), "this test's worker"))
+        # One executor for all: every call is a new one, so nothing has to be remembered of them.
+        self._executor = Executor(
+            self._registry,
+            None,
+            _GrantingLedger(),
+            _NoBlobs(),
+            {},
+            guard=Interrupts(CancelBoard(), lambda: None),
+            open_events=lambda call, context: self._open_events(),
+        )
+        self._numbers = itertools.count(1)
+        self.log: list[MutableMapping[str, Any]] = []
+        """What would be in the worker's log: prints (`tool_printed`), and `exception`, the traceback, of what was raised."""
+
+    def specs(self) -> list[ToolSpec]:
+        """What models would be told, by name order."""
+        return self._registry.specs()
+
+    def call(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        config: Mapping[str, Any] | None = None,
+        session: str = "test",
+    ) -> ToolResult:
+        """The one result of a call; never raises for a call's failure. `timeout_s` None: the tool's own limit, else 30 s. `config`: the caller's.
+
+        Raises RuntimeError beside the main thread or in an event loop: a worker calls tools from neither, and could not stop them there.
+        """
+        _check_place()
+        limit_s = self._limit(name, timeout_s)
+        call = ToolCall(id=f"call-{next(self._numbers)}", name=name, arguments=dict(arguments or {}))
+        now = time.time()
+        context = ToolContext(
+            tenant="test",
+            session=session,
+            sent_at=now,
+            deadline_at=now + limit_s,
+            timeout_s=limit_s,
+            config=dict(config or {}),
+            model="test" if self._model is not None else None,
+        )
+        started = time.monotonic()
+        with self._logged(), _stopped_after(limit_s):
+            result = self._executor.execute(call, context)
+        ran_s = time.monotonic() - started
+        if ran_s > limit_s + POOL_GRACE_S:
+            told = f"{name} went on for {ran_s - limit_s:.1f} s after its limit of {limit_s:g} s: a worker would have killed its process"
+            return ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, told)
+        return ToolResult.model_validate_json(result.model_dump_json())
+
+    def state(self, session: str = "test") -> dict[str, Any]:
+        """What the tools have left in a session's state."""
+        return asyncio.run(self._states.open("test", session).items())
+
+    @contextlib.contextmanager
+    def _logged(self) -> Iterator[None]:
+        """Kept for the test; tracebacks are written to stderr as well, where test runners show them."""
+        with capture_logs(processors=[format_exc_info]) as entries:
+            yield
+        self.log += entries
+        for entry in entries:
+            if "exception" in entry:
+                sys.stderr.write(f"{entry['exception']}\n")
+
+    def _limit(self, name: str, timeout_s: float | None) -> float:
+        tool = self._registry.get(name)
+        if tool is None:
+            return timeout_s or DEFAULT_TIMEOUT_S
+        return float(min(timeout_s or tool.spec.timeout_s or DEFAULT_TIMEOUT_S, tool.spec.max_timeout_s))
+
+    def _open_events(self) -> CallEvents:
+        return Unwatched() if self._model is None else _ModelEvents(self._model)
+
+
+class _GrantingLedger:
+    """Knows of no other worker: every call is this one's."""
+
+    def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
+        return Claim.GRANTED
+
+    def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
+        return Claim.GRANTED
+
+    def refuse(self, call: ToolCall, context: ToolContext) -> Claim:
+        return Claim.GRANTED
+
+
+class _NoBlobs:
+    """Calls of operators' tools come without bytes and give none."""
+
+    def take(self, tenant: str, key: str) -> bytes:
+        raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, "a call of a test has no content beside its arguments")
+
+    def leave(self, tenant: str, data: bytes, ttl_s: int = 0) -> str:
+        raise ToolFailure(ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes beside a result, at most {MAX_BLOB_BYTES} and here none")
+
+
+class _ModelEvents(Unwatched):
+    """The way to a caller whose model is a function of the test."""
+
+    def __init__(self, model: AskModel) -> None:
+        self._model = model
+        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def send(self, kind: str, payload: Mapping[str, Any]) -> bool:
+        if kind != MODEL:
+            return False
+        question = parse_question(payload)
+        completion = Completion(self._model([dict(message) for message in question.messages]), Usage(), "stop")
+        self._answers.put(ModelAnswer.of(question.number, completion).model_dump(mode="json"))
+        return True
+
+    def await_answer(self, timeout_s: float) -> dict[str, Any] | None:
+        with contextlib.suppress(queue.Empty):
+            return self._answers.get(timeout=timeout_s)
+        return None
+
+
+def _check_place() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("a worker runs tools in its main thread, where it can stop them: call them from the main thread")
+    if is_running_here():
+        raise RuntimeError("a worker calls tools outside of any event loop: call them from a test that is not async")
+
+
+@contextlib.contextmanager
+def _stopped_after(limit_s: float) -> Iterator[None]:
+    """From the limit on the main thread gets the signal that Celery sends its workers. Signal and alarm are as before at the end."""
+    main, has_ended = threading.main_thread().ident or 0, threading.Event()
+
+    def interrupt() -> None:
+        # Again and again: one that comes before the call has begun is lost, and one after it was interrupted does nothing.
+        while not has_ended.wait(limit_s):
+            signal.pthread_kill(main, END_SIGNAL)
+
+    before = signal.signal(END_SIGNAL, signal.SIG_IGN)
+    alarm_s, interval_s = signal.getitimer(signal.ITIMER_REAL)
+    started, clock = time.monotonic(), threading.Thread(target=interrupt, name="limit", daemon=True)
+    clock.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        clock.join()
+        signal.signal(END_SIGNAL, before or signal.SIG_DFL)
+        if alarm_s:
+            # The guard ends alarms; this one is of whoever runs the tests.
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, alarm_s - (time.monotonic() - started)), interval_s)
