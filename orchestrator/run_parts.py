@@ -138,21 +138,29 @@ class RunParts:
         return choose_people(self._settings, self._pool)
 
     async def review(
-        self, call: ToolCall, spec: ToolSpec, session: Session, tell: OnEvent, run: str, approver: Approver | None = None
+        self,
+        call: ToolCall,
+        spec: ToolSpec,
+        tenant: str,
+        session: str | None,
+        *,
+        tell: OnEvent = lambda _: None,
+        run: str = "",
+        approver: Approver | None = None,
     ) -> ToolCall | ToolResult:
-        """The call as it may run, or the result that refuses it. `approver` None: the client's."""
+        """The call as it may run, or the result that refuses it. `session` None: it is opened for this call. `approver` None: the client's."""
         # Nobody is asked about a call that will not be run.
-        switch = find_switch(await self._pool.switches.switches(), call.name, session.tenant)
+        switch = find_switch(await self._pool.switches.switches(), call.name, tenant)
         if switch is not None:
             return ToolResult.failed(call, ErrorCode.TOOL_DISABLED, switch.refusal(call.name))
-        policy = with_tenant_rules(self._policy, await self._pool.tenants.policy(session.tenant), session.tenant)
+        policy = with_tenant_rules(self._policy, await self._pool.tenants.policy(tenant), tenant)
         return await review(
             call,
             spec,
             approver or self.approver,
             policy=policy,
-            tenant=session.tenant,
-            session=session.id,
+            tenant=tenant,
+            session=session,
             ttl_s=self._settings.approval_wait_s,
             on_event=tell,
             run=run,
@@ -240,7 +248,8 @@ class _Calls:
         known = book.review_of(call.id) if book is not None else None
         if known is not None:
             return known
-        reviewed = await self._parts.review(call, spec, self._session, tell, self._wanted.run, self._wanted.approver)
+        session, wanted = self._session, self._wanted
+        reviewed = await self._parts.review(call, spec, session.tenant, session.id, tell=tell, run=wanted.run, approver=wanted.approver)
         if book is not None and asked:
             await book.note_review(call.id, reviewed)
         return reviewed
