@@ -42,6 +42,7 @@ NAMES = (
     "tracing",
     "metrics",
     "api",
+    "mcp",
     "page",
 )
 GROUPS = {"batch": ("batch_runs", "batch_memory", "batch_queue")}

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from contract.errors import ConfigError
+from contract.extras import explain_missing
 from orchestrator.cli_runner import Tenant, open_client, run_work
 from orchestrator.logs import configure_logging
 from orchestrator.settings import load_settings
@@ -101,9 +101,7 @@ def _load_mcp(name: str) -> Any:
     try:
         return importlib.import_module(f"orchestrator.mcp.{name}")
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("mcp", "mcp_types"):
-            raise
-        raise ConfigError("serving MCP needs the package mcp: install toolcrew[mcp]") from error
+        raise explain_missing(error) from error
 
 
 def _refuse_with(wanted: str, given: dict[str, bool]) -> None:

@@ -15,7 +15,7 @@ def build_answer(result: ToolResult, session: str | None) -> CallToolResult:
     if result.error_code is ErrorCode.BROKER_UNAVAILABLE:
         # Where it is, is not the client's to know.
         result = result.model_copy(update={"error": _REDIS_AWAY})
-    text = _sendable(result.text())
+    text = result.text()
     whole = result.model_dump(mode="json", include={"success", "error_code", "truncated", "spill", "metadata"})
     return CallToolResult(
         content=[TextContent(text=text)],
@@ -23,8 +23,3 @@ def build_answer(result: ToolResult, session: str | None) -> CallToolResult:
         is_error=not result.success,
         _meta={SESSION_META: session} if session is not None else None,
     )
-
-
-def _sendable(text: str) -> str:
-    """Without halves of surrogate pairs, which no JSON in UTF-8 carries."""
-    return text.encode("utf-8", "replace").decode()

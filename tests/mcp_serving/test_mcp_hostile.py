@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.mcp_stack import SOON_S, McpStack, bash, new_session, text_of
+from orchestrator.client import ToolClient
+from tests.mcp_stack import SOON_S, McpStack, bash, new_session, open_mcp_process, text_of
 from tests.stack import eventually
 
 pytestmark = pytest.mark.stack
@@ -49,7 +51,7 @@ async def test_a_plain_client_is_answered(line: httpx.AsyncClient) -> None:
 
 async def test_nobody_comes_in_without_a_key_that_holds(mcp_stack: McpStack, line: httpx.AsyncClient) -> None:
     wrong = mcp_stack.keys["acme"][:-1] + ("A" if mcp_stack.keys["acme"][-1] != "A" else "B")
-    for value in ("", "Bearer", "Bearer nonsense", f"Bearer {wrong}", f"Basic {mcp_stack.keys['acme']}", "Bearer \xff"):
+    for value in ("", "Bearer", "Bearer nonsense", f"Bearer {wrong}", f"Basic {mcp_stack.keys['acme']}"):
         answer = await ask(line, "tools/list", headers={"Authorization": value})
         assert answer.status_code == 401, answer.text
         assert answer.headers["WWW-Authenticate"].startswith("Bearer")
@@ -144,10 +146,30 @@ async def test_a_session_that_was_closed_elsewhere_is_told_and_forgotten(mcp_sta
     async with mcp_stack.client() as client, mcp_stack.client(replica=1) as other:
         session = await new_session(client)
         assert text_of(await bash(other, "echo hi", session)) == "hi\n"
-        from orchestrator.client import ToolClient
-
         async with ToolClient.connect(mcp_stack.stack.redis_url, tenant="acme") as sdk:
             await (await sdk.session(session)).close()
         for one in (client, other):
             gone = await bash(one, "echo hi", session)
             assert gone.structured_content["error_code"] == "SESSION_NOT_FOUND"
+
+
+async def test_a_server_that_is_told_to_stop_ends_what_still_runs_after_a_while(mcp_stack: McpStack) -> None:
+    with open_mcp_process(mcp_stack.stack) as server:
+        told = message("tools/call", name="bash_tool", arguments={"command": "sleep 7361", "timeout": 500})
+        headers = {**headers_of(told), "Authorization": f"Bearer {mcp_stack.keys['acme']}", "Accept": ACCEPT}
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=SOON_S) as line:
+            calling = asyncio.ensure_future(line.post("/mcp", json=told))
+            await eventually(lambda: mcp_stack.runs("sleep 7361"), SOON_S, "the command runs")
+            server.process.send_signal(signal.SIGTERM)
+            await eventually(lambda: server.process.poll() is not None, SOON_S, server.log)
+            await asyncio.gather(calling, return_exceptions=True)
+        assert server.process.returncode == 0, server.log()
+        await eventually(lambda: not mcp_stack.runs("sleep 7361"), 20, "the command ends")
+
+
+async def test_pages_of_an_origin_that_was_named_may_call(mcp_stack: McpStack) -> None:
+    with open_mcp_process(mcp_stack.stack, "--origin", "https://chat.example") as server:
+        headers = {"Authorization": f"Bearer {mcp_stack.keys['acme']}", "Accept": ACCEPT}
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=SOON_S) as line:
+            for origin, status in (("https://chat.example", 200), ("https://chat.example:8443", 403), ("http://chat.example", 403)):
+                assert (await ask(line, "tools/list", headers={"Origin": origin})).status_code == status, origin

@@ -1,5 +1,8 @@
 """What MCP clients are told of tools and results."""
 
+import subprocess
+import sys
+
 import pytest
 from jsonschema import Draft202012Validator
 
@@ -8,7 +11,7 @@ from contract.errors import ErrorCode
 from contract.specs import ToolSpec
 from orchestrator.mcp.answers import build_answer
 from orchestrator.mcp.tool_list import OUTPUT_SCHEMA, build_hints, build_tool
-from workers.tools.builtin import builtin_tools
+from workers.tools.builtin import build_registry
 
 CALL = ToolCall(id="c1", name="t")
 
@@ -35,9 +38,9 @@ def test_hints_say_what_the_spec_says(fields: dict[str, object], hints: tuple[bo
 
 
 def test_schemas_of_the_built_in_tools_go_out_word_for_word() -> None:
-    for tool in builtin_tools():
-        told = build_tool(tool.spec).model_dump(mode="json", by_alias=True)
-        assert (told["inputSchema"], told["description"]) == (tool.spec.parameters, tool.spec.description)
+    for known in build_registry().specs():
+        told = build_tool(known).model_dump(mode="json", by_alias=True)
+        assert (told["inputSchema"], told["description"]) == (known.parameters, known.description)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +66,20 @@ def test_where_the_pools_redis_is_is_not_told() -> None:
     assert "try again" in answer.structured_content["text"]
 
 
-def test_half_a_surrogate_pair_in_output_does_not_lose_the_answer() -> None:
-    answer = build_answer(ToolResult(call_id="c1", name="t", success=True, output="a\ud800b"), None)
-    assert answer.structured_content["text"] == "a?b"
-    assert answer.model_dump_json()
+def test_without_the_protocols_package_the_command_says_what_to_install() -> None:
+    program = "import sys; sys.modules['mcp'] = None; from orchestrator.entry import main; sys.argv = ['toolcrew', 'serve', 'mcp']; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "pip install 'toolcrew[mcp]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [["--http", "0", "--tenant", "acme"], ["--http", "0", "--session", "s"], ["--origin", "https://a"], ["--host", "0.0.0.0"]]
+)
+def test_options_that_mean_nothing_together_are_refused(options: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator", "serve", "mcp", *options], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "alone" in done.stderr
