@@ -30,7 +30,7 @@ class Origins:
     def __init__(self, host: str, allowed: Sequence[str]) -> None:
         """`host`: what is listened on. Raises ConfigError for an origin that is none."""
         self._is_local = host in _LOOPBACK
-        self._allowed = frozenset(_parse_origin(text) for text in allowed)
+        self.allowed = frozenset(_parse_origin(text) for text in allowed)
 
     def check(self, scope: Scope) -> None:
         """Raises ApiProblem(PERMISSION_DENIED)."""
@@ -46,7 +46,7 @@ class Origins:
             raise ApiProblem(ErrorCode.PERMISSION_DENIED, "this service is asked as localhost or 127.0.0.1 alone: use that as its address")
 
     def _may(self, origin: str) -> bool:
-        return origin.lower() in self._allowed or (self._is_local and _name_of(origin) in _LOOPBACK)
+        return origin.lower() in self.allowed or (self._is_local and _name_of(origin) in _LOOPBACK)
 
 
 class Door:

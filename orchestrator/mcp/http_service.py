@@ -5,6 +5,8 @@ from contextlib import asynccontextmanager
 
 from mcp.server.streamable_http_manager import StreamableHTTPASGIApp, StreamableHTTPSessionManager
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -24,6 +26,7 @@ from orchestrator.settings import OrchestratorSettings
 log = get_logger(__name__)
 
 _SEAL = "mcp approval"
+_PAGE_HEADERS = ("Authorization", "Content-Type", "MCP-Protocol-Version", "Mcp-Method", "Mcp-Name", "Last-Event-ID")
 
 
 class McpService:
@@ -86,7 +89,9 @@ def build_app(house: House, origins: Origins) -> ASGIApp:
         return PlainTextResponse("ok\n") if house.is_connected else PlainTextResponse("Redis has not answered yet\n", 503)
 
     routes = [Route("/mcp", door), Route("/mcp/{session}", door), Route("/healthz", healthz), Route("/readyz", readyz)]
-    app = Starlette(routes=routes, lifespan=lifespan)
+    # A browser asks first, without a key, whether a page may.
+    pages = Middleware(CORSMiddleware, allow_origins=sorted(origins.allowed), allow_methods=["POST"], allow_headers=_PAGE_HEADERS)
+    app = Starlette(routes=routes, lifespan=lifespan, middleware=[pages] if origins.allowed else [])
     app.router.redirect_slashes = False
     return BodyLimits(app, other=())
 

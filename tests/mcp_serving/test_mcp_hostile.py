@@ -173,3 +173,10 @@ async def test_pages_of_an_origin_that_was_named_may_call(mcp_stack: McpStack) -
         async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=SOON_S) as line:
             for origin, status in (("https://chat.example", 200), ("https://chat.example:8443", 403), ("http://chat.example", 403)):
                 assert (await ask(line, "tools/list", headers={"Origin": origin})).status_code == status, origin
+            asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, mcp-method, content-type"}
+            before = await line.options("/mcp", headers={"Authorization": "", "Origin": "https://chat.example", **asked})
+            assert (before.status_code, before.headers["Access-Control-Allow-Origin"]) == (200, "https://chat.example")
+            answer = await ask(line, "tools/list", headers={"Origin": "https://chat.example"})
+            assert answer.headers["Access-Control-Allow-Origin"] == "https://chat.example"
+            other = await line.options("/mcp", headers={"Authorization": "", "Origin": "https://evil.example", **asked})
+            assert "Access-Control-Allow-Origin" not in other.headers
