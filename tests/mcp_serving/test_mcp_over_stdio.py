@@ -1,6 +1,7 @@
 """MCP over stdin and stdout, by the SDK's own client and by hand: one connection, one session, nothing left behind."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -108,8 +109,14 @@ class ByHand:
 
 @pytest.fixture
 def by_hand(mcp_stack: McpStack) -> Iterator[ByHand]:
+    with open_by_hand(mcp_stack) as opened:
+        yield opened
+
+
+@contextlib.contextmanager
+def open_by_hand(mcp_stack: McpStack, *arguments: str) -> Iterator[ByHand]:
     process = subprocess.Popen(
-        [TOOLCREW, "serve", "mcp", "--tenant", "acme"],
+        [TOOLCREW, "serve", "mcp", "--tenant", "acme", *arguments],
         env=mcp_stack.stack.footprint.environment({"TOOLCREW_REDIS_URL": mcp_stack.stack.redis_url}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -171,3 +178,18 @@ def test_a_client_that_goes_ends_the_program_with_its_command(by_hand: ByHand, m
     by_hand.process.stdin.close()
     assert by_hand.process.wait(30) == 0
     wait_until(lambda: not mcp_stack.runs("sleep 7344"), 20, "the command ends")
+
+
+async def test_in_a_session_that_stays_the_command_ends_with_the_client_too(mcp_stack: McpStack) -> None:
+    async with mcp_stack.client() as client:
+        session = await new_session(client)
+        with open_by_hand(mcp_stack, "--session", session) as by_hand:
+            by_hand.greet()
+            call = {"name": "bash_tool", "arguments": {"command": "sleep 7345"}}
+            by_hand.say(json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": call}).encode())
+            await eventually(lambda: mcp_stack.runs("sleep 7345"), SOON_S, "the command runs")
+            assert by_hand.process.stdin is not None
+            by_hand.process.stdin.close()
+            await eventually(lambda: by_hand.process.poll() is not None, SOON_S, "the program ends")
+            await eventually(lambda: not mcp_stack.runs("sleep 7345"), 15, "the command ends")
+        assert text_of(await bash(client, "echo alive", session)) == "alive\n"
