@@ -15,7 +15,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
         "typer",
         "uvicorn",
     ),
-    "mcp": ("mcp", "mcp_types"),
+    "mcp": ("anyio", "mcp", "mcp_types"),
     "worker": ("docker",),
     "web": ("charset_normalizer", "h11", "idna", "lxml", "trafilatura"),
     "store": ("fsspec",),
