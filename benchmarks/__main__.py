@@ -42,6 +42,7 @@ NAMES = (
     "tracing",
     "metrics",
     "api",
+    "mcp",
     "page",
     "skills",
 )

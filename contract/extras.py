@@ -15,6 +15,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
         "typer",
         "uvicorn",
     ),
+    "mcp": ("anyio", "mcp", "mcp_types"),
     "worker": ("docker",),
     "web": ("charset_normalizer", "h11", "idna", "lxml", "trafilatura"),
     "store": ("fsspec",),

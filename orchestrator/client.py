@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import SecretStr
 
-from contract.calls import DEFAULT_TIMEOUT_S
+from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.registry import Switch, ToolState, filter_specs, switch_field
 from contract.specs import SkillSummary, ToolSpec
@@ -206,6 +206,10 @@ class ToolClient:
         policy = await self._tenants.policy(self.tenant)
         states = await self.tool_states()
         return filter_specs([state.spec for state in states if state.switch is None and policy.allows_tool(state.name)], names)
+
+    async def review(self, call: ToolCall, spec: ToolSpec, session: str | None, approver: Approver | None = None) -> ToolCall | ToolResult:
+        """A call that somebody's model asks for, as it may run, or the result that refuses it. `approver` None: the client's."""
+        return await self._parts.review(call, spec, await self._as_tenant(None), session, approver=approver)
 
     async def tool_states(self, tenant: str | None = None) -> list[ToolState]:
         """Every tool that the workers publish, by name order, on or off for the tenant: the client's own, where none is named."""

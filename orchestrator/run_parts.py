@@ -144,21 +144,29 @@ class RunParts:
         return choose_people(self._settings, self._pool)
 
     async def review(
-        self, call: ToolCall, spec: ToolSpec, session: Session, tell: OnEvent, run: str, approver: Approver | None = None
+        self,
+        call: ToolCall,
+        spec: ToolSpec,
+        tenant: str,
+        session: str | None,
+        *,
+        tell: OnEvent = lambda _: None,
+        run: str = "",
+        approver: Approver | None = None,
     ) -> ToolCall | ToolResult:
-        """The call as it may run, or the result that refuses it. `approver` None: the client's."""
-        switches, own = await self._pool.switches.switches(), await self._pool.tenants.policy(session.tenant)
+        """The call as it may run, or the result that refuses it. `session` None: it is opened for this call. `approver` None: the client's."""
+        switches, own = await self._pool.switches.switches(), await self._pool.tenants.policy(tenant)
         try:
-            refuse_unasked(switches, own, session.tenant, spec, call.arguments)
+            refuse_unasked(switches, own, tenant, spec, call.arguments)
         except ToolFailure as failure:
             return ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
         return await review(
             call,
             spec,
             approver or self.approver,
-            policy=with_tenant_rules(self._policy, own, session.tenant),
-            tenant=session.tenant,
-            session=session.id,
+            policy=with_tenant_rules(self._policy, own, tenant),
+            tenant=tenant,
+            session=session,
             ttl_s=self._settings.approval_wait_s,
             on_event=tell,
             run=run,
@@ -250,7 +258,8 @@ class _Calls:
         known = book.review_of(call.id) if book is not None else None
         if known is not None:
             return known
-        reviewed = await self._parts.review(call, spec, self._session, tell, self._wanted.run, self._wanted.approver)
+        session, wanted = self._session, self._wanted
+        reviewed = await self._parts.review(call, spec, session.tenant, session.id, tell=tell, run=wanted.run, approver=wanted.approver)
         if book is not None and asked:
             await book.note_review(call.id, reviewed)
         return reviewed

@@ -67,7 +67,9 @@ class SessionTools:
             where = ".".join(str(part) for part in first["loc"])
             return ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, f"{name}: {where}: {first['msg']}")
         try:
-            reviewed = await self._parts.review(call, spec, self._session, lambda _: None, self._run, approver or self._approver)
+            reviewed = await self._parts.review(
+                call, spec, self._session.tenant, self._session.id, run=self._run, approver=approver or self._approver
+            )
         except (ToolFailure, OperatorError) as error:
             return ToolResult.failed(call, error.code, str(error))
         if isinstance(reviewed, ToolResult):

@@ -118,7 +118,9 @@ WALLS: dict[str, tuple[str, ...]] = {
     "jinja2": ("orchestrator/api/pages/*.py",),
     "markupsafe": ("orchestrator/api/pages/*.py",),
     "fastapi": ("orchestrator/api/*.py",),
-    "starlette": ("orchestrator/api/*.py",),
+    "mcp": ("orchestrator/mcp/*.py",),
+    "mcp_types": ("orchestrator/mcp/*.py",),
+    "starlette": ("orchestrator/api/*.py", "orchestrator/mcp/http_*.py"),
     "uvicorn": ("orchestrator/api/server.py",),
     "pydantic_settings": ("*/settings.py",),
 }

@@ -77,6 +77,10 @@ def _close(requirements: list[str], extras: tuple[str, ...]) -> dict[str, Distri
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             continue
         name = canonicalize_name(requirement.name)
+        if name == "toolcrew":
+            # An extra that holds another one.
+            waiting += [(inner, asked) for asked in requirement.extras for inner in requirements]
+            continue
         lent = found.setdefault(name, distribution(requirement.name))
         assert requirement.specifier.contains(lent.version, prereleases=True), f"{text} is asked for, and {lent.version} is here"
         for asked in {"", *requirement.extras}:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import h11
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from contract.errors import ConfigError
@@ -143,7 +143,7 @@ class _Server(uvicorn.Server):
 class ApiServer:
     """One listening socket and what answers on it. `announce`: told the address when it serves."""
 
-    def __init__(self, app: FastAPI, host: str, port: int, announce: Callable[[str], None]) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, announce: Callable[[str], None]) -> None:
         config = uvicorn.Config(
             app,
             http=PatientProtocol,

@@ -137,13 +137,18 @@ def choose_approver(mode: Literal["auto", "ask", "never"], *, is_interactive: bo
 
 
 def build_question(request: ApprovalRequest) -> str:
-    """The question as a person reads it. The warning stands last, where long arguments cannot push it away."""
-    lines = ["", *call_lines(request.call, request.tenant, request.session, request.command)]
+    """The question as a person at a terminal reads it."""
+    return "\n" + describe_request(request) + "\nrun it? [y/N] "
+
+
+def describe_request(request: ApprovalRequest) -> str:
+    """What is asked about, as a person reads it. The warning stands last, where long arguments cannot push it away."""
+    lines = call_lines(request.call, request.tenant, request.session, request.command)
     if request.reason and not request.warning:
         lines.append(f"asked because {request.reason}")
     if request.warning or request.spec.dangerous:
         lines.append(f"WARNING: {request.warning or 'this tool is marked dangerous'}")
-    return make_visible("\n".join(lines)) + "\nrun it? [y/N] "
+    return make_visible("\n".join(lines))
 
 
 def call_lines(call: ToolCall, tenant: str, session: str | None, command: str | None) -> list[str]:

@@ -1,0 +1,141 @@
+"""What MCP over HTTP adds to a tool call beside the SDK on the same stack.
+
+As in benchmarks/api.py, calls go over one kept connection of a client that does what HTTP takes and nothing else; the same by the protocol's own client
+is told beside it.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from mcp import Client
+from mcp.client.streamable_http import streamable_http_client
+
+from benchmarks.processes import child_process
+from benchmarks.report import Report, interleave, median
+from benchmarks.whole_path import awaited, whole_call
+from contract.settings import BrokerSettings
+from contract.tenancy import DEFAULT_TENANT
+from orchestrator import ToolClient
+from orchestrator.api_keys import ApiKeys
+from orchestrator.redis_connection import open_redis
+from orchestrator.settings import load_settings
+
+ROUNDS, WARM_UP = 200, 20
+REVISION = "2026-07-28"
+_ABOUT = {"io.modelcontextprotocol/protocolVersion": REVISION, "io.modelcontextprotocol/clientCapabilities": {}}
+_CALL = {"name": "bash_tool", "arguments": {"command": "true"}, "_meta": _ABOUT}
+BODY = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": _CALL}).encode()
+
+
+def run(rounds: int = ROUNDS) -> Report:
+    return asyncio.run(_run(rounds))
+
+
+async def _run(rounds: int) -> Report:
+    report = Report("mcp", notes=[f"medians of {rounds} interleaved rounds, in one open session"])
+    async with contextlib.AsyncExitStack() as stack:
+        sdk = await stack.enter_async_context(ToolClient.embedded())
+        assert sdk.stack is not None
+        broker = load_settings().broker(sdk.stack.redis_url)
+        connection = open_redis(broker)
+        stack.push_async_callback(connection.aclose)
+        key = (await ApiKeys(connection, broker.deployment).add(DEFAULT_TENANT, name="bench")).text
+        port = await stack.enter_async_context(_serving(broker))
+        session = await stack.enter_async_context(await sdk.open_session())
+        line = await stack.enter_async_context(_kept_line(port, f"/mcp/{session.id}", key))
+        client = await stack.enter_async_context(_sdk_client(port, session.id, key))
+        cases: dict[str, Any] = {
+            "nothing": awaited(line.look),
+            "sdk": awaited(lambda: whole_call(session)),
+            "mcp": awaited(line.call),
+            "client": awaited(lambda: client.call_tool("bash_tool", {"command": "true"})),
+        }
+        seconds = await interleave(cases, rounds, WARM_UP)
+        report.add_ms("nothing", seconds["nothing"], "floor: GET /healthz")
+        report.add_ms("sdk", seconds["sdk"], "bash_tool true by the SDK")
+        report.add_ms("mcp", seconds["mcp"], "the same by MCP over HTTP")
+        report.add("overhead_ms", (median(seconds["mcp"]) - median(seconds["sdk"])) * 1000, "what MCP adds", at_most=5.0)
+        report.add("mcp_ratio", median(seconds["mcp"]) / median(seconds["sdk"]), "MCP / SDK")
+        report.add_ms("client", seconds["client"], "the same by the protocol's own client")
+    return report
+
+
+class _Line:
+    """A connection that is kept, with one request at a time on it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, key: str) -> None:
+        self._reader, self._writer = reader, writer
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+            f"Accept: application/json, text/event-stream\r\nMCP-Protocol-Version: {REVISION}\r\nMcp-Method: tools/call\r\n"
+            f"Mcp-Name: bash_tool\r\nContent-Length: {len(BODY)}\r\n\r\n"
+        )
+        self._request = head.encode() + BODY
+
+    async def look(self) -> None:
+        await self._ask(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+    async def call(self) -> None:
+        told = json.loads(await self._ask(self._request))
+        if told.get("result", {}).get("isError", True):
+            raise RuntimeError(f"the call did not succeed: {told}")
+
+    async def _ask(self, request: bytes) -> bytes:
+        self._writer.write(request)
+        status, *headers = (await self._reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+        told = dict(header.lower().split(b": ", 1) for header in headers if header)
+        answer = await self._reader.readexactly(int(told[b"content-length"]))
+        if not status.startswith(b"HTTP/1.1 200 "):
+            raise RuntimeError(f"{status!r} {answer!r}")
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def _kept_line(port: int, path: str, key: str) -> AsyncIterator[_Line]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield _Line(reader, writer, path, key)
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def _sdk_client(port: int, session: str, key: str) -> AsyncIterator[Client]:
+    async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=60) as line:
+        transport = streamable_http_client(f"http://127.0.0.1:{port}/mcp/{session}", http_client=line)
+        async with Client(transport, mode=REVISION) as client:
+            yield client
+
+
+@contextlib.asynccontextmanager
+async def _serving(broker: BrokerSettings) -> AsyncIterator[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    argv = [sys.executable, "-m", "orchestrator", "serve", "mcp", "--http", str(port)]
+    environment = {
+        "TOOLCREW_REDIS_URL": broker.redis_url.get_secret_value(),
+        "TOOLCREW_API_RATE": "1000000",
+        "TOOLCREW_API_BURST": "1000000",
+    }
+    with tempfile.TemporaryDirectory() as folder, child_process(argv, environment, Path(folder) / "log"):
+        await _until_ready(port)
+        yield port
+
+
+async def _until_ready(port: int) -> None:
+    async with asyncio.timeout(60), httpx2.AsyncClient() as client:
+        while True:
+            with contextlib.suppress(httpx2.TransportError):
+                if (await client.get(f"http://127.0.0.1:{port}/readyz")).status_code == 200:
+                    return
+            await asyncio.sleep(0.05)

@@ -1,0 +1,72 @@
+"""The MCP server as the SDK has it: our two handlers, and what every request passes first."""
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+from mcp.server.context import CallNext, HandlerResult
+from mcp.server.lowlevel import Server
+from mcp.server.request_state import RequestStateBoundary, RequestStateSecurity
+from mcp.shared.exceptions import MCPError
+from mcp_types import (
+    INVALID_PARAMS,
+    CallToolRequestParams,
+    CallToolResult,
+    InputRequiredResult,
+    ListToolsResult,
+    PaginatedRequestParams,
+)
+
+from orchestrator.mcp.calls import Caller, Context, call_tool, list_tools
+
+NAME = "toolcrew"
+_ABOUT = (
+    "Tools that run in a sandbox: files under /workspace and a shell without network unless a tool says otherwise. Calls of one session share "
+    "files and the shell's state."
+)
+
+FindCaller = Callable[[Context], Caller]
+
+
+def build_server(find_caller: FindCaller, *, keys: list[bytes] | None, approval_wait_s: float, audience: str) -> Server[Any]:
+    """The server. `keys`: what seals the questions that clients carry, the first for new ones; None: one of this process alone."""
+
+    async def on_list_tools(ctx: Context, params: PaginatedRequestParams | None) -> ListToolsResult:
+        return await list_tools(ctx, find_caller(ctx))
+
+    async def on_call_tool(ctx: Context, params: CallToolRequestParams) -> CallToolResult | InputRequiredResult:
+        return await call_tool(ctx, params, find_caller(ctx))
+
+    server: Server[Any] = Server(
+        NAME,
+        version=version("toolcrew"),
+        instructions=_ABOUT,
+        # No schema of ours wants anything in a header; else every call would first list all tools.
+        get_tool_input_schema=lambda _: None,
+        on_list_tools=on_list_tools,
+        on_call_tool=on_call_tool,
+    )
+    server.middleware += [_check_arguments, _seal(find_caller, keys, approval_wait_s, audience)]
+    return server
+
+
+def _seal(find_caller: FindCaller, keys: list[bytes] | None, approval_wait_s: float, audience: str) -> RequestStateBoundary:
+    def principal(ctx: Context) -> str:
+        return find_caller(ctx).principal
+
+    if keys is None:
+        security = RequestStateSecurity.ephemeral(ttl=approval_wait_s)
+    else:
+        security = RequestStateSecurity(keys=keys, ttl=approval_wait_s, bind_principal=principal)
+    return RequestStateBoundary(security, default_audience=audience)
+
+
+async def _check_arguments(ctx: Context, call_next: CallNext) -> HandlerResult:
+    """A call that the SDK would refuse without a word on why is told what is wrong with it."""
+    if ctx.method == "tools/call":
+        params: Mapping[str, Any] = ctx.params or {}
+        if not isinstance(params.get("name"), str):
+            raise MCPError(INVALID_PARAMS, "tools/call: give the tool's name as a string in `name`")
+        if not isinstance(params.get("arguments", {}), Mapping | None):
+            raise MCPError(INVALID_PARAMS, "tools/call: `arguments` must be an object, parameter to value")
+    return await call_next(ctx)

@@ -1,0 +1,15 @@
+"""One real stack with two replicas of the MCP server."""
+
+from collections.abc import Iterator
+
+import pytest
+from docker import APIClient
+
+from tests.mcp_stack import McpStack, open_mcp_stack
+
+
+@pytest.fixture(scope="session")
+def mcp_stack(engine: APIClient) -> Iterator[McpStack]:
+    """Shared: leave it as it was."""
+    with open_mcp_stack(engine) as opened:
+        yield opened

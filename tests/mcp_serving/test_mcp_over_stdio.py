@@ -1,0 +1,195 @@
+"""MCP over stdin and stdout, by the SDK's own client and by hand: one connection, one session, nothing left behind."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.mcp_stack import REVISIONS, SESSION, SOON_S, McpStack, Person, bash, new_session, text_of
+from tests.stack import TOOLCREW, end_process, eventually, read_line, run_toolcrew, wait_until
+
+pytestmark = pytest.mark.stack
+
+DELETE = "rm -rf /srv/build && echo gone"
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+async def test_a_connection_has_one_session_that_ends_with_it(mcp_stack: McpStack, revision: str) -> None:
+    async with mcp_stack.stdio_client("--tenant", "acme", mode=revision) as client:
+        assert "bash_tool" in [tool.name for tool in (await client.list_tools()).tools]
+        first = await bash(client, "cd /tmp; echo kept >/workspace/file")
+        assert text_of(await bash(client, "pwd; cat /workspace/file")) == "/tmp\nkept\n"
+        session = (first.meta or {})[SESSION]
+        assert session in [one["id"] for one in open_sessions(mcp_stack)]
+    await eventually(lambda: session not in [one["id"] for one in open_sessions(mcp_stack)], SOON_S, "the session goes")
+
+
+def open_sessions(mcp_stack: McpStack) -> list[dict[str, Any]]:
+    stack = mcp_stack.stack
+    done = run_toolcrew(stack.footprint, "session", "ls", "--tenant", "acme", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url})
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    return list(told["sessions"] if isinstance(told, dict) else told)
+
+
+async def test_a_session_that_is_named_is_used_and_stays(mcp_stack: McpStack) -> None:
+    async with mcp_stack.client() as client:
+        session = await new_session(client)
+        async with mcp_stack.stdio_client("--tenant", "acme", "--session", session) as other:
+            await bash(other, "echo there >file")
+        assert text_of(await bash(client, "cat file", session)) == "there\n"
+
+
+def test_a_session_that_is_none_is_told_at_once(mcp_stack: McpStack) -> None:
+    environment = {"TOOLCREW_REDIS_URL": mcp_stack.stack.redis_url}
+    done = run_toolcrew(mcp_stack.stack.footprint, "serve", "mcp", "--session", "neverwas", environment=environment)
+    assert done.returncode == 1
+    assert "there is no such session" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+async def test_a_call_that_is_cancelled_leaves_no_process(mcp_stack: McpStack, revision: str) -> None:
+    async with mcp_stack.stdio_client("--tenant", "acme", mode=revision) as client:
+        calling = asyncio.ensure_future(bash(client, "sleep 7342"))
+        await eventually(lambda: mcp_stack.runs("sleep 7342"), SOON_S, "the command runs")
+        calling.cancel()
+        await eventually(lambda: not mcp_stack.runs("sleep 7342"), 20, "the command ends")
+        assert text_of(await bash(client, "echo alive")) == "alive\n"
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+async def test_a_person_at_the_client_is_asked_in_either_revision(mcp_stack: McpStack, revision: str) -> None:
+    for person, words in ((Person(allow=True), "gone\n"), (Person(allow=False), "it was refused")):
+        async with mcp_stack.stdio_client("--tenant", "acme", mode=revision, elicitation_callback=person) as client:
+            assert words in text_of(await bash(client, DELETE))
+            assert len(person.asked) == 1
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------------
+
+HELLO = {
+    "jsonrpc": "2.0",
+    "id": 1,
+    "method": "initialize",
+    "params": {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "by hand", "version": "0"}},
+}
+
+
+class ByHand:
+    """A program that is served, and its two pipes."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self.process = process
+
+    def say(self, line: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + b"\n")
+        self.process.stdin.flush()
+
+    def ask(self, method: str, params: Any, number: int = 2) -> dict[str, Any]:
+        self.say(json.dumps({"jsonrpc": "2.0", "id": number, "method": method, "params": params}).encode())
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        told: dict[str, Any] = json.loads(read_line(self.process))
+        return told
+
+    def greet(self) -> None:
+        self.say(json.dumps(HELLO).encode())
+        assert self.answer()["result"]["serverInfo"]["name"] == "toolcrew"
+        self.say(b'{"jsonrpc":"2.0","method":"notifications/initialized"}')
+
+
+@pytest.fixture
+def by_hand(mcp_stack: McpStack) -> Iterator[ByHand]:
+    with open_by_hand(mcp_stack) as opened:
+        yield opened
+
+
+@contextlib.contextmanager
+def open_by_hand(mcp_stack: McpStack, *arguments: str) -> Iterator[ByHand]:
+    process = subprocess.Popen(
+        [TOOLCREW, "serve", "mcp", "--tenant", "acme", *arguments],
+        env=mcp_stack.stack.footprint.environment({"TOOLCREW_REDIS_URL": mcp_stack.stack.redis_url}),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield ByHand(process)
+    finally:
+        if process.stdin is not None:
+            process.stdin.close()
+        end_process(process)
+
+
+def test_what_is_no_message_is_told_so_and_harms_nothing(by_hand: ByHand) -> None:
+    by_hand.greet()
+    by_hand.say(b"")
+    for line in (b"{", b"[]", b"null", b"\xff\xfe", b'{"jsonrpc":"2.0"}', b"[" * 100_000, b'"' + b"x" * (5 * 1024 * 1024) + b'"'):
+        by_hand.say(line)
+        told = by_hand.answer()
+        assert (told.get("id"), told["error"]["code"]) == (None, -32700), told
+    assert by_hand.ask("ping", {}, 7) == {"jsonrpc": "2.0", "id": 7, "result": {}}
+
+
+def test_arguments_that_are_no_object_are_told_so(by_hand: ByHand) -> None:
+    by_hand.greet()
+    for arguments in ([], "x", 3):
+        error = by_hand.ask("tools/call", {"name": "bash_tool", "arguments": arguments})["error"]
+        assert error["code"] == -32602
+        assert "must be an object" in error["message"]
+    assert "give the tool's name" in by_hand.ask("tools/call", {"arguments": {}})["error"]["message"]
+    deep: Any = "x"
+    for _ in range(200):
+        deep = [deep]
+    for hostile in ({"command": deep}, {"command": "x", "timeout": 1e999}, {"\ud800": 1}, {"command": "echo \ud800"}):
+        told = by_hand.ask("tools/call", {"name": "bash_tool", "arguments": hostile})
+        assert told["id"] == 2
+        assert told.get("error", {}).get("code") != -32603, told
+        assert "error" in told or told["result"]["isError"] or "echo" in str(hostile), told
+
+
+def test_the_end_of_stdin_and_a_signal_end_it_with_its_command(by_hand: ByHand, mcp_stack: McpStack) -> None:
+    by_hand.greet()
+    call = {"name": "bash_tool", "arguments": {"command": "sleep 7343"}}
+    by_hand.say(json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": call}).encode())
+    wait_until(lambda: mcp_stack.runs("sleep 7343"), SOON_S, "the command runs")
+    # Its stdin stays open: a program that only waits for a line there would stay.
+    os.kill(by_hand.process.pid, signal.SIGTERM)
+    assert by_hand.process.wait(30) == 128 + signal.SIGTERM
+    wait_until(lambda: not mcp_stack.runs("sleep 7343"), 20, "the command ends")
+
+
+def test_a_client_that_goes_ends_the_program_with_its_command(by_hand: ByHand, mcp_stack: McpStack) -> None:
+    by_hand.greet()
+    call = {"name": "bash_tool", "arguments": {"command": "sleep 7344"}}
+    by_hand.say(json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": call}).encode())
+    wait_until(lambda: mcp_stack.runs("sleep 7344"), SOON_S, "the command runs")
+    assert by_hand.process.stdin is not None
+    by_hand.process.stdin.close()
+    assert by_hand.process.wait(30) == 0
+    wait_until(lambda: not mcp_stack.runs("sleep 7344"), 20, "the command ends")
+
+
+async def test_in_a_session_that_stays_the_command_ends_with_the_client_too(mcp_stack: McpStack) -> None:
+    async with mcp_stack.client() as client:
+        session = await new_session(client)
+        with open_by_hand(mcp_stack, "--session", session) as by_hand:
+            by_hand.greet()
+            call = {"name": "bash_tool", "arguments": {"command": "sleep 7345"}}
+            by_hand.say(json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": call}).encode())
+            await eventually(lambda: mcp_stack.runs("sleep 7345"), SOON_S, "the command runs")
+            assert by_hand.process.stdin is not None
+            by_hand.process.stdin.close()
+            await eventually(lambda: by_hand.process.poll() is not None, SOON_S, "the program ends")
+            await eventually(lambda: not mcp_stack.runs("sleep 7345"), 15, "the command ends")
+        assert text_of(await bash(client, "echo alive", session)) == "alive\n"

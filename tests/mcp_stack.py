@@ -1,0 +1,123 @@
+"""MCP served on a real stack: two replicas over HTTP, programs over stdio, and the SDK's own client for both."""
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import pytest
+from docker import APIClient
+from mcp import Client, StdioServerParameters
+from mcp.client.streamable_http import streamable_http_client
+from mcp_types import CallToolResult, ElicitRequestParams, ElicitResult
+
+from tests.api_ground import make_keys
+from tests.api_process import START_S, ApiProcess
+from tests.stack import TOOLCREW, Stack, commands_in, end_process, free_port, open_stack, wait_until
+
+SOON_S = 90.0
+SESSION = "toolcrew/session"
+REVISIONS = ("2026-07-28", "legacy")
+"""As the SDK's client names them: the one in force, and the handshake of those before."""
+
+
+@dataclass
+class McpStack:
+    """`servers`: two processes over HTTP that serve the same; `keys`: by role, as in tests/api_ground.py."""
+
+    stack: Stack
+    servers: tuple[ApiProcess, ApiProcess]
+    keys: dict[str, str]
+
+    @contextlib.asynccontextmanager
+    async def client(self, name: str = "acme", replica: int = 0, session: str = "", **options: Any) -> AsyncIterator[Client]:
+        """`session`: in the address. `options`: of the SDK's client."""
+        path = f"/mcp/{session}" if session else "/mcp"
+        headers = {"Authorization": f"Bearer {self.keys[name]}"}
+        async with httpx2.AsyncClient(headers=headers, timeout=SOON_S) as line:
+            transport = streamable_http_client(self.servers[replica].url + path, http_client=line)
+            async with Client(transport, **{"mode": REVISIONS[0], **options}) as client:
+                yield client
+
+    @contextlib.asynccontextmanager
+    async def stdio_client(self, *arguments: str, environment: Mapping[str, str] | None = None, **options: Any) -> AsyncIterator[Client]:
+        """Of a program of its own."""
+        env = self.stack.footprint.environment({"TOOLCREW_REDIS_URL": self.stack.redis_url, **(environment or {})})
+        server = StdioServerParameters(command=TOOLCREW, args=["serve", "mcp", *arguments], env=env)
+        async with Client(server, **{"mode": REVISIONS[0], **options}) as client:
+            yield client
+
+    def runs(self, words: str) -> list[str]:
+        """What runs in any sandbox and has these words in its command line."""
+        containers = self.stack.footprint.containers()
+        return [command for container in containers for command in commands_in(container).values() if words in command]
+
+
+@contextlib.contextmanager
+def open_mcp_process(stack: Stack, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[ApiProcess]:
+    """MCP over HTTP, connected; ended at the end."""
+    port = free_port()
+    log = stack.footprint.folder / f"mcp-{port}.log"
+    settings = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_LOG_FORMAT": "json", **(environment or {})}
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            [TOOLCREW, "serve", "mcp", "--http", str(port), *arguments],
+            env=stack.footprint.environment(settings),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    opened = ApiProcess(process, port, log)
+    try:
+        wait_until(lambda: opened.has_said("mcp_serving") or process.poll() is not None, START_S, opened.log)
+        if process.poll() is not None:
+            pytest.fail(f"MCP was not served: {opened.log()}")
+        wait_until(lambda: opened.has_said("api_connected"), START_S, opened.log)
+        yield opened
+    finally:
+        end_process(process)
+
+
+@contextlib.contextmanager
+def open_mcp_stack(engine: APIClient) -> Iterator[McpStack]:
+    """At its end nothing of it is left."""
+    with open_stack(engine) as stack:
+        keys = asyncio.run(make_keys(stack.redis_url))
+        with open_mcp_process(stack) as one, open_mcp_process(stack) as other:
+            yield McpStack(stack, (one, other), keys)
+            for server in (one, other):
+                assert "Traceback" not in server.log(), server.log()
+        assert stack.end() == 0
+        stack.footprint.assert_nothing_left()
+
+
+async def bash(client: Client, command: str, session: str = "", **options: Any) -> CallToolResult:
+    """`session`: in the call's `_meta`."""
+    return await client.call_tool("bash_tool", {"command": command}, meta={SESSION: session} if session else None, **options)  # type: ignore[typeddict-unknown-key]
+
+
+async def new_session(client: Client) -> str:
+    """One that stays open after the call that opened it."""
+    opened = await bash(client, "true", session="new")
+    assert not opened.is_error, opened.content
+    return str((opened.meta or {})[SESSION])
+
+
+def text_of(result: CallToolResult) -> str:
+    return "".join(getattr(part, "text", "") for part in result.content)
+
+
+class Person:
+    """Sits at a client and answers what is asked."""
+
+    def __init__(self, **content: Any) -> None:
+        self.content = content
+        self.asked: list[str] = []
+
+    async def __call__(self, _: object, params: ElicitRequestParams) -> ElicitResult:
+        self.asked.append(params.message)
+        return ElicitResult(action="accept", content=self.content)

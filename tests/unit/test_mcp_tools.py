@@ -1,0 +1,85 @@
+"""What MCP clients are told of tools and results."""
+
+import subprocess
+import sys
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from contract.calls import Spill, ToolCall, ToolResult
+from contract.errors import ErrorCode
+from contract.specs import ToolSpec
+from orchestrator.mcp.answers import build_answer
+from orchestrator.mcp.tool_list import OUTPUT_SCHEMA, build_hints, build_tool
+from workers.tools.builtin import build_registry
+
+CALL = ToolCall(id="c1", name="t")
+
+
+def spec(**fields: object) -> ToolSpec:
+    return ToolSpec.model_validate({"name": "t", "description": "d", "parameters": {"type": "object"}, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "hints"),
+    [
+        ({"read_only": True}, (True, None, None, False)),
+        ({"read_only": True, "pool": "web"}, (True, None, None, True)),
+        ({}, (False, True, False, False)),
+        ({"idempotent": True}, (False, True, True, False)),
+        ({"pool": "tools"}, (False, True, False, True)),
+        ({"command_parameter": "command"}, (False, True, False, False)),
+        ({"command_parameter": "command", "network": "with some"}, (False, True, False, True)),
+    ],
+)
+def test_hints_say_what_the_spec_says(fields: dict[str, object], hints: tuple[bool | None, ...]) -> None:
+    told = build_hints(spec(**fields))
+    assert (told.read_only_hint, told.destructive_hint, told.idempotent_hint, told.open_world_hint) == hints
+
+
+def test_schemas_of_the_built_in_tools_go_out_word_for_word() -> None:
+    for known in build_registry().specs():
+        told = build_tool(known).model_dump(mode="json", by_alias=True)
+        assert (told["inputSchema"], told["description"]) == (known.parameters, known.description)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        ToolResult(call_id="c1", name="t", success=True, output="out", metadata={"exit_code": 0}),
+        ToolResult(call_id="c1", name="t", success=True),
+        ToolResult(call_id="c1", name="t", success=True, output="cut", truncated=True, spill=Spill(path="/output/1", bytes=9)),
+        ToolResult.failed(CALL, ErrorCode.TIMEOUT, "too slow", output="so far"),
+    ],
+)
+def test_the_whole_result_is_as_its_schema_promises(result: ToolResult) -> None:
+    answer = build_answer(result, "s1")
+    Draft202012Validator(OUTPUT_SCHEMA).validate(answer.structured_content)
+    assert answer.structured_content["text"] == result.text()
+    assert answer.is_error is not result.success
+    assert answer.meta == {"toolcrew/session": "s1"}
+
+
+def test_where_the_pools_redis_is_is_not_told() -> None:
+    answer = build_answer(ToolResult.failed(CALL, ErrorCode.BROKER_UNAVAILABLE, "redis://10.0.0.1 refused"), None)
+    assert "10.0.0.1" not in answer.model_dump_json()
+    assert "try again" in answer.structured_content["text"]
+
+
+def test_without_the_protocols_package_the_command_says_what_to_install() -> None:
+    program = "import sys; sys.modules['mcp'] = None; from orchestrator.entry import main; sys.argv = ['toolcrew', 'serve', 'mcp']; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "pip install 'toolcrew[mcp]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [["--http", "0", "--tenant", "acme"], ["--http", "0", "--session", "s"], ["--origin", "https://a"], ["--host", "0.0.0.0"]]
+)
+def test_options_that_mean_nothing_together_are_refused(options: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator", "serve", "mcp", *options], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "alone" in done.stderr
