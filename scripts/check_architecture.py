@@ -105,6 +105,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "billiard": _CELERY,
     "docker": ("workers/sandboxd/engine.py", "workers/sandboxd/engine_volumes.py"),
     "fsspec": ("workers/sandboxd/store/fsspec_store.py",),
+    "inspect_ai": ("orchestrator/adapters/inspect_sandbox.py",),
     "flower": ("orchestrator/flower.py",),
     "openai": ("orchestrator/models/openai.py",),
     "opentelemetry": ("telemetry/otlp.py",),
