@@ -46,7 +46,9 @@ def load_config(config: BaseModel | str | None) -> ToolcrewSandboxConfig:
     try:
         told = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{config} cannot be read as YAML ({error}): give a file with {', '.join(ToolcrewSandboxConfig.model_fields)}") from None
+        raise ConfigError(
+            f"{config} cannot be read as YAML ({error}): give a file with {', '.join(ToolcrewSandboxConfig.model_fields)}"
+        ) from None
     if told is None:
         return ToolcrewSandboxConfig()
     if not isinstance(told, dict):

@@ -56,12 +56,15 @@ async def _hold(client: "asyncio.Future[ToolClient]", told_to_end: asyncio.Event
     settings = load_settings()
     try:
         if settings.redis_url is None:
-            raise ConfigError("sandboxes of type toolcrew need a running pool: set TOOLCREW_REDIS_URL (`toolcrew up` starts one and prints it)")
+            raise ConfigError(
+                "sandboxes of type toolcrew need a running pool: set TOOLCREW_REDIS_URL (`toolcrew up` starts one and prints it)"
+            )
         key = settings.api_key.get_secret_value() if settings.api_key is not None else None
         async with ToolClient.connect(settings=settings, api_key=key, tenant=DEFAULT_TENANT) as connected:
             client.set_result(connected)
             await told_to_end.wait()
-    except Exception as error:  # noqa: BLE001  whoever waits for the client is told, whatever it was
+    except Exception as error:
+        # Whoever waits for the client is told, whatever it was.
         if client.done():
             raise
         client.set_exception(error)

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import posixpath
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,25 @@ _FILE_ERRORS: dict[ErrorCode, tuple[type[OSError], int]] = {
     ErrorCode.SECURITY_REFUSED: (PermissionError, errno.EACCES),
     ErrorCode.NO_SPACE: (OSError, errno.ENOSPC),
     ErrorCode.FILE_TOO_LARGE: (OSError, errno.EFBIG),
+}
+
+
+_SETUP_FILE = re.compile(r"/tmp/[0-9A-Za-z]{22}")
+"""Where Inspect puts a sample's setup script, to have it run there."""
+_RUN_A_COPY = [
+    "/bin/sh",
+    "-c",
+    'at=$1; shift; own=/workspace/.setup-${at##*/}; trap \'rm -f "$own"\' EXIT; cp -p "$at" "$own" || exit; '
+    'n=$#; while [ "$n" -gt 1 ]; do set -- "$@" "$1"; shift; n=$((n - 1)); done; shift; "$@" "$own"',
+    "sh",
+]
+"""No program can be started from /tmp, which is mounted noexec: the same command with a copy in the workspace, gone when it ends."""
+_CAT_TIMEOUT_S = 60.0
+_CAT_WORDS = {
+    "No such file or directory": ErrorCode.FILE_NOT_FOUND,
+    "Not a directory": ErrorCode.NOT_A_DIRECTORY,
+    "Is a directory": ErrorCode.IS_DIRECTORY,
+    "Permission denied": ErrorCode.PERMISSION_DENIED,
 }
 
 
@@ -150,8 +170,12 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         Raises as SandboxEnvironment.exec says; OutputLimitExceededError above 4 MiB of a stream, or Inspect's own limit where that is less.
         """
         if user is not None and user != USER:
-            raise SandboxUserUnsupportedError(f"a toolcrew sandbox runs everything as uid {USER}, and cannot as {user!r}: leave the user out")
+            raise SandboxUserUnsupportedError(
+                f"a toolcrew sandbox runs everything as uid {USER}, and cannot as {user!r}: leave the user out"
+            )
         limit_s = min(timeout, MAX_TIMEOUT_S) if timeout is not None else MAX_TIMEOUT_S
+        if cmd and _SETUP_FILE.fullmatch(cmd[-1]) and cmd[0] == "/bin/sh":
+            cmd = [*_RUN_A_COPY, cmd[-1], *cmd]
         try:
             done = await self.session.exec(cmd, stdin=_as_bytes(input), env=env, cwd=_place(cwd or ""), timeout_s=limit_s)
         except ToolFailure as failure:
@@ -177,7 +201,7 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         """OutputLimitExceededError above 64 MiB, or Inspect's own limit where that is less."""
         try:
             with _file_errors(file):
-                data = await self.session.read_file(_place(file))
+                data = await self._read(file)
         except OSError as error:
             if error.errno != errno.EFBIG:
                 raise
@@ -185,6 +209,21 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         if len(data) > SandboxEnvironmentLimits.MAX_READ_FILE_SIZE:
             raise OutputLimitExceededError(SandboxEnvironmentLimits.MAX_READ_FILE_SIZE_STR, None)
         return data.decode() if text else data
+
+    async def _read(self, file: str) -> bytes:
+        place = _place(file)
+        try:
+            return await self.session.read_file(place)
+        except ToolFailure as failure:
+            if failure.code != ErrorCode.PATH_NOT_ALLOWED:
+                raise
+        # The file verbs keep to /workspace, /tmp and /output; programs read the image's files as well.
+        done = await self.session.exec(["/bin/cat", "--", place], env={"LC_ALL": "C"}, timeout_s=_CAT_TIMEOUT_S)
+        if done.truncated:
+            raise OutputLimitExceededError(_STREAM_LIMIT, None)
+        if done.returncode != 0:
+            raise _read_failure(place, done)
+        return done.stdout
 
     @override
     async def connection(self, *, user: str | None = None) -> SandboxConnection:
@@ -223,6 +262,13 @@ def _not_started(failure: ToolFailure) -> ExecResult[str]:
     if failure.code in _NOT_BEGUN or failure.code in _UNCERTAIN or failure.code == ErrorCode.CANCELLED:
         raise _unavailable(failure) from failure
     return ExecResult(success=False, returncode=127, stdout="", stderr=f"{words}\n")
+
+
+def _read_failure(place: str, done: Done) -> ToolFailure:
+    if done.timed_out:
+        return ToolFailure(ErrorCode.TIMEOUT, f"{place} had no end within {_CAT_TIMEOUT_S:g} s")
+    words = done.stderr.decode(errors="replace").strip()
+    return ToolFailure(next((code for ending, code in _CAT_WORDS.items() if words.endswith(ending)), ErrorCode.INTERNAL), words)
 
 
 def _judge(done: Done, limit_s: float) -> ExecResult[str]:
