@@ -7,10 +7,10 @@ import sys
 
 from inspect_ai import Task, eval, task
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ModelOutput, get_model
+from inspect_ai.model import ChatMessage, ChatMessageTool, GenerateConfig, ModelOutput, ModelUsage, get_model
 from inspect_ai.scorer import Score, Scorer, Target, accuracy, scorer
 from inspect_ai.solver import TaskState, generate, use_tools
-from inspect_ai.tool import bash
+from inspect_ai.tool import ToolChoice, ToolInfo, bash
 from inspect_ai.util import sandbox
 
 
@@ -38,16 +38,22 @@ def sums() -> Task:
     return Task(dataset=samples, solver=[use_tools(bash(timeout=30)), generate()], scorer=sum_is_written(), sandbox="toolcrew")
 
 
+def play(messages: list[ChatMessage], tools: list[ToolInfo], choice: ToolChoice, config: GenerateConfig) -> ModelOutput:
+    if isinstance(messages[-1], ChatMessageTool):
+        output = ModelOutput.from_content("mockllm/model", "done")
+    else:
+        command = "echo $(($(paste -sd+ numbers.txt))) >sum.txt"
+        output = ModelOutput.for_tool_call("mockllm/model", "bash", {"command": command})
+    # Told here, or the mock fetches a tokenizer to count with.
+    output.usage = ModelUsage()
+    return output
+
+
 def main() -> int:
-    played = [
-        ModelOutput.for_tool_call("mockllm/model", "bash", {"cmd": "awk '{ s += $1 } END { print s }' numbers.txt >sum.txt"}),
-        ModelOutput.from_content("mockllm/model", "done"),
-    ]
-    model = get_model("mockllm/model", custom_outputs=played * 2)
-    # The mock plays its replies in order, whoever asks: one sample at a time.
-    log = eval(sums(), model=model, max_samples=1, display="plain", log_dir=sys.argv[1] if len(sys.argv) > 1 else "logs")[0]
+    model = get_model("mockllm/model", custom_outputs=play)
+    log = eval(sums(), model=model, display="plain", log_dir=sys.argv[1] if len(sys.argv) > 1 else "logs")[0]
     for sample in log.samples or []:
-        print(sample.id, sample.target, {name: score.value for name, score in (sample.scores or {}).items()})
+        print(sample.id, sample.target, {name: score.answer for name, score in (sample.scores or {}).items()})
     return 0 if log.status == "success" and all(s.scores and s.scores["sum_is_written"].value for s in log.samples or []) else 1
 
 

@@ -174,7 +174,7 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
                 f"a toolcrew sandbox runs everything as uid {USER}, and cannot as {user!r}: leave the user out"
             )
         limit_s = min(timeout, MAX_TIMEOUT_S) if timeout is not None else MAX_TIMEOUT_S
-        if cmd and _SETUP_FILE.fullmatch(cmd[-1]) and cmd[0] == "/bin/sh":
+        if _starts_setup(cmd):
             cmd = [*_RUN_A_COPY, cmd[-1], *cmd]
         try:
             done = await self.session.exec(cmd, stdin=_as_bytes(input), env=env, cwd=_place(cwd or ""), timeout_s=limit_s)
@@ -236,6 +236,11 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
             raise ConnectionError(f"the session {self.session.id} cannot be reached: {error}") from error
         command = ["toolcrew", "session", "exec", "--tenant", self.session.tenant, self.session.id, "ls", "-la", WORKSPACE]
         return SandboxConnection(type="toolcrew", command=shlex.join(command))
+
+
+def _starts_setup(cmd: list[str]) -> bool:
+    """Not the chmod before it, nor the rm after it, which name the same file."""
+    return len(cmd) > 3 and cmd[0] == "/bin/sh" and "exec env " in cmd[2] and _SETUP_FILE.fullmatch(cmd[-1]) is not None
 
 
 def _place(path: str) -> str:

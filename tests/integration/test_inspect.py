@@ -20,6 +20,7 @@ from tests.stack import Stack, commands_in, eventually
 
 pytestmark = pytest.mark.stack
 ROOT = Path(__file__).parents[2]
+RIGHT = [(3, 6, "'6'"), (40, 100, "'100'")]
 
 
 @pytest.fixture
@@ -52,7 +53,9 @@ async def test_the_example_is_right_and_leaves_no_session(stack: Stack, tmp_path
             timeout=100,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "sum-3 6 {'sum_is_written': 1" in done.stdout.replace("True", "1"), done.stdout
+        assert [f"sum-{last} {total} {{'sum_is_written': {value}}}" in done.stdout for last, total, value in RIGHT] == [True, True], (
+            done.stdout
+        )
         assert {session.session for session in (await client.sessions()).sessions} <= before
 
 
