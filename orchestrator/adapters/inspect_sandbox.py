@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import logging
 import posixpath
 import re
 import shlex
@@ -30,9 +29,10 @@ from contract.calls import ExecResult as Done
 from contract.errors import ErrorCode, OperatorError, ToolcrewError, ToolFailure
 from orchestrator.adapters.inspect_config import CONFIG_FILES, load_config, parse_config
 from orchestrator.adapters.inspect_crew import crew_of_loop
+from orchestrator.logs import get_logger
 from orchestrator.sessions import Session
 
-logger = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 WORKSPACE = "/workspace"
 USER = "1000"
@@ -117,13 +117,13 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
             try:
                 await asyncio.shield(crew_of_loop().close_session(session))
             except ToolcrewError as error:
-                logger.warning("the sandbox %s was not removed, and is tried again at the end of the task: %s", session.id, error)
+                log.warning("inspect_sandbox_not_closed", session=session.id, error=str(error))
 
     @override
     @classmethod
     async def task_cleanup(cls, task_name: str, config: SandboxEnvironmentConfigType | None, cleanup: bool) -> None:
         for error in await crew_of_loop().end(closes_sessions=cleanup):
-            logger.warning("a sandbox was not removed, and goes when its time to live is over: %s", error)
+            log.warning("inspect_sandbox_left", error=error)
 
     @override
     @classmethod
