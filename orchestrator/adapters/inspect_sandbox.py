@@ -39,7 +39,7 @@ USER = "1000"
 """Whom everything in a sandbox runs as; there is nobody else."""
 _STREAM_LIMIT = "4 MiB"
 """What a worker takes of each stream."""
-_UNCERTAIN = frozenset({ErrorCode.OUTCOME_UNKNOWN, ErrorCode.INTERNAL, ErrorCode.ENVELOPE_REFUSED})
+_UNCERTAIN = frozenset({ErrorCode.OUTCOME_UNKNOWN, ErrorCode.CANCELLED, ErrorCode.INTERNAL, ErrorCode.ENVELOPE_REFUSED})
 """Of these nobody can say that the program was never started."""
 _NOT_BEGUN = frozenset({ErrorCode.TIMEOUT, ErrorCode.SESSION_NOT_FOUND, ErrorCode.RATE_LIMITED, ErrorCode.QUOTA_EXCEEDED})
 _FILE_ERRORS: dict[ErrorCode, tuple[type[OSError], int]] = {
@@ -264,7 +264,7 @@ def _not_started(failure: ToolFailure) -> ExecResult[str]:
         "could not be started: permission denied"
     ):
         raise PermissionError(errno.EACCES, words)
-    if failure.code in _NOT_BEGUN or failure.code in _UNCERTAIN or failure.code == ErrorCode.CANCELLED:
+    if failure.code in _NOT_BEGUN or failure.code in _UNCERTAIN:
         raise _unavailable(failure) from failure
     return ExecResult(success=False, returncode=127, stdout="", stderr=f"{words}\n")
 
