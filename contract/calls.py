@@ -155,6 +155,8 @@ class ExecResult(Record):
     stdout: bytes
     stderr: bytes
     truncated: bool = False
+    timed_out: bool = False
+    """It was ended at its limit. `kill` alone does not say so: what a program leaves running is killed as well."""
     clocks: Clocks = Clocks()
     kill: KillReport | None = None
 

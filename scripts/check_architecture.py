@@ -84,14 +84,12 @@ _REDIS = (
         f"workers/{name}.py"
         for name in ("adoption", "checkpointing", "checkpoints", "draining", "heartbeat", "incarnation", "places", "reporting")
     ),
-    "workers/expiry.py",
-    "workers/leftovers.py",
+    *(f"workers/{name}.py" for name in ("expiry", "leftovers", "sandboxd_counts")),
     *(f"orchestrator/admission/{name}.py" for name in ("grants", "shared", "steps")),
     *(f"orchestrator/{name}.py" for name in ("audit", "approvals/queue", "doctor_pool", "doctor_redis")),
     *(f"orchestrator/runs/{name}.py" for name in ("happening_stream", "left_sessions", "run_log", "run_queue", "runner")),
     *(f"orchestrator/runs/{name}.py" for name in ("event_hub", "event_teller", "hosted", "told_events")),
     *(f"orchestrator/metrics/{name}.py" for name in ("page", "tally")),
-    "workers/sandboxd_counts.py",
     "orchestrator/api/health.py",
     "orchestrator/api/once_slots.py",
     "orchestrator/api/pages/logins.py",
@@ -108,6 +106,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "langgraph": (),
     "agents": ("orchestrator/adapters/openai_agents.py",),
     "fsspec": ("workers/sandboxd/store/fsspec_store.py",),
+    "inspect_ai": ("orchestrator/adapters/inspect_sandbox.py",),
     "flower": ("orchestrator/flower.py",),
     "openai": ("orchestrator/models/openai.py",),
     "opentelemetry": ("telemetry/otlp.py",),

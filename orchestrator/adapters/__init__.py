@@ -1,1 +1,1 @@
-"""Tools of a session as other frameworks take them: one file a framework, and only that file imports it."""
+"""toolcrew inside other frameworks: a file (or a few of one name) for each, and that framework's package is imported nowhere else."""

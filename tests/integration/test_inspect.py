@@ -1,0 +1,159 @@
+"""Evaluations with the real Inspect on a real pool: the example, limits seen from outside, clean-up, and a pool that is away."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from inspect_ai._util.error import PrerequisiteError
+from inspect_ai.util import OutputLimitExceededError, SandboxUserUnsupportedError
+from inspect_ai.util._sandbox.environment import SandboxUnavailableError
+
+from contract.errors import ConfigError
+from orchestrator.adapters.inspect_config import ToolcrewSandboxConfig, load_config, parse_config
+from orchestrator.adapters.inspect_sandbox import ToolcrewSandboxEnvironment
+from orchestrator.client import ToolClient
+from tests.stack import Stack, commands_in, eventually
+
+pytestmark = pytest.mark.stack
+ROOT = Path(__file__).parents[2]
+RIGHT = [(3, 6, "'6'"), (40, 100, "'100'")]
+
+
+@pytest.fixture
+async def sandbox(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ToolcrewSandboxEnvironment]:
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", stack.redis_url)
+    environments = await ToolcrewSandboxEnvironment.sample_init("test", None, {})
+    yield environments["default"].as_type(ToolcrewSandboxEnvironment)
+    await ToolcrewSandboxEnvironment.sample_cleanup("test", None, environments, True)
+    await ToolcrewSandboxEnvironment.task_cleanup("test", None, True)
+
+
+async def container_of(stack: Stack, sandbox: ToolcrewSandboxEnvironment) -> str:
+    await sandbox.exec(["true"])
+    known = (await sandbox.session.info()).sandbox
+    assert known is not None
+    return stack.full_id(known.id)
+
+
+async def test_the_example_is_right_and_leaves_no_session(stack: Stack, tmp_path: Path) -> None:
+    """With files and a setup script, which Inspect puts into /tmp, where nothing can be started."""
+    async with ToolClient.connect(stack.redis_url) as client:
+        before = {session.session for session in (await client.sessions()).sessions}
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "examples/inspect_eval.py", str(tmp_path)],
+            cwd=ROOT,
+            env={**os.environ, "TOOLCREW_REDIS_URL": stack.redis_url},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [f"sum-{last} {total} {{'sum_is_written': {value}}}" in done.stdout for last, total, value in RIGHT] == [True, True], (
+            done.stdout
+        )
+        assert {session.session for session in (await client.sessions()).sessions} <= before
+
+
+async def test_at_the_limit_everything_is_killed_and_what_was_printed_is_told(stack: Stack, sandbox: ToolcrewSandboxEnvironment) -> None:
+    container = await container_of(stack, sandbox)
+    with pytest.raises(TimeoutError) as raised:
+        await sandbox.exec(["bash", "-c", "echo x >>runs; echo begun; setsid sleep 300 & sleep 300"], timeout=1)
+    assert getattr(raised.value, "truncated_output", None) == "begun\n"
+    await eventually(lambda: len(commands_in(container)) == 1, 5, "only the guest is left in the container")
+    assert await sandbox.read_file("runs") == "x\n", "it was begun once, though timeout_retry is on"
+
+
+async def test_what_a_program_leaves_running_is_no_timeout(sandbox: ToolcrewSandboxEnvironment) -> None:
+    result = await sandbox.exec(["bash", "-c", "sleep 300 & echo done"], timeout=30)
+    assert (result.success, result.stdout) == (True, "done\n")
+
+
+async def test_more_output_than_is_kept_is_an_error_with_a_part_of_it(sandbox: ToolcrewSandboxEnvironment) -> None:
+    with pytest.raises(OutputLimitExceededError) as raised:
+        await sandbox.exec(["head", "-c", "6000000", "/dev/zero"])
+    assert raised.value.truncated_output
+
+
+async def test_a_program_that_is_not_there_is_a_failed_result_and_another_user_is_refused(sandbox: ToolcrewSandboxEnvironment) -> None:
+    missing = await sandbox.exec(["no-such-program"])
+    assert (missing.success, missing.returncode) == (False, 127)
+    assert "no-such-program" in missing.stderr
+    assert (await sandbox.exec(["id", "-u"], user="1000")).stdout == "1000\n"
+    with pytest.raises(SandboxUserUnsupportedError):
+        await sandbox.exec(["id", "-u"], user="root")
+
+
+async def test_files_of_the_image_are_read_and_none_is_written_there(sandbox: ToolcrewSandboxEnvironment) -> None:
+    assert "root:" in await sandbox.read_file("/etc/passwd")
+    with pytest.raises(FileNotFoundError):
+        await sandbox.read_file("/etc/no-such-file")
+    with pytest.raises(PermissionError):
+        await sandbox.write_file("/etc/passwd", "mine")
+    await sandbox.write_file("bytes", b"\xff\r\n")
+    with pytest.raises(UnicodeDecodeError):
+        await sandbox.read_file("bytes")
+
+
+async def test_its_connection_is_a_command_and_ends_with_the_session(stack: Stack, sandbox: ToolcrewSandboxEnvironment) -> None:
+    await sandbox.write_file("seen-here", "")
+    connection = await sandbox.connection()
+    ran = await asyncio.to_thread(
+        subprocess.run,
+        [str(Path(sys.executable).parent / "toolcrew"), *connection.command.split()[1:]],
+        env={**os.environ, "TOOLCREW_REDIS_URL": stack.redis_url},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "seen-here" in ran.stdout, ran.stderr
+    await sandbox.session.close()
+    with pytest.raises(ConnectionError):
+        await sandbox.connection()
+    with pytest.raises(SandboxUnavailableError):
+        await sandbox.exec(["true"])
+
+
+async def test_an_interrupted_sample_and_the_end_of_a_task_remove_sandboxes(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", stack.redis_url)
+    kept = ToolcrewSandboxConfig(ttl_s=600)
+    await ToolcrewSandboxEnvironment.task_init("test", kept)
+    samples = [await ToolcrewSandboxEnvironment.sample_init("test", kept, {}) for _ in range(2)]
+    containers = [await container_of(stack, sample["default"].as_type(ToolcrewSandboxEnvironment)) for sample in samples]
+    await ToolcrewSandboxEnvironment.sample_cleanup("test", kept, samples[0], True)
+    assert [stack.has_container(container) for container in containers] == [False, True]
+    await ToolcrewSandboxEnvironment.task_cleanup("test", kept, True)
+    assert not stack.has_container(containers[1])
+
+
+async def test_a_sandbox_that_was_left_is_removed_from_the_command_line(stack: Stack, sandbox: ToolcrewSandboxEnvironment) -> None:
+    container = await container_of(stack, sandbox)
+    with pytest.raises(PrerequisiteError):
+        await ToolcrewSandboxEnvironment.cli_cleanup(None)
+    assert stack.has_container(container)
+    await ToolcrewSandboxEnvironment.cli_cleanup(sandbox.session.id)
+    assert not stack.has_container(container)
+
+
+async def test_without_a_pool_the_task_does_not_begin_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
+    with pytest.raises(PrerequisiteError) as unset:
+        await ToolcrewSandboxEnvironment.task_init("test", None)
+    assert "set TOOLCREW_REDIS_URL" in str(unset.value.message)
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://127.0.0.1:1/0")
+    monkeypatch.setenv("TOOLCREW_SECRET", "a" * 40)
+    with pytest.raises(PrerequisiteError) as away:
+        await ToolcrewSandboxEnvironment.task_init("test", None)
+    assert "127.0.0.1:1" in str(away.value.message)
+
+
+def test_a_configuration_is_a_file_or_a_mapping_and_unknown_fields_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "toolcrew.yaml"
+    file.write_text("network: none\nttl_s: 60\n")
+    assert load_config(str(file)) == ToolcrewSandboxConfig(network="none", ttl_s=60)
+    with pytest.raises(ConfigError, match=r"imagine: .*there are image, network, tenant, ttl_s"):
+        parse_config({"imagine": "x"})
