@@ -45,9 +45,9 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
     with open_stack(engine, {"TOOLCREW_SKILLS": os.pathsep.join(map(str, (tmp_path, SHIPPED)))}) as stack:
         assert "skill_not_loaded" in stack.log("worker")
         listed = run_toolcrew(stack.footprint, "skills", "ls", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url})
-        assert [row["name"] for row in json.loads(listed.stdout)] == ["echo", "late", "word-count"]
+        assert [row["name"] for row in json.loads(listed.stdout)] == ["echo", "late", "table-profile", "vector-search", "word-count"]
         async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
-            assert [skill.name for skill in await client.skills()] == ["echo", "late", "word-count"]
+            assert [skill.name for skill in await client.skills()] == ["echo", "late", "table-profile", "vector-search", "word-count"]
             assert "- echo: Does echo." in next(spec for spec in await client.tools() if spec.name == "skill_tool").description
 
             assert "- word-count: Counts" in (await use(session, action="list")).text()
@@ -62,6 +62,10 @@ async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path
             await session.write_file("a.txt", b"one two two\n")
             counted = await use(session, name="word-count", action="run", script="scripts/count.py", args={"files": ["a.txt"]})
             assert json.loads(counted.text())["a.txt"]["top"] == [["two", 2], ["one", 1]]
+            await session.write_file("notes/roses.md", b"Roses are cut in spring.\n")
+            search = await session.call("vector-search", {"query": "when do I cut a rose"})
+            assert json.loads(search.text())["results"][0]["path"] == "notes/roses.md"
+            await session.call("bash_tool", {"command": "rm -r notes .toolcrew"})
             # Where it lies the session cannot change it.
             folder = json.loads(ran.text())["folder"]
             tried = await session.call(

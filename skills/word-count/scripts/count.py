@@ -19,8 +19,11 @@ def count(path, top):
 
 
 def main():
-    asked = json.load(sys.stdin)
-    files, top = asked.get("files"), asked.get("top", 10)
+    try:
+        asked = json.load(sys.stdin)
+        files, top = asked["files"], asked.get("top", 10)
+    except (ValueError, TypeError, KeyError):
+        sys.exit('give {"files": [names of files]} on standard input')
     if not isinstance(files, list) or not files or not isinstance(top, int):
         sys.exit('give {"files": [names of files], "top": a number}')
     told = {str(path): count(str(path), top) for path in files}

@@ -1,0 +1,173 @@
+"""The skills that come with the product: what their scripts answer, and that their sidecars make tools of them. They use nothing but Python's own library."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.schema import prepare_arguments
+from tests.skill_ground import SHIPPED
+from workers.skills.loader import load_skills
+
+SKILLS = {skill.name: skill for skill in load_skills([SHIPPED])}
+NAMES = ("table-profile", "vector-search", "word-count")
+TEXTS = {
+    "billing.md": "# Billing\n\nInvoices are cancelled by the accounting team within two days.\nA credit note is sent afterwards.\n",
+    "garden.md": "# Garden\n\nWater the tomatoes in the evening.\nRoses are cut in spring.\n",
+    "deep/network.txt": "The gateway drops packets that are larger than the configured size.\n"
+    + "filler line\n" * 40
+    + "Retransmission begins then.\n",
+    ".hidden/secret.md": "Invoices are cancelled here as well.\n",
+}
+
+
+def run(name: str, folder: Path, asked: Any) -> "subprocess.CompletedProcess[str]":
+    tool = SKILLS[name].tool
+    assert tool is not None
+    script = SKILLS[name].folder / tool.sidecar.entrypoint
+    text = asked if isinstance(asked, str) else json.dumps(asked)
+    # Isolated: as in a sandbox there is nothing of ours, and no package.
+    return subprocess.run([sys.executable, "-I", script], input=text, capture_output=True, text=True, cwd=folder, timeout=60)
+
+
+def told(name: str, folder: Path, **asked: Any) -> dict[str, Any]:
+    tool = SKILLS[name].tool
+    assert tool is not None
+    done = run(name, folder, prepare_arguments(tool.spec, asked)[0])
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    for name, text in TEXTS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "picture.bin").write_bytes(b"\x89PNG\0\0")
+    return tmp_path
+
+
+def found(workspace: Path, query: str, **asked: Any) -> list[str]:
+    return [result["path"] for result in told("vector-search", workspace, query=query, **asked)["results"]]
+
+
+def test_all_are_tools_without_faults_and_need_no_package() -> None:
+    assert tuple(SKILLS) == NAMES
+    for skill in SKILLS.values():
+        assert skill.summary.warnings == ()
+        assert skill.tool is not None
+        source = ast.parse((skill.folder / skill.tool.sidecar.entrypoint).read_text())
+        imported = {alias.name for node in ast.walk(source) if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {str(node.module) for node in ast.walk(source) if isinstance(node, ast.ImportFrom)}
+        assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("asked", ["", "no json", "[]", "{}", "null", '{"query": 1, "files": 1}', '{"query": "!", "files": []}'])
+def test_what_cannot_be_answered_is_said_in_a_sentence(name: str, asked: str, tmp_path: Path) -> None:
+    done = run(name, tmp_path, asked)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "give" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("query", "path"),
+    [
+        ("how can I cancel an invoice", "billing.md"),
+        ("invioces canceled", "billing.md"),
+        ("watering tomato plants", "garden.md"),
+        ("packet size of the gateway", "deep/network.txt"),
+    ],
+)
+def test_a_question_finds_its_passage_also_in_other_forms_of_its_words(workspace: Path, query: str, path: str) -> None:
+    assert found(workspace, query)[0] == path
+
+
+def test_a_result_names_its_lines_and_what_was_not_searched(workspace: Path) -> None:
+    answer = told("vector-search", workspace, query="retransmission", paths=["deep", "picture.bin", "none"])
+    (result,) = answer["results"]
+    first, last = map(int, result["lines"].split("-"))
+    assert "Retransmission begins then." in (workspace / "deep/network.txt").read_text().splitlines()[first - 1 : last]
+    assert 0 < result["score"] <= 1
+    assert {row["path"] for row in answer["left_out"]} == {"picture.bin", "none"}
+    assert answer["searched"]["files"] == 1
+
+
+def test_only_the_files_that_were_asked_for_are_searched(workspace: Path) -> None:
+    assert found(workspace, "invoices gateway", pattern="*.txt") == ["deep/network.txt"]
+    assert found(workspace, "invoices gateway", paths=["billing.md"]) == ["billing.md"]
+    assert found(workspace, "invoices", top=50) == ["billing.md"]
+
+
+def test_what_has_been_read_is_kept_until_the_file_changes(workspace: Path) -> None:
+    assert found(workspace, "roses") == ["garden.md"]
+    kept = sorted((workspace / ".toolcrew" / "vector-search").iterdir())
+    assert len(kept) == 3
+    before = [path.stat().st_mtime_ns for path in kept]
+    assert found(workspace, "roses") == ["garden.md"]
+    assert [path.stat().st_mtime_ns for path in kept] == before
+    (workspace / "garden.md").write_text("Nothing grows.\n")
+    (workspace / "billing.md").write_text("Roses are invoiced.\n")
+    for path in kept:
+        path.write_text("{" if path != kept[0] else path.read_text())
+    assert found(workspace, "roses") == ["billing.md"]
+
+
+def test_nothing_in_common_is_no_result(workspace: Path) -> None:
+    assert found(workspace, "zzzz qqqq") == []
+    assert told("vector-search", workspace, query="x", paths=["none"])["results"] == []
+
+
+def test_too_large_a_file_is_left_out_and_said(workspace: Path) -> None:
+    (workspace / "huge.txt").write_bytes(b"invoices " * 300_000)
+    answer = told("vector-search", workspace, query="invoices")
+    assert [result["path"] for result in answer["results"]] == ["billing.md"]
+    assert [row["path"] for row in answer["left_out"] if "larger than" in row["why"]] == ["huge.txt"]
+
+
+def test_a_workspace_that_cannot_be_written_to_is_searched(workspace: Path) -> None:
+    (workspace / ".toolcrew").write_text("a file where the folder would be")
+    assert found(workspace, "roses") == ["garden.md"]
+
+
+def test_a_table_is_described_by_its_columns(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(
+        "id;when;amount;paid;zip;note\n1;2026-01-02;1.5;true;01067;a\n2;2026-02-01;3;false;53111;a\n3;;NA;true;01067;\n"
+    )
+    table = told("table-profile", tmp_path, files=["t.csv"], top=1)["t.csv"]
+    columns = {column.pop("name"): column for column in table["columns"]}
+    assert (table["rows"], "notes" in table) == (3, False)
+    assert columns["id"] == {"type": "integer", "missing": 0, "distinct": 3, "least": 1, "most": 3, "mean": 2.0, "top": [["1", 1]]}
+    assert (columns["when"]["type"], columns["when"]["missing"], columns["when"]["most"]) == ("date", 1, "2026-02-01")
+    assert (columns["amount"]["type"], columns["amount"]["mean"]) == ("number", 2.25)
+    # A code, for its zeros in front; with others it is no number, either.
+    assert (columns["paid"]["type"], columns["zip"]["kinds"], columns["note"]["top"]) == ("boolean", {"text": 2, "integer": 1}, [["a", 2]])
+
+
+def test_rows_that_do_not_fit_are_noted_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "t.tsv").write_text("a\tb\n1\t2\n1\n1\t2\t3\n")
+    (tmp_path / "t.jsonl").write_text('{"a": 1}\nno json\n[1]\n{"b": {"x": 1}}\n\n')
+    tables = told("table-profile", tmp_path, files=["t.tsv", "t.jsonl", "none.csv"])
+    assert tables["t.tsv"]["notes"] == ["line 3 has 1 cells, the head has 2", "line 4 has 3 cells, the head has 2"]
+    assert (tables["t.jsonl"]["rows"], len(tables["t.jsonl"]["notes"])) == (2, 2)
+    assert {column["name"]: column["missing"] for column in tables["t.jsonl"]["columns"]} == {"a": 1, "b": 1}
+    assert tables["none.csv"] == {"error": "No such file or directory"}
+
+
+def test_a_table_of_many_rows_is_read_whole_and_its_values_are_told_apart_up_to_a_bound(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("n\n" + "".join(f"{number}\n" for number in range(30_000)))
+    (column,) = told("table-profile", tmp_path, files=["t.csv"], top=0)["t.csv"]["columns"]
+    assert (column["distinct"], column["distinct_is_more"], column["most"], column["mean"]) == (10_000, True, 29_999, 14_999.5)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\0", b"a,b\n", b'"', b"\n\n\n", b"{", os.urandom(4000)])
+def test_any_file_gets_an_answer(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "t.csv").write_bytes(content)
+    assert "t.csv" in told("table-profile", tmp_path, files=["t.csv"])
