@@ -201,7 +201,7 @@ class Session:
             stdout=data[:cut],
             stderr=data[cut:],
             truncated=result.truncated,
-            timed_out=result.metadata["timed_out"] is True,
+            timed_out=result.metadata.get("timed_out") is True,
             clocks=result.clocks,
             kill=result.kill,
         )

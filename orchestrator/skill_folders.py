@@ -14,7 +14,8 @@ EXAMINE_S = 120.0
 
 def examine_folder(folder: Path) -> SkillSummary:
     """What workers would publish of it, with all warnings. Raises SkillBroken with what makes it unusable."""
-    command = [sys.executable, "-m", "workers.skills", str(folder)]
+    # -P: where the folder lies there may be anything, also a package of that name.
+    command = [sys.executable, "-P", "-m", "workers.skills", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, check=True, timeout=EXAMINE_S)
         told = json.loads(done.stdout)

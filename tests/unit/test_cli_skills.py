@@ -53,6 +53,15 @@ def test_a_skill_that_is_none_gets_the_nearest_names() -> None:
     assert (result.exit_code, "Skill not found: alfa; there are alpha" in result.stderr) == (1, True)
 
 
+def test_validate_runs_nothing_of_where_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_skill(tmp_path, "a")
+    for package in ("workers", "contract", "json"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit('run')")
+    monkeypatch.chdir(tmp_path)
+    assert toolcrew("validate", "a").exit_code == 0
+
+
 def test_validate_says_what_is_wrong_and_strict_takes_warnings_for_errors(tmp_path: Path) -> None:
     extra = str(write_skill(tmp_path, "a", "name: a\ndescription: b\nextra: x"))
     broken = str(write_skill(tmp_path, "b", "name: b"))
