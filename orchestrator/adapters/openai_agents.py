@@ -5,9 +5,9 @@ from typing import Any
 
 from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
+from contract.extras import explain_missing
 from contract.specs import ToolSpec
 from orchestrator.adapters.artifacts import build_artifact
-from orchestrator.adapters.missing import missing_extra
 from orchestrator.approvals import ApprovalRequest, Approver, Decision
 from orchestrator.client import ToolClient
 from orchestrator.dialects.native_assembler import parse_arguments
@@ -20,7 +20,7 @@ try:
     from agents.tool_context import ToolContext
     from agents.tracing import SpanError, get_current_span
 except ModuleNotFoundError as error:
-    raise missing_extra(error, "agents", "openai-agents") from error
+    raise explain_missing(error) from error
 
 
 class PoolOutput(str):

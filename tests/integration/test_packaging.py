@@ -22,8 +22,12 @@ lacks = {}
 for name in json.loads(sys.argv[1]):
     try:
         importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        lacks[name] = error.name
+    except Exception as error:
+        # Adapters say it in words of their own.
+        missing = error if isinstance(error, ModuleNotFoundError) else error.__cause__
+        if not isinstance(missing, ModuleNotFoundError):
+            raise
+        lacks[name] = missing.name
 print(json.dumps(lacks))
 """
 
