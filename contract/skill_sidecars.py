@@ -67,14 +67,19 @@ def build_skill_spec(skill: SkillSummary, sidecar: Sidecar) -> ToolSpec:
     if not skill.name.replace("-", "").replace("_", "").isalnum() or len(skill.name) > _NAME_CHARS:
         raise SidecarBroken(f"a tool's name has letters, digits, - and _, at most {_NAME_CHARS}: the skill's name cannot be one")
     about = f"It runs in the session's sandbox, {NO_NETWORK}" + ("; it needs network." if sidecar.network else ".")
-    return ToolSpec(
-        name=skill.name,
-        description=f"{skill.description[: _MAX_DESCRIPTION - len(about) - 1]} {about}",
-        parameters=sidecar.parameters,
-        timeout_s=sidecar.timeout,
-        requires_permission=sidecar.requires_permission,
-        dangerous=sidecar.dangerous,
-    )
+    try:
+        return ToolSpec(
+            name=skill.name,
+            description=f"{skill.description[: _MAX_DESCRIPTION - len(about) - 1]} {about}",
+            parameters=sidecar.parameters,
+            timeout_s=sidecar.timeout,
+            max_timeout_s=sidecar.timeout or MAX_TIMEOUT_S,
+            requires_permission=sidecar.requires_permission,
+            dangerous=sidecar.dangerous,
+        )
+    except ValidationError as error:
+        # Numbers that JSON does not have, as NaN.
+        raise SidecarBroken(f"parameters: {error.errors(include_url=False, include_input=False)[0]['msg']}") from None
 
 
 def build_argv(arguments: Mapping[str, JsonValue]) -> list[str]:

@@ -59,7 +59,7 @@ def skills_validate(
     """Whether workers would load a folder as a skill, and what its author should mend. Needs no pool. Exit code 1 when they would not."""
     try:
         skill = examine_folder(folder)
-    except SkillBroken as broken:
+    except (SkillBroken, ConfigError) as broken:
         fail(f"{folder}: {broken}", ConfigError.code.value, EXIT_ERROR, as_json)
     if as_json:
         typer.echo(json.dumps(skill.model_dump(mode="json")))

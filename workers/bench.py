@@ -147,11 +147,17 @@ class SandboxBench(Bench):
         return response
 
     def place_skill(self, digest: str, pack: Callable[[], IO[bytes]], *, is_shared: bool) -> str:
-        place = self.client.find_skill(self._name, digest, shared=is_shared)
-        if place is not None:
-            return place
-        with pack() as archive:
-            return self._timed("place_skill", lambda: self.client.place_skill(self._name, digest, archive, shared=is_shared), _nothing_told)
+        try:
+            place = self.client.find_skill(self._name, digest, shared=is_shared)
+            if place is not None:
+                return place
+            with pack() as archive:
+                return self._timed(
+                    "place_skill", lambda: self.client.place_skill(self._name, digest, archive, shared=is_shared), _nothing_told
+                )
+        except SandboxdAway as away:
+            # Nothing of the call itself was asked for.
+            raise SandboxdAway(str(away), was_sent=self._has_asked) from away
 
     def _note(self, told: Told) -> None:
         """Remember what the end of a request tells. The guest's clock is believed as far as sandboxd's own reaches."""

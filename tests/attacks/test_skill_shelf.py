@@ -109,6 +109,26 @@ def test_place_what_is_no_file(ground: Ground, kind: bytes) -> None:
         client.place_skill(session.name, digest_of(files), pack(files, odd), shared=False)
 
 
+def test_send_a_little_that_expands_to_much(ground: Ground) -> None:
+    """Aim: sandboxd is killed for its memory, and all sandboxes with it."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        entry = tarfile.TarInfo("data")
+        entry.pax_headers = {
+            "GNU.sparse.major": "0",
+            "GNU.sparse.minor": "1",
+            "GNU.sparse.map": "0,1",
+            "GNU.sparse.size": str(400 * 1024 * 1024),
+        }
+        entry.size = 1
+        archive.addfile(entry, io.BytesIO(b"x"))
+    ground.forget_peak()
+    before = ground.peak_bytes()
+    with ground.session() as session, SandboxClient(ground.path) as client, pytest.raises(ToolFailure, match="is not the archive"):
+        client.place_skill(session.name, "0" * 64, packed, shared=False)
+    assert ground.peak_bytes() - before < 64 * 1024 * 1024
+
+
 def test_place_other_content_under_a_digest(ground: Ground) -> None:
     with ground.session() as session, SandboxClient(ground.path) as client:
         for archive in (

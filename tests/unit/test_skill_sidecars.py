@@ -90,6 +90,17 @@ def test_a_name_that_no_tool_can_have_is_told(name: str) -> None:
         build_skill_spec(summary(name), parse())
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_json_does_not_have_are_told(number: str) -> None:
+    text = b'{"entrypoint": "scripts/run.py", "parameters": {"type": "object", "properties": {"a": {"default": ' + number.encode() + b"}}}}"
+    with pytest.raises(SidecarBroken):
+        build_skill_spec(summary(), parse_sidecar(text, FILES))
+
+
+def test_its_timeout_is_also_the_longest() -> None:
+    assert build_skill_spec(summary(), parse(timeout=30)).max_timeout_s == 30
+
+
 def test_arguments_as_words() -> None:
     given = {"path": "-rf", "deep": True, "quiet": False, "none": None, "n": [1, "b"], "at": {"x": "ü"}, "f": 1.5}
     assert build_argv(given) == ["--path=-rf", "--deep", "--n=1", "--n=b", '--at={"x": "ü"}', "--f=1.5"]

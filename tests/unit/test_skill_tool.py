@@ -13,12 +13,16 @@ import pytest
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.registry import ToolRegistry
+from contract.skill_sidecars import SIDECAR_FILE
 from tests.builders import build_context, build_exec_response
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
 from tests.skill_ground import SHIPPED, write_skill
 from workers.executor import Executor
+from workers.sandbox_client import SandboxdAway
 from workers.skills.loader import load_skills
+from workers.tools.base import Handler
 from workers.tools.skill import build_skill_tool
+from workers.tools.skill_tools import register_skill_tools
 
 FINE = build_exec_response()
 
@@ -172,6 +176,31 @@ def test_only_scripts_of_the_bundle_are_run(root: Path, script: str, code: Error
     bench = Bench(root)
     assert bench.use(name="alpha", action="run", script=script).error_code is code
     assert bench.client.requests == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"timeout": "5m"}, {"timeout": None}, {"timeout": 5000}, {"cwd": 7}, {"command": [1], "background": 1}]
+)
+def test_parameters_of_a_skills_own_are_its_own_whatever_their_names(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    sidecar = json.dumps({"entrypoint": "scripts/a.sh", "parameters": {"type": "object", "properties": {name: {} for name in arguments}}})
+    write_skill(tmp_path, "a", files={"scripts/a.sh": "cat", SIDECAR_FILE: sidecar})
+    client, registry = FakeSandboxClient(build_exec_response(b"1\n")), ToolRegistry[Handler]()
+    register_skill_tools(registry, load_skills([tmp_path]))
+    executor = Executor(registry, client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
+    result = executor.execute(ToolCall(id="call-1", name="a", arguments=arguments), build_context())
+    assert (result.text(), json.loads(client.bodies[0])) == ("1\n", arguments)
+    assert "cwd" not in result.metadata
+
+
+def test_a_sandboxd_that_goes_while_it_is_asked_for_a_skill_leaves_a_call_that_has_not_acted(root: Path) -> None:
+    bench = Bench(root)
+
+    def gone(*_: Any, **__: Any) -> str:
+        raise SandboxdAway("sandboxd is ending", was_sent=True)
+
+    bench.client.find_skill = gone  # type: ignore[method-assign]
+    result = bench.use(name="alpha", action="run", script="a.py")
+    assert (result.error_code, result.metadata["not_run"]) == (ErrorCode.SANDBOX_UNAVAILABLE, "sandboxd")
 
 
 def test_word_count_counts(tmp_path: Path) -> None:

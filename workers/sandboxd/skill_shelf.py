@@ -114,8 +114,13 @@ def _repack(received: IO[bytes], archive: IO[bytes], name: str, digest: str) -> 
         ):
             packed.addfile(_folder(top, 0o711))
             packed.addfile(_folder(f"{top}/{name}", 0o755))
+            size = 0
             for number, member in enumerate(bundle):
-                if number >= MAX_BUNDLE_FILES or not member.isfile() or not _is_plain(member.name):
+                # By what they say, before they are read: of one with holes little has been received.
+                size += member.size
+                if number >= MAX_BUNDLE_FILES or size > MAX_BUNDLE_BYTES or not member.isreg() or member.sparse is not None:
+                    raise _not_it(digest)
+                if not _is_plain(member.name):
                     raise _not_it(digest)
                 for folder in _parents(member.name):
                     if folder not in folders:

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -22,23 +23,23 @@ _SHEBANG_BYTES = 256
 
 def run_script(skill: Skill, script: str, arguments: Mapping[str, JsonValue], call: Mapping[str, Any], bench: Workbench) -> Outcome:
     """Run `script` with `arguments` as JSON on its standard input. `call`: the arguments of the whole call. Raises ToolFailure, SandboxUnavailable."""
-    file = find_script(skill, script)
+    begun, file = time.monotonic(), find_script(skill, script)
     place = place_skill(skill, bench)
-    return _run(
-        _command(skill, file, f"{place}/{file.path}"), encode(json.dumps(arguments, ensure_ascii=False), "args"), place, call, bench
-    )
+    argv = _command(skill, file, f"{place}/{file.path}")
+    return _run(argv, encode(json.dumps(arguments, ensure_ascii=False), "args"), place, call, begun, bench)
 
 
 def run_entrypoint(skill: Skill, sidecar: Sidecar, arguments: Mapping[str, JsonValue], bench: Workbench) -> Outcome:
     """Run the skill as the tool that its sidecar makes of it. Raises as `run_script`."""
     file = skill.find(sidecar.entrypoint)
     assert file is not None, "its sidecar was checked when it was loaded"
+    begun = time.monotonic()
     place = place_skill(skill, bench)
     path = f"{place}/{file.path}"
     argv = [sidecar.interpreter, path] if sidecar.interpreter is not None else _command(skill, file, path)
     if sidecar.args == "argv":
-        return _run([*argv, *build_argv(arguments)], b"", place, arguments, bench)
-    return _run(argv, encode(json.dumps(arguments, ensure_ascii=False), "arguments"), place, arguments, bench)
+        return _run([*argv, *build_argv(arguments)], b"", place, {}, begun, bench)
+    return _run(argv, encode(json.dumps(arguments, ensure_ascii=False), "arguments"), place, {}, begun, bench)
 
 
 def place_skill(skill: Skill, bench: Workbench) -> str:
@@ -46,15 +47,19 @@ def place_skill(skill: Skill, bench: Workbench) -> str:
     return bench.place_skill(skill.summary.digest, lambda: pack_skill(skill), is_shared=True)
 
 
-def _run(argv: list[str], body: bytes, place: str, call: Mapping[str, Any], bench: Workbench) -> Outcome:
+def _run(argv: list[str], body: bytes, place: str, call: Mapping[str, Any], begun: float, bench: Workbench) -> Outcome:
+    """`call`: those of the call's arguments that mean what they mean to bash_tool; `begun`: when its time began."""
     context = bench.context
+    left_s = context.timeout_s - (time.monotonic() - begun)
+    if left_s <= 0:
+        raise ToolFailure(ErrorCode.TIMEOUT, f"bringing the skill's files to the sandbox took all of {context.timeout_s:g} s: try again")
     request = {
         "op": "exec",
         "argv": argv,
         "script_bytes": 0,
         "cwd": context.cwd,
         "env": {"SKILL_DIR": place},
-        "timeout_s": context.timeout_s,
+        "timeout_s": left_s,
     }
     return build_outcome(call, run_shown(request, body, bench), context, background="bash_tool and background=true")
 
