@@ -52,6 +52,10 @@ class RunBook(Protocol):
     async def note_result(self, call: str, result: ToolResult) -> None: ...
 
 
+async def _at_once(_: str) -> None:
+    """Nothing is waited for."""
+
+
 @dataclass(frozen=True)
 class RunAs:
     """How one run is to be made. `tools` None: all that the model can cope with. `terms`: of its calls, beside what the run itself says. `book` None: it
@@ -66,6 +70,8 @@ class RunAs:
     terms: Terms = field(default_factory=Terms)
     approver: Approver | None = None
     """None: the client's."""
+    until_ready: Callable[[str], Awaitable[None]] = _at_once
+    """Waits, before the call of that id is sent, for what the run may have given away while people were asked about it."""
     book: RunBook | None = None
     logged: Callable[[Model], Model] = lambda model: model
     live: LiveText | None = None
@@ -231,6 +237,7 @@ class _Calls:
         reviewed = await self._reviewed(call, spec)
         if isinstance(reviewed, ToolResult):
             return reviewed
+        await self._wanted.until_ready(call.id)
         self._wanted.tell(CallSent(run=self._wanted.run, call=reviewed))
         terms = self._terms
         if self._wanted.book is not None:

@@ -212,6 +212,7 @@ class ItemWork:
                 live=live,
                 terms=Terms(priority="batch"),
                 approver=self._approver(defaults, place),
+                until_ready=place.until_placed,
                 book=journal,
                 logged=lambda _: LoggedModel(held, journal, work.sampling, is_over=is_over, live=live),
                 is_chat=item.url == CHAT_URL,

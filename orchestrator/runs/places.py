@@ -49,7 +49,7 @@ class Places:
         place = RunPlace(self)
         try:
             yield place
-            await place.until_back()
+            await place.until_placed()
         finally:
             # What is left to do for it here it does as one that has a place.
             self._away.discard(place)
@@ -109,38 +109,25 @@ class RunPlace:
         """Around a call, from its beginning to its end, what it waits for included. Begun while the others wait, it waits for a place first."""
         self._calls.add(call)
         try:
-            await self._until_placed(call)
+            await self.until_placed(call)
             try:
                 yield
             finally:
                 # A question that nobody answers in time breaks off within the call, and the run goes on all the same.
                 if not is_being_cancelled():
-                    await self._until_placed(call)
+                    await self.until_placed(call)
         finally:
             self._calls.discard(call)
-            self._rest(call)
+            self.rest(call)
 
-    @asynccontextmanager
-    async def given_up(self, call: str) -> AsyncIterator[None]:
-        """Around what a call waits for; the block is left when the run has a place. One that is cancelled gets none."""
-        self._rest(call)
-        yield
-        await self._until_placed(call)
+    def rest(self, call: str) -> None:
+        """The call has no need of the place, until `until_placed`."""
+        self._at_work.discard(call)
+        if self._calls and not self._at_work:
+            self._places.give_up(self)
 
-    async def until_back(self) -> None:
-        """Wait until the run has its place, whether calls of it are there or not."""
-        await self._until_placed("")
-
-    def leave(self) -> None:
-        """It has no place any more."""
-        self._is_back.clear()
-
-    def come_back(self) -> None:
-        """It has a place; each of its calls that waited for that is at work from now, also when it has not noticed yet."""
-        self._at_work |= self._returning
-        self._is_back.set()
-
-    async def _until_placed(self, call: str) -> None:
+    async def until_placed(self, call: str = "") -> None:
+        """Wait until the run has its place; the call is at work then. Without one: whether calls of it are there or not."""
         if self._is_back.is_set():
             self._at_work.add(call)
             return
@@ -153,18 +140,23 @@ class RunPlace:
             if not self._returning:
                 self._places.withdraw(self)
 
-    def _rest(self, call: str) -> None:
-        self._at_work.discard(call)
-        if self._calls and not self._at_work:
-            self._places.give_up(self)
+    def leave(self) -> None:
+        """It has no place any more."""
+        self._is_back.clear()
+
+    def come_back(self) -> None:
+        """It has a place; each of its calls that waited for that is at work from now, also when it has not noticed yet."""
+        self._at_work |= self._returning
+        self._is_back.set()
 
 
 class PlacedApprover:
-    """Asks another approver, who waits for people, while the call has no need of the run's place."""
+    """Asks another approver, who waits for people; from then on the call has no need of the run's place. Whoever sends the call waits for that: within the
+    question a yes would be lost that came before a place was free."""
 
     def __init__(self, approver: Approver, place: RunPlace) -> None:
         self._approver, self._place = approver, place
 
     async def decide(self, request: ApprovalRequest) -> Decision:
-        async with self._place.given_up(request.call.id):
-            return await self._approver.decide(request)
+        self._place.rest(request.call.id)
+        return await self._approver.decide(request)

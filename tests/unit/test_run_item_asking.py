@@ -1,6 +1,7 @@
 """Items whose calls wait for people: by the queue of questions, over the death of whoever works them."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -149,6 +150,25 @@ async def test_an_item_that_waits_for_a_person_has_no_place_meanwhile(make: Made
     await decide(ground, Decision(True))
     await ended(working)
     assert ground.work.places.room() == 0
+
+
+async def test_a_yes_holds_however_long_its_run_waits_for_a_place(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    ground, runs = make(echo_then("done", "a"), policy=ASKED), [None]
+    monkeypatch.setattr(ground.parts, "_settings", ground.parts._settings.model_copy(update={"approval_wait_s": 3.0}))
+    ground.work.places.serve(1, runs)
+    working = asyncio.create_task(ground.worked(await ground.put(build_run()), ASKING))
+    await question_of(ground)
+    over_at = time.monotonic() + 3.2
+    assert ground.work.places.room() == 1
+    # Another run has the place until the question is long over.
+    runs.append(None)
+    await decide(ground, Decision(True))
+    await asyncio.sleep(over_at - time.monotonic())
+    assert argument_of(ground) == []
+    runs.pop()
+    assert ground.work.places.room() == 0
+    await ended(working)
+    assert argument_of(ground) == ["a"]
 
 
 async def test_of_calls_side_by_side_one_that_runs_keeps_the_place_while_the_other_one_waits(make: Made) -> None:

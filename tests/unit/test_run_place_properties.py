@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.runs.places import Places, RunPlace
+from tests.place_ground import given_up
 
 TURNS = 30
 """Of the loop, after which everything has gone on that can: nothing here waits for anything but the loop itself."""
@@ -68,7 +69,7 @@ class Run:
         """Whether its question was answered; a call whose question nobody answers in time does nothing any more."""
         gate = self.asked[name] = Gate()
         try:
-            async with gate.limit, place.given_up(name):
+            async with gate.limit, given_up(place, name):
                 try:
                     await gate.is_open.wait()
                 finally:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.runs.places import MOST_AWAY, Places, RunPlace
+from tests.place_ground import given_up
 
 
 class Ground:
@@ -52,7 +53,7 @@ class Call:
     async def make(self, place: RunPlace) -> None:
         async with place.call(self._name):
             try:
-                async with self.question_s, place.given_up(self._name):
+                async with self.question_s, given_up(place, self._name):
                     self.is_asked.set()
                     await self.answered.wait()
             except TimeoutError:
@@ -169,7 +170,7 @@ async def test_a_run_gives_up_one_place_when_the_last_of_its_calls_begins_to_wai
         assert first.is_asked.is_set()
         assert second.is_asked.is_set()
         assert ground.places.room() == 0, "one of its calls is at work"
-        async with place.given_up("at work"):
+        async with given_up(place, "at work"):
             assert ground.places.room() == 1
         assert ground.places.room() == 0
 
@@ -254,7 +255,7 @@ async def test_a_run_whose_calls_are_broken_off_goes_on_in_a_place() -> None:
     async def until_its_time_is_up(limit: asyncio.Timeout) -> None:
         async with ground.places.run() as place:
             try:
-                async with limit, place.call("call"), place.given_up("call"):
+                async with limit, place.call("call"), given_up(place, "call"):
                     await asyncio.Event().wait()
             except TimeoutError:
                 pass
@@ -326,5 +327,5 @@ async def test_so_many_wait_and_no_more() -> None:
 
 
 async def test_nobody_waits_for_a_place_where_runs_are_not_counted() -> None:
-    async with Places().run() as place, place.call("call"), place.given_up("call"):
+    async with Places().run() as place, place.call("call"), given_up(place, "call"):
         pass

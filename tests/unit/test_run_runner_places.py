@@ -13,6 +13,7 @@ from orchestrator.runs.journal import Journal
 from orchestrator.runs.records import BatchState
 from orchestrator.runs.run_queue import Claim, RunQueue
 from tests.conftest import RedisProcess
+from tests.place_ground import given_up
 from tests.runner_ground import House, Worker, open_house, outcome_of
 
 
@@ -48,7 +49,7 @@ class Story:
         async with self.worker.places.run() as place:
             if claim.run == "b-1":
                 self.queue.may_claim.clear()
-                async with place.call("call"), place.given_up("call"):
+                async with place.call("call"), given_up(place, "call"):
                     await self.answered.wait()
                 self.is_back.set()
             else:

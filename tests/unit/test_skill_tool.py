@@ -182,14 +182,15 @@ def test_only_scripts_of_the_bundle_are_run(root: Path, script: str, code: Error
     "arguments", [{"timeout": "5m"}, {"timeout": None}, {"timeout": 5000}, {"cwd": 7}, {"command": [1], "background": 1}]
 )
 def test_parameters_of_a_skills_own_are_its_own_whatever_their_names(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    sidecar = json.dumps({"entrypoint": "scripts/a.sh", "parameters": {"type": "object", "properties": {name: {} for name in arguments}}})
+    sidecar = json.dumps(
+        {"entrypoint": "scripts/a.sh", "parameters": {"type": "object", "properties": {name: {"description": "any"} for name in arguments}}}
+    )
     write_skill(tmp_path, "a", files={"scripts/a.sh": "cat", SIDECAR_FILE: sidecar})
     client, registry = FakeSandboxClient(build_exec_response(b"1\n")), ToolRegistry[Handler]()
     register_skill_tools(registry, load_skills([tmp_path]))
     executor = Executor(registry, client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"})
     result = executor.execute(ToolCall(id="call-1", name="a", arguments=arguments), build_context())
     assert (result.text(), json.loads(client.bodies[0])) == ("1\n", arguments)
-    assert "cwd" not in result.metadata
 
 
 def test_a_sandboxd_that_goes_while_it_is_asked_for_a_skill_leaves_a_call_that_has_not_acted(root: Path) -> None:
