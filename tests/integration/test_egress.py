@@ -170,7 +170,7 @@ def test_a_python_program_downloads(place: Place, url: str) -> None:
 
 def test_git_clones(place: Place, url: str, request: pytest.FixtureRequest) -> None:
     if url.startswith("http:"):
-        # A defect that is known and not found yet: now and then a clone stands still for 60 s, and then finds no refs.
+        # A defect whose cause is not found yet: now and then a clone stands still for 60 s, and then finds no refs.
         request.applymarker(pytest.mark.xfail(reason="a clone over plain HTTP stands still now and then", strict=False))
     script = f"rm -rf code; GIT_SSL_CAINFO=$PWD/authority.pem git clone -q {url}/code.git code && git -C code log --format=%s"
     ran = place.run(script, timeout_s=90.0)
