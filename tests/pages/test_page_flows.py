@@ -233,6 +233,8 @@ async def test_all_of_it_can_be_done_with_the_keyboard(world: World, visitors: V
     async with visitors.visit() as visit:
         page = visit.page
         await page.goto("/login")
+        # A browser gives the focus when it draws, which may be after the page has loaded: keys before that reach nobody.
+        await expect(page.get_by_label("API key")).to_be_focused()
         await page.keyboard.type(visitors.api.keys["acme"])
         await page.keyboard.press("Enter")
         await page.wait_for_url(lambda url: "/login" not in url)

@@ -113,6 +113,19 @@ def test_connections_have_numbers_of_their_own_that_never_come_again(host: Host)
     assert host.connect()[1] == 3
 
 
+def test_a_close_that_the_host_says_late_leaves_the_connection_that_has_its_descriptor_now(host: Host) -> None:
+    first, one = host.connect()
+    host.tell("net_end", one)
+    first.close()
+    host.hear("net_end", one)
+    host.hear("net_close", one)
+    second, two = host.connect()
+    host.tell("net_close", one)
+    host.settle()
+    second.sendall(b"question")
+    assert host.hear("net_data", two).body == b"question"
+
+
 def test_a_program_that_ends_its_question_still_gets_its_answer(host: Host) -> None:
     program, conn = host.connect()
     program.sendall(b"all")

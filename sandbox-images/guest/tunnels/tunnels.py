@@ -128,7 +128,9 @@ class Tunnels:
 
     def _settle(self, tunnel: Tunnel) -> None:
         if tunnel.is_closed:
-            self._by_fd.pop(tunnel.fd, None)
+            # The host's close may come when a later connection has the descriptor.
+            if self._by_fd.get(tunnel.fd) is tunnel:
+                del self._by_fd[tunnel.fd]
             if tunnel.host_closed:
                 self._by_number.pop(tunnel.number, None)
         elif self._look_at is None and _may_be_left(tunnel):
