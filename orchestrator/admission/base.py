@@ -5,11 +5,18 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from contract.calls import ToolResult
+from contract.errors import ErrorCode
 from contract.tenancy import TenantPolicy
 
 Priority = Literal["interactive", "batch"]
 NOT_ADMITTED = {"not_run": "admission"}
 """In the metadata of what admission refuses. No tool's own has it: workers take it out."""
+
+
+def was_not_admitted(result: ToolResult) -> bool:
+    """Whether the call has not been sent, so that it may be made again under its own id; one whose tool says that it is asked too often has been."""
+    return result.error_code is ErrorCode.RATE_LIMITED and NOT_ADMITTED.items() <= result.metadata.items()
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,10 @@ from starlette.requests import ClientDisconnect
 
 from contract.calls import MAX_TIMEOUT_S, ToolResult
 from contract.errors import ErrorCode
+from orchestrator.admission.base import was_not_admitted
 from orchestrator.api.access import AnyCaller, find_caller
 from orchestrator.api.exact_json import dump_exactly
+from orchestrator.api.idempotency import note_undone
 from orchestrator.api.limits import find_header
 from orchestrator.api.problems import REDIS_AWAY, responses
 from orchestrator.api.sessions import SESSION_ID, SessionId
@@ -100,6 +102,8 @@ async def call_tool(
         known.forget(name)
         # Raises, as for one that never was.
         await caller.client.session(session_id)
+    if was_not_admitted(result):
+        note_undone(request.scope)
     return Response(_dump(result), media_type="application/json")
 
 

@@ -26,8 +26,14 @@ log = get_logger(__name__)
 MAX_ANSWER_BYTES = 1024 * 1024
 KEPT_FIRST_S = 1.0
 """So long the end of an answer waits until it is kept: whoever has heard it gets it again, whatever becomes of this process."""
+_UNDONE = "toolcrew.undone"
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _HEADER = b"idempotency-key"
+
+
+def note_undone(scope: Scope) -> None:
+    """The request has done nothing, although its answer is none of a refusal: it is not kept, and the request may be sent again."""
+    scope[_UNDONE] = True
 
 
 class Idempotency:
@@ -64,7 +70,7 @@ class Idempotency:
             self._house.rates.take(identity.key_id)
             await _replay(kept, digest, send)
             return
-        answer = _Answer(send, lambda told: self._settle(slots, claim, told.record(digest) if told.is_kept else None))
+        answer = _Answer(scope, send, lambda told: self._settle(slots, claim, told.record(digest) if told.is_kept else None))
         try:
             await self._app(scope, _given(body, receive), answer.send)
         finally:
@@ -96,9 +102,9 @@ async def _patiently(settle: Callable[[], Awaitable[None]]) -> None:
 class _Answer:
     """Passes an answer on, and keeps it as far as it is small enough to be kept."""
 
-    def __init__(self, send: Send, on_end: Callable[["_Answer"], Awaitable[None]]) -> None:
+    def __init__(self, scope: Scope, send: Send, on_end: Callable[["_Answer"], Awaitable[None]]) -> None:
         """`on_end`: before the end of the answer is passed on."""
-        self._send, self._on_end = send, on_end
+        self._scope, self._send, self._on_end = scope, send, on_end
         self._headers: list[tuple[bytes, bytes]] = []
         self._body = bytearray()
         self._is_stream = False
@@ -108,7 +114,7 @@ class _Answer:
     @property
     def is_kept(self) -> bool:
         """What was refused has done nothing, and may be asked again."""
-        return self.has_ended and not self._is_stream and self._status < 300
+        return self.has_ended and not self._is_stream and self._status < 300 and _UNDONE not in self._scope
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

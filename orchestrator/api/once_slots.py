@@ -23,8 +23,10 @@ FULL = (
     f"the answers that are kept for this API key fill {KEPT_BYTES // 2**20} MiB, so that this request was not begun: send it without an Idempotency-Key, "
     "with another API key, or when those of yesterday are forgotten"
 )
-# Each may be sent again when its answer was lost: the claim finds itself, and what was settled is settled no more.
+# Each may be sent again when its answer was lost: the claim finds itself, and what was settled is settled no more. A claim may also come after its own
+# release, out of a connection that was given up: what it finds then tells whoever sent it nothing, since nobody listens any more.
 _CLAIM = """
+if redis.call('EXISTS', KEYS[2]) == 1 then return ARGV[1] end
 local found = redis.call('GET', KEYS[1])
 if found and found ~= ARGV[1] then return found end
 if ARGV[3] == 'full' then return ARGV[3] end
@@ -39,14 +41,20 @@ redis.call('INCRBY', KEYS[2], ARGV[4])
 redis.call('EXPIRE', KEYS[2], ARGV[5])
 return 1
 """
-_RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+_RELEASE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+redis.call('SET', KEYS[2], '', 'EX', ARGV[2])
+return 0
+"""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A request's hold on its slot. `pending`: what lies there meanwhile, which no other request writes."""
+    """A request's hold on its slot. `pending`: what lies there meanwhile, which no other request writes; `gone`: what lies in Redis once it was let go
+    of before it was seen to come."""
 
     slot: str
+    gone: str
     account: str
     pending: str
 
@@ -61,13 +69,18 @@ class OnceSlots:
 
     def name(self, account: str, name: str, digest: str, token: str) -> Claim:
         """The claim of the request with that content. `token`: new for each request."""
-        return Claim(f"{self._prefix}:once:{name}", account, json.dumps({"digest": digest, "pending": True, "by": token}))
+        return Claim(
+            f"{self._prefix}:once:{name}",
+            f"{self._prefix}:gone:{token}",
+            account,
+            json.dumps({"digest": digest, "pending": True, "by": token}),
+        )
 
     async def claim(self, claim: Claim) -> dict[str, Any] | None:
         """What lies in the slot already; None: it is ours. Raises BrokerUnavailable, then it may be ours; ApiProblem when no more can be kept."""
         try:
             is_full = await self.count(claim.account) > KEPT_BYTES
-            found: Any = await self._claim([claim.slot], [claim.pending, PENDING_S, "full" if is_full else ""])
+            found: Any = await self._claim([claim.slot, claim.gone], [claim.pending, PENDING_S, "full" if is_full else ""])
         except (RedisError, OSError) as error:
             raise BrokerUnavailable("the request was not begun: the service's Redis does not answer; send it again") from error
         if found == b"full":
@@ -82,7 +95,7 @@ class OnceSlots:
 
     async def release(self, claim: Claim) -> None:
         """Make the slot free, if it is still held by that claim. Raises BrokerUnavailable; may be tried again."""
-        await self._settle(self._release([claim.slot], [claim.pending]))
+        await self._settle(self._release([claim.slot, claim.gone], [claim.pending, PENDING_S]))
 
     async def count(self, account: str) -> int:
         """How many bytes are kept for the account, told by the hour in which they were: what is older than a day is forgotten with its answers."""

@@ -163,10 +163,11 @@ class ItemWork:
             restore=ground.restore,
             network=ground.network,
         )
-        async with self._turns.turn(claim.tenant, ground.image):
-            await journal.note_opening(name)
-            session = await Session.open(pool.dispatcher, pool.blobs, tenant=claim.tenant, start=start, name=name)
-        await journal.note_opened(name, _INFO.dump_python(await session.info(), mode="json"))
+        async with self.places.lent():
+            async with self._turns.turn(claim.tenant, ground.image):
+                await journal.note_opening(name)
+                session = await Session.open(pool.dispatcher, pool.blobs, tenant=claim.tenant, start=start, name=name)
+            await journal.note_opened(name, _INFO.dump_python(await session.info(), mode="json"))
         return session
 
     async def _worked(

@@ -1,4 +1,5 @@
-"""How many runs one process works at a time. A run that only waits for people gives its place to another one, and takes one again when it goes on."""
+"""How many runs one process works at a time. A run that only waits for people gives its place to another one, and takes one again when it goes on; one that waits for a sandbox
+lends its place to those that go on."""
 
 import asyncio
 from collections import deque
@@ -22,6 +23,8 @@ class Places:
         self._runs: Sized = ()
         self._reserved = 0
         self._away: set[RunPlace] = set()
+        self._lent: set[RunPlace] = set()
+        """Of those that are away: only who comes back may have their places."""
         self._returning: deque[RunPlace] = deque()
 
     def serve(self, count: int, runs: Sized) -> None:
@@ -31,7 +34,7 @@ class Places:
     def room(self) -> int:
         """How many runs may be begun, after those that want their place back. To be asked whenever a run has ended."""
         self._let_back()
-        return max(0, min(self._free(), (self._count or 0) * MOST_AWAY - len(self._runs) - self._reserved))
+        return max(0, min(self._free() - len(self._lent), (self._count or 0) * MOST_AWAY - len(self._runs) - self._reserved))
 
     @contextmanager
     def reserved(self, count: int) -> Iterator[None]:
@@ -52,6 +55,19 @@ class Places:
             await place.until_placed()
         finally:
             # What is left to do for it here it does as one that has a place.
+            self._away.discard(place)
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[None]:
+        """Around a run's wait for its sandbox, and left in a place: those that come back have theirs already, and could not end without a place."""
+        place = RunPlace(self)
+        self._lent.add(place)
+        self.give_up(place)
+        try:
+            yield
+            await place.until_placed()
+        finally:
+            self._lent.discard(place)
             self._away.discard(place)
 
     def give_up(self, place: "RunPlace") -> None:
@@ -80,6 +96,7 @@ class Places:
         while self._returning and self._free() > 0:
             place = self._returning.popleft()
             self._away.discard(place)
+            self._lent.discard(place)
             place.come_back()
 
 

@@ -1,6 +1,7 @@
 """Sessions, calls and files over HTTP, on real workers and sandboxes."""
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import quote
@@ -124,6 +125,30 @@ async def test_a_call_that_is_sent_twice_runs_once_whichever_replica_gets_it(
         again = await run(other, session, "echo x >>/tmp/ran; sleep 0.3; wc -l </tmp/ran", headers=headers)
     assert again["output"] == "1\n"
     assert (await run(client, session, "wc -l </tmp/ran"))["output"] == "1\n"
+
+
+async def test_a_call_that_was_one_too_many_is_run_when_it_is_sent_again(
+    api_stack: ApiStack, client: httpx.AsyncClient, session: str
+) -> None:
+    async def send(word: str) -> tuple[str, dict[str, Any]]:
+        return word, await run(client, session, f"echo x >>/tmp/{word}; sleep 0.5; wc -l </tmp/{word}", headers={"Idempotency-Key": word})
+
+    async def send_too_many() -> list[str]:
+        """The words of those that were refused."""
+        told = await asyncio.gather(*(send(secrets.token_hex(8)) for _ in range(3)))
+        return [word for word, result in told if result["error_code"] == "RATE_LIMITED"]
+
+    async with api_stack.client("admin") as admin:
+        before = (await admin.get("/v1/tenants/acme")).json()["policy"]
+        assert (await admin.put("/v1/tenants/acme", json={**before, "in_flight": 1, "queued": 1})).status_code == 200
+        try:
+            async with asyncio.timeout(SOON_S):
+                while not (refused := await send_too_many()):
+                    pass  # the service hears of the policy within two seconds
+            results = [await send(refused[0]) for _ in range(2)]
+        finally:
+            assert (await admin.put("/v1/tenants/acme", json=before)).status_code == 200
+    assert [result["output"] for _, result in results] == ["1\n", "1\n"]
 
 
 async def test_a_call_with_a_stream_that_is_sent_twice_runs_once_and_its_end_is_found_by_its_id(

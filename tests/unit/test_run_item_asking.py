@@ -18,7 +18,7 @@ from orchestrator.runs.records import BatchDefaults, parse_batch
 from tests.approval_ground import ADMIN, SOON_S, Desk
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
-from tests.item_ground import ItemGround, Made, build_run, echo_then, open_maker
+from tests.item_ground import OPENED, ItemGround, Made, build_run, echo_then, open_maker
 
 ASKED = ApprovalPolicy((Rule("ask", tool="echo"),))
 ASKING = BatchDefaults(asks_people=True)
@@ -198,3 +198,26 @@ async def test_of_calls_side_by_side_one_that_runs_keeps_the_place_while_the_oth
     outcome = await ended(working)
     assert outcome.body is not None
     assert (outcome.body["answer"], room()) == ("done", 0)
+
+
+async def test_a_run_that_goes_on_has_the_place_of_an_item_that_waits_for_its_sandbox(make: Made) -> None:
+    is_opening, may_open = asyncio.Event(), asyncio.Event()
+
+    async def open_late(call: ToolCall, _: ToolContext) -> ToolResult:
+        is_opening.set()
+        await may_open.wait()
+        return ToolResult(call_id=call.id, name=call.name, success=True, metadata=OPENED)
+
+    ground = make(answers={"open": open_late})
+    places, runs = ground.work.places, {"other", "item"}
+    places.serve(1, runs)
+    async with places.run() as other, other.call("call"):
+        other.rest("call")
+        working = asyncio.create_task(ground.worked(await ground.put(build_run())))
+        async with asyncio.timeout(SOON_S):
+            await is_opening.wait()
+            await other.until_placed("call")
+    may_open.set()
+    runs.discard("other")
+    places.room()
+    assert (await ended(working)).failure is None

@@ -1,8 +1,9 @@
-"""Runs whose calls ask, work, run out of time and are cancelled in any order: places are neither exceeded nor left empty, and everybody comes to an end."""
+"""Runs that wait for sandboxes, and whose calls ask, work, run out of time and are cancelled in any order: places are neither exceeded nor left empty, and
+everybody comes to an end."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,14 +34,31 @@ class Gate:
 class Run:
     """Steps, in each of which calls are made side by side; between them it works by itself. `at_work`: of its calls, "" for itself."""
 
-    def __init__(self, places: Places, steps: list[Calls]) -> None:
-        self._places, self._steps = places, steps
+    def __init__(self, places: Places, sandboxes: asyncio.Semaphore, steps: list[Calls]) -> None:
+        self._places, self._sandboxes, self._steps = places, sandboxes, steps
         self.at_work, self.wants = set[str](), set[str]()
         self.working, self.asked = dict[str, Gate](), dict[str, Gate]()
         self.wall = Gate()
         self.is_cancelled = False
 
     async def __call__(self) -> None:
+        async with self._sandbox():
+            await self._run()
+
+    @asynccontextmanager
+    async def _sandbox(self) -> AsyncIterator[None]:
+        has_one = False
+        try:
+            async with self._places.lent():
+                has_one = await self._sandboxes.acquire()
+                self.wants.add("")
+            self.wants.discard("")
+            yield
+        finally:
+            if has_one:
+                self._sandboxes.release()
+
+    async def _run(self) -> None:
         async with self._places.run() as place:
             try:
                 async with self.wall.limit:
@@ -102,7 +120,8 @@ class Run:
 class Process:
     """Claims runs one by one, each claim in two halves; the schedule says what happens next."""
 
-    def __init__(self, count: int, plans: list[list[Calls]]) -> None:
+    def __init__(self, count: int, sandboxes: int, plans: list[list[Calls]]) -> None:
+        self._sandboxes = asyncio.Semaphore(sandboxes)
         self.places, self.count, self.plans = Places(), count, plans
         self.runs = dict["asyncio.Task[None]", Run]()
         self.places.serve(count, self.runs)
@@ -122,7 +141,7 @@ class Process:
             self._claimed.clear()
             await self._claimed.wait()
             for steps in some:
-                run = Run(self.places, steps)
+                run = Run(self.places, self._sandboxes, steps)
                 task = asyncio.create_task(run())
                 task.add_done_callback(self._ended)
                 self.runs[task] = run
@@ -166,8 +185,8 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def play(count: int, plans: list[list[Calls]], draws: list[tuple[int, bool]]) -> None:
-    process = Process(count, list(plans))
+async def play(count: int, sandboxes: int, plans: list[list[Calls]], draws: list[tuple[int, bool]]) -> None:
+    process = Process(count, sandboxes, list(plans))
     for draw, is_settled in draws:
         if doings := process.doings(is_ending=False):
             doings[draw % len(doings)]()
@@ -183,9 +202,9 @@ async def play(count: int, plans: list[list[Calls]], draws: list[tuple[int, bool
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.integers(1, 3), RUNS, st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=60))
+@given(st.integers(1, 3), st.integers(1, 4), RUNS, st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=60))
 def test_places_are_never_exceeded_nor_left_empty_and_everybody_ends(
-    count: int, plans: list[list[Calls]], draws: list[tuple[int, bool]]
+    count: int, sandboxes: int, plans: list[list[Calls]], draws: list[tuple[int, bool]]
 ) -> None:
     run: Callable[[Awaitable[None]], None] = asyncio.run  # type: ignore[assignment]
-    run(play(count, plans, draws))
+    run(play(count, sandboxes, plans, draws))

@@ -329,3 +329,40 @@ async def test_so_many_wait_and_no_more() -> None:
 async def test_nobody_waits_for_a_place_where_runs_are_not_counted() -> None:
     async with Places().run() as place, place.call("call"), given_up(place, "call"):
         pass
+
+
+async def test_a_run_that_waits_for_its_sandbox_lends_its_place_to_one_that_comes_back_and_to_no_new_one() -> None:
+    ground, has_sandbox, has_begun = Ground(1), asyncio.Event(), asyncio.Event()
+    ground.begin("a")
+
+    async def wait_for_a_sandbox() -> None:
+        async with ground.places.lent():
+            await has_sandbox.wait()
+        has_begun.set()
+
+    async with ground.away() as a:
+        ground.begin("b")
+        b = asyncio.create_task(wait_for_a_sandbox())
+        await settled()
+        assert ground.places.room() == 0
+        a.answered.set()
+        assert await a.is_back()
+        has_sandbox.set()
+        await settled()
+        assert not has_begun.is_set(), "a has the place"
+        assert await a.has_ended()
+        ground.end("a")
+        await settled()
+        assert has_begun.is_set()
+        await b
+    assert ground.end("b") == 1
+
+
+async def test_a_run_that_gets_no_sandbox_takes_no_place_with_it() -> None:
+    ground = Ground(1)
+    ground.begin("a")
+    with pytest.raises(OSError, match="no host"):
+        async with ground.places.lent():
+            raise OSError("no host")
+    assert ground.places.room() == 0
+    assert ground.end("a") == 1
