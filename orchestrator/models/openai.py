@@ -11,6 +11,7 @@ import httpx
 import openai
 from openai import AsyncOpenAI, AsyncStream
 
+from contract.errors import ModelUnavailable
 from orchestrator.logs import get_logger
 from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.models.chunks import has_content, is_end, mend, split_reply
@@ -92,15 +93,27 @@ class OpenAIModel:
             await self._wait(failure, attempt)
 
     async def find_context_window(self) -> int | None:
-        """Tokens that fit, when the endpoint's list of models says so (vLLM, llama.cpp, Groq, OpenRouter). None when it does not or fails."""
+        """Tokens that fit, when the endpoint's list of models says so (vLLM, llama.cpp, Groq, OpenRouter). None when it does not, or fails as often as it
+        may: what is found is remembered for long, and must not hang on one broken connection."""
         try:
-            listing = await self._client.get("/models", cast_to=object)
-        except (openai.OpenAIError, ValueError, *_BROKEN):
+            listing = await self._list_models()
+        except ModelUnavailable:
             return None
         models = listing.get("data") if isinstance(listing, dict) else None
         entries = [entry for entry in models if isinstance(entry, dict)] if isinstance(models, list) else []
         own = [entry for entry in entries if entry.get("id") == self.name] or (entries if len(entries) == 1 else [])
         return _context_window(own[0]) if own else None
+
+    async def _list_models(self) -> object:
+        """Raises ModelUnavailable."""
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return await self._client.get("/models", cast_to=object)
+            except (openai.OpenAIError, ValueError, *_BROKEN) as error:
+                failure = _failure(error)
+            await self._wait(failure, attempt)
 
     async def aclose(self) -> None:
         await self._client.close()

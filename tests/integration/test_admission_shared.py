@@ -76,6 +76,10 @@ class Caller:
         await self.task
 
 
+def count_done(tasks: "list[asyncio.Task[None]]") -> int:
+    return sum(task.done() for task in tasks)
+
+
 def holding(callers: list[Caller]) -> int:
     return sum(caller.has_slot.is_set() and not caller.task.done() for caller in callers)
 
@@ -282,16 +286,16 @@ async def test_ten_calls_of_one_tenant_pass_two_thousand_of_another(house: House
             await asyncio.sleep(0.01)
             slot.used_s = 0.01
 
+    crowd, few = house.open(), house.open()
+    await call(few, "b")
     async with AsyncExitStack() as stack:
-        flood = [asyncio.create_task(call(house.open() if at == 0 else house.opened[0], "a")) for at in range(2000)]
+        flood = [asyncio.create_task(call(crowd, "a")) for _ in range(2000)]
         stack.push_async_callback(asyncio.gather, *flood, return_exceptions=True)
-        await house.until(lambda: sum(task.done() for task in flood) >= 50)
-        came = asyncio.get_running_loop().time()
-        await asyncio.gather(*(call(house.open() if at == 0 else house.opened[1], "b") for at in range(10)))
-        took = asyncio.get_running_loop().time() - came
-        done = sum(task.done() for task in flood)
+        await house.until(lambda: count_done(flood) >= 50)
+        before = count_done(flood)
+        await asyncio.gather(*(call(few, "b") for _ in range(10)))
+        passed = count_done(flood) - before
         for task in flood:
             task.cancel()
-    # In one queue it would be behind all of them; the seconds are measured by benchmarks/fairness.py.
-    assert done < 1000
-    assert took < 3
+    # In one queue all of them would pass; how long it takes is measured by benchmarks/fairness.py.
+    assert passed < 500

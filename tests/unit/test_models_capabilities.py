@@ -141,6 +141,19 @@ async def test_the_context_window_is_read_from_the_list_of_models(listing: bytes
         await model.aclose()
 
 
+@pytest.mark.parametrize("broken", [b"", answer(503, {})])
+async def test_the_list_of_models_is_asked_for_again_when_its_answer_was_lost(broken: bytes) -> None:
+    async with serving([stream(END)]) as server:
+        server.models = broken
+
+        async def mend(_: float) -> None:
+            server.models = answer(200, {"data": [{"id": "m", "max_model_len": 8192}]})
+
+        model = OpenAIModel("m", server.url, retries=1, sleep=mend)
+        assert await model.find_context_window() == 8192
+        await model.aclose()
+
+
 # The memory
 
 
