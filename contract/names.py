@@ -219,6 +219,11 @@ def switches_key(deployment: str) -> str:
     return f"toolcrew:{deployment}:switches"
 
 
+def skill_uses_key(deployment: str, tenant: str) -> str:
+    """The hash of how often a tenant's runs have used each skill; it expires when they have used none for long."""
+    return f"toolcrew:{deployment}:skill-uses:{tenant}"
+
+
 def session_state_key(deployment: str, tenant: str, session: str) -> str:
     """The hash of what a session's tools remember between calls; it expires when none of them has used it for a day."""
     return f"toolcrew:{deployment}:{tenant}:session:{session}:state"

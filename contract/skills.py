@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from contract.specs import MAX_SKILL_DESCRIPTION, SkillSummary
+from contract.skill_allowances import parse_allowed_tools
+from contract.specs import MAX_SKILL_DESCRIPTION, AllowedTool, SkillSummary
 
 SKILL_FILE = "SKILL.md"
 SCRIPTS = "scripts/"
@@ -45,6 +46,7 @@ class SkillText:
     compatibility: str | None
     body: str
     warnings: tuple[str, ...]
+    allowed_tools: tuple[AllowedTool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ def parse_skill(text: str, folder: str) -> SkillText:
     extra = sorted(str(key)[:60] for key in fields if key not in _STANDARD_KEYS)
     if extra:
         warnings.append(f"keys that are not in the standard are ignored: {', '.join(extra[:10])}")
-    return SkillText(name, description, licence, compatibility, body, tuple(warnings))
+    allowed = parse_allowed_tools(fields.get("allowed-tools"), warnings)
+    return SkillText(name, description, licence, compatibility, body, tuple(warnings), allowed)
 
 
 def check_bundle(files: Iterable[BundleFile]) -> list[str]:
@@ -137,6 +140,7 @@ def build_summary(text: SkillText, files: Iterable[BundleFile], digest: str, war
         bytes=sum(file.size for file in known),
         has_scripts=any(file.path.startswith(SCRIPTS) for file in known),
         warnings=tuple(warning[:400].encode("utf-8", "replace").decode() for warning in told),
+        allowed_tools=text.allowed_tools,
     )
 
 

@@ -10,6 +10,8 @@ NO_NETWORK = "without network"
 """What a sandbox has of the network unless its session is told otherwise, as descriptions say it."""
 MAX_SKILLS = 1000
 MAX_SKILL_DESCRIPTION = 4096
+MAX_ALLOWED_TOOLS = 50
+"""That one skill may ask for."""
 
 
 class ToolSpec(Record):
@@ -45,6 +47,13 @@ class ToolSpec(Record):
         return self.model_copy(update={"network": words, "description": self.description.replace(self.network, words)})
 
 
+class AllowedTool(Record):
+    """Calls that a skill asks to make unasked: of a tool; of one that runs commands, those that begin with `argv_prefix`."""
+
+    tool: ToolName
+    argv_prefix: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=200)], ...], Field(max_length=20)] = ()
+
+
 class SkillSummary(Record):
     """What a skill says of itself, and what its folder holds. `digest`: sha256 over its files; `warnings`: for whoever wrote it."""
 
@@ -57,6 +66,7 @@ class SkillSummary(Record):
     bytes: int = Field(ge=0)
     has_scripts: bool = False
     warnings: tuple[Annotated[str, Field(max_length=400)], ...] = Field(default=(), max_length=20)
+    allowed_tools: tuple[AllowedTool, ...] = Field(default=(), max_length=MAX_ALLOWED_TOOLS, exclude_if=lambda tools: not tools)
 
 
 class Catalog(Record):

@@ -24,6 +24,7 @@ VERB_TOOLS = {"session.exec": "bash_tool", "session.write_file": "write_tool", "
 RUNNING_TOOLS = {"skill_tool": ({"action": "run"}, "bash_tool")}
 """Tools that, called with these arguments, do what another tool does: what forbids that one, turns it off or asks about it does so with the call."""
 NetworkPolicy = Literal["none", "egress"]
+SkillDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 ToolPattern = Annotated[str, Field(pattern=r"^[^*]{0,127}\*?$", min_length=1)]
 
 
@@ -71,6 +72,8 @@ class TenantPolicy(Record):
     is_paused: bool = False
     """None of its calls is begun, and none of its runs; `pause_reason` says why."""
     pause_reason: str = Field(default="", max_length=MAX_PAUSE_REASON_CHARS)
+    trusted_skills: Annotated[tuple[SkillDigest, ...], Field(max_length=1000)] = ()
+    """Digests: what these skills' `allowed-tools` name is not asked about once a run has loaded them."""
 
     def allows_tool(self, name: str) -> bool:
         """Whether calls of that tool, or verb of sessions, are served at all."""

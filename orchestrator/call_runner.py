@@ -14,10 +14,10 @@ from orchestrator.dialects.observations import UNKNOWN_TOOL
 from orchestrator.dispatcher import find_nearest
 from orchestrator.events import CallFinished, CallStarted, RunEvent
 from orchestrator.logs import get_logger
+from orchestrator.skill_disclosure import SKILL_TOOL
 
 log = get_logger(__name__)
 
-SKILL_TOOL = "skill_tool"
 REPEATS = 3
 """So many identical failures are answered with more than the failure."""
 
@@ -105,7 +105,7 @@ class CallRunner:
         switch = self._switched_off.get(call.name)
         if switch is not None:
             return ToolResult.failed(call, ErrorCode.TOOL_DISABLED, switch.refusal(call.name))
-        nearest = find_nearest(call.name, self._specs)
+        nearest = find_nearest(call.name, [*self._specs, *(name for name in self._skills if name not in self._specs)])
         return ToolResult.failed(call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}", metadata={"nearest": nearest})
 
     async def _outcome(self, call: ToolCall) -> ToolResult:

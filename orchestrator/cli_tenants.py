@@ -37,6 +37,10 @@ Sandboxes = Annotated[int | None, typer.Option("--sandboxes", help="Sessions ope
 Rules = Annotated[
     list[str] | None, typer.Option("--command-rule", help="deny, ask or allow, as deny:bash_tool:git push; all of its rules.")
 ]
+Trusted = Annotated[
+    list[str] | None,
+    typer.Option("--trust-skill", help="Digests of skills whose allowed-tools nobody is asked about; a list, or given again."),
+]
 Class = Annotated[str | None, typer.Option("--class", help="The class of the hosts that its sandboxes have.")]
 Images = Annotated[list[str] | None, typer.Option("--image", help="Images that its sandboxes may have; a list, or given again.")]
 Network = Annotated[Literal["none", "egress"] | None, typer.Option("--network", help="The most that its sandboxes have of the network.")]
@@ -87,6 +91,7 @@ def tenants_add(
     burst: Burst = None,
     sandboxes: Sandboxes = None,
     rules: Rules = None,
+    trusted: Trusted = None,
     tenant_class: Class = None,
     images: Images = None,
     network: Network = None,
@@ -94,7 +99,7 @@ def tenants_add(
     as_json: Json = False,
 ) -> None:
     """Register a tenant. From the first one on only registered ones, and the default one, are served."""
-    given = _given(tools, weight, in_flight, queued, rate, burst, sandboxes, rules, tenant_class, images, network, workspace_bytes)
+    given = _given(tools, weight, in_flight, queued, rate, burst, sandboxes, rules, trusted, tenant_class, images, network, workspace_bytes)
 
     async def work() -> tuple[TenantPolicy, bool]:
         policy = apply_options(read_policy(source) if source is not None else TenantPolicy(), given)
@@ -122,6 +127,7 @@ def tenants_set(
     burst: Burst = None,
     sandboxes: Sandboxes = None,
     rules: Rules = None,
+    trusted: Trusted = None,
     tenant_class: Class = None,
     images: Images = None,
     network: Network = None,
@@ -129,7 +135,7 @@ def tenants_set(
     as_json: Json = False,
 ) -> None:
     """Change what a tenant may have, within 2 seconds everywhere. What is not named stays as it is."""
-    given = _given(tools, weight, in_flight, queued, rate, burst, sandboxes, rules, tenant_class, images, network, workspace_bytes)
+    given = _given(tools, weight, in_flight, queued, rate, burst, sandboxes, rules, trusted, tenant_class, images, network, workspace_bytes)
 
     async def work() -> TenantPolicy:
         if source is None and not unset and all(value is None for value in given.values()):
@@ -222,8 +228,9 @@ def keys_rm(key_id: Annotated[str, typer.Argument(help="The key's id, as ls show
 
 def _given(*values: Any) -> dict[str, Any]:
     """What the options of `add` and `set` say, by option, in the order in which both have them."""
-    options = ("tools", "weight", "in-flight", "queued", "rate", "burst", "sandboxes", "command-rule", "class", "image", "network")
-    return dict(zip((*options, "workspace-bytes"), values, strict=True))
+    limits = ("weight", "in-flight", "queued", "rate", "burst", "sandboxes")
+    options = ("tools", *limits, "command-rule", "trust-skill", "class", "image", "network", "workspace-bytes")
+    return dict(zip(options, values, strict=True))
 
 
 def _tenant_json(name: str, policy: TenantPolicy | ConfigError) -> dict[str, Any]:

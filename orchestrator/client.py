@@ -204,8 +204,8 @@ class ToolClient:
     async def tools(self, names: Iterable[str] | Literal["all"] = "all") -> list[ToolSpec]:
         """The tools a model of the client's tenant may call: as the workers publish them, without those that are turned off."""
         policy = await self._tenants.policy(self.tenant)
-        states = await self.tool_states()
-        return filter_specs([state.spec for state in states if state.switch is None and policy.allows_tool(state.name)], names)
+        allowed = [state.spec for state in await self.tool_states() if state.switch is None and policy.allows_tool(state.name)]
+        return await self._parts.disclosed(filter_specs(allowed, names), self.tenant)
 
     async def review(self, call: ToolCall, spec: ToolSpec, session: str | None, approver: Approver | None = None) -> ToolCall | ToolResult:
         """A call that somebody's model asks for, as it may run, or the result that refuses it. `approver` None: the client's."""

@@ -19,6 +19,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "burst": ("burst",),
     "sandboxes": ("sandboxes",),
     "command-rule": ("commands",),
+    "trust-skill": ("trusted_skills",),
     "class": ("sandbox", "tenant_class"),
     "image": ("sandbox", "images"),
     "network": ("sandbox", "network"),
@@ -91,7 +92,7 @@ def _place(values: dict[str, Any], option: str) -> dict[str, Any]:
 
 
 def _parse(option: str, value: Any) -> Any:
-    if option in ("tools", "image"):
+    if option in ("tools", "image", "trust-skill"):
         return [name.strip() for text in value for name in text.split(",") if name.strip()]
     if option == "command-rule":
         return [_parse_rule(text) for text in value if text]

@@ -1,6 +1,6 @@
 """What a run on a pool is made of: a model in its dialect, the tools that it may have, and how its calls are reviewed and sent."""
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Protocol, TypeVar
@@ -10,7 +10,8 @@ from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.registry import Switch, filter_specs, switches_for
 from contract.schema import find_aliases
-from contract.specs import ToolSpec
+from contract.specs import SkillSummary, ToolSpec
+from orchestrator.active_skills import ActiveSkills
 from orchestrator.admission.insistence import until_admitted
 from orchestrator.agent import Agent, RunCall
 from orchestrator.approvals import Approver, review
@@ -32,6 +33,8 @@ from orchestrator.pool_connection import PoolConnection
 from orchestrator.runs.live_text import LiveText
 from orchestrator.sessions import Session, SessionInfo
 from orchestrator.settings import OrchestratorSettings
+from orchestrator.skill_disclosure import SKILL_TOOL, disclose
+from orchestrator.skill_uses import SkillUses
 from orchestrator.tenant_rules import refuse_unasked, with_tenant_rules
 
 Published = TypeVar("Published")
@@ -89,6 +92,7 @@ class RunParts:
         """The client's."""
         self._policy = policy
         self._capabilities = CapabilityCache(settings.capability_folder)
+        self.skill_uses = SkillUses(pool.redis, settings.deployment)
 
     async def build_agent(self, session: Session | None, chosen: ChosenModel, wanted: RunAs) -> Agent:
         """The agent of one run in a session that is open; None: of one without tools."""
@@ -96,7 +100,7 @@ class RunParts:
         known = await know_model(chosen, name, self._capabilities)
         options = with_window(wanted.options, self._settings, known)
         specs: list[ToolSpec] = []
-        skills: Collection[str] = ()
+        skills: Sequence[SkillSummary] = ()
         switches: Mapping[str, Switch] = {}
         questions = ModelRequests(chosen.model)
         if self._pool.tally is not None:
@@ -105,10 +109,13 @@ class RunParts:
         if session is not None:
             info = await session.info()
             switches = switches_for(await self._pool.switches.switches(), session.tenant)
-            specs = await self._specs(session.tenant, info, switches, chosen.tools if wanted.tools is None else wanted.tools)
-            skills = [skill.name for skill in await _of_workers(self._pool.catalog.skills())]
+            names = chosen.tools if wanted.tools is None else wanted.tools
+            specs = await self._specs(session.tenant, info, switches, names, options.context_tokens)
+            skills = await _of_workers(self._pool.catalog.skills())
             wanted.tell(_ready(wanted.run, info))
-            run_call = _Calls(self, session, specs, replace(wanted, options=options), chosen.model.name, questions).run_call()
+            run_call = _Calls(
+                self, session, specs, replace(wanted, options=options), chosen.model.name, questions, ActiveSkills(skills)
+            ).run_call()
         dialect: Dialect = PlainDialect() if wanted.is_chat else choose_dialect(name, known, is_small=chosen.is_small)
         if wanted.live is not None:
             wanted.live.use(lambda: dialect.open_reader(wanted.run, 0, reads_tags=options.enable_tool_action_parsing))
@@ -123,7 +130,7 @@ class RunParts:
             run_id=wanted.run,
             spent_by_tools=questions.usage,
             switched_off=switches,
-            skills=skills,
+            skills=[skill.name for skill in skills],
         )
 
     async def specs_in(self, session: Session, names: Iterable[str] | Literal["all"]) -> list[ToolSpec]:
@@ -132,7 +139,12 @@ class RunParts:
         return await self._specs(session.tenant, await session.info(), switches, names)
 
     async def _specs(
-        self, tenant: str, info: SessionInfo, switches: Mapping[str, Switch], names: Iterable[str] | Literal["all"]
+        self,
+        tenant: str,
+        info: SessionInfo,
+        switches: Mapping[str, Switch],
+        names: Iterable[str] | Literal["all"],
+        context_tokens: int | None = None,
     ) -> list[ToolSpec]:
         """What the model is told of."""
         allowed, reach = await self._pool.tenants.policy(tenant), info.describe_network()
@@ -142,7 +154,13 @@ class RunParts:
             for spec in published
             if spec.audience == "model" and spec.name not in switches and allowed.allows_tool(spec.name)
         ]
-        return filter_specs(there, names)
+        return await self.disclosed(filter_specs(there, names), tenant, context_tokens)
+
+    async def disclosed(self, specs: list[ToolSpec], tenant: str, context_tokens: int | None = None) -> list[ToolSpec]:
+        """The specs, skill_tool's with the skills that there are for the tenant, as far as the model has room for them."""
+        if not any(spec.name == SKILL_TOOL for spec in specs):
+            return specs
+        return disclose(specs, await _of_workers(self._pool.catalog.skills()), await self.skill_uses.of(tenant), context_tokens)
 
     @cached_property
     def people(self) -> Approver:
@@ -159,18 +177,23 @@ class RunParts:
         tell: OnEvent = lambda _: None,
         run: str = "",
         approver: Approver | None = None,
+        active: ActiveSkills | None = None,
     ) -> ToolCall | ToolResult:
-        """The call as it may run, or the result that refuses it. `session` None: it is opened for this call. `approver` None: the client's."""
+        """The call as it may run, or the result that refuses it. `session` None: it is opened for this call. `approver` None: the client's. `active`: of the
+        call's run."""
         switches, own = await self._pool.switches.switches(), await self._pool.tenants.policy(tenant)
         try:
             refuse_unasked(switches, own, tenant, spec, call.arguments)
         except ToolFailure as failure:
             return ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
+        policy = with_tenant_rules(self._policy, own, tenant)
+        if active is not None:
+            policy = replace(policy, rules=policy.rules + active.rules(own.trusted_skills, tenant))
         return await review(
             call,
             spec,
             approver or self.approver,
-            policy=with_tenant_rules(self._policy, own, tenant),
+            policy=policy,
             tenant=tenant,
             session=session,
             ttl_s=self._settings.approval_wait_s,
@@ -191,9 +214,16 @@ class _Calls:
     """How the calls of one run are made: reviewed, then dispatched, their output told to who listens; remembered where there is a book."""
 
     def __init__(
-        self, parts: RunParts, session: Session, specs: list[ToolSpec], wanted: RunAs, model: str, questions: ModelRequests
+        self,
+        parts: RunParts,
+        session: Session,
+        specs: list[ToolSpec],
+        wanted: RunAs,
+        model: str,
+        questions: ModelRequests,
+        active: ActiveSkills,
     ) -> None:
-        self._parts, self._session, self._wanted, self._questions = parts, session, wanted, questions
+        self._parts, self._session, self._wanted, self._questions, self._active = parts, session, wanted, questions, active
         self._specs = {spec.name: spec for spec in specs}
         keeps = wanted.book is not None
         self._terms = replace(
@@ -202,7 +232,16 @@ class _Calls:
 
     def run_call(self) -> RunCall:
         """What the agent runs a call with."""
-        return self._fresh if self._wanted.book is None else self._remembered
+        make = self._fresh if self._wanted.book is None else self._remembered
+
+        async def run_call(call: ToolCall) -> ToolResult:
+            result = await make(call)
+            skill = self._active.note(call, result)
+            if skill is not None:
+                await self._parts.skill_uses.note(self._session.tenant, skill)
+            return result
+
+        return run_call
 
     async def _remembered(self, call: ToolCall) -> ToolResult:
         book = self._wanted.book
@@ -266,7 +305,9 @@ class _Calls:
         if known is not None:
             return known
         session, wanted = self._session, self._wanted
-        reviewed = await self._parts.review(call, spec, session.tenant, session.id, tell=tell, run=wanted.run, approver=wanted.approver)
+        reviewed = await self._parts.review(
+            call, spec, session.tenant, session.id, tell=tell, run=wanted.run, approver=wanted.approver, active=self._active
+        )
         if book is not None and asked:
             await book.note_review(call.id, reviewed)
         return reviewed

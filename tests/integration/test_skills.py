@@ -10,10 +10,14 @@ from docker import APIClient
 from contract.calls import ToolResult
 from contract.errors import ErrorCode
 from contract.skill_sidecars import SIDECAR_FILE
+from orchestrator.approvals import CallbackApprover
+from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.client import ToolClient
+from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sessions import Session
 from tests.skill_ground import SHIPPED, write_skill
 from tests.stack import open_stack, run_toolcrew
+from workers.skills.loader import load_skill
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
 
@@ -129,6 +133,27 @@ async def test_a_skill_with_a_sidecar_is_a_tool_of_its_own(engine: APIClient, tm
             assert refused.error_code is ErrorCode.INVALID_ARGUMENTS
             late = await session.call("say", {"word": "wait"})
             assert (late.error_code, late.output) == (ErrorCode.TIMEOUT, "--word=wait\n")
+
+
+async def test_what_a_trusted_skill_asks_for_is_not_asked_about_once_a_run_has_loaded_it(engine: APIClient, tmp_path: Path) -> None:
+    front = "name: keep-house\ndescription: Tidies up.\nallowed-tools: Bash(git clean:*)"
+    digest = load_skill(write_skill(tmp_path, "keep-house", front)).summary.digest
+    clean, asked = ("bash_tool", {"command": "git clean -fd"}), list[str]()
+
+    def refuse(request: ApprovalRequest) -> bool:
+        asked.append(str(request.call.arguments["command"]))
+        return False
+
+    with open_stack(engine, {"TOOLCREW_SKILLS": str(tmp_path)}) as stack:
+        environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
+        run_toolcrew(stack.footprint, "tenants", "set", "default", "--trust-skill", digest, environment=environment)
+        async with ToolClient.connect(stack.redis_url, approver=CallbackApprover(refuse)) as client:
+            steps = [Calls([clean]), Calls([("keep-house", {})]), Calls([clean]), Calls([("bash_tool", {"command": "git reset --hard"})])]
+            result = await client.run("tidy up", model=ScriptedModel([*steps, "done"]), tools=["bash_tool", "skill_tool"])
+            told = next(spec for spec in await client.tools() if spec.name == "skill_tool").description
+    assert result.answer == "done"
+    assert asked == ["git clean -fd", "git reset --hard"]
+    assert "- keep-house: Tidies up." in told
 
 
 async def test_without_the_setting_there_is_no_skill_tool(engine: APIClient) -> None:

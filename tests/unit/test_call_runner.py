@@ -53,6 +53,8 @@ async def test_a_skill_that_is_called_as_a_tool_gives_its_instructions() -> None
     assert ran[1].name == "named"
     assert (await of("skill_tool").run([asked("off", 3)]))[0][1].error_code is ErrorCode.TOOL_DISABLED
     assert (await of("named").run([asked("pdf-forms", 4)]))[0][1].error == "Tool not found: pdf-forms"
+    unknown = (await of("skill_tool").run([asked("pdf-form", 5)]))[0][1]
+    assert (unknown.error, unknown.metadata["nearest"][0]) == ("Tool not found: pdf-form", "pdf-forms")  # type: ignore[index]
     assert len(ran) == 2
 
 

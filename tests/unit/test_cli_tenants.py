@@ -22,12 +22,14 @@ ALL = (
     *("--tools", "read_tool,grep_*", "--tools", "bash_tool", "--weight", "2.5", "--in-flight", "7", "--queued", "8", "--rate", "1.5"),
     *("--burst", "9", "--sandboxes", "3", "--class", "gpu", "--image", "a:1,b:2", "--network", "none", "--workspace-bytes", "2000000"),
     *("--command-rule", "deny:bash_tool:git push", "--command-rule", "ask::rm '-r f'", "--command-rule", "allow"),
+    *("--trust-skill", "a" * 64 + "," + "b" * 64),
 )
 POLICY = TenantPolicy(
     tools=("read_tool", "grep_*", "bash_tool"),
     weight=2.5,
     in_flight=7,
     queued=8,
+    trusted_skills=("a" * 64, "b" * 64),
     rate_per_s=1.5,
     burst=9,
     sandboxes=3,

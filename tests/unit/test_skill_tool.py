@@ -64,16 +64,11 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_tool_itself_tells_which_skills_there_are(root: Path) -> None:
-    assert Bench(root).tool.spec.description.endswith("Skills:\n- alpha: Does alpha.\n- beta: Does beta.")
-
-
-def test_a_thousand_skills_leave_the_description_short(tmp_path: Path) -> None:
+def test_a_thousand_skills_are_listed_as_far_as_there_is_room(tmp_path: Path) -> None:
     for number in range(40):
         write_skill(tmp_path, f"s{number}", front=f"name: s{number}\ndescription: {'word ' * 100}")
     bench = Bench(tmp_path)
-    assert len(bench.tool.spec.description) < 6000
-    assert bench.tool.spec.description.endswith("more: action list names them]")
+    assert "s39" not in bench.tool.spec.description
     assert (bench.use(action="list").text()).count("\n- s") == 39
 
 

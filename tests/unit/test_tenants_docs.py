@@ -39,7 +39,9 @@ def test_the_table_has_every_option_with_its_field_and_default() -> None:
         value = defaults
         for name in OPTIONS[option]:
             value = value[name]
-        words = {"tools": "all", "rate": "no limit", "command-rule": "none", "class": "`default`"}.get(option, "as the class says")
+        words = {"tools": "all", "rate": "no limit", "command-rule": "none", "trust-skill": "none", "class": "`default`"}.get(
+            option, "as the class says"
+        )
         expected = f"{value:,.0f}" if isinstance(value, int | float) else words
         assert told.strip() == expected, option
 

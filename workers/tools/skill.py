@@ -18,8 +18,6 @@ from workers.tools.text import MAX_OUTPUT_BYTES, show_name
 MAX_LISTED_FILES = 100
 MAX_READ_BYTES = 10 * 1024 * 1024
 _LINE_CHARS = 2000
-_TOLD_CHARS = 4096
-"""Of the tool's description, so much at most names skills: a model reads it at each step."""
 
 _ABOUT = (
     "Use a skill: instructions, files and scripts that were made for a kind of task. When a task fits a skill's description, load it first and do "
@@ -55,27 +53,14 @@ _PARAMETERS: dict[str, JsonValue] = {
 
 
 def build_skill_tool(skills: Sequence[Skill]) -> WorkerTool:
-    """The tool over these skills."""
+    """The tool over these skills. Its description names none: who asks a model tells it of those that are there for its tenant."""
     spec = ToolSpec(
         name="skill_tool",
-        description=f"{_ABOUT} {_tell_skills(skills)}",
+        description=_ABOUT,
         parameters=_PARAMETERS,
         aliases={"skill": "name", "file_path": "path"},
     )
     return WorkerTool(spec, partial(_run, {skill.name: skill for skill in skills}), validators=(_check_action,))
-
-
-def _tell_skills(skills: Sequence[Skill]) -> str:
-    if not skills:
-        return "There are no skills now."
-    lines, room = ["Skills:"], _TOLD_CHARS
-    for number, skill in enumerate(skills):
-        line = _line_of(skill)
-        room -= len(line)
-        if room < 0:
-            return "\n".join([*lines, f"[{len(skills) - number} more: action list names them]"])
-        lines.append(line)
-    return "\n".join(lines)
 
 
 def _line_of(skill: Skill) -> str:

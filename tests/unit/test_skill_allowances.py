@@ -1,0 +1,148 @@
+"""allowed-tools: what is read of it, and which questions that saves, for skills whose content the tenant trusts."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode
+from contract.skill_allowances import parse_allowed_tools
+from contract.skills import parse_skill
+from contract.specs import MAX_ALLOWED_TOOLS, AllowedTool, SkillSummary
+from orchestrator.active_skills import ActiveSkills
+from orchestrator.approvals.policies import ApprovalPolicy, Rule
+from workers.tools.builtin import build_registry
+
+DIGEST, OTHER = "a" * 64, "b" * 64
+BASH = next(spec for spec in build_registry().specs() if spec.name == "bash_tool")
+
+
+def read(value: Any) -> tuple[list[tuple[str, tuple[str, ...]]], list[str]]:
+    warnings: list[str] = []
+    return [(allowed.tool, allowed.argv_prefix) for allowed in parse_allowed_tools(value, warnings)], warnings
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, []),
+        ("", []),
+        ("Read", [("read_tool", ())]),
+        ("Bash(git:*) Read", [("bash_tool", ("git",)), ("read_tool", ())]),
+        ("Bash(git log --oneline:*), WebFetch", [("bash_tool", ("git", "log", "--oneline")), ("webfetch_tool", ())]),
+        ("Bash(npm run *)", [("bash_tool", ("npm", "run"))]),
+        ("Bash Bash(*)", [("bash_tool", ()), ("bash_tool", ())]),
+        (["Bash(jq:*)", "bash_tool", "mcp__docs__search"], [("bash_tool", ("jq",)), ("bash_tool", ()), ("mcp__docs__search", ())]),
+    ],
+)
+def test_both_forms_of_it_are_read(value: Any, expected: list[tuple[str, tuple[str, ...]]]) -> None:
+    assert read(value) == (expected, [])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "warning"),
+    [
+        (7, [], "neither a text nor a list"),
+        (["Read", 7], [], "neither a text nor a list"),
+        ("Read(./src/**)", [], "the first words can be given"),
+        ("Bash(git status)", [], "the first words can be given"),
+        ("Bash(g*t:*)", [], "the first words can be given"),
+        ("Read Bash(git", [("read_tool", ())], "'Bash(git' is ignored"),
+        ("*", [], "'*' is ignored"),
+        ("Read " * 60, [("read_tool", ())] * MAX_ALLOWED_TOOLS, "the rest is ignored"),
+    ],
+)
+def test_what_cannot_be_kept_to_is_left_out_and_told(value: Any, expected: list[tuple[str, tuple[str, ...]]], warning: str) -> None:
+    found, warnings = read(value)
+    assert found == expected
+    assert warning in warnings[0]
+
+
+@given(st.one_of(st.text(), st.lists(st.text()), st.text(alphabet="Bash(git:*), ")))
+def test_any_value_is_read(value: Any) -> None:
+    found, _ = read(value)
+    assert len(found) <= MAX_ALLOWED_TOOLS
+
+
+def test_a_skill_has_them_and_its_warnings() -> None:
+    text = parse_skill("---\nname: a\ndescription: Does a.\nallowed-tools: Bash(git:*) Read(x)\n---\n", "a")
+    assert text.allowed_tools == (AllowedTool(tool="bash_tool", argv_prefix=("git",)),)
+    assert "Read(x) is ignored" in text.warnings[0]
+
+
+# What becomes of them
+
+SKILL = SkillSummary(
+    name="keep-house",
+    description="Tidies up.",
+    digest=DIGEST,
+    files=1,
+    bytes=1,
+    allowed_tools=(AllowedTool(tool="bash_tool", argv_prefix=("git", "clean")),),
+)
+
+
+def load(digest: str = DIGEST, **fields: Any) -> tuple[ToolCall, ToolResult]:
+    call = ToolCall(id="c", name="skill_tool", arguments={"name": "keep-house", "action": "load"})
+    return call, ToolResult(call_id="c", name="skill_tool", success=True, metadata={"digest": digest}, **fields)
+
+
+def verdict(active: ActiveSkills, command: str = "git clean -fd", trusted: tuple[str, ...] = (DIGEST,), *rules: Rule) -> str:
+    policy = ApprovalPolicy((*rules, *active.rules(trusted, "acme")))
+    return policy.decide("acme", BASH, {"command": command}).action
+
+
+def test_nobody_is_asked_about_what_a_trusted_skill_names_once_it_is_loaded() -> None:
+    active = ActiveSkills([SKILL])
+    assert verdict(active) == "ask"
+    assert active.note(*load()) == "keep-house"
+    assert verdict(active) == "allow"
+
+
+@pytest.mark.parametrize(
+    "command", ["git push --force", "git clean -fd; git push --force", "$G clean -fd", "git clean -fd > /etc/x", "X=1 git clean -fd"]
+)
+def test_what_it_does_not_name_is_asked_about(command: str) -> None:
+    active = ActiveSkills([SKILL])
+    active.note(*load())
+    assert verdict(active, command) == "ask"
+
+
+def test_what_is_forbidden_or_to_be_asked_about_stays_so() -> None:
+    active = ActiveSkills([SKILL.model_copy(update={"allowed_tools": (AllowedTool(tool="bash_tool"),)})])
+    active.note(*load())
+    assert verdict(active) == "allow"
+    assert verdict(active, "rm -rf /") == "deny"
+    assert verdict(active, "git clean -fd", (DIGEST,), Rule("ask", "bash_tool")) == "ask"
+    assert verdict(active, "git clean -fd", (DIGEST,), Rule("deny", "bash_tool", argv_prefix=("git",))) == "deny"
+
+
+def test_a_skill_that_the_tenant_does_not_trust_saves_no_question() -> None:
+    active = ActiveSkills([SKILL])
+    active.note(*load())
+    assert verdict(active, trusted=(OTHER,)) == "ask"
+
+
+def test_a_skill_of_other_content_under_its_name_saves_no_question() -> None:
+    active = ActiveSkills([SKILL])
+    assert active.note(*load(OTHER)) == "keep-house"
+    assert verdict(active, trusted=(DIGEST, OTHER)) == "ask"
+
+
+def test_a_skill_that_could_not_be_loaded_is_not_active() -> None:
+    active = ActiveSkills([SKILL])
+    call, _ = load()
+    assert active.note(call, ToolResult.failed(call, ErrorCode.TIMEOUT, "no", metadata={"digest": DIGEST})) is None
+    assert verdict(active) == "ask"
+
+
+def test_other_calls_are_of_no_skill() -> None:
+    active = ActiveSkills([SKILL])
+    for name, arguments in (("bash_tool", {"name": "keep-house"}), ("skill_tool", {"name": ["keep-house"]}), ("skill_tool", {})):
+        call = ToolCall(id="c", name=name, arguments=arguments)
+        assert active.note(call, ToolResult(call_id="c", name=name, success=True, metadata={"digest": DIGEST})) is None
+    own = ToolCall(id="c", name="keep-house", arguments={})
+    assert active.note(own, ToolResult(call_id="c", name="keep-house", success=True, metadata={"digest": DIGEST})) == "keep-house"
+    assert verdict(active) == "ask"
