@@ -219,6 +219,16 @@ def switches_key(deployment: str) -> str:
     return f"toolcrew:{deployment}:switches"
 
 
+def installed_skills_key(deployment: str, tenant: str) -> str:
+    """The hash of the skills that are installed for a tenant, name to InstalledSkill."""
+    return f"toolcrew:{deployment}:skills:{tenant}"
+
+
+def skill_bundle_key(deployment: str, tenant: str, digest: str) -> str:
+    """The files of a skill that is installed for a tenant, compressed (workers/skills/archives.py)."""
+    return f"toolcrew:{deployment}:skill-bundle:{tenant}:{digest}"
+
+
 def skill_uses_key(deployment: str, tenant: str) -> str:
     """The hash of how often a tenant's runs have used each skill; it expires when they have used none for long."""
     return f"toolcrew:{deployment}:skill-uses:{tenant}"

@@ -182,3 +182,8 @@ def filter_specs(specs: Iterable[ToolSpec], names: Iterable[str] | Literal["all"
         names = [names]
     wanted = set(names)
     return [spec for spec in specs if "all" in wanted or spec.name in wanted]
+
+
+def find_state(spec: ToolSpec, switches: Mapping[str, Switch], tenant: str) -> ToolState:
+    """The tool as an administrator sees it for that tenant."""
+    return ToolState(spec, switches.get(spec.name), switches.get(switch_field(spec.name, tenant)))

@@ -31,6 +31,8 @@ AuditAction = Literal[
     "batch.retry",
     "run.cancel",
     "session.close",
+    "skill.install",
+    "skill.remove",
 ]
 ACTIONS: tuple[AuditAction, ...] = get_args(AuditAction)
 MAX_ENTRIES = 100_000
@@ -55,7 +57,7 @@ _ADD = f"{AUDIT_LUA}\naudit(KEYS[1], ARGV[1])\n"
 
 
 class AuditEntry(Record):
-    """One change. `tenant`: whom it is about, None when that is everybody. `target`: the tool, tenant, key, approval, call, host, batch, run or session.
+    """One change. `tenant`: whom it is about, None when that is everybody. `target`: the tool, tenant, key, approval, call, host, batch, run, session or skill.
 
     `details` never hold a secret, nor what a call says."""
 

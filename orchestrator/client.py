@@ -7,11 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from pydantic import SecretStr
-
 from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.registry import Switch, ToolState, filter_specs, switch_field
+from contract.registry import Switch, ToolState, filter_specs, find_state, switch_field
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.actors import Actor, local_actor
@@ -40,7 +38,8 @@ from orchestrator.runs.hosted import HostedRuns
 from orchestrator.session_list import SessionList, SessionPage
 from orchestrator.session_tools import Names, SessionTools
 from orchestrator.sessions import Checkpoint, Session, Start, delete_checkpoint
-from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings
+from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings, with_secret
+from orchestrator.skill_desk import SkillDesk
 from orchestrator.switches import build_switch
 from orchestrator.traces.opening import Traces, secrets_of_pool
 from orchestrator.tracing import run_spans
@@ -125,7 +124,7 @@ class ToolClient:
 
         Raises OperatorError with what did not start and what to do about it.
         """
-        settings = _with_secret(settings or load_settings())
+        settings = with_secret(settings or load_settings())
         async with (
             embedded_stack(settings.for_children()) as stack,
             open_pool(settings.broker(stack.redis_url), queue_wait_s=settings.queue_wait_s, settings=settings) as pool,
@@ -215,22 +214,27 @@ class ToolClient:
         """Every tool that the workers publish, by name order, on or off for the tenant: the client's own, where none is named."""
         chosen, switches = await self._as_tenant(tenant), await self._switches.switches()
         specs = sorted(await self._catalog.specs(), key=lambda spec: spec.name)
-        return [_state(spec, switches, chosen) for spec in specs if spec.audience == "model"]
+        return [find_state(spec, switches, chosen) for spec in specs if spec.audience == "model"]
 
     async def tool_state(self, name: str, tenant: str | None = None) -> ToolState:
         """One tool with its state for the tenant. Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ConfigError when no worker serves it now."""
         spec = await self._find_tool(name)
         if spec is None:
             raise ConfigError(self._catalog.explain_missing(name) or f"no worker serves {name} now")
-        return _state(spec, await self._switches.switches(), await self._as_tenant(tenant))
+        return find_state(spec, await self._switches.switches(), await self._as_tenant(tenant))
 
     async def skills(self) -> tuple[SkillSummary, ...]:
-        """Every skill that the workers have, by name. Raises ConfigError when no worker lives."""
-        return await self._catalog.skills()
+        """Every skill that there is for the client's tenant, by name: its own, then those of the workers. Raises ConfigError when no worker lives."""
+        return await self._parts.skills_of(self.tenant)
 
     async def skill(self, name: str) -> SkillSummary:
         """One skill. Raises ToolFailure(FILE_NOT_FOUND) with the nearest names."""
         return find_skill(name, await self.skills())
+
+    async def own_skills(self) -> SkillDesk:
+        """Where skills are installed for the client's tenant. Raises ToolFailure(UNKNOWN_TENANT)."""
+        await self._tenants.policy(self.tenant)
+        return SkillDesk(self._parts.installed.acting_as(await self.actor()), self.tenant)
 
     async def switched_tenants(self, name: str) -> dict[str, Switch]:
         """The tenants for whom alone the tool is off. Raises ToolFailure(PERMISSION_DENIED) for a tenant's key."""
@@ -251,7 +255,7 @@ class ToolClient:
         # Read before: what was switched is not reported as failed because nothing can be read.
         known, switch = await switches.switches(), build_switch(by or self.tenant, reason)
         await switches.turn_off(name, switch, tenant)
-        return _state(spec, {**known, switch_field(name, tenant): switch}, tenant or self.tenant) if spec is not None else None
+        return find_state(spec, {**known, switch_field(name, tenant): switch}, tenant or self.tenant) if spec is not None else None
 
     async def enable(self, name: str, *, tenant: str | None = None) -> ToolState | None:
         """Turn a tool on again: for everybody, where it then stays off for whom alone it is; or for one tenant, where it stays off while it is for
@@ -266,7 +270,7 @@ class ToolClient:
             if not was_off:
                 raise
             return None
-        return _state(spec, known, tenant or self.tenant) if spec is not None else None
+        return find_state(spec, known, tenant or self.tenant) if spec is not None else None
 
     @asynccontextmanager
     async def _own_session(self, workspace: Path | str | None, run: str, tell: OnEvent) -> AsyncIterator[Session]:
@@ -387,14 +391,3 @@ class ToolClient:
             )
             agent = await self._parts.build_agent(session, chosen, wanted)
             return await agent.run(instruction)
-
-
-def _state(spec: ToolSpec, switches: Mapping[str, Switch], tenant: str) -> ToolState:
-    return ToolState(spec, switches.get(spec.name), switches.get(switch_field(spec.name, tenant)))
-
-
-def _with_secret(settings: OrchestratorSettings) -> OrchestratorSettings:
-    """An embedded stack on a Redis without a password signs with a secret of its own."""
-    if settings.redis_url is None or settings.secret is not None or settings.broker().has_password():
-        return settings
-    return settings.model_copy(update={"secret": SecretStr(secrets.token_urlsafe(32))})

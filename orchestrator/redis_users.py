@@ -39,6 +39,8 @@ def _of_queues(pattern: str) -> tuple[str, ...]:
 
 # Of every worker: that it lives, what became of its calls, and what is told it of tenants and switches.
 _WORKERS_OWN = ("hosts", "refusals", "tenants", "switches", "listener:*", "*:call:*", "*:blob:*")
+# Of workers beside a sandboxd: where sessions are, and what is installed for tenants.
+_SANDBOXES_OWN = ("catalog:sandbox*", "*:session:*:place", "*:sessions", "skills:*", "skill-bundle:*")
 # Of Celery: bindings, what is taken and not yet acknowledged, answers to inspections, stored results.
 _WORKERS_KEYS = ("_kombu.binding*", "unacked*", "*.celery.pidbox*", "celery-task-meta-*")
 _WORKERS_CHANNELS = ("celery-task-meta-*", _PIDBOX, *_EVENTS_OF_WORKERS)
@@ -60,7 +62,7 @@ ROLES: dict[str, Role] = {
         Role(
             "worker",
             "workers beside a sandboxd",
-            (*_WORKERS_OWN, *_of_queues("host.*"), "catalog:sandbox*", "*:session:*:place", "*:sessions", "metrics", "metrics:counted.*"),
+            (*_WORKERS_OWN, *_of_queues("host.*"), *_SANDBOXES_OWN, "metrics", "metrics:counted.*"),
             ("host.*", *_WORKERS_KEYS),
             _WORKERS_CHANNELS,
             _PLAIN,

@@ -23,6 +23,7 @@ from orchestrator.dialects.plain import PlainDialect
 from orchestrator.dispatcher import Terms, note_aliases
 from orchestrator.events import ApprovalAsked, CallSent, OnEvent, OutputArrived, RunEvent, SandboxReady
 from orchestrator.heard_calls import OnOutput
+from orchestrator.installed_skills import InstalledSkills
 from orchestrator.limits import ReActOptions
 from orchestrator.model_requests import ModelRequests
 from orchestrator.models.base import Model
@@ -93,6 +94,7 @@ class RunParts:
         self._policy = policy
         self._capabilities = CapabilityCache(settings.capability_folder)
         self.skill_uses = SkillUses(pool.redis, settings.deployment)
+        self.installed = InstalledSkills(pool.redis, settings.deployment)
 
     async def build_agent(self, session: Session | None, chosen: ChosenModel, wanted: RunAs) -> Agent:
         """The agent of one run in a session that is open; None: of one without tools."""
@@ -111,7 +113,7 @@ class RunParts:
             switches = switches_for(await self._pool.switches.switches(), session.tenant)
             names = chosen.tools if wanted.tools is None else wanted.tools
             specs = await self._specs(session.tenant, info, switches, names, options.context_tokens)
-            skills = await _of_workers(self._pool.catalog.skills())
+            skills = await _of_workers(self.skills_of(session.tenant))
             wanted.tell(_ready(wanted.run, info))
             run_call = _Calls(
                 self, session, specs, replace(wanted, options=options), chosen.model.name, questions, ActiveSkills(skills)
@@ -160,7 +162,13 @@ class RunParts:
         """The specs, skill_tool's with the skills that there are for the tenant, as far as the model has room for them."""
         if not any(spec.name == SKILL_TOOL for spec in specs):
             return specs
-        return disclose(specs, await _of_workers(self._pool.catalog.skills()), await self.skill_uses.of(tenant), context_tokens)
+        return disclose(specs, await _of_workers(self.skills_of(tenant)), await self.skill_uses.of(tenant), context_tokens)
+
+    async def skills_of(self, tenant: str) -> tuple[SkillSummary, ...]:
+        """Those that there are for a tenant, by name: its own go before the workers'. Raises ConfigError when no worker lives, BrokerUnavailable."""
+        found = {skill.name: skill for skill in await self._pool.catalog.skills()}
+        found |= {name: record.skill for name, record in (await self.installed.all(tenant)).items()}
+        return tuple(found[name] for name in sorted(found))
 
     @cached_property
     def people(self) -> Approver:

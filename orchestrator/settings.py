@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -164,3 +165,10 @@ def _state_home() -> Path:
 
 def _cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def with_secret(settings: OrchestratorSettings) -> OrchestratorSettings:
+    """An embedded stack on a Redis without a password signs with a secret of its own."""
+    if settings.redis_url is None or settings.secret is not None or settings.broker().has_password():
+        return settings
+    return settings.model_copy(update={"secret": SecretStr(secrets.token_urlsafe(32))})

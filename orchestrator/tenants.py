@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from contract.calls import Identifier
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from contract.known_tenants import KnownTenants
-from contract.names import api_keys_key, audit_key, switches_key, tenants_key
+from contract.names import api_keys_key, audit_key, installed_skills_key, skill_bundle_key, switches_key, tenants_key
 from contract.tenancy import (
     DEFAULT_TENANT,
     MAX_PAUSE_REASON_CHARS,
@@ -44,8 +44,8 @@ return 1
 _REMOVE = (
     AUDIT_LUA
     + """
--- KEYS: tenants, API keys, switches, audit. ARGV: name, a new version, entry. The tenant's keys and switches go with it: they must not come back with
--- one of the same name.
+-- KEYS: tenants, API keys, switches, audit. ARGV: name, a new version, entry, the tenant's skills, prefix of their bundles. The tenant's keys, switches
+-- and skills go with it: they must not come back with one of the same name.
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return {-1, 0} end
 local revoked, keys, switches = 0, redis.call('HGETALL', KEYS[2]), redis.call('HKEYS', KEYS[3])
 audit(KEYS[4], ARGV[3])
@@ -58,6 +58,11 @@ for at = 1, #keys, 2 do
   local is_json, record = pcall(cjson.decode, keys[at + 1])
   if is_json and type(record) == 'table' and record.tenant == ARGV[1] then revoked = revoked + redis.call('HDEL', KEYS[2], keys[at]) end
 end
+for _, text in ipairs(redis.call('HVALS', ARGV[4])) do
+  local is_json, record = pcall(cjson.decode, text)
+  if is_json then redis.call('DEL', ARGV[5] .. record.skill.digest) end
+end
+redis.call('DEL', ARGV[4])
 return {revoked, redis.call('HLEN', KEYS[1]) - 1 - redis.call('HEXISTS', KEYS[1], 'default')}
 """
 )
@@ -91,7 +96,7 @@ class RedisTenants:
     changed; one's own changes are seen at once. They are put down to whoever runs this program, or to the actor of `acting_as`."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
-        self._client = client
+        self._client, self._deployment = client, deployment
         self._keys = [tenants_key(deployment), api_keys_key(deployment), switches_key(deployment), audit_key(deployment)]
         self._actor: Actor | None = None
         self._known = KnownTenants()
@@ -183,7 +188,8 @@ class RedisTenants:
             )
         entry = build_entry(self._actor or local_actor(), "tenant.remove", name, tenant=name)
         try:
-            revoked, others = await self._remove_script(keys=self._keys, args=[name, secrets.token_hex(8), entry_text(entry)])
+            skills = [installed_skills_key(self._deployment, name), skill_bundle_key(self._deployment, name, "")]
+            revoked, others = await self._remove_script(keys=self._keys, args=[name, secrets.token_hex(8), entry_text(entry), *skills])
         except (RedisError, OSError) as error:
             raise _unchanged(name, error) from error
         if revoked < 0:

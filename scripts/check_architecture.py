@@ -58,7 +58,7 @@ _CELERY = (
 )
 _REDIS_OF_ORCHESTRATOR = (
     "api_keys", "blobs", "call_events", "call_kills", "call_ledger", "call_life", "call_watch", "catalog", "celery_transport",
-    "heard_calls", "hosts", "overview", "places", "pool_connection", "pressure", "publishing", "reaper",
+    "heard_calls", "hosts", "installed_skills", "overview", "places", "pool_connection", "pressure", "publishing", "reaper",
     "redis_connection", "redis_errands", "results", "session_list", "skill_uses", "switches", "tenants",
 )  # fmt: skip
 _REDIS = (
@@ -93,8 +93,7 @@ _REDIS = (
     "orchestrator/api/health.py",
     "orchestrator/api/once_slots.py",
     "orchestrator/api/pages/logins.py",
-    "workers/custom/state.py",
-    "workers/web/cache.py",
+    *(f"workers/{name}.py" for name in ("custom/state", "skills/installed", "web/cache")),
 )
 _TERMINAL = ("orchestrator/cli*.py", "orchestrator/terminal*.py", "orchestrator/batches/live_*.py")
 WALLS: dict[str, tuple[str, ...]] = {

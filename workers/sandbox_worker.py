@@ -21,6 +21,7 @@ from workers.redis_connection import connect, connect_once
 from workers.refusals import Refusals
 from workers.sandbox_client import SandboxClient
 from workers.settings import WorkerSettings
+from workers.skills.installed import InstalledSkills
 from workers.skills.loader import load_skills
 from workers.switches import Switches
 from workers.tasks import register_tasks
@@ -39,7 +40,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     key = settings.broker().signing_keys()
     registry, skills = build_registry(), load_skills(settings.skill_roots())
     if settings.skill_roots():
-        registry.register(build_skill_tool(skills))
+        registry.register(build_skill_tool(skills, InstalledSkills(connect(settings.broker()), settings.deployment)))
         register_skill_tools(registry, skills)
     clock = SharedClock()
     tracer = open_process_tracer("sandbox")

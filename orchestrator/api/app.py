@@ -9,6 +9,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from contract.calls import MAX_BLOB_BYTES
+from contract.skills import MAX_BUNDLE_BYTES
 from orchestrator.api import (
     approvals,
     audit,
@@ -67,7 +68,12 @@ def build_app(house: House, beside: Beside) -> FastAPI:
         app.include_router(router)
     app.add_middleware(Idempotency, house=house)
     app.add_middleware(Door, house=house)
-    other = (("PUT", "/v1/sessions/[^/]+/files/.*", MAX_BLOB_BYTES), ("POST", "/v1/batches", BATCH_BYTES), ("POST", "/login", LOGIN_BYTES))
+    other = (
+        ("PUT", "/v1/sessions/[^/]+/files/.*", MAX_BLOB_BYTES),
+        ("POST", "/v1/skills", MAX_BUNDLE_BYTES),
+        ("POST", "/v1/batches", BATCH_BYTES),
+        ("POST", "/login", LOGIN_BYTES),
+    )
     app.add_middleware(BodyLimits, other=other)
     app.openapi = partial(_describe, app)  # type: ignore[method-assign]
     return app

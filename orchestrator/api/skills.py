@@ -1,8 +1,15 @@
-"""Skills over HTTP: which there are."""
+"""Skills over HTTP: which there are for a tenant, and installing its own."""
 
-from fastapi import APIRouter
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 
+from contract.errors import ErrorCode, ToolFailure
+from contract.skills import SkillBroken
 from contract.specs import SkillSummary
 from orchestrator.api.access import AnyCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
@@ -12,9 +19,11 @@ router = APIRouter(prefix="/v1/skills", tags=["skills"], responses=responses())
 
 
 class SkillView(BaseModel):
-    """A skill that the workers have. `digest`: sha256 over its files; `bytes`: of all of them; `warnings`: what its author should mend."""
+    """A skill. `source`: system: the workers have it for all; tenant: it was installed for this one. `digest`: sha256 over its files; `bytes`: of all of them;
+    `warnings`: what its author should mend."""
 
     name: str
+    source: str
     description: str
     license: str | None
     compatibility: str | None
@@ -27,16 +36,47 @@ class SkillView(BaseModel):
 
 @router.get("")
 async def list_skills(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[SkillView]:
-    """Every skill that the workers have, by name."""
-    return page_of([view_skill(skill) for skill in await caller.client.skills()], cursor, limit)
+    """Every skill that there is for the tenant, by name: those that were installed for it, then those of the workers."""
+    own = await (await caller.client.own_skills()).all()
+    return page_of([view_skill(skill, own) for skill in await caller.client.skills()], cursor, limit)
 
 
 @router.get("/{name}", responses=responses(404))
 async def get_skill(name: str, caller: AnyCaller) -> SkillView:
     """One skill."""
-    return view_skill(await caller.client.skill(name))
+    return view_skill(await caller.client.skill(name), await (await caller.client.own_skills()).all())
 
 
-def view_skill(skill: SkillSummary) -> SkillView:
-    """A skill as clients get it."""
-    return SkillView.model_validate(skill.model_dump())
+@router.post(
+    "",
+    status_code=201,
+    openapi_extra={"requestBody": {"required": True, "content": {"application/zip": {"schema": {"type": "string", "format": "binary"}}}}},
+)
+async def install_skill(
+    caller: AnyCaller, request: Request, replace: Annotated[bool, Query(description="In place of the tenant's skill of that name.")] = False
+) -> SkillView:
+    """Install a skill for the tenant: its folder as a .zip file (`toolcrew skills pack`), at most 64 MiB. Runs that begin from now on have it."""
+    desk = await caller.client.own_skills()
+    async with caller.house.files.turn(caller.identity.key_id):
+        with tempfile.TemporaryDirectory(prefix="toolcrew-skill-") as folder:
+            packed = Path(folder) / "skill.zip"
+            packed.write_bytes(await request.body())
+            try:
+                skill = (await desk.install(packed, replace=replace)).skill
+            except SkillBroken as broken:
+                raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the skill was not installed: {broken}") from None
+    return view_skill(skill, {skill.name})
+
+
+@router.delete("/{name}", status_code=204, responses=responses(404))
+async def remove_skill(name: str, caller: AnyCaller) -> None:
+    """Remove a skill that was installed for the tenant. What runs with it goes on."""
+    if not await (await caller.client.own_skills()).remove(name):
+        raise ToolFailure(
+            ErrorCode.FILE_NOT_FOUND, f"tenant {caller.tenant} has no skill {name[:100]} of its own: GET /v1/skills lists them"
+        )
+
+
+def view_skill(skill: SkillSummary, own: Collection[str]) -> SkillView:
+    """A skill as clients get it. `own`: the names of the tenant's own."""
+    return SkillView.model_validate({**skill.model_dump(), "source": "tenant" if skill.name in own else "system"})

@@ -1,9 +1,10 @@
-"""Skills over HTTP: every role is shown what the workers publish."""
+"""Skills over HTTP: every role is shown what the workers publish, and a tenant installs its own."""
 
 from pathlib import Path
 
 from contract.names import catalog_key
 from contract.specs import Catalog
+from orchestrator.skill_folders import examine_skill
 from tests.api_ground import ApiGround
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
@@ -34,6 +35,40 @@ async def test_one_skill_is_shown_and_one_that_is_none_is_not_found(api: ApiGrou
     assert (shown["description"], shown["files"], shown["has_scripts"], shown["warnings"]) == ("Does alpha.", 1, False, [])
     missing = await api["acme"].get("/v1/skills/alfa")
     assert (missing.status_code, missing.json()["code"]) == (404, "FILE_NOT_FOUND")
+
+
+async def test_a_tenant_installs_its_own_and_nobody_else_is_shown_them(api: ApiGround, redis_server: RedisProcess, tmp_path: Path) -> None:
+    publish(redis_server, tmp_path, "alpha", "beta")
+    write_skill(tmp_path / "own", "beta", body="Ours.")
+    examine_skill(tmp_path / "own" / "beta", as_zip=tmp_path / "beta.zip")
+    packed = (tmp_path / "beta.zip").read_bytes()
+    made = await api["acme"].post("/v1/skills", content=packed, headers={"Content-Type": "application/zip"})
+    assert (made.status_code, made.json()["source"]) == (201, "tenant")
+    for role, source, digest in (("acme", "tenant", made.json()["digest"]), ("rival", "system", None)):
+        shown = (await api[role].get("/v1/skills/beta")).json()
+        assert (shown["source"], shown["digest"] == made.json()["digest"]) == (source, digest is not None)
+        assert [(one["name"], one["source"]) for one in (await api[role].get("/v1/skills")).json()["data"]] == [
+            ("alpha", "system"),
+            ("beta", source),
+        ]
+    again = await api["acme"].post("/v1/skills", content=packed)
+    assert (again.status_code, "has a skill beta already" in again.json()["detail"]) == (422, True)
+    assert (await api["acme"].post("/v1/skills", content=packed, params={"replace": "true"})).status_code == 201
+    assert (await api["rival"].delete("/v1/skills/beta")).status_code == 404
+    assert (await api["acme"].delete("/v1/skills/alpha")).status_code == 404
+    assert (await api["acme"].delete("/v1/skills/beta")).status_code == 204
+    assert (await api["acme"].get("/v1/skills/beta")).json()["source"] == "system"
+
+
+async def test_what_is_no_skill_is_not_installed(api: ApiGround, redis_server: RedisProcess, tmp_path: Path) -> None:
+    publish(redis_server, tmp_path, "alpha")
+    for content in (b"", b"junk", b"PK\x05\x06" + bytes(18)):
+        refused = await api["acme"].post("/v1/skills", content=content)
+        assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_ARGUMENTS")
+        assert str(tmp_path) not in refused.text
+        assert "/tmp" not in refused.text
+    async with api.client("none") as client:
+        assert (await client.post("/v1/skills", content=b"x")).status_code == 401
 
 
 async def test_nobody_without_a_key_is_shown_skills(api: ApiGround) -> None:

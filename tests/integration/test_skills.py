@@ -156,6 +156,47 @@ async def test_what_a_trusted_skill_asks_for_is_not_asked_about_once_a_run_has_l
     assert "- keep-house: Tidies up." in told
 
 
+async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(engine: APIClient, tmp_path: Path) -> None:
+    system, own = tmp_path / "system", tmp_path / "own"
+    write_skill(system, "late", files={"scripts/run.sh": "echo everybodys"})
+    write_skill(own, "echo", files={"scripts/echo.py": ECHO, "data/word.txt": "secret of acme"})
+    write_skill(own, "late", files={"scripts/run.sh": "echo ours"})
+    run = {"action": "run", "script": "echo.py"}
+    with open_stack(engine, {"TOOLCREW_SKILLS": str(system)}) as stack:
+        environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
+        for name in ("echo", "late"):
+            run_toolcrew(stack.footprint, "skills", "install", str(own / name), "--tenant", "acme", environment=environment)
+        async with (
+            ToolClient.connect(stack.redis_url, tenant="acme") as acme,
+            ToolClient.connect(stack.redis_url, tenant="rival") as rival,
+            await acme.open_session() as mine,
+            await rival.open_session() as theirs,
+        ):
+            assert [skill.name for skill in await acme.skills()] == ["echo", "late"]
+            assert [skill.name for skill in await rival.skills()] == ["late"]
+            assert "- echo: Does echo." in next(spec for spec in await acme.tools() if spec.name == "skill_tool").description
+            told = json.loads((await use(mine, name="echo", **run)).text())
+            assert told["beside"] == "secret of acme"
+            assert (await use(mine, name="late", action="run", script="run.sh")).text() == "ours\n"
+
+            refused = await use(theirs, name="echo", **run)
+            assert (refused.error_code, "acme" in refused.text()) == (ErrorCode.FILE_NOT_FOUND, False)
+            assert (await use(theirs, name="late", action="run", script="run.sh")).text() == "everybodys\n"
+            assert "echo" not in (await use(theirs, action="list")).text()
+            looked = await theirs.call("bash_tool", {"command": "ls /skills; ls -R /skills/*"})
+            assert "Permission denied" in looked.text()
+            assert "word.txt" not in looked.text()
+
+            # Who is asked for by name gets its instructions, and what is removed is there no more.
+            steps = [Calls([("echo", {})]), "done"]
+            model = ScriptedModel(steps)
+            assert (await acme.run("go", model=model)).answer == "done"
+            assert '<skill name="echo">' in str(model.requests[-1].messages)
+            assert await (await acme.own_skills()).remove("echo")
+            gone = await use(mine, name="echo", **run)
+            assert gone.error_code is ErrorCode.FILE_NOT_FOUND
+
+
 async def test_without_the_setting_there_is_no_skill_tool(engine: APIClient) -> None:
     with open_stack(engine) as stack:
         async with ToolClient.connect(stack.redis_url) as client:

@@ -34,8 +34,53 @@ def pool(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.usefixtures("pool")
 def test_ls_lists_every_skill() -> None:
     lines = toolcrew("ls").stdout.splitlines()
-    assert [line.split()[:3] for line in lines] == [["name", "files", "scripts"], ["alpha", "2", "yes"], ["beta", "1", "no"]]
+    assert [line.split()[:4] for line in lines] == [
+        ["name", "source", "files", "scripts"],
+        ["alpha", "system", "2", "yes"],
+        ["beta", "system", "1", "no"],
+    ]
     assert [row["name"] for row in json.loads(toolcrew("ls", "--json").stdout)] == ["alpha", "beta"]
+
+
+@pytest.mark.usefixtures("pool")
+def test_a_skill_is_packed_installed_seen_replaced_and_removed(tmp_path: Path) -> None:
+    folder = write_skill(tmp_path / "own", "beta", files={"scripts/a.py": "1"})
+    packed = tmp_path / "beta.zip"
+    assert toolcrew("pack", str(folder), "-o", str(packed)).stdout.startswith("beta is packed into ")
+    first = packed.read_bytes()
+    assert json.loads(toolcrew("pack", str(folder), "-o", str(packed), "--json").stdout)["bytes"] == len(first)
+    assert packed.read_bytes() == first
+    assert toolcrew("validate", str(packed), "--strict").exit_code == 0
+
+    installed = json.loads(toolcrew("install", str(packed), "--json").stdout)["skill"]
+    rows = {row["name"]: row for row in json.loads(toolcrew("ls", "--json").stdout)}
+    assert {name: row["source"] for name, row in rows.items()} == {"alpha": "system", "beta": "tenant"}
+    assert rows["beta"]["digest"] == installed["digest"]
+    again = toolcrew("install", str(folder))
+    assert (again.exit_code, "has a skill beta already: replace it (--replace)" in again.stderr) == (1, True)
+    (folder / "more").write_text("x")
+    assert toolcrew("install", str(folder), "--replace").stdout.startswith("beta is installed (3 files, digest ")
+    assert "source" not in toolcrew("show", "beta").stdout
+
+    assert toolcrew("rm", "beta").stdout == "beta is removed\n"
+    assert [row["source"] for row in json.loads(toolcrew("ls", "--json").stdout)] == ["system", "system"]
+    missing = toolcrew("rm", "beta")
+    assert (missing.exit_code, "has no skill beta of its own" in missing.stderr) == (1, True)
+
+
+@pytest.mark.usefixtures("pool")
+def test_what_is_no_skill_is_neither_installed_nor_packed(tmp_path: Path) -> None:
+    broken = write_skill(tmp_path, "broken", front="description: of nothing")
+    for command in (
+        ["install", str(broken)],
+        ["pack", str(broken), "-o", str(tmp_path / "x.zip")],
+        ["install", str(tmp_path / "none.zip")],
+    ):
+        result = toolcrew(*command)
+        assert (result.exit_code, "Traceback" in result.stderr) == (1, False)
+    assert not (tmp_path / "x.zip").exists()
+    unwritable = toolcrew("pack", str(write_skill(tmp_path, "a")), "-o", str(tmp_path / "no" / "x.zip"))
+    assert (unwritable.exit_code, "cannot be written" in unwritable.stderr) == (1, True)
 
 
 @pytest.mark.usefixtures("pool")

@@ -29,7 +29,7 @@ TEXTS = {
 def run(name: str, folder: Path, asked: Any) -> "subprocess.CompletedProcess[str]":
     tool = SKILLS[name].tool
     assert tool is not None
-    script = SKILLS[name].folder / tool.sidecar.entrypoint
+    script = SHIPPED / name / tool.sidecar.entrypoint
     text = asked if isinstance(asked, str) else json.dumps(asked)
     # Isolated: as in a sandbox there is nothing of ours, and no package.
     return subprocess.run([sys.executable, "-I", script], input=text, capture_output=True, text=True, cwd=folder, timeout=60)
@@ -62,7 +62,7 @@ def test_all_are_tools_without_faults_and_need_no_package() -> None:
     for skill in SKILLS.values():
         assert skill.summary.warnings == ()
         assert skill.tool is not None
-        source = ast.parse((skill.folder / skill.tool.sidecar.entrypoint).read_text())
+        source = ast.parse((SHIPPED / skill.name / skill.tool.sidecar.entrypoint).read_text())
         imported = {alias.name for node in ast.walk(source) if isinstance(node, ast.Import) for alias in node.names}
         imported |= {str(node.module) for node in ast.walk(source) if isinstance(node, ast.ImportFrom)}
         assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names

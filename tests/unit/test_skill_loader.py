@@ -16,7 +16,7 @@ from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.skill_sidecars import SIDECAR_FILE
 from contract.skills import SkillBroken, parse_skill
 from contract.specs import SkillSummary
-from orchestrator.skill_folders import examine_folder
+from orchestrator.skill_folders import examine_skill
 from tests.skill_ground import SHIPPED, write_skill
 from workers.skills.loader import Skill, load_skill, load_skills, pack_skill
 
@@ -138,7 +138,7 @@ def test_of_two_with_one_name_the_first_root_wins_and_it_is_told(tmp_path: Path)
     first, second = write_skill(tmp_path / "1", "a"), write_skill(tmp_path / "2", "a", body="other")
     with capture_logs() as logs:
         [skill] = load_skills([tmp_path / "1", tmp_path / "2"])
-    assert skill.folder == first
+    assert str(skill.source) == str(first)
     assert [(one["event"], one["folder"]) for one in logs] == [("skill_shadowed", str(second))]
 
 
@@ -154,7 +154,7 @@ def test_a_link_that_leads_out_is_refused_and_one_inside_is_a_file(tmp_path: Pat
     (inside / "all").symlink_to(".")
     assert [file.path for file in load_skill(inside).files] == ["SKILL.md", "b.md", "c.md"]
     (inside / "d.md").symlink_to("../secret")
-    for load in (load_skill, examine_folder):
+    for load in (load_skill, examine_skill):
         with pytest.raises(SkillBroken, match="leads out"):
             load(inside)
 
@@ -163,7 +163,7 @@ def test_a_link_that_leads_in_a_circle_is_no_file(tmp_path: Path) -> None:
     folder = write_skill(tmp_path, "a")
     (folder / "one").symlink_to("two")
     (folder / "two").symlink_to("one")
-    for load in (load_skill, examine_folder):
+    for load in (load_skill, examine_skill):
         load(folder)
     assert [file.path for file in load_skill(folder).files] == ["SKILL.md"]
 
@@ -177,7 +177,7 @@ def test_folders_may_be_nested_as_deep_as_anybody_needs(tmp_path: Path) -> None:
     for _ in range(40):
         deep = deep / ("d" * 20)
         deep.mkdir()
-    for load in (load_skill, examine_folder):
+    for load in (load_skill, examine_skill):
         with pytest.raises(SkillBroken, match="nested more than 32 deep"):
             load(folder)
 
@@ -189,7 +189,7 @@ def test_a_sidecar_that_is_broken_is_a_warning_and_the_skill_is_one(tmp_path: Pa
     assert tool is not None
     assert (tool.spec.name, load_skill(fine).summary.warnings) == ("a", ())
     assert load_skill(broken).tool is None
-    (warning,) = examine_folder(broken).warnings
+    (warning,) = examine_skill(broken).skill.warnings
     assert warning.startswith("its skill.tool.json is not used")
 
 
@@ -206,7 +206,7 @@ def test_too_many_or_too_large_files_are_refused(tmp_path: Path) -> None:
     large = write_skill(tmp_path, "large")
     with open(large / "data", "wb") as file:
         file.truncate(rules.MAX_BUNDLE_BYTES + 1)
-    for load in (load_skill, examine_folder):
+    for load in (load_skill, examine_skill):
         with pytest.raises(SkillBroken, match="more than 2000 files"):
             load(many)
         with pytest.raises(SkillBroken, match="larger than 64 MiB"):
@@ -219,7 +219,7 @@ def test_a_missing_run_bit_is_warned_of(tmp_path: Path) -> None:
     (folder / "scripts" / "b.py").chmod(0o644)
     expected = "scripts/a.py begins with #! and has no run bit: chmod +x it"
     assert load_skill(folder).summary.warnings == (expected,)
-    assert examine_folder(folder).warnings == (expected,)
+    assert examine_skill(folder).skill.warnings == (expected,)
 
 
 def test_caches_and_histories_are_no_part_of_a_skill(tmp_path: Path) -> None:
@@ -239,10 +239,12 @@ def test_the_digest_tells_names_run_bits_and_bytes_apart(tmp_path: Path) -> None
 
 
 def test_files_that_have_changed_are_not_packed(tmp_path: Path) -> None:
-    skill = load_skill(write_skill(tmp_path, "a", files={"b": "c"}))
+    folder = write_skill(tmp_path, "a", files={"b": "c"})
+    skill = load_skill(folder)
     with pack_skill(skill) as first, pack_skill(skill) as second:
-        assert first.read() == second.read()
-    for change in (lambda: (skill.folder / "b").write_text("d"), lambda: (skill.folder / "b").unlink()):
+        assert len(data := first.read()) > 1024
+        assert second.read() == data
+    for change in (lambda: (folder / "b").write_text("d"), lambda: (folder / "b").unlink()):
         change()
         with pytest.raises(ToolFailure) as told:
             pack_skill(skill)
@@ -265,7 +267,7 @@ def test_the_skills_that_are_shipped_have_no_faults() -> None:
     skills = {skill.name: skill for skill in load_skills([SHIPPED])}
     assert "word-count" in skills
     assert all(not skill.summary.warnings for skill in skills.values())
-    assert all(examine_folder(skill.folder) == skill.summary for skill in skills.values())
+    assert all(examine_skill(SHIPPED / skill.name).skill == skill.summary for skill in skills.values())
 
 
 def test_a_summary_survives_json(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import io
 import os
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -34,6 +34,7 @@ from contract.skills import (
     parse_skill,
 )
 from contract.specs import MAX_SKILLS, SkillSummary, ToolSpec
+from workers.skills.sources import FolderSource, Source
 
 log = structlog.get_logger(__name__)
 
@@ -52,13 +53,15 @@ class SkillTool:
 
 @dataclass(frozen=True)
 class Skill:
-    """A skill as it was loaded. `files`: by path; their bytes stay on the disk. `tool`: what it is by its sidecar, None: no tool of its own."""
+    """A skill as it was loaded. `files`: by path; their bytes stay where they are. `tool`: what it is by its sidecar, None: no tool of its own.
+    `owner`: the tenant that it was installed for, "": everybody's."""
 
-    folder: Path
+    source: Source
     summary: SkillSummary
     body: str
     files: tuple[BundleFile, ...]
     tool: SkillTool | None = None
+    owner: str = ""
 
     @property
     def name(self) -> str:
@@ -83,7 +86,7 @@ def load_skills(roots: Sequence[Path]) -> tuple[Skill, ...]:
                 log.error("skill_not_loaded", folder=str(folder), error=str(error))
                 continue
             if skill.name in found:
-                log.warning("skill_shadowed", skill=skill.name, folder=str(folder), by=str(found[skill.name].folder))
+                log.warning("skill_shadowed", skill=skill.name, folder=str(folder), by=str(found[skill.name].source))
             elif len(found) == MAX_SKILLS:
                 log.error("skill_not_loaded", folder=str(folder), error=f"there are {MAX_SKILLS} skills already: remove some")
             else:
@@ -98,30 +101,36 @@ def load_skill(folder: Path) -> Skill:
     if (folder / SKILL_FILE).stat().st_size > MAX_SKILL_FILE_BYTES:
         raise SkillBroken(f"its {SKILL_FILE} is larger than {MAX_SKILL_FILE_BYTES} bytes: move text into files beside it")
     # Before anything of it is read: a link may lead anywhere, and a bundle be of any size.
-    files = tuple(sorted(_checked_files(folder), key=lambda file: file.path))
+    return load_files(FolderSource(folder), folder.name, _checked_files(folder))
+
+
+def load_files(source: Source, folder: str, found: Iterable[BundleFile], owner: str = "") -> Skill:
+    """The skill that these files are. `folder`: the name of what they lie in. Raises SkillBroken, OSError."""
+    files = tuple(sorted(found, key=lambda file: file.path))
     warnings = check_bundle(files)
     try:
-        source = (folder / SKILL_FILE).read_bytes().decode()
+        # Its end may have come since its size was looked at.
+        told = source.read(SKILL_FILE, MAX_SKILL_FILE_BYTES).decode()
     except UnicodeDecodeError as error:
         raise SkillBroken(f"its {SKILL_FILE} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
-    text = parse_skill(source, folder.name)
+    text = parse_skill(told, folder)
     digest = BundleDigest()
     for file in files:
-        digest.add(file.path, (folder / file.path).read_bytes(), is_executable=file.is_executable)
+        digest.add(file.path, source.read(file.path), is_executable=file.is_executable)
     summary = build_summary(text, files, digest.hexdigest(), warnings)
     try:
-        return Skill(folder, summary, text.body, files, _read_tool(folder, summary, files))
+        return Skill(source, summary, text.body, files, _read_tool(source, summary, files), owner)
     except SidecarBroken as error:
-        return Skill(folder, build_summary(text, files, digest.hexdigest(), [*warnings, tell_broken_sidecar(error)]), text.body, files)
+        summary = build_summary(text, files, digest.hexdigest(), [*warnings, tell_broken_sidecar(error)])
+        return Skill(source, summary, text.body, files, None, owner)
 
 
-def _read_tool(folder: Path, skill: SkillSummary, files: Sequence[BundleFile]) -> SkillTool | None:
+def _read_tool(source: Source, skill: SkillSummary, files: Sequence[BundleFile]) -> SkillTool | None:
     """Raises SidecarBroken, OSError."""
     paths = {file.path for file in files}
     if SIDECAR_FILE not in paths:
         return None
-    with open(folder / SIDECAR_FILE, "rb") as source:
-        sidecar = parse_sidecar(source.read(MAX_SIDECAR_BYTES + 1), paths)
+    sidecar = parse_sidecar(source.read(SIDECAR_FILE, MAX_SIDECAR_BYTES + 1), paths)
     return SkillTool(sidecar, build_skill_spec(skill, sidecar))
 
 
@@ -142,23 +151,23 @@ def pack_skill(skill: Skill) -> IO[bytes]:
             raise _stale(skill) from error
         if digest.hexdigest() != skill.summary.digest:
             raise _stale(skill)
+        packed.seek(0)
         stack.pop_all()
     return packed
 
 
 def _read_as_loaded(skill: Skill, file: BundleFile) -> bytes:
     """Its bytes; one that has grown is not read to its end."""
-    with open(skill.folder / file.path, "rb") as source:
-        data = source.read(file.size + 1)
+    data = skill.source.read(file.path, file.size + 1)
     if len(data) != file.size:
         raise _stale(skill)
     return data
 
 
-def read_bundled(skill: Skill, file: BundleFile) -> bytes:
-    """The bytes of one of its files. Raises ToolFailure(STALE_FILE) when it is gone."""
+def read_bundled(skill: Skill, file: BundleFile, at_most: int = -1) -> bytes:
+    """The bytes of one of its files, or so many of them. Raises ToolFailure(STALE_FILE) when it is gone."""
     try:
-        return (skill.folder / file.path).read_bytes()
+        return skill.source.read(file.path, at_most)
     except OSError as error:
         raise _stale(skill) from error
 

@@ -44,7 +44,7 @@ def run_entrypoint(skill: Skill, sidecar: Sidecar, arguments: Mapping[str, JsonV
 
 def place_skill(skill: Skill, bench: Workbench) -> str:
     """Its folder in the session's sandbox, where nobody can change it. Raises ToolFailure, SandboxUnavailable."""
-    return bench.place_skill(skill.summary.digest, lambda: pack_skill(skill), is_shared=True)
+    return bench.place_skill(skill.summary.digest, lambda: pack_skill(skill), is_shared=not skill.owner)
 
 
 def _run(argv: list[str], body: bytes, place: str, call: Mapping[str, Any], begun: float, bench: Workbench) -> Outcome:
@@ -84,7 +84,7 @@ def name_nearest(name: str, names: Iterable[str], none: str) -> str:
 
 def _command(skill: Skill, file: BundleFile, path: str) -> list[str]:
     if file.mark == b"#!":
-        words = _read_first_line(read_bundled(skill, file)[:_SHEBANG_BYTES].split(b"\n")[0][2:].decode("utf-8", "replace"))
+        words = _read_first_line(read_bundled(skill, file, _SHEBANG_BYTES).split(b"\n")[0][2:].decode("utf-8", "replace"))
         if words:
             return [*words, path]
     interpreter = INTERPRETERS.get(PurePosixPath(file.path).suffix)

@@ -1,14 +1,15 @@
-"""skill_tool: the skills of the worker's operator, listed, read, and their scripts run in the session's sandbox."""
+"""skill_tool: the skills of the call's tenant and of the worker's operator, listed, read, and their scripts run in the session's sandbox."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import JsonValue
 
 from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
-from contract.specs import NO_NETWORK, ToolSpec
+from contract.installed_skills import InstalledSkill
+from contract.specs import NO_NETWORK, SkillSummary, ToolSpec
 from workers.skills.loader import Skill, read_bundled
 from workers.skills.runner import name_nearest, run_script
 from workers.tools.base import Outcome, Workbench, WorkerTool
@@ -52,19 +53,27 @@ _PARAMETERS: dict[str, JsonValue] = {
 }
 
 
-def build_skill_tool(skills: Sequence[Skill]) -> WorkerTool:
-    """The tool over these skills. Its description names none: who asks a model tells it of those that are there for its tenant."""
+class TenantSkills(Protocol):
+    """What is installed for tenants (workers/skills/installed.py)."""
+
+    def all(self, tenant: str) -> Mapping[str, InstalledSkill]: ...
+
+    def find(self, tenant: str, name: str) -> Skill | None: ...
+
+
+def build_skill_tool(skills: Sequence[Skill], installed: TenantSkills | None = None) -> WorkerTool:
+    """The tool over these skills, a tenant's own before them. Its description names none: who asks a model tells it of those that are there for its tenant."""
     spec = ToolSpec(
         name="skill_tool",
         description=_ABOUT,
         parameters=_PARAMETERS,
         aliases={"skill": "name", "file_path": "path"},
     )
-    return WorkerTool(spec, partial(_run, {skill.name: skill for skill in skills}), validators=(_check_action,))
+    return WorkerTool(spec, partial(_run, {skill.name: skill for skill in skills}, installed), validators=(_check_action,))
 
 
-def _line_of(skill: Skill) -> str:
-    return f"- {skill.name}: {show_name(skill.summary.description)}"
+def _line_of(skill: SkillSummary) -> str:
+    return f"- {skill.name}: {show_name(skill.description)}"
 
 
 def _check_action(arguments: Mapping[str, Any]) -> str | None:
@@ -80,21 +89,28 @@ def _check_action(arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _run(skills: Mapping[str, Skill], arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    action, name = arguments["action"], arguments["name"]
+def _run(skills: Mapping[str, Skill], installed: TenantSkills | None, arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    action, name, tenant = arguments["action"], arguments["name"], bench.context.tenant
     if action == "list":
-        return _list(skills)
-    skill = skills.get(name)
+        return _list(_names_all(skills, installed, tenant))
+    skill = (installed.find(tenant, name) if installed is not None else None) or skills.get(name)
     if skill is None:
+        known = _names_all(skills, installed, tenant)
         raise ToolFailure(
-            ErrorCode.FILE_NOT_FOUND, f"there is no skill {show_name(name)}; {name_nearest(name, skills, 'there are no skills at all')}"
+            ErrorCode.FILE_NOT_FOUND, f"there is no skill {show_name(name)}; {name_nearest(name, known, 'there are no skills at all')}"
         )
     if action == "run":
         return run_script(skill, arguments["script"], arguments["args"], arguments, bench)
     return _read(skill, arguments) if action == "read" else _load(skill)
 
 
-def _list(skills: Mapping[str, Skill]) -> Outcome:
+def _names_all(skills: Mapping[str, Skill], installed: TenantSkills | None, tenant: str) -> dict[str, SkillSummary]:
+    """Every skill that there is for the tenant, by name."""
+    own = {name: record.skill for name, record in installed.all(tenant).items()} if installed is not None else {}
+    return dict(sorted({**{name: skill.summary for name, skill in skills.items()}, **own}.items()))
+
+
+def _list(skills: Mapping[str, SkillSummary]) -> Outcome:
     lines: list[str] = []
     room = MAX_OUTPUT_BYTES - FOOTER_BYTES
     for skill in skills.values():

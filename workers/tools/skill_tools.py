@@ -20,7 +20,7 @@ def register_skill_tools(registry: WorkerRegistry, skills: Iterable[Skill]) -> N
         if skill.tool is None:
             continue
         if skill.name in BUILTIN_TOOLS or registry.get(skill.name) is not None:
-            log.error("skill_name_taken", skill=skill.name, folder=str(skill.folder))
+            log.error("skill_name_taken", skill=skill.name, folder=str(skill.source))
             continue
         registry.register(WorkerTool(skill.tool.spec, partial(_run, skill)))
 

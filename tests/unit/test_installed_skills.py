@@ -1,0 +1,151 @@
+"""Skills that are installed for tenants: bounded, changed whole, read by workers for the tenant that they are of and for no other."""
+
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis
+import redis.asyncio
+
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.names import audit_key, installed_skills_key, skill_bundle_key
+from contract.specs import SkillSummary
+from contract.tenancy import TenantPolicy
+from orchestrator import installed_skills
+from orchestrator.actors import Actor
+from orchestrator.installed_skills import InstalledSkills
+from orchestrator.skill_desk import SkillDesk
+from orchestrator.tenants import RedisTenants
+from tests.conftest import RedisProcess
+from tests.skill_ground import write_skill
+from workers.skills.installed import MAX_KEPT_BYTES
+from workers.skills.installed import InstalledSkills as WorkersSkills
+
+BY = Actor(key="k1", role="tenant", name="ann", tenant="acme")
+
+
+@dataclass
+class Ground:
+    server: RedisProcess
+    client: "redis.asyncio.Redis"
+    skills: InstalledSkills
+    worker: WorkersSkills
+
+    def desk(self, tenant: str = "acme") -> SkillDesk:
+        return SkillDesk(self.skills.acting_as(BY), tenant)
+
+    async def bundles(self) -> int:
+        return len([key async for key in self.client.scan_iter("toolcrew:d:skill-bundle:*")])
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=2) as client:
+        worker = WorkersSkills(redis.Redis.from_url(redis_server.url, socket_timeout=2), "d")
+        yield Ground(redis_server, client, InstalledSkills(client, "d"), worker)
+
+
+def summary(name: str, digest: str = "0" * 64) -> SkillSummary:
+    return SkillSummary(name=name, description="Does it.", digest=digest, files=1, bytes=1)
+
+
+async def test_what_is_installed_is_the_skill_that_a_worker_gets(ground: Ground, tmp_path: Path) -> None:
+    folder = write_skill(tmp_path, "echo", files={"scripts/a.py": "#!/bin/sh\n", "data/x": b"\0"})
+    installed = await ground.desk().install(folder)
+    skill = ground.worker.find("acme", "echo")
+    assert skill is not None
+    assert (skill.summary, skill.owner, skill.body) == (installed.skill, "acme", "Do it.")
+    assert skill.source.read("data/x") == b"\0"
+    assert ground.worker.find("acme", "echo") is skill, "it is kept while it is used"
+    assert list(ground.worker.all("acme")) == list(await ground.desk().all()) == ["echo"]
+    [(_, entry)] = await ground.client.xrange(audit_key("d"))
+    assert b'"skill.install"' in entry[b"entry"]
+    assert b'"ann"' in entry[b"entry"]
+
+
+async def test_a_tenant_has_its_own_and_learns_of_no_other(ground: Ground, tmp_path: Path) -> None:
+    await ground.desk("acme").install(write_skill(tmp_path, "echo"))
+    for tenant in ("rival", "acm", "acme:", "acme:x", ""):
+        assert ground.worker.find(tenant, "echo") is None
+        assert ground.worker.all(tenant) == {}
+        assert await ground.desk(tenant).all() == {}
+
+
+async def test_a_skill_that_is_replaced_or_removed_leaves_nothing_behind(ground: Ground, tmp_path: Path) -> None:
+    first = await ground.desk().install(write_skill(tmp_path / "1", "echo"))
+    with pytest.raises(ToolFailure, match="has a skill echo already"):
+        await ground.desk().install(write_skill(tmp_path / "2", "echo", body="other"))
+    second = await ground.desk().install(tmp_path / "2" / "echo", replace=True)
+    assert first.skill.digest != second.skill.digest
+    assert await ground.bundles() == 1
+    found = ground.worker.find("acme", "echo")
+    assert found is not None
+    assert found.body == "other"
+    await ground.desk().install(tmp_path / "2" / "echo", replace=True)
+    assert await ground.bundles() == 1
+    assert await ground.desk().remove("echo")
+    assert not await ground.desk().remove("echo")
+    assert (await ground.bundles(), ground.worker.find("acme", "echo")) == (0, None)
+
+
+async def test_a_tenant_has_so_many_and_so_much(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed_skills, "MAX_INSTALLED", 2)
+    monkeypatch.setattr(installed_skills, "MAX_INSTALLED_BYTES", 100)
+    await ground.skills.install("acme", summary("a", "a" * 64), b"x" * 50)
+    for name, size in (("b", 51), ("b", 101)):
+        with pytest.raises(ToolFailure, match="would take more than") as refused:
+            await ground.skills.install("acme", summary(name, "b" * 64), b"x" * size)
+        assert refused.value.code is ErrorCode.QUOTA_EXCEEDED
+    await ground.skills.install("acme", summary("b", "b" * 64), b"x" * 50)
+    with pytest.raises(ToolFailure, match="which is all that may be"):
+        await ground.skills.install("acme", summary("c", "c" * 64), b"x")
+    await ground.skills.install("acme", summary("b", "c" * 64), b"x", replace=True)
+    assert await ground.bundles() == 2
+    await ground.skills.install("rival", summary("c", "c" * 64), b"x" * 100)
+
+
+async def test_what_is_not_what_was_installed_is_not_used(ground: Ground, tmp_path: Path) -> None:
+    installed = await ground.desk().install(write_skill(tmp_path, "echo"))
+    other = await ground.desk().install(write_skill(tmp_path, "other", body="hostile"))
+    key = skill_bundle_key("d", "acme", installed.skill.digest)
+    for content in (await ground.client.get(skill_bundle_key("d", "acme", other.skill.digest)), zlib.compress(b"x"), b"junk", None):
+        await (ground.client.set(key, content) if content is not None else ground.client.delete(key))
+        with pytest.raises(ToolFailure, match="whoever installed it has to do so again") as refused:
+            ground.worker.find("acme", "echo")
+        assert refused.value.code is ErrorCode.STALE_FILE
+    await ground.client.hset(installed_skills_key("d", "acme"), "odd", b"{}")
+    assert list(ground.worker.all("acme")) == list(await ground.desk().all()) == ["echo", "other"]
+    assert ground.worker.find("acme", "odd") is None
+
+
+async def test_a_worker_keeps_no_more_in_memory_than_it_may(ground: Ground, tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        await ground.desk().install(write_skill(tmp_path, name, files={"big": bytes(MAX_KEPT_BYTES // 2)}))
+    first = ground.worker.find("acme", "a")
+    ground.worker.find("acme", "b")
+    ground.worker.find("acme", "c")
+    again = ground.worker.find("acme", "a")
+    assert again is not first
+    assert again is not None
+    assert again == ground.worker.find("acme", "a")
+
+
+async def test_the_skills_of_a_tenant_that_is_removed_do_not_come_back_with_its_name(ground: Ground, tmp_path: Path) -> None:
+    tenants = RedisTenants(ground.client, "d")
+    for name in ("acme", "rival"):
+        await tenants.add(name, TenantPolicy())
+        await ground.desk(name).install(write_skill(tmp_path / name, "echo"))
+    await tenants.remove("acme")
+    assert (await ground.desk("acme").all(), list(await ground.desk("rival").all()), await ground.bundles()) == ({}, ["echo"], 1)
+
+
+async def test_without_redis_nothing_is_said_to_be_there_or_not(ground: Ground) -> None:
+    ground.server.stop()
+    for asked in (ground.desk().all(), ground.desk().remove("a"), ground.skills.install("acme", summary("a"), b"x")):
+        with pytest.raises(BrokerUnavailable):
+            await asked
+    for ask in (lambda: ground.worker.all("acme"), lambda: ground.worker.find("acme", "a")):
+        with pytest.raises(BrokerUnavailable):
+            ask()

@@ -1,0 +1,147 @@
+"""Skills as .zip files and bundles: what is packed comes back, and what is not plain is refused before it is unpacked."""
+
+import contextlib
+import io
+import stat
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contract.skills import MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SkillBroken
+from orchestrator.skill_folders import examine_skill
+from tests.skill_ground import write_skill
+from workers.skills.archives import compress_bundle, expand_bundle, load_members, load_zip, write_zip
+from workers.skills.loader import load_skill, pack_skill
+
+FRONT = "---\nname: pdf\ndescription: Fills forms.\n---\nDo it.\n"
+Fill = Callable[[zipfile.ZipFile], object]
+
+
+def zip_of(tmp_path: Path, fill: Fill, front: str = FRONT) -> Path:
+    path = tmp_path / "pdf.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("pdf/SKILL.md", front)
+        fill(archive)
+    return path
+
+
+def entry(name: str, kind: int = stat.S_IFREG, mode: int = 0o644) -> zipfile.ZipInfo:
+    made = zipfile.ZipInfo(name)
+    made.create_system, made.external_attr = 3, (kind | mode) << 16
+    return made
+
+
+def test_a_skill_that_is_packed_comes_back_as_it_was(tmp_path: Path) -> None:
+    folder = write_skill(tmp_path, "pdf", files={"scripts/a.py": "#!/bin/sh\n", "references/ü b.md": b"\x00\xff", "empty": b""})
+    skill = load_skill(folder)
+    packed = [io.BytesIO(), io.BytesIO()]
+    for target in packed:
+        write_zip(skill, target)
+    assert packed[0].getvalue() == packed[1].getvalue()
+    (tmp_path / "other.zip").write_bytes(packed[0].getvalue())
+    back = load_zip(tmp_path / "other.zip")
+    assert (back.summary, back.body) == (skill.summary, skill.body)
+    assert back.source.read("references/ü b.md") == b"\x00\xff"
+    with pack_skill(back) as one, pack_skill(skill) as other:
+        assert one.read() == other.read()
+    kept = load_members("kept", "pdf", expand_bundle(compress_bundle(back)), owner="acme")
+    assert (kept.summary, kept.owner) == (skill.summary, "acme")
+
+
+def test_a_folder_or_what_is_in_it_may_be_packed_and_what_other_programs_add_is_left_out(tmp_path: Path) -> None:
+    at_top = tmp_path / "pdf.zip"
+    with zipfile.ZipFile(at_top, "w") as archive:
+        archive.writestr("SKILL.md", FRONT)
+        archive.writestr("scripts/a.py", "print()")
+    assert load_zip(at_top).summary.warnings == ()
+    noisy = zip_of(
+        tmp_path,
+        lambda archive: [archive.writestr(name, "x") for name in ("pdf/.git/config", "__MACOSX/pdf/._SKILL.md", "pdf/a/__pycache__/b")],
+    )
+    assert [file.path for file in load_zip(noisy).files] == ["SKILL.md"]
+
+
+@pytest.mark.parametrize(
+    ("fill", "told"),
+    [
+        (lambda archive: archive.writestr(entry("pdf/link", stat.S_IFLNK), "/etc/passwd"), "is no plain file"),
+        (lambda archive: archive.writestr(entry("pdf/device", stat.S_IFCHR), ""), "is no plain file"),
+        (lambda archive: archive.writestr(entry("pdf/pipe", stat.S_IFIFO), ""), "is no plain file"),
+        (lambda archive: archive.writestr("pdf/../../x", "x"), "is no path within a folder"),
+        (lambda archive: archive.writestr("/etc/x", "x"), "is no path within a folder"),
+        (lambda archive: archive.writestr("pdf//x", "x"), "is no path within a folder"),
+        (lambda archive: archive.writestr("pdf/a\\..\\x", "x"), "is no path within a folder"),
+        (lambda archive: archive.writestr("pdf/\x1b[2J", "x"), "is no path within a folder"),
+        (lambda archive: archive.writestr("pdf/" + "a/" * 40 + "x", "x"), "nested more than"),
+        (lambda archive: archive.writestr("pdf/" + "a" * 2000, "x"), "is no path within a folder"),
+        (lambda archive: [archive.writestr(name, "x") for name in ("pdf/a", "pdf/a/b")], "lies in a file"),
+        (lambda archive: [archive.writestr(f"pdf/{number}", "") for number in range(MAX_BUNDLE_FILES + 1)], "more than 2000 files"),
+        (lambda archive: archive.writestr("pdf/zeros", bytes(MAX_BUNDLE_BYTES)), "larger than 64 MiB"),
+    ],
+)
+def test_what_is_not_plain_is_refused(tmp_path: Path, fill: Fill, told: str) -> None:
+    with pytest.raises(SkillBroken, match=told):
+        load_zip(zip_of(tmp_path, fill))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SkillBroken, match="is in it twice"):
+        load_zip(zip_of(tmp_path, lambda archive: archive.writestr("pdf/SKILL.md", "other")))
+
+
+def test_a_file_that_says_it_is_small_is_read_no_further_than_a_skill_may_be(tmp_path: Path) -> None:
+    path = zip_of(tmp_path, lambda archive: archive.writestr("pdf/zeros", bytes(MAX_BUNDLE_BYTES)))
+    data = path.read_bytes().replace(MAX_BUNDLE_BYTES.to_bytes(4, "little"), (10).to_bytes(4, "little"))
+    path.write_bytes(data)
+    with pytest.raises(SkillBroken):
+        load_zip(path)
+
+
+def test_what_is_no_skill_says_what_is_missing(tmp_path: Path) -> None:
+    other = tmp_path / "x.zip"
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("a/b", "x")
+        archive.writestr("c/SKILL.md", FRONT)
+    with pytest.raises(SkillBroken, match=r"no SKILL.md at its top"):
+        load_zip(other)
+    encrypted = zip_of(tmp_path, lambda archive: archive.writestr("pdf/a", "x"))
+    data = bytearray(encrypted.read_bytes())
+    at = data.rindex(b"PK\x01\x02")
+    data[at + 8] |= 1
+    encrypted.write_bytes(data)
+    with pytest.raises(SkillBroken, match="is encrypted"):
+        load_zip(encrypted)
+
+
+def test_a_hostile_archive_is_examined_in_a_program_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(SkillBroken, match="is no plain file"):
+        examine_skill(zip_of(tmp_path, lambda archive: archive.writestr(entry("pdf/link", stat.S_IFLNK), "/etc/passwd")))
+    (tmp_path / "x.zip").write_bytes(b"PK\x03\x04nothing")
+    with pytest.raises(SkillBroken, match=r"no .zip file"):
+        examine_skill(tmp_path / "x.zip")
+    folder = write_skill(tmp_path, "word", files={"a": "b"})
+    found = examine_skill(folder, as_zip=tmp_path / "word.zip", as_bundle=tmp_path / "bundle")
+    assert examine_skill(tmp_path / "word.zip") == found
+    assert len(expand_bundle((tmp_path / "bundle").read_bytes())) == 2
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=2000), st.integers(0, 400))
+def test_a_damaged_archive_is_refused_or_is_a_skill(tmp_path_factory: pytest.TempPathFactory, junk: bytes, at: int) -> None:
+    folder = tmp_path_factory.mktemp("zip")
+    path = zip_of(folder, lambda archive: archive.writestr("pdf/a", "x" * 50))
+    data = path.read_bytes()
+    path.write_bytes(data[:at] + junk + data[at + len(junk) :])
+    with contextlib.suppress(SkillBroken):
+        assert load_zip(path).name == "pdf"
+
+
+@given(st.binary(max_size=500))
+def test_what_is_kept_is_a_bundle_or_refused(junk: bytes) -> None:
+    with pytest.raises(SkillBroken):
+        expand_bundle(junk)

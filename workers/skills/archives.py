@@ -1,0 +1,175 @@
+"""Skills as archives: .zip files from people, which may be hostile, and the bundles that are kept of installed ones."""
+
+import io
+import stat
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from contract.skills import LEFT_OUT, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SKILL_FILE, BundleFile, SkillBroken
+from workers.skills.loader import MAX_DEPTH, Skill, load_files, pack_skill
+from workers.skills.sources import MemorySource
+
+MAX_ZIP_BYTES = MAX_BUNDLE_BYTES
+MAX_BUNDLE_ARCHIVE_BYTES = MAX_BUNDLE_BYTES + 4096 * MAX_BUNDLE_FILES
+"""Of a bundle as tar, not compressed."""
+_MAX_PATH_CHARS = 1024
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+"""The earliest instant that a .zip can name: archives of the same files are the same."""
+_REGULAR = 0o100000
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file of an archive."""
+
+    path: str
+    data: bytes
+    is_executable: bool
+
+
+def load_zip(path: Path) -> Skill:
+    """The skill in a .zip file: its folder, or what is in that. Raises SkillBroken for whatever is not plain, OSError."""
+    if path.stat().st_size > MAX_ZIP_BYTES:
+        raise SkillBroken(f"it is larger than {MAX_ZIP_BYTES // 1024 // 1024} MiB: leave out what the skill does not use")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = _read_zip(archive)
+    except SkillBroken:
+        raise
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        struct.error,
+        EOFError,
+        OSError,
+        NotImplementedError,
+        RuntimeError,
+        ValueError,
+        IndexError,
+    ) as error:
+        # All of these are raised for archives that are damaged, encrypted or compressed in other ways.
+        raise SkillBroken(f"it is no .zip file that can be read ({error}): pack it with `toolcrew skills pack`") from error
+    folder, plain = _without_top(members)
+    return load_members(str(path), folder or path.stem, plain)
+
+
+def load_members(name: str, folder: str, members: Iterable[Member], owner: str = "") -> Skill:
+    """The skill of these files. `name`: what they are, for the log. Raises SkillBroken."""
+    known = list(members)
+    if not any(member.path == SKILL_FILE for member in known):
+        raise SkillBroken(f"it has no {SKILL_FILE} at its top: pack the skill's folder, or what is in it")
+    source = MemorySource(name, {member.path: member.data for member in known})
+    return load_files(source, folder, [BundleFile(one.path, len(one.data), one.is_executable, one.data[:2]) for one in known], owner)
+
+
+def write_zip(skill: Skill, target: IO[bytes]) -> None:
+    """Its folder as a .zip file, the same bytes for the same files. Raises ToolFailure(STALE_FILE) when they have changed since."""
+    with pack_skill(skill) as packed, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for member in read_bundle(packed):
+            entry = zipfile.ZipInfo(f"{skill.name}/{member.path}", _EPOCH)
+            entry.create_system = 3  # what the run bit is read by
+            entry.external_attr = (_REGULAR | (0o755 if member.is_executable else 0o644)) << 16
+            archive.writestr(entry, member.data, zipfile.ZIP_DEFLATED, 9)
+
+
+def compress_bundle(skill: Skill) -> bytes:
+    """What is kept of a skill: its bundle, compressed. Raises ToolFailure(STALE_FILE)."""
+    with pack_skill(skill) as packed:
+        return zlib.compress(packed.read(), 6)
+
+
+def expand_bundle(data: bytes) -> list[Member]:
+    """The files of what `compress_bundle` gave. Raises SkillBroken when it is something else, however much that would be."""
+    inflater = zlib.decompressobj()
+    try:
+        packed = inflater.decompress(data, MAX_BUNDLE_ARCHIVE_BYTES)
+        if not inflater.eof:
+            raise SkillBroken("what is kept of it is cut off, or more than a skill may be: install it again")
+        return read_bundle(io.BytesIO(packed))
+    except (zlib.error, tarfile.TarError, EOFError, ValueError) as error:
+        if isinstance(error, SkillBroken):
+            raise
+        raise SkillBroken("what is kept of it is no bundle: install it again") from error
+
+
+def read_bundle(packed: IO[bytes]) -> list[Member]:
+    """The files of a tar archive that `pack_skill` made. Raises tarfile.TarError."""
+    with tarfile.open(fileobj=packed, mode="r:") as archive:
+        members = []
+        for entry in archive:
+            content = archive.extractfile(entry)
+            members.append(Member(entry.name, content.read() if content is not None else b"", bool(entry.mode & 0o100)))
+        return members
+
+
+def _read_zip(archive: zipfile.ZipFile) -> list[Member]:
+    """Raises SkillBroken, and what zipfile raises."""
+    entries = [entry for entry in archive.infolist() if not _is_folder(entry)]
+    if len(entries) > MAX_BUNDLE_FILES:
+        raise SkillBroken(f"it has more than {MAX_BUNDLE_FILES} files: leave out what the skill does not use")
+    found: dict[str, Member] = {}
+    room = MAX_BUNDLE_BYTES
+    for entry in entries:
+        _check_entry(entry)
+        if _is_left_out(entry.filename):
+            continue
+        if entry.filename in found:
+            raise SkillBroken(f"{entry.filename[:200]} is in it twice: pack it anew")
+        # By what comes out, not by what it says of itself.
+        with archive.open(entry) as content:
+            data = content.read(room + 1)
+        room -= len(data)
+        if room < 0:
+            raise SkillBroken(f"its files are larger than {MAX_BUNDLE_BYTES // 1024 // 1024} MiB: leave out what the skill does not use")
+        found[entry.filename] = Member(entry.filename, data, bool((entry.external_attr >> 16) & 0o100))
+    _check_folders(found)
+    return list(found.values())
+
+
+def _check_entry(entry: zipfile.ZipInfo) -> None:
+    name, kind = entry.filename, stat.S_IFMT(entry.external_attr >> 16)
+    if kind not in (0, stat.S_IFREG):
+        raise SkillBroken(f"{name[:200]} is no plain file, but a link or a device: put the file itself into it")
+    if entry.flag_bits & 0x1:
+        raise SkillBroken(f"{name[:200]} is encrypted: pack it without a password")
+    parts = name.split("/")
+    is_plain = (
+        name.isprintable() and "\\" not in name and len(name) <= _MAX_PATH_CHARS and all(part not in ("", ".", "..") for part in parts)
+    )
+    if not is_plain:
+        raise SkillBroken(f"{name[:200]!r} is no path within a folder: name files without .., without \\ and without a / at the front")
+    if len(parts) > MAX_DEPTH:
+        raise SkillBroken(f"its folders are nested more than {MAX_DEPTH} deep: put {name[:200]} higher")
+
+
+def _is_folder(entry: zipfile.ZipInfo) -> bool:
+    """An empty entry that names a folder, which its files name as well."""
+    return entry.filename.endswith("/") and entry.file_size == 0
+
+
+def _is_left_out(path: str) -> bool:
+    return any(part in LEFT_OUT for part in path.split("/")[:-1]) or path.startswith("__MACOSX/")
+
+
+def _check_folders(found: Mapping[str, Member]) -> None:
+    """A file and a folder of one name cannot both be there."""
+    for path in found:
+        parts = path.split("/")
+        for depth in range(1, len(parts)):
+            if "/".join(parts[:depth]) in found:
+                raise SkillBroken(f"{path[:200]} lies in a file: pack it anew")
+
+
+def _without_top(members: list[Member]) -> tuple[str, list[Member]]:
+    """The one folder that all lie in, "" when there is none or SKILL.md is at the top; the files below it."""
+    tops = {member.path.partition("/")[0] for member in members}
+    if len(tops) != 1 or any("/" not in member.path for member in members):
+        return "", members
+    (top,) = tops
+    return top, [Member(member.path.removeprefix(f"{top}/"), member.data, member.is_executable) for member in members]

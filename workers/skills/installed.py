@@ -1,0 +1,76 @@
+"""The skills that are installed for tenants, as a worker gets them: records from Redis with each call, bundles once while they are used."""
+
+from collections import OrderedDict
+from typing import Any
+
+import redis
+import structlog
+
+from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from contract.installed_skills import InstalledSkill, parse_installed
+from contract.names import installed_skills_key, skill_bundle_key
+from contract.skills import SkillBroken
+from workers.skills.archives import expand_bundle, load_members
+from workers.skills.loader import Skill
+
+log = structlog.get_logger(__name__)
+
+MAX_KEPT_BYTES = 64 * 1024 * 1024
+"""Of the files of skills that this process keeps in memory, beside the one that was used last."""
+
+
+class InstalledSkills:
+    """Of one deployment. Whose skills they are is the signed context's to say."""
+
+    def __init__(self, client: "redis.Redis", deployment: str) -> None:
+        self._client, self._deployment = client, deployment
+        self._kept: OrderedDict[tuple[str, str], Skill] = OrderedDict()
+
+    def all(self, tenant: str) -> dict[str, InstalledSkill]:
+        """By name, in their order; what cannot be read is logged and left out. Raises BrokerUnavailable."""
+        told = self._ask(lambda: self._client.hgetall(installed_skills_key(self._deployment, tenant)))
+        found = {name.decode(errors="replace"): self._parse(tenant, text) for name, text in sorted(told.items())}
+        return {name: record for name, record in found.items() if record is not None}
+
+    def find(self, tenant: str, name: str) -> Skill | None:
+        """The skill of that name, None when the tenant has none. Raises BrokerUnavailable, ToolFailure when what is kept of it is broken."""
+        text = self._ask(lambda: self._client.hget(installed_skills_key(self._deployment, tenant), name))
+        record = self._parse(tenant, text) if text is not None else None
+        if record is None:
+            return None
+        key = tenant, record.skill.digest
+        skill = self._kept.get(key) or self._load(tenant, record)
+        self._kept[key] = skill
+        self._kept.move_to_end(key)
+        while len(self._kept) > 1 and sum(kept.summary.bytes for kept in self._kept.values()) > MAX_KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return skill
+
+    def _load(self, tenant: str, record: InstalledSkill) -> Skill:
+        name, digest = record.skill.name, record.skill.digest
+        data = self._ask(lambda: self._client.get(skill_bundle_key(self._deployment, tenant, digest)))
+        try:
+            if data is None:
+                raise SkillBroken("its files are gone from Redis")
+            skill = load_members(f"installed skill of tenant {tenant}", name, expand_bundle(data), owner=tenant)
+            if skill.summary.digest != digest:
+                raise SkillBroken("its files are not those that were installed")
+        except SkillBroken as broken:
+            log.error("installed_skill_broken", tenant=tenant, skill=name, error=str(broken))
+            raise ToolFailure(
+                ErrorCode.STALE_FILE, f"the skill {name} cannot be used ({broken}): whoever installed it has to do so again"
+            ) from broken
+        return skill
+
+    def _parse(self, tenant: str, text: bytes) -> InstalledSkill | None:
+        try:
+            return parse_installed(text)
+        except ConfigError as error:
+            log.error("installed_skill_unreadable", tenant=tenant, error=str(error))
+            return None
+
+    def _ask(self, question: Any) -> Any:
+        try:
+            return question()
+        except redis.RedisError as error:
+            raise BrokerUnavailable(f"Redis did not give the tenant's skills ({error}); see that Redis is up") from error

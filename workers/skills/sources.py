@@ -1,0 +1,45 @@
+"""Where a skill's files are read from: a folder of this host, or what was installed for a tenant."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+
+class Source(Protocol):
+    """Files by their paths, with `/`. As text: what it is, for the log."""
+
+    def read(self, path: str, at_most: int = -1) -> bytes:
+        """The file's bytes, or so many of them. Raises OSError."""
+        ...
+
+
+class FolderSource:
+    """A folder of this host, which may change."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    def read(self, path: str, at_most: int = -1) -> bytes:
+        with open(os.path.join(self._folder, path), "rb") as file:
+            return file.read(at_most)
+
+
+class MemorySource:
+    """Files that are kept in memory. `name`: what they are."""
+
+    def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
+        self._name, self._files = name, files
+
+    def __str__(self) -> str:
+        return self._name
+
+    def read(self, path: str, at_most: int = -1) -> bytes:
+        try:
+            data = self._files[path]
+        except KeyError:
+            raise FileNotFoundError(path) from None
+        return data if at_most < 0 else data[:at_most]
