@@ -44,7 +44,9 @@ class ToolSpec(Record):
         """The same tool in a sandbox that has more of the network. Of other pools' tools nothing changes."""
         if self.pool != "sandbox":
             return self
-        return self.model_copy(update={"network": words, "description": self.description.replace(self.network, words)})
+        # The last place is ours: what an author writes of the network stands before it.
+        before, found, after = self.description.rpartition(self.network)
+        return self.model_copy(update={"network": words, "description": f"{before}{words}{after}" if found else self.description})
 
 
 class AllowedTool(Record):

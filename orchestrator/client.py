@@ -200,11 +200,13 @@ class ToolClient:
             self._dispatcher, await self._as_tenant(tenant), checkpoint.id if isinstance(checkpoint, Checkpoint) else checkpoint
         )
 
-    async def tools(self, names: Iterable[str] | Literal["all"] = "all") -> list[ToolSpec]:
-        """The tools a model of the client's tenant may call: as the workers publish them, without those that are turned off."""
-        policy = await self._tenants.policy(self.tenant)
+    async def tools(self, names: Iterable[str] | Literal["all"] = "all", *, session: Session | None = None) -> list[ToolSpec]:
+        """The tools a model of the client's tenant may call: as the workers publish them, without those that are turned off. `session`: with what that has of
+        the network."""
+        policy, reach = await self._tenants.policy(self.tenant), (await session.info()).describe_network() if session is not None else None
         allowed = [state.spec for state in await self.tool_states() if state.switch is None and policy.allows_tool(state.name)]
-        return await self._parts.disclosed(filter_specs(allowed, names), self.tenant)
+        there = [spec.with_network(reach) for spec in allowed] if reach is not None else allowed
+        return await self._parts.disclosed(filter_specs(there, names), self.tenant)
 
     async def review(self, call: ToolCall, spec: ToolSpec, session: str | None, approver: Approver | None = None) -> ToolCall | ToolResult:
         """A call that somebody's model asks for, as it may run, or the result that refuses it. `approver` None: the client's."""

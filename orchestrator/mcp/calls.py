@@ -54,10 +54,7 @@ async def list_tools(ctx: Context, caller: Caller) -> ListToolsResult:
     """What the caller's tenant may call now; in a session that is there already, with what that has of the network."""
     try:
         session = await caller.leases.attached(_wanted_session(ctx, caller))
-        specs = await caller.client.tools()
-        if session is not None:
-            reach = (await session.info()).describe_network()
-            specs = [spec.with_network(reach) for spec in specs]
+        specs = await caller.client.tools(session=session)
     except (ToolFailure, OperatorError) as error:
         told = build_answer(_failed("tools", error), None).structured_content
         raise MCPError(INVALID_PARAMS if isinstance(error, ToolFailure) else -32000, told["text"]) from error

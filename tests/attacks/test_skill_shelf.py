@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from contract.errors import SandboxUnavailable, ToolFailure
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.skills import BundleDigest
 from tests.attack_ground import Ground, Hostile
 from workers.sandbox_client import SandboxClient
@@ -162,3 +162,17 @@ def test_send_more_than_a_bundle_may_have(ground: Ground) -> None:
         with SandboxClient(ground.path) as other:
             assert other.status()
     assert ground.peak_bytes() - before < 32 * 1024 * 1024
+
+
+def test_begin_a_call_that_was_cancelled_while_its_skill_was_placed(ground: Ground) -> None:
+    """Aim: a cancel that nothing was there for yet is forgotten, and the script runs to its limit."""
+    with ground.session() as session, SandboxClient(ground.path) as client:
+        place(ground, session)
+        assert not client.cancel(session.name, "called-off")
+        request = {"op": "exec", "argv": ["touch", "/workspace/ran"], "script_bytes": 0, "cwd": "/workspace", "env": {}, "timeout_s": 20}
+        request["capture"] = {"stdout": 1000, "stderr": 1000}
+        with pytest.raises(ToolFailure) as refused:
+            client.call(session.name, request, call_id="called-off")
+        assert refused.value.code is ErrorCode.CANCELLED
+        assert said(session, "ls /workspace") == ""
+        assert "error" not in client.call(session.name, request, call_id="another").done

@@ -102,6 +102,8 @@ class Connection:
         session, sandbox = await self._sessions.use(parse_text(frame.header, "sandbox"), call_id, parse_terms(frame.header))
         if self._link.is_gone:
             raise ConnectionError("the worker left before its call began")
+        if call_id in session.called_off:
+            raise ToolFailure(ErrorCode.CANCELLED, "the call was cancelled before it began")
         started, done = time.monotonic(), dict[str, Any]()
         call = sandbox.begin(call_id, request, count_budget(request), self._relay)
         self._announce(sandbox, call, request, frame.body)

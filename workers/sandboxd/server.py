@@ -171,12 +171,13 @@ class Server:
         if call_id in session.waiting:
             session.waiting.remove(call_id)
             return True
-        if session.sandbox is None:
-            return False
-        for call in list(session.sandbox.calls.values()):
-            if call.call_id == call_id:
-                session.sandbox.cancel(call)
-                return True
+        if (sandbox := session.sandbox) is not None:
+            for call in list(sandbox.calls.values()):
+                if call.call_id == call_id:
+                    sandbox.cancel(call)
+                    return True
+        # It may be on its way here, or have more to ask for.
+        session.called_off.append(call_id)
         return False
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,10 @@ RENEW_S = 86_400.0
 _ROW_CHARS = 200
 
 
+MAX_CALLED_OFF = 100
+"""The newest; ids are never used again."""
+
+
 @dataclass(eq=False)
 class Session:
     """A session's claim on this host.
@@ -34,6 +39,7 @@ class Session:
     `checkpoint`: the last that was made here; `automatic_at`: when the newest that nobody asked for was made, epoch seconds, None: there is none.
     `overfull_bytes`: what its workspace held when that was last found to be too much.
     `is_moving`: its sandbox is being given up, and calls wait for the lock. `checkpointing`: held while a checkpoint is made, calls go on. `waiting`: ids of calls that wait; a cancel takes one out.
+    `called_off`: ids of calls whose cancel came while nothing of them was here: between two of their requests, or before the first.
     """
 
     id: str
@@ -61,6 +67,7 @@ class Session:
     checkpoint: str | None = None
     automatic_at: float | None = None
     waiting: list[str] = field(default_factory=list)
+    called_off: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_CALLED_OFF))
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     checkpointing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
