@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -12,7 +13,6 @@ from pathlib import Path
 
 from benchmarks.processes import child_process
 from benchmarks.report import Case, Report, interleave, median, timed
-from orchestrator.settings import python
 
 ROUNDS = 9
 WARM_UP = 2
@@ -99,8 +99,8 @@ def run(rounds: int = ROUNDS) -> Report:
         port = stack.enter_context(_bytes_server())
         proxy, relay = folder / "egress.sock", folder / "relay.sock"
         environment = {"TOOLCREW_EGRESS_SOCKET": str(proxy), "TOOLCREW_LOG_LEVEL": "INFO"}
-        stack.enter_context(child_process([python(), "-m", "workers.egress"], environment, folder / "egress.log"))
-        stack.enter_context(child_process([python(), "-c", _RELAY, str(relay), str(port)], {}, folder / "relay.log"))
+        stack.enter_context(child_process([sys.executable, "-m", "workers.egress"], environment, folder / "egress.log"))
+        stack.enter_context(child_process([sys.executable, "-c", _RELAY, str(relay), str(port)], {}, folder / "relay.log"))
         _wait_for(proxy)
         _wait_for(relay)
         whole = DOWNLOAD_BYTES // (1024 * 1024)

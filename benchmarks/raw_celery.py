@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from benchmarks.noop_worker import TASK
 from benchmarks.processes import child_process
 from orchestrator.celery_transport import CeleryTransport
 from orchestrator.results import ResultHub
-from orchestrator.settings import load_settings, python
+from orchestrator.settings import load_settings
 from orchestrator.transport import Delivery
 from workers.app import build_app
 
@@ -45,7 +46,7 @@ def worker_environment(redis_url: str, slots: int) -> dict[str, str]:
 def running_tools(redis_url: str, slots: int) -> Iterator[None]:
     """Our own worker of operators' tools on that Redis, on prefork; calls may come a moment before it is there (`until_served`)."""
     environment = {**worker_environment(redis_url, slots), "TOOLCREW_WORKER_KIND": "web", "TOOLCREW_HOST": "bench-tools"}
-    argv = [python(), "-m", "benchmarks.noop_worker"]
+    argv = [sys.executable, "-m", "benchmarks.noop_worker"]
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as folder, child_process(argv, environment, Path(folder) / "log"):
         yield
 
@@ -58,7 +59,7 @@ async def open_raw(
     queue = f"bench.{secrets.token_hex(4)}"
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-"))
     environment = {**worker_environment(redis_url, slots), "TOOLCREW_HOST": queue.replace(".", "-")}
-    stack.enter_context(child_process([python(), "-m", "benchmarks.noop_worker", queue, pool], environment, Path(folder) / "log"))
+    stack.enter_context(child_process([sys.executable, "-m", "benchmarks.noop_worker", queue, pool], environment, Path(folder) / "log"))
     hub = ResultHub(client)
     await hub.start()
     stack.push_async_callback(hub.close)

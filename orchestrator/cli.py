@@ -40,7 +40,7 @@ from orchestrator.dispatcher import Terms
 from orchestrator.events import CallFinished, RunEvent
 from orchestrator.limits import ReActOptions, StopReason
 from orchestrator.local_stack import StackInfo, keep, print_json
-from orchestrator.settings import child_environment, load_settings, python
+from orchestrator.settings import child_environment, load_settings, program
 from orchestrator.terminal import RunView, escape_controls, format_clocks
 from orchestrator.terminal_live import LiveOutput
 
@@ -231,7 +231,8 @@ def worker_start(
     Of the kind sandbox, beside this host's sandboxd (TOOLCREW_SANDBOXD_SOCKET); or web, with the network and without sandboxes.
     """
     environment = {"TOOLCREW_WORKER_KIND": kind} if kind is not None else {}
-    os.execve(python(), [python(), "-m", "workers"], child_environment(environment))
+    command = program("workers")
+    os.execve(command[0], command, child_environment(environment))
 
 
 worker_app.command("status")(worker_status)

@@ -13,7 +13,7 @@ from orchestrator.doctor_redis import examine_redis
 from orchestrator.findings import Report
 from orchestrator.redis_connection import open_redis
 from orchestrator.redis_server import find_redis_server
-from orchestrator.settings import OrchestratorSettings, child_environment, python
+from orchestrator.settings import OrchestratorSettings, child_environment, program
 
 Scope = Literal["all", "host", "deployment"]
 CHECK_TIMEOUT_S = 60.0
@@ -56,11 +56,7 @@ async def _examine_deployment(settings: OrchestratorSettings, report: Report, *,
 async def _examine_engine(report: Report) -> None:
     """sandboxd's own check in a process of its own: this side never talks to the engine."""
     process = await asyncio.create_subprocess_exec(
-        python(),
-        "-m",
-        "workers.sandboxd",
-        "--check",
-        "--json",
+        *program("workers.sandboxd", "--check", "--json"),
         env=child_environment({}),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -10,7 +10,7 @@ from contract.settings import BrokerSettings
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.api_keys import ApiKeys
 from orchestrator.redis_connection import open_redis
-from orchestrator.settings import python
+from orchestrator.settings import program
 from orchestrator.supervision import ChildPlan
 
 KEY_TTL_S = 30 * 86_400.0
@@ -34,7 +34,7 @@ class LocalApi:
 
     def plan(self, environment: Mapping[str, str]) -> ChildPlan:
         """Its process. A key in the environment would be a tenant's, and commands' business."""
-        argv = (python(), "-m", "orchestrator", "serve", "api", "--port", str(self.port))
+        argv = program("orchestrator", "serve", "api", "--port", str(self.port))
         return ChildPlan(ROLE, argv, {**environment, "TOOLCREW_API_KEY": ""}, signal.SIGKILL, stop_within_s=STOP_WITHIN_S)
 
     @classmethod

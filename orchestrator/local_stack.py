@@ -28,7 +28,7 @@ from contract.settings import BrokerSettings
 from orchestrator.local_api import LocalApi
 from orchestrator.redis_connection import check_redis, open_redis
 from orchestrator.redis_server import find_redis_server, write_redis_config
-from orchestrator.settings import OrchestratorSettings, child_environment, load_settings, python
+from orchestrator.settings import OrchestratorSettings, child_environment, load_settings, program
 from orchestrator.supervision import ChildPlan, Supervisor
 
 READY_TIMEOUT_S = 60.0
@@ -200,7 +200,7 @@ class LocalStack:
         }
         if page_url := self._settings.page_url or (self._api.url if self._api is not None else None):
             environment["TOOLCREW_PAGE_URL"] = page_url
-        argv = (python(), "-m", "orchestrator.flower")
+        argv = program("orchestrator.flower")
         await self._supervisor.start(ChildPlan("flower", argv, environment, signal.SIGKILL, stop_signal=signal.SIGKILL))
         return f"http://toolcrew:{password}@127.0.0.1:{port}/"
 
@@ -248,7 +248,7 @@ class LocalStack:
         ask = END_FOR_GOOD if role == "sandboxd" else signal.SIGTERM
         plan = ChildPlan(
             role,
-            (python(), "-m", module),
+            program(module),
             environment,
             orphan_signal=ask,
             stop_signal=ask,
@@ -333,9 +333,7 @@ async def _watch_stdin(stop: asyncio.Event) -> None:
 async def embedded_stack(overrides: Mapping[str, str] | None = None) -> AsyncIterator[StackInfo]:
     """A stack of one's own, kept by a child process. Raises OperatorError with the reason when it does not start."""
     keeper = await asyncio.create_subprocess_exec(
-        python(),
-        "-m",
-        "orchestrator.local_stack",
+        *program("orchestrator.local_stack"),
         env=child_environment(overrides or {}),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

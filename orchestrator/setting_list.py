@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from contract.errors import ConfigError, OperatorError
 from contract.setting_rows import build_rows
-from orchestrator.settings import child_environment, load_settings, python
+from orchestrator.settings import child_environment, load_settings, program
 from telemetry.settings import load_tracing_settings
 
 ANSWER_S = 30.0
@@ -32,7 +32,7 @@ def _told(process: str, load: Callable[[], BaseModel]) -> dict[str, Any]:
 async def _of_workers() -> list[dict[str, Any]]:
     """Asked of a process of their own: neither side knows the other's settings."""
     process = await asyncio.create_subprocess_exec(
-        python(), "-m", "workers.setting_list", env=child_environment({}), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *program("workers.setting_list"), env=child_environment({}), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
         async with asyncio.timeout(ANSWER_S):

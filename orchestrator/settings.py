@@ -149,9 +149,9 @@ def is_interactive() -> bool:
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def python() -> str:
-    """The interpreter that runs us."""
-    return sys.executable
+def program(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command of a program of ours. -P: in the folder where it is started there may be anything, also a package of a name that it imports."""
+    return (sys.executable, "-P", "-m", module, *arguments)
 
 
 def secrets_of_environment() -> dict[str, str]:

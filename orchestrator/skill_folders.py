@@ -2,13 +2,13 @@
 
 import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from contract.errors import ConfigError
 from contract.skills import SkillBroken
 from contract.specs import SkillSummary, ToolSpec
+from orchestrator.settings import program
 
 EXAMINE_S = 120.0
 
@@ -26,8 +26,7 @@ def examine_skill(path: Path, *, as_zip: Path | None = None, as_bundle: Path | N
 
     Raises SkillBroken with what makes it unusable, ConfigError when it could not be examined.
     """
-    # -P: where it lies there may be anything, also a package of that name.
-    command = [sys.executable, "-P", "-m", "workers.skills", str(path)]
+    command = [*program("workers.skills"), str(path)]
     for option, target in (("--zip", as_zip), ("--bundle", as_bundle)):
         command += [option, str(target)] if target is not None else []
     try:

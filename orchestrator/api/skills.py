@@ -50,7 +50,9 @@ async def get_skill(name: str, caller: AnyCaller) -> SkillView:
 @router.post(
     "",
     status_code=201,
-    openapi_extra={"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
+    openapi_extra={
+        "requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+    },
 )
 async def install_skill(
     caller: AnyCaller, request: Request, replace: Annotated[bool, Query(description="In place of the tenant's skill of that name.")] = False
