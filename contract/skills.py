@@ -18,6 +18,8 @@ LEFT_OUT = frozenset({".git", "__pycache__"})
 """Folders that are no part of a bundle."""
 MAX_BUNDLE_BYTES = 64 * 1024 * 1024
 MAX_BUNDLE_FILES = 2000
+MAX_ARCHIVE_BYTES = MAX_BUNDLE_BYTES + 8192 * MAX_BUNDLE_FILES
+"""A bundle as tar: beside its bytes for each file two heads, the longest name that a file system has, and what fills up its blocks."""
 MAX_SKILL_FILE_BYTES = 1024 * 1024
 INTERPRETERS: Mapping[str, str] = {".py": "python3", ".sh": "bash", ".js": "node"}
 """Suffix of a script that has no line `#!` -> what runs it."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tarfile
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from structlog.testing import capture_logs
 from contract import skills as rules
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.skill_sidecars import SIDECAR_FILE
-from contract.skills import SkillBroken, parse_skill
+from contract.skills import MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SkillBroken, parse_skill
 from contract.specs import SkillSummary
 from orchestrator.skill_folders import examine_skill
 from tests.skill_ground import SHIPPED, write_skill
@@ -273,3 +274,12 @@ def test_the_skills_that_are_shipped_have_no_faults() -> None:
 def test_a_summary_survives_json(tmp_path: Path) -> None:
     skill: Skill = load_skill(write_skill(tmp_path, "a", front(version=1, extra="x")))
     assert SkillSummary.model_validate_json(skill.summary.model_dump_json()) == skill.summary
+
+
+def test_a_bundle_with_the_longest_names_is_no_larger_an_archive_than_is_taken(tmp_path: Path) -> None:
+    deep = "/".join(["d" * 250] * 15)
+    folder = write_skill(tmp_path, "a", files={f"{deep}/{number:0250}": b"" for number in range(50)})
+    skill = load_skill(folder)
+    with pack_skill(skill) as packed:
+        size = packed.seek(0, os.SEEK_END) - 2 * tarfile.RECORDSIZE
+    assert (size - skill.summary.bytes) / len(skill.files) < (MAX_ARCHIVE_BYTES - MAX_BUNDLE_BYTES) / MAX_BUNDLE_FILES

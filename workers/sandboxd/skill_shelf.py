@@ -17,7 +17,7 @@ from typing import IO
 import structlog
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.skills import MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, BundleDigest
+from contract.skills import MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, BundleDigest
 from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine
 from workers.sandboxd.hardening import SKILLS_FOLDER
 from workers.sandboxd.leases import Lease
@@ -27,8 +27,6 @@ log = structlog.get_logger(__name__)
 
 MAX_SHELF_BYTES = 2 * 1024**3
 """Of all bundles until sandboxd is started anew: they lie on the engine's disk."""
-MAX_ARCHIVE_BYTES = MAX_BUNDLE_BYTES + 4096 * MAX_BUNDLE_FILES
-"""A bundle as tar: beside its bytes, heads and what fills up its blocks."""
 _MEMORY_BYTES = 1024 * 1024
 
 

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from contract.skills import LEFT_OUT, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SKILL_FILE, BundleFile, SkillBroken
+from contract.skills import LEFT_OUT, MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SKILL_FILE, BundleFile, SkillBroken
 from workers.skills.loader import MAX_DEPTH, Skill, load_files, pack_skill
 from workers.skills.sources import MemorySource
 
 MAX_ZIP_BYTES = MAX_BUNDLE_BYTES
-MAX_BUNDLE_ARCHIVE_BYTES = MAX_BUNDLE_BYTES + 4096 * MAX_BUNDLE_FILES
-"""Of a bundle as tar, not compressed."""
 _MAX_PATH_CHARS = 1024
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """The earliest instant that a .zip can name: archives of the same files are the same."""
@@ -88,7 +86,7 @@ def expand_bundle(data: bytes) -> list[Member]:
     """The files of what `compress_bundle` gave. Raises SkillBroken when it is something else, however much that would be."""
     inflater = zlib.decompressobj()
     try:
-        packed = inflater.decompress(data, MAX_BUNDLE_ARCHIVE_BYTES)
+        packed = inflater.decompress(data, MAX_ARCHIVE_BYTES)
         if not inflater.eof:
             raise SkillBroken("what is kept of it is cut off, or more than a skill may be: install it again")
         return read_bundle(io.BytesIO(packed))
