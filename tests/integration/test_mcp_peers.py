@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from docker import APIClient
 
-from contract.errors import ErrorCode
+from contract.errors import ErrorCode, ToolFailure
 from contract.names import catalog_key
 from orchestrator.client import ToolClient
 from tests.mcp_peers import modern, open_raw_peer
@@ -50,6 +50,9 @@ async def test_tools_of_servers_are_called_where_they_belong_and_bad_ones_cost_o
                 assert "\nby stdio\n" in (await session.call("mcp__ours__echo", {"text": "by stdio"})).text()
                 assert "\n/workspace 7\n" in (await session.call("mcp__ours__where", {})).text()
 
+                with pytest.raises(ToolFailure, match="Tool not found") as unseen:
+                    await acme.tool_state("mcp__bolts__echo")
+                assert "bolts" not in str(unseen.value.metadata)
                 other = await session.call("mcp__bolts__echo", {"text": "x"})
                 nobodys = await session.call("mcp__nuts__echo", {"text": "x"})
                 assert (other.error_code, str(other.error).replace("bolts", "nuts")) == (nobodys.error_code, nobodys.error)

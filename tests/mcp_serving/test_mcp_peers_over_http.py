@@ -1,18 +1,23 @@
 """Tools of other MCP servers over HTTP: found and called at real servers, and limits that hold whatever a bad one does."""
 
 import json
+import sys
 from collections.abc import Iterator
 from socket import socket
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from contract.errors import ErrorCode, ToolFailure
+from tests.guest_exec import run_here
 from tests.mcp_peers import TOOL, legacy, modern, open_raw_peer, open_sdk_peer, reach, reply_to
+from tests.stack import ROOT
 from tests.web_servers import answer, open_web_server, redirect, run_tool
 from workers.mcp.http_server import ANSWER_BYTES
 from workers.mcp.http_tools import load_http_tools
-from workers.mcp.settings import HttpEntry
+from workers.mcp.sandbox_server import SandboxServer
+from workers.mcp.settings import HttpEntry, StdioEntry
 from workers.settings import WebSettings
 from workers.tools.base import WorkerTool
 from workers.web.limits import Deadline
@@ -78,6 +83,23 @@ def test_a_server_of_an_earlier_revision_is_greeted_and_its_session_ended() -> N
         methods = [request.split(" ")[0] for request in server.requests]
         assert methods == ["POST"] * 4 + ["DELETE"] + ["POST"] * 3 + ["DELETE"], "asked once which revision, greeted for each use"
         assert (server.header("mcp-session-id"), server.header("mcp-protocol-version")) == ("s-1", "2025-06-18")
+
+
+def test_the_sdks_server_is_used_by_its_handshake_as_well(peer: str) -> None:
+    way = reach(peer)
+    way.stands_alone = False
+    assert [tool["name"] for tool in way.list_tools(_soon())] == ["add", "refuse", "show"]
+    assert way.call_tool("add", {"a": 2, "b": 40}, _soon())["content"][0]["text"] == "42"
+
+
+@pytest.mark.parametrize("alone", [None, True, False])
+def test_the_sdks_server_is_used_over_stdio_in_either_revision(alone: bool | None) -> None:
+    run = ("-c", "from tests.mcp_peers import build_peer; build_peer().run('stdio')")
+    entry = StdioEntry(command=sys.executable, args=run, network="none", env={"PYTHONPATH": SecretStr(str(ROOT))})
+    way = SandboxServer("peer", entry, alone)
+    assert [tool["name"] for tool in way.list_tools(run_here, 60)] == ["add", "refuse", "show"]
+    assert way.stands_alone is (alone is not False)
+    assert way.call_tool(run_here, "add", {"a": 2, "b": 40}, "/workspace", 60)["content"][0]["text"] == "42"
 
 
 def test_what_the_file_says_is_sent_with_every_request() -> None:

@@ -122,7 +122,7 @@ def test_hints_count_as_far_as_the_server_is_trusted(trust: str, hints: Any, fla
 def _bomb() -> dict[str, Any]:
     """Few references that stand for 2^16 schemas."""
     defs: dict[str, Any] = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(16)}
-    return {"type": "object", "$defs": {**defs, "d16": {}}, "properties": {"x": {"$ref": "#/$defs/d0"}}}
+    return {"type": "object", "$defs": {**defs, "d16": {"type": "string"}}, "properties": {"x": {"$ref": "#/$defs/d0"}}}
 
 
 def _deep() -> dict[str, Any]:
@@ -149,6 +149,8 @@ def _deep() -> dict[str, Any]:
         _schema(**{"\x07": {}}),
         _schema(x={"type": "string", "x-mcp-header": "Region"}),
         _schema(x={"enum": ["x" * 20_000]}),
+        {"type": "object", "default": {"pattern": "^(a+)+$"}, "properties": {"x": {"$ref": "#/default"}}},
+        {"type": "object", "more": {"x": {"items": {"pattern": "^(a+)+$"}}}, "properties": {"x": {"$ref": "#/more/x"}}},
         _bomb(),
         _deep(),
     ],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from contract.errors import ErrorCode, ToolFailure
-from tests.builders import build_exec_response
+from tests.guest_exec import build_printed, run_here
 from tests.stack import ROOT
 from workers.mcp.answers import build_outcome
 from workers.mcp.sandbox_server import SandboxServer
@@ -25,18 +25,6 @@ PEER = str(ROOT / "tests" / "mcp_stdio_peer.py")
 def _server(how: str = "good", **fields: Any) -> SandboxServer:
     entry = StdioEntry(**{"command": sys.executable, "args": (PEER, how), "network": "none", **fields})
     return SandboxServer("peer", entry, stands_alone=True)
-
-
-def run_here(request: Mapping[str, Any], body: bytes) -> GuestResponse:
-    """An exec as the guest makes it, without a sandbox around."""
-    argv = [sys.executable, *request["argv"][1:]]
-    done = subprocess.run(argv, input=body, capture_output=True, timeout=60, check=False, env={"PATH": "/usr/bin:/bin"})
-    return _printed(done.stdout, done.stderr)
-
-
-def _printed(stdout: bytes, stderr: bytes = b"", **fields: Any) -> GuestResponse:
-    response = build_exec_response(stdout, stderr, **fields)
-    return GuestResponse({**response.done, "streams": {"stdout": {"total": len(stdout)}}}, {"stdout": stdout, "stderr": stderr})
 
 
 def _call(server: SandboxServer, tool: str = "echo", timeout_s: float = 30.0, **arguments: Any) -> str:
@@ -106,7 +94,7 @@ def test_where_the_session_has_network_only_those_run_that_may(network: str, is_
         done = subprocess.run(
             [sys.executable, *request["argv"][1:]], input=body, capture_output=True, timeout=60, check=False, env=environment
         )
-        return _printed(done.stdout, done.stderr)
+        return build_printed(done.stdout, done.stderr)
 
     server = _server(network=network)
     if not is_refused:
@@ -127,7 +115,7 @@ def test_where_the_session_has_network_only_those_run_that_may(network: str, is_
 )  # fmt: skip
 def test_an_answer_that_is_none_is_a_failure_of_the_server(answer: bytes) -> None:
     def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
-        return _printed(b"noise\n" + json.loads(body)["mark"].encode() + b" not at the line's begin" + _framed(body, answer))
+        return build_printed(b"noise\n" + json.loads(body)["mark"].encode() + b" not at the line's begin" + _framed(body, answer))
 
     with pytest.raises(ToolFailure) as caught:
         _server().call_tool(run, "echo", {}, "/workspace", 30)
@@ -140,7 +128,7 @@ def _framed(body: bytes, answer: bytes) -> bytes:
 
 def test_more_output_than_was_kept_is_never_read_as_an_answer() -> None:
     def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
-        response = _printed(_framed(body, b'{"replies": []}'))
+        response = build_printed(_framed(body, b'{"replies": []}'))
         return GuestResponse({**response.done, "streams": {"stdout": {"total": 10**9}}}, response.streams)
 
     with pytest.raises(ToolFailure) as caught:

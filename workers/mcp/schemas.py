@@ -90,6 +90,9 @@ def _check_expansion(schema: Mapping[str, Any]) -> None:
         seen += 1
         if seen > MAX_EXPANDED:
             raise SchemaRefused(f"its schema stands for more than {MAX_EXPANDED} others")
+        if any(key in part for key in _DROPPED):
+            # A reference may lead to where nothing was dropped, as into a default.
+            raise SchemaRefused("its schema refers to what is no place of a schema")
         for key in ("$ref", "$dynamicRef"):
             if isinstance(reference := part.get(key), str):
                 if reference in above:
