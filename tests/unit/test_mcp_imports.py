@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
 from tests.mcp_peers import TOOL
-from workers.mcp.imports import MAX_TOOLS, ImportedTool, import_tools
+from workers.mcp.imports import MAX_TOGETHER_BYTES, MAX_TOOLS, ImportedTool, import_tools
 from workers.mcp.naming import fit_name, fit_names
 from workers.mcp.schemas import SchemaRefused, bound_schema
 from workers.mcp.settings import HttpEntry
@@ -84,6 +84,14 @@ def test_no_more_tools_than_the_bound() -> None:
     with capture_logs() as logs:
         found = _import(*({**TOOL, "name": f"t{n}"} for n in range(MAX_TOOLS + 5)))
     assert (len(found), logs[-1]["event"]) == (MAX_TOOLS, "mcp_tools_too_many")
+
+
+def test_no_more_of_one_server_together_than_everybody_can_read_again_and_again() -> None:
+    schema = _schema(x={"enum": ["x" * 15_000]})
+    with capture_logs() as logs:
+        found = _import(*({**TOOL, "name": f"t{n}", "inputSchema": schema} for n in range(60)))
+    assert sum(len(tool.spec.model_dump_json()) for tool in found) <= MAX_TOGETHER_BYTES
+    assert len(found) + len(logs) == 60
 
 
 # Descriptions and flags

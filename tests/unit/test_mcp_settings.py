@@ -21,24 +21,36 @@ def _write(folder: Path, servers: Any) -> Path:
 
 
 def _complaint(folder: Path, servers: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_servers(_write(folder, servers), ENVIRONMENT)
-    return str(caught.value)
+    """What either worker says."""
+    path, said = _write(folder, servers), []
+    kinds: tuple[type[HttpEntry] | type[StdioEntry], ...] = (HttpEntry, StdioEntry)
+    for kind in kinds:
+        try:
+            load_servers(path, kind, ENVIRONMENT)
+        except ConfigError as error:
+            said.append(str(error))
+    return said[0]
 
 
 def test_no_file_is_no_server() -> None:
-    assert load_servers(None) == {}
+    assert load_servers(None, HttpEntry) == {}
 
 
 def test_both_kinds_are_read_with_their_defaults(tmp_path: Path) -> None:
-    servers = load_servers(_write(tmp_path, {"docs": {**DOCS, "tenants": ["acme"], "timeout_s": 5}, "git": GIT}), ENVIRONMENT)
-    docs, git = servers["docs"], servers["git"]
-    assert isinstance(docs, HttpEntry)
-    assert isinstance(git, StdioEntry)
+    path = _write(tmp_path, {"docs": {**DOCS, "tenants": ["acme"], "timeout_s": 5}, "git": GIT})
+    [docs] = load_servers(path, HttpEntry, ENVIRONMENT).values()
+    [git] = load_servers(path, StdioEntry, ENVIRONMENT).values()
     assert (docs.tenants, docs.trust, docs.timeout_s, docs.private) == (("acme",), "untrusted", 5, False)
     assert docs.headers["Authorization"].get_secret_value() == "Bearer s3cr3t"
     assert (git.args, git.network, git.tenants) == (("--quiet",), "none", None)
-    assert "s3cr3t" not in repr(servers)
+    assert "s3cr3t" not in repr(docs)
+
+
+def test_a_worker_needs_no_secrets_of_servers_that_it_does_not_call(tmp_path: Path) -> None:
+    path = _write(tmp_path, {"docs": DOCS, "git": GIT})
+    assert list(load_servers(path, StdioEntry, {})) == ["git"]
+    with pytest.raises(ConfigError, match="DOCS_TOKEN"):
+        load_servers(path, HttpEntry, {})
 
 
 @pytest.mark.parametrize(
@@ -90,9 +102,9 @@ def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "servers.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="TOOLCREW_MCP_SERVERS"):
-        load_servers(path, ENVIRONMENT)
+        load_servers(path, HttpEntry, ENVIRONMENT)
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="make the file, or unset the variable"):
-        load_servers(tmp_path / "none.json")
+        load_servers(tmp_path / "none.json", HttpEntry)

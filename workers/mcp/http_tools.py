@@ -11,7 +11,7 @@ from contract.errors import ToolFailure
 from workers.mcp.answers import build_outcome
 from workers.mcp.http_server import HttpServer
 from workers.mcp.imports import ImportedTool, import_tools
-from workers.mcp.settings import Entry, HttpEntry
+from workers.mcp.settings import HttpEntry
 from workers.settings import WebSettings
 from workers.tools.base import Handler, Outcome, Workbench, WorkerTool
 from workers.web.addresses import AddressRules
@@ -26,16 +26,12 @@ DISCOVERY_S = 15.0
 
 
 def load_http_tools(
-    servers: Mapping[str, Entry], settings: WebSettings, taken: Collection[str] = (), resolver: Resolver | None = None
+    servers: Mapping[str, HttpEntry], settings: WebSettings, taken: Collection[str] = (), resolver: Resolver | None = None
 ) -> tuple[WorkerTool, ...]:
     """Asks each server over HTTP for its tools. One that does not answer is logged, and costs its own tools only, until the worker is started again.
     `taken`: names that other tools have."""
     addresses, tls = AddressRules(settings.webfetch_refuse_ranges, settings.webfetch_nat64_prefix), build_tls()
-    asked = [
-        HttpServer(name, entry, addresses, resolver or SystemResolver(), tls)
-        for name, entry in servers.items()
-        if isinstance(entry, HttpEntry)
-    ]
+    asked = [HttpServer(name, entry, addresses, resolver or SystemResolver(), tls) for name, entry in servers.items()]
     if not asked:
         return ()
     with ThreadPoolExecutor(len(asked)) as pool:

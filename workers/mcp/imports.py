@@ -17,6 +17,8 @@ log = structlog.get_logger(__name__)
 
 MAX_TOOLS = 200
 """Of one server."""
+MAX_TOGETHER_BYTES = 512 * 1024
+"""Of one server's specs: every worker publishes them again and again, and every orchestrator reads them."""
 MAX_DESCRIPTION_CHARS = 4000
 _SHOWN_NAME_CHARS = 100
 
@@ -36,14 +38,22 @@ def import_tools(server: str, entry: Entry, listed: Iterable[Any], pool: Literal
     for name in clashing:
         _leave_out(server, name, "another tool of the server has its name here: exclude one of them")
     found: list[ImportedTool] = []
+    room = MAX_TOGETHER_BYTES
     for ours, theirs in names.items():
         if len(found) == MAX_TOOLS:
             log.error("mcp_tools_too_many", server=server, kept=MAX_TOOLS, listed=len(names))
             break
         try:
-            found.append(ImportedTool(theirs, _build_spec(server, ours, wanted[theirs], entry, pool)))
+            spec = _build_spec(server, ours, wanted[theirs], entry, pool)
         except SchemaRefused as refused:
             _leave_out(server, theirs, str(refused))
+            continue
+        size = len(spec.model_dump_json().encode())
+        if size > room:
+            _leave_out(server, theirs, f"the server's tools are larger than {MAX_TOGETHER_BYTES} bytes together: narrow its include")
+            continue
+        room -= size
+        found.append(ImportedTool(theirs, spec))
     return tuple(found)
 
 

@@ -15,8 +15,8 @@ from workers.guest_answers import GuestNonsense, parse_error, parse_told
 from workers.mcp.answers import build_outcome
 from workers.mcp.imports import ImportedTool, import_tools
 from workers.mcp.sandbox_server import SandboxServer
-from workers.mcp.settings import Entry, StdioEntry
-from workers.sandbox_client import GuestResponse, SandboxClient, SandboxdAway
+from workers.mcp.settings import StdioEntry
+from workers.sandbox_client import GuestResponse, SandboxClient
 from workers.tools.base import Handler, Outcome, Workbench, WorkerRegistry, WorkerTool
 
 log = structlog.get_logger(__name__)
@@ -31,10 +31,10 @@ MAX_AT_ONCE = 4
 """Sandboxes for asking; a host that starts has others to make as well."""
 
 
-def register_sandbox_servers(registry: WorkerRegistry, servers: Mapping[str, Entry], socket: Path) -> None:
+def register_sandbox_servers(registry: WorkerRegistry, servers: Mapping[str, StdioEntry], socket: Path) -> None:
     """Asks each server over stdio for its tools, in a sandbox of its own that is removed then. One that cannot be asked is logged, and costs its own
     tools only, until the worker is started again."""
-    asked = [SandboxServer(name, entry) for name, entry in servers.items() if isinstance(entry, StdioEntry)]
+    asked = [SandboxServer(name, entry) for name, entry in servers.items()]
     if not asked:
         return
     _await_sandboxd(socket)
@@ -82,8 +82,9 @@ def _ask_in_own_sandbox(server: SandboxServer, client: SandboxClient) -> list[An
     finally:
         try:
             client.close(sandbox)
-        except SandboxdAway as away:
-            log.warning("mcp_sandbox_not_closed", server=server.name, error=str(away))
+        except (ToolFailure, OperatorError) as error:
+            # What was asked has been answered; the sandbox ends by itself.
+            log.warning("mcp_sandbox_not_closed", server=server.name, error=str(error))
 
 
 def _run(client: SandboxClient, sandbox: str, request: Mapping[str, Any], body: bytes) -> GuestResponse:

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
@@ -100,10 +100,12 @@ class StdioEntry(_Entry):
 
 
 Entry = HttpEntry | StdioEntry
+E = TypeVar("E", HttpEntry, StdioEntry)
 
 
-def load_servers(path: Path | None, environment: Mapping[str, str] | None = None) -> dict[str, Entry]:
-    """The servers of the file by name; none without a file. `environment`: where `${NAME}` is looked up; None: this process's.
+def load_servers(path: Path | None, kind: type[E], environment: Mapping[str, str] | None = None) -> dict[str, E]:
+    """The servers of that kind in the file, by name; none without a file. Of the others only the shape is looked at: a worker need not have the
+    secrets of servers that it does not call. `environment`: where `${NAME}` is looked up; None: this process's.
 
     Raises ConfigError that says which entry is wrong and what to do; no value of a variable is ever told.
     """
@@ -121,10 +123,12 @@ def load_servers(path: Path | None, environment: Mapping[str, str] | None = None
     if not isinstance(parsed, dict) or not isinstance(servers, dict) or len(parsed) != 1 or len(servers) > MAX_SERVERS:
         raise ConfigError(f'{told}: write {{"mcpServers": {{NAME: {{...}}}}}}, at most {MAX_SERVERS} servers and {MAX_FILE_BYTES} bytes')
     known = os.environ if environment is None else environment
-    return {name: _parse_entry(f"{told}: server '{name[:60]}'", name, entry, known) for name, entry in servers.items()}
+    found = {name: _parse_entry(f"{told}: server '{name[:60]}'", name, entry, kind, known) for name, entry in servers.items()}
+    return {name: entry for name, entry in found.items() if entry is not None}
 
 
-def _parse_entry(told: str, name: str, entry: Any, environment: Mapping[str, str]) -> Entry:
+def _parse_entry(told: str, name: str, entry: Any, wanted: type[E], environment: Mapping[str, str]) -> E | None:
+    """None for one of the other kind."""
     if not _SERVER_NAME.fullmatch(name) or len(name) > MAX_SERVER_NAME:
         raise ConfigError(
             f"{told}: a name has letters, digits, and single - or _ between them, at most {MAX_SERVER_NAME} characters: rename it"
@@ -137,8 +141,10 @@ def _parse_entry(told: str, name: str, entry: Any, environment: Mapping[str, str
             f'{told}: say "network": "none" (refused in sessions with network) or "network": "session" (whatever the session has)'
         )
     _refuse_plain_secrets(told, entry)
+    if kind is not wanted:
+        return None
     try:
-        return kind.model_validate_json(json.dumps(_filled(told, entry, environment)))
+        return wanted.model_validate_json(json.dumps(_filled(told, entry, environment)))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
