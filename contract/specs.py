@@ -10,6 +10,8 @@ NO_NETWORK = "without network"
 """What a sandbox has of the network unless its session is told otherwise, as descriptions say it."""
 MAX_SKILLS = 1000
 MAX_SKILL_DESCRIPTION = 4096
+MAX_TOOL_TENANTS = 1000
+TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 MAX_ALLOWED_TOOLS = 50
 """That one skill may ask for."""
 
@@ -39,6 +41,12 @@ class ToolSpec(Record):
     where a shell may read it."""
     network: str = NO_NETWORK
     """What its sandbox has of the network, in the words that its description has."""
+    tenants: tuple[TenantName, ...] | None = Field(default=None, max_length=MAX_TOOL_TENANTS, exclude_if=lambda tenants: tenants is None)
+    """Whose tool it is; None: everybody's. To all others it is not there at all. Left out where None, for workers and programs that do not know it yet."""
+
+    def is_for(self, tenant: str) -> bool:
+        """Whether the tool is there for that tenant."""
+        return self.tenants is None or tenant in self.tenants
 
     def with_network(self, words: str) -> "ToolSpec":
         """The same tool in a sandbox that has more of the network. Of other pools' tools nothing changes."""

@@ -215,15 +215,15 @@ class ToolClient:
     async def tool_states(self, tenant: str | None = None) -> list[ToolState]:
         """Every tool that the workers publish, by name order, on or off for the tenant: the client's own, where none is named."""
         chosen, switches = await self._as_tenant(tenant), await self._switches.switches()
-        specs = sorted(await self._catalog.specs(), key=lambda spec: spec.name)
-        return [find_state(spec, switches, chosen) for spec in specs if spec.audience == "model"]
+        there = [spec for spec in await self._catalog.specs() if spec.audience == "model" and spec.is_for(chosen)]
+        return [find_state(spec, switches, chosen) for spec in sorted(there, key=lambda spec: spec.name)]
 
     async def tool_state(self, name: str, tenant: str | None = None) -> ToolState:
         """One tool with its state for the tenant. Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ConfigError when no worker serves it now."""
-        spec = await self._find_tool(name)
+        spec = await self._find_tool(name, chosen := await self._as_tenant(tenant))
         if spec is None:
             raise ConfigError(self._catalog.explain_missing(name) or f"no worker serves {name} now")
-        return find_state(spec, await self._switches.switches(), await self._as_tenant(tenant))
+        return find_state(spec, await self._switches.switches(), chosen)
 
     async def skills(self) -> tuple[SkillSummary, ...]:
         """Every skill that there is for the client's tenant, by name: its own, then those of the workers. Raises ConfigError when no worker lives."""
@@ -251,8 +251,8 @@ class ToolClient:
 
         Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ToolFailure(INVALID_ARGUMENTS), BrokerUnavailable.
         """
-        spec = await self._find_tool(name)
         switches = self._switches.acting_as(await self._check_operator())
+        spec = await self._find_tool(name)
         await self._check_tenant(tenant)
         # Read before: what was switched is not reported as failed because nothing can be read.
         known, switch = await switches.switches(), build_switch(by or self.tenant, reason)
@@ -335,9 +335,9 @@ class ToolClient:
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, "a tenant's API key cannot switch tools: use one of the role operator or admin")
         return actor
 
-    async def _find_tool(self, name: str) -> ToolSpec | None:
-        """The tool; None when there is one that no worker serves now."""
-        specs = {spec.name: spec for spec in await self._catalog.specs()}
+    async def _find_tool(self, name: str, tenant: str | None = None) -> ToolSpec | None:
+        """The tool, for that tenant or for an operator, who sees all; None when there is one that no worker serves now."""
+        specs = {spec.name: spec for spec in await self._catalog.specs() if tenant is None or spec.is_for(tenant)}
         spec = specs.get(name)
         if name.startswith("session."):
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{name} is a verb of sessions, which cannot be turned off; turn off tools")

@@ -289,7 +289,7 @@ class Dispatcher:
     async def _errand(self, call: ToolCall, route: Route, terms: Terms) -> Errand:
         """Raises ToolFailure for a call that may not be made, whatever the reason; ConfigError, BrokerUnavailable."""
         policy = await policy_for(self._tenants, route.tenant, call.name)
-        spec = await self._find(call.name, terms.audience)
+        spec = await self._find(call.name, terms.audience, route.tenant)
         if self._tracer is not None and (spans := current_call()) is not None:
             spans.know(spec)
         await self._check_switch(spec, route.tenant)
@@ -353,11 +353,11 @@ class Dispatcher:
             switches = await self._switches.switches()
             check_switches(lambda name: find_switch(switches, name, tenant), spec, arguments)
 
-    async def _find(self, name: str, audience: str) -> ToolSpec:
+    async def _find(self, name: str, audience: str, tenant: str) -> ToolSpec:
         published = await self._catalog.specs()
         if self._meter is not None:
             self._meter.know(published)
-        specs = [spec for spec in published if spec.audience == audience]
+        specs = [spec for spec in published if spec.audience == audience and spec.is_for(tenant)]
         for spec in specs:
             if spec.name == name:
                 return spec

@@ -154,7 +154,7 @@ class RunParts:
         there = [
             spec.with_network(reach)
             for spec in published
-            if spec.audience == "model" and spec.name not in switches and allowed.allows_tool(spec.name)
+            if spec.audience == "model" and spec.is_for(tenant) and spec.name not in switches and allowed.allows_tool(spec.name)
         ]
         return await self.disclosed(filter_specs(there, names), tenant, context_tokens)
 

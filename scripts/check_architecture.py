@@ -63,23 +63,8 @@ _REDIS_OF_ORCHESTRATOR = (
 )  # fmt: skip
 _REDIS = (
     *(f"orchestrator/{name}.py" for name in _REDIS_OF_ORCHESTRATOR),
-    *(
-        f"workers/{name}.py"
-        for name in (
-            "blobs",
-            "call_events",
-            "catalog",
-            "control",
-            "ledger",
-            "pool_control",
-            "redis_connection",
-            "refusals",
-            "result_backend",
-            "switches",
-            "tasks",
-            "tenants",
-        )
-    ),
+    *(f"workers/{name}.py" for name in ("blobs", "call_events", "catalog", "control", "ledger", "pool_control", "redis_connection")),
+    *(f"workers/{name}.py" for name in ("refusals", "result_backend", "switches", "tasks", "tenants")),
     *(
         f"workers/{name}.py"
         for name in ("adoption", "checkpointing", "checkpoints", "draining", "heartbeat", "incarnation", "places", "reporting")
@@ -124,7 +109,11 @@ WALLS: dict[str, tuple[str, ...]] = {
 }
 
 # The files that may read the environment. An exception is a line of its own here, with its reason beside it.
-ENVIRONMENT_READERS = ("*/settings.py",)
+ENVIRONMENT_READERS = (
+    "*/settings.py",
+    # Runs inside a sandbox, whose environment it hands on to the server that it starts.
+    "workers/mcp/sandbox_driver.py",
+)
 
 # What contract, which promises and never acts, must leave to others.
 ACTING_MODULES = (

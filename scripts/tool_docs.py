@@ -61,7 +61,7 @@ MEANINGS = {
     ErrorCode.CANCELLED: "whoever asked has left",
     ErrorCode.CONFIG_MISSING: "a setting is missing, and named",
     ErrorCode.NETWORK_ERROR: "no connection: name, refusal, TLS or reset is said",
-    ErrorCode.HTTP_ERROR: "the server answered with an error status",
+    ErrorCode.HTTP_ERROR: "the server answered with an error",
     ErrorCode.SESSION_NOT_FOUND: "the session was closed, or its time was over",
     ErrorCode.SANDBOX_UNAVAILABLE: "no sandbox could be had, or it died; said once, then a fresh one is made",
     ErrorCode.BROKER_UNAVAILABLE: "Redis does not answer",

@@ -24,7 +24,8 @@ class CatalogPublisher:
         self._client = client
         self._entries: list[tuple[str, str, int]] = []
         for pool, catalog in catalogs.items():
-            names = json.dumps([spec.name for spec in catalog.tools])
+            # What explains a missing tool, to every tenant: not those of some only.
+            names = json.dumps([spec.name for spec in catalog.tools if spec.tenants is None])
             self._entries.append((catalog_key(deployment, pool), catalog.model_dump_json(), CATALOG_TTL_S))
             self._entries.append((catalog_names_key(deployment, pool), names, NAMES_TTL_S))
         self._stop = threading.Event()

@@ -179,7 +179,8 @@ class Executor:
     def _prepare(self, call: ToolCall, context: ToolContext) -> _Prepared:
         """Everything that may be wrong with a call before it starts."""
         tool = self._registry.get(call.name)
-        if tool is None:
+        # One word for both: nobody learns by calling it that another tenant has a tool.
+        if tool is None or not tool.spec.is_for(context.tenant):
             raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}")
         # Before: whoever calls what is off need not mend its arguments first. After: by what they say the call may be another tool's as well.
         self._check_switch(tool, context.tenant)

@@ -17,6 +17,8 @@ from workers.executor import Executor
 from workers.held_calls import HeldCalls
 from workers.host_life import HostLife
 from workers.ledger import Ledger
+from workers.mcp.sandbox_tools import register_sandbox_servers
+from workers.mcp.settings import StdioEntry, load_servers
 from workers.redis_connection import connect, connect_once
 from workers.refusals import Refusals
 from workers.sandbox_client import SandboxClient
@@ -42,6 +44,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     if settings.skill_roots():
         registry.register(build_skill_tool(skills, InstalledSkills(connect(settings.broker()), settings.deployment)))
         register_skill_tools(registry, skills)
+    register_sandbox_servers(registry, load_servers(settings.mcp_servers, StdioEntry), settings.sandboxd_socket)
     clock = SharedClock()
     tracer = open_process_tracer("sandbox")
     life = HostLife(settings, clock)

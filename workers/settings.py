@@ -102,6 +102,8 @@ class WorkerSettings(BaseSettings):
     """What operators' tools find in `CallContext.config`. No place for secrets."""
     skills: str | None = None
     """Folders with skills, one folder each, separated as in PATH; of two skills with one name that of the first is taken (docs/skills.md)."""
+    mcp_servers: Path | None = None
+    """A JSON file with the MCP servers whose tools are offered (docs/mcp.md)."""
     log_level: LogLevel = "INFO"
     log_format: LogFormat | None = None
     """None: console in a terminal, else json (docs/logs.md)."""

@@ -1,7 +1,9 @@
-"""Every tool that a worker without sandboxes may have: our web tools, and those of operators."""
+"""Every tool that a worker without sandboxes may have: our web tools, those of operators, and those of MCP servers over HTTP."""
 
 from workers.custom.loading import load_custom_tools
 from workers.custom.state import StateStore
+from workers.mcp.http_tools import load_http_tools
+from workers.mcp.settings import HttpEntry, load_servers
 from workers.redis_connection import connect_once
 from workers.settings import WorkerSettings, load_web_settings
 from workers.tools.base import WorkerTool
@@ -15,4 +17,6 @@ def load_web_worker_tools(settings: WorkerSettings) -> tuple[WorkerTool, ...]:
     # Once: a Redis that is away must not hold up every fetch.
     cache = PageCache(connect_once(broker), settings.deployment)
     custom = load_custom_tools(settings.tool_modules, config=settings.tool_config, states=StateStore.of(broker))
-    return (*build_web_tools(load_web_settings(), cache), *custom)
+    web = load_web_settings()
+    imported = load_http_tools(load_servers(settings.mcp_servers, HttpEntry), web, {tool.name for tool in custom})
+    return (*build_web_tools(web, cache), *custom, *imported)

@@ -50,14 +50,23 @@ class Answer:
     is_whole: bool = True
 
 
+TakePiece = Callable[[Head, bytes], bool]
+"""Gets a body's pieces as they come, unpacked; True: that was enough, the rest is not waited for."""
 BodyBytes = Callable[[Head], int | None]
 """How much of a body to read: None all of it, where more than the caps is an error; a number: so many bytes are enough, and none will do."""
 
 
-def exchange(connection: Connection, request: Request, limits: FetchLimits, deadline: Deadline, body_bytes: BodyBytes) -> Answer:
+def exchange(
+    connection: Connection,
+    request: Request,
+    limits: FetchLimits,
+    deadline: Deadline,
+    body_bytes: BodyBytes,
+    take_piece: TakePiece | None = None,
+) -> Answer:
     """Send and read. Raises ToolFailure: NETWORK_ERROR, TIMEOUT, FILE_TOO_LARGE."""
     try:
-        return _Exchange(connection, request, limits, deadline).run(body_bytes)
+        return _Exchange(connection, request, limits, deadline, take_piece).run(body_bytes)
     except h11.RemoteProtocolError as error:
         raise _translate(error, request.target.host, connection) from None
     except (h11.LocalProtocolError, UnicodeError):
@@ -66,13 +75,16 @@ def exchange(connection: Connection, request: Request, limits: FetchLimits, dead
 
 
 class _Exchange:
-    def __init__(self, connection: Connection, request: Request, limits: FetchLimits, deadline: Deadline) -> None:
+    def __init__(
+        self, connection: Connection, request: Request, limits: FetchLimits, deadline: Deadline, take_piece: TakePiece | None
+    ) -> None:
         self._connection = connection
         self._request = request
         self._limits = limits
         self._deadline = deadline
         self._parser = h11.Connection(h11.CLIENT, max_incomplete_event_size=limits.header_bytes)
         self._host = request.target.host
+        self._take_piece = take_piece
 
     def run(self, body_bytes: BodyBytes) -> Answer:
         self._send()
@@ -141,6 +153,8 @@ class _Exchange:
             if isinstance(event, h11.Data):
                 for piece in decoder.feed(bytes(event.data)):
                     body += piece
+                    if self._take_piece is not None and self._take_piece(head, piece):
+                        return bytes(body), False
                     if wanted is not None and len(body) >= wanted:
                         return bytes(body[:wanted]), False
             elif isinstance(event, h11.EndOfMessage):

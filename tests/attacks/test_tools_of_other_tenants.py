@@ -1,0 +1,71 @@
+"""A tenant wants another tenant's tools, or to learn that there are any: it finds what it finds of a name that nobody has."""
+
+import json
+
+import pytest
+
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.errors import ErrorCode
+from contract.specs import Catalog, ToolSpec
+from orchestrator.dispatcher import Dispatcher, Route
+from tests.builders import KEY, build_call, build_context, build_spec
+from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
+from workers.catalog import CatalogPublisher
+from workers.executor import Executor
+from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
+
+BOLTS = build_spec("bolts_tool", tenants=("bolt",))
+COMMON = build_spec("common_tool")
+
+
+def _fine(call: ToolCall, _: ToolContext) -> ToolResult:
+    return ToolResult(call_id=call.id, name=call.name, success=True)
+
+
+async def _dispatched(name: str, tenant: str) -> tuple[ToolResult, int]:
+    """The result, and how many calls were sent to a worker."""
+    transport = AnsweringTransport(_fine)
+    dispatcher = Dispatcher(transport, StaticCatalog(BOLTS, COMMON), KEY, queue_wait_s=60)
+    result = await dispatcher.dispatch(build_call(name), Route(tenant, "s1", "host.h1.b00t"))
+    return result, len(transport.deliveries)
+
+
+def _executed(name: str, tenant: str) -> ToolResult:
+    """What a worker that has the tool makes of a call that was queued for it, whoever queued it."""
+    registry = WorkerRegistry([WorkerTool(spec, lambda arguments, bench: Outcome("ran")) for spec in (BOLTS, COMMON)])
+    executor = Executor(registry, FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"})
+    return executor.execute(build_call(name), build_context(tenant=tenant))
+
+
+def _words(result: ToolResult, name: str) -> tuple[ErrorCode | None, str]:
+    return result.error_code, str(result.error).replace(name, "NAME")
+
+
+@pytest.mark.parametrize("tenant", ["acme", "BOLT", "bolt2", "default"])
+async def test_calling_another_tenants_tool_is_calling_one_that_nobody_has(tenant: str) -> None:
+    refused, sent = await _dispatched("bolts_tool", tenant)
+    unknown, _ = await _dispatched("nuts_tool", tenant)
+    assert (_words(refused, "bolts_tool"), sent) == (_words(unknown, "nuts_tool"), 0)
+    assert refused.error_code is ErrorCode.TOOL_NOT_FOUND
+    assert "bolts_tool" not in json.dumps(refused.metadata), "not among the nearest names either"
+
+
+async def test_the_tenant_itself_calls_it() -> None:
+    result, sent = await _dispatched("bolts_tool", "bolt")
+    assert (result.success, sent) == (True, 1)
+
+
+def test_a_worker_does_not_run_it_for_another_tenant_whatever_came_by_the_queue() -> None:
+    refused, unknown = _executed("bolts_tool", "acme"), _executed("nuts_tool", "acme")
+    assert _words(refused, "bolts_tool") == _words(unknown, "nuts_tool")
+    assert _executed("bolts_tool", "bolt").output == "ran"
+
+
+def test_names_that_outlive_their_worker_tell_nobody_of_it() -> None:
+    entries = CatalogPublisher(None, "default", {"tools": Catalog(tools=(BOLTS, COMMON))})._entries  # type: ignore[arg-type]
+    assert json.loads(entries[1][1]) == ["common_tool"]
+
+
+def test_a_spec_of_everybodys_tool_is_as_an_earlier_program_reads_it() -> None:
+    assert "tenants" not in COMMON.model_dump_json()
+    assert ToolSpec.model_validate_json(BOLTS.model_dump_json()).tenants == ("bolt",)

@@ -1,0 +1,68 @@
+"""Tools of other MCP servers on a real stack: over HTTP by the worker with network, over stdio inside the session's sandbox, for their tenants only."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docker import APIClient
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.names import catalog_key
+from orchestrator.client import ToolClient
+from tests.mcp_peers import modern, open_raw_peer
+from tests.stack import ROOT, commands_in, open_stack, wait_until
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
+
+SOURCE = (ROOT / "tests" / "mcp_stdio_peer.py").read_text()
+
+
+def _stdio(how: str, **fields: Any) -> dict[str, Any]:
+    return {"command": "python3", "args": ["-c", SOURCE, how], "network": "none", "timeout_s": 20, **fields}
+
+
+async def test_tools_of_servers_are_called_where_they_belong_and_bad_ones_cost_only_themselves(engine: APIClient, tmp_path: Path) -> None:
+    file = tmp_path / "servers.json"
+    with open_raw_peer(modern) as web:
+        servers = {
+            "web": {"url": web.url(host="127.0.0.1"), "private": True},
+            "ours": _stdio("good", env={"LEVEL": "7"}),
+            "bolts": _stdio("old", tenants=["bolt"]),
+            "hangs": _stdio("hangs", timeout_s=4),
+            "dies": _stdio("dies"),
+            "forges": _stdio("forges"),
+            "leaves": _stdio("leaves"),
+            "missing": {"command": "no-such-program", "network": "none"},
+            "away": {"url": "http://127.0.0.1:9/", "private": True},
+        }
+        file.write_text(json.dumps({"mcpServers": servers}))
+        with open_stack(engine, {"TOOLCREW_MCP_SERVERS": str(file)}) as stack, stack.open_redis() as store:
+            wait_until(lambda: store.exists(catalog_key("default", "tools")), 60, lambda: stack.log("web"))
+            assert stack.log("worker").count("mcp_server_without_tools") == 1
+            assert stack.log("web").count("mcp_server_without_tools") == 1
+            async with ToolClient.connect(stack.redis_url, tenant="acme") as acme, await acme.open_session() as session:
+                named = {spec.name for spec in await acme.tools() if spec.name.startswith("mcp__")}
+                assert {"mcp__web__echo", "mcp__ours__echo", "mcp__ours__where", "mcp__hangs__echo"} <= named
+                assert not any(name.startswith(("mcp__bolts", "mcp__missing", "mcp__away")) for name in named)
+
+                assert "\nby http\n" in (await session.call("mcp__web__echo", {"text": "by http"})).text()
+                assert "\nby stdio\n" in (await session.call("mcp__ours__echo", {"text": "by stdio"})).text()
+                assert "\n/workspace 7\n" in (await session.call("mcp__ours__where", {})).text()
+
+                with pytest.raises(ToolFailure, match="Tool not found") as unseen:
+                    await acme.tool_state("mcp__bolts__echo")
+                assert "bolts" not in str(unseen.value.metadata)
+                other = await session.call("mcp__bolts__echo", {"text": "x"})
+                nobodys = await session.call("mcp__nuts__echo", {"text": "x"})
+                assert (other.error_code, str(other.error).replace("bolts", "nuts")) == (nobodys.error_code, nobodys.error)
+
+                ends = {name: (await session.call(f"mcp__{name}__echo", {"text": "x"})).error_code for name in ("hangs", "dies", "forges")}
+                assert ends == {"hangs": ErrorCode.TIMEOUT, "dies": ErrorCode.HTTP_ERROR, "forges": ErrorCode.HTTP_ERROR}
+                assert (await session.call("mcp__leaves__echo", {"text": "x"})).success
+                left = [words for box in stack.footprint.containers() for words in commands_in(box).values()]
+                assert not [words for words in left if "4321" in words or "600" in words], left
+                assert "\nstill\n" in (await session.call("mcp__ours__echo", {"text": "still"})).text()
+            async with ToolClient.connect(stack.redis_url, tenant="bolt") as bolt, await bolt.open_session() as session:
+                assert "mcp__bolts__echo" in {spec.name for spec in await bolt.tools()}
+                assert "\nmine\n" in (await session.call("mcp__bolts__echo", {"text": "mine"})).text()

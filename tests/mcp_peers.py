@@ -1,0 +1,121 @@
+"""MCP servers of others for tests: the SDK's own over HTTP, and one over raw sockets that answers as a test says."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from socket import socket
+from typing import Any
+
+import uvicorn
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp_types import ImageContent, TextContent, ToolAnnotations
+
+from tests.stack import free_port
+from tests.web_servers import SYSTEM_TLS, StubResolver, WebServer, answer, open_web_server
+from workers.mcp.http_server import HttpServer
+from workers.mcp.settings import HttpEntry
+
+TOOL = {"name": "echo", "description": "Says it again.", "inputSchema": {"type": "object", "properties": {"text": {"type": "string"}}}}
+Told = Callable[[dict[str, Any]], Any]
+"""A request of ours -> the message that answers it, or bytes as they are, or a status."""
+
+
+def build_peer() -> MCPServer:
+    """An ordinary server with the SDK's means."""
+    server = MCPServer("peer")
+
+    @server.tool(annotations=ToolAnnotations(read_only_hint=True))
+    def add(a: int, b: int) -> int:
+        """Adds two numbers."""
+        return a + b
+
+    @server.tool()
+    def refuse() -> str:
+        """Fails."""
+        raise ToolError("no such thing: \x1b[31mred")
+
+    @server.tool()
+    def show() -> list[TextContent | ImageContent]:
+        """A picture."""
+        return [TextContent(type="text", text="look"), ImageContent(type="image", data="AAAA", mime_type="image/png")]
+
+    return server
+
+
+@contextmanager
+def open_sdk_peer(*, json_response: bool = False) -> Iterator[str]:
+    """Its address, while it serves in a thread."""
+    port = free_port()
+    config = uvicorn.Config(build_peer().streamable_http_app(json_response=json_response), port=port, log_level="error", lifespan="on")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            if not thread.is_alive():
+                raise RuntimeError("the server of the test did not start")
+            thread.join(0.01)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+def reply_to(request: Mapping[str, Any], result: Any) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": request["id"], "result": result}
+
+
+def modern(request: dict[str, Any], call: Callable[[dict[str, Any]], Any] | None = None, tools: Any = (TOOL,)) -> Any:
+    """What a good server of 2026-07-28 answers; `call` answers calls instead."""
+    if request["method"] == "server/discover":
+        return reply_to(request, {"supportedVersions": ["2026-07-28"], "capabilities": {}})
+    if request["method"] == "tools/list":
+        return reply_to(request, {"tools": list(tools)})
+    if call is not None:
+        return call(request)
+    return reply_to(request, {"content": [{"type": "text", "text": request["params"]["arguments"].get("text", "")}]})
+
+
+def legacy(request: dict[str, Any]) -> Any:
+    """What a server answers that knows only the handshake."""
+    if request["method"] == "initialize":
+        return reply_to(
+            request, {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "old", "version": "1"}}
+        )
+    if request["method"] == "notifications/initialized":
+        return 202
+    if request["method"] in ("tools/list", "tools/call"):
+        return modern(request)
+    return {"jsonrpc": "2.0", "id": request["id"], "error": {"code": -32601, "message": "Method not found"}}
+
+
+@contextmanager
+def open_raw_peer(tell: Told, *, as_stream: bool = False, session: str = "") -> Iterator[WebServer]:
+    """A server that answers each request with what `tell` makes of it."""
+    with open_web_server() as server:
+
+        def send(connection: socket) -> None:
+            if not server.bodies[-1]:
+                connection.sendall(answer(b"", 200))
+                return
+            told = tell(json.loads(server.bodies[-1]))
+            if isinstance(told, bytes):
+                connection.sendall(told)
+                return
+            if isinstance(told, int):
+                connection.sendall(answer(b"", told))
+                return
+            text = json.dumps(told)
+            body, kind = (f"event: message\ndata: {text}\n\n", "text/event-stream") if as_stream else (text, "application/json")
+            connection.sendall(answer(body, 200, kind, **({"mcp_session_id": session} if session else {})))
+
+        server.replies["*"] = send
+        yield server
+
+
+def reach(url: str, names: Mapping[str, list[list[str]]] | None = None, **fields: Any) -> HttpServer:
+    """A way to the server at `url`; `names`: what a resolver says of hosts."""
+    entry = HttpEntry(url=url, **{"private": True, **fields})
+    return HttpServer("peer", entry, resolver=StubResolver(dict(names or {})), tls=SYSTEM_TLS)

@@ -1,0 +1,283 @@
+"""Tools of other MCP servers over HTTP: found and called at real servers, and limits that hold whatever a bad one does."""
+
+import json
+import sys
+from collections.abc import Iterator
+from socket import socket
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from contract.errors import ErrorCode, ToolFailure
+from tests.guest_exec import run_here
+from tests.mcp_peers import TOOL, legacy, modern, open_raw_peer, open_sdk_peer, reach, reply_to
+from tests.stack import ROOT
+from tests.web_servers import answer, open_web_server, redirect, run_tool
+from workers.mcp.http_server import ANSWER_BYTES
+from workers.mcp.http_tools import load_http_tools
+from workers.mcp.sandbox_server import SandboxServer
+from workers.mcp.settings import HttpEntry, StdioEntry
+from workers.settings import WebSettings
+from workers.tools.base import WorkerTool
+from workers.web.limits import Deadline
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["streams", "json"])
+def peer(request: pytest.FixtureRequest) -> Iterator[str]:
+    with open_sdk_peer(json_response=request.param) as url:
+        yield url
+
+
+def _load(url: str, **fields: Any) -> dict[str, WorkerTool]:
+    entry = HttpEntry(url=url, **{"private": True, **fields})
+    return {tool.name: tool for tool in load_http_tools({"peer": entry}, WebSettings())}
+
+
+def _soon() -> Deadline:
+    return Deadline(20)
+
+
+def _failure(work: Any) -> ToolFailure:
+    with pytest.raises(ToolFailure) as caught:
+        work()
+    return caught.value
+
+
+# Good servers
+
+
+def test_tools_of_a_server_are_found_and_called(peer: str) -> None:
+    tools = _load(peer, tenants=("acme",))
+    assert sorted(tools) == ["mcp__peer__add", "mcp__peer__refuse", "mcp__peer__show"]
+    spec = tools["mcp__peer__add"].spec
+    assert (spec.pool, spec.tenants, spec.requires_permission, spec.dangerous, spec.read_only) == ("tools", ("acme",), True, True, False)
+    result = run_tool(tools["mcp__peer__add"], a=2, b=40)
+    assert result.success
+    assert "\n42\n" in str(result.output)
+    assert str(result.output).startswith("[untrusted text of the MCP server peer")
+
+
+def test_a_trusted_servers_hints_are_believed(peer: str) -> None:
+    spec = _load(peer, trust="trusted")["mcp__peer__add"].spec
+    assert (spec.read_only, spec.idempotent, spec.requires_permission, spec.dangerous) == (True, True, False, False)
+
+
+def test_a_failing_tool_is_a_failure_in_printable_words(peer: str) -> None:
+    result = run_tool(_load(peer)["mcp__peer__refuse"])
+    assert (result.success, result.error_code) == (False, ErrorCode.HTTP_ERROR)
+    assert "no such thing" in str(result.output)
+    assert "\x1b" not in str(result.output)
+
+
+def test_pictures_are_told_of(peer: str) -> None:
+    output = str(run_tool(_load(peer)["mcp__peer__show"]).output)
+    assert "look\n[image, image/png, about 3 bytes: not attached]" in output
+
+
+def test_a_server_of_an_earlier_revision_is_greeted_and_its_session_ended() -> None:
+    with open_raw_peer(legacy, session="s-1") as server:
+        way = reach(server.url(host="127.0.0.1"))
+        assert way.list_tools(_soon()) == [TOOL]
+        assert way.call_tool("echo", {"text": "hi"}, _soon())["content"][0]["text"] == "hi"
+        methods = [request.split(" ")[0] for request in server.requests]
+        assert methods == ["POST"] * 4 + ["DELETE"] + ["POST"] * 3 + ["DELETE"], "asked once which revision, greeted for each use"
+        assert (server.header("mcp-session-id"), server.header("mcp-protocol-version")) == ("s-1", "2025-06-18")
+
+
+def test_the_sdks_server_is_used_by_its_handshake_as_well(peer: str) -> None:
+    way = reach(peer)
+    way.stands_alone = False
+    assert [tool["name"] for tool in way.list_tools(_soon())] == ["add", "refuse", "show"]
+    assert way.call_tool("add", {"a": 2, "b": 40}, _soon())["content"][0]["text"] == "42"
+
+
+@pytest.mark.parametrize("alone", [None, True, False])
+def test_the_sdks_server_is_used_over_stdio_in_either_revision(alone: bool | None) -> None:
+    run = ("-c", "from tests.mcp_peers import build_peer; build_peer().run('stdio')")
+    entry = StdioEntry(command=sys.executable, args=run, network="none", env={"PYTHONPATH": SecretStr(str(ROOT))})
+    way = SandboxServer("peer", entry, alone)
+    assert [tool["name"] for tool in way.list_tools(run_here, 60)] == ["add", "refuse", "show"]
+    assert way.stands_alone is (alone is not False)
+    assert way.call_tool(run_here, "add", {"a": 2, "b": 40}, "/workspace", 60)["content"][0]["text"] == "42"
+
+
+def test_what_the_file_says_is_sent_with_every_request() -> None:
+    with open_raw_peer(modern) as server:
+        way = reach(server.url(host="127.0.0.1"), headers={"Authorization": "Bearer k"})
+        way.call_tool("ech\u00f6", {}, _soon())
+        assert server.header("authorization") == "Bearer k"
+        assert server.header("authorization", 0) == "Bearer k"
+        assert (server.header("mcp-method"), server.header("mcp-name")) == ("tools/call", "=?base64?ZWNow7Y=?=")
+
+
+# Bad servers
+
+
+def test_a_server_that_is_away_costs_only_its_own_tools(peer: str) -> None:
+    entries = {"gone": HttpEntry(url="http://127.0.0.1:9/mcp", private=True), "peer": HttpEntry(url=peer, private=True)}
+    assert [tool.name.split("__")[1] for tool in load_http_tools(entries, WebSettings())] == ["peer"] * 3
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_a_silent_server_is_left_at_the_limit(as_stream: bool) -> None:
+    head = b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\n\r\n: still there\n\n" if as_stream else b""
+    with open_web_server() as server:
+
+        def hang(connection: socket) -> None:
+            connection.sendall(head)
+            server.ending.wait(60)
+
+        server.replies["*"] = hang
+        failure = _failure(lambda: reach(server.url(host="127.0.0.1")).list_tools(Deadline(0.5)))
+    assert failure.code is ErrorCode.TIMEOUT
+
+
+def test_a_stream_that_goes_on_after_the_answer_is_not_waited_for() -> None:
+    with open_web_server() as server:
+
+        def answer_and_stay(connection: socket) -> None:
+            message = json.dumps(modern(json.loads(server.bodies[-1])))
+            connection.sendall(b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\n\r\n")
+            connection.sendall(f"event: message\ndata: {message}\n\n".encode())
+            server.ending.wait(60)
+
+        server.replies["*"] = answer_and_stay
+        assert reach(server.url(host="127.0.0.1")).list_tools(Deadline(30)) == [TOOL]
+
+
+@pytest.mark.parametrize("line", [b"data: x\n\n", b"x" * 65536, b'data: {"jsonrpc":"2.0","method":"notifications/message"}\n\n'])
+def test_a_flood_ends_at_a_bound(line: bytes) -> None:
+    with open_web_server() as server:
+
+        def flood(connection: socket) -> None:
+            connection.sendall(b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\n\r\n")
+            while not server.ending.is_set():
+                connection.sendall(line * 100)
+
+        server.replies["*"] = flood
+        failure = _failure(lambda: reach(server.url(host="127.0.0.1")).list_tools(_soon()))
+    assert failure.code in (ErrorCode.FILE_TOO_LARGE, ErrorCode.HTTP_ERROR)
+
+
+def test_a_server_that_breaks_off_may_have_acted() -> None:
+    def call(request: dict[str, Any]) -> bytes:
+        return answer(b'{"jsonrpc"', 200, "application/json", content_length="5000")
+
+    with open_raw_peer(lambda request: modern(request, call)) as server:
+        failure = _failure(lambda: reach(server.url(host="127.0.0.1")).call_tool("echo", {}, _soon()))
+    assert failure.code is ErrorCode.NETWORK_ERROR
+    assert "may or may not have acted" in failure.message
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda request: {"jsonrpc": "2.0", "id": 99, "result": {}},
+        lambda request: {"jsonrpc": "2.0", "id": True, "result": {}},
+        lambda request: {"jsonrpc": "1.0", "id": request["id"], "result": {}},
+        lambda request: reply_to(request, []),
+        lambda request: [reply_to(request, {})],
+        lambda request: answer(b"{", 200, "application/json"),
+        lambda request: answer(b"[" * 100_000, 200, "application/json"),
+        lambda request: answer(b'{"jsonrpc":"2.0","id":2,"result":{"n":NaN}}', 200, "application/json"),
+        lambda request: answer(b"\xff\xfe", 200, "application/json"),
+        lambda request: reply_to(request, {"content": 7}),
+        lambda request: reply_to(request, {"resultType": "input_required"}),
+    ],
+)
+def test_a_lie_is_a_failure_that_says_so(lie: Any) -> None:
+    with open_raw_peer(lambda request: modern(request, lie)) as server:
+        tool = _load(server.url(host="127.0.0.1"))["mcp__peer__echo"]
+        result = run_tool(tool)
+    assert (result.success, result.error_code) == (False, ErrorCode.HTTP_ERROR)
+    assert "MCP server peer" in str(result.error)
+
+
+def test_a_tool_that_is_gone_is_told_in_the_servers_words() -> None:
+    def gone(request: dict[str, Any]) -> Any:
+        return {"jsonrpc": "2.0", "id": request["id"], "error": {"code": -32602, "message": "Unknown tool\x1b[2J: echo"}}
+
+    with open_raw_peer(lambda request: modern(request, gone)) as server:
+        result = run_tool(_load(server.url(host="127.0.0.1"))["mcp__peer__echo"])
+    assert "refused tools/call: Unknown tool\ufffd[2J: echo" in str(result.error)
+
+
+def test_many_tools_and_endless_pages_are_bounded() -> None:
+    many = [{**TOOL, "name": f"t{n}"} for n in range(500)]
+    with open_raw_peer(lambda request: modern(request, tools=many)) as server:
+        assert len(_load(server.url(host="127.0.0.1"))) == 200
+
+    def endless(request: dict[str, Any]) -> Any:
+        return reply_to(request, {"tools": [TOOL], "nextCursor": "on"}) if request["method"] == "tools/list" else modern(request)
+
+    with open_raw_peer(endless) as server:
+        assert _load(server.url(host="127.0.0.1")) == {}
+        assert len(server.requests) == 21
+
+
+def test_much_text_is_cut_and_said_so() -> None:
+    def much(request: dict[str, Any]) -> Any:
+        return reply_to(request, {"content": [{"type": "text", "text": "line\n" * 100_000}], "structuredContent": {"x": "y" * 100_000}})
+
+    with open_raw_peer(lambda request: modern(request, much), as_stream=True) as server:
+        result = run_tool(_load(server.url(host="127.0.0.1"))["mcp__peer__echo"])
+    assert result.truncated
+    assert len(str(result.output)) < 64 * 1024
+    assert result.metadata["structured_dropped_bytes"] > 100_000
+    assert str(result.output).rstrip().splitlines()[-1].startswith("[Cut: ")
+
+
+def test_an_answer_of_many_bytes_is_refused() -> None:
+    def huge(request: dict[str, Any]) -> Any:
+        return reply_to(request, {"content": [{"type": "text", "text": "x" * (ANSWER_BYTES + 1)}]})
+
+    with open_raw_peer(lambda request: modern(request, huge)) as server:
+        result = run_tool(_load(server.url(host="127.0.0.1"))["mcp__peer__echo"])
+    assert result.error_code is ErrorCode.FILE_TOO_LARGE
+
+
+# Where connections may lead
+
+
+def test_redirects_are_not_followed() -> None:
+    with open_web_server() as secret, open_web_server({"*": redirect(secret.url(host="127.0.0.1"), 307)}) as server:
+        failure = _failure(lambda: reach(server.url(host="127.0.0.1")).list_tools(_soon()))
+        assert secret.requests == []
+    assert "redirects, which is not followed" in failure.message
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.1", "169.254.169.254", "::1"])
+def test_a_public_name_may_not_lead_to_a_private_address(address: str) -> None:
+    way = reach("https://tools.example/mcp", {"tools.example": [[address]]}, private=False)
+    assert _failure(lambda: way.list_tools(_soon())).code is ErrorCode.SECURITY_REFUSED
+
+
+def test_every_request_is_judged_anew_when_the_name_leads_elsewhere() -> None:
+    way = reach("https://tools.example/mcp", {"tools.example": [["198.51.101.1"], ["127.0.0.1"]]}, private=False)
+    way.stands_alone = True
+    way.resolver.resolve("tools.example", _soon(), 1)
+    assert _failure(lambda: way.call_tool("echo", {}, _soon())).code is ErrorCode.SECURITY_REFUSED
+
+
+def test_a_key_is_in_no_failure() -> None:
+    with open_raw_peer(lambda request: 401) as server:
+        failure = _failure(lambda: reach(server.url(host="127.0.0.1"), headers={"Authorization": "Bearer s3cr3t-key"}).list_tools(_soon()))
+    assert "s3cr3t" not in f"{failure.message} {failure.metadata}"
+    assert "headers in TOOLCREW_MCP_SERVERS" in failure.message
+
+
+def test_an_upgraded_server_is_asked_anew_by_the_next_call() -> None:
+    state = {"told": legacy}
+    with open_raw_peer(lambda request: state["told"](request)) as server:
+        way = reach(server.url(host="127.0.0.1"))
+        way.list_tools(_soon())
+        state["told"] = _only_modern
+        _failure(lambda: way.call_tool("echo", {}, _soon()))
+        assert way.call_tool("echo", {"text": "new"}, _soon())["content"][0]["text"] == "new"
+
+
+def _only_modern(request: dict[str, Any]) -> Any:
+    if request["method"] == "initialize":
+        return {"jsonrpc": "2.0", "id": request["id"], "error": {"code": -32022, "message": "no", "data": {"supported": ["2026-07-28"]}}}
+    return modern(request)

@@ -1,0 +1,199 @@
+"""What becomes of what an MCP server says of itself: names, descriptions, schemas and flags, whoever wrote them."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from contract.schema import prepare_arguments
+from contract.specs import ToolSpec
+from tests.mcp_peers import TOOL
+from workers.mcp.imports import MAX_TOGETHER_BYTES, MAX_TOOLS, ImportedTool, import_tools
+from workers.mcp.naming import fit_name, fit_names
+from workers.mcp.schemas import SchemaRefused, bound_schema
+from workers.mcp.settings import HttpEntry
+
+SERVERS = st.from_regex(r"[A-Za-z0-9]{1,8}([_-][A-Za-z0-9]{1,8}){0,2}", fullmatch=True)
+NAMES = st.one_of(st.text(max_size=80), st.from_regex(r"[a-z_-]{0,80}", fullmatch=True))
+FITTING = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def _import(*tools: Any, **fields: Any) -> tuple[ImportedTool, ...]:
+    return import_tools("docs", HttpEntry(url="https://tools.example/mcp", **fields), tools, "tools")
+
+
+def _spec(**fields: Any) -> ToolSpec:
+    [tool] = _import({**TOOL, **fields})
+    return tool.spec
+
+
+def _schema(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+# Names
+
+
+@given(SERVERS, NAMES)
+def test_every_name_fits_and_tells_its_server(server: str, tool: str) -> None:
+    name = fit_name(server, tool)
+    assert FITTING.fullmatch(name)
+    assert name.startswith(f"mcp__{server}__")
+    assert fit_name(server, tool) == name
+
+
+@given(SERVERS, SERVERS, NAMES, NAMES)
+def test_two_servers_never_share_a_name(one: str, other: str, tool: str, another: str) -> None:
+    if one != other:
+        assert fit_name(one, tool) != fit_name(other, another)
+
+
+@given(SERVERS, st.lists(NAMES, max_size=20), st.randoms())
+def test_names_do_not_hang_on_the_order_of_the_list(server: str, tools: list[str], random: Any) -> None:
+    shuffled = list(tools)
+    random.shuffle(shuffled)
+    names, clashing = fit_names(server, tools)
+    assert (names, clashing) == fit_names(server, shuffled)
+    assert set(names.values()) | set(clashing) == set(tools)
+
+
+def test_of_two_tools_with_one_name_here_the_one_that_needed_no_change_stays() -> None:
+    changed = fit_name("docs", "a!").removeprefix("mcp__docs__")
+    names, clashing = fit_names("docs", ["a!", changed])
+    assert (names, clashing) == ({f"mcp__docs__{changed}": changed}, ["a!"])
+
+
+@pytest.mark.parametrize("name", [None, 7, "", {}, []])
+def test_a_tool_without_a_name_is_left_out_and_told(name: Any) -> None:
+    with capture_logs() as logs:
+        assert _import({**TOOL, "name": name}, "none", None) == ()
+    assert [entry["event"] for entry in logs] == ["mcp_tool_left_out"] * 3
+
+
+def test_include_and_exclude_take_names_with_stars() -> None:
+    tools = [{**TOOL, "name": name} for name in ("read_a", "read_b", "write_a", "[x]")]
+    found = _import(*tools, include=("read_*", "[x]"), exclude=("*_b",))
+    assert sorted(tool.name for tool in found) == ["[x]", "read_a"]
+
+
+def test_no_more_tools_than_the_bound() -> None:
+    with capture_logs() as logs:
+        found = _import(*({**TOOL, "name": f"t{n}"} for n in range(MAX_TOOLS + 5)))
+    assert (len(found), logs[-1]["event"]) == (MAX_TOOLS, "mcp_tools_too_many")
+
+
+def test_no_more_of_one_server_together_than_everybody_can_read_again_and_again() -> None:
+    schema = _schema(x={"enum": ["x" * 15_000]})
+    with capture_logs() as logs:
+        found = _import(*({**TOOL, "name": f"t{n}", "inputSchema": schema} for n in range(60)))
+    assert sum(len(tool.spec.model_dump_json()) for tool in found) <= MAX_TOGETHER_BYTES
+    assert len(found) + len(logs) == 60
+
+
+# Descriptions and flags
+
+
+def test_a_description_is_marked_as_its_servers_and_printable() -> None:
+    told = _spec(description="Read\x1b[2J everything" + "x" * 10_000).description
+    assert told.startswith("[A tool of the MCP server docs, in its words:] Read\ufffd[2J everything")
+    assert len(told) < 4200
+
+
+HINTS = {"readOnlyHint": True, "destructiveHint": False, "idempotentHint": True, "openWorldHint": False}
+
+
+@pytest.mark.parametrize(
+    ("trust", "hints", "flags"),
+    [
+        ("untrusted", HINTS, (False, False, True, True)),
+        ("trusted", HINTS, (True, True, False, False)),
+        ("trusted", None, (False, False, True, True)),
+        ("trusted", {}, (False, False, True, True)),
+        ("trusted", {"destructiveHint": False}, (False, False, True, False)),
+        ("trusted", {"idempotentHint": True}, (False, True, True, True)),
+        ("trusted", {"readOnlyHint": "yes"}, (False, False, True, True)),
+    ],
+)
+def test_hints_count_as_far_as_the_server_is_trusted(trust: str, hints: Any, flags: tuple[bool, ...]) -> None:
+    [tool] = _import({**TOOL, "annotations": hints}, trust=trust)
+    spec = tool.spec
+    assert (spec.read_only, spec.idempotent, spec.requires_permission, spec.dangerous) == flags
+
+
+# Schemas
+
+
+def _bomb() -> dict[str, Any]:
+    """Few references that stand for 2^16 schemas."""
+    defs: dict[str, Any] = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(16)}
+    return {"type": "object", "$defs": {**defs, "d16": {"type": "string"}}, "properties": {"x": {"$ref": "#/$defs/d0"}}}
+
+
+def _deep() -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(40):
+        schema = {"type": "object", "properties": {"x": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        None,
+        [],
+        {},
+        {"type": "string"},
+        {"type": "object", "properties": 7},
+        _schema(x={"type": "strange"}),
+        _schema(x={"$ref": "https://evil.example/schema"}),
+        _schema(x={"$ref": "#/$defs/none"}),
+        {"type": "object", "properties": {"x": {"$ref": "#"}}},
+        {"type": "object", "allOf": [{"$ref": "#"}]},
+        _schema(x={"description": "\x1b[2J"}),
+        _schema(**{"\x07": {}}),
+        _schema(x={"type": "string", "x-mcp-header": "Region"}),
+        _schema(x={"enum": ["x" * 20_000]}),
+        {"type": "object", "default": {"pattern": "^(a+)+$"}, "properties": {"x": {"$ref": "#/default"}}},
+        {"type": "object", "more": {"x": {"items": {"pattern": "^(a+)+$"}}}, "properties": {"x": {"$ref": "#/more/x"}}},
+        _bomb(),
+        _deep(),
+    ],
+)
+def test_a_schema_that_is_none_or_costs_too_much_leaves_its_tool_out(schema: Any) -> None:
+    with capture_logs() as logs:
+        found = _import({**TOOL, "inputSchema": schema}, {**TOOL, "name": "good"})
+    assert [tool.name for tool in found] == ["good"], "and no other"
+    assert [entry["event"] for entry in logs] == ["mcp_tool_left_out"]
+
+
+def test_patterns_of_others_are_not_run_and_parameters_may_be_called_so() -> None:
+    slow = {"type": "string", "pattern": "^(a+)+$", "$id": "https://evil.example/"}
+    schema = bound_schema(_schema(pattern=slow, many={"type": "array", "items": slow}, one={"anyOf": [slow]}))
+    assert schema["properties"]["pattern"] == {"type": "string"}
+    assert "(a+)+" not in json.dumps(schema)
+    spec = ToolSpec(name="t", description="t", parameters=schema)
+    assert prepare_arguments(spec, {"pattern": "a" * 40 + "!"})[0]["pattern"].endswith("!")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda part: (
+        st.lists(part)
+        | st.dictionaries(st.sampled_from(["type", "properties", "$ref", "items", "allOf", "$defs", "enum", "pattern", "x"]), part)
+    ),
+    max_leaves=20,
+)
+
+
+@given(JSON)
+def test_whatever_a_server_sends_as_a_schema_is_taken_or_refused(value: Any) -> None:
+    given_schema = {**value, "type": "object"} if isinstance(value, dict) else value
+    try:
+        schema = bound_schema(given_schema)
+    except SchemaRefused:
+        return
+    assert schema["type"] == "object"

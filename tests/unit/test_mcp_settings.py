@@ -1,0 +1,110 @@
+"""The file of MCP servers: what clients of the protocol write is read, and what is wrong is said before anything starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.errors import ConfigError
+from workers.mcp.settings import HttpEntry, StdioEntry, load_servers
+
+ENVIRONMENT = {"DOCS_TOKEN": "s3cr3t"}
+DOCS = {"url": "https://docs.example/mcp", "headers": {"Authorization": "Bearer ${DOCS_TOKEN}"}}
+GIT = {"command": "git-server", "args": ["--quiet"], "env": {"LEVEL": "1"}, "network": "none"}
+
+
+def _write(folder: Path, servers: Any) -> Path:
+    path = folder / "servers.json"
+    path.write_text(json.dumps({"mcpServers": servers}))
+    return path
+
+
+def _complaint(folder: Path, servers: Any) -> str:
+    """What either worker says."""
+    path, said = _write(folder, servers), []
+    kinds: tuple[type[HttpEntry] | type[StdioEntry], ...] = (HttpEntry, StdioEntry)
+    for kind in kinds:
+        try:
+            load_servers(path, kind, ENVIRONMENT)
+        except ConfigError as error:
+            said.append(str(error))
+    return said[0]
+
+
+def test_no_file_is_no_server() -> None:
+    assert load_servers(None, HttpEntry) == {}
+
+
+def test_both_kinds_are_read_with_their_defaults(tmp_path: Path) -> None:
+    path = _write(tmp_path, {"docs": {**DOCS, "tenants": ["acme"], "timeout_s": 5}, "git": GIT})
+    [docs] = load_servers(path, HttpEntry, ENVIRONMENT).values()
+    [git] = load_servers(path, StdioEntry, ENVIRONMENT).values()
+    assert (docs.tenants, docs.trust, docs.timeout_s, docs.private) == (("acme",), "untrusted", 5, False)
+    assert docs.headers["Authorization"].get_secret_value() == "Bearer s3cr3t"
+    assert (git.args, git.network, git.tenants) == (("--quiet",), "none", None)
+    assert "s3cr3t" not in repr(docs)
+
+
+def test_a_worker_needs_no_secrets_of_servers_that_it_does_not_call(tmp_path: Path) -> None:
+    path = _write(tmp_path, {"docs": DOCS, "git": GIT})
+    assert list(load_servers(path, StdioEntry, {})) == ["git"]
+    with pytest.raises(ConfigError, match="DOCS_TOKEN"):
+        load_servers(path, HttpEntry, {})
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({}, "either 'url'"),
+        ({**DOCS, **GIT}, "either 'url'"),
+        ({"command": "x"}, '"network": "none"'),
+        ({**GIT, "network": "all"}, "network"),
+        ({**DOCS, "tennants": ["acme"]}, "tennants"),
+        ({**DOCS, "tenants": []}, "tenants"),
+        ({**DOCS, "tenants": ["no name"]}, "tenants"),
+        ({**DOCS, "trust": "yes"}, "trust"),
+        ({**DOCS, "timeout_s": "5"}, "timeout_s"),
+        ({**DOCS, "timeout_s": -1}, "timeout_s"),
+        ({**DOCS, "url": "http://docs.example/mcp"}, '"private": true'),
+        ({**DOCS, "url": "ftp://docs.example/"}, "only http and https"),
+        ({**DOCS, "url": "https://me:pw@docs.example/"}, "user name or password"),
+        ({**DOCS, "headers": {"Authorization": "Bearer abc"}}, "${NAME}"),
+        ({**DOCS, "headers": {"X-Api-Key": "abc"}}, "${NAME}"),
+        ({**DOCS, "headers": {"X": "${NOT_SET}"}}, "set NOT_SET in"),
+        ({**DOCS, "headers": {"X": "a\r\nb"}}, "no header"),
+        ({**DOCS, "headers": {"Host": "other"}}, "ours to send"),
+        ({**DOCS, "headers": {"Mcp-Session-Id": "x"}}, "ours to send"),
+        ({**GIT, "env": {"A-B": "x"}}, "no variable"),
+        ({**GIT, "env": {"GIT_TOKEN": "x"}}, "${NAME}"),
+        ({**GIT, "command": ""}, "command"),
+    ],
+)
+def test_what_is_wrong_with_an_entry_is_said(tmp_path: Path, entry: dict[str, Any], words: str) -> None:
+    complaint = _complaint(tmp_path, {"one": entry})
+    assert "TOOLCREW_MCP_SERVERS" in complaint
+    assert "server 'one'" in complaint
+    assert words in complaint
+
+
+@pytest.mark.parametrize("name", ["", "a__b", "_a", "a-", "a b", "\u00e4", "x" * 33])
+def test_names_that_would_not_be_told_apart_are_refused(tmp_path: Path, name: str) -> None:
+    assert "rename it" in _complaint(tmp_path, {name: DOCS})
+
+
+def test_a_secret_is_in_no_complaint(tmp_path: Path) -> None:
+    for wrong in ({"private": "${DOCS_TOKEN}"}, {"url": "${DOCS_TOKEN}"}, {"tenants": ["${DOCS_TOKEN} x"]}):
+        assert "s3cr3t" not in _complaint(tmp_path, {"docs": {**DOCS, **wrong}})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"mcpServers": []}', '{"mcpServers": {}, "more": 1}', "[" * 100_000])
+def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "servers.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="TOOLCREW_MCP_SERVERS"):
+        load_servers(path, HttpEntry, ENVIRONMENT)
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="make the file, or unset the variable"):
+        load_servers(tmp_path / "none.json", HttpEntry)

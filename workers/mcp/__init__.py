@@ -1,0 +1,1 @@
+"""Tools of other MCP servers as tools of ours: found at a worker's start, called over HTTP or inside sandboxes (docs/mcp.md)."""

@@ -1,0 +1,82 @@
+"""What a tool of an MCP server gave, as the outcome of its call: text between marks, everything else described, all of it bounded."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import JsonValue
+
+from contract.errors import ErrorCode
+from workers.custom.outcomes import MAX_METADATA_BYTES, cut_output
+from workers.mcp.messages import broken
+from workers.tools.base import Outcome
+from workers.web.fences import fence, one_line, printable
+
+MAX_BLOCKS = 200
+_WORD_CHARS = 200
+
+
+def build_outcome(server: str, tool: str, result: dict[str, Any]) -> Outcome:
+    """`tool`: its name here. `result`: of tools/call, as it came. Raises ToolFailure(HTTP_ERROR) when it is none."""
+    if result.get("resultType") not in (None, "complete"):
+        raise broken(server, "it asks for more instead of answering, which calls of tools cannot give")
+    blocks = result.get("content", [])
+    if not isinstance(blocks, list):
+        raise broken(server, "its answer has no content")
+    structured = result.get("structuredContent")
+    text = "\n".join(_words(blocks)) or (json.dumps(structured, ensure_ascii=False, indent=1) if structured is not None else "")
+    output, is_cut = _fenced(server, tool, printable(text))
+    metadata: dict[str, JsonValue] = {"mcp_server": server, **_bounded(structured)}
+    if result.get("isError") is not True:
+        return Outcome(output, metadata, truncated=is_cut)
+    error = f"the MCP server {server} says that {tool} failed; its words are in the output"
+    return Outcome(output, metadata, truncated=is_cut, error=error, error_code=ErrorCode.HTTP_ERROR)
+
+
+def _fenced(server: str, tool: str, text: str) -> tuple[str, bool]:
+    if not text.strip():
+        return "[the tool gave no text]", False
+    shown, is_cut = cut_output(tool, text)
+    note = ""
+    if is_cut:
+        shown, _, last = shown.rpartition("\n")
+        note = f"\n{last}"
+    return fence(shown, of=f"the MCP server {server}", mark="mcp") + note, is_cut
+
+
+def _words(blocks: list[Any]) -> Iterable[str]:
+    for block in blocks[:MAX_BLOCKS]:
+        yield _word(block) if isinstance(block, dict) else "[a part that is none]"
+    if len(blocks) > MAX_BLOCKS:
+        yield f"[{len(blocks) - MAX_BLOCKS} more parts were left out]"
+
+
+def _word(block: dict[str, Any]) -> str:
+    kind = block.get("type")
+    if kind == "text" and isinstance(block.get("text"), str):
+        return str(block["text"])
+    if kind in ("image", "audio"):
+        return f"[{kind}, {_line(block.get('mimeType'))}, {_size(block.get('data'))}: not attached]"
+    if kind == "resource_link":
+        return f"[a link to a resource: {_line(block.get('name'))}, {_line(block.get('uri'))}]"
+    if kind == "resource" and isinstance(resource := block.get("resource"), dict):
+        head = f"[a resource: {_line(resource.get('uri'))}, {_line(resource.get('mimeType'))}"
+        if isinstance(resource.get("text"), str):
+            return f"{head}]\n{resource['text']}"
+        return f"{head}, {_size(resource.get('blob'))}: not attached]"
+    return f"[a part of the kind {_line(kind)}: not shown]"
+
+
+def _line(value: Any) -> str:
+    return one_line(value, _WORD_CHARS) if isinstance(value, str) and value.strip() else "unknown"
+
+
+def _size(data: Any) -> str:
+    return f"about {len(data) * 3 // 4} bytes" if isinstance(data, str) else "unknown size"
+
+
+def _bounded(structured: Any) -> dict[str, JsonValue]:
+    if structured is None:
+        return {}
+    size = len(json.dumps(structured, ensure_ascii=False).encode("utf-8", "replace"))
+    return {"structured": structured} if size <= MAX_METADATA_BYTES // 2 else {"structured_dropped_bytes": size}

@@ -1,0 +1,99 @@
+"""Messages of the Model Context Protocol as JSON-RPC: ours are built, theirs are hostile and read within bounds."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from contract.errors import ErrorCode, ToolFailure
+from workers.web.fences import one_line
+
+REVISION = "2026-07-28"
+"""In force: every request stands alone."""
+HANDSHAKE = "2025-11-25"
+"""Offered to peers that know no other than those with a handshake."""
+HANDSHAKE_REVISIONS = frozenset({"2024-11-05", "2025-03-26", "2025-06-18", HANDSHAKE})
+CLIENT = {"name": "toolcrew", "version": "1"}
+UNSUPPORTED_REVISION = -32022
+MAX_DEPTH = 64
+MAX_ERROR_CHARS = 500
+
+
+@dataclass(frozen=True)
+class Reply:
+    """`result`, or the server's `error` with its `code`, as one printable line."""
+
+    result: dict[str, Any] | None = None
+    error: str = ""
+    code: int = 0
+
+
+def build_request(number: int, method: str, params: Mapping[str, Any], *, stands_alone: bool) -> dict[str, Any]:
+    """`stands_alone`: in REVISION, which says with each request who asks."""
+    told = dict(params)
+    if stands_alone:
+        told["_meta"] = {
+            "io.modelcontextprotocol/protocolVersion": REVISION,
+            "io.modelcontextprotocol/clientInfo": CLIENT,
+            "io.modelcontextprotocol/clientCapabilities": {},
+        }
+    return {"jsonrpc": "2.0", "id": number, "method": method, "params": told}
+
+
+def build_hello() -> dict[str, Any]:
+    """Parameters of `initialize`."""
+    return {"protocolVersion": HANDSHAKE, "capabilities": {}, "clientInfo": CLIENT}
+
+
+def parse_json(data: bytes | str, server: str) -> Any:
+    """Raises ToolFailure(HTTP_ERROR) for what is no plain JSON, or nests deeper than MAX_DEPTH."""
+    try:
+        parsed = json.loads(data, parse_constant=_refuse_constant)
+        _check_depth(parsed)
+    except (ValueError, RecursionError):
+        raise broken(server, "what it sent is no plain JSON") from None
+    return parsed
+
+
+def parse_reply(message: Any, number: int) -> Reply | None:
+    """The answer to that request; None for any other message, as progress and logs are. Never raises: a lie is an answer to nothing."""
+    if not isinstance(message, dict) or message.get("jsonrpc") != "2.0" or "method" in message:
+        return None
+    told = message.get("id")
+    if isinstance(told, bool) or told != number:
+        return None
+    if isinstance(result := message.get("result"), dict) and "error" not in message:
+        return Reply(result=result)
+    error = message.get("error")
+    if not isinstance(error, dict):
+        return Reply(error="neither a result nor an error")
+    code = error.get("code")
+    words = one_line(str(error.get("message", "")), MAX_ERROR_CHARS)
+    return Reply(error=words or "no reason given", code=code if isinstance(code, int) and not isinstance(code, bool) else 0)
+
+
+def broken(server: str, what: str) -> ToolFailure:
+    """The failure of a server that does not keep to the protocol."""
+    return ToolFailure(
+        ErrorCode.HTTP_ERROR, f"the MCP server {server} does not keep to the protocol: {what}; use another tool, or tell its operator"
+    )
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _check_depth(value: Any) -> None:
+    """Raises ValueError."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deep")
+        level = [
+            part
+            for holder in level
+            if isinstance(holder, dict | list)
+            for part in (holder.values() if isinstance(holder, dict) else holder)
+            if isinstance(part, dict | list)
+        ]

@@ -1,0 +1,149 @@
+"""One MCP server over stdio, run inside a sandbox by a driver of ours; what comes back is the sandbox's word and read as hostile."""
+
+import functools
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contract.errors import ErrorCode, ToolFailure
+from workers.mcp.messages import Reply, broken, parse_json, parse_reply
+from workers.mcp.pages import MAX_PAGES, gather_pages
+from workers.mcp.settings import StdioEntry
+from workers.sandbox_client import GuestResponse
+from workers.tools.text import encode
+from workers.web.fences import one_line
+from workers.web.limits import MIB
+
+ANSWER_BYTES = 4 * MIB
+PYTHON = "/usr/bin/python3"
+"""In every sandbox: the guest runs on it."""
+FOLDER = "/workspace"
+FIRST_NUMBER = 3
+"""Of the driver's requests, the first that is ours."""
+MAX_TOLD_CHARS = 500
+_SPARE_S = 1.0
+"""Before the call's limit the driver gives up by itself, and can say on what."""
+
+Run = Callable[[Mapping[str, Any], bytes], GuestResponse]
+"""An exec of docs/guest-protocol.md in the sandbox that is meant."""
+
+
+@dataclass
+class SandboxServer:
+    """Started anew for each use. `stands_alone`: as the HTTP server's; None: it has not been asked."""
+
+    name: str
+    entry: StdioEntry
+    stands_alone: bool | None = None
+
+    def list_tools(self, run: Run, timeout_s: float) -> list[Any]:
+        """What it lists, unchecked; it is then known how it is spoken to. Raises ToolFailure, SandboxUnavailable."""
+        answer = self._use(run, "tools/list", {}, FOLDER, timeout_s)
+        alone, pages = answer.get("stands_alone"), iter(self._replies(answer, "tools/list"))
+        listed = gather_pages(self.name, lambda params: next(pages, {"tools": []}))
+        self.stands_alone = alone is True
+        return listed
+
+    def call_tool(self, run: Run, tool: str, arguments: Mapping[str, Any], cwd: str, timeout_s: float) -> dict[str, Any]:
+        """The result, unchecked but for being an object. `cwd`: where the session is. Raises as `list_tools`."""
+        answer = self._use(run, "tools/call", {"name": tool, "arguments": dict(arguments)}, cwd, timeout_s)
+        return self._replies(answer, "tools/call")[0]
+
+    def _use(self, run: Run, method: str, params: Mapping[str, Any], cwd: str, timeout_s: float) -> dict[str, Any]:
+        mark = secrets.token_hex(16)
+        job = {
+            "mark": mark,
+            "command": self.entry.command,
+            "args": list(self.entry.args),
+            "env": {name: value.get_secret_value() for name, value in self.entry.env.items()},
+            "cwd": self.entry.cwd,
+            "network": self.entry.network,
+            "stands_alone": self.stands_alone,
+            "method": method,
+            "params": params,
+            "max_pages": MAX_PAGES,
+            "max_bytes": ANSWER_BYTES,
+            "timeout_s": max(timeout_s - _SPARE_S, timeout_s / 2),
+        }
+        request = {
+            "op": "exec",
+            "argv": [PYTHON, "-I", "-c", _driver()],
+            "script_bytes": 0,
+            "cwd": cwd,
+            "env": {},
+            "timeout_s": timeout_s,
+            # Escaped as JSON an answer can be several times as long.
+            "capture": {"stdout": 2 * ANSWER_BYTES, "stderr": 4096},
+        }
+        return self._read(run(request, encode(json.dumps(job), "arguments")), mark, timeout_s)
+
+    def _read(self, response: GuestResponse, mark: str, timeout_s: float) -> dict[str, Any]:
+        """The driver's answer. Raises ToolFailure for none, and for what it says went wrong."""
+        done, data = response.done, response.streams.get("stdout", b"")
+        if done["timed_out"]:
+            raise self._hangs(timeout_s)
+        if done["cancelled"]:
+            raise ToolFailure(ErrorCode.CANCELLED, f"the call of the MCP server {self.name} was cancelled")
+        if int(done["streams"]["stdout"]["total"]) > len(data):
+            raise self._floods()
+        _, found, line = data.rpartition(f"\n{mark} ".encode())
+        if not found:
+            words = one_line(response.streams.get("stderr", b"").decode("utf-8", "replace"), MAX_TOLD_CHARS)
+            raise broken(self.name, f"it was ended, or ended its driver ({words or 'no reason given'})")
+        answer = parse_json(line, self.name)
+        if not isinstance(answer, dict):
+            raise broken(self.name, "its driver's answer is none")
+        if "trouble" in answer:
+            raise self._explain(str(answer["trouble"]), one_line(str(answer.get("told", "")), MAX_TOLD_CHARS), timeout_s)
+        return answer
+
+    def _explain(self, trouble: str, told: str, timeout_s: float) -> ToolFailure:
+        if trouble == "network":
+            return ToolFailure(
+                ErrorCode.SECURITY_REFUSED,
+                f"the MCP server {self.name} is not run in a session with network: call its tools in one without, or use another tool",
+            )
+        if trouble == "not_started":
+            return ToolFailure(
+                ErrorCode.CONFIG_MISSING,
+                f"the MCP server {self.name} cannot be started in this sandbox ({told}): use another tool, or have the operator put it into the image",
+            )
+        if trouble == "hangs":
+            return self._hangs(timeout_s)
+        if trouble == "flood":
+            return self._floods()
+        return broken(self.name, f"it ended before it answered ({told})" if trouble == "died" else f"it refused to begin ({told})")
+
+    def _hangs(self, timeout_s: float) -> ToolFailure:
+        return ToolFailure(
+            ErrorCode.TIMEOUT,
+            f"the MCP server {self.name} did not answer within {timeout_s:g} s and was ended; what it did until then stays done: look before you repeat it",
+        )
+
+    def _floods(self) -> ToolFailure:
+        return ToolFailure(
+            ErrorCode.FILE_TOO_LARGE,
+            f"the MCP server {self.name} sent more than {ANSWER_BYTES} bytes and was ended: ask it for less at a time",
+        )
+
+    def _replies(self, answer: Mapping[str, Any], method: str) -> list[dict[str, Any]]:
+        """The results of what was asked, at least one. Raises ToolFailure."""
+        messages = answer.get("replies")
+        if not isinstance(messages, list) or not 0 < len(messages) <= MAX_PAGES:
+            raise broken(self.name, "its driver's answer is none")
+        return [self._result(method, parse_reply(message, FIRST_NUMBER + at)) for at, message in enumerate(messages)]
+
+    def _result(self, method: str, reply: Reply | None) -> dict[str, Any]:
+        if reply is None:
+            raise broken(self.name, "its answer is none to what was asked")
+        if reply.result is None:
+            raise ToolFailure(ErrorCode.HTTP_ERROR, f"the MCP server {self.name} refused {method}: {reply.error}", mcp_code=reply.code)
+        return reply.result
+
+
+@functools.cache
+def _driver() -> str:
+    return Path(__file__).with_name("sandbox_driver.py").read_text()
