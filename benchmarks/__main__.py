@@ -43,6 +43,7 @@ NAMES = (
     "metrics",
     "api",
     "mcp",
+    "inspect_exec",
     "page",
     "skills",
 )
