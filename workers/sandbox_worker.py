@@ -25,6 +25,7 @@ from workers.sandbox_client import SandboxClient
 from workers.settings import WorkerSettings
 from workers.skills.installed import InstalledSkills
 from workers.skills.loader import load_skills
+from workers.skills.of_session import SessionSkills
 from workers.switches import Switches
 from workers.tasks import register_tasks
 from workers.tenants import TenantGate, Tenants
@@ -42,7 +43,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     key = settings.broker().signing_keys()
     registry, skills = build_registry(), load_skills(settings.skill_roots())
     if settings.skill_roots():
-        registry.register(build_skill_tool(skills, InstalledSkills(connect(settings.broker()), settings.deployment)))
+        registry.register(build_skill_tool(skills, InstalledSkills(connect(settings.broker()), settings.deployment), SessionSkills()))
         register_skill_tools(registry, skills)
     register_sandbox_servers(registry, load_servers(settings.mcp_servers, StdioEntry), settings.sandboxd_socket)
     clock = SharedClock()

@@ -197,6 +197,42 @@ async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(engine: A
             assert gone.error_code is ErrorCode.FILE_NOT_FOUND
 
 
+async def test_a_session_has_skills_of_its_own_before_all_others(engine: APIClient, tmp_path: Path) -> None:
+    write_skill(tmp_path, "late", files={"scripts/run.sh": "echo everybodys"})
+    front = "---\nname: {0}\ndescription: Does {0} here.\n---\nDo it.\n"
+    with open_stack(engine, {"TOOLCREW_SKILLS": str(tmp_path)}) as stack:
+        async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as mine, await client.open_session() as other:
+            for name in ("late", "own"):
+                await mine.write_file(f".skills/{name}/SKILL.md", front.format(name).encode())
+            await mine.write_file(
+                ".skills/own/scripts/run.py", b"#!/usr/bin/env python3\nimport os, sys\nprint(os.environ['SKILL_DIR'], sys.stdin.read())\n"
+            )
+            await mine.write_file(".skills/late/scripts/run.sh", b"echo ours\n")
+            assert (await use(mine, action="list")).text() == "- late: Does late here.\n- own: Does own here."
+            assert (await use(other, action="list")).text() == "- late: Does late."
+            loaded = await use(mine, name="own")
+            assert "- scripts/run.py" in loaded.text()
+            assert "digest" not in loaded.metadata
+            ran = await use(mine, name="own", action="run", script="run.py", args={"a": 1})
+            assert ran.text() == '/workspace/.skills/own {"a": 1}\n'
+            assert (await use(mine, name="late", action="run", script="run.sh")).text() == "ours\n"
+            assert (await use(other, name="late", action="run", script="run.sh")).text() == "everybodys\n"
+            assert (await use(other, name="own")).error_code is ErrorCode.FILE_NOT_FOUND
+
+            # Nothing but plain files of the folder is the skill's.
+            await mine.call("bash_tool", {"command": "ln -s /etc/passwd .skills/own/link; mkfifo .skills/own/pipe; ln -s /etc .skills/etc"})
+            assert "link" not in (await use(mine, name="own")).text()
+            assert (await use(mine, name="own", action="read", path="link")).error_code is ErrorCode.FILE_NOT_FOUND
+            for name in ("../../etc", "etc", ".", "own/scripts"):
+                assert (await use(mine, name=name)).error_code is ErrorCode.FILE_NOT_FOUND
+            await mine.call("bash_tool", {"command": "head -c 20000000 /dev/zero >.skills/own/big"})
+            large = await use(mine, name="own")
+            assert (large.error_code, "larger than the 16 MiB" in large.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
+            await mine.write_file(".skills/own/SKILL.md", b"no front matter")
+            await mine.call("bash_tool", {"command": "rm .skills/own/big"})
+            assert "is no skill: it has no front matter" in (await use(mine, name="own")).text()
+
+
 async def test_without_the_setting_there_is_no_skill_tool(engine: APIClient) -> None:
     with open_stack(engine) as stack:
         async with ToolClient.connect(stack.redis_url) as client:

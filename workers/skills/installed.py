@@ -1,5 +1,6 @@
 """The skills that are installed for tenants, as a worker gets them: records from Redis with each call, bundles once while they are used."""
 
+import threading
 from collections import OrderedDict
 from typing import Any
 
@@ -25,6 +26,8 @@ class InstalledSkills:
     def __init__(self, client: "redis.Redis", deployment: str) -> None:
         self._client, self._deployment = client, deployment
         self._kept: OrderedDict[tuple[str, str], Skill] = OrderedDict()
+        # Calls of a worker may run in threads.
+        self._keeping = threading.Lock()
 
     def all(self, tenant: str) -> dict[str, InstalledSkill]:
         """By name, in their order; what cannot be read is logged and left out. Raises BrokerUnavailable."""
@@ -40,10 +43,11 @@ class InstalledSkills:
             return None
         key = tenant, record.skill.digest
         skill = self._kept.get(key) or self._load(tenant, record)
-        self._kept[key] = skill
-        self._kept.move_to_end(key)
-        while len(self._kept) > 1 and sum(kept.summary.bytes for kept in self._kept.values()) > MAX_KEPT_BYTES:
-            self._kept.popitem(last=False)
+        with self._keeping:
+            self._kept[key] = skill
+            self._kept.move_to_end(key)
+            while len(self._kept) > 1 and sum(kept.summary.bytes for kept in self._kept.values()) > MAX_KEPT_BYTES:
+                self._kept.popitem(last=False)
         return skill
 
     def _load(self, tenant: str, record: InstalledSkill) -> Skill:

@@ -54,7 +54,7 @@ class SkillTool:
 @dataclass(frozen=True)
 class Skill:
     """A skill as it was loaded. `files`: by path; their bytes stay where they are. `tool`: what it is by its sidecar, None: no tool of its own.
-    `owner`: the tenant that it was installed for, "": everybody's."""
+    `owner`: the tenant that it was installed for, "": everybody's. `place`: where a session has it, None: it is to be brought to sandboxes."""
 
     source: Source
     summary: SkillSummary
@@ -62,6 +62,7 @@ class Skill:
     files: tuple[BundleFile, ...]
     tool: SkillTool | None = None
     owner: str = ""
+    place: str | None = None
 
     @property
     def name(self) -> str:

@@ -43,8 +43,8 @@ def run_entrypoint(skill: Skill, sidecar: Sidecar, arguments: Mapping[str, JsonV
 
 
 def place_skill(skill: Skill, bench: Workbench) -> str:
-    """Its folder in the session's sandbox, where nobody can change it. Raises ToolFailure, SandboxUnavailable."""
-    return bench.place_skill(skill.summary.digest, lambda: pack_skill(skill), is_shared=not skill.owner)
+    """Its folder in the session's sandbox, where nobody can change it, but for the session's own. Raises ToolFailure, SandboxUnavailable."""
+    return skill.place or bench.place_skill(skill.summary.digest, lambda: pack_skill(skill), is_shared=not skill.owner)
 
 
 def _run(argv: list[str], body: bytes, place: str, call: Mapping[str, Any], begun: float, bench: Workbench) -> Outcome:

@@ -1,6 +1,7 @@
 """skill_tool: the skills of the call's tenant and of the worker's operator, listed, read, and their scripts run in the session's sandbox."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -9,8 +10,9 @@ from pydantic import JsonValue
 from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
 from contract.installed_skills import InstalledSkill
-from contract.specs import NO_NETWORK, SkillSummary, ToolSpec
+from contract.specs import NO_NETWORK, ToolSpec
 from workers.skills.loader import Skill, read_bundled
+from workers.skills.of_session import SessionSkills
 from workers.skills.runner import name_nearest, run_script
 from workers.tools.base import Outcome, Workbench, WorkerTool
 from workers.tools.read import DEFAULT_LINES, FOOTER_BYTES, MAX_LINES
@@ -22,7 +24,8 @@ _LINE_CHARS = 2000
 
 _ABOUT = (
     "Use a skill: instructions, files and scripts that were made for a kind of task. When a task fits a skill's description, load it first and do "
-    "what it says. `action` load gives its instructions and the names of its files, read one of these files, list all skills; run starts one of "
+    "what it says. `action` load gives its instructions and the names of its files, read one of these files, list all skills, the session's own in "
+    "/workspace/.skills among them; run starts one of "
     f"its scripts in the session's sandbox, {NO_NETWORK}, in the workspace, with `args` as JSON on its standard input and the skill's folder in "
     f"SKILL_DIR, for at most `timeout` seconds (default {DEFAULT_TIMEOUT_S:g})."
 )
@@ -61,19 +64,44 @@ class TenantSkills(Protocol):
     def find(self, tenant: str, name: str) -> Skill | None: ...
 
 
-def build_skill_tool(skills: Sequence[Skill], installed: TenantSkills | None = None) -> WorkerTool:
-    """The tool over these skills, a tenant's own before them. Its description names none: who asks a model tells it of those that are there for its tenant."""
+@dataclass(frozen=True)
+class _Roots:
+    """Where skills are looked for, the first first."""
+
+    session: SessionSkills | None
+    tenant: TenantSkills | None
+    system: Mapping[str, Skill]
+
+    def find(self, name: str, bench: Workbench) -> Skill | None:
+        own = self.session.find(name, bench) if self.session is not None else None
+        if own is None and self.tenant is not None:
+            own = self.tenant.find(bench.context.tenant, name)
+        return own or self.system.get(name)
+
+    def all(self, bench: Workbench) -> dict[str, str]:
+        """What every skill that there is for the call says of itself, by name."""
+        found = {name: skill.summary.description for name, skill in self.system.items()}
+        if self.tenant is not None:
+            found |= {name: record.skill.description for name, record in self.tenant.all(bench.context.tenant).items()}
+        if self.session is not None:
+            found |= self.session.all(bench)
+        return dict(sorted(found.items()))
+
+
+def build_skill_tool(skills: Sequence[Skill], installed: TenantSkills | None = None, of_session: SessionSkills | None = None) -> WorkerTool:
+    """The tool over these skills, a tenant's own before them, and a session's before these. Its description names none: who asks a model tells it of those that are there for its tenant."""
     spec = ToolSpec(
         name="skill_tool",
         description=_ABOUT,
         parameters=_PARAMETERS,
         aliases={"skill": "name", "file_path": "path"},
     )
-    return WorkerTool(spec, partial(_run, {skill.name: skill for skill in skills}, installed), validators=(_check_action,))
+    roots = _Roots(of_session, installed, {skill.name: skill for skill in skills})
+    return WorkerTool(spec, partial(_run, roots), validators=(_check_action,))
 
 
-def _line_of(skill: SkillSummary) -> str:
-    return f"- {skill.name}: {show_name(skill.description)}"
+def _line_of(name: str, description: str) -> str:
+    return f"- {name}: {show_name(description)}"
 
 
 def _check_action(arguments: Mapping[str, Any]) -> str | None:
@@ -89,35 +117,27 @@ def _check_action(arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _run(skills: Mapping[str, Skill], installed: TenantSkills | None, arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    action, name, tenant = arguments["action"], arguments["name"], bench.context.tenant
+def _run(roots: _Roots, arguments: dict[str, Any], bench: Workbench) -> Outcome:
+    action, name = arguments["action"], arguments["name"]
     if action == "list":
-        return _list(_names_all(skills, installed, tenant))
-    skill = (installed.find(tenant, name) if installed is not None else None) or skills.get(name)
+        return _list(roots.all(bench))
+    skill = roots.find(name, bench)
     if skill is None:
-        known = _names_all(skills, installed, tenant)
-        raise ToolFailure(
-            ErrorCode.FILE_NOT_FOUND, f"there is no skill {show_name(name)}; {name_nearest(name, known, 'there are no skills at all')}"
-        )
+        nearest = name_nearest(name, roots.all(bench), "there are no skills at all")
+        raise ToolFailure(ErrorCode.FILE_NOT_FOUND, f"there is no skill {show_name(name)}; {nearest}")
     if action == "run":
         return run_script(skill, arguments["script"], arguments["args"], arguments, bench)
     return _read(skill, arguments) if action == "read" else _load(skill)
 
 
-def _names_all(skills: Mapping[str, Skill], installed: TenantSkills | None, tenant: str) -> dict[str, SkillSummary]:
-    """Every skill that there is for the tenant, by name."""
-    own = {name: record.skill for name, record in installed.all(tenant).items()} if installed is not None else {}
-    return dict(sorted({**{name: skill.summary for name, skill in skills.items()}, **own}.items()))
-
-
-def _list(skills: Mapping[str, SkillSummary]) -> Outcome:
+def _list(skills: Mapping[str, str]) -> Outcome:
     lines: list[str] = []
     room = MAX_OUTPUT_BYTES - FOOTER_BYTES
-    for skill in skills.values():
-        line = _line_of(skill)
+    for name, description in skills.items():
+        line = _line_of(name, description)
         room -= len(line.encode()) + 1
         if room < 0:
-            lines.append(f"[{len(skills) - len(lines)} more, from {skill.name} on: name one to load it]")
+            lines.append(f"[{len(skills) - len(lines)} more, from {name} on: name one to load it]")
             return Outcome("\n".join(lines), {"skills": len(skills)}, truncated=True)
         lines.append(line)
     return Outcome("\n".join(lines) or "[no skills]", {"skills": len(skills)})
@@ -136,7 +156,10 @@ def _load(skill: Skill) -> Outcome:
     rest = len(skill.files) - MAX_LISTED_FILES
     if rest > 0:
         parts.append(f"[and {rest} more]")
-    metadata: dict[str, JsonValue] = {"skill": skill.name, "digest": skill.summary.digest, "files": len(skill.files)}
+    metadata: dict[str, JsonValue] = {"skill": skill.name, "files": len(skill.files)}
+    if skill.place is None:
+        # What the session can change is not what a digest says.
+        metadata["digest"] = skill.summary.digest
     return Outcome("\n".join(parts), metadata, truncated=is_cut or rest > 0)
 
 
