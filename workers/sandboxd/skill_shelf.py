@@ -11,6 +11,7 @@ import io
 import secrets
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import IO
 
@@ -27,6 +28,8 @@ log = structlog.get_logger(__name__)
 
 MAX_SHELF_BYTES = 2 * 1024**3
 """Of all bundles until sandboxd is started anew: they lie on the engine's disk."""
+MAX_TENANT_BYTES = 256 * 1024**2
+"""Of one tenant's: it may install and replace as it likes, and must not take the room of others."""
 _MEMORY_BYTES = 1024 * 1024
 
 
@@ -38,7 +41,7 @@ class SkillShelf:
         self._engine, self._image, self._owner = engine, image, dict(owner)
         self._secret = secrets.token_bytes(32)
         self._places: dict[tuple[str, str], str] = {}
-        self._bytes = 0
+        self._bytes: Counter[str] = Counter()
         self._placing = asyncio.Lock()
 
     async def open(self) -> None:
@@ -76,7 +79,14 @@ class SkillShelf:
                 return known or await self._place(scope, digest, received)
 
     async def _place(self, scope: str, digest: str, received: IO[bytes]) -> str:
-        if self._bytes + received.tell() > MAX_SHELF_BYTES:
+        size = received.tell()
+        if scope and self._bytes[scope] + size > MAX_TENANT_BYTES:
+            raise ToolFailure(
+                ErrorCode.QUOTA_EXCEEDED,
+                f"the skills that tenant {scope} has used on this host take more than {MAX_TENANT_BYTES // 2**20} MiB: use fewer or smaller ones, or have "
+                "the operator start sandboxd anew",
+            )
+        if self._bytes.total() + size > MAX_SHELF_BYTES:
             raise SandboxUnavailable(
                 f"the skills of this host take more than {MAX_SHELF_BYTES // 2**30} GiB: remove some, and start sandboxd anew"
             )
@@ -85,9 +95,9 @@ class SkillShelf:
             await asyncio.to_thread(_repack, received, archive, name, digest)
             archive.seek(0)
             await self._engine.fill_skill_volume(self.volume, self._image, archive)
-        self._bytes += received.tell()
+        self._bytes[scope] += size
         self._places[scope, digest] = place = f"{SKILLS_FOLDER}/{name}"
-        log.info("skill_placed", digest=digest, bytes=received.tell())
+        log.info("skill_placed", digest=digest, bytes=size)
         return place
 
     def _is_left(self, labels: Mapping[str, str], lease: Lease) -> bool:
