@@ -133,6 +133,7 @@ def test_import_unpacks_the_content_and_export_gives_the_archive() -> None:
     ("fields", "stderr", "code"),
     [
         ({"timed_out": True, "exit_code": None}, b"", ErrorCode.TIMEOUT),
+        ({"cancelled": True, "exit_code": None, "signal": 9}, b"", ErrorCode.CANCELLED),
         ({"exit_code": 2}, b"tar: a: No space left on device", ErrorCode.NO_SPACE),
         ({"exit_code": 2}, b"tar: this does not look like a tar archive", ErrorCode.INVALID_ARGUMENTS),
         ({"exit_code": None, "signal": 15}, b"tar: a: No space left on device", ErrorCode.NO_SPACE),
@@ -142,6 +143,12 @@ def test_import_unpacks_the_content_and_export_gives_the_archive() -> None:
 )
 def test_a_copy_that_failed_says_why(fields: dict[str, Any], stderr: bytes, code: ErrorCode) -> None:
     assert Bench(build_exec_response(b"", stderr, **fields), content=b"x").run("session.import").error_code is code
+
+
+def test_an_export_that_was_cancelled_says_so() -> None:
+    assert (
+        Bench(build_exec_response(b"ta", cancelled=True, exit_code=None, signal=9)).run("session.export").error_code is ErrorCode.CANCELLED
+    )
 
 
 def test_an_export_that_does_not_fit_is_an_error_and_not_half_an_archive() -> None:

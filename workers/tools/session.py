@@ -116,7 +116,10 @@ def _export(arguments: dict[str, Any], bench: Workbench) -> Outcome:
 
 
 def _run(bench: Workbench, argv: list[str], body: bytes, capture: dict[str, int]) -> GuestResponse:
-    return bench.run({**_exec_request(argv, bench), "capture": capture}, body)
+    response = bench.run({**_exec_request(argv, bench), "capture": capture}, body)
+    if response.done["cancelled"]:
+        raise ToolFailure(ErrorCode.CANCELLED, "copying was cancelled; what was copied until then is there")
+    return response
 
 
 def _words(response: GuestResponse) -> str:
