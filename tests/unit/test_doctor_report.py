@@ -50,7 +50,7 @@ async def test_a_check_that_takes_too_long_is_ended_so_that_it_can_clear_up(
     check = tmp_path / "check"
     check.write_text(f"#!/bin/sh\ncd {tmp_path}\ntrap '{at_term}' TERM\ntouch sandbox\nwhile :; do sleep 0.02; done\n")
     check.chmod(0o755)
-    monkeypatch.setattr(doctor, "python", lambda: str(check))
+    monkeypatch.setattr(doctor, "program", lambda *_: (str(check),))
     monkeypatch.setattr(doctor, "CHECK_TIMEOUT_S", 0.3)
     monkeypatch.setattr(doctor, "CHECK_END_S", 0.3)
 
