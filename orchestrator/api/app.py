@@ -9,7 +9,6 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from contract.calls import MAX_BLOB_BYTES
-from contract.skills import MAX_BUNDLE_BYTES
 from orchestrator.api import (
     approvals,
     audit,
@@ -30,7 +29,7 @@ from orchestrator.api.door import Door
 from orchestrator.api.exact_json import ExactJson
 from orchestrator.api.house import Beside, House
 from orchestrator.api.idempotency import Idempotency
-from orchestrator.api.limits import BATCH_BYTES, LOGIN_BYTES, BodyLimits
+from orchestrator.api.limits import BATCH_BYTES, LOGIN_BYTES, SKILL_BYTES, BodyLimits
 
 VERSION = "v1"
 _ABOUT = """Runs, sessions, tools, approvals, batches, tenants and hosts of a toolcrew deployment.
@@ -70,7 +69,7 @@ def build_app(house: House, beside: Beside) -> FastAPI:
     app.add_middleware(Door, house=house)
     other = (
         ("PUT", "/v1/sessions/[^/]+/files/.*", MAX_BLOB_BYTES),
-        ("POST", "/v1/skills", MAX_BUNDLE_BYTES),
+        ("POST", "/v1/skills", SKILL_BYTES),
         ("POST", "/v1/batches", BATCH_BYTES),
         ("POST", "/login", LOGIN_BYTES),
     )

@@ -63,6 +63,8 @@ class House:
         self.streams = OpenStreams()
         self.errands = Errands()
         self.files, self.pages = Turns(FILES_OF_A_KEY), Turns(PAGES_OF_A_KEY)
+        # One at a time, whoever asks: each takes up to half a GiB of memory.
+        self.examining = asyncio.Semaphore(1)
         self.looks = Turns(LOOKS_OF_A_KEY)
         # Nobody sits at a service: what a program calls is its own decision, and runs ask through the approvals queue.
         self._approver: Approver = RefusingApprover()

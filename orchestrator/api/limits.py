@@ -19,6 +19,8 @@ LEAST_BYTES_PER_S = 8 * 1024
 PATIENCE_S = 30.0
 JSON_BYTES = 2 * 1024 * 1024
 BATCH_BYTES = 200 * 1024 * 1024
+SKILL_BYTES = 16 * 1024 * 1024
+"""Of a skill's .zip file: it lies in /tmp while it is examined, which is small where a service is deployed. The command takes larger ones."""
 LOGIN_BYTES = 16 * 1024
 """Of what is read of somebody who has not shown a key yet."""
 LINGER_S = 5.0

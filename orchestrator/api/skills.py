@@ -1,5 +1,6 @@
 """Skills over HTTP: which there are for a tenant, and installing its own."""
 
+import asyncio
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -14,6 +15,7 @@ from contract.specs import SkillSummary
 from orchestrator.api.access import AnyCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
 from orchestrator.api.problems import responses
+from orchestrator.skill_desk import SkillDesk
 
 router = APIRouter(prefix="/v1/skills", tags=["skills"], responses=responses())
 
@@ -57,17 +59,23 @@ async def get_skill(name: str, caller: AnyCaller) -> SkillView:
 async def install_skill(
     caller: AnyCaller, request: Request, replace: Annotated[bool, Query(description="In place of the tenant's skill of that name.")] = False
 ) -> SkillView:
-    """Install a skill for the tenant: its folder as a .zip file (`toolcrew skills pack`), at most 64 MiB. Runs that begin from now on have it."""
+    """Install a skill for the tenant: its folder as a .zip file (`toolcrew skills pack`), at most 16 MiB. Runs that begin from now on have it."""
     desk = await caller.client.own_skills()
     async with caller.house.files.turn(caller.identity.key_id):
-        with tempfile.TemporaryDirectory(prefix="toolcrew-skill-") as folder:
-            packed = Path(folder) / "skill.zip"
-            packed.write_bytes(await request.body())
-            try:
-                skill = (await desk.install(packed, replace=replace)).skill
-            except SkillBroken as broken:
-                raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the skill was not installed: {broken}") from None
+        data = await request.body()
+        async with caller.house.examining:
+            with tempfile.TemporaryDirectory(prefix="toolcrew-skill-") as folder:
+                packed = Path(folder) / "skill.zip"
+                await asyncio.to_thread(packed.write_bytes, data)
+                skill = await _installed(desk, packed, replace=replace)
     return view_skill(skill, {skill.name})
+
+
+async def _installed(desk: SkillDesk, packed: Path, *, replace: bool) -> SkillSummary:
+    try:
+        return (await desk.install(packed, replace=replace)).skill
+    except SkillBroken as broken:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the skill was not installed: {broken}") from None
 
 
 @router.delete("/{name}", status_code=204, responses=responses(404))

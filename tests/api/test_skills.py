@@ -4,6 +4,7 @@ from pathlib import Path
 
 from contract.names import catalog_key
 from contract.specs import Catalog
+from orchestrator.api.limits import SKILL_BYTES
 from orchestrator.skill_folders import examine_skill
 from tests.api_ground import ApiGround
 from tests.builders import build_spec
@@ -67,6 +68,7 @@ async def test_what_is_no_skill_is_not_installed(api: ApiGround, redis_server: R
         assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_ARGUMENTS")
         assert str(tmp_path) not in refused.text
         assert "/tmp" not in refused.text
+    assert (await api["acme"].post("/v1/skills", content=bytes(SKILL_BYTES + 1))).status_code == 413
     async with api.client("none") as client:
         assert (await client.post("/v1/skills", content=b"x")).status_code == 401
 

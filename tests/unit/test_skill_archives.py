@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import stat
 import zipfile
 from collections.abc import Callable
@@ -145,3 +146,10 @@ def test_a_damaged_archive_is_refused_or_is_a_skill(tmp_path_factory: pytest.Tem
 def test_what_is_kept_is_a_bundle_or_refused(junk: bytes) -> None:
     with pytest.raises(SkillBroken):
         expand_bundle(junk)
+
+
+def test_the_largest_skill_is_examined_within_the_memory_that_there_is_for_it(tmp_path: Path) -> None:
+    folder = write_skill(tmp_path, "large", files={f"part-{number}": os.urandom(10_000_000) for number in range(6)})
+    found = examine_skill(folder, as_zip=tmp_path / "large.zip", as_bundle=tmp_path / "bundle")
+    assert examine_skill(tmp_path / "large.zip", as_bundle=tmp_path / "again") == found
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "bundle").read_bytes()

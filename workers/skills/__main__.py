@@ -14,8 +14,8 @@ from contract.skills import SkillBroken
 from workers.skills.archives import compress_bundle, load_zip, write_zip
 from workers.skills.loader import Skill, load_skill
 
-MEMORY_BYTES = 1024**3
-"""What is examined may be hostile; a skill needs a few times its 64 MiB."""
+MEMORY_BYTES = 512 * 1024**2
+"""What is examined may be hostile; a skill needs a few times its 64 MiB, and no disk."""
 
 
 def main() -> int:

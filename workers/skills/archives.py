@@ -68,7 +68,7 @@ def load_members(name: str, folder: str, members: Iterable[Member], owner: str =
 
 def write_zip(skill: Skill, target: IO[bytes]) -> None:
     """Its folder as a .zip file, the same bytes for the same files. Raises ToolFailure(STALE_FILE) when they have changed since."""
-    with pack_skill(skill) as packed, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+    with pack_skill(skill, MAX_ARCHIVE_BYTES) as packed, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for member in read_bundle(packed):
             entry = zipfile.ZipInfo(f"{skill.name}/{member.path}", _EPOCH)
             entry.create_system = 3  # what the run bit is read by
@@ -78,7 +78,7 @@ def write_zip(skill: Skill, target: IO[bytes]) -> None:
 
 def compress_bundle(skill: Skill) -> bytes:
     """What is kept of a skill: its bundle, compressed. Raises ToolFailure(STALE_FILE)."""
-    with pack_skill(skill) as packed:
+    with pack_skill(skill, MAX_ARCHIVE_BYTES) as packed:
         return zlib.compress(packed.read(), 6)
 
 

@@ -27,7 +27,7 @@ class InstalledSkills:
         self._client, self._deployment = client, deployment
         self._kept: OrderedDict[tuple[str, str], Skill] = OrderedDict()
         # Calls of a worker may run in threads.
-        self._keeping = threading.Lock()
+        self._keeping, self._loading = threading.Lock(), threading.Lock()
 
     def all(self, tenant: str) -> dict[str, InstalledSkill]:
         """By name, in their order; what cannot be read is logged and left out. Raises BrokerUnavailable."""
@@ -42,13 +42,20 @@ class InstalledSkills:
         if record is None:
             return None
         key = tenant, record.skill.digest
-        skill = self._kept.get(key) or self._load(tenant, record)
+        skill = self._kept.get(key)
+        if skill is None:
+            # One at a time, however many calls want one: each takes a few times its size.
+            with self._loading:
+                skill = self._kept.get(key) or self._load(tenant, record)
+        self._keep(key, skill)
+        return skill
+
+    def _keep(self, key: tuple[str, str], skill: Skill) -> None:
         with self._keeping:
             self._kept[key] = skill
             self._kept.move_to_end(key)
             while len(self._kept) > 1 and sum(kept.summary.bytes for kept in self._kept.values()) > MAX_KEPT_BYTES:
                 self._kept.popitem(last=False)
-        return skill
 
     def _load(self, tenant: str, record: InstalledSkill) -> Skill:
         name, digest = record.skill.name, record.skill.digest

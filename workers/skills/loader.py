@@ -135,11 +135,11 @@ def _read_tool(source: Source, skill: SkillSummary, files: Sequence[BundleFile])
     return SkillTool(sidecar, build_skill_spec(skill, sidecar))
 
 
-def pack_skill(skill: Skill) -> IO[bytes]:
-    """Its files as a tar archive, to be closed. Raises ToolFailure(STALE_FILE) when they are no longer those that were loaded."""
+def pack_skill(skill: Skill, memory_bytes: int = _MEMORY_BYTES) -> IO[bytes]:
+    """Its files as a tar archive, to be closed; one that is larger than `memory_bytes` lies on the disk. Raises ToolFailure(STALE_FILE) when they are no longer those that were loaded."""
     digest = BundleDigest()
     with contextlib.ExitStack() as stack:
-        packed = stack.enter_context(tempfile.SpooledTemporaryFile(_MEMORY_BYTES))
+        packed = stack.enter_context(tempfile.SpooledTemporaryFile(memory_bytes))
         try:
             with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
                 for file in skill.files:
