@@ -10,8 +10,9 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from contract.installed_skills import MAX_INSTALLED, MAX_INSTALLED_BYTES, InstalledSkill, parse_installed
-from contract.names import audit_key, installed_skills_key, skill_bundle_key
+from contract.names import audit_key, installed_skills_key, skill_bundle_key, tenants_key
 from contract.specs import SkillSummary
+from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from orchestrator.actors import Actor, local_actor
 from orchestrator.audit import AUDIT_LUA, build_entry, entry_text
 from orchestrator.logs import get_logger
@@ -21,13 +22,18 @@ log = get_logger(__name__)
 # A digest is of one name alone, which is in the content: whatever goes takes its bundle along.
 _INSTALL = f"""
 {AUDIT_LUA}
--- KEYS: the tenant's skills, the bundle, audit. ARGV: name, record, bundle, entry, most skills, most bytes, 1 to replace, prefix of bundles.
+-- KEYS: the tenant's skills, the bundle, audit, tenants. ARGV: name, record, bundle, entry, most skills, most bytes, 1 to replace, prefix of bundles, tenant.
+-- Nothing for a tenant that was removed while the skill was examined: it would come back with one of the same name.
+local is_known = ARGV[9] == '{DEFAULT_TENANT}' or redis.call('HEXISTS', KEYS[4], ARGV[9]) == 1
+local others = redis.call('HLEN', KEYS[4]) - redis.call('HEXISTS', KEYS[4], '{VERSION_FIELD}') - redis.call('HEXISTS', KEYS[4], '{DEFAULT_TENANT}')
+if not is_known and others > 0 then return 'tenant' end
 local old, bytes, count = nil, #ARGV[3], 1
 local told = redis.call('HGETALL', KEYS[1])
 for at = 1, #told, 2 do
-  local record = cjson.decode(told[at + 1])
-  if told[at] == ARGV[1] then old = record.skill.digest else
-    count, bytes = count + 1, bytes + record.bundle_bytes
+  local is_json, record = pcall(cjson.decode, told[at + 1])
+  local is_record = is_json and type(record) == 'table' and type(record.skill) == 'table'
+  if told[at] == ARGV[1] then old = is_record and record.skill.digest or '' else
+    count, bytes = count + 1, bytes + (is_record and record.bundle_bytes or 0)
   end
 end
 if old and ARGV[7] ~= '1' then return 'taken' end
@@ -46,7 +52,8 @@ local record = redis.call('HGET', KEYS[1], ARGV[1])
 if not record then return 0 end
 audit(KEYS[2], ARGV[2])
 redis.call('HDEL', KEYS[1], ARGV[1])
-redis.call('DEL', ARGV[3] .. cjson.decode(record).skill.digest)
+local is_json, told = pcall(cjson.decode, record)
+if is_json and type(told) == 'table' and type(told.skill) == 'table' then redis.call('DEL', ARGV[3] .. told.skill.digest) end
 return 1
 """
 
@@ -81,7 +88,7 @@ class InstalledSkills:
 
     async def install(self, tenant: str, skill: SkillSummary, bundle: bytes, *, replace: bool = False) -> InstalledSkill:
         """`bundle`: what workers.skills wrote of it. `tenant`: one that there is. Raises ToolFailure: INVALID_ARGUMENTS when the name is taken,
-        QUOTA_EXCEEDED; BrokerUnavailable."""
+        QUOTA_EXCEEDED, UNKNOWN_TENANT; BrokerUnavailable."""
         if len(bundle) > MAX_INSTALLED_BYTES:
             raise _too_large(tenant)
         record = InstalledSkill(skill=skill, bundle_bytes=len(bundle), installed_at=self._clock())
@@ -96,6 +103,7 @@ class InstalledSkills:
             installed_skills_key(self._deployment, tenant),
             skill_bundle_key(self._deployment, tenant, skill.digest),
             audit_key(self._deployment),
+            tenants_key(self._deployment),
         ]
         told: list[Any] = [
             skill.name,
@@ -107,7 +115,7 @@ class InstalledSkills:
             int(replace),
         ]
         try:
-            verdict: Any = await self._install(keys=keys, args=[*told, self._prefix(tenant)])
+            verdict: Any = await self._install(keys=keys, args=[*told, self._prefix(tenant), tenant])
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"the skill was not installed: Redis does not do it ({error}); try again") from error
         if verdict != b"done":
@@ -132,6 +140,8 @@ def _refused(verdict: str, tenant: str, name: str) -> ToolFailure:
         return ToolFailure(
             ErrorCode.INVALID_ARGUMENTS, f"tenant {tenant} has a skill {name} already: replace it (--replace), or remove it first"
         )
+    if verdict == "tenant":
+        return ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}: register it first (toolcrew tenants add {tenant})")
     if verdict == "many":
         return ToolFailure(ErrorCode.QUOTA_EXCEEDED, f"tenant {tenant} has {MAX_INSTALLED} skills, which is all that may be: remove some")
     return _too_large(tenant)

@@ -60,7 +60,7 @@ for at = 1, #keys, 2 do
 end
 for _, text in ipairs(redis.call('HVALS', ARGV[4])) do
   local is_json, record = pcall(cjson.decode, text)
-  if is_json then redis.call('DEL', ARGV[5] .. record.skill.digest) end
+  if is_json and type(record) == 'table' and type(record.skill) == 'table' then redis.call('DEL', ARGV[5] .. record.skill.digest) end
 end
 redis.call('DEL', ARGV[4])
 return {revoked, redis.call('HLEN', KEYS[1]) - 1 - redis.call('HEXISTS', KEYS[1], 'default')}

@@ -141,6 +141,32 @@ async def test_the_skills_of_a_tenant_that_is_removed_do_not_come_back_with_its_
     assert (await ground.desk("acme").all(), list(await ground.desk("rival").all()), await ground.bundles()) == ({}, ["echo"], 1)
 
 
+async def test_a_skill_whose_tenant_is_removed_while_it_is_examined_is_not_installed(ground: Ground, tmp_path: Path) -> None:
+    tenants = RedisTenants(ground.client, "d")
+    for name in ("acme", "rival"):
+        await tenants.add(name, TenantPolicy())
+    await tenants.remove("acme")
+    with pytest.raises(ToolFailure) as refused:
+        await ground.desk("acme").install(write_skill(tmp_path, "echo"))
+    assert refused.value.code is ErrorCode.UNKNOWN_TENANT
+    assert (await ground.desk("acme").all(), await ground.bundles()) == ({}, 0)
+    await ground.desk("rival").install(tmp_path / "echo")
+    await ground.desk("default").install(tmp_path / "echo")
+
+
+async def test_a_record_that_is_none_stands_in_nobodys_way(ground: Ground, tmp_path: Path) -> None:
+    tenants = RedisTenants(ground.client, "d")
+    await tenants.add("acme", TenantPolicy())
+    for name, junk in (("bad", b"x"), ("odd", b"[1]"), ("half", b'{"skill": 3}')):
+        await ground.client.hset(installed_skills_key("d", "acme"), name, junk)
+    await ground.desk().install(write_skill(tmp_path, "echo"))
+    await ground.desk().install(tmp_path / "echo", replace=True)
+    assert list(await ground.desk().all()) == ["echo"]
+    assert await ground.desk().remove("bad")
+    await tenants.remove("acme")
+    assert await ground.bundles() == 0
+
+
 async def test_without_redis_nothing_is_said_to_be_there_or_not(ground: Ground) -> None:
     ground.server.stop()
     for asked in (ground.desk().all(), ground.desk().remove("a"), ground.skills.install("acme", summary("a"), b"x")):

@@ -57,7 +57,7 @@ def find(bench: Any) -> Any:
 def test_only_plain_files_within_the_folder_are_the_skills() -> None:
     odd = [entry("./../x"), entry("/etc/x"), entry("./a/../b"), entry("./link", tarfile.SYMTYPE, "/etc/passwd")]
     odd += [entry("./hard", tarfile.LNKTYPE, "SKILL.md"), entry("./pipe", tarfile.FIFOTYPE), entry("./device", tarfile.CHRTYPE)]
-    archive = archive_of((entry("./SKILL.md"), FRONT), (entry("./data/x"), b"1"), *((one, b"") for one in odd))
+    archive = archive_of((entry("./SKILL.md"), FRONT), (entry("./data/x"), b"0"), (entry("./data/x"), b"1"), *((one, b"") for one in odd))
     skill = find(Liar(archive))
     assert [file.path for file in skill.files] == ["SKILL.md", "data/x"]
     assert skill.place == "/workspace/.skills/own"

@@ -59,7 +59,7 @@ def load_zip(path: Path) -> Skill:
 
 def load_members(name: str, folder: str, members: Iterable[Member], owner: str = "") -> Skill:
     """The skill of these files. `name`: what they are, for the log. Raises SkillBroken."""
-    known = list(members)
+    known = list({member.path: member for member in members}.values())
     if not any(member.path == SKILL_FILE for member in known):
         raise SkillBroken(f"it has no {SKILL_FILE} at its top: pack the skill's folder, or what is in it")
     source = MemorySource(name, {member.path: member.data for member in known})
