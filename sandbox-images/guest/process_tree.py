@@ -14,21 +14,23 @@ KILL_WINDOW_S = 0.5
 _PAUSE_S = 0.001
 _QUIET_SCANS = 2
 _SIGKILL = 9
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 # Also children whose end sends no SIGCHLD, which a plain wait does not see.
 _WAIT_ALL = 0x40000000
 
 
 class Process:
-    """A line of /proc/<pid>/stat. `busy`: it runs, waits for a processor, or for its disk."""
+    """A line of /proc/<pid>/stat. `busy`: it runs, waits for a processor, or for its disk. `used_s`: seconds of processor time that it has had."""
 
-    __slots__ = ("alive", "busy", "group", "parent", "pid")
+    __slots__ = ("alive", "busy", "group", "parent", "pid", "used_s")
 
-    def __init__(self, pid: int, parent: int, group: int, alive: bool, busy: bool) -> None:
+    def __init__(self, pid: int, parent: int, group: int, alive: bool, busy: bool, used_s: float = 0.0) -> None:
         self.pid = pid
         self.parent = parent
         self.group = group
         self.alive = alive
         self.busy = busy
+        self.used_s = used_s
 
 
 class KillReport:
@@ -134,7 +136,8 @@ def _read_process(pid: int) -> Process | None:
         return None
     # A main thread that ended while others run on is shown as a zombie, too.
     alive = fields[0] not in (b"Z", b"X", b"x") or int(fields[17]) > 1
-    return Process(pid, int(fields[1]), int(fields[2]), alive, fields[0] in (b"R", b"D"))
+    used_s = (int(fields[11]) + int(fields[12])) * _TICK_S
+    return Process(pid, int(fields[1]), int(fields[2]), alive, fields[0] in (b"R", b"D"), used_s)
 
 
 def _kill(target: int) -> None:

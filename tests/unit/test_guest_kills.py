@@ -81,6 +81,17 @@ def test_a_leftover_that_is_at_work_for_ever_is_killed(guest: Guest) -> None:
     assert guest.wait_alone()
 
 
+def test_a_leftover_at_work_that_holds_no_output_is_killed_at_once(guest: Guest) -> None:
+    busy = "import time\nwhile True:\n with open('used','w') as file: print(time.process_time(), file=file)"
+    done = guest.run(f'python3 -c "{busy}" >/dev/null 2>&1 & until [ -s used ]; do :; done; echo said')
+    assert done.bytes_of("stdout") == b"said\n"
+    assert done["kill"]["signalled"] == 1
+    assert guest.wait_alone()
+    used = guest.run("cat used").bytes_of("stdout").split()
+    # One that holds output gets half a second of the processor.
+    assert not used or float(used[0]) < 0.3, used
+
+
 def test_a_fork_bomb_ends_at_the_limit() -> None:
     with running_guest("ulimit -u 80;") as guest:
         done = guest.run(":(){ :|:& };:; sleep 1000", timeout_s=1)

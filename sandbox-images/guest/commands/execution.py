@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 LEFTOVER_GRACE_S = 0.02
 """What a program that ended left behind may take to end by itself: helpers that follow their parent do."""
 BUSY_GRACE_S = 0.5
-"""The same while any of it is at work or waits for a processor: on a busy host a helper may not have begun after LEFTOVER_GRACE_S, and holds output of the call."""
+"""The same while any of it is at work or waits for a processor and holds output of the call, in seconds of processor time: on a busy host a helper may
+not have begun after LEFTOVER_GRACE_S."""
+BUSY_LIMIT_S = 2.0
+"""The longest that that is on a clock."""
 # Orphans of a long program are reaped at this pace: as zombies they would count against the limit of processes.
 _REAP_PACE_S = 0.1
 _NO_PIDFD_PACE_S = 0.005
@@ -144,14 +147,16 @@ class Execution:
 
     def _helpers_end(self) -> bool:
         """Whether nothing of a program that has ended lives, after what its helpers may take."""
-        give_up_at = min(time.monotonic() + BUSY_GRACE_S, self._limit_at)
+        give_up_at, used_before = min(time.monotonic() + BUSY_LIMIT_S, self._limit_at), None
         while not self._leftovers_end(LEFTOVER_GRACE_S):
-            if time.monotonic() >= give_up_at or not self._is_below_busy():
+            left = find_below((os.getpid(),), read_processes())
+            used_s = sum(process.used_s for process in left)
+            used_before = used_s if used_before is None else used_before
+            # Without a pipe that one of them holds nothing more can come.
+            is_worth_it = self._outputs.open_fds and any(process.busy for process in left)
+            if not is_worth_it or used_s - used_before >= BUSY_GRACE_S or time.monotonic() >= give_up_at:
                 return False
         return True
-
-    def _is_below_busy(self) -> bool:
-        return any(process.busy for process in find_below((os.getpid(),), read_processes()))
 
     def _leftovers_end(self, grace_s: float) -> bool:
         """Whether nothing of the program lives, perhaps after the grace. Its output is read on meanwhile."""
