@@ -4,18 +4,25 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 
 HOW = sys.argv[1] if len(sys.argv) > 1 else "good"
 TOOLS = [
     {"name": "echo", "description": "Says it again.", "inputSchema": {"type": "object", "properties": {"text": {"type": "string"}}}},
     {"name": "where", "description": "Where it is.", "inputSchema": {"type": "object"}},
+    {"name": "count", "description": "Which call of this process it is.", "inputSchema": {"type": "object"}},
 ]
 
 
+lock = threading.RLock()
+calls = 0
+
+
 def tell(message):
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+    with lock:
+        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.flush()
 
 
 def answer(request, result):
@@ -70,6 +77,26 @@ def misbehave(request):
     return False
 
 
+def call(request):
+    """Only `echo` is ever bad. With `fifo` it answers when somebody has written there."""
+    global calls
+    calls += 1
+    arguments = request["params"]["arguments"]
+    if request["params"]["name"] == "where":
+        said = os.getcwd() + " " + os.environ.get("LEVEL", "")
+    elif request["params"]["name"] == "count":
+        said = f"{calls} {os.getpid()}"
+    else:
+        flood()
+        if misbehave(request):
+            return
+        said = arguments.get("text", "")
+    if "fifo" in arguments:
+        with open(arguments["fifo"]) as fifo:
+            fifo.read()
+    answer(request, {"content": [{"type": "text", "text": said}]})
+
+
 def serve(request):
     method = request["method"]
     if method == "server/discover" and HOW != "old":
@@ -79,15 +106,15 @@ def serve(request):
     elif method == "tools/list":
         answer(request, {"tools": TOOLS})
     elif method == "tools/call":
-        flood()
-        if misbehave(request):
-            return
-        arguments = request["params"]["arguments"]
-        said = os.getcwd() + " " + os.environ.get("LEVEL", "") if request["params"]["name"] == "where" else arguments.get("text", "")
-        answer(request, {"content": [{"type": "text", "text": said}]})
+        call(request)
+    elif method == "notifications/cancelled" and HOW == "obeys":
+        refuse({"id": request["params"]["requestId"]}, 0, "Request cancelled")
     elif "id" in request:
         refuse(request, -32601, "Method not found")
 
 
 for line in sys.stdin:
-    serve(json.loads(line))
+    if HOW in ("threads", "obeys"):
+        threading.Thread(target=serve, args=(json.loads(line),), daemon=True).start()
+    else:
+        serve(json.loads(line))
