@@ -52,6 +52,7 @@ _CELERY = (
     "workers/app.py",
     "workers/celery_state.py",
     "workers/event_batches.py",
+    "workers/live_tasks.py",
     "workers/remote_control.py",
     "workers/result_backend.py",
     "workers/tasks.py",

@@ -16,7 +16,7 @@ from docker import APIClient
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import catalog_key
 from orchestrator.client import ToolClient
-from tests.mcp_peers import modern, open_raw_peer
+from tests.mcp_peers import TOOL, modern, open_raw_peer
 from tests.stack import ROOT, Stack, commands_in, eventually, open_stack, wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
@@ -144,3 +144,35 @@ def _build_waiter(began: threading.Event, closed: threading.Event) -> Callable[[
         closed.set()
 
     return wait
+
+
+async def test_servers_that_come_later_and_change_are_taken_over_while_everything_runs(engine: APIClient, tmp_path: Path) -> None:
+    file, source = tmp_path / "servers.json", {"tools": [TOOL]}
+    with open_raw_peer(lambda request: modern(request, tools=source["tools"])) as web:
+        down = web.replies.pop("*")
+        late = {"command": "/workspace/../tmp/late", "network": "none"}
+        file.write_text(json.dumps({"mcpServers": {"web": {"url": web.url(host="127.0.0.1"), "private": True}, "late": late}}))
+        with open_stack(engine, {"TOOLCREW_MCP_SERVERS": str(file), "TOOLCREW_MCP_REFRESH_S": "2"}) as stack:
+            async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
+                assert "mcp__web__echo" not in {spec.name for spec in await client.tools()}
+                assert (await session.call("mcp__web__echo", {"text": "x"})).error_code is not None
+
+                web.replies["*"] = down
+                await _until_offered(client, {"mcp__web__echo"})
+                assert "\nnow\n" in (await session.call("mcp__web__echo", {"text": "now"})).text()
+
+                source["tools"] = [{**TOOL, "name": "other"}]
+                await _until_offered(client, {"mcp__web__other"})
+                for text in ("one", "two", "three"):
+                    assert f"\n{text}\n" in (await session.call("mcp__web__other", {"text": text})).text()
+                assert (await session.call("mcp__web__echo", {"text": "x"})).error_code is ErrorCode.TOOL_NOT_FOUND
+                assert stack.log("worker").count("mcp_server_without_tools") > 1
+
+
+async def _until_offered(client: ToolClient, names: set[str]) -> None:
+    """Until exactly these of servers' tools are."""
+    async with asyncio.timeout(60):
+        offered = None
+        while offered != names:
+            offered = {spec.name for spec in await client.tools() if spec.name.startswith("mcp__")}
+            await asyncio.sleep(0.1)
