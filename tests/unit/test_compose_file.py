@@ -155,12 +155,6 @@ def test_the_web_worker_reaches_the_web_and_no_sandbox() -> None:
     assert "TOOLCREW_WORKER_KIND" not in load_environment("worker")
 
 
-def test_both_workers_are_given_the_file_of_mcp_servers() -> None:
-    told = [name for name in SERVICES if "TOOLCREW_MCP_SERVERS" in (load_service(name).get("environment") or {})]
-    assert told == ["worker", "web-worker"]
-    assert all(load_service(name)["environment"]["TOOLCREW_MCP_SERVERS"] is None for name in told)
-
-
 def test_the_web_worker_is_given_every_setting_of_web_tools_that_an_operator_has() -> None:
     handed_on = {key for key, value in load_service("web-worker")["environment"].items() if value is None}
     own = {

@@ -283,6 +283,12 @@ def test_workers_alone_are_given_the_file_of_mcp_servers_and_what_it_names() -> 
         assert {"name": "mcp", "configMap": {"name": "mcp", "optional": True}} in pod_of(workload)["volumes"]
 
 
+def test_compose_hands_the_file_of_mcp_servers_on_to_workers_alone() -> None:
+    told = {name for name, service in COMPOSE["services"].items() if "TOOLCREW_MCP_SERVERS" in (service.get("environment") or {})}
+    assert told == {"worker", "web-worker"}
+    assert all(COMPOSE["services"][name]["environment"]["TOOLCREW_MCP_SERVERS"] is None for name in told)
+
+
 def test_the_page_of_mcp_servers_puts_their_file_where_workers_look_for_it() -> None:
     page = (ROOT / "docs" / "mcp.md").read_text(encoding="utf-8")
     command = next(line for line in page.splitlines() if "create configmap mcp " in line)
