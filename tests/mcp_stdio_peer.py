@@ -42,6 +42,15 @@ def flood():
         sys.stderr.write("x" * 10_000_000)
 
 
+def say(request):
+    """What the environment says, as it stands but for the request's number, and the next."""
+    said = bytes.fromhex(os.environ["SAYS"]).replace(b"NEXT", b"%d" % (request["id"] + 1)).replace(b"ID", b"%d" % request["id"])
+    sys.stdout.buffer.write(said)
+    sys.stdout.flush()
+    if not said.endswith(b"\n"):
+        os._exit(0)
+
+
 def misbehave(request):
     """Instead of answering a call."""
     if HOW == "hangs":
@@ -71,10 +80,11 @@ def misbehave(request):
         os.kill(os.getppid(), 9)
     if HOW == "leaves":
         subprocess.Popen(["sleep", "4321"], start_new_session=True)
+    if HOW == "says":
+        say(request)
     if HOW == "gone":
         refuse(request, -32602, "Unknown tool: echo")
-        return True
-    return False
+    return HOW in ("says", "gone")
 
 
 def call(request):

@@ -17,7 +17,7 @@ from workers.executor import Executor
 from workers.held_calls import HeldCalls
 from workers.host_life import HostLife
 from workers.ledger import Ledger
-from workers.mcp.sandbox_tools import await_sandboxd, build_sandbox_sources
+from workers.mcp.sandbox_tools import AT_ONCE, await_sandboxd, build_sandbox_sources
 from workers.mcp.settings import StdioEntry, load_servers
 from workers.mcp.shelf import ServerShelf
 from workers.redis_connection import connect, connect_once
@@ -47,7 +47,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
         registry.register(build_skill_tool(skills, InstalledSkills(connect(settings.broker()), settings.deployment), SessionSkills()))
         register_skill_tools(registry, skills)
     sources = build_sandbox_sources(load_servers(settings.mcp_servers, StdioEntry), settings.sandboxd_socket)
-    shelf = ServerShelf(registry, sources, settings.mcp_refresh_s)
+    shelf = ServerShelf(registry, sources, settings.mcp_refresh_s, AT_ONCE)
     if sources:
         await_sandboxd(settings.sandboxd_socket)
     shelf.ask_due()

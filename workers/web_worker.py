@@ -35,6 +35,9 @@ from workers.tracing import open_process_tracer
 
 log = structlog.get_logger(__name__)
 
+SERVERS_AT_ONCE = 100
+"""MCP servers that are asked for their tools at a time: one that is silent keeps no other waiting."""
+
 
 def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], servers: Sequence[Source] = ()) -> None:
     """Serves `tools`, and those that the MCP `servers` have, in the queues of their pools until it is told to stop. Raises ConfigError when it cannot
@@ -43,7 +46,7 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
     key = broker.signing_keys()
     pools = choose_pools([tool.spec for tool in tools], settings.worker_queues, has_servers=bool(servers))
     registry: WorkerRegistry = ToolRegistry(tool for tool in tools if tool.spec.pool in pools)
-    shelf = ServerShelf(registry, servers if "tools" in pools else (), settings.mcp_refresh_s)
+    shelf = ServerShelf(registry, servers if "tools" in pools else (), settings.mcp_refresh_s, SERVERS_AT_ONCE)
     shelf.ask_due()
     worker = pool_worker(settings.host, secrets.token_hex(4))
     board = CancelBoard()

@@ -37,7 +37,7 @@ def _load(url: str, **fields: Any) -> dict[str, WorkerTool]:
 
 def _found(entries: dict[str, HttpEntry]) -> dict[str, WorkerTool]:
     registry: WorkerRegistry = ToolRegistry()
-    ServerShelf(registry, build_http_sources(entries, WebSettings()), 600).ask_due()
+    ServerShelf(registry, build_http_sources(entries, WebSettings()), 600, 4).ask_due()
     return {spec.name: tool for spec in registry.specs() if (tool := registry.get(spec.name)) is not None}
 
 

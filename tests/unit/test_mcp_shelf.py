@@ -51,7 +51,7 @@ class Ground:
         self.now = 0.0
         self.registry: WorkerRegistry = ToolRegistry()
         self.changes = 0
-        self.shelf = ServerShelf(self.registry, sources, REFRESH_S, lambda: self.now)
+        self.shelf = ServerShelf(self.registry, sources, REFRESH_S, 4, lambda: self.now)
         self.shelf.on_change = self._note
 
     def _note(self) -> None:

@@ -27,6 +27,8 @@ OWN_TENANT = "mcp-discovery"
 AWAIT_S = 30.0
 """How long a sandboxd that is just being started is waited for."""
 _AGAIN_S = 0.5
+AT_ONCE = 4
+"""Sandboxes for asking; a host that starts has others to make as well."""
 
 
 @dataclass

@@ -21,7 +21,6 @@ log = structlog.get_logger(__name__)
 
 FIRST_AGAIN_S = 30.0
 """How long after a failure a server is asked again; twice as long after each further one, up to what a good one waits."""
-MAX_AT_ONCE = 4
 
 
 class Source(Protocol):
@@ -57,15 +56,21 @@ class _Asked:
 class ServerShelf:
     """Made and filled before the pool's processes are forked, worked by a thread of the process that made it. The others take over what it found (`look`).
 
-    `refresh_s`: how often a server that answers is asked. `on_change`: called after tools came, changed or went.
+    `refresh_s`: how often a server that answers is asked; `at_once`: how many are. `on_change`: called after tools came, changed or went.
     """
 
     def __init__(
-        self, registry: WorkerRegistry, sources: Sequence[Source], refresh_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        registry: WorkerRegistry,
+        sources: Sequence[Source],
+        refresh_s: float,
+        at_once: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._asked = {source.name: _Asked(source, clock()) for source in sources}
         self._refresh_s = refresh_s
+        self._at_once = at_once
         self._clock = clock
         self._owner = os.getpid()
         self._shared = SharedLists() if sources else None
@@ -74,10 +79,10 @@ class ServerShelf:
         self.on_change: Callable[[], None] = lambda: None
 
     def ask_due(self) -> float:
-        """Ask those whose time has come, some at a time. Gives how many seconds from now the next is due."""
+        """Ask those whose time has come, `at_once` at a time. Gives how many seconds from now the next is due."""
         due = [asked for asked in self._asked.values() if asked.due <= self._clock()]
         if due:
-            with ThreadPoolExecutor(min(MAX_AT_ONCE, len(due))) as pool:
+            with ThreadPoolExecutor(min(self._at_once, len(due))) as pool:
                 listed = list(pool.map(self._ask, due))
             changes = [self._take(asked, tools) for asked, tools in zip(due, listed, strict=True) if tools is not None]
             if any(changes):
