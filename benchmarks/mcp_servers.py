@@ -38,8 +38,9 @@ async def _run(rounds: int) -> Report:
         "mcp_servers", notes=[f"medians of {rounds} interleaved rounds, in one open session; first calls: of {FIRSTS} sessions"]
     )
     async with ToolClient.embedded() as client:
-        async with await client.open_session() as session:
+        async with await client.open_session() as session, await client.open_session() as alone:
             cases = {
+                "alone": awaited(lambda: whole_call(alone)),
                 "bash": awaited(lambda: whole_call(session)),
                 "kept": awaited(lambda: _call(session, "kept")),
                 "anew": awaited(lambda: _call(session, "anew")),
@@ -48,6 +49,7 @@ async def _run(rounds: int) -> Report:
         first = [await _first(client) for _ in range(FIRSTS)]
     middle = {name: median(values) for name, values in seconds.items()}
     report.add_ms("bash", seconds["bash"], "bash_tool true")
+    report.add("beside_ratio", middle["bash"] / middle["alone"], "the same / in a session that keeps no server", at_most=1.1)
     report.add_ms("kept", seconds["kept"], "a tool of a server that the session keeps")
     report.add_ms("anew", seconds["anew"], "a tool of a server that is started for the call")
     report.add_ms("first", first, "the first call of a server that is then kept")

@@ -27,19 +27,29 @@ def build_printed(stdout: bytes, stderr: bytes = b"", **fields: Any) -> GuestRes
 
 
 class LocalSandbox:
-    """Execs and background jobs of one session. `execs`: those that run, for a test that cancels one. `takes_jobs` False: as beside too many others."""
+    """Execs and background jobs of one session. `execs`: those that run, for a test that cancels one. `takes_jobs` False: as beside too many others.
+    `state`, `age_s`: what it says of every job."""
 
     def __init__(self) -> None:
         self.ops: list[str] = []
         self.execs: list[subprocess.Popen[bytes]] = []
         self.jobs: list[subprocess.Popen[bytes]] = []
+        self.labels: list[str] = []
+        self.state, self.age_s = "running", 1.0
         self.takes_jobs = True
         self.environment = dict(_ENVIRONMENT)
 
     def run(self, request: Mapping[str, Any], body: bytes = b"") -> GuestResponse:
         self.ops.append(request["op"])
         if request["op"] == "job_start":
+            self.labels.append(request["label"])
             return self._start_job(body.decode())
+        if request["op"] == "job_kill":
+            self.jobs[int(request["job"])].kill()
+            return GuestResponse({"ev": "done"}, {})
+        if request["op"] == "job_list":
+            told = [{"job": str(at), "label": label, "state": self.state, "age_s": self.age_s} for at, label in enumerate(self.labels)]
+            return GuestResponse({"ev": "done", "jobs": told}, {})
         argv = [sys.executable, *request["argv"][1:]]
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.environment)
         self.execs.append(process)

@@ -53,7 +53,8 @@ def say(request):
 
 def misbehave(request):
     """Instead of answering a call."""
-    if HOW == "hangs":
+    if HOW in ("hangs", "clings"):
+        os.kill(os.getppid(), 9 if HOW == "clings" else 0)
         time.sleep(600)
     if HOW == "dies":
         sys.stderr.write("out of luck\x1b[2J\n")

@@ -93,6 +93,7 @@ async def test_a_session_keeps_its_servers_and_a_cancelled_call_ends_what_it_beg
             "web": {"url": web.url(host="127.0.0.1"), "private": True},
             "ours": _stdio("good"),
             "hangs": _stdio("hangs", timeout_s=60),
+            "clings": _stdio("clings"),
         }
         file.write_text(json.dumps({"mcpServers": servers}))
         with open_stack(engine, {"TOOLCREW_MCP_SERVERS": str(file)}) as stack, stack.open_redis() as store:
@@ -117,6 +118,12 @@ async def test_a_session_keeps_its_servers_and_a_cancelled_call_ends_what_it_beg
                 hanging.cancel()
                 await eventually(lambda: not _commands(stack, "hangs$"), 30, lambda: str(_commands(stack, "hangs$")))
                 assert (await session.call("mcp__hangs__where", {})).success
+
+                assert (await session.call("mcp__clings__echo", {"text": "x"})).error_code is ErrorCode.HTTP_ERROR
+                assert len(_commands(stack, "clings$")) == 1
+                await asyncio.sleep(11)  # by its age alone it is told from one that begins
+                assert _number((await session.call("mcp__clings__count", {})).text()) == 1
+                assert len(_commands(stack, "clings$")) == 1
 
                 web.replies["*"] = _build_waiter(began, closed)
                 waiting = asyncio.ensure_future(session.call("mcp__web__echo", {"text": "x"}))

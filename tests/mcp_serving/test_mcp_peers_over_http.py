@@ -1,5 +1,6 @@
 """Tools of other MCP servers over HTTP: found and called at real servers, and limits that hold whatever a bad one does."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -150,6 +151,21 @@ def test_a_silent_server_is_left_at_the_limit(as_stream: bool) -> None:
         server.replies["*"] = hang
         failure = _failure(lambda: reach(server.url(host="127.0.0.1")).list_tools(Deadline(0.5)))
     assert failure.code is ErrorCode.TIMEOUT
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 X\r\nx-", b"HTTP/1.1 200 X\r\ncontent-type: application/json\r\n\r\n"])
+def test_a_server_that_sends_byte_by_byte_is_left_at_the_limit(head: bytes) -> None:
+    with open_web_server() as server:
+
+        def drip(connection: socket) -> None:
+            connection.sendall(head)
+            with contextlib.suppress(OSError):
+                while not server.ending.wait(0.02):
+                    connection.sendall(b"H" if not head else b" ")
+
+        server.replies["*"] = drip
+        failure = _failure(lambda: reach(server.url(host="127.0.0.1")).list_tools(Deadline(0.5)))
+    assert failure.code in (ErrorCode.TIMEOUT, ErrorCode.NETWORK_ERROR)
 
 
 def test_a_stream_that_goes_on_after_the_answer_is_not_waited_for() -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -93,7 +94,7 @@ def test_later_calls_find_the_process_of_the_first_and_its_state(box: LocalSandb
     told = [_count(box, server) for _ in range(3)]
     assert [number for number, _ in told] == [1, 2, 3]
     assert len({pid for _, pid in told}) == 1
-    assert box.ops == ["exec", "job_start", "exec", "exec", "exec"]
+    assert box.ops == ["exec", "job_list", "job_start", "exec", "exec", "exec"]
 
 
 def test_a_server_whose_entry_says_so_is_started_for_each_call(box: LocalSandbox, tmp_path: Path) -> None:
@@ -169,6 +170,21 @@ def test_after_a_program_of_the_session_killed_it_the_next_call_has_a_new_one(bo
     os.kill(box.jobs[0].pid if victim == "keeper" else before, signal.SIGKILL)
     box.jobs[0].wait(GONE_S)
     assert _count(box, server)[0] == 1
+
+
+@pytest.mark.parametrize(("state", "age_s", "is_killed"), [("running", 60.0, True), ("running", 1.0, False), ("exited", 60.0, False)])
+def test_what_a_server_left_that_killed_its_keeper_is_ended(
+    box: LocalSandbox, tmp_path: Path, state: str, age_s: float, is_killed: bool
+) -> None:
+    server = _server(tmp_path)
+    box.state, box.age_s, box.labels = state, age_s, ["mine: the MCP server peer"]
+    box.jobs.append(subprocess.Popen(["sleep", "60"]))
+    _call(box, server, text="x")
+    box.jobs[1].kill()
+    box.jobs[1].wait(GONE_S)
+    _call(box, server, text="x")
+    assert box.ops.count("job_kill") == int(is_killed)
+    assert box.jobs[0].poll() is None
 
 
 def test_a_cancelled_call_that_the_server_ends_leaves_it_to_the_others(

@@ -85,16 +85,18 @@ class SandboxServer:
     def _start_keeper(self, run: Run, timeout_s: float) -> bool:
         """As a background job, which no end of a call meets. False where there can be none: without bash, or beside too many others."""
         script = encode(build_keep_script(PYTHON, self.entry), "script")
+        label = f"the MCP server {self.name} ({name_keeper(self.entry)[-8:]})"
         request = {
             "op": "job_start",
             "script_bytes": len(script),
             "cwd": FOLDER,
-            "label": f"the MCP server {self.name}",
+            "label": label,
             "wait_ms": 0,
             "max_bytes": 0,
             "timeout_s": timeout_s,
         }
         try:
+            self._end_orphans(run, label, timeout_s)
             run(request, script)
         except ToolFailure as failure:
             if failure.code is ErrorCode.CANCELLED:
@@ -102,6 +104,13 @@ class SandboxServer:
             log.warning("mcp_server_not_kept", server=self.name, error=failure.message)
             return False
         return True
+
+    def _end_orphans(self, run: Run, label: str, timeout_s: float) -> None:
+        """What a server left that killed its keeper: the job lives, and nobody listens. One that is young may be another call's that begins."""
+        listed = run({"op": "job_list", "timeout_s": timeout_s}, b"").done["jobs"]
+        for job in listed:
+            if (job["label"], job["state"]) == (label, "running") and job["age_s"] > _KEEPER_S:
+                run({"op": "job_kill", "job": job["job"], "max_bytes": 0, "timeout_s": timeout_s}, b"")
 
     def _build_job(self, method: str, params: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         return {
