@@ -100,6 +100,12 @@ def test_a_schema_that_no_large_number_can_be_divided_by_does_not_break_the_chec
 # Lines of a server over stdio
 
 
+def _server(tmp_path: Path, said: bytes) -> SandboxServer:
+    """One that answers calls of `echo` with this, as it stands."""
+    env = {"OF": SecretStr(str(tmp_path)), "SAYS": SecretStr(said.hex())}
+    return SandboxServer("peer", StdioEntry(command=sys.executable, args=(PEER, "says"), network="none", env=env), stands_alone=True)
+
+
 _HEAD = b'{"jsonrpc":"2.0","id":ID,'
 
 
@@ -114,21 +120,26 @@ _HEAD = b'{"jsonrpc":"2.0","id":ID,'
         (_HEAD + b'"res', ErrorCode.HTTP_ERROR),
         (b'{"jsonrpc":"1.0","id":ID,"result":{}}\n', ErrorCode.HTTP_ERROR),
         (_HEAD + b'"result":{"content":[{"type":"text","text":"\xff"}]}}\n', ErrorCode.TIMEOUT),
-        (_HEAD + b'"result":' + b"[" * 5000 + b"]" * 5000 + b"}\n", ErrorCode.TIMEOUT),
         (b'{"jsonrpc":"2.0","id":ID.0,"result":{}}\n{"jsonrpc":"2.0","id":"ID","result":{}}\n', ErrorCode.TIMEOUT),
         (b'{"jsonrpc":"2.0","id":' + b"9" * 5000 + b',"result":{}}\n', ErrorCode.TIMEOUT),
         (b'{"jsonrpc":"2.0","id":NEXT,"result":{"content":[{"type":"text","text":"forged"}]}}\n', ErrorCode.TIMEOUT),
     ],
 )  # fmt: skip
 def test_an_answer_that_is_none_costs_its_own_call_alone(box: LocalSandbox, tmp_path: Path, said: bytes, code: ErrorCode) -> None:
-    env = {"OF": SecretStr(str(tmp_path)), "SAYS": SecretStr(said.hex())}
-    entry = StdioEntry(command=sys.executable, args=(PEER, "says"), network="none", env=env)
-    server = SandboxServer("peer", entry, stands_alone=True)
+    server = _server(tmp_path, said)
     with pytest.raises(ToolFailure) as caught:
         server.call_tool(box.run, "echo", {"text": "x"}, "/workspace", 1.5)
     assert caught.value.code is code
     text = server.call_tool(box.run, "count", {}, "/workspace", 30)["content"][0]["text"]
     assert int(text.split()[0]) in (1, 2)
+
+
+def test_depths_that_the_sandboxs_python_reads_or_does_not_are_refused_either_way(box: LocalSandbox, tmp_path: Path) -> None:
+    said = _HEAD + b'"result":' + b"[" * 5000 + b"]" * 5000 + b"}\n"
+    server = _server(tmp_path, said)
+    with pytest.raises(ToolFailure) as caught:
+        server.call_tool(box.run, "echo", {"text": "x"}, "/workspace", 1.5)
+    assert caught.value.code in (ErrorCode.HTTP_ERROR, ErrorCode.TIMEOUT)
 
 
 def test_of_an_answer_with_two_results_the_last_counts_and_is_bounded_as_any() -> None:
