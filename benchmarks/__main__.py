@@ -43,6 +43,7 @@ NAMES = (
     "metrics",
     "api",
     "mcp",
+    "mcp_servers",
     "inspect_exec",
     "page",
     "skills",

@@ -1,5 +1,6 @@
 """Tools by name: registering, looking up, filtering, turning off and on. Safe under concurrent access."""
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -98,11 +99,21 @@ class ToolRegistry(Generic[Handler]):
         for tool in tools:
             self.register(tool)
 
+    def free_after_fork(self) -> None:
+        """From now on a process that is forked while another thread changes the registry gets it whole, with nobody holding its lock."""
+        lock = self._lock
+        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
     def register(self, tool: Tool[Handler]) -> None:
         """Add `tool` under its spec's name; a tool of that name is replaced. Raises jsonschema.SchemaError for parameters that no call could meet."""
         check_schema(tool.spec.parameters)
         with self._lock:
             self._tools[tool.spec.name] = tool
+
+    def withdraw(self, name: str) -> None:
+        """Have no tool of that name any more. Who turned it off finds it off when it comes back."""
+        with self._lock:
+            self._tools.pop(name, None)
 
     def get(self, name: str) -> Tool[Handler] | None:
         """The tool of that name, on or off, or None."""

@@ -140,6 +140,9 @@ def _errors(spec: ToolSpec, arguments: dict[str, Any]) -> list[ValidationError]:
         return sorted(found, key=lambda error: (list(map(str, error.path)), error.message))
     except RecursionError as error:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments nest too deep") from error
+    except OverflowError as error:
+        # A whole number may be larger than the fraction that it is to be a multiple of can be divided into.
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: a number in the arguments is too large") from error
     except Unresolvable as error:
         raise ToolFailure(ErrorCode.INTERNAL, f"{spec.name}: its schema refers to '{_short(error.ref)}', which is not within it") from error
 

@@ -52,6 +52,7 @@ _CELERY = (
     "workers/app.py",
     "workers/celery_state.py",
     "workers/event_batches.py",
+    "workers/live_tasks.py",
     "workers/remote_control.py",
     "workers/result_backend.py",
     "workers/tasks.py",
@@ -111,8 +112,9 @@ WALLS: dict[str, tuple[str, ...]] = {
 # The files that may read the environment. An exception is a line of its own here, with its reason beside it.
 ENVIRONMENT_READERS = (
     "*/settings.py",
-    # Runs inside a sandbox, whose environment it hands on to the server that it starts.
+    # They run inside a sandbox, whose environment they hand on to the server that is started.
     "workers/mcp/sandbox_driver.py",
+    "workers/mcp/sandbox_visit.py",
 )
 
 # What contract, which promises and never acts, must leave to others.

@@ -1,18 +1,22 @@
 """An exec as the guest makes it, by this machine's Python and without a sandbox around: for programs that the worker sends into sandboxes."""
 
+import contextlib
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from contract.errors import ErrorCode, ToolFailure
 from tests.builders import build_exec_response
 from workers.sandbox_client import GuestResponse
+
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
 
 
 def run_here(request: Mapping[str, Any], body: bytes) -> GuestResponse:
     """What the program gave."""
     argv = [sys.executable, *request["argv"][1:]]
-    done = subprocess.run(argv, input=body, capture_output=True, timeout=60, check=False, env={"PATH": "/usr/bin:/bin"})
+    done = subprocess.run(argv, input=body, capture_output=True, timeout=60, check=False, env=_ENVIRONMENT)
     return build_printed(done.stdout, done.stderr)
 
 
@@ -20,3 +24,60 @@ def build_printed(stdout: bytes, stderr: bytes = b"", **fields: Any) -> GuestRes
     """The answer of an exec that printed this, all of it kept."""
     response = build_exec_response(stdout, stderr, **fields)
     return GuestResponse({**response.done, "streams": {"stdout": {"total": len(stdout)}}}, {"stdout": stdout, "stderr": stderr})
+
+
+class LocalSandbox:
+    """Execs and background jobs of one session. `execs`: those that run, for a test that cancels one. `takes_jobs` False: as beside too many others.
+    `state`, `age_s`: what it says of every job."""
+
+    def __init__(self) -> None:
+        self.ops: list[str] = []
+        self.execs: list[subprocess.Popen[bytes]] = []
+        self.jobs: list[subprocess.Popen[bytes]] = []
+        self.labels: list[str] = []
+        self.state, self.age_s = "running", 1.0
+        self.takes_jobs = True
+        self.environment = dict(_ENVIRONMENT)
+
+    def run(self, request: Mapping[str, Any], body: bytes = b"") -> GuestResponse:
+        self.ops.append(request["op"])
+        if request["op"] == "job_start":
+            self.labels.append(request["label"])
+            return self._start_job(body.decode())
+        if request["op"] == "job_kill":
+            self.jobs[int(request["job"])].kill()
+            return GuestResponse({"ev": "done"}, {})
+        if request["op"] == "job_list":
+            told = [{"job": str(at), "label": label, "state": self.state, "age_s": self.age_s} for at, label in enumerate(self.labels)]
+            return GuestResponse({"ev": "done", "jobs": told}, {})
+        argv = [sys.executable, *request["argv"][1:]]
+        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.environment)
+        self.execs.append(process)
+        stdout, stderr = process.communicate(body, timeout=60)
+        response = build_printed(stdout[: request["capture"]["stdout"]], stderr, cancelled=process.returncode < 0)
+        return GuestResponse({**response.done, "streams": {"stdout": {"total": len(stdout)}}}, response.streams)
+
+    def _start_job(self, script: str) -> GuestResponse:
+        if not self.takes_jobs:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "16 jobs run already")
+        self.jobs.append(
+            subprocess.Popen(
+                ["/bin/bash", "-c", script.replace("/usr/bin/python3", sys.executable, 1)], env=self.environment, start_new_session=True
+            )
+        )
+        return GuestResponse({"ev": "done"}, {})
+
+    def close(self) -> None:
+        for process in (*self.execs, *self.jobs):
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def open_local_sandbox() -> Iterator[LocalSandbox]:
+    """Nothing of it is left after the block, but what a server of a killed keeper has put into sessions of its own."""
+    sandbox = LocalSandbox()
+    try:
+        yield sandbox
+    finally:
+        sandbox.close()

@@ -4,18 +4,25 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 
 HOW = sys.argv[1] if len(sys.argv) > 1 else "good"
 TOOLS = [
     {"name": "echo", "description": "Says it again.", "inputSchema": {"type": "object", "properties": {"text": {"type": "string"}}}},
     {"name": "where", "description": "Where it is.", "inputSchema": {"type": "object"}},
+    {"name": "count", "description": "Which call of this process it is.", "inputSchema": {"type": "object"}},
 ]
 
 
+lock = threading.RLock()
+calls = 0
+
+
 def tell(message):
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+    with lock:
+        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.flush()
 
 
 def answer(request, result):
@@ -35,9 +42,19 @@ def flood():
         sys.stderr.write("x" * 10_000_000)
 
 
+def say(request):
+    """What the environment says, as it stands but for the request's number, and the next."""
+    said = bytes.fromhex(os.environ["SAYS"]).replace(b"NEXT", b"%d" % (request["id"] + 1)).replace(b"ID", b"%d" % request["id"])
+    sys.stdout.buffer.write(said)
+    sys.stdout.flush()
+    if not said.endswith(b"\n"):
+        os._exit(0)
+
+
 def misbehave(request):
     """Instead of answering a call."""
-    if HOW == "hangs":
+    if HOW in ("hangs", "clings"):
+        os.kill(os.getppid(), 9 if HOW == "clings" else 0)
         time.sleep(600)
     if HOW == "dies":
         sys.stderr.write("out of luck\x1b[2J\n")
@@ -64,10 +81,31 @@ def misbehave(request):
         os.kill(os.getppid(), 9)
     if HOW == "leaves":
         subprocess.Popen(["sleep", "4321"], start_new_session=True)
+    if HOW == "says":
+        say(request)
     if HOW == "gone":
         refuse(request, -32602, "Unknown tool: echo")
-        return True
-    return False
+    return HOW in ("says", "gone")
+
+
+def call(request):
+    """Only `echo` is ever bad. With `fifo` it answers when somebody has written there."""
+    global calls
+    calls += 1
+    arguments = request["params"]["arguments"]
+    if request["params"]["name"] == "where":
+        said = os.getcwd() + " " + os.environ.get("LEVEL", "")
+    elif request["params"]["name"] == "count":
+        said = f"{calls} {os.getpid()}"
+    else:
+        flood()
+        if misbehave(request):
+            return
+        said = arguments.get("text", "")
+    if "fifo" in arguments:
+        with open(arguments["fifo"]) as fifo:
+            fifo.read()
+    answer(request, {"content": [{"type": "text", "text": said}]})
 
 
 def serve(request):
@@ -79,15 +117,15 @@ def serve(request):
     elif method == "tools/list":
         answer(request, {"tools": TOOLS})
     elif method == "tools/call":
-        flood()
-        if misbehave(request):
-            return
-        arguments = request["params"]["arguments"]
-        said = os.getcwd() + " " + os.environ.get("LEVEL", "") if request["params"]["name"] == "where" else arguments.get("text", "")
-        answer(request, {"content": [{"type": "text", "text": said}]})
+        call(request)
+    elif method == "notifications/cancelled" and HOW == "obeys":
+        refuse({"id": request["params"]["requestId"]}, 0, "Request cancelled")
     elif "id" in request:
         refuse(request, -32601, "Method not found")
 
 
 for line in sys.stdin:
-    serve(json.loads(line))
+    if HOW in ("threads", "obeys"):
+        threading.Thread(target=serve, args=(json.loads(line),), daemon=True).start()
+    else:
+        serve(json.loads(line))

@@ -30,12 +30,12 @@ def _run(settings: WorkerSettings) -> None:
     # Each kind is loaded by itself: one need not carry the packages of the other.
     if settings.worker_kind == "web":
         try:
-            from workers.web_tools import load_web_worker_tools
+            from workers.web_tools import load_web_worker_servers, load_web_worker_tools
         except ModuleNotFoundError as error:
             raise explain_missing(error) from error
         from workers.web_worker import run_web_worker
 
-        run_web_worker(settings, load_web_worker_tools(settings))
+        run_web_worker(settings, load_web_worker_tools(settings), load_web_worker_servers(settings))
     else:
         from workers.sandbox_worker import run_sandbox_worker
 

@@ -14,6 +14,7 @@ from contract.errors import ConfigError, RefusalReason
 from contract.settings import BrokerSettings
 from workers.broker_transport import INTAKE, Intake, register_transport
 from workers.celery_words import hide_bodies
+from workers.live_tasks import LiveTasks
 from workers.remote_control import restrict_remote_control
 from workers.result_backend import BACKENDS
 
@@ -46,7 +47,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
     register_transport()
     where = broker.celery_options()
     found_by = where.pop("broker_transport_options")
-    app = Celery("toolcrew", set_as_current=False)
+    app = Celery("toolcrew", set_as_current=False, tasks=LiveTasks())  # type: ignore[arg-type]  # a registry may be given as well
     app.loader.override_backends = BACKENDS
     app.conf.update(
         **where,

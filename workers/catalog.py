@@ -22,34 +22,49 @@ class CatalogPublisher:
 
     def __init__(self, client: "redis.Redis", deployment: str, catalogs: Mapping[str, Catalog]) -> None:
         self._client = client
-        self._entries: list[tuple[str, str, int]] = []
-        for pool, catalog in catalogs.items():
-            # What explains a missing tool, to every tenant: not those of some only.
-            names = json.dumps([spec.name for spec in catalog.tools if spec.tenants is None])
-            self._entries.append((catalog_key(deployment, pool), catalog.model_dump_json(), CATALOG_TTL_S))
-            self._entries.append((catalog_names_key(deployment, pool), names, NAMES_TTL_S))
-        self._stop = threading.Event()
+        self._deployment = deployment
+        self._entries = self._build_entries(catalogs)
+        self._is_stopped = False
+        self._changed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
+
+    def replace(self, catalogs: Mapping[str, Catalog]) -> None:
+        """Publish these from now on, the first time at once. What is not among them any more expires."""
+        self._entries = self._build_entries(catalogs)
+        self._changed.set()
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
         """Stop refreshing; the entries expire by themselves, since other workers may publish the same."""
-        self._stop.set()
+        self._is_stopped = True
+        self._changed.set()
         self._thread.join(timeout=REFRESH_S)
 
     def _run(self) -> None:
-        while True:
+        while not self._is_stopped:
+            self._changed.clear()
             try:
                 self._publish()
             except redis.RedisError as error:
                 log.warning("catalog_not_published", error=str(error))
-            if self._stop.wait(REFRESH_S):
-                return
+            # What comes between is not missed: the event is cleared before the entries are read.
+            if not self._is_stopped:
+                self._changed.wait(REFRESH_S)
 
     def _publish(self) -> None:
         with self._client.pipeline(transaction=False) as pipe:
             for key, text, ttl_s in self._entries:
                 pipe.set(key, text, ex=ttl_s)
             pipe.execute()
+
+    def _build_entries(self, catalogs: Mapping[str, Catalog]) -> list[tuple[str, str, int]]:
+        """Key, text and seconds of each."""
+        entries: list[tuple[str, str, int]] = []
+        for pool, catalog in catalogs.items():
+            # What explains a missing tool, to every tenant: not those of some only.
+            names = json.dumps([spec.name for spec in catalog.tools if spec.tenants is None])
+            entries.append((catalog_key(self._deployment, pool), catalog.model_dump_json(), CATALOG_TTL_S))
+            entries.append((catalog_names_key(self._deployment, pool), names, NAMES_TTL_S))
+        return entries

@@ -5,6 +5,8 @@ from typing import Any
 
 from celery.worker.consumer import Consumer
 
+from workers.live_tasks import LiveStrategies
+
 FLUSH_AFTER_S = 0.1
 """How old the first event of a batch may be."""
 MAX_BATCH = 500
@@ -13,12 +15,15 @@ FORGOTTEN_S = 1.0
 
 
 class BatchingConsumer(Consumer):
-    """As Celery's own, which sends what there is with every turn of its loop."""
+    """As Celery's own, which sends what there is with every turn of its loop, and knows the tasks that there were at its start."""
 
     hub: Any
     event_dispatcher: Any
     _flush_events: Any
     _due_at = 0.0
+
+    def Strategies(self) -> LiveStrategies:  # type: ignore[override]  # where Celery has the class of a dictionary
+        return LiveStrategies(self)
 
     def on_send_event_buffered(self) -> None:  # type: ignore[override]  # Celery's stubs expect what it gives by accident
         """Called with every event, by whichever thread has ended a call."""

@@ -17,8 +17,9 @@ from workers.executor import Executor
 from workers.held_calls import HeldCalls
 from workers.host_life import HostLife
 from workers.ledger import Ledger
-from workers.mcp.sandbox_tools import register_sandbox_servers
+from workers.mcp.sandbox_tools import AT_ONCE, await_sandboxd, build_sandbox_sources
 from workers.mcp.settings import StdioEntry, load_servers
+from workers.mcp.shelf import ServerShelf
 from workers.redis_connection import connect, connect_once
 from workers.refusals import Refusals
 from workers.sandbox_client import SandboxClient
@@ -45,7 +46,11 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     if settings.skill_roots():
         registry.register(build_skill_tool(skills, InstalledSkills(connect(settings.broker()), settings.deployment), SessionSkills()))
         register_skill_tools(registry, skills)
-    register_sandbox_servers(registry, load_servers(settings.mcp_servers, StdioEntry), settings.sandboxd_socket)
+    sources = build_sandbox_sources(load_servers(settings.mcp_servers, StdioEntry), settings.sandboxd_socket)
+    shelf = ServerShelf(registry, sources, settings.mcp_refresh_s, AT_ONCE)
+    if sources:
+        await_sandboxd(settings.sandboxd_socket)
+    shelf.ask_due()
     clock = SharedClock()
     tracer = open_process_tracer("sandbox")
     life = HostLife(settings, clock)
@@ -58,9 +63,14 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
         partial(_build_executor, settings, registry, life, clock, HeldCalls(), tracer),
         refusals.count,
         settings.deployment,
+        shelf.look,
     )
-    catalogs = {"sandbox": Catalog(tools=tuple(registry.specs()), skills=tuple(skill.summary for skill in skills))}
-    publisher = CatalogPublisher(connect(settings.broker()), settings.deployment, catalogs)
+
+    def build_catalogs() -> dict[str, Catalog]:
+        return {"sandbox": Catalog(tools=tuple(registry.specs()), skills=tuple(skill.summary for skill in skills))}
+
+    publisher = CatalogPublisher(connect(settings.broker()), settings.deployment, build_catalogs())
+    shelf.on_change = lambda: publisher.replace(build_catalogs())
     ledger = Ledger(connect(settings.broker()), settings.deployment, clock)
     open_sandboxd = partial(SandboxClient, settings.sandboxd_socket)
     control = ControlListener(connect(settings.broker()), open_sandboxd, ledger, life.queue, key, clock, refusals.count)
@@ -70,8 +80,10 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
         publisher.start()
         control.start()
         life.start()
+        shelf.start()
 
     def stop_threads() -> None:
+        shelf.stop()
         control.stop()
         publisher.stop()
         life.stop()

@@ -104,6 +104,8 @@ class WorkerSettings(BaseSettings):
     """Folders with skills, one folder each, separated as in PATH; of two skills with one name that of the first is taken (docs/skills.md)."""
     mcp_servers: Path | None = None
     """A JSON file with the MCP servers whose tools are offered (docs/mcp.md)."""
+    mcp_refresh_s: float = Field(default=600.0, ge=1, le=86_400)
+    """How often they are asked for their tools again. One that does not answer is asked sooner, at first after 30 s."""
     log_level: LogLevel = "INFO"
     log_format: LogFormat | None = None
     """None: console in a terminal, else json (docs/logs.md)."""

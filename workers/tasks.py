@@ -17,6 +17,7 @@ from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from workers.app import CELERY_MARGIN_S
 from workers.executor import NOT_RUN, CallRepeated, Executor
+from workers.live_tasks import LiveTasks
 from workers.log_names import bound_to_call
 from workers.result_backend import Answer, Ending
 from workers.result_parcels import encode_parcel
@@ -30,18 +31,36 @@ Body = Callable[..., Mapping[str, Any]]
 
 
 def register_tasks(
-    app: Celery, registry: WorkerRegistry, key: SigningKeys, build_executor: ExecutorFactory, on_refused: OnRefused, deployment: str
+    app: Celery,
+    registry: WorkerRegistry,
+    key: SigningKeys,
+    build_executor: ExecutorFactory,
+    on_refused: OnRefused,
+    deployment: str,
+    look: Callable[[], None] = lambda: None,
 ) -> None:
-    """Give `app` a task for every tool of `registry`. Executors are made lazily: after the fork, one a thread.
+    """Give `app` a task for every tool of `registry`, also for those that come later. Executors are made lazily: after the fork, one a thread.
 
-    `on_refused` is told why a message was not run, each time.
+    `on_refused` is told why a message was not run, each time. `look`: called before each, brings the registry up to date.
     """
-    edge = _Edge(key, _PerThread(build_executor), on_refused, deployment)
-    for spec in registry.specs():
+    edge = _Edge(key, _PerThread(build_executor), on_refused, deployment, look)
+
+    def add(spec: ToolSpec) -> None:
         name = task_name(spec.name)
         # Shared would mean every Celery app of the process, the publisher's too.
-        register: Callable[[Body], Any] = app.task(name=name, shared=False, resultrepr_maxsize=160, **_limits(spec))
+        register: Callable[[Body], Any] = app.task(name=name, shared=False, lazy=False, resultrepr_maxsize=160, **_limits(spec))
         register(edge.body(name))
+
+    def find(name: str) -> None:
+        look()
+        for state in registry.describe():
+            if task_name(state.name) == name:
+                add(state.spec)
+
+    for spec in registry.specs():
+        add(spec)
+    if isinstance(app.tasks, LiveTasks):
+        app.tasks.find = find
 
     def refuse_unknown(sender: Any, message: Any, name: str, **_: Any) -> None:
         if sender.app is app:
@@ -75,8 +94,9 @@ class _PerThread:
 class _Edge:
     """What the tasks of a worker do."""
 
-    def __init__(self, key: SigningKeys, executors: _PerThread, on_refused: OnRefused, deployment: str) -> None:
+    def __init__(self, key: SigningKeys, executors: _PerThread, on_refused: OnRefused, deployment: str, look: Callable[[], None]) -> None:
         self._key = key
+        self._look = look
         self._executors = executors
         self._on_refused = on_refused
         self._deployment = deployment
@@ -97,6 +117,7 @@ class _Edge:
             log.error("envelope_refused", task=name, reason=error.reason, error=str(error))
             self._on_refused(error.reason)
             raise
+        self._look()
         with bound_to_call(call, context):
             try:
                 return self._answer(call, context)

@@ -1,8 +1,8 @@
-"""Every tool that a worker without sandboxes may have: our web tools, those of operators, and those of MCP servers over HTTP."""
+"""Every tool that a worker without sandboxes may have: our web tools, those of operators, and the MCP servers over HTTP."""
 
 from workers.custom.loading import load_custom_tools
 from workers.custom.state import StateStore
-from workers.mcp.http_tools import load_http_tools
+from workers.mcp.http_tools import HttpSource, build_http_sources
 from workers.mcp.settings import HttpEntry, load_servers
 from workers.redis_connection import connect_once
 from workers.settings import WorkerSettings, load_web_settings
@@ -17,6 +17,9 @@ def load_web_worker_tools(settings: WorkerSettings) -> tuple[WorkerTool, ...]:
     # Once: a Redis that is away must not hold up every fetch.
     cache = PageCache(connect_once(broker), settings.deployment)
     custom = load_custom_tools(settings.tool_modules, config=settings.tool_config, states=StateStore.of(broker))
-    web = load_web_settings()
-    imported = load_http_tools(load_servers(settings.mcp_servers, HttpEntry), web, {tool.name for tool in custom})
-    return (*build_web_tools(web, cache), *custom, *imported)
+    return (*build_web_tools(load_web_settings(), cache), *custom)
+
+
+def load_web_worker_servers(settings: WorkerSettings) -> tuple[HttpSource, ...]:
+    """The MCP servers over HTTP; none has been asked. Raises ConfigError."""
+    return build_http_sources(load_servers(settings.mcp_servers, HttpEntry), load_web_settings())

@@ -21,6 +21,7 @@ from workers.catalog import CatalogPublisher
 from workers.executor import Executor
 from workers.interrupts import CancelBoard, Interrupts
 from workers.ledger import Ledger
+from workers.mcp.shelf import ServerShelf, Source
 from workers.pool_control import PoolControlListener, process_holder
 from workers.pool_life import PoolLife
 from workers.redis_connection import connect, connect_once, drop_connections
@@ -34,13 +35,19 @@ from workers.tracing import open_process_tracer
 
 log = structlog.get_logger(__name__)
 
+SERVERS_AT_ONCE = 100
+"""MCP servers that are asked for their tools at a time: one that is silent keeps no other waiting."""
 
-def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool]) -> None:
-    """Serves `tools` in the queues of their pools until it is told to stop. Raises ConfigError when it cannot start."""
+
+def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], servers: Sequence[Source] = ()) -> None:
+    """Serves `tools`, and those that the MCP `servers` have, in the queues of their pools until it is told to stop. Raises ConfigError when it cannot
+    start."""
     broker = settings.broker()
     key = broker.signing_keys()
-    pools = choose_pools([tool.spec for tool in tools], settings.worker_queues)
+    pools = choose_pools([tool.spec for tool in tools], settings.worker_queues, has_servers=bool(servers))
     registry: WorkerRegistry = ToolRegistry(tool for tool in tools if tool.spec.pool in pools)
+    shelf = ServerShelf(registry, servers if "tools" in pools else (), settings.mcp_refresh_s, SERVERS_AT_ONCE)
+    shelf.ask_due()
     worker = pool_worker(settings.host, secrets.token_hex(4))
     board = CancelBoard()
     pool = choose_pool("web", settings.worker_pool)
@@ -50,10 +57,10 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool]) -> Non
     life = PoolLife(settings, worker, queues, clock)
     refusals = Refusals(connect_once(broker), settings.deployment)
     app = build_app(broker, refusals.count)
-    register_tasks(
-        app, registry, key, partial(_build_executor, settings, registry, worker, board, clock, tracer), refusals.count, settings.deployment
-    )
+    executor = partial(_build_executor, settings, registry, worker, board, clock, tracer)
+    register_tasks(app, registry, key, executor, refusals.count, settings.deployment, shelf.look)
     publisher = CatalogPublisher(connect(broker), settings.deployment, build_catalogs(registry))
+    shelf.on_change = lambda: publisher.replace(build_catalogs(registry))
     ledger = Ledger(connect(broker), settings.deployment, clock)
     control = PoolControlListener(connect(broker), ledger, board, worker, queues, key, clock=clock, on_refused=refusals.count)
     control.serve_drain(life.drain)
@@ -62,8 +69,10 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool]) -> Non
         publisher.start()
         control.start()
         life.start()
+        shelf.start()
 
     def stop_threads() -> None:
+        shelf.stop()
         control.stop()
         publisher.stop()
         life.stop()
@@ -87,13 +96,13 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool]) -> Non
     )
 
 
-def choose_pools(specs: Sequence[ToolSpec], queues: Sequence[str] | None) -> list[str]:
-    """The pools that a worker with these tools serves. `queues` None: all that it has tools for, since a call in the queue of any other
+def choose_pools(specs: Sequence[ToolSpec], queues: Sequence[str] | None, *, has_servers: bool = False) -> list[str]:
+    """The pools that a worker with these tools serves. `has_servers`: there may be tools of MCP servers, now or later. `queues` None: all that it has tools for, since a call in the queue of any other
     would fail here and not where it could run.
 
     Raises ConfigError for a queue without tools, and for no tools at all.
     """
-    served = {spec.pool for spec in specs}
+    served = {spec.pool for spec in specs} | ({"tools"} if has_servers else set())
     chosen = [pool for pool, queue in POOL_QUEUES.items() if (pool in served if queues is None else queue in queues)]
     for pool in chosen:
         if pool not in served:

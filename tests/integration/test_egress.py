@@ -11,18 +11,21 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from contract.errors import ErrorCode, ToolFailure
 from contract.tenancy import SandboxTerms
 from tests.egress_ground import Ground, open_ground
 from tests.package_site import build_site, open_site
 from tests.stack import Footprint, end_process, open_footprint, require_engine, wait_until
 from tests.web_certificate import server_context, write_authority
+from workers.mcp.sandbox_server import SandboxServer
+from workers.mcp.settings import StdioEntry
 from workers.sandbox_client import GuestResponse, SandboxClient
 
 SOON_S = 20.0
@@ -35,6 +38,20 @@ try:
 except urllib.error.HTTPError as error:
     print(error.code, error.read().decode())
 """
+_FETCHER = """
+import hashlib, json, sys, urllib.request
+for line in sys.stdin:
+    told = json.loads(line)
+    if "id" not in told:
+        continue
+    try:
+        with urllib.request.urlopen(told["params"]["arguments"]["url"], timeout=10) as answer:
+            text = hashlib.sha256(answer.read()).hexdigest()
+    except OSError as error:
+        text = f"{type(error).__name__}: {error}"
+    print(json.dumps({"jsonrpc": "2.0", "id": told["id"], "result": {"content": [{"type": "text", "text": text}]}}), flush=True)
+"""
+"""An MCP server whose only tool says what is at an address."""
 TERMS = {"acme": SandboxTerms(tenant_class="fetching"), "rival": SandboxTerms(tenant_class="elsewhere")}
 
 
@@ -186,6 +203,56 @@ def test_pip_downloads_a_package(place: Place) -> None:
 def test_a_refusal_is_told_in_words(place: Place) -> None:
     ran = place.run(f"python3 -c '{_FETCH}' http://evil.example/ 2>&1; true")
     assert "403" in text_of(ran)
+
+
+# MCP servers of the session
+
+
+def _call_fetcher(place: Place, network: str, tenant: str) -> str:
+    """What a kept server gets from the site, called twice."""
+    entry = StdioEntry.model_validate({"command": "python3", "args": ("-c", _FETCHER), "network": network})
+    place.run("true", tenant)
+
+    def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
+        with SandboxClient(place.client_socket) as client:
+            return client.call(place.name(tenant), request, body)
+
+    server = SandboxServer("fetcher", entry, stands_alone=True)
+    said = [server.call_tool(run, "fetch", {"url": f"http://site.example:{place.http}/big"}, "/workspace", 30) for _ in range(2)]
+    assert said[0] == said[1]
+    return str(said[0]["content"][0]["text"])
+
+
+def test_a_servers_program_has_the_network_of_its_session(place: Place) -> None:
+    assert _call_fetcher(place, "session", "acme") == hashlib.sha256((place.site / "big").read_bytes()).hexdigest()
+    assert _call_fetcher(place, "session", "nobody").startswith("URLError")
+
+
+def test_a_server_without_network_runs_only_in_sessions_without(place: Place) -> None:
+    with pytest.raises(ToolFailure) as caught:
+        _call_fetcher(place, "none", "acme")
+    assert caught.value.code is ErrorCode.SECURITY_REFUSED
+    assert _call_fetcher(place, "none", "nobody").startswith("URLError")
+
+
+def test_a_session_that_hides_its_network_from_its_shell_does_not_get_such_a_server(place: Place) -> None:
+    request = {
+        "op": "exec",
+        "argv": None,
+        "script_bytes": 0,
+        "cwd": None,
+        "env": {},
+        "timeout_s": 30,
+        "state": "keep",
+        "capture": {"stdout": 99},
+    }
+    script = b"unset http_proxy https_proxy HTTP_PROXY HTTPS_PROXY"
+    place.run("true")
+    with SandboxClient(place.client_socket) as client:
+        assert client.call(place.name(), {**request, "script_bytes": len(script)}, script).done["exit_code"] == 0
+    with pytest.raises(ToolFailure) as caught:
+        _call_fetcher(place, "none", "acme")
+    assert caught.value.code is ErrorCode.SECURITY_REFUSED
 
 
 # The only way

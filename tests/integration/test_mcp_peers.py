@@ -1,7 +1,13 @@
 """Tools of other MCP servers on a real stack: over HTTP by the worker with network, over stdio inside the session's sandbox, for their tenants only."""
 
+import asyncio
+import contextlib
 import json
+import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import pytest
@@ -10,8 +16,8 @@ from docker import APIClient
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import catalog_key
 from orchestrator.client import ToolClient
-from tests.mcp_peers import modern, open_raw_peer
-from tests.stack import ROOT, commands_in, open_stack, wait_until
+from tests.mcp_peers import TOOL, modern, open_raw_peer
+from tests.stack import ROOT, Stack, commands_in, eventually, open_stack, wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
 
@@ -20,6 +26,17 @@ SOURCE = (ROOT / "tests" / "mcp_stdio_peer.py").read_text()
 
 def _stdio(how: str, **fields: Any) -> dict[str, Any]:
     return {"command": "python3", "args": ["-c", SOURCE, how], "network": "none", "timeout_s": 20, **fields}
+
+
+def _commands(stack: Stack, pattern: str) -> list[str]:
+    """Command lines in sandboxes."""
+    commands = [words for box in stack.footprint.containers() for words in commands_in(box).values()]
+    return [words for words in commands if re.search(pattern, words)]
+
+
+def _left(stack: Stack) -> list[str]:
+    """What servers that were to end have left."""
+    return _commands(stack, "^sleep 4321|(hangs|dies|forges|leaves)$")
 
 
 async def test_tools_of_servers_are_called_where_they_belong_and_bad_ones_cost_only_themselves(engine: APIClient, tmp_path: Path) -> None:
@@ -32,7 +49,8 @@ async def test_tools_of_servers_are_called_where_they_belong_and_bad_ones_cost_o
             "hangs": _stdio("hangs", timeout_s=4),
             "dies": _stdio("dies"),
             "forges": _stdio("forges"),
-            "leaves": _stdio("leaves"),
+            "leaves": _stdio("leaves", idle_s=0),
+            "idles": _stdio("leaves", idle_s=1),
             "missing": {"command": "no-such-program", "network": "none"},
             "away": {"url": "http://127.0.0.1:9/", "private": True},
         }
@@ -60,9 +78,108 @@ async def test_tools_of_servers_are_called_where_they_belong_and_bad_ones_cost_o
                 ends = {name: (await session.call(f"mcp__{name}__echo", {"text": "x"})).error_code for name in ("hangs", "dies", "forges")}
                 assert ends == {"hangs": ErrorCode.TIMEOUT, "dies": ErrorCode.HTTP_ERROR, "forges": ErrorCode.HTTP_ERROR}
                 assert (await session.call("mcp__leaves__echo", {"text": "x"})).success
-                left = [words for box in stack.footprint.containers() for words in commands_in(box).values()]
-                assert not [words for words in left if "4321" in words or "600" in words], left
+                assert (await session.call("mcp__idles__echo", {"text": "x"})).success
+                await eventually(lambda: not _left(stack), 30, lambda: str(_left(stack)))
                 assert "\nstill\n" in (await session.call("mcp__ours__echo", {"text": "still"})).text()
             async with ToolClient.connect(stack.redis_url, tenant="bolt") as bolt, await bolt.open_session() as session:
                 assert "mcp__bolts__echo" in {spec.name for spec in await bolt.tools()}
                 assert "\nmine\n" in (await session.call("mcp__bolts__echo", {"text": "mine"})).text()
+
+
+async def test_a_session_keeps_its_servers_and_a_cancelled_call_ends_what_it_began(engine: APIClient, tmp_path: Path) -> None:
+    file, began, closed = tmp_path / "servers.json", threading.Event(), threading.Event()
+    with open_raw_peer(modern) as web:
+        servers = {
+            "web": {"url": web.url(host="127.0.0.1"), "private": True},
+            "ours": _stdio("good"),
+            "hangs": _stdio("hangs", timeout_s=60),
+            "clings": _stdio("clings"),
+        }
+        file.write_text(json.dumps({"mcpServers": servers}))
+        with open_stack(engine, {"TOOLCREW_MCP_SERVERS": str(file)}) as stack, stack.open_redis() as store:
+            wait_until(lambda: store.exists(catalog_key("default", "tools")), 60, lambda: stack.log("web"))
+            async with (
+                ToolClient.connect(stack.redis_url) as client,
+                await client.open_session() as session,
+                await client.open_session() as other,
+            ):
+                assert [_number((await session.call("mcp__ours__count", {})).text()) for _ in range(3)] == [1, 2, 3]
+                both = await asyncio.gather(*(session.call("mcp__ours__echo", {"text": "x"}) for _ in range(2)))
+                assert all(result.success for result in both)
+                assert _number((await other.call("mcp__ours__count", {})).text()) == 1
+
+                beside = await session.call("bash_tool", {"command": "echo on"})
+                assert beside.success
+                assert beside.kill is None
+                assert "the MCP server ours" in (await session.call("bash_tool", {"action": "list"})).text()
+
+                hanging = asyncio.ensure_future(session.call("mcp__hangs__echo", {"text": "x"}))
+                await eventually(lambda: _commands(stack, "hangs$"), 30, "the server did not start")
+                hanging.cancel()
+                await eventually(lambda: not _commands(stack, "hangs$"), 30, lambda: str(_commands(stack, "hangs$")))
+                assert (await session.call("mcp__hangs__where", {})).success
+
+                assert (await session.call("mcp__clings__echo", {"text": "x"})).error_code is ErrorCode.HTTP_ERROR
+                assert len(_commands(stack, "clings$")) == 1
+                await asyncio.sleep(11)  # by its age alone it is told from one that begins
+                assert _number((await session.call("mcp__clings__count", {})).text()) == 1
+                assert len(_commands(stack, "clings$")) == 1
+
+                web.replies["*"] = _build_waiter(began, closed)
+                waiting = asyncio.ensure_future(session.call("mcp__web__echo", {"text": "x"}))
+                await eventually(began.is_set, 30, "the call did not come")
+                assert not closed.is_set()
+                waiting.cancel()
+                await eventually(closed.is_set, 30, "the connection is still open")
+
+
+def _number(text: str) -> int:
+    """Which call of its process it was."""
+    found = re.search(r"^(\d+) \d+$", text, re.MULTILINE)
+    assert found, text
+    return int(found[1])
+
+
+def _build_waiter(began: threading.Event, closed: threading.Event) -> Callable[[socket], None]:
+    """An answer that never comes; the connection's end is told."""
+
+    def wait(connection: socket) -> None:
+        began.set()
+        connection.settimeout(60)
+        with contextlib.suppress(ConnectionResetError):
+            connection.recv(1)
+        closed.set()
+
+    return wait
+
+
+async def test_servers_that_come_later_and_change_are_taken_over_while_everything_runs(engine: APIClient, tmp_path: Path) -> None:
+    file, source = tmp_path / "servers.json", {"tools": [TOOL]}
+    with open_raw_peer(lambda request: modern(request, tools=source["tools"])) as web:
+        down = web.replies.pop("*")
+        late = {"command": "/workspace/../tmp/late", "network": "none"}
+        file.write_text(json.dumps({"mcpServers": {"web": {"url": web.url(host="127.0.0.1"), "private": True}, "late": late}}))
+        with open_stack(engine, {"TOOLCREW_MCP_SERVERS": str(file), "TOOLCREW_MCP_REFRESH_S": "2"}) as stack:
+            async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
+                assert "mcp__web__echo" not in {spec.name for spec in await client.tools()}
+                assert (await session.call("mcp__web__echo", {"text": "x"})).error_code is not None
+
+                web.replies["*"] = down
+                await _until_offered(client, {"mcp__web__echo"})
+                assert "\nnow\n" in (await session.call("mcp__web__echo", {"text": "now"})).text()
+
+                source["tools"] = [{**TOOL, "name": "other"}]
+                await _until_offered(client, {"mcp__web__other"})
+                for text in ("one", "two", "three"):
+                    assert f"\n{text}\n" in (await session.call("mcp__web__other", {"text": text})).text()
+                assert (await session.call("mcp__web__echo", {"text": "x"})).error_code is ErrorCode.TOOL_NOT_FOUND
+                assert stack.log("worker").count("mcp_server_without_tools") > 1
+
+
+async def _until_offered(client: ToolClient, names: set[str]) -> None:
+    """Until exactly these of servers' tools are."""
+    async with asyncio.timeout(60):
+        offered = None
+        while offered != names:
+            offered = {spec.name for spec in await client.tools() if spec.name.startswith("mcp__")}
+            await asyncio.sleep(0.1)

@@ -1,5 +1,6 @@
 """Tools of other MCP servers over HTTP: found and called at real servers, and limits that hold whatever a bad one does."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -10,16 +11,18 @@ import pytest
 from pydantic import SecretStr
 
 from contract.errors import ErrorCode, ToolFailure
-from tests.guest_exec import run_here
+from contract.registry import ToolRegistry
+from tests.guest_exec import open_local_sandbox
 from tests.mcp_peers import TOOL, legacy, modern, open_raw_peer, open_sdk_peer, reach, reply_to
 from tests.stack import ROOT
 from tests.web_servers import answer, open_web_server, redirect, run_tool
 from workers.mcp.http_server import ANSWER_BYTES
-from workers.mcp.http_tools import load_http_tools
+from workers.mcp.http_tools import build_http_sources
 from workers.mcp.sandbox_server import SandboxServer
 from workers.mcp.settings import HttpEntry, StdioEntry
+from workers.mcp.shelf import ServerShelf
 from workers.settings import WebSettings
-from workers.tools.base import WorkerTool
+from workers.tools.base import WorkerRegistry, WorkerTool
 from workers.web.limits import Deadline
 
 
@@ -30,8 +33,13 @@ def peer(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def _load(url: str, **fields: Any) -> dict[str, WorkerTool]:
-    entry = HttpEntry(url=url, **{"private": True, **fields})
-    return {tool.name: tool for tool in load_http_tools({"peer": entry}, WebSettings())}
+    return _found({"peer": HttpEntry(url=url, **{"private": True, **fields})})
+
+
+def _found(entries: dict[str, HttpEntry]) -> dict[str, WorkerTool]:
+    registry: WorkerRegistry = ToolRegistry()
+    ServerShelf(registry, build_http_sources(entries, WebSettings()), 600, 4).ask_due()
+    return {spec.name: tool for spec in registry.specs() if (tool := registry.get(spec.name)) is not None}
 
 
 def _soon() -> Deadline:
@@ -97,9 +105,12 @@ def test_the_sdks_server_is_used_over_stdio_in_either_revision(alone: bool | Non
     run = ("-c", "from tests.mcp_peers import build_peer; build_peer().run('stdio')")
     entry = StdioEntry(command=sys.executable, args=run, network="none", env={"PYTHONPATH": SecretStr(str(ROOT))})
     way = SandboxServer("peer", entry, alone)
-    assert [tool["name"] for tool in way.list_tools(run_here, 60)] == ["add", "refuse", "show"]
-    assert way.stands_alone is (alone is not False)
-    assert way.call_tool(run_here, "add", {"a": 2, "b": 40}, "/workspace", 60)["content"][0]["text"] == "42"
+    with open_local_sandbox() as box:
+        assert [tool["name"] for tool in way.list_tools(box.run, 60)] == ["add", "refuse", "show"]
+        assert way.stands_alone is (alone is not False)
+        for number in range(2):
+            assert way.call_tool(box.run, "add", {"a": 2, "b": number}, "/workspace", 60)["content"][0]["text"] == str(2 + number)
+        assert box.ops.count("job_start") == 1
 
 
 def test_what_the_file_says_is_sent_with_every_request() -> None:
@@ -111,12 +122,21 @@ def test_what_the_file_says_is_sent_with_every_request() -> None:
         assert (server.header("mcp-method"), server.header("mcp-name")) == ("tools/call", "=?base64?ZWNow7Y=?=")
 
 
+def test_a_server_that_comes_after_something_else_answered_in_its_place_is_spoken_to_as_it_is() -> None:
+    with open_raw_peer(modern) as server:
+        way, itself = reach(server.url(host="127.0.0.1")), server.replies["*"]
+        server.replies["*"] = answer("no upstream", 404)
+        _failure(lambda: way.list_tools(_soon()))
+        server.replies["*"] = itself
+        assert way.list_tools(_soon()) == [TOOL]
+
+
 # Bad servers
 
 
 def test_a_server_that_is_away_costs_only_its_own_tools(peer: str) -> None:
     entries = {"gone": HttpEntry(url="http://127.0.0.1:9/mcp", private=True), "peer": HttpEntry(url=peer, private=True)}
-    assert [tool.name.split("__")[1] for tool in load_http_tools(entries, WebSettings())] == ["peer"] * 3
+    assert [name.split("__")[1] for name in _found(entries)] == ["peer"] * 3
 
 
 @pytest.mark.parametrize("as_stream", [False, True])
@@ -131,6 +151,21 @@ def test_a_silent_server_is_left_at_the_limit(as_stream: bool) -> None:
         server.replies["*"] = hang
         failure = _failure(lambda: reach(server.url(host="127.0.0.1")).list_tools(Deadline(0.5)))
     assert failure.code is ErrorCode.TIMEOUT
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 X\r\nx-", b"HTTP/1.1 200 X\r\ncontent-type: application/json\r\n\r\n"])
+def test_a_server_that_sends_byte_by_byte_is_left_at_the_limit(head: bytes) -> None:
+    with open_web_server() as server:
+
+        def drip(connection: socket) -> None:
+            connection.sendall(head)
+            with contextlib.suppress(OSError):
+                while not server.ending.wait(0.02):
+                    connection.sendall(b"H" if not head else b" ")
+
+        server.replies["*"] = drip
+        failure = _failure(lambda: reach(server.url(host="127.0.0.1")).list_tools(Deadline(0.5)))
+    assert failure.code in (ErrorCode.TIMEOUT, ErrorCode.NETWORK_ERROR)
 
 
 def test_a_stream_that_goes_on_after_the_answer_is_not_waited_for() -> None:

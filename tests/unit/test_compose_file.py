@@ -157,7 +157,9 @@ def test_the_web_worker_reaches_the_web_and_no_sandbox() -> None:
 
 def test_the_web_worker_is_given_every_setting_of_web_tools_that_an_operator_has() -> None:
     handed_on = {key for key, value in load_service("web-worker")["environment"].items() if value is None}
-    own = {f"TOOLCREW_{name.upper()}" for name in (*WebSettings.model_fields, "tool_modules", "tool_config", "mcp_servers")}
+    own = {
+        f"TOOLCREW_{name.upper()}" for name in (*WebSettings.model_fields, "tool_modules", "tool_config", "mcp_servers", "mcp_refresh_s")
+    }
     # The services' own addresses are for tests, the prefix for networks without IPv4.
     fixed = {"TOOLCREW_TAVILY_URL", "TOOLCREW_BRAVE_URL", "TOOLCREW_EXA_URL", "TOOLCREW_WEBFETCH_NAT64_PREFIX"}
     assert handed_on == (own - fixed) | set(COMPOSE["x-tracing"])

@@ -266,4 +266,30 @@ def test_what_autoscalers_ask_for_is_told() -> None:
 def test_those_who_trace_may_be_told_to() -> None:
     for name in ("orchestrator", "api", "worker", "web-worker"):
         _, container = containers()[name]
-        assert container["envFrom"] == [{"configMapRef": {"name": "tracing", "optional": True}}], name
+        assert container["envFrom"][0] == {"configMapRef": {"name": "tracing", "optional": True}}, name
+
+
+def test_workers_alone_are_given_the_file_of_mcp_servers_and_what_it_names() -> None:
+    for name, (workload, container) in containers().items():
+        told = [variable for variable in container.get("env", []) if variable["name"] == "TOOLCREW_MCP_SERVERS"]
+        mounts = [mount for mount in container.get("volumeMounts", []) if mount["name"] == "mcp"]
+        secrets = [source["secretRef"] for source in container.get("envFrom", []) if "secretRef" in source]
+        if name not in ("worker", "web-worker"):
+            assert (told, mounts, secrets) == ([], [], []), name
+            continue
+        assert told[0]["valueFrom"] == {"configMapKeyRef": {"name": "mcp", "key": "path", "optional": True}}
+        assert mounts == [{"name": "mcp", "mountPath": "/etc/toolcrew-mcp", "readOnly": True}]
+        assert secrets == [{"name": "mcp", "optional": True}]
+        assert {"name": "mcp", "configMap": {"name": "mcp", "optional": True}} in pod_of(workload)["volumes"]
+
+
+def test_compose_hands_the_file_of_mcp_servers_on_to_workers_alone() -> None:
+    told = {name for name, service in COMPOSE["services"].items() if "TOOLCREW_MCP_SERVERS" in (service.get("environment") or {})}
+    assert told == {"worker", "web-worker"}
+    assert all(COMPOSE["services"][name]["environment"]["TOOLCREW_MCP_SERVERS"] is None for name in told)
+
+
+def test_the_page_of_mcp_servers_puts_their_file_where_workers_look_for_it() -> None:
+    page = (ROOT / "docs" / "mcp.md").read_text(encoding="utf-8")
+    command = next(line for line in page.splitlines() if "create configmap mcp " in line)
+    assert "--from-literal=path=/etc/toolcrew-mcp/servers.json --from-file=servers.json" in command

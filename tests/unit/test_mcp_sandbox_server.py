@@ -1,4 +1,4 @@
-"""MCP servers over stdio: the driver with real processes, good and bad, and what the worker makes of whatever a sandbox says."""
+"""MCP servers over stdio, one process a call: the driver with real processes, good and bad, and what the worker makes of whatever a sandbox says."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ PEER = str(ROOT / "tests" / "mcp_stdio_peer.py")
 
 
 def _server(how: str = "good", **fields: Any) -> SandboxServer:
-    entry = StdioEntry(**{"command": sys.executable, "args": (PEER, how), "network": "none", **fields})
+    entry = StdioEntry(**{"command": sys.executable, "args": (PEER, how), "network": "none", "idle_s": 0, **fields})
     return SandboxServer("peer", entry, stands_alone=True)
 
 
@@ -45,7 +45,7 @@ def _failure(how: str, timeout_s: float = 30.0) -> ToolFailure:
 def test_a_server_of_either_revision_is_asked_and_called(how: str, alone: bool) -> None:
     server = _server(how)
     server.stands_alone = None
-    assert [tool["name"] for tool in server.list_tools(run_here, 30)] == ["echo", "where"]
+    assert [tool["name"] for tool in server.list_tools(run_here, 30)] == ["echo", "where", "count"]
     assert server.stands_alone is alone
     assert _call(server, text="h\u00e9 \U0001f600") == "h\u00e9 \U0001f600"
 

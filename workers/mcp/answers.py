@@ -78,5 +78,6 @@ def _size(data: Any) -> str:
 def _bounded(structured: Any) -> dict[str, JsonValue]:
     if structured is None:
         return {}
-    size = len(json.dumps(structured, ensure_ascii=False).encode("utf-8", "replace"))
-    return {"structured": structured} if size <= MAX_METADATA_BYTES // 2 else {"structured_dropped_bytes": size}
+    # Half a surrogate pair, which JSON can write, cannot be sent on.
+    data = json.dumps(structured, ensure_ascii=False).encode("utf-8", "replace")
+    return {"structured": json.loads(data)} if len(data) <= MAX_METADATA_BYTES // 2 else {"structured_dropped_bytes": len(data)}

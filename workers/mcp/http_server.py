@@ -81,7 +81,12 @@ class HttpServer:
             self.stands_alone = self._speaks_revision(deadline)
         if self.stands_alone:
             return work(_Line())
-        line = self._shake_hands(deadline)
+        try:
+            line = self._shake_hands(deadline)
+        except ToolFailure:
+            # Whoever answered first may not have been the server, as a proxy before one that is just being started: the next call asks again.
+            self.stands_alone = None
+            raise
         try:
             return work(line)
         finally:
@@ -100,9 +105,6 @@ class HttpServer:
 
     def _shake_hands(self, deadline: Deadline) -> _Line:
         answer, reply = self._post(_Line(HANDSHAKE), build_request(1, "initialize", build_hello(), stands_alone=False), 1, deadline)
-        if reply.code == UNSUPPORTED_REVISION:
-            # It was another when it was asked: the next call asks again.
-            self.stands_alone = None
         result = self._result("initialize", reply)
         revision, session = result.get("protocolVersion"), answer.head.headers.get("mcp-session-id")
         if not isinstance(revision, str) or revision not in HANDSHAKE_REVISIONS:

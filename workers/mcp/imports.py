@@ -9,7 +9,7 @@ import structlog
 
 from contract.specs import ToolSpec
 from workers.mcp.naming import fit_names
-from workers.mcp.schemas import SchemaRefused, bound_schema
+from workers.mcp.schemas import HIDDEN, SchemaRefused, bound_schema
 from workers.mcp.settings import Entry
 from workers.web.fences import one_line, printable
 
@@ -20,6 +20,8 @@ MAX_TOOLS = 200
 MAX_TOGETHER_BYTES = 512 * 1024
 """Of one server's specs: every worker publishes them again and again, and every orchestrator reads them."""
 MAX_DESCRIPTION_CHARS = 4000
+MAX_NAME_CHARS = 256
+"""Of what a server calls a tool: it is sent in a header with each call."""
 _SHOWN_NAME_CHARS = 100
 
 
@@ -64,6 +66,8 @@ def _named(server: str, listed: Iterable[Any]) -> dict[str, dict[str, Any]]:
         name = tool.get("name") if isinstance(tool, dict) else None
         if not isinstance(name, str) or not name:
             _leave_out(server, "", "it has no name")
+        elif len(name) > MAX_NAME_CHARS:
+            _leave_out(server, name, f"its name is longer than {MAX_NAME_CHARS} characters")
         elif name in named:
             _leave_out(server, name, "the server lists it twice; the first is taken")
         else:
@@ -95,7 +99,7 @@ def _build_spec(server: str, name: str, tool: dict[str, Any], entry: Entry, pool
 
 def _describe(server: str, tool: dict[str, Any]) -> str:
     given = tool.get("description")
-    text = printable(given).strip() if isinstance(given, str) else ""
+    text = HIDDEN.sub("\ufffd", printable(given)).strip() if isinstance(given, str) else ""
     if len(text) > MAX_DESCRIPTION_CHARS:
         text = text[:MAX_DESCRIPTION_CHARS] + "..."
     return f"[A tool of the MCP server {server}, in its words:] {text or 'It says nothing of this tool.'}"

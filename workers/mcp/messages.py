@@ -1,6 +1,7 @@
 """Messages of the Model Context Protocol as JSON-RPC: ours are built, theirs are hostile and read within bounds."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ CLIENT = {"name": "toolcrew", "version": "1"}
 UNSUPPORTED_REVISION = -32022
 MAX_DEPTH = 64
 MAX_ERROR_CHARS = 500
+MAX_CODE = 2**31
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def build_hello() -> dict[str, Any]:
 def parse_json(data: bytes | str, server: str) -> Any:
     """Raises ToolFailure(HTTP_ERROR) for what is no plain JSON, or nests deeper than MAX_DEPTH."""
     try:
-        parsed = json.loads(data, parse_constant=_refuse_constant)
+        parsed = json.loads(data, parse_constant=_refuse_constant, parse_float=_parse_float)
         _check_depth(parsed)
     except (ValueError, RecursionError):
         raise broken(server, "what it sent is no plain JSON") from None
@@ -69,7 +71,7 @@ def parse_reply(message: Any, number: int) -> Reply | None:
         return Reply(error="neither a result nor an error")
     code = error.get("code")
     words = one_line(str(error.get("message", "")), MAX_ERROR_CHARS)
-    return Reply(error=words or "no reason given", code=code if isinstance(code, int) and not isinstance(code, bool) else 0)
+    return Reply(error=words or "no reason given", code=code if type(code) is int and abs(code) < MAX_CODE else 0)
 
 
 def broken(server: str, what: str) -> ToolFailure:
@@ -81,6 +83,14 @@ def broken(server: str, what: str) -> ToolFailure:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(name)
+
+
+def _parse_float(text: str) -> float:
+    """Raises ValueError for one that is too large: it would be infinite, which nobody could be told of in JSON."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def _check_depth(value: Any) -> None:

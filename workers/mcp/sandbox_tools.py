@@ -1,9 +1,9 @@
-"""The tools of MCP servers over stdio, as the worker of a sandbox host registers them."""
+"""The tools of MCP servers over stdio, as the worker of a sandbox host offers them."""
 
 import secrets
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from workers.mcp.imports import ImportedTool, import_tools
 from workers.mcp.sandbox_server import SandboxServer
 from workers.mcp.settings import StdioEntry
 from workers.sandbox_client import GuestResponse, SandboxClient
-from workers.tools.base import Handler, Outcome, Workbench, WorkerRegistry, WorkerTool
+from workers.tools.base import Outcome, Workbench, WorkerTool
 
 log = structlog.get_logger(__name__)
 
@@ -27,28 +27,57 @@ OWN_TENANT = "mcp-discovery"
 AWAIT_S = 30.0
 """How long a sandboxd that is just being started is waited for."""
 _AGAIN_S = 0.5
-MAX_AT_ONCE = 4
+AT_ONCE = 4
 """Sandboxes for asking; a host that starts has others to make as well."""
 
 
-def register_sandbox_servers(registry: WorkerRegistry, servers: Mapping[str, StdioEntry], socket: Path) -> None:
-    """Asks each server over stdio for its tools, in a sandbox of its own that is removed then. One that cannot be asked is logged, and costs its own
-    tools only, until the worker is started again."""
-    asked = [SandboxServer(name, entry) for name, entry in servers.items()]
-    if not asked:
-        return
-    _await_sandboxd(socket)
-    with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
-        found = list(pool.map(lambda server: _discover(server, socket), asked))
-    for server, tools in zip(asked, found, strict=True):
-        for tool in tools:
-            if registry.get(tool.spec.name) is not None:
-                log.error("mcp_tool_left_out", server=server.name, name=tool.spec.name, why="another tool has its name")
-            else:
-                registry.register(WorkerTool(tool.spec, _build_handler(server, tool)))
+@dataclass
+class SandboxSource:
+    """One server, as workers/mcp/shelf.py has it: asked in a sandbox of its own, that is removed then."""
+
+    server: SandboxServer
+    socket: Path
+
+    @property
+    def name(self) -> str:
+        return self.server.name
+
+    @property
+    def stands_alone(self) -> bool | None:
+        return self.server.stands_alone
+
+    @stands_alone.setter
+    def stands_alone(self, told: bool | None) -> None:
+        self.server.stands_alone = told
+
+    def list_tools(self) -> list[Any]:
+        # Of its own: how calls speak to the server changes with what it answers, not while it is asked.
+        asked = SandboxServer(self.server.name, self.server.entry)
+        with SandboxClient(self.socket) as client:
+            listed = _ask_in_own_sandbox(asked, client)
+        self.stands_alone = asked.stands_alone
+        return listed
+
+    def import_tools(self, listed: Iterable[Any]) -> tuple[ImportedTool, ...]:
+        return import_tools(self.server.name, self.server.entry, listed, "sandbox")
+
+    def build(self, tool: ImportedTool) -> WorkerTool:
+        server = self.server
+
+        def handle(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+            limit_s = min(bench.context.timeout_s, server.entry.timeout_s)
+            result = server.call_tool(bench.run, tool.name, arguments, bench.context.cwd, limit_s)
+            return build_outcome(server.name, tool.spec.name, result)
+
+        return WorkerTool(tool.spec, handle)
 
 
-def _await_sandboxd(socket: Path) -> None:
+def build_sandbox_sources(servers: Mapping[str, StdioEntry], socket: Path) -> tuple[SandboxSource, ...]:
+    """Nobody is asked yet."""
+    return tuple(SandboxSource(SandboxServer(name, entry), socket) for name, entry in servers.items())
+
+
+def await_sandboxd(socket: Path) -> None:
     """Returns also when it does not come: then each server says so."""
     until = time.monotonic() + AWAIT_S
     with SandboxClient(socket) as client:
@@ -59,19 +88,6 @@ def _await_sandboxd(socket: Path) -> None:
                 time.sleep(_AGAIN_S)
             else:
                 return
-
-
-def _discover(server: SandboxServer, socket: Path) -> tuple[ImportedTool, ...]:
-    started = time.monotonic()
-    try:
-        with SandboxClient(socket) as client:
-            listed = _ask_in_own_sandbox(server, client)
-    except (ToolFailure, OperatorError) as error:
-        log.error("mcp_server_without_tools", server=server.name, error=str(error))
-        return ()
-    tools = import_tools(server.name, server.entry, listed, "sandbox")
-    log.info("mcp_tools_found", server=server.name, tools=[tool.spec.name for tool in tools], took_s=round(time.monotonic() - started, 3))
-    return tools
 
 
 def _ask_in_own_sandbox(server: SandboxServer, client: SandboxClient) -> list[Any]:
@@ -98,12 +114,3 @@ def _run(client: SandboxClient, sandbox: str, request: Mapping[str, Any], body: 
         code, words, figures = parse_error(told)
         raise ToolFailure(code, words, **figures)
     return response
-
-
-def _build_handler(server: SandboxServer, tool: ImportedTool) -> Handler:
-    def handle(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-        limit_s = min(bench.context.timeout_s, server.entry.timeout_s)
-        result = server.call_tool(bench.run, tool.name, arguments, bench.context.cwd, limit_s)
-        return build_outcome(server.name, tool.spec.name, result)
-
-    return handle

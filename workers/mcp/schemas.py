@@ -1,6 +1,7 @@
 """Schemas that MCP servers send, as far as models may be told of them and arguments be checked by them: bounded in every way that costs something."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -14,6 +15,8 @@ MAX_SCHEMA_BYTES = 16 * 1024
 MAX_SCHEMA_DEPTH = 24
 MAX_EXPANDED = 2000
 """Schemas that a check of arguments may have to look at, references followed."""
+HIDDEN = re.compile("[\u202a-\u202e\u2066-\u2069\U000e0000-\U000e007f]")
+"""Letters that a person does not see and a model reads, and what shows text in another order than it has."""
 _PARTS = ("properties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = (
@@ -55,8 +58,8 @@ def _check_texts(schema: Any) -> None:
         value, depth = left.pop()
         if depth > MAX_SCHEMA_DEPTH:
             raise SchemaRefused(f"its schema is nested more than {MAX_SCHEMA_DEPTH} deep")
-        if isinstance(value, str) and printable(value) != value:
-            raise SchemaRefused("its schema has characters that cannot be printed")
+        if isinstance(value, str) and (printable(value) != value or HIDDEN.search(value)):
+            raise SchemaRefused("its schema has characters that cannot be seen")
         if isinstance(value, dict):
             if "x-mcp-header" in value:
                 raise SchemaRefused("it wants parameters in headers, which are not sent")

@@ -18,6 +18,8 @@ SETTING = "TOOLCREW_MCP_SERVERS"
 MAX_FILE_BYTES = 1024 * 1024
 MAX_SERVERS = 100
 DEFAULT_TIMEOUT_S = 60.0
+DEFAULT_IDLE_S = 300.0
+MAX_IDLE_S = 86_400.0
 _SERVER_NAME = re.compile(r"[A-Za-z0-9]+(?:[_-][A-Za-z0-9]+)*")
 """Without two underscores in a row, and with none at its ends: where it ends in a tool's name is plain."""
 MAX_SERVER_NAME = 32
@@ -80,7 +82,8 @@ class HttpEntry(_Entry):
 
 class StdioEntry(_Entry):
     """A program that is started inside the session's sandbox. `network`: none: it is refused where the session has network; session: it has what the
-    session has. `image`: of the sandbox in which its tools are asked for; None: the default one."""
+    session has. `image`: of the sandbox in which its tools are asked for; None: the default one. `idle_s`: for so long a session keeps it without a call;
+    0: it is started anew for each."""
 
     type: Literal["stdio"] | None = None
     command: Text
@@ -89,6 +92,7 @@ class StdioEntry(_Entry):
     cwd: Text | None = None
     network: Literal["none", "session"]
     image: Text | None = None
+    idle_s: float = Field(default=DEFAULT_IDLE_S, ge=0, le=MAX_IDLE_S)
 
     @field_validator("env")
     @classmethod

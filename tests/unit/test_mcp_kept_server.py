@@ -1,0 +1,310 @@
+"""MCP servers over stdio that a session keeps: real processes, good and bad, and programs of the session that talk to the keeper or take its place."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from contract.errors import ErrorCode, ToolFailure
+from tests.guest_exec import LocalSandbox, open_local_sandbox
+from tests.stack import ROOT, children_of, is_alive, wait_until
+from workers.mcp.sandbox_programs import name_keeper
+from workers.mcp.sandbox_server import SandboxServer
+from workers.mcp.settings import StdioEntry
+
+PEER = str(ROOT / "tests" / "mcp_stdio_peer.py")
+GONE_S = 20.0
+
+
+@pytest.fixture
+def box() -> Iterator[LocalSandbox]:
+    with open_local_sandbox() as sandbox:
+        yield sandbox
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def _server(tmp_path: Path, how: str = "good", **fields: object) -> SandboxServer:
+    """`tmp_path` has it differ from any other test's, as the names of sockets of this machine must."""
+    env = {"OF": SecretStr(str(tmp_path))}
+    entry = StdioEntry.model_validate({"command": sys.executable, "args": (PEER, how), "network": "none", "env": env, **fields})
+    return SandboxServer("peer", entry, stands_alone=how != "old")
+
+
+def _call(box: LocalSandbox, server: SandboxServer, tool: str = "echo", timeout_s: float = 30.0, **arguments: str) -> str:
+    result = server.call_tool(box.run, tool, arguments, "/workspace", timeout_s)
+    return str(result["content"][0]["text"])
+
+
+def _count(box: LocalSandbox, server: SandboxServer) -> tuple[int, int]:
+    """Which call of its process it was, and that process."""
+    number, pid = _call(box, server, "count").split()
+    return int(number), int(pid)
+
+
+@dataclass
+class _Slow:
+    """A call that is being served, and is answered once it is `let`."""
+
+    call: "Future[str]"
+    fifo: int
+
+    def let(self) -> str:
+        os.close(self.fifo)
+        return self.call.result(30)
+
+    def failure(self) -> ToolFailure:
+        with pytest.raises(ToolFailure) as caught:
+            self.call.result(30)
+        return caught.value
+
+
+def _begin(threads: ThreadPoolExecutor, box: LocalSandbox, server: SandboxServer, fifo: Path, timeout_s: float = 30.0) -> _Slow:
+    os.mkfifo(fifo)
+    call = threads.submit(_call, box, server, timeout_s=timeout_s, text="slow", fifo=str(fifo))
+    return _Slow(call, wait_until(lambda: _open_read(fifo), GONE_S, "the server did not begin the call"))
+
+
+def _open_read(fifo: Path) -> int | None:
+    try:
+        return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        # Nobody reads it yet.
+        return None
+
+
+# What a session may expect
+
+
+@pytest.mark.parametrize("how", ["good", "old"])
+def test_later_calls_find_the_process_of_the_first_and_its_state(box: LocalSandbox, tmp_path: Path, how: str) -> None:
+    server = _server(tmp_path, how)
+    told = [_count(box, server) for _ in range(3)]
+    assert [number for number, _ in told] == [1, 2, 3]
+    assert len({pid for _, pid in told}) == 1
+    assert box.ops == ["exec", "job_list", "job_start", "exec", "exec", "exec"]
+
+
+def test_a_server_whose_entry_says_so_is_started_for_each_call(box: LocalSandbox, tmp_path: Path) -> None:
+    server = _server(tmp_path, idle_s=0)
+    assert [_count(box, server)[0] for _ in range(2)] == [1, 1]
+
+
+def test_another_entry_is_another_process(box: LocalSandbox, tmp_path: Path) -> None:
+    assert _count(box, _server(tmp_path)) != _count(box, _server(tmp_path, cwd="/usr"))
+
+
+def test_large_arguments_and_answers_pass_whole(box: LocalSandbox, tmp_path: Path) -> None:
+    text = "\u00e9\u0000" * 200_000
+    assert _call(box, _server(tmp_path), text=text) == text
+
+
+def test_two_calls_at_a_time_are_both_answered(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
+    server = _server(tmp_path)
+    calls = [threads.submit(_call, box, server, text=str(number)) for number in range(4)]
+    assert [call.result(30) for call in calls] == ["0", "1", "2", "3"]
+    assert _count(box, server)[0] == 5
+
+
+def test_a_call_does_not_wait_for_a_slow_one_where_the_server_does_not(
+    box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    server = _server(tmp_path, "threads")
+    slow = _begin(threads, box, server, tmp_path / "fifo")
+    assert _call(box, server, text="quick") == "quick"
+    assert not slow.call.done()
+    assert slow.let() == "slow"
+
+
+# How it ends
+
+
+def test_an_idle_server_ends_with_all_that_it_started(box: LocalSandbox, tmp_path: Path) -> None:
+    server = _server(tmp_path, "leaves", idle_s=1)
+    _call(box, server, text="x")
+    left = [child for pid in children_of(box.jobs[0].pid) for child in (pid, *children_of(pid))]
+    assert len(left) == 2
+    assert box.jobs[0].wait(GONE_S) == 0
+    assert not [pid for pid in left if is_alive(pid)]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("dies", ErrorCode.HTTP_ERROR, "exit code 7: out of luck\ufffd[2J"),
+        ("floods", ErrorCode.FILE_TOO_LARGE, "sent more than"),
+        ("floods_lines", ErrorCode.FILE_TOO_LARGE, "sent more than"),
+        ("forges", ErrorCode.HTTP_ERROR, "does not keep to the protocol"),
+        ("hangs", ErrorCode.TIMEOUT, "look before you repeat it"),
+    ],
+)
+def test_a_bad_call_ends_the_server_and_the_next_has_a_new_one(
+    box: LocalSandbox, tmp_path: Path, how: str, code: ErrorCode, words: str
+) -> None:
+    server = _server(tmp_path, how)
+    before = _count(box, server)[1]
+    with pytest.raises(ToolFailure) as caught:
+        _call(box, server, timeout_s=3.0 if how == "hangs" else 30.0, text="x")
+    assert caught.value.code is code
+    assert words in caught.value.message
+    number, pid = _count(box, server)
+    assert (number, pid != before) == (1, True)
+
+
+@pytest.mark.parametrize("victim", ["keeper", "server"])
+def test_after_a_program_of_the_session_killed_it_the_next_call_has_a_new_one(box: LocalSandbox, tmp_path: Path, victim: str) -> None:
+    server = _server(tmp_path)
+    before = _count(box, server)[1]
+    os.kill(box.jobs[0].pid if victim == "keeper" else before, signal.SIGKILL)
+    box.jobs[0].wait(GONE_S)
+    assert _count(box, server)[0] == 1
+
+
+@pytest.mark.parametrize(("state", "age_s", "is_killed"), [("running", 60.0, True), ("running", 1.0, False), ("exited", 60.0, False)])
+def test_what_a_server_left_that_killed_its_keeper_is_ended(
+    box: LocalSandbox, tmp_path: Path, state: str, age_s: float, is_killed: bool
+) -> None:
+    server = _server(tmp_path)
+    box.state, box.age_s, box.labels = state, age_s, ["mine: the MCP server peer"]
+    box.jobs.append(subprocess.Popen(["sleep", "60"]))
+    _call(box, server, text="x")
+    box.jobs[1].kill()
+    box.jobs[1].wait(GONE_S)
+    _call(box, server, text="x")
+    assert box.ops.count("job_kill") == int(is_killed)
+    assert box.jobs[0].poll() is None
+
+
+def test_a_cancelled_call_that_the_server_ends_leaves_it_to_the_others(
+    box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    server = _server(tmp_path, "obeys")
+    before = _count(box, server)
+    cancelled = _begin(threads, box, server, tmp_path / "fifo")
+    box.execs[-1].kill()
+    assert cancelled.failure().code is ErrorCode.CANCELLED
+    assert _count(box, server) == (3, before[1])
+    os.close(cancelled.fifo)
+
+
+def test_a_cancelled_call_that_goes_on_is_ended_with_the_server(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
+    server = _server(tmp_path, "threads")
+    before = _count(box, server)
+    other = _begin(threads, box, server, tmp_path / "other")
+    cancelled = _begin(threads, box, server, tmp_path / "fifo")
+    box.execs[-1].kill()
+    assert cancelled.failure().code is ErrorCode.CANCELLED
+    failure = other.failure()
+    assert (failure.code, "another call of it did not end" in failure.message) == (ErrorCode.HTTP_ERROR, True)
+    wait_until(lambda: not is_alive(before[1]), GONE_S, "the server still runs")
+    os.close(cancelled.fifo)
+    os.close(other.fifo)
+    assert _count(box, server)[0] == 1
+
+
+def test_at_its_limit_a_call_is_cancelled_before_the_server_is_ended(
+    box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    server = _server(tmp_path, "obeys")
+    before = _count(box, server)
+    slow = _begin(threads, box, server, tmp_path / "fifo", 3.0)
+    assert slow.failure().code is ErrorCode.TIMEOUT
+    os.close(slow.fifo)
+    assert _count(box, server) == (3, before[1])
+
+
+# Where none can be kept
+
+
+def test_beside_too_many_jobs_a_call_starts_the_server_for_itself(box: LocalSandbox, tmp_path: Path) -> None:
+    box.takes_jobs = False
+    assert [_count(box, _server(tmp_path))[0] for _ in range(2)] == [1, 1]
+
+
+def test_in_a_session_with_network_a_server_without_is_refused(box: LocalSandbox, tmp_path: Path) -> None:
+    box.environment["http_proxy"] = "http://127.0.0.1:3128"
+    with pytest.raises(ToolFailure) as caught:
+        _call(box, _server(tmp_path), text="x")
+    assert caught.value.code is ErrorCode.SECURITY_REFUSED
+    assert box.jobs[0].wait(GONE_S) == 0
+
+
+# Programs of the session
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"+", b"9" * 100, b"1 x\n", b"-1 5\nhello", b"0 0\n", b"9999999999 1\n", b"0 9999999999\n", b"0 2\n{}", b"0 2\n[]", b"0 3\nNaN", b"0 4\n\xff\xff\xff\xff"],
+)  # fmt: skip
+def test_nonsense_on_its_socket_does_not_end_it(box: LocalSandbox, tmp_path: Path, said: bytes) -> None:
+    server = _server(tmp_path)
+    before = _count(box, server)
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect("\0" + name_keeper(server.entry))
+        line.sendall(said)
+        assert _count(box, server) == (2, before[1])
+
+
+def test_those_who_only_connect_do_not_keep_calls_out(box: LocalSandbox, tmp_path: Path) -> None:
+    server = _server(tmp_path)
+    before = _count(box, server)
+    lines = [socket.socket(socket.AF_UNIX) for _ in range(20)]
+    for line in lines:
+        line.connect("\0" + name_keeper(server.entry))
+    assert _count(box, server) == (2, before[1])
+    for line in lines:
+        line.close()
+
+
+@pytest.mark.parametrize(
+    ("says", "code"),
+    [
+        (b"-", None),
+        (b"+", ErrorCode.HTTP_ERROR),
+        (b'+\n0 {"replies": [{}]}\n', ErrorCode.HTTP_ERROR),
+        (b"+" + b"x" * 9_000_000, ErrorCode.FILE_TOO_LARGE),
+    ],
+)
+def test_who_takes_its_socket_gives_no_more_than_bad_answers(
+    box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path, says: bytes, code: ErrorCode | None
+) -> None:
+    server = _server(tmp_path)
+    with socket.socket(socket.AF_UNIX) as squatter:
+        squatter.bind("\0" + name_keeper(server.entry))
+        squatter.listen(64)
+
+        def serve() -> None:
+            while True:
+                try:
+                    line, _ = squatter.accept()
+                except OSError:
+                    return
+                with line:
+                    try:
+                        line.sendall(says)
+                        while code is not None and not line.recv(65536).endswith(b"}"):
+                            pass
+                    except OSError:
+                        continue
+
+        serving = threads.submit(serve)
+        if code is None:
+            assert _call(box, server, timeout_s=4.0, text="still") == "still"
+        else:
+            with pytest.raises(ToolFailure) as caught:
+                _call(box, server, text="x")
+            assert caught.value.code is code
+        squatter.shutdown(socket.SHUT_RDWR)
+        serving.result(30)

@@ -1,0 +1,178 @@
+"""The tools of MCP servers while a worker works: servers that come late, fall silent, or change what they list, in its process and in those of its pool."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.registry import ToolRegistry
+from tests.mcp_peers import TOOL
+from workers.live_tasks import LiveTasks
+from workers.mcp.imports import ImportedTool, import_tools
+from workers.mcp.settings import HttpEntry
+from workers.mcp.shared_lists import SharedLists, Told
+from workers.mcp.shelf import FIRST_AGAIN_S, ServerShelf
+from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
+
+REFRESH_S = 600.0
+
+
+@dataclass
+class FakeSource:
+    """Lists what a test says; None: it is down."""
+
+    name: str = "docs"
+    listed: list[Any] | None = field(default_factory=lambda: [TOOL])
+    stands_alone: bool | None = None
+    asked: int = 0
+
+    def list_tools(self) -> list[Any]:
+        self.asked += 1
+        if self.listed is None:
+            raise ToolFailure(ErrorCode.HTTP_ERROR, "it is down")
+        self.stands_alone = True
+        return self.listed
+
+    def import_tools(self, listed: Iterable[Any]) -> tuple[ImportedTool, ...]:
+        return import_tools(self.name, HttpEntry(url="https://tools.example/mcp"), listed, "tools")
+
+    def build(self, tool: ImportedTool) -> WorkerTool:
+        return WorkerTool(tool.spec, lambda arguments, bench: Outcome(tool.name))
+
+
+class Ground:
+    """A shelf whose time a test moves."""
+
+    def __init__(self, *sources: FakeSource) -> None:
+        self.now = 0.0
+        self.registry: WorkerRegistry = ToolRegistry()
+        self.changes = 0
+        self.shelf = ServerShelf(self.registry, sources, REFRESH_S, 4, lambda: self.now)
+        self.shelf.on_change = self._note
+
+    def _note(self) -> None:
+        self.changes += 1
+
+    def ask(self, after_s: float = 0.0) -> float:
+        self.now += after_s
+        return self.shelf.ask_due()
+
+    def names(self) -> list[str]:
+        return [spec.name.removeprefix("mcp__") for spec in self.registry.specs()]
+
+
+def _tool(name: str, description: str = "") -> dict[str, Any]:
+    return {**TOOL, "name": name, "description": description}
+
+
+def test_a_server_that_was_down_at_the_start_is_asked_until_it_answers() -> None:
+    source = FakeSource(listed=None)
+    ground = Ground(source)
+    pauses = [ground.ask()]
+    for _ in range(6):
+        pauses.append(ground.ask(pauses[-1]))
+    assert pauses == [FIRST_AGAIN_S, 60, 120, 240, 480, REFRESH_S, REFRESH_S]
+    source.listed = [TOOL]
+    assert ground.ask(REFRESH_S) == REFRESH_S
+    assert (ground.names(), ground.changes) == (["docs__echo"], 1)
+
+
+def test_nobody_is_asked_before_the_time() -> None:
+    source = FakeSource()
+    ground = Ground(source)
+    ground.ask()
+    assert ground.ask(REFRESH_S - 1) == 1
+    assert source.asked == 1
+
+
+def test_new_tools_come_changed_ones_are_replaced_and_others_go() -> None:
+    source = FakeSource(listed=[_tool("one"), _tool("two", "old")])
+    ground = Ground(source)
+    ground.ask()
+    source.listed = [_tool("two", "new"), _tool("three")]
+    ground.ask(REFRESH_S)
+    assert ground.names() == ["docs__three", "docs__two"]
+    two = ground.registry.get("mcp__docs__two")
+    assert two is not None
+    assert two.spec.description.endswith("new")
+    assert ground.changes == 2
+
+
+def test_a_server_that_falls_silent_keeps_its_tools_and_is_asked_sooner() -> None:
+    source = FakeSource()
+    ground = Ground(source)
+    ground.ask()
+    source.listed = None
+    with capture_logs() as logs:
+        assert ground.ask(REFRESH_S) == FIRST_AGAIN_S
+    assert ([log["event"] for log in logs], ground.names(), ground.changes) == (["mcp_server_silent"], ["docs__echo"], 1)
+
+
+def test_the_same_list_again_is_no_change_and_no_line_in_the_log() -> None:
+    ground = Ground(FakeSource(listed=[TOOL, {"no": "name"}]))
+    ground.ask()
+    with capture_logs() as logs:
+        ground.ask(REFRESH_S)
+    assert (logs, ground.changes) == ([], 1)
+
+
+def test_a_tool_that_was_there_before_is_never_replaced_by_a_servers() -> None:
+    ground = Ground(FakeSource())
+    [theirs] = import_tools("docs", HttpEntry(url="https://tools.example/mcp"), [TOOL], "tools")
+    ours = WorkerTool(theirs.spec, lambda arguments, bench: Outcome("ours"))
+    ground.registry.register(ours)
+    ground.ask()
+    assert ground.registry.get("mcp__docs__echo") is ours
+
+
+def test_one_server_that_is_down_does_not_keep_another_waiting() -> None:
+    down, good = FakeSource("down", None), FakeSource("good")
+    ground = Ground(down, good)
+    assert ground.ask() == FIRST_AGAIN_S
+    assert ground.names() == ["good__echo"]
+
+
+# Other processes
+
+
+def test_a_process_of_the_pool_has_what_came_after_it_was_forked() -> None:
+    source = FakeSource()
+    ground = Ground(source)
+    ground.ask()
+    go, goes = os.pipe()
+    told, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(go, 1)
+        ground.shelf.look()
+        os.write(tells, f"{ground.names()} {source.stands_alone}".encode())
+        os._exit(0)
+    source.listed = [_tool("later")]
+    ground.ask(REFRESH_S)
+    os.write(goes, b"x")
+    assert os.read(told, 1000).decode() == "['docs__later'] True"
+    os.waitpid(child, 0)
+    for fd in (go, goes, told, tells):
+        os.close(fd)
+
+
+def test_the_news_are_read_once() -> None:
+    lists = SharedLists()
+    [tool] = FakeSource().import_tools([TOOL])
+    lists.write({"docs": Told(True, (tool,))})
+    reader = SharedLists.__new__(SharedLists)
+    reader._fd, reader._version = lists._fd, 0
+    assert reader.read_news() == {"docs": Told(True, (tool,))}
+    assert reader.read_news() == {}
+
+
+def test_a_task_that_is_not_there_is_asked_for_once_and_then_an_error() -> None:
+    tasks, asked = LiveTasks(), []
+    tasks.find = asked.append
+    with pytest.raises(tasks.NotRegistered):
+        tasks["tool.none"]
+    assert asked == ["tool.none"]

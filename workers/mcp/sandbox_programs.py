@@ -1,0 +1,44 @@
+"""The programs of ours that run inside a sandbox for MCP servers, as they are sent there."""
+
+import functools
+import hashlib
+import shlex
+from pathlib import Path
+
+from workers.mcp.settings import StdioEntry
+
+_PARTS = ("sandbox_peer", "sandbox_driver")
+_LOADER = """
+import sys, types
+for name, source in {parts!r}:
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name, "exec"), module.__dict__)
+module.main()
+"""
+
+
+@functools.cache
+def read_driver() -> str:
+    """The driver and what it imports of ours, as one program."""
+    return _LOADER.format(parts=[(f"workers.mcp.{name}", _read(name)) for name in _PARTS])
+
+
+@functools.cache
+def read_visit() -> str:
+    return _read("sandbox_visit") + "\nmain()\n"
+
+
+def name_keeper(entry: StdioEntry) -> str:
+    """The socket on which the session's server of that entry is kept: another for any other entry, and for another driver."""
+    told = entry.model_dump_json(include={"command", "args", "cwd", "network", "idle_s"})
+    env = repr(sorted((name, value.get_secret_value()) for name, value in entry.env.items()))
+    return "toolcrew-mcp-" + hashlib.sha256("\0".join((told, env, read_driver())).encode()).hexdigest()[:32]
+
+
+def build_keep_script(python: str, entry: StdioEntry) -> str:
+    """What a shell starts the keeper of an entry's server with."""
+    return "exec " + shlex.join([python, "-I", "-c", read_driver(), name_keeper(entry), f"{entry.idle_s:g}"])
+
+
+def _read(name: str) -> str:
+    return Path(__file__).with_name(f"{name}.py").read_text()

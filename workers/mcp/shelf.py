@@ -1,0 +1,163 @@
+"""The tools of MCP servers in a worker's registry, kept as the servers list them: asked at the start, and again and again while it works."""
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import structlog
+
+from contract.errors import OperatorError, ToolFailure
+from workers.mcp.imports import ImportedTool
+from workers.mcp.shared_lists import SharedLists, Told
+from workers.tools.base import WorkerRegistry, WorkerTool
+
+log = structlog.get_logger(__name__)
+
+FIRST_AGAIN_S = 30.0
+"""How long after a failure a server is asked again; twice as long after each further one, up to what a good one waits."""
+
+
+class Source(Protocol):
+    """A server whose tools are offered. `stands_alone`: how it is spoken to, None before it was asked."""
+
+    stands_alone: bool | None
+
+    @property
+    def name(self) -> str: ...
+
+    def list_tools(self) -> list[Any]:
+        """What it lists, unchecked, within a bounded time. Raises ToolFailure and OperatorError."""
+        ...
+
+    def import_tools(self, listed: Iterable[Any]) -> tuple[ImportedTool, ...]:
+        """Those that can be offered; what is left out is logged."""
+        ...
+
+    def build(self, tool: ImportedTool) -> WorkerTool: ...
+
+
+@dataclass
+class _Asked:
+    """`digest`: of the list that its tools are from; None: it has never given one. `pause_s`: after its last failure."""
+
+    source: Source
+    due: float
+    digest: bytes | None = None
+    pause_s: float = 0.0
+    tools: dict[str, ImportedTool] = field(default_factory=dict)
+
+
+class ServerShelf:
+    """Made and filled before the pool's processes are forked, worked by a thread of the process that made it. The others take over what it found (`look`).
+
+    `refresh_s`: how often a server that answers is asked; `at_once`: how many are. `on_change`: called after tools came, changed or went.
+    """
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        sources: Sequence[Source],
+        refresh_s: float,
+        at_once: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry = registry
+        self._asked = {source.name: _Asked(source, clock()) for source in sources}
+        self._refresh_s = refresh_s
+        self._at_once = at_once
+        self._clock = clock
+        self._owner = os.getpid()
+        self._shared = SharedLists() if sources else None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mcp-servers", daemon=True)
+        self.on_change: Callable[[], None] = lambda: None
+
+    def ask_due(self) -> float:
+        """Ask those whose time has come, `at_once` at a time. Gives how many seconds from now the next is due."""
+        due = [asked for asked in self._asked.values() if asked.due <= self._clock()]
+        if due:
+            with ThreadPoolExecutor(min(self._at_once, len(due))) as pool:
+                listed = list(pool.map(self._ask, due))
+            changes = [self._take(asked, tools) for asked, tools in zip(due, listed, strict=True) if tools is not None]
+            if any(changes):
+                self._share()
+                self.on_change()
+        return min((asked.due - self._clock() for asked in self._asked.values()), default=self._refresh_s)
+
+    def start(self) -> None:
+        """A process that is forked meanwhile has the registry whole, and its lock free."""
+        if self._asked:
+            self._registry.free_after_fork()
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Returns at once; a question on its way is left."""
+        self._stop.set()
+
+    def look(self) -> None:
+        """In a process of the pool: have the registry as the shelf's own process has it now. Cheap while nothing changed."""
+        if self._shared is None or os.getpid() == self._owner:
+            return
+        for name, told in self._shared.read_news().items():
+            asked = self._asked[name]
+            asked.source.stands_alone = told.stands_alone
+            self._place(asked, told.tools)
+
+    def _run(self) -> None:
+        while not self._stop.wait(max(0.0, self.ask_due())):
+            continue
+
+    def _ask(self, asked: _Asked) -> tuple[ImportedTool, ...] | None:
+        """Its tools; None when they are as they were, or it did not say."""
+        source, started = asked.source, self._clock()
+        try:
+            listed = source.list_tools()
+        except (ToolFailure, OperatorError) as error:
+            asked.pause_s = min(max(FIRST_AGAIN_S, asked.pause_s * 2), self._refresh_s)
+            asked.due = self._clock() + asked.pause_s
+            if asked.tools:
+                log.warning("mcp_server_silent", server=source.name, error=str(error), again_s=asked.pause_s)
+            else:
+                log.error("mcp_server_without_tools", server=source.name, error=str(error), again_s=asked.pause_s)
+            return None
+        asked.pause_s, asked.due = 0.0, self._clock() + self._refresh_s
+        digest = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).digest()
+        if digest == asked.digest:
+            return None
+        asked.digest = digest
+        tools = source.import_tools(listed)
+        took_s = round(self._clock() - started, 3)
+        log.info("mcp_tools_found", server=source.name, tools=[tool.spec.name for tool in tools], took_s=took_s)
+        return tools
+
+    def _take(self, asked: _Asked, tools: tuple[ImportedTool, ...]) -> bool:
+        """Whether anything is different now."""
+        free = []
+        for tool in tools:
+            if tool.spec.name in asked.tools or self._registry.get(tool.spec.name) is None:
+                free.append(tool)
+            else:
+                log.error("mcp_tool_left_out", server=asked.source.name, name=tool.spec.name, why="another tool has its name")
+        return self._place(asked, free)
+
+    def _place(self, asked: _Asked, tools: Iterable[ImportedTool]) -> bool:
+        """Have exactly these of the server in the registry; whether that is a change."""
+        before, asked.tools = asked.tools, {tool.spec.name: tool for tool in tools}
+        gone = [name for name in before if name not in asked.tools]
+        new = [tool for name, tool in asked.tools.items() if before.get(name) != tool]
+        for name in gone:
+            self._registry.withdraw(name)
+        for tool in new:
+            self._registry.register(asked.source.build(tool))
+        return bool(gone or new)
+
+    def _share(self) -> None:
+        if self._shared is not None:
+            told = {name: Told(asked.source.stands_alone, tuple(asked.tools.values())) for name, asked in self._asked.items()}
+            self._shared.write(told)
