@@ -4,7 +4,7 @@ from pydantic import Field, ValidationError
 
 from contract.calls import Record
 from contract.errors import ConfigError
-from contract.specs import SkillSummary
+from contract.specs import SkillSummary, ToolSpec
 
 MAX_INSTALLED = 200
 """Of one tenant."""
@@ -13,9 +13,10 @@ MAX_INSTALLED_BYTES = 64 * 1024 * 1024
 
 
 class InstalledSkill(Record):
-    """`bundle_bytes`: of its bundle as it is kept; `installed_at`: Unix seconds."""
+    """`tool`: what its sidecar makes of it; `bundle_bytes`: of its bundle as it is kept; `installed_at`: Unix seconds."""
 
     skill: SkillSummary
+    tool: ToolSpec | None = None
     bundle_bytes: int = Field(ge=1, le=MAX_INSTALLED_BYTES)
     installed_at: float = Field(ge=0)
 

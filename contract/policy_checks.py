@@ -19,7 +19,7 @@ def check_call(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Map
     Raises ToolFailure: PERMISSION_DENIED for a tool that the tenant may not use, SECURITY_REFUSED for a command that a `deny` rule is about.
     """
     check_tools(policy, tenant, spec, arguments)
-    used = tools_of(spec.name, arguments)
+    used = tools_of(spec, arguments)
     rules = [(rule, one) for rule in policy.commands if rule.action == "deny" for one in used if rule.is_about(one)]
     if not rules:
         return
@@ -37,7 +37,7 @@ def check_call(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Map
 
 def check_tools(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
     """Of `check_call` the part that reads no command. Raises ToolFailure(PERMISSION_DENIED)."""
-    for used in tools_of(spec.name, arguments):
+    for used in tools_of(spec, arguments):
         if not policy.allows_tool(used):
             raise ToolFailure(
                 ErrorCode.PERMISSION_DENIED,
@@ -54,7 +54,7 @@ def check_switches(find: Callable[[str], Switch | None], spec: ToolSpec, argumen
     """
     if spec.audience == "session":
         return
-    for used in tools_of(spec.name, arguments or {}):
+    for used in tools_of(spec, arguments or {}):
         switch = find(used)
         if switch is not None:
             other = "" if used == spec.name else f"{spec.name} was not run, since it would run a program as {used} does: "

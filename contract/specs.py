@@ -41,6 +41,10 @@ class ToolSpec(Record):
     where a shell may read it."""
     network: str = NO_NETWORK
     """What its sandbox has of the network, in the words that its description has."""
+    tells_network: bool = Field(default=True, exclude_if=lambda tells: tells)
+    """Whether its description has these words from us."""
+    is_installed_skill: bool = Field(default=False, exclude_if=lambda is_one: not is_one)
+    """A skill that was installed for a tenant: its calls are sent as runs by skill_tool, and judged as these, too. No worker publishes it."""
     tenants: tuple[TenantName, ...] | None = Field(default=None, max_length=MAX_TOOL_TENANTS, exclude_if=lambda tenants: tenants is None)
     """Whose tool it is; None: everybody's. To all others it is not there at all. Left out where None, for workers and programs that do not know it yet."""
 
@@ -52,6 +56,8 @@ class ToolSpec(Record):
         """The same tool in a sandbox that has more of the network. Of other pools' tools nothing changes."""
         if self.pool != "sandbox":
             return self
+        if not self.tells_network:
+            return self.model_copy(update={"network": words})
         # The last place is ours: what an author writes of the network stands before it.
         before, found, after = self.description.rpartition(self.network)
         return self.model_copy(update={"network": words, "description": f"{before}{words}{after}" if found else self.description})

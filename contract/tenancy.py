@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 
 from contract.calls import Record
 from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.specs import ToolSpec
 
 DEFAULT_TENANT = "default"
 """Always known. While no other tenant is registered every name is served, by this one's policy; from the first on only registered ones are."""
@@ -21,8 +22,7 @@ VERSION_FIELD = "#version"
 """Of the hash of tenants, no tenant's name: a new word with every change, so that one small read tells whether anything has changed."""
 VERB_TOOLS = {"session.exec": "bash_tool", "session.write_file": "write_tool", "session.read_file": "read_tool"}
 """Verbs of sessions that do what a tool does: what forbids the tool forbids them. All other verbs are every tenant's."""
-RUNNING_TOOLS = {"skill_tool": ({"action": "run"}, "bash_tool")}
-"""Tools that, called with these arguments, do what another tool does: what forbids that one, turns it off or asks about it does so with the call."""
+SKILL_TOOL, BASH_TOOL = "skill_tool", "bash_tool"
 NetworkPolicy = Literal["none", "egress"]
 SkillDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 ToolPattern = Annotated[str, Field(pattern=r"^[^*]{0,127}\*?$", min_length=1)]
@@ -109,11 +109,18 @@ class TenantLook:
         )
 
 
-def tools_of(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+def tools_of(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """The tools by which a call is judged, its own first: each must be allowed and on. By prepared arguments, those that the tool will get: there are
-    no aliases in them, and defaults stand where nothing was given."""
-    given, other = RUNNING_TOOLS.get(name, ({}, name))
-    return (name, other) if given and all(arguments.get(key) == value for key, value in given.items()) else (name,)
+    no aliases in them, and defaults stand where nothing was given.
+
+    A skill that runs does what bash does: what forbids that one, turns it off or asks about it does so with the call."""
+    if spec.is_installed_skill:
+        return (spec.name, SKILL_TOOL, BASH_TOOL)
+    if spec.name != SKILL_TOOL or arguments.get("action") != "run":
+        return (spec.name,)
+    name = arguments.get("name")
+    # Without a script it is the tool that the skill is.
+    return (SKILL_TOOL, BASH_TOOL) if "script" in arguments or not isinstance(name, str) else (SKILL_TOOL, BASH_TOOL, name)
 
 
 def say_subject(name: str, used: str) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from contract.calls import ToolCall, ToolResult
 from contract.specs import SkillSummary
+from contract.tenancy import SKILL_TOOL
 from orchestrator.approvals.policies import Rule
-from orchestrator.skill_disclosure import SKILL_TOOL
 
 
 class ActiveSkills:

@@ -9,12 +9,12 @@ from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.registry import Switch
 from contract.schema import coerce_text
 from contract.specs import ToolSpec
+from contract.tenancy import SKILL_TOOL
 from orchestrator.dialects.base import CallRequested, MalformedCall
 from orchestrator.dialects.observations import UNKNOWN_TOOL
-from orchestrator.dispatcher import find_nearest
 from orchestrator.events import CallFinished, CallStarted, RunEvent
 from orchestrator.logs import get_logger
-from orchestrator.skill_disclosure import SKILL_TOOL
+from orchestrator.tool_search import find_nearest
 
 log = get_logger(__name__)
 

@@ -13,9 +13,9 @@ from contract.installed_skills import InstalledSkill
 from contract.skills import SkillBroken
 from contract.specs import SkillSummary
 from orchestrator.cli_runner import EXIT_ERROR, Json, Tenant, fail, open_client, run_work
-from orchestrator.dispatcher import find_nearest
 from orchestrator.skill_folders import examine_skill
 from orchestrator.terminal import escape_controls, table_rows
+from orchestrator.tool_search import find_nearest
 
 skills_app = typer.Typer(no_args_is_help=True, help="Skills: those that the workers have, and those that are installed for a tenant.")
 Source = Annotated[Path, typer.Argument(help="The skill's folder, or a .zip file of it.")]
@@ -27,17 +27,15 @@ def skills_ls(tenant: Tenant = None, as_json: Json = False) -> None:
 
     async def work() -> list[dict[str, Any]]:
         async with open_client(tenant) as client:
-            own = await (await client.own_skills()).all()
-            return [
-                {**skill.model_dump(mode="json"), "source": "tenant" if skill.name in own else "system"} for skill in await client.skills()
-            ]
+            offer = await client.offer()
+            return [{**skill.model_dump(mode="json"), **offer.describe(skill.name)} for skill in offer.skills]
 
     rows = run_work(work(), as_json)
     if as_json:
         typer.echo(json.dumps(rows))
         return
     short = [{**row, "description": str(row["description"])[:100], "scripts": "yes" if row["has_scripts"] else "no"} for row in rows]
-    _print(table_rows(short, ("name", "source", "files", "scripts", "description")))
+    _print(table_rows(short, ("name", "source", "tool", "files", "scripts", "description")))
 
 
 @skills_app.command("show")

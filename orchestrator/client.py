@@ -9,7 +9,7 @@ from typing import Literal
 
 from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.registry import Switch, ToolState, filter_specs, find_state, switch_field
+from contract.registry import Switch, ToolState, find_state, switch_field
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.actors import Actor, local_actor
@@ -25,7 +25,6 @@ from orchestrator.call_control import CallControl, KilledCall
 from orchestrator.call_life import CallLife, CallLives
 from orchestrator.catalog import find_skill
 from orchestrator.client_runs import ClientRuns
-from orchestrator.dispatcher import find_nearest
 from orchestrator.events import OnEvent, SandboxClosed
 from orchestrator.limits import ReActOptions
 from orchestrator.local_stack import StackInfo, embedded_stack
@@ -41,6 +40,8 @@ from orchestrator.sessions import Checkpoint, Session, Start, delete_checkpoint
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings, with_secret
 from orchestrator.skill_desk import SkillDesk
 from orchestrator.switches import build_switch
+from orchestrator.tenant_catalog import Offer
+from orchestrator.tool_search import find_nearest
 from orchestrator.traces.opening import Traces, secrets_of_pool
 from orchestrator.tracing import run_spans
 
@@ -203,19 +204,17 @@ class ToolClient:
     async def tools(self, names: Iterable[str] | Literal["all"] = "all", *, session: Session | None = None) -> list[ToolSpec]:
         """The tools a model of the client's tenant may call: as the workers publish them, without those that are turned off. `session`: with what that has of
         the network."""
-        policy, reach = await self._tenants.policy(self.tenant), (await session.info()).describe_network() if session is not None else None
-        allowed = [state.spec for state in await self.tool_states() if state.switch is None and policy.allows_tool(state.name)]
-        there = [spec.with_network(reach) for spec in allowed] if reach is not None else allowed
-        return await self._parts.disclosed(filter_specs(there, names), self.tenant)
+        reach = (await session.info()).describe_network() if session is not None else None
+        return await self._parts.specs_for(await self._as_tenant(None), names, reach)
 
     async def review(self, call: ToolCall, spec: ToolSpec, session: str | None, approver: Approver | None = None) -> ToolCall | ToolResult:
         """A call that somebody's model asks for, as it may run, or the result that refuses it. `approver` None: the client's."""
         return await self._parts.review(call, spec, await self._as_tenant(None), session, approver=approver)
 
     async def tool_states(self, tenant: str | None = None) -> list[ToolState]:
-        """Every tool that the workers publish, by name order, on or off for the tenant: the client's own, where none is named."""
+        """Every tool that there is for the tenant, by name order, on or off for the tenant: the client's own, where none is named."""
         chosen, switches = await self._as_tenant(tenant), await self._switches.switches()
-        there = [spec for spec in await self._catalog.specs() if spec.audience == "model" and spec.is_for(chosen)]
+        there = [spec for spec in (await self._pool.offers.of(chosen)).tools if spec.audience == "model"]
         return [find_state(spec, switches, chosen) for spec in sorted(there, key=lambda spec: spec.name)]
 
     async def tool_state(self, name: str, tenant: str | None = None) -> ToolState:
@@ -227,7 +226,11 @@ class ToolClient:
 
     async def skills(self) -> tuple[SkillSummary, ...]:
         """Every skill that there is for the client's tenant, by name: its own, then those of the workers. Raises ConfigError when no worker lives."""
-        return await self._parts.skills_of(self.tenant)
+        return (await self.offer()).skills
+
+    async def offer(self) -> Offer:
+        """The client's tenant's tools and skills, and where its own skills stand before the workers'. Raises as `skills`."""
+        return await self._pool.offers.of(await self._as_tenant(None))
 
     async def skill(self, name: str) -> SkillSummary:
         """One skill. Raises ToolFailure(FILE_NOT_FOUND) with the nearest names."""
@@ -236,7 +239,7 @@ class ToolClient:
     async def own_skills(self) -> SkillDesk:
         """Where skills are installed for the client's tenant. Raises ToolFailure(UNKNOWN_TENANT)."""
         await self._tenants.policy(self.tenant)
-        return SkillDesk(self._parts.installed.acting_as(await self.actor()), self.tenant)
+        return SkillDesk(self._pool.installed.acting_as(await self.actor()), self.tenant)
 
     async def switched_tenants(self, name: str) -> dict[str, Switch]:
         """The tenants for whom alone the tool is off. Raises ToolFailure(PERMISSION_DENIED) for a tenant's key."""
@@ -252,8 +255,8 @@ class ToolClient:
         Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ToolFailure(INVALID_ARGUMENTS), BrokerUnavailable.
         """
         switches = self._switches.acting_as(await self._check_operator())
-        spec = await self._find_tool(name)
         await self._check_tenant(tenant)
+        spec = await self._find_tool(name, tenant)
         # Read before: what was switched is not reported as failed because nothing can be read.
         known, switch = await switches.switches(), build_switch(by or self.tenant, reason)
         await switches.turn_off(name, switch, tenant)
@@ -267,7 +270,7 @@ class ToolClient:
         known = {field: switch for field, switch in (await switches.switches()).items() if field != switch_field(name, tenant)}
         was_off = await switches.turn_on(name, tenant)
         try:
-            spec = await self._find_tool(name)
+            spec = await self._find_tool(name, tenant)
         except ToolFailure:
             if not was_off:
                 raise
@@ -337,7 +340,9 @@ class ToolClient:
 
     async def _find_tool(self, name: str, tenant: str | None = None) -> ToolSpec | None:
         """The tool, for that tenant or for an operator, who sees all; None when there is one that no worker serves now."""
-        specs = {spec.name: spec for spec in await self._catalog.specs() if tenant is None or spec.is_for(tenant)}
+        specs = {
+            spec.name: spec for spec in (await self._catalog.specs() if tenant is None else (await self._pool.offers.of(tenant)).tools)
+        }
         spec = specs.get(name)
         if name.startswith("session."):
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{name} is a verb of sessions, which cannot be turned off; turn off tools")

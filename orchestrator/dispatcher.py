@@ -2,10 +2,9 @@
 
 import asyncio
 import contextlib
-import difflib
 import secrets
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from contract.registry import find_switch
 from contract.schema import prepare_arguments
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
+from contract.tenancy import SKILL_TOOL
 from orchestrator.admission import Admission, Priority, Unlimited
 from orchestrator.call_events import CallEvents
 from orchestrator.call_kills import KillWatch
@@ -36,6 +36,7 @@ from orchestrator.recovery import NOT_RUN, NOT_TAKEN, RESEND_S, CallBook, Patien
 from orchestrator.switches import SwitchSource
 from orchestrator.tenant_rules import policy_for, refuse_by_policy
 from orchestrator.tenants import OpenTenants, TenantSource
+from orchestrator.tool_search import TenantTools, ToolSearch, as_skill_run
 from orchestrator.tracing import call_spans, current_call
 from orchestrator.transport import CallLost, DeliveryFailed, NotSent, Transport
 from telemetry.spans import Tracer
@@ -111,13 +112,14 @@ class Dispatcher:
         tracer: Tracer | None = None,
         kills: KillWatch | None = None,
         meter: CallMeter | None = None,
+        offers: TenantTools | None = None,
     ) -> None:
         self.keys = keys
         """What calls are signed with."""
-        self._catalog = catalog
         self._tracer = tracer
         self._kills = kills
         self._meter = meter
+        self._search = ToolSearch(catalog, offers, meter)
         self._queue_wait_s = queue_wait_s
         self._listener = events.listener if events is not None else None
         self._switches = switches
@@ -141,7 +143,9 @@ class Dispatcher:
             log.info("call_done", code=result.error_code, total_s=round(total_s, 4))
         clocks = result.clocks
         known = clocks.queued_s + clocks.sandbox_s + clocks.run_s
-        return self._counted(result.model_copy(update={"clocks": clocks.model_copy(update={"transfer_s": max(0.0, total_s - known)})}))
+        # A skill's call that was sent as skill_tool's is counted as that one's: its name is its tenant's own.
+        result = self._counted(result.model_copy(update={"clocks": clocks.model_copy(update={"transfer_s": max(0.0, total_s - known)})}))
+        return result.model_copy(update={"name": call.name})
 
     async def open_session(self, tenant: str, session: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Open a session on a host chosen for it. The result of `session.open`, whatever happened."""
@@ -289,7 +293,7 @@ class Dispatcher:
     async def _errand(self, call: ToolCall, route: Route, terms: Terms) -> Errand:
         """Raises ToolFailure for a call that may not be made, whatever the reason; ConfigError, BrokerUnavailable."""
         policy = await policy_for(self._tenants, route.tenant, call.name)
-        spec = await self._find(call.name, terms.audience, route.tenant)
+        spec = await self._search.find(call.name, terms.audience, route.tenant)
         if self._tracer is not None and (spans := current_call()) is not None:
             spans.know(spec)
         await self._check_switch(spec, route.tenant)
@@ -309,11 +313,14 @@ class Dispatcher:
             config=dict(terms.config),
             events=self._listener if terms.handlers else None,
         )
-        prepared = call.model_copy(update={"arguments": arguments})
+        sent, sent_spec = call.model_copy(update={"arguments": arguments}), spec
+        if spec.is_installed_skill:
+            sent_spec = await self._search.find(SKILL_TOOL, terms.audience, route.tenant)
+            sent = as_skill_run(sent, sent_spec)
         return Errand(
-            prepared,
+            sent,
             context,
-            spec,
+            sent_spec,
             policy,
             self._queue_wait_s,
             terms.priority,
@@ -353,19 +360,6 @@ class Dispatcher:
             switches = await self._switches.switches()
             check_switches(lambda name: find_switch(switches, name, tenant), spec, arguments)
 
-    async def _find(self, name: str, audience: str, tenant: str) -> ToolSpec:
-        published = await self._catalog.specs()
-        if self._meter is not None:
-            self._meter.know(published)
-        specs = [spec for spec in published if spec.audience == audience and spec.is_for(tenant)]
-        for spec in specs:
-            if spec.name == name:
-                return spec
-        missing = self._catalog.explain_missing(name)
-        if missing is not None:
-            raise ConfigError(missing)
-        raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}", nearest=find_nearest(name, [spec.name for spec in specs]))
-
 
 def _names(call: ToolCall, route: Route, terms: Terms) -> dict[str, str]:
     """What is logged about the call carries."""
@@ -375,11 +369,6 @@ def _names(call: ToolCall, route: Route, terms: Terms) -> dict[str, str]:
 
 def _verb(timeout_s: float) -> Terms:
     return Terms(timeout_s=timeout_s, audience="session")
-
-
-def find_nearest(name: str, names: Iterable[str]) -> list[str]:
-    """The three names most like `name`, best first."""
-    return difflib.get_close_matches(name, list(names), n=3, cutoff=0.0)
 
 
 def note_aliases(result: ToolResult, used: list[str]) -> ToolResult:

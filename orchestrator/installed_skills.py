@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from contract.installed_skills import MAX_INSTALLED, MAX_INSTALLED_BYTES, InstalledSkill, parse_installed
 from contract.names import audit_key, installed_skills_key, skill_bundle_key, tenants_key
-from contract.specs import SkillSummary
+from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from orchestrator.actors import Actor, local_actor
 from orchestrator.audit import AUDIT_LUA, build_entry, entry_text
@@ -78,20 +78,26 @@ class InstalledSkills:
             told: Any = await self._client.hgetall(installed_skills_key(self._deployment, tenant))
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"Redis did not say which skills tenant {tenant} has ({error}): see that it is up") from error
-        found: dict[str, InstalledSkill] = {}
-        for name, text in sorted(told.items()):
-            try:
-                found[name.decode(errors="replace")] = parse_installed(text)
-            except ConfigError as error:
-                log.error("installed_skill_unreadable", tenant=tenant, skill=name.decode(errors="replace"), error=str(error))
-        return found
+        found = {name.decode(errors="replace"): text for name, text in sorted(told.items())}
+        records = {name: _parse(tenant, name, text) for name, text in found.items()}
+        return {name: record for name, record in records.items() if record is not None}
 
-    async def install(self, tenant: str, skill: SkillSummary, bundle: bytes, *, replace: bool = False) -> InstalledSkill:
-        """`bundle`: what workers.skills wrote of it. `tenant`: one that there is. Raises ToolFailure: INVALID_ARGUMENTS when the name is taken,
+    async def find(self, tenant: str, name: str) -> InstalledSkill | None:
+        """One of them; None for one that there is not, or that cannot be read. Raises BrokerUnavailable."""
+        try:
+            told: Any = await self._client.hget(installed_skills_key(self._deployment, tenant), name)
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(f"Redis did not say which skills tenant {tenant} has ({error}): see that it is up") from error
+        return _parse(tenant, name, told) if told is not None else None
+
+    async def install(
+        self, tenant: str, skill: SkillSummary, bundle: bytes, tool: ToolSpec | None = None, *, replace: bool = False
+    ) -> InstalledSkill:
+        """`bundle`: what workers.skills wrote of it; `tool`: what its sidecar makes of it. `tenant`: one that there is. Raises ToolFailure: INVALID_ARGUMENTS when the name is taken,
         QUOTA_EXCEEDED, UNKNOWN_TENANT; BrokerUnavailable."""
         if len(bundle) > MAX_INSTALLED_BYTES:
             raise _too_large(tenant)
-        record = InstalledSkill(skill=skill, bundle_bytes=len(bundle), installed_at=self._clock())
+        record = InstalledSkill(skill=skill, tool=tool, bundle_bytes=len(bundle), installed_at=self._clock())
         entry = build_entry(
             self._actor or local_actor(),
             "skill.install",
@@ -133,6 +139,15 @@ class InstalledSkills:
 
     def _prefix(self, tenant: str) -> str:
         return skill_bundle_key(self._deployment, tenant, "")
+
+
+def _parse(tenant: str, name: str, text: bytes) -> InstalledSkill | None:
+    """None for what is none, which is logged."""
+    try:
+        return parse_installed(text)
+    except ConfigError as error:
+        log.error("installed_skill_unreadable", tenant=tenant, skill=name, error=str(error))
+        return None
 
 
 def _refused(verdict: str, tenant: str, name: str) -> ToolFailure:

@@ -21,12 +21,14 @@ from orchestrator.celery_transport import CeleryTransport
 from orchestrator.dispatcher import Dispatcher, Pool
 from orchestrator.homes import HostSource
 from orchestrator.hosts import RedisHosts
+from orchestrator.installed_skills import InstalledSkills
 from orchestrator.metrics.tally import Tally
 from orchestrator.places import Places
 from orchestrator.redis_connection import check_redis, open_redis
 from orchestrator.results import ResultHub
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.switches import RedisSwitches
+from orchestrator.tenant_catalog import TenantCatalog
 from orchestrator.tenants import RedisTenants
 from orchestrator.tracing import open_process_tracer
 from telemetry.spans import Tracer
@@ -42,6 +44,8 @@ class PoolConnection:
     blobs: Blobs
     switches: RedisSwitches
     tenants: RedisTenants
+    installed: InstalledSkills
+    offers: TenantCatalog
     tracer: Tracer | None = None
     """None: tracing is off."""
     tally: Tally | None = None
@@ -92,6 +96,8 @@ async def open_pool(
         stack.push_async_callback(admission.aclose)
         kills = KillWatch(CallKills(redis, deployment))
         stack.push_async_callback(kills.aclose)
+        installed = InstalledSkills(redis, deployment)
+        offers = TenantCatalog(catalog, installed)
         dispatcher = Dispatcher(
             transport,
             catalog,
@@ -106,5 +112,6 @@ async def open_pool(
             tracer=tracer,
             kills=kills,
             meter=tally.calls,
+            offers=offers,
         )
-        yield PoolConnection(redis, dispatcher, catalog, blobs, switches, tenants, tracer, tally)
+        yield PoolConnection(redis, dispatcher, catalog, blobs, switches, tenants, installed, offers, tracer, tally)

@@ -11,6 +11,7 @@ from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, SandboxUn
 from contract.registry import Switch, filter_specs, switches_for
 from contract.schema import find_aliases
 from contract.specs import SkillSummary, ToolSpec
+from contract.tenancy import SKILL_TOOL
 from orchestrator.active_skills import ActiveSkills
 from orchestrator.admission.insistence import until_admitted
 from orchestrator.agent import Agent, RunCall
@@ -23,7 +24,6 @@ from orchestrator.dialects.plain import PlainDialect
 from orchestrator.dispatcher import Terms, note_aliases
 from orchestrator.events import ApprovalAsked, CallSent, OnEvent, OutputArrived, RunEvent, SandboxReady
 from orchestrator.heard_calls import OnOutput
-from orchestrator.installed_skills import InstalledSkills
 from orchestrator.limits import ReActOptions
 from orchestrator.model_requests import ModelRequests
 from orchestrator.models.base import Model
@@ -34,9 +34,10 @@ from orchestrator.pool_connection import PoolConnection
 from orchestrator.runs.live_text import LiveText
 from orchestrator.sessions import Session, SessionInfo
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.skill_disclosure import SKILL_TOOL, disclose
+from orchestrator.skill_disclosure import disclose
 from orchestrator.skill_uses import SkillUses
-from orchestrator.tenant_rules import refuse_unasked, with_tenant_rules
+from orchestrator.tenant_catalog import Offer
+from orchestrator.tenant_rules import is_offered, refuse_unasked, with_tenant_rules
 
 Published = TypeVar("Published")
 
@@ -94,7 +95,6 @@ class RunParts:
         self._policy = policy
         self._capabilities = CapabilityCache(settings.capability_folder)
         self.skill_uses = SkillUses(pool.redis, settings.deployment)
-        self.installed = InstalledSkills(pool.redis, settings.deployment)
 
     async def build_agent(self, session: Session | None, chosen: ChosenModel, wanted: RunAs) -> Agent:
         """The agent of one run in a session that is open; None: of one without tools."""
@@ -112,8 +112,9 @@ class RunParts:
             info = await session.info()
             switches = switches_for(await self._pool.switches.switches(), session.tenant)
             names = chosen.tools if wanted.tools is None else wanted.tools
-            specs = await self._specs(session.tenant, info, switches, names, options.context_tokens)
-            skills = await _of_workers(self.skills_of(session.tenant))
+            offer = await _of_workers(self._pool.offers.of(session.tenant))
+            specs = await self._specs(offer, session.tenant, switches, names, info.describe_network(), options.context_tokens)
+            skills = offer.skills
             wanted.tell(_ready(wanted.run, info))
             run_call = _Calls(
                 self, session, specs, replace(wanted, options=options), chosen.model.name, questions, ActiveSkills(skills)
@@ -137,38 +138,29 @@ class RunParts:
 
     async def specs_in(self, session: Session, names: Iterable[str] | Literal["all"]) -> list[ToolSpec]:
         """What a model may be told of in that session. Raises SandboxUnavailable, BrokerUnavailable, ToolFailure."""
-        switches = switches_for(await self._pool.switches.switches(), session.tenant)
-        return await self._specs(session.tenant, await session.info(), switches, names)
+        return await _of_workers(self.specs_for(session.tenant, names, (await session.info()).describe_network()))
+
+    async def specs_for(self, tenant: str, names: Iterable[str] | Literal["all"], reach: str | None) -> list[ToolSpec]:
+        """What a model of the tenant may be told of. `reach`: what its session has of the network. Raises ConfigError when no worker lives."""
+        switches = switches_for(await self._pool.switches.switches(), tenant)
+        return await self._specs(await self._pool.offers.of(tenant), tenant, switches, names, reach)
 
     async def _specs(
         self,
+        offer: Offer,
         tenant: str,
-        info: SessionInfo,
         switches: Mapping[str, Switch],
         names: Iterable[str] | Literal["all"],
+        reach: str | None,
         context_tokens: int | None = None,
     ) -> list[ToolSpec]:
-        """What the model is told of."""
-        allowed, reach = await self._pool.tenants.policy(tenant), info.describe_network()
-        published = sorted(await _of_workers(self._pool.catalog.specs()), key=lambda spec: spec.name)
-        there = [
-            spec.with_network(reach)
-            for spec in published
-            if spec.audience == "model" and spec.is_for(tenant) and spec.name not in switches and allowed.allows_tool(spec.name)
-        ]
-        return await self.disclosed(filter_specs(there, names), tenant, context_tokens)
-
-    async def disclosed(self, specs: list[ToolSpec], tenant: str, context_tokens: int | None = None) -> list[ToolSpec]:
-        """The specs, skill_tool's with the skills that there are for the tenant, as far as the model has room for them."""
+        """skill_tool's with the skills that there are for the tenant, as far as the model has room for them."""
+        allowed = await self._pool.tenants.policy(tenant)
+        there = sorted((spec for spec in offer.tools if is_offered(switches, allowed, spec)), key=lambda spec: spec.name)
+        specs = filter_specs([spec.with_network(reach) for spec in there] if reach is not None else there, names)
         if not any(spec.name == SKILL_TOOL for spec in specs):
             return specs
-        return disclose(specs, await _of_workers(self.skills_of(tenant)), await self.skill_uses.of(tenant), context_tokens)
-
-    async def skills_of(self, tenant: str) -> tuple[SkillSummary, ...]:
-        """Those that there are for a tenant, by name: its own go before the workers'. Raises ConfigError when no worker lives, BrokerUnavailable."""
-        found = {skill.name: skill for skill in await self._pool.catalog.skills()}
-        found |= {name: record.skill for name, record in (await self.installed.all(tenant)).items()}
-        return tuple(found[name] for name in sorted(found))
+        return disclose(specs, offer.skills, await self.skill_uses.of(tenant), context_tokens)
 
     @cached_property
     def people(self) -> Approver:

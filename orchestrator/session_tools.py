@@ -11,10 +11,11 @@ from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.schema import find_aliases, prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.approvals import Approver, Verdict
-from orchestrator.dispatcher import Terms, find_nearest, note_aliases
+from orchestrator.dispatcher import Terms, note_aliases
 from orchestrator.heard_calls import OnOutput
 from orchestrator.run_parts import RunParts
 from orchestrator.sessions import Session
+from orchestrator.tool_search import find_nearest
 
 Names = Iterable[str] | Literal["all"]
 """Of tools: those, or every one."""

@@ -27,8 +27,9 @@ class SkillDesk:
         """
         with tempfile.TemporaryDirectory(prefix="toolcrew-skill-") as folder:
             kept = Path(folder) / "bundle"
-            examined = await asyncio.to_thread(examine_skill, path, as_bundle=kept)
-            return await self._skills.install(self.tenant, examined.skill, await asyncio.to_thread(kept.read_bytes), replace=replace)
+            examined = await asyncio.to_thread(examine_skill, path, owner=self.tenant, as_bundle=kept)
+            bundle = await asyncio.to_thread(kept.read_bytes)
+            return await self._skills.install(self.tenant, examined.skill, bundle, examined.tool, replace=replace)
 
     async def remove(self, name: str) -> bool:
         """Whether there was such a skill; what runs with it goes on. Raises BrokerUnavailable."""

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 
 from contract.specs import SkillSummary, ToolSpec
+from contract.tenancy import SKILL_TOOL
 
-SKILL_TOOL = "skill_tool"
 MAX_CHARS = 8 * 1024
 """Of the tool's whole description: a model reads it at each step."""
 WINDOW_SHARE = 0.02

@@ -21,12 +21,12 @@ class Examined:
     tool: ToolSpec | None
 
 
-def examine_skill(path: Path, *, as_zip: Path | None = None, as_bundle: Path | None = None) -> Examined:
-    """`as_zip`, `as_bundle`: where the skill is written to, as a .zip file or as what is kept of an installed one.
+def examine_skill(path: Path, *, owner: str = "", as_zip: Path | None = None, as_bundle: Path | None = None) -> Examined:
+    """`owner`: the tenant that it is to be installed for; "": it is to be everybody's. `as_zip`, `as_bundle`: where the skill is written to, as a .zip file or as what is kept of an installed one.
 
     Raises SkillBroken with what makes it unusable, ConfigError when it could not be examined.
     """
-    command = [*program("workers.skills"), str(path)]
+    command = [*program("workers.skills"), str(path), f"--owner={owner}"]
     for option, target in (("--zip", as_zip), ("--bundle", as_bundle)):
         command += [option, str(target)] if target is not None else []
     try:

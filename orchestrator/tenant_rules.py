@@ -10,7 +10,7 @@ from contract.policy_checks import RELEASING, check_call, check_switches, check_
 from contract.registry import Switch, find_switch
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
-from contract.tenancy import TenantPolicy
+from contract.tenancy import TenantPolicy, tools_of
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.tenants import TenantSource
 
@@ -37,6 +37,11 @@ async def refuse_by_policy(policy: TenantPolicy, tenant: str, spec: ToolSpec, ar
         await asyncio.to_thread(check_call, policy, tenant, spec, arguments)
     else:
         check_call(policy, tenant, spec, arguments)
+
+
+def is_offered(switches: Mapping[str, Switch], policy: TenantPolicy, spec: ToolSpec) -> bool:
+    """Whether models of the tenant are told of the tool. `switches`: by tool, those that count for the tenant."""
+    return spec.audience == "model" and all(used not in switches and policy.allows_tool(used) for used in tools_of(spec, {}))
 
 
 def refuse_unasked(switches: Mapping[str, Switch], policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from orchestrator.batches.happenings import Happening
 from orchestrator.batches.items import BatchItem, CallBody, Outcome, RunBody
 from orchestrator.call_ledger import CallLedger
 from orchestrator.dispatcher import Dispatcher, Pool
+from orchestrator.installed_skills import InstalledSkills
 from orchestrator.models.base import Model
 from orchestrator.models.choice import ChosenModel
 from orchestrator.models.scripted import EVERYTHING, Calls, ScriptedModel, Turn
@@ -32,6 +33,7 @@ from orchestrator.runs.run_log import RunLog
 from orchestrator.runs.run_queue import Claim
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.switches import RedisSwitches
+from orchestrator.tenant_catalog import TenantCatalog
 from orchestrator.tenants import RedisTenants
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
@@ -87,7 +89,17 @@ class ItemGround(RunGround):
         blobs: Any = self.blobs
         pool = Pool(self.places, StaticHosts(build_report()), CallLedger(client, "d"))
         dispatcher = Dispatcher(self.transport, catalog, KEY, queue_wait_s=60, pool=pool)
-        self.pool = PoolConnection(client, dispatcher, catalog, blobs, RedisSwitches(client, "d"), RedisTenants(client, "d"))
+        installed = InstalledSkills(client, "d")
+        self.pool = PoolConnection(
+            client,
+            dispatcher,
+            catalog,
+            blobs,
+            RedisSwitches(client, "d"),
+            RedisTenants(client, "d"),
+            installed,
+            TenantCatalog(catalog, installed),
+        )
         settings = OrchestratorSettings(deployment="d", dialect="native", redis_url=None)
         self.parts = RunParts(settings, self.pool, approver or AutoApprover(), policy)
         models = Models(settings, ChosenModel(self.model, capabilities=EVERYTHING))

@@ -15,11 +15,13 @@ from orchestrator.call_events import CallEvents
 from orchestrator.catalog import RedisCatalog
 from orchestrator.client import ToolClient
 from orchestrator.dispatcher import Dispatcher
+from orchestrator.installed_skills import InstalledSkills
 from orchestrator.pool_connection import PoolConnection
 from orchestrator.redis_connection import open_redis
 from orchestrator.sessions import Session, SessionInfo
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.switches import RedisSwitches
+from orchestrator.tenant_catalog import TenantCatalog
 from orchestrator.tenants import RedisTenants
 from orchestrator.transport import NotSent
 from tests.builders import KEY
@@ -70,7 +72,10 @@ class SwitchedPool:
         hosts, blobs = build_pool(), cast(Blobs, MemoryAsyncBlobs())
         await hosts.places.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
         door = Dispatcher(self.transport, catalog, KEY, queue_wait_s=10, events=events, switches=switches, pool=hosts)
-        connection = PoolConnection(redis, door, catalog, blobs, switches, RedisTenants(redis, "default"))
+        installed = InstalledSkills(redis, "default")
+        connection = PoolConnection(
+            redis, door, catalog, blobs, switches, RedisTenants(redis, "default"), installed, TenantCatalog(catalog, installed)
+        )
         settings = OrchestratorSettings.model_validate({"redis_url": self.broker.redis_url, "approvals": "auto"})
         try:
             yield _Client(settings, connection, "acme", None, None)

@@ -2,7 +2,6 @@
 
 import asyncio
 import tempfile
-from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -16,16 +15,20 @@ from orchestrator.api.access import AnyCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
 from orchestrator.api.problems import responses
 from orchestrator.skill_desk import SkillDesk
+from orchestrator.tenant_catalog import Offer
 
 router = APIRouter(prefix="/v1/skills", tags=["skills"], responses=responses())
 
 
 class SkillView(BaseModel):
     """A skill. `source`: system: the workers have it for all; tenant: it was installed for this one. `digest`: sha256 over its files; `bytes`: of all of them;
-    `warnings`: what its author should mend."""
+    `warnings`: what its author should mend; `tool`: whether it is a tool of its own name: yes, no, or "name taken" by a tool of the workers;
+    `hides_system`: it is there in place of the workers' of that name."""
 
     name: str
     source: str
+    tool: str
+    hides_system: bool
     description: str
     license: str | None
     compatibility: str | None
@@ -39,14 +42,14 @@ class SkillView(BaseModel):
 @router.get("")
 async def list_skills(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[SkillView]:
     """Every skill that there is for the tenant, by name: those that were installed for it, then those of the workers."""
-    own = await (await caller.client.own_skills()).all()
-    return page_of([view_skill(skill, own) for skill in await caller.client.skills()], cursor, limit)
+    offer = await caller.client.offer()
+    return page_of([view_skill(skill, offer) for skill in offer.skills], cursor, limit)
 
 
 @router.get("/{name}", responses=responses(404))
 async def get_skill(name: str, caller: AnyCaller) -> SkillView:
     """One skill."""
-    return view_skill(await caller.client.skill(name), await (await caller.client.own_skills()).all())
+    return view_skill(await caller.client.skill(name), await caller.client.offer())
 
 
 @router.post(
@@ -68,7 +71,7 @@ async def install_skill(
                 packed = Path(folder) / "skill.zip"
                 await asyncio.to_thread(packed.write_bytes, data)
                 skill = await _installed(desk, packed, replace=replace)
-    return view_skill(skill, {skill.name})
+    return view_skill(skill, await caller.client.offer())
 
 
 async def _installed(desk: SkillDesk, packed: Path, *, replace: bool) -> SkillSummary:
@@ -87,6 +90,6 @@ async def remove_skill(name: str, caller: AnyCaller) -> None:
         )
 
 
-def view_skill(skill: SkillSummary, own: Collection[str]) -> SkillView:
-    """A skill as clients get it. `own`: the names of the tenant's own."""
-    return SkillView.model_validate({**skill.model_dump(), "source": "tenant" if skill.name in own else "system"})
+def view_skill(skill: SkillSummary, offer: Offer) -> SkillView:
+    """A skill as clients get it."""
+    return SkillView.model_validate({**skill.model_dump(), **offer.describe(skill.name)})

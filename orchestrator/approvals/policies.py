@@ -89,7 +89,7 @@ class ApprovalPolicy:
         if danger is not None and danger.level is Level.CATASTROPHIC:
             return Verdict("deny", f"it {danger.reason}", danger.reason, ErrorCode.SECURITY_REFUSED)
         warning = _warning(spec, danger.reason if danger is not None else "")
-        rules = [(rule, used) for rule in self.rules for used in tools_of(spec.name, arguments) if rule.is_about(tenant, used)]
+        rules = [(rule, used) for rule in self.rules for used in tools_of(spec, arguments) if rule.is_about(tenant, used)]
         touching = [(rule, used) for rule, used in rules if rule.action != "allow" and touches(rule.argv_prefix, script)]
         denying = next(((rule, used) for rule, used in touching if rule.action == "deny"), None)
         if denying is not None:

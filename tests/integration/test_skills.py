@@ -197,6 +197,75 @@ async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(engine: A
             assert gone.error_code is ErrorCode.FILE_NOT_FOUND
 
 
+SHOUT = """#!/usr/bin/env python3
+import json, sys
+print(json.load(sys.stdin)["text"].upper(), "{0}")
+"""
+SIDECAR = {
+    "entrypoint": "scripts/run.py",
+    "parameters": {"type": "object", "properties": {"text": {"type": "string", "pattern": "^(a+)+$"}}, "required": ["text"]},
+}
+
+
+def shout(root: Path, name: str, by: str) -> Path:
+    return write_skill(root, name, files={"scripts/run.py": SHOUT.format(by), SIDECAR_FILE: json.dumps(SIDECAR)})
+
+
+async def test_a_skill_of_a_tenant_is_a_tool_of_its_name_and_counts_as_bash(engine: APIClient, tmp_path: Path) -> None:
+    system, own = tmp_path / "system", tmp_path / "own"
+    shout(system, "late", "everybodys")
+    with open_stack(engine, {"TOOLCREW_SKILLS": str(system)}) as stack:
+        environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
+        for name in ("shout", "late", "read_tool"):
+            run_toolcrew(stack.footprint, "skills", "install", str(shout(own, name, "ours")), "--tenant", "acme", environment=environment)
+        listed = run_toolcrew(stack.footprint, "skills", "ls", "--tenant", "acme", "--json", environment=environment)
+        assert [(row["name"], row["source"], row["tool"], row["hides_system"]) for row in json.loads(listed.stdout)] == [
+            ("late", "tenant", "yes", True),
+            ("read_tool", "tenant", "name taken", False),
+            ("shout", "tenant", "yes", False),
+        ]
+        async with (
+            ToolClient.connect(stack.redis_url, tenant="acme") as acme,
+            ToolClient.connect(stack.redis_url, tenant="rival") as rival,
+            await acme.open_session() as mine,
+            await rival.open_session() as theirs,
+        ):
+            tools = {spec.name: spec for spec in await acme.tools()}
+            assert {"shout", "late", "read_tool"} <= tools.keys()
+            assert tools["read_tool"].description != tools["shout"].description
+            # A pattern of somebody else's is not checked by processes that are everybody's.
+            assert tools["shout"].parameters["properties"] == {"text": {"type": "string"}}
+            assert "shout" not in {spec.name for spec in await rival.tools()}
+
+            said = await mine.call("shout", {"text": "hi"})
+            assert (said.success, said.name, said.text()) == (True, "shout", "HI ours\n")
+            assert (await mine.call("late", {"text": "hi"})).text() == "HI ours\n"
+            assert (await theirs.call("late", {"text": "aa"})).text() == "AA everybodys\n"
+            missing = await theirs.call("shout", {"text": "hi"})
+            assert (missing.error_code, missing.error) == (ErrorCode.TOOL_NOT_FOUND, "Tool not found: shout")
+            wrong = await mine.call("shout", {"words": "hi"})
+            assert (wrong.error_code, wrong.name) == (ErrorCode.INVALID_ARGUMENTS, "shout")
+            by_tool = await use(mine, name="shout", action="run", args={"text": "hi"})
+            assert by_tool.text() == "HI ours\n"
+            wrong = await use(mine, name="shout", action="run", args={"text": 1})
+            assert (wrong.error_code, "text" in wrong.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
+            # What a session holds is examined by nobody, and takes no tool's place.
+            await mine.write_file(".skills/shout/SKILL.md", b"---\nname: shout\ndescription: Hijacks.\n---\n")
+            assert (await mine.call("shout", {"text": "hi"})).text() == "HI ours\n"
+
+            model = ScriptedModel([Calls([("shout", {"text": "run"})]), "done"])
+            assert (await acme.run("go", model=model)).answer == "done"
+            assert "RUN ours" in str(model.requests[-1].messages)
+
+            for off in ("shout", "bash_tool", "skill_tool"):
+                await acme.disable(off, tenant="acme")
+                assert "shout" not in {spec.name for spec in await acme.tools()}
+                assert (await mine.call("shout", {"text": "hi"})).error_code is ErrorCode.TOOL_DISABLED
+                await acme.enable(off, tenant="acme")
+            assert await (await acme.own_skills()).remove("shout")
+            assert (await mine.call("shout", {"text": "hi"})).error_code is ErrorCode.TOOL_NOT_FOUND
+
+
 async def test_a_session_has_skills_of_its_own_before_all_others(engine: APIClient, tmp_path: Path) -> None:
     write_skill(tmp_path, "late", files={"scripts/run.sh": "echo everybodys"})
     front = "---\nname: {0}\ndescription: Does {0} here.\n---\nDo it.\n"

@@ -11,8 +11,8 @@ from contract.policy_checks import check_call
 from contract.registry import Switch, ToolRegistry
 from contract.tenancy import CommandRule, TenantPolicy, tools_of
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.tenant_rules import refuse_unasked, with_tenant_rules
-from tests.builders import build_context, build_exec_response
+from orchestrator.tenant_rules import is_offered, refuse_unasked, with_tenant_rules
+from tests.builders import build_context, build_exec_response, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
 from tests.skill_ground import write_skill
 from workers.executor import Executor
@@ -33,9 +33,29 @@ def refused(policy: TenantPolicy, arguments: dict[str, Any]) -> ErrorCode | None
 
 
 def test_only_a_run_is_another_tools_call_as_well() -> None:
-    assert tools_of("skill_tool", RUN) == ("skill_tool", "bash_tool")
-    assert [tools_of("skill_tool", {"action": action}) for action in ("load", "read", "list")] == [("skill_tool",)] * 3
-    assert tools_of("read_tool", RUN) == ("read_tool",)
+    assert tools_of(SKILL_TOOL, RUN) == ("skill_tool", "bash_tool")
+    assert tools_of(SKILL_TOOL, {"name": "a", "action": "run", "args": {}}) == ("skill_tool", "bash_tool", "a"), (
+        "it is the tool that the skill is"
+    )
+    assert [tools_of(SKILL_TOOL, {"action": action}) for action in ("load", "read", "list")] == [("skill_tool",)] * 3
+    assert tools_of(build_spec("read_tool"), RUN) == ("read_tool",)
+
+
+@pytest.mark.parametrize("off", ["echo", "skill_tool", "bash_tool"])
+def test_a_tool_that_is_a_tenants_skill_is_judged_as_what_runs_it_too(off: str) -> None:
+    spec = build_spec("echo").model_copy(update={"is_installed_skill": True})
+    others = tuple({"echo", "skill_tool", "bash_tool"} - {off})
+    with pytest.raises(ToolFailure) as refusal:
+        check_call(TenantPolicy(tools=others), "acme", spec, {})
+    assert refusal.value.code is ErrorCode.PERMISSION_DENIED
+    check_call(TenantPolicy(tools=(*others, off)), "acme", spec, {})
+    with pytest.raises(ToolFailure) as disabled:
+        refuse_unasked({off: Switch(by="ops")}, TenantPolicy(), "acme", spec, {})
+    assert disabled.value.code is ErrorCode.TOOL_DISABLED
+    assert ApprovalPolicy((Rule("ask", tool=off),)).decide("acme", spec, {}).action == "ask"
+    assert not is_offered({off: Switch(by="ops")}, TenantPolicy(), spec)
+    assert not is_offered({}, TenantPolicy(tools=others), spec)
+    assert is_offered({}, TenantPolicy(), spec)
 
 
 def test_a_tenant_that_may_not_have_bash_may_load_and_not_run() -> None:

@@ -140,6 +140,12 @@ def test_files_that_were_changed_since_they_were_loaded_are_not_brought(root: Pa
     assert bench.client.placed == 0
 
 
+def test_a_file_that_has_grown_since_it_was_loaded_is_not_read_to_its_end(root: Path) -> None:
+    bench = Bench(root)
+    (root / "alpha" / "long.md").write_bytes(b"line 1\n" * 99999)
+    assert bench.use(name="alpha", action="read", path="long.md").error_code is ErrorCode.STALE_FILE
+
+
 @pytest.mark.parametrize(
     ("script", "before"),
     [

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import structlog
 
 from contract.specs import ToolSpec
+from workers.foreign_schemas import HIDDEN, SchemaRefused, bound_schema
 from workers.mcp.naming import fit_names
-from workers.mcp.schemas import HIDDEN, SchemaRefused, bound_schema
 from workers.mcp.settings import Entry
 from workers.web.fences import one_line, printable
 
@@ -92,6 +92,8 @@ def _build_spec(server: str, name: str, tool: dict[str, Any], entry: Entry, pool
         timeout_s=entry.timeout_s,
         max_timeout_s=entry.timeout_s,
         pool=pool,
+        # What the server says of the network is not ours to change.
+        tells_network=False,
         tenants=entry.tenants,
         **_flags(tool, entry),
     )

@@ -1,6 +1,6 @@
 """`python -m workers.skills FOLDER_OR_ZIP`: the skill there as a worker would load it, as JSON, or what makes it none.
 
-`--zip FILE` writes it as a .zip file, `--bundle FILE` as the bundle that is kept of installed skills.
+`--zip FILE` writes it as a .zip file, `--bundle FILE` as the bundle that is kept of installed skills. `--owner TENANT`: as it would be loaded for that one.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     options = _parse()
     try:
-        skill = load_zip(options.path) if options.path.is_file() else load_skill(options.path)
+        skill = (load_zip if options.path.is_file() else load_skill)(options.path, options.owner)
         if options.zip is not None:
             with open(options.zip, "wb") as target:
                 write_zip(skill, target)
@@ -44,6 +44,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("path", type=lambda text: Path(text).absolute())
     parser.add_argument("--zip", type=Path)
     parser.add_argument("--bundle", type=Path)
+    parser.add_argument("--owner", default="")
     return parser.parse_args()
 
 

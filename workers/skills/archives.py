@@ -31,7 +31,7 @@ class Member:
     is_executable: bool
 
 
-def load_zip(path: Path) -> Skill:
+def load_zip(path: Path, owner: str = "") -> Skill:
     """The skill in a .zip file: its folder, or what is in that. Raises SkillBroken for whatever is not plain, OSError."""
     if path.stat().st_size > MAX_ZIP_BYTES:
         raise SkillBroken(f"it is larger than {MAX_ZIP_BYTES // 1024 // 1024} MiB: leave out what the skill does not use")
@@ -54,7 +54,7 @@ def load_zip(path: Path) -> Skill:
         # All of these are raised for archives that are damaged, encrypted or compressed in other ways.
         raise SkillBroken(f"it is no .zip file that can be read ({error}): pack it with `toolcrew skills pack`") from error
     folder, plain = _without_top(members)
-    return load_members(str(path), folder or path.stem, plain)
+    return load_members(str(path), folder or path.stem, plain, owner)
 
 
 def load_members(name: str, folder: str, members: Iterable[Member], owner: str = "") -> Skill:

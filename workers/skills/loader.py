@@ -34,6 +34,7 @@ from contract.skills import (
     parse_skill,
 )
 from contract.specs import MAX_SKILLS, SkillSummary, ToolSpec
+from workers.foreign_schemas import SchemaRefused, bound_schema
 from workers.skills.sources import FolderSource, Source
 
 log = structlog.get_logger(__name__)
@@ -97,12 +98,12 @@ def load_skills(roots: Sequence[Path]) -> tuple[Skill, ...]:
     return tuple(sorted(found.values(), key=lambda skill: skill.name))
 
 
-def load_skill(folder: Path) -> Skill:
+def load_skill(folder: Path, owner: str = "") -> Skill:
     """The skill of one folder. Raises SkillBroken, OSError."""
     if (folder / SKILL_FILE).stat().st_size > MAX_SKILL_FILE_BYTES:
         raise SkillBroken(f"its {SKILL_FILE} is larger than {MAX_SKILL_FILE_BYTES} bytes: move text into files beside it")
     # Before anything of it is read: a link may lead anywhere, and a bundle be of any size.
-    return load_files(FolderSource(folder), folder.name, _checked_files(folder))
+    return load_files(FolderSource(folder), folder.name, _checked_files(folder), owner)
 
 
 def load_files(source: Source, folder: str, found: Iterable[BundleFile], owner: str = "") -> Skill:
@@ -120,19 +121,28 @@ def load_files(source: Source, folder: str, found: Iterable[BundleFile], owner: 
         digest.add(file.path, source.read(file.path), is_executable=file.is_executable)
     summary = build_summary(text, files, digest.hexdigest(), warnings)
     try:
-        return Skill(source, summary, text.body, files, _read_tool(source, summary, files), owner)
+        return Skill(source, summary, text.body, files, _read_tool(source, summary, files, owner), owner)
     except SidecarBroken as error:
         summary = build_summary(text, files, digest.hexdigest(), [*warnings, tell_broken_sidecar(error)])
         return Skill(source, summary, text.body, files, None, owner)
 
 
-def _read_tool(source: Source, skill: SkillSummary, files: Sequence[BundleFile]) -> SkillTool | None:
+def _read_tool(source: Source, skill: SkillSummary, files: Sequence[BundleFile], owner: str) -> SkillTool | None:
     """Raises SidecarBroken, OSError."""
     paths = {file.path for file in files}
     if SIDECAR_FILE not in paths:
         return None
     sidecar = parse_sidecar(source.read(SIDECAR_FILE, MAX_SIDECAR_BYTES + 1), paths)
-    return SkillTool(sidecar, build_skill_spec(skill, sidecar))
+    spec = build_skill_spec(skill, sidecar)
+    return SkillTool(sidecar, _bound(spec) if owner else spec)
+
+
+def _bound(spec: ToolSpec) -> ToolSpec:
+    """The tool of a tenant's skill, whose arguments are checked by processes that are everybody's. Raises SidecarBroken."""
+    try:
+        return spec.model_copy(update={"parameters": bound_schema(spec.parameters), "is_installed_skill": True})
+    except SchemaRefused as refused:
+        raise SidecarBroken(str(refused)) from None
 
 
 def pack_skill(skill: Skill, memory_bytes: int = _MEMORY_BYTES) -> IO[bytes]:
@@ -165,10 +175,10 @@ def _read_as_loaded(skill: Skill, file: BundleFile) -> bytes:
     return data
 
 
-def read_bundled(skill: Skill, file: BundleFile, at_most: int = -1) -> bytes:
-    """The bytes of one of its files, or so many of them. Raises ToolFailure(STALE_FILE) when it is gone."""
+def read_bundled(skill: Skill, file: BundleFile, at_most: int | None = None) -> bytes:
+    """The bytes of one of its files, or so many of them. Raises ToolFailure(STALE_FILE) when it is gone, or of another size than it was."""
     try:
-        return skill.source.read(file.path, at_most)
+        return _read_as_loaded(skill, file) if at_most is None else skill.source.read(file.path, at_most)
     except OSError as error:
         raise _stale(skill) from error
 

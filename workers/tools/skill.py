@@ -10,10 +10,11 @@ from pydantic import JsonValue
 from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
 from contract.installed_skills import InstalledSkill
+from contract.schema import prepare_arguments
 from contract.specs import NO_NETWORK, ToolSpec
 from workers.skills.loader import Skill, read_bundled
 from workers.skills.of_session import SessionSkills
-from workers.skills.runner import name_nearest, run_script
+from workers.skills.runner import name_nearest, run_entrypoint, run_script
 from workers.tools.base import Outcome, Workbench, WorkerTool
 from workers.tools.read import DEFAULT_LINES, FOOTER_BYTES, MAX_LINES
 from workers.tools.text import MAX_OUTPUT_BYTES, show_name
@@ -34,7 +35,11 @@ _PARAMETERS: dict[str, JsonValue] = {
     "properties": {
         "name": {"type": "string", "default": "", "description": "which skill; empty with action list"},
         "action": {"type": "string", "enum": ["load", "list", "read", "run"], "default": "load", "description": "what to do with it"},
-        "script": {"type": "string", "minLength": 1, "description": "with action run: a script below scripts/"},
+        "script": {
+            "type": "string",
+            "minLength": 1,
+            "description": "with action run: a script below scripts/; none: what a skill that is a tool itself runs",
+        },
         "args": {"type": "object", "default": {}, "description": "with action run: what the script gets as JSON on its standard input"},
         "path": {"type": "string", "minLength": 1, "description": "with action read: a file of the skill, as load names it"},
         "offset": {"type": "integer", "minimum": 1, "default": 1, "description": "with action read: first line, from 1"},
@@ -74,8 +79,11 @@ class _Roots:
 
     def find(self, name: str, bench: Workbench) -> Skill | None:
         own = self.session.find(name, bench) if self.session is not None else None
-        if own is None and self.tenant is not None:
-            own = self.tenant.find(bench.context.tenant, name)
+        return own or self.find_tool(name, bench)
+
+    def find_tool(self, name: str, bench: Workbench) -> Skill | None:
+        """Not the session's: that was examined by nobody, and a model was told of another."""
+        own = self.tenant.find(bench.context.tenant, name) if self.tenant is not None else None
         return own or self.system.get(name)
 
     def all(self, bench: Workbench) -> dict[str, str]:
@@ -109,9 +117,9 @@ def _check_action(arguments: Mapping[str, Any]) -> str | None:
     action = arguments["action"]
     if action != "list" and not arguments["name"]:
         return f"parameter 'name' is required with action {action}: action list names the skills"
+    if action == "read" and "path" not in arguments:
+        return "parameter 'path' is required with action read: action load names the skill's files"
     for parameter, owner in (("script", "run"), ("path", "read")):
-        if action == owner and parameter not in arguments:
-            return f"parameter '{parameter}' is required with action {action}: action load names the skill's files"
         if action != owner and parameter in arguments:
             return f"'{parameter}' goes with action {owner}: leave it out, or use that action"
     return None
@@ -121,13 +129,26 @@ def _run(roots: _Roots, arguments: dict[str, Any], bench: Workbench) -> Outcome:
     action, name = arguments["action"], arguments["name"]
     if action == "list":
         return _list(roots.all(bench))
-    skill = roots.find(name, bench)
+    is_tool = action == "run" and "script" not in arguments
+    skill = (roots.find_tool(name, bench) if is_tool else None) or roots.find(name, bench)
     if skill is None:
         nearest = name_nearest(name, roots.all(bench), "there are no skills at all")
         raise ToolFailure(ErrorCode.FILE_NOT_FOUND, f"there is no skill {show_name(name)}; {nearest}")
+    if is_tool:
+        return _run_tool(skill, arguments["args"], bench)
     if action == "run":
         return run_script(skill, arguments["script"], arguments["args"], arguments, bench)
     return _read(skill, arguments) if action == "read" else _load(skill)
+
+
+def _run_tool(skill: Skill, arguments: Mapping[str, JsonValue], bench: Workbench) -> Outcome:
+    if skill.tool is None:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"parameter 'script' is required: the skill {skill.name} is no tool itself; action load names its scripts",
+        )
+    prepared, _ = prepare_arguments(skill.tool.spec, arguments)
+    return run_entrypoint(skill, skill.tool.sidecar, prepared, bench)
 
 
 def _list(skills: Mapping[str, str]) -> Outcome:

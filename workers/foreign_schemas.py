@@ -1,4 +1,4 @@
-"""Schemas that MCP servers send, as far as models may be told of them and arguments be checked by them: bounded in every way that costs something."""
+"""Schemas of others, of MCP servers and of tenants, as far as models may be told of them and arguments be checked by them: bounded in every way that costs something."""
 
 import json
 import re
@@ -24,7 +24,7 @@ _SINGLE = (
     *("not", "if", "then", "else"),
 )
 _DROPPED = ("$schema", "$id", "pattern", "patternProperties")
-"""The first two turn references elsewhere; a pattern by somebody else may take for ever, and the server itself checks it."""
+"""The first two turn references elsewhere; a pattern by somebody else may take for ever, and whoever runs the tool checks it."""
 
 
 class SchemaRefused(Exception):

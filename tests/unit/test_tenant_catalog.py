@@ -1,0 +1,104 @@
+"""Which tools and skills there are for a tenant: whose name goes before whose."""
+
+from collections.abc import AsyncIterator, Mapping
+
+import pytest
+import redis.asyncio
+
+from contract.specs import SkillSummary, ToolSpec
+from orchestrator.installed_skills import InstalledSkills
+from orchestrator.tenant_catalog import Offer, TenantCatalog
+from tests.builders import build_spec
+from tests.conftest import RedisProcess
+
+
+class Workers:
+    """What they publish. `lost`: names of tools whose workers are away."""
+
+    def __init__(self, *specs: ToolSpec, skills: tuple[str, ...] = (), lost: tuple[str, ...] = ()) -> None:
+        self._specs, self._skills, self._lost = specs, tuple(summary(name) for name in skills), lost
+
+    async def specs(self) -> tuple[ToolSpec, ...]:
+        return self._specs
+
+    async def skills(self) -> tuple[SkillSummary, ...]:
+        return self._skills
+
+    def explain_missing(self, name: str) -> str | None:
+        return "start one" if name in self._lost else None
+
+
+def summary(name: str) -> SkillSummary:
+    return SkillSummary(name=name, description=f"Does {name}.", digest="0" * 64, files=1, bytes=1)
+
+
+def spec(name: str, **told: object) -> ToolSpec:
+    return build_spec(name).model_copy(update=told)
+
+
+WORKERS = Workers(
+    spec("skill_tool"),
+    spec("read_tool"),
+    spec("mcp__git__log"),
+    spec("late", description="the workers' skill"),
+    spec("ours", pool="tools"),
+    spec("rivals", pool="tools", tenants=("rival",)),
+    spec("session.close", audience="session"),
+    skills=("late", "mcp__git__log", "plain"),
+    lost=("away",),
+)
+NAMES = ("new", "late", "plain", "read_tool", "mcp__git__log", "mcp__new", "ours", "rivals", "away")
+
+
+@pytest.fixture
+async def installed(redis_server: RedisProcess) -> AsyncIterator[InstalledSkills]:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=2) as client:
+        yield InstalledSkills(client, "d")
+
+
+async def install(installed: InstalledSkills, names: Mapping[str, bool]) -> None:
+    """`names`: with whether they are tools, by their sidecars."""
+    for name, is_tool in names.items():
+        await installed.install("acme", summary(name), b"bundle", spec(name, description="the tenant's") if is_tool else None)
+
+
+def described(offer: Offer, name: str) -> tuple[str | bool, ...]:
+    return tuple(offer.describe(name).values())
+
+
+async def test_a_tenants_skill_is_a_tool_where_the_name_is_free_or_a_skills(installed: InstalledSkills) -> None:
+    await install(installed, dict.fromkeys(NAMES, True))
+    catalog = TenantCatalog(WORKERS, installed)
+    offer = await catalog.of("acme")
+    own = {tool.name for tool in offer.tools if tool.is_installed_skill}
+    assert own == {"new", "late", "plain", "rivals"}
+    for name in NAMES:
+        found = await catalog.find(name, "acme")
+        assert found == next((tool for tool in offer.tools if tool.name == name), None), name
+    assert [described(offer, name) for name in ("new", "late", "ours", "away")] == [
+        ("tenant", "yes", False),
+        ("tenant", "yes", True),
+        ("tenant", "name taken", False),
+        ("tenant", "name taken", False),
+    ]
+    rivals = await catalog.of("rival")
+    assert not any(tool.is_installed_skill for tool in rivals.tools)
+    assert (described(rivals, "late"), described(rivals, "plain")) == (("system", "yes", False), ("system", "no", False))
+    assert [skill.name for skill in rivals.skills] == ["late", "mcp__git__log", "plain"]
+
+
+async def test_a_skill_that_is_no_tool_hides_the_workers_tool_of_its_name(installed: InstalledSkills) -> None:
+    await install(installed, {"late": False, "ours": False})
+    catalog = TenantCatalog(WORKERS, installed)
+    offer = await catalog.of("acme")
+    assert {"late", "ours"} & {tool.name for tool in offer.tools} == {"ours"}
+    assert (await catalog.find("late", "acme"), described(offer, "late")) == (None, ("tenant", "no", True))
+    assert await catalog.find("ours", "acme") is not None
+    assert await catalog.find("late", "rival") is not None
+
+
+async def test_without_skill_tool_nothing_runs_them(installed: InstalledSkills) -> None:
+    await install(installed, {"new": True})
+    catalog = TenantCatalog(Workers(spec("read_tool")), installed)
+    assert [tool.name for tool in (await catalog.of("acme")).tools] == ["read_tool"]
+    assert await catalog.find("new", "acme") is None
