@@ -160,8 +160,9 @@ def test_calls_are_waited_for_but_not_for_ever(changed_since_s: float, seen: Ses
 
 
 @given(
-    st.lists(st.tuples(st.floats(0.1, 30), st.booleans(), st.integers(0, 2), st.floats(0, 100)), max_size=60),
-    st.floats(1, 100),
+    # Eighths of a second, whose sums are exact.
+    st.lists(st.tuples(st.integers(1, 240).map(lambda n: n / 8), st.booleans(), st.integers(0, 2), st.floats(0, 100)), max_size=60),
+    st.integers(8, 800).map(lambda n: n / 8),
 )
 def test_what_stays_changed_is_kept_within_three_times_the_interval_and_never_within_one(
     looks: list[tuple[float, bool, int, float]], every_s: float
