@@ -34,10 +34,10 @@ def pool(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.usefixtures("pool")
 def test_ls_lists_every_skill() -> None:
     lines = toolcrew("ls").stdout.splitlines()
-    assert [line.split()[:4] for line in lines] == [
-        ["name", "source", "files", "scripts"],
-        ["alpha", "system", "2", "yes"],
-        ["beta", "system", "1", "no"],
+    assert [line.split()[:5] for line in lines] == [
+        ["name", "source", "tool", "files", "scripts"],
+        ["alpha", "system", "no", "2", "yes"],
+        ["beta", "system", "no", "1", "no"],
     ]
     assert [row["name"] for row in json.loads(toolcrew("ls", "--json").stdout)] == ["alpha", "beta"]
 
