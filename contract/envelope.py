@@ -12,7 +12,7 @@ from contract.calls import Record, ToolCall, ToolContext, ToolResult
 from contract.errors import EnvelopeRefused
 from contract.signing import ResultSeal, SigningKey, SigningKeys
 
-VERSION = 2
+VERSION = 3
 PURPOSE = "call"
 """What a call's signature is for: no other signed text passes as a call."""
 MAX_ENVELOPE_BYTES = 1024 * 1024
@@ -33,7 +33,7 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 def encode_call(call: ToolCall, context: ToolContext, keys: SigningKeys) -> str:
-    """The signed envelope of a call: `v2.<key id>.<signature>.<JSON>`, signed over all but the signature itself.
+    """The signed envelope of a call: `v3.<key id>.<signature>.<JSON>`, signed over all but the signature itself.
 
     Raises ValueError, with what to do, when a worker would refuse it: too large, too deep, half a surrogate pair, NaN or Infinity.
     """

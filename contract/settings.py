@@ -101,7 +101,7 @@ class BrokerSettings(BaseModel):
         """
         previous = [secret.get_secret_value() for secret in self.secrets_previous]
         if self.secret is not None and self.secret.get_secret_value():
-            return SigningKeys.of(self.secret.get_secret_value(), previous)
+            return SigningKeys.of(self.secret.get_secret_value(), previous, self.deployment)
         if self.user is not None:
             raise ConfigError(
                 f"TOOLCREW_SECRET is not set, and the password of Redis's user '{self.user}' is not everybody's: set it to the same random text on both sides"
@@ -110,7 +110,7 @@ class BrokerSettings(BaseModel):
             raise ConfigError(
                 "Redis has no password and TOOLCREW_SECRET is not set, so calls cannot be signed: set TOOLCREW_SECRET to the same random text on both sides"
             )
-        return SigningKeys.of(self.password, previous)
+        return SigningKeys.of(self.password, previous, self.deployment)
 
     def redis_address(self) -> str:
         """The URL without user and password, for messages."""

@@ -1,4 +1,4 @@
-"""The keys that sign what crosses the queue: one signs, some are accepted, so that a secret changes while calls are on their way."""
+"""Keys that sign calls, results and stored records. One key signs and several are accepted, so a secret can change while calls run."""
 
 import hashlib
 import hmac
@@ -12,19 +12,20 @@ KEY_ID_CHARS = 12
 
 @dataclass(frozen=True)
 class SigningKey:
-    """A key made of a secret text, and the short name by which a receiver finds it. The name tells nothing that a signature does not."""
+    """A key derived from a secret and a deployment, and the short id by which a receiver finds it. The id reveals nothing about the secret."""
 
     id: str
     key: bytes = field(repr=False)
 
     @classmethod
-    def of(cls, secret: str) -> "SigningKey":
-        key = hashlib.sha256(b"toolcrew signing v2\0" + secret.encode()).digest()
+    def of(cls, secret: str, deployment: str = "") -> "SigningKey":
+        """Derive the key. The deployment is part of it, so that a record of one deployment is refused by every other."""
+        key = hashlib.sha256(b"toolcrew signing v3\0" + deployment.encode() + b"\0" + secret.encode()).digest()
         return cls(hashlib.sha256(b"toolcrew key id\0" + key).hexdigest()[:KEY_ID_CHARS], key)
 
     def sign(self, purpose: str, data: bytes) -> str:
         """HMAC-SHA-256 in hex. `purpose` keeps one kind of text from being taken for another."""
-        return hmac.new(self.key, purpose.encode() + b"\0" + data, hashlib.sha256).hexdigest()
+        return hmac.new(self.key, purpose.encode(errors="surrogatepass") + b"\0" + data, hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -35,44 +36,54 @@ class SigningKeys:
     previous: tuple[SigningKey, ...] = ()
 
     @classmethod
-    def of(cls, secret: str, previous: Iterable[str] = ()) -> "SigningKeys":
-        """Keys of secret texts."""
-        return cls(SigningKey.of(secret), tuple(SigningKey.of(text) for text in previous))
+    def of(cls, secret: str, previous: Iterable[str] = (), deployment: str = "") -> "SigningKeys":
+        """Derive keys from secret texts."""
+        return cls(SigningKey.of(secret, deployment), tuple(SigningKey.of(text, deployment) for text in previous))
 
     def find(self, key_id: str) -> SigningKey | None:
-        """The accepted key of that name."""
+        """The accepted key of that id."""
         return next((key for key in (self.current, *self.previous) if key.id == key_id), None)
 
     def holds(self, key_id: str, purpose: str, data: bytes, signature: str) -> bool:
-        """Whether `signature` is that of an accepted key for these very bytes. Anything may be given."""
+        """Whether `signature` is that of an accepted key for these bytes. Accepts any input."""
         key = self.find(key_id)
         if key is None:
             return False
         return hmac.compare_digest(signature.encode(errors="surrogatepass"), key.sign(purpose, data).encode())
 
+    def seal(self, purpose: str, text: str) -> str:
+        """Sign a record for storage in Redis: `<key id>.<signature>.<text>`.
+
+        `purpose` names the kind of record and everything that decides where it belongs (tenant, id), so that a
+        process without the secret can neither write a record nor copy a genuine one to another place.
+        """
+        return f"{self.current.id}.{self.current.sign(purpose, text.encode(errors='surrogatepass'))}.{text}"
+
+    def unseal(self, purpose: str, sealed: str | bytes) -> str:
+        """Return the text of a sealed record. Raises EnvelopeRefused unless an accepted key signed it for this purpose."""
+        given = sealed.decode(errors="replace") if isinstance(sealed, bytes) else sealed
+        key_id, _, rest = given.partition(".")
+        signature, _, text = rest.partition(".")
+        if not self.holds(key_id, purpose, text.encode(errors="surrogatepass"), signature):
+            raise EnvelopeRefused(
+                f"the signature of this record ({purpose.partition(' ')[0]}) is wrong: its writer does not share TOOLCREW_SECRET with this "
+                "process. Use the same secret everywhere; if you do, another program has written to Redis",
+                "signature",
+            )
+        return text
+
 
 @dataclass(frozen=True)
 class ResultSeal:
-    """Signs the records of a tenant's results on their way back: whoever can write to Redis cannot say what a call gave."""
+    """Signs and checks the results of one tenant, so that a process that can write to Redis cannot forge one."""
 
     keys: SigningKeys
     tenant: str
 
     def close(self, text: str) -> str:
-        """`<key id>.<signature>.<text>`."""
-        key = self.keys.current
-        return f"{key.id}.{key.sign(self._purpose(), text.encode())}.{text}"
+        """Return the signed result."""
+        return self.keys.seal(f"result {self.tenant}", text)
 
     def open(self, sealed: str) -> str:
-        """The text. Raises EnvelopeRefused unless an accepted key signed it for this tenant."""
-        key_id, _, rest = sealed.partition(".")
-        signature, _, text = rest.partition(".")
-        if not self.keys.holds(key_id, self._purpose(), text.encode(errors="surrogatepass"), signature):
-            raise EnvelopeRefused(
-                "nobody with the secret signed this result: worker and sender do not share TOOLCREW_SECRET, or somebody wrote to Redis",
-                "signature",
-            )
-        return text
-
-    def _purpose(self) -> str:
-        return f"result {self.tenant}"
+        """Return the text of a signed result. Raises EnvelopeRefused unless an accepted key signed it for this tenant."""
+        return self.keys.unseal(f"result {self.tenant}", sealed)

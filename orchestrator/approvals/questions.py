@@ -157,24 +157,17 @@ def build_answer(question: Question, decision: Decision, by: Actor, at: float) -
 
 
 def seal(keys: SigningKeys, record: Record) -> str:
-    """`<key id>.<signature>.<JSON>`: whoever can write to Redis, and has not the secret, can neither answer nor change what is asked."""
-    text = _plain(record.model_dump(exclude_defaults=True))
-    return f"{keys.current.id}.{keys.current.sign(_purpose(type(record)), text.encode())}.{text}"
+    """Sign the record, so that a process without the secret can neither answer a question nor change it."""
+    return keys.seal(_purpose(type(record)), _plain(record.model_dump(exclude_defaults=True)))
 
 
 def unseal(keys: SigningKeys, kind: type[Kept], sealed: bytes) -> Kept:
-    """The record. Raises EnvelopeRefused for one that nobody with the secret has written."""
-    key_id, _, rest = sealed.decode(errors="replace").partition(".")
-    signature, _, text = rest.partition(".")
-    if not keys.holds(key_id, _purpose(kind), text.encode(), signature):
-        raise EnvelopeRefused(
-            "nobody with the secret signed this: the programs that ask and answer do not share TOOLCREW_SECRET, or somebody wrote to Redis",
-            "signature",
-        )
+    """The record. Raises EnvelopeRefused when no process with the secret wrote it."""
+    text = keys.unseal(_purpose(kind), sealed)
     try:
         return kind.model_validate(json.loads(text))
     except (ValueError, RecursionError) as error:
-        raise EnvelopeRefused("this is of a release that this one cannot read: upgrade whoever reads it", "version") from error
+        raise EnvelopeRefused("this record is of another release: upgrade the program that reads it", "version") from error
 
 
 def is_whole(question: Question) -> bool:

@@ -98,7 +98,7 @@ FORGERIES: dict[str, tuple[str, Callable[[ToolCall], str]]] = {
     "a later deadline": ("signature", lambda call: encode_call(call, build_context(deadline_at=1.5), KEYS).replace("1.5", "9e9")),
     "no signature": ("malformed", lambda call: encode_call(call, build_context(), KEYS).split(".", 3)[3][1:]),
     "of the first version": ("version", lambda call: '{"v":1,"call":{},"context":{},"sig":"x"}'),
-    "of a later version": ("version", lambda call: encode_call(call, build_context(), KEYS).replace("v2.", "v3.", 1)),
+    "of a later version": ("version", lambda call: encode_call(call, build_context(), KEYS).replace("v3.", "v4.", 1)),
     "oversized": ("oversized", lambda call: encode_call(call, build_context(), KEYS) + " " * MAX_ENVELOPE_BYTES),
     "garbage": ("malformed", lambda call: "\x00" * 100),
     "for another tool": ("wrong_task", lambda call: encode_call(call.model_copy(update={"name": "bash_tool"}), build_context(), KEYS)),

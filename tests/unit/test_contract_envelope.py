@@ -85,7 +85,7 @@ def test_a_result_comes_out_as_it_went_in(output: str, metadata: dict[str, Any])
 def test_an_envelope_is_one_line_that_names_its_version_and_key() -> None:
     text = encode_call(build_call(text="a\nb"), CONTEXT, KEY)
     assert "\n" not in text
-    assert text.startswith(f"v2.{KEY.current.id}.")
+    assert text.startswith(f"v3.{KEY.current.id}.")
     assert body_of(text).keys() == {"call", "context"}
 
 
@@ -163,10 +163,10 @@ def test_the_name_of_a_key_does_not_stand_for_it() -> None:
     assert reason_of(encode_call(CALL, CONTEXT, named)) == "signature"
 
 
-@pytest.mark.parametrize("version", ["v0", "v1", "v3", "v99999999"])
+@pytest.mark.parametrize("version", ["v0", "v1", "v2", "v99999999"])
 def test_another_version_is_refused_with_what_to_do(version: str) -> None:
     with pytest.raises(EnvelopeRefused, match="same release") as refused:
-        decode_call(ENVELOPE.replace("v2", version, 1), KEY)
+        decode_call(ENVELOPE.replace("v3", version, 1), KEY)
     assert refused.value.reason == "version"
 
 
@@ -174,7 +174,7 @@ def test_an_envelope_of_the_first_version_is_told_from_garbage() -> None:
     assert reason_of('{"v":1,"call":{},"context":{},"sig":"x"}') == "version"
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None, [2]])
+@pytest.mark.parametrize("version", [0, 1, 2, "3", None, [3]])
 def test_a_result_of_another_version_is_refused_with_what_to_do(version: Any) -> None:
     with pytest.raises(EnvelopeRefused, match="same release"):
         decode_result({**encode_result(ToolResult(call_id="c", name="x", success=True)), "v": version})
@@ -205,7 +205,7 @@ class TestKeysThatChange:
         assert reason_of(encode_call(CALL, CONTEXT, self.OLD), self.NEW) == "signature"
 
     def test_a_previous_key_signs_nothing(self) -> None:
-        assert encode_call(CALL, CONTEXT, self.BOTH_SIGNS_NEW).startswith(f"v2.{self.NEW.current.id}.")
+        assert encode_call(CALL, CONTEXT, self.BOTH_SIGNS_NEW).startswith(f"v3.{self.NEW.current.id}.")
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_well_signed_envelope_of_another_shape_is_refused(change: Callable[[di
         decode_call(resigned(change), KEY)
 
 
-GARBAGE = ["", "null", "[]", "1", "\x00", "\ud800", "[" * 100_000, "v2.", "v2..." + "x" * 200, f"v2.{KEY.current.id}.{'0' * 63}.x"]
+GARBAGE = ["", "null", "[]", "1", "\x00", "\ud800", "[" * 100_000, "v3.", "v3..." + "x" * 200, f"v3.{KEY.current.id}.{'0' * 63}.x"]
 
 
 @pytest.mark.parametrize("text", GARBAGE, ids=lambda text: repr(text[:20]))

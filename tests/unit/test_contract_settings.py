@@ -20,17 +20,17 @@ def build_settings(url: str, secret: str | None = None, **fields: Any) -> Broker
 
 
 def test_the_secret_signs_when_there_is_one() -> None:
-    assert build_settings("redis://:pw@h/0", "s3cret").signing_keys() == SigningKeys.of("s3cret")
+    assert build_settings("redis://:pw@h/0", "s3cret").signing_keys() == SigningKeys.of("s3cret", deployment="default")
 
 
 def test_previous_secrets_are_accepted_beside_it() -> None:
     settings = build_settings("redis://:pw@h/0", "new", secrets_previous=("old", "older"))
-    assert settings.signing_keys() == SigningKeys.of("new", ["old", "older"])
+    assert settings.signing_keys() == SigningKeys.of("new", ["old", "older"], "default")
 
 
 @pytest.mark.parametrize("secret", [None, ""])
 def test_else_the_redis_password_signs(secret: str | None) -> None:
-    assert build_settings("redis://:pw@h/0", secret).signing_keys() == SigningKeys.of("pw")
+    assert build_settings("redis://:pw@h/0", secret).signing_keys() == SigningKeys.of("pw", deployment="default")
 
 
 @pytest.mark.parametrize("url", ["redis://h:6379/0", "redis://:@h/0", "redis://default@h"])
@@ -44,17 +44,17 @@ def test_the_password_of_one_user_of_several_signs_nothing(url: str) -> None:
     master = {"redis_sentinel_master": "m"} if url.startswith("sentinel") else {}
     with pytest.raises(ConfigError, match="user 'worker' is not everybody's"):
         build_settings(url, **master).signing_keys()
-    assert build_settings(url, "s", **master).signing_keys() == SigningKeys.of("s")
+    assert build_settings(url, "s", **master).signing_keys() == SigningKeys.of("s", deployment="default")
 
 
 def test_host_and_database_do_not_change_the_keys() -> None:
     urls = ("redis://:pw@a:1/0", "redis://default:pw@b:2/3", "rediss://:pw@c/0")
-    assert {build_settings(url).signing_keys() for url in urls} == {SigningKeys.of("pw")}
+    assert {build_settings(url).signing_keys() for url in urls} == {SigningKeys.of("pw", deployment="default")}
 
 
 def test_two_spellings_of_one_password_give_one_key() -> None:
-    assert build_settings("redis://:p%77@h/0").signing_keys() == SigningKeys.of("pw")
-    assert build_settings("redis://:p%40w%2F@h/0").signing_keys() == SigningKeys.of("p@w/")
+    assert build_settings("redis://:p%77@h/0").signing_keys() == SigningKeys.of("pw", deployment="default")
+    assert build_settings("redis://:p%40w%2F@h/0").signing_keys() == SigningKeys.of("p@w/", deployment="default")
 
 
 # Where Redis is

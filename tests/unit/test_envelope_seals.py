@@ -49,7 +49,7 @@ def test_a_call_is_no_result_and_a_result_no_call() -> None:
     with pytest.raises(EnvelopeRefused):
         SEAL.open(call)
     with pytest.raises(EnvelopeRefused):
-        decode_call(f"v2.{SEAL.close('{}')}", KEY)
+        decode_call(f"v3.{SEAL.close('{}')}", KEY)
 
 
 @settings(max_examples=60, deadline=None)

@@ -17,13 +17,13 @@ from orchestrator import hosts as hosts_module
 from orchestrator.cli import app
 from orchestrator.hosts import RedisHosts, find_workers
 from orchestrator.redis_connection import open_redis
-from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, build_report
 from workers.celery_state import parse_session_of
 from workers.control import ControlReader
 from workers.host_report import build_host_report, build_pool_report, find_free_memory
 
+KEY = SigningKeys.of("k" * 32, deployment=DEPLOYMENT)
 QUEUE = "host.a.b1"
 
 
@@ -290,7 +290,7 @@ def test_a_worker_without_sandboxes_reports_its_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, None, {"envelope": 7}, {"envelope": "v2.a.b"}, {"envelope": "v2.a.b.{"}, {"envelope": 'v2.a.b.{"context": []}'}]
+    "arguments", [{}, None, {"envelope": 7}, {"envelope": "v3.a.b"}, {"envelope": "v3.a.b.{"}, {"envelope": 'v3.a.b.{"context": []}'}]
 )
 def test_a_task_that_is_no_call_of_a_session_holds_no_session_up(arguments: object) -> None:
     assert parse_session_of(arguments) is None
