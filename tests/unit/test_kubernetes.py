@@ -158,7 +158,9 @@ def test_a_service_is_told_the_same_as_by_compose(name: str) -> None:
             assert str(value).split("@")[0].replace("$(", "${").replace(")", "") == plain.split("@")[0].split(":?")[0].rstrip("}")
         elif value is not None and "$" not in f"{value}{plain}" and theirs[variable] is not None:
             assert value == plain, variable
-    missing = {variable for variable, value in theirs.items() if value is not None} - ours.keys()
+    # A setting with a default in compose comes from the map of settings here.
+    fixed = {variable for variable, value in theirs.items() if value is not None and not str(value).startswith(f"${{{variable}:-")}
+    missing = fixed - ours.keys()
     # Empty unless a secret is being changed; the node's name in a script; this engine's only sandboxd; and no folder that all pods share.
     assert missing <= {"TOOLCREW_SECRETS_PREVIOUS", "TOOLCREW_HOST", "TOOLCREW_TRACES"}
 
@@ -207,7 +209,7 @@ def test_only_sandboxd_is_given_the_engine() -> None:
     for name, (workload, container) in CONTAINERS.items():
         paths = {volume["name"] for volume in pod_of(workload).get("volumes", []) if "hostPath" in volume}
         used = {mount["name"] for mount in container.get("volumeMounts", [])} & paths
-        assert not used or name in ("sandboxd", "egress", "own-directory")
+        assert not used or name in ("sandboxd", "egress", "own-directory") or (name, used) == ("worker", {"skills"})
     assert "TOOLCREW_REDIS_URL" not in environment_of("sandboxd")
 
 
@@ -263,17 +265,12 @@ def test_what_autoscalers_ask_for_is_told() -> None:
     assert demand["metadata"]["targetValue"] == environment_of("web-worker")["TOOLCREW_CONCURRENCY"]
 
 
-def test_those_who_trace_may_be_told_to() -> None:
-    for name in ("orchestrator", "api", "worker", "web-worker"):
-        _, container = containers()[name]
-        assert container["envFrom"][0] == {"configMapRef": {"name": "tracing", "optional": True}}, name
-
-
 def test_workers_alone_are_given_the_file_of_mcp_servers_and_what_it_names() -> None:
     for name, (workload, container) in containers().items():
         told = [variable for variable in container.get("env", []) if variable["name"] == "TOOLCREW_MCP_SERVERS"]
         mounts = [mount for mount in container.get("volumeMounts", []) if mount["name"] == "mcp"]
         secrets = [source["secretRef"] for source in container.get("envFrom", []) if "secretRef" in source]
+        secrets = [secret for secret in secrets if secret["name"] == "mcp"]
         if name not in ("worker", "web-worker"):
             assert (told, mounts, secrets) == ([], [], []), name
             continue
@@ -281,6 +278,23 @@ def test_workers_alone_are_given_the_file_of_mcp_servers_and_what_it_names() -> 
         assert mounts == [{"name": "mcp", "mountPath": "/etc/toolcrew-mcp", "readOnly": True}]
         assert secrets == [{"name": "mcp", "optional": True}]
         assert {"name": "mcp", "configMap": {"name": "mcp", "optional": True}} in pod_of(workload)["volumes"]
+
+
+def test_keys_of_services_go_only_to_the_process_that_uses_them() -> None:
+    secrets = {
+        secret: {
+            name
+            for name, (_, container) in containers().items()
+            if {"secretRef": {"name": secret, "optional": True}} in container.get("envFrom", [])
+        }
+        for secret in ("model", "web", "mcp")
+    }
+    assert secrets == {"model": {"orchestrator", "api"}, "web": {"web-worker"}, "mcp": {"worker", "web-worker"}}
+
+
+def test_the_skills_of_the_operator_are_mounted_read_only_in_the_worker_of_sandboxes() -> None:
+    _, worker = CONTAINERS["worker"]
+    assert {"name": "skills", "mountPath": environment_of("worker")["TOOLCREW_SKILLS"], "readOnly": True} in worker["volumeMounts"]
 
 
 def test_compose_hands_the_file_of_mcp_servers_on_to_workers_alone() -> None:
