@@ -29,7 +29,7 @@ from tests.stack import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
-KEYS = SigningKeys.of(SECRET)
+KEYS = SigningKeys.of(SECRET, deployment="default")
 ROUTE = Route("acme", None, POOL_WEB)
 SOON_S = 20.0
 
