@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from contract.errors import ConfigError
 from orchestrator.batches.displays import Display, Watched
 from orchestrator.batches.happening_files import HappeningFile
 from orchestrator.batches.happenings import Happening, build_recalled
@@ -17,6 +18,7 @@ from orchestrator.batches.lines import BatchFile
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.batches.summary import Summary
+from orchestrator.batches.tool_check import NOT_CHECKED, check_tools
 from orchestrator.models.base import Model
 from orchestrator.models.choice import ChosenModel
 from orchestrator.outages import outlast
@@ -92,6 +94,15 @@ class BatchRuns:
         self.queue = RunQueue(pool.redis, settings.deployment)
         self._writer = HappeningWriter(pool.redis, settings.deployment)
         self.batches = Batches(self.queue, self._writer, tenant)
+
+    async def check_tools(self, file: BatchFile, name: str) -> list[str]:
+        """Check the tools that a file names, and the arguments of its calls; call it before `batches.submit`. Returns warnings. Raises BadBatch."""
+        offers = self._pool.offers
+        try:
+            specs = (await offers.of(self.tenant)).tools
+        except ConfigError:
+            return [NOT_CHECKED]
+        return await asyncio.to_thread(check_tools, file, specs, lambda tool: offers.explain_missing(tool) is not None, name)
 
     def open_rows(self, paths: RowPaths, batch: str, file: BatchFile) -> RowFiles:
         """The files of a batch that is submitted with that file."""

@@ -34,6 +34,7 @@ from orchestrator.client import ToolClient
 from orchestrator.runs.batches import check_batch_id, new_batch_id
 from orchestrator.runs.records import BatchDefaults
 from orchestrator.settings import load_settings
+from orchestrator.terminal import escape_controls
 
 batch_app = typer.Typer(no_args_is_help=True, help="Files of many instructions, worked to a row each.")
 
@@ -91,6 +92,8 @@ def submit(
     async def work() -> int:
         read = await _read(file, batch, defaults, is_detached=detach)
         async with open_client(tenant) as client:
+            for warning in await client.batch_runs().check_tools(read, str(file)):
+                typer.echo(escape_controls(f"toolcrew: warning: {warning}"), err=True)
             return await _submit(client, read, batch or new_batch_id(), file.name, paths, concurrency, defaults, detach, as_json)
 
     raise typer.Exit(run_work(work(), as_json))

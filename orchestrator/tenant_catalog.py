@@ -79,6 +79,10 @@ class TenantCatalog:
             return _as_tool(record) if record is not None else spec
         return spec
 
+    def explain_missing(self, name: str) -> str | None:
+        """Explain why a tool that exists cannot be called now; None: no such tool is known. As of the last `of` or `find`."""
+        return self._catalog.explain_missing(name)
+
     def _is_free(self, name: str, published: ToolSpec | None, system: Mapping[str, SkillSummary]) -> bool:
         """Whether a tenant's skill can be the tool of that name: it is nobody's, or a skill's of the workers, before which the tenant's goes."""
         if name in BUILTIN_TOOLS or name.startswith(_FROM_SERVERS):

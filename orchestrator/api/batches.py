@@ -59,6 +59,12 @@ class BatchView(BaseModel):
     ended_at: str | None
 
 
+class SubmittedBatch(BatchView):
+    """A batch that was just submitted. `warnings`: what is accepted in its lines and better written otherwise."""
+
+    warnings: list[str]
+
+
 class BatchOptions(BaseModel):
     """What the lines do not say. `id`: submitting the same lines under it again goes on with the batch."""
 
@@ -96,12 +102,14 @@ async def submit_batch(
     options: Annotated[BatchOptions, Query()],
     response: Response,
     idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
-) -> BatchView:
-    """Queue every line of the body: one JSON object a line, short (`id`, `instruction`) or of OpenAI's batches. All of it is checked first."""
+) -> SubmittedBatch:
+    """Queue every line of the body: one JSON object a line, short (`id`, `instruction`) or of OpenAI's batches. All lines are checked first, with the
+    names of tools and the arguments of calls."""
     file = await _read(request, caller.identity.key_id)
+    runs = _runs(caller)
+    warnings = await runs.check_tools(file, "the body")
     limits = RunLimits(max_iterations=options.max_iterations, max_wall_s=options.max_wall_s, max_tokens=options.max_tokens)
     defaults = BatchDefaults(model=options.model, dialect=options.dialect, limits=limits, retries=options.retries, asks_people=options.ask)
-    runs = _runs(caller)
     told = f"{caller.identity.key_id}\0{idempotency_key}\0{options.model_dump_json()}\0{file.sha256}"
     # A submission that broke off is completed when it is sent again: its items are queued once.
     named = await _batch_of(told, runs) if idempotency_key and options.id is None else None
@@ -115,7 +123,8 @@ async def submit_batch(
         goes_on=named is None,
     )
     response.headers["Location"] = f"/v1/batches/{batch}"
-    return await _view(runs, batch)
+    view = await _view(runs, batch)
+    return SubmittedBatch(**view.model_dump(), warnings=warnings)
 
 
 @router.get("")

@@ -1,0 +1,65 @@
+"""Checks the tools that a batch names, and the arguments of its calls, before anything of it is queued."""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+
+from contract.errors import ToolFailure
+from contract.schema import prepare_arguments
+from contract.specs import ToolSpec
+from orchestrator.batches.items import BatchItem, CallBody
+from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, Complaint
+
+NOT_CHECKED = "no worker publishes its tools now, so the names and arguments of tools were not checked"
+MIN_LIKENESS = 0.6
+
+
+def check_tools(file: BatchFile, specs: Iterable[ToolSpec], is_known: Callable[[str], bool], name: str) -> list[str]:
+    """Return warnings for arguments that are given by another name of their parameter.
+
+    `specs`: the tools of the tenant. `is_known`: whether a tool exists that no worker serves now. `name`: the file, for messages.
+    Raises BadBatch when a line names a tool that does not exist, or a call has arguments that do not fit its tool.
+    """
+    tools = {spec.name: spec for spec in specs if spec.audience == "model"}
+    aliases: dict[tuple[str, str], list[int]] = {}
+    complaints: list[Complaint] = []
+    more = 0
+    for item in file.items:
+        for problem in _problems(item, tools, is_known, aliases):
+            if len(complaints) < MAX_SHOWN:
+                complaints.append(Complaint(problem, item.line))
+            else:
+                more += 1
+    if complaints:
+        raise BadBatch(name, complaints, more)
+    return [_alias_warning(tool, alias, lines) for (tool, alias), lines in aliases.items()]
+
+
+def suggest_tool(name: str, tools: Iterable[str]) -> str:
+    """Return `did you mean ...?`, or where the tools are listed when no name is like it."""
+    close = difflib.get_close_matches(name, list(tools), n=1, cutoff=MIN_LIKENESS)
+    return f"did you mean {close[0]}?" if close else "`toolcrew tools ls` lists the tools"
+
+
+def _problems(
+    item: BatchItem, tools: dict[str, ToolSpec], is_known: Callable[[str], bool], aliases: dict[tuple[str, str], list[int]]
+) -> Iterator[str]:
+    work = item.work
+    names = (work.name,) if isinstance(work, CallBody) else work.tools or ()
+    for tool in names:
+        if tool not in tools and tool != "all" and not is_known(tool):
+            yield f"there is no tool {tool}: {suggest_tool(tool, tools)}"
+    if not isinstance(work, CallBody) or (spec := tools.get(work.name)) is None:
+        return
+    try:
+        _, used = prepare_arguments(spec, work.arguments)
+    except ToolFailure as failure:
+        yield f"`arguments` do not fit the tool: {failure.message}"
+        return
+    for alias in used:
+        aliases.setdefault((spec.name, alias), []).append(item.line)
+
+
+def _alias_warning(tool: str, alias: str, lines: list[int]) -> str:
+    given, _, canonical = alias.partition(" -> ")
+    where = f"line {lines[0]}" if len(lines) == 1 else f"line {lines[0]} and {len(lines) - 1} more"
+    return f"{where}: `{given}` is read as `{canonical}`, which is the name of the parameter of {tool}"

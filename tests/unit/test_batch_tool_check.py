@@ -1,0 +1,83 @@
+"""A batch is checked against the tools that its tenant has before anything of it is queued."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from contract.names import catalog_key, catalog_names_key
+from contract.specs import Catalog
+from orchestrator.batches.lines import BadBatch, load_lines
+from orchestrator.batches.tool_check import MAX_SHOWN, check_tools
+from orchestrator.cli import app
+from tests.builders import build_spec
+from tests.conftest import RedisProcess
+
+BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, required=["command"], aliases={"cmd": "command"})
+VERB = build_spec("session.open", audience="session")
+
+
+def write(folder: Path, *items: dict[str, Any]) -> Path:
+    file = folder / "in.jsonl"
+    file.write_text("".join(json.dumps({"id": f"i{number}", **item}) + "\n" for number, item in enumerate(items)))
+    return file
+
+
+def call(tool: str, **arguments: Any) -> dict[str, Any]:
+    return {"tool": tool, "arguments": arguments}
+
+
+@pytest.fixture
+def submit(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Result]:
+    """Submit a file to a pool that publishes bash_tool, and knows a tool that no worker serves now."""
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    with redis_server.client() as client:
+        client.set(catalog_key("default", "sandbox"), Catalog(tools=(BASH, VERB)).model_dump_json())
+        client.set(catalog_names_key("default", "web"), json.dumps(["webfetch_tool"]))
+    return lambda file: CliRunner().invoke(app, ["batch", "submit", str(file), "--detach"])
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        (call("bash_tol", command="ls"), "line 1: there is no tool bash_tol: did you mean bash_tool?"),
+        (call("zzz"), "line 1: there is no tool zzz: `toolcrew tools ls` lists the tools"),
+        (call("session.open"), "line 1: there is no tool session.open"),
+        (call("bash_tool"), "line 1: `arguments` do not fit the tool: bash_tool: parameter 'command' is required"),
+        (call("bash_tool", command=5), "parameter 'command' must be string, not integer 5"),
+        (call("bash_tool", comand="ls"), "unknown parameter 'comand'; did you mean 'command'?"),
+        ({"instruction": "act", "tools": ["bash_tool", "bash_tol"]}, "line 1: there is no tool bash_tol: did you mean bash_tool?"),
+    ],
+)
+def test_a_tool_that_does_not_exist_and_arguments_that_do_not_fit_stop_a_submission(
+    item: dict[str, Any], words: str, submit: Callable[[Path], Result], redis_server: RedisProcess, tmp_path: Path
+) -> None:
+    with redis_server.client() as client:
+        before = set(client.keys())
+        done = submit(write(tmp_path, item))
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert words in done.stderr
+        assert "nothing of it was started" in done.stderr
+        assert set(client.keys()) == before
+
+
+def test_an_alias_is_accepted_with_one_warning_for_all_its_lines(submit: Callable[[Path], Result], tmp_path: Path) -> None:
+    done = submit(write(tmp_path, call("bash_tool", command="ls"), call("bash_tool", cmd="ls"), call("bash_tool", cmd="pwd")))
+    assert done.exit_code == 0, done.stderr
+    assert "warning: line 2 and 1 more: `cmd` is read as `command`, which is the name of the parameter of bash_tool" in done.stderr
+
+
+def test_a_tool_whose_workers_are_not_running_can_be_submitted(submit: Callable[[Path], Result], tmp_path: Path) -> None:
+    done = submit(write(tmp_path, call("webfetch_tool", url="https://example.org"), {"instruction": "act", "tools": ["webfetch_tool"]}))
+    assert done.exit_code == 0, done.stderr
+
+
+def test_the_first_problems_are_shown_and_the_others_counted(tmp_path: Path) -> None:
+    file = load_lines(write(tmp_path, *(call("bash_tol") for _ in range(MAX_SHOWN + 5))))
+    with pytest.raises(BadBatch) as refused:
+        check_tools(file, (BASH,), lambda _: False, "in.jsonl")
+    assert (len(refused.value.complaints), refused.value.more) == (MAX_SHOWN, 5)
