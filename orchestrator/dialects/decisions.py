@@ -7,28 +7,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jsonschema import Draft202012Validator
+
 from contract.functions.json_schemas import plain_schema
 from contract.specs import ToolSpec
 from orchestrator.dialects.json_objects import parse_json_object
 from orchestrator.dialects.thinking import strip_thinking
 
+_REPLY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"tool": {"type": "null"}, "reply": {"type": "string"}},
+    "required": ["tool", "reply"],
+    "additionalProperties": False,
+}
 TOOL_DECISION_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {
             "type": "object",
-            "properties": {"tool": {"type": "string"}, "arguments": {"type": "object"}},
-            "required": ["tool", "arguments"],
+            "properties": {
+                "tool": {"type": "string", "minLength": 1},
+                "arguments": {"type": ["object", "null"]},
+                "reply": {"type": ["string", "null"]},
+            },
+            "required": ["tool"],
             "additionalProperties": False,
         },
         {
-            "type": "object",
-            "properties": {"tool": {"type": "null"}, "reply": {"type": "string"}},
-            "required": ["tool", "reply"],
-            "additionalProperties": False,
+            **_REPLY,
+            "properties": {**_REPLY["properties"], "arguments": {"type": ["object", "null"], "maxProperties": 0}},
         },
     ]
 }
-"""The two forms of a decision: call that tool, or reply."""
+"""The two forms of a decision: call a tool, or reply. The parser accepts exactly what this schema accepts."""
 
 CALL_FORM = '{"tool": "NAME", "arguments": {"PARAMETER": "VALUE"}}'
 REPLY_FORM = '{"tool": null, "reply": "TEXT"}'
@@ -39,6 +49,7 @@ MAX_OPENINGS = 8
 
 _FENCED = re.compile(r"```[a-zA-Z]*[ \t]*\r?\n(.*?)\r?\n?[ \t]*```", re.DOTALL)
 _KEYS = frozenset({"tool", "arguments", "reply"})
+_ACCEPTED = Draft202012Validator(TOOL_DECISION_SCHEMA)
 _OPENING = re.compile(r'\{\s*"(?:tool|arguments|reply)"\s*:')
 
 
@@ -52,7 +63,7 @@ class ToolDecisionOutput:
 
 
 def build_decision_schema(specs: Sequence[ToolSpec]) -> dict[str, Any]:
-    """TOOL_DECISION_SCHEMA with the names and parameters of these tools, for servers that hold a reply to a schema."""
+    """The strict form of TOOL_DECISION_SCHEMA with the names and parameters of these tools, for servers that constrain a reply to a schema."""
     calls = [
         {
             "type": "object",
@@ -62,7 +73,7 @@ def build_decision_schema(specs: Sequence[ToolSpec]) -> dict[str, Any]:
         }
         for spec in specs
     ]
-    return {"anyOf": [*calls, TOOL_DECISION_SCHEMA["anyOf"][1]]}
+    return {"anyOf": [*calls, _REPLY]}
 
 
 def _standing_alone(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,26 +110,23 @@ def _decision(text: str) -> ToolDecisionOutput:
     if not text.startswith("{"):
         raise ValueError("the reply is not a JSON object")
     value = parse_json_object(text, "the reply")
+    if not _ACCEPTED.is_valid(value):
+        raise ValueError(_explain(value))
+    return ToolDecisionOutput(value["tool"], value.get("arguments") or {}, value.get("reply"))
+
+
+def _explain(value: Mapping[str, Any]) -> str:
+    """Why the schema refuses the value, as a sentence for the model."""
     unknown = sorted(set(value) - _KEYS)
     if unknown:
-        raise ValueError(f"unknown key '{unknown[0][:100]}' in the decision")
+        return f"unknown key '{unknown[0][:100]}' in the decision"
     if "tool" not in value:
-        raise ValueError('the decision has no "tool"')
+        return 'the decision has no "tool"'
     tool, arguments, reply = value["tool"], value.get("arguments"), value.get("reply")
     if reply is not None and not isinstance(reply, str):
-        raise ValueError('"reply" must be a string')
-    if tool is None:
-        return _reply(arguments, reply)
-    if not isinstance(tool, str) or not tool:
-        raise ValueError('"tool" must be the name of a tool, or null')
+        return '"reply" must be a string'
+    if tool is not None and (not isinstance(tool, str) or not tool):
+        return '"tool" must be the name of a tool, or null'
     if arguments is not None and not isinstance(arguments, dict):
-        raise ValueError('"arguments" must be an object')
-    return ToolDecisionOutput(tool, arguments or {}, reply)
-
-
-def _reply(arguments: Any, reply: str | None) -> ToolDecisionOutput:
-    if arguments:
-        raise ValueError('"arguments" without a tool')
-    if reply is None:
-        raise ValueError('"tool" is null but there is no "reply"')
-    return ToolDecisionOutput(None, {}, reply)
+        return '"arguments" must be an object'
+    return '"arguments" without a tool' if arguments else '"tool" is null but there is no "reply"'

@@ -4,6 +4,8 @@ The document's three TypeScript files are these modules: types.ts is contract.re
 registry.ts and runner.ts are orchestrator.tool_loop. Functions are written in snake_case.
 """
 
+import contextlib
+import json
 from importlib import import_module
 from typing import Any
 
@@ -42,7 +44,7 @@ HOMES = [
     ("S1-35", "run_tool_loop", "orchestrator.tool_loop"),
 ]
 IN_THE_LOOP = [home for home in HOMES if home[1] not in ("Tool", "ToolCall", "ToolResult", "ToolRegistry")]
-FORMS = [{"tool": "get_weather", "arguments": {"city": "Beijing"}}, {"tool": None, "reply": "Warm."}]
+FORMS = [{"tool": "get_weather", "arguments": {"city": "Beijing"}}, {"tool": None, "reply": "Warm."}, {"tool": "now"}]
 
 
 def echo() -> dict[str, Any]:
@@ -87,13 +89,13 @@ def test_s1_27_a_registry_of_the_loop_keeps_its_tools_in_a_tool_registry() -> No
     assert len(registry.registry) == 1
 
 
-@pytest.mark.parametrize("decision", FORMS, ids=["call", "reply"])
+@pytest.mark.parametrize("decision", FORMS, ids=["call", "reply", "call without arguments"])
 def test_s1_28_the_schema_takes_both_forms(decision: dict[str, Any]) -> None:
     Draft202012Validator.check_schema(TOOL_DECISION_SCHEMA)
     assert Draft202012Validator(TOOL_DECISION_SCHEMA).is_valid(decision)
 
 
-@pytest.mark.parametrize("other", [{}, {"tool": 5}, {"tool": None}, {"reply": "x"}, {"tool": "a", "arguments": "b"}, "text"])
+@pytest.mark.parametrize("other", [{}, {"tool": 5}, {"tool": ""}, {"tool": None}, {"reply": "x"}, {"tool": "a", "arguments": "b"}, "text"])
 def test_s1_28_the_schema_takes_nothing_else(other: Any) -> None:
     assert not Draft202012Validator(TOOL_DECISION_SCHEMA).is_valid(other)
 
@@ -133,6 +135,16 @@ def test_s1_32_the_system_prompt_of_the_loop_is_built_from_the_list_of_tools() -
 )
 def test_s1_33_a_decision_is_parsed_from_the_whole_reply(text: str) -> None:
     assert parse_tool_decision(text) == ToolDecisionOutput("echo", {})
+
+
+@pytest.mark.parametrize(
+    "decision",
+    [*FORMS, {}, {"tool": 5}, {"tool": None}, {"reply": "x"}, {"tool": "a", "arguments": "b"}, {"tool": None, "reply": "x", "a": 1}],
+)
+def test_s1_17_and_33_the_parser_validates_by_the_schema(decision: dict[str, Any]) -> None:
+    is_valid = Draft202012Validator(TOOL_DECISION_SCHEMA).is_valid(decision)
+    with contextlib.nullcontext() if is_valid else pytest.raises(ValueError):
+        assert parse_tool_decision(json.dumps(decision)).tool == decision["tool"]
 
 
 async def test_s1_34_a_parsed_call_is_executed_and_a_failure_is_a_result() -> None:

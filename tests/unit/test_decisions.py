@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
@@ -92,13 +92,20 @@ def test_a_text_full_of_openings_is_given_up_soon() -> None:
     assert find_tool_decision(text) == (text, None, "")
 
 
-def test_the_schema_takes_the_two_forms_and_nothing_else() -> None:
-    schema = Draft202012Validator(TOOL_DECISION_SCHEMA)
-    assert schema.is_valid({"tool": "t", "arguments": {}})
-    assert schema.is_valid({"tool": None, "reply": "x"})
-    assert not any(
-        schema.is_valid(odd) for odd in ({"tool": None}, {"tool": "t"}, {"tool": "t", "reply": "x"}, {"tool": 1, "arguments": {}})
-    )
+_VALUES = st.sampled_from([None, "", "t", 5, {}, {"a": 1}, [], True])
+
+
+@given(st.dictionaries(st.sampled_from(["tool", "arguments", "reply", "args"]), _VALUES))
+@example({"tool": "t"})
+@example({"tool": "t", "arguments": {}, "reply": "I look."})
+@example({"tool": None, "arguments": {}, "reply": ""})
+def test_the_parser_accepts_exactly_what_the_schema_accepts(value: dict[str, Any]) -> None:
+    try:
+        parse_tool_decision(json.dumps(value))
+        is_accepted = True
+    except ValueError:
+        is_accepted = False
+    assert Draft202012Validator(TOOL_DECISION_SCHEMA).is_valid(value) is is_accepted
 
 
 def test_the_schema_of_tools_holds_a_call_to_their_parameters() -> None:
