@@ -4,12 +4,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from pydantic import Field, ValidationError
 
 from contract.calls import Record
-from contract.schema import check_schema
+from contract.schema import check_schema, prepare_arguments
 from contract.specs import ToolSpec
 
 Handler = TypeVar("Handler")
@@ -81,8 +81,29 @@ class Tool(Generic[Handler]):
         return self.spec.name
 
     @property
+    def description(self) -> str:
+        return self.spec.description
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The JSON Schema of the arguments."""
+        return self.spec.parameters
+
+    @property
     def requires_permission(self) -> bool:
         return self.spec.requires_permission
+
+    @property
+    def is_dangerous(self) -> bool:
+        return self.spec.dangerous
+
+    def execute(self, arguments: Mapping[str, Any], context: Any) -> Any:
+        """Run the handler with checked arguments and the context that it takes. Returns its result; an awaitable of it for an async handler.
+
+        Raises ToolFailure(INVALID_ARGUMENTS), and what the handler raises.
+        """
+        handler = cast(Callable[[dict[str, Any], Any], Any], self.handler)
+        return handler(prepare_arguments(self.spec, arguments, checks=self.validators)[0], context)
 
 
 class ToolRegistry(Generic[Handler]):

@@ -8,14 +8,14 @@ from contract.functions.completions import Usage
 from contract.functions.model_questions import ModelAnswer, ModelQuestion, parse_question
 from orchestrator.heard_calls import Handler, HeardCall
 from orchestrator.logs import get_logger
-from orchestrator.models.adapter import ModelAdapter
+from orchestrator.models.adapter import BudgetedModel
 from orchestrator.models.base import Model
 
 log = get_logger(__name__)
 
 
 class ModelRequests:
-    """The questions of one run's tools. Each call has a ModelAdapter, and so a budget, of its own."""
+    """The questions of one run's tools. Each call has a BudgetedModel, and so a budget, of its own."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -27,14 +27,14 @@ class ModelRequests:
 
     def open_call(self) -> Handler:
         """What answers the questions of one call: the handler of MODEL events."""
-        adapter = ModelAdapter(self._model)
+        adapter = BudgetedModel(self._model)
 
         def handle(event: CallEvent, call: HeardCall) -> Awaitable[None]:
             return self._handle(adapter, event, call)
 
         return handle
 
-    async def _handle(self, adapter: ModelAdapter, event: CallEvent, call: HeardCall) -> None:
+    async def _handle(self, adapter: BudgetedModel, event: CallEvent, call: HeardCall) -> None:
         try:
             question = parse_question(event.payload)
         except EnvelopeRefused as error:
@@ -48,7 +48,7 @@ class ModelRequests:
             sentence = f"the model's reply is larger than {MAX_ANSWER_BYTES} bytes, which is what can be sent: ask for less"
             await call.answer(ModelAnswer.refused(question.number, ErrorCode.INVALID_ARGUMENTS, sentence).model_dump(mode="json"))
 
-    async def _answer(self, adapter: ModelAdapter, question: ModelQuestion) -> ModelAnswer:
+    async def _answer(self, adapter: BudgetedModel, question: ModelQuestion) -> ModelAnswer:
         messages = [dict(message) for message in question.messages]
         try:
             completion = await adapter.complete(messages, max_tokens=question.max_tokens, timeout_s=question.timeout_s)

@@ -1,16 +1,21 @@
 """The Workbenches of calls: what every call has, and what a call beside a sandbox has besides."""
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import IO, Any, NoReturn, TypeVar
 
 import structlog
 
 from contract.calls import KillReport, SandboxInfo, ToolCall, ToolContext
 from contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
+from contract.functions.call_context import CallContext, CoroutineRunner
+from contract.functions.session_state import NoState, SessionStates
 from contract.tenancy import SandboxTerms
 from workers.call_events import CallEvents, Unwatched
+from workers.custom.model import CallerModel
 from workers.guest_answers import GuestNonsense, Told, parse_error, parse_told
 from workers.sandbox_client import GuestResponse, SandboxClient, SandboxdAway, sandbox_id
 from workers.tools.base import OnData
@@ -34,8 +39,24 @@ class Bench:
     sandbox_s: float = 0.0
     run_s: float = 0.0
     events: CallEvents = field(default_factory=Unwatched)
+    states: SessionStates | None = None
+    """None: sessions have no state here."""
     trace: CallTrace | None = None
     """None: nobody traces the call."""
+
+    def call_context(self, runner: CoroutineRunner | None = None) -> CallContext:
+        context = self.context
+        return CallContext(
+            call_id=self.call.id,
+            tenant=context.tenant,
+            run=context.run,
+            session=context.session,
+            cwd=context.cwd,
+            config=MappingProxyType(copy.deepcopy(context.config)),
+            model=CallerModel(context.model, self.events) if context.model is not None else None,
+            state=NoState() if self.states is None or context.session is None else self.states.open(context.tenant, context.session),
+            runner=runner,
+        )
 
     @property
     def is_watched(self) -> bool:

@@ -10,6 +10,7 @@ import structlog
 from contract.call_events import HIDDEN
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from contract.functions.session_state import SessionStates
 from contract.ledger import Claim
 from contract.policy_checks import check_switches
 from contract.registry import Switch
@@ -113,7 +114,9 @@ class Executor:
         tenants: TenantDoor | None = None,
         held: HeldCalls | None = None,
         tracer: Tracer | None = None,
+        states: SessionStates | None = None,
     ) -> None:
+        self._states = states
         self._registry = registry
         self._client = client
         self._ledger = ledger
@@ -210,8 +213,8 @@ class Executor:
 
     def _open_bench(self, call: ToolCall, context: ToolContext, content: bytes, events: CallEvents, terms: SandboxTerms | None) -> Bench:
         if self._client is None:
-            return Bench(call, context, self._facts, content, events=events)
-        return SandboxBench(call, context, self._facts, content, events=events, client=self._client, terms=terms)
+            return Bench(call, context, self._facts, content, events=events, states=self._states)
+        return SandboxBench(call, context, self._facts, content, events=events, states=self._states, client=self._client, terms=terms)
 
     def _run(self, prepared: _Prepared, bench: Bench) -> ToolResult:
         call = bench.call

@@ -13,6 +13,7 @@ from workers.blobs import Blobs
 from workers.call_events import open_events
 from workers.catalog import CatalogPublisher
 from workers.control import ControlListener
+from workers.custom.state import StateStore
 from workers.executor import Executor
 from workers.held_calls import HeldCalls
 from workers.host_life import HostLife
@@ -124,4 +125,5 @@ def _build_executor(
         tenants=TenantGate(Tenants(client, settings.deployment), Refusals(connect_once(settings.broker()), settings.deployment).count),
         held=held,
         tracer=tracer,
+        states=StateStore.of(settings.broker()),
     )

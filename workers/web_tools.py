@@ -1,7 +1,6 @@
 """Every tool that a worker without sandboxes may have: our web tools, those of operators, and the MCP servers over HTTP."""
 
 from workers.custom.loading import load_custom_tools
-from workers.custom.state import StateStore
 from workers.mcp.http_tools import HttpSource, build_http_sources
 from workers.mcp.settings import HttpEntry, load_servers
 from workers.redis_connection import connect_once
@@ -16,7 +15,7 @@ def load_web_worker_tools(settings: WorkerSettings) -> tuple[WorkerTool, ...]:
     broker = settings.broker()
     # Once: a Redis that is away must not hold up every fetch.
     cache = PageCache(connect_once(broker), settings.deployment)
-    custom = load_custom_tools(settings.tool_modules, config=settings.tool_config, states=StateStore.of(broker))
+    custom = load_custom_tools(settings.tool_modules, config=settings.tool_config)
     return (*build_web_tools(load_web_settings(), cache), *custom)
 
 

@@ -18,6 +18,7 @@ from workers.app import build_app, choose_pool, run_worker
 from workers.blobs import Blobs
 from workers.call_events import open_events
 from workers.catalog import CatalogPublisher
+from workers.custom.state import StateStore
 from workers.executor import Executor
 from workers.interrupts import CancelBoard, Interrupts
 from workers.ledger import Ledger
@@ -141,4 +142,5 @@ def _build_executor(
         open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
         tenants=TenantGate(Tenants(client, settings.deployment), Refusals(connect_once(settings.broker()), settings.deployment).count),
         tracer=tracer,
+        states=StateStore.of(settings.broker()),
     )

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 @runtime_checkable
-class ModelLike(Protocol):
+class ModelAdapter(Protocol):
     """The model in use, as tools see it: its name, and one whole reply to a prompt or messages. `complete` is awaited."""
 
     @property
@@ -39,7 +39,7 @@ class CallContext:
     session: str | None = None
     cwd: str = "/workspace"
     config: Mapping[str, Any] = field(default_factory=dict)
-    model: ModelLike | None = None
+    model: ModelAdapter | None = None
     """None when the program that runs the tools named none."""
     state: SessionState = field(default_factory=NoState)
     runner: CoroutineRunner | None = field(default=None, repr=False, compare=False)
@@ -53,7 +53,7 @@ class CallContext:
             raise refuse_to_wait(coroutine)
         return self.runner(coroutine)
 
-    def require_model(self) -> ModelLike:
+    def require_model(self) -> ModelAdapter:
         """The model, for tools that cannot do without. Raises ToolFailure(CONFIG_MISSING) with what to do when there is none."""
         if self.model is None:
             raise ToolFailure(ErrorCode.CONFIG_MISSING, "this tool asks a model, and its caller has none: call it within an agent's run")

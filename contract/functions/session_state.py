@@ -18,6 +18,12 @@ Change = Callable[[Any], Any | Awaitable[Any]]
 """Old value -> new value, plain or async. May be called several times: it must do nothing else."""
 
 
+class SessionStates(Protocol):
+    """The states of all sessions."""
+
+    def open(self, tenant: str, session: str) -> "SessionState": ...
+
+
 class SessionState(Protocol):
     """Values by key, versioned. What is got is a copy: changing it changes nothing until it is set. All four are awaited."""
 

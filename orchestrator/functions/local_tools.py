@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode
-from contract.functions.call_context import CallContext, CallHandler, ModelLike
+from contract.functions.call_context import CallContext, CallHandler, ModelAdapter
 from contract.functions.session_state import SessionState
 from contract.registry import ToolRegistry
 from contract.signing import SigningKeys
@@ -27,7 +27,7 @@ from orchestrator.functions.function_tools import LocalTool, as_tool
 from orchestrator.functions.loop_waits import LoopRunner
 from orchestrator.functions.session_state import MemoryState
 from orchestrator.limits import ReActOptions
-from orchestrator.models.adapter import ModelAdapter
+from orchestrator.models.adapter import BudgetedModel
 from orchestrator.models.base import Model
 from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_model
@@ -50,7 +50,7 @@ class Surroundings:
     tenant: str
     cwd: str
     config: Mapping[str, Any]
-    model: ModelLike | Model | None
+    model: ModelAdapter | Model | None
     state: SessionState
     timeout_s: float
     session: str | None = None
@@ -74,7 +74,7 @@ class LocalTools:
     """A program's own tools. One may serve many runs at once; `for_run` gives a run or session its own model and state.
 
     `tools`: whatever `as_tool` takes, or a registry, which stays live. `timeout_s`: the limit of tools without one of
-    their own. Tools marked requires_permission or dangerous are asked about; without an `approver` they are refused. `model`: what tools may ask; a plain Model is handed to each call as a ModelAdapter
+    their own. Tools marked requires_permission or dangerous are asked about; without an `approver` they are refused. `model`: what tools may ask; a plain Model is handed to each call as a BudgetedModel
     of its own, so that no call can spend more than that allows. Functions run with the program's own rights: give a model only what it may do.
     """
 
@@ -82,7 +82,7 @@ class LocalTools:
         self,
         tools: Iterable[Any] | ToolRegistry[CallHandler] = (),
         *,
-        model: ModelLike | Model | None = None,
+        model: ModelAdapter | Model | None = None,
         config: Mapping[str, Any] | None = None,
         cwd: Path | str | None = None,
         state: SessionState | None = None,
@@ -167,7 +167,7 @@ class LocalTools:
         *,
         run: str | None = None,
         session: str | None = None,
-        model: ModelLike | Model | None = None,
+        model: ModelAdapter | Model | None = None,
         state: SessionState | None = None,
         timeout_s: float | None = None,
     ) -> "BoundTools":
@@ -256,5 +256,5 @@ class BoundTools:
         return await self._tools._run_call(self._door, self._told, call)
 
 
-def _for_tools(model: ModelLike | Model | None) -> ModelLike | None:
-    return model if model is None or isinstance(model, ModelLike) else ModelAdapter(model)
+def _for_tools(model: ModelAdapter | Model | None) -> ModelAdapter | None:
+    return model if model is None or isinstance(model, ModelAdapter) else BudgetedModel(model)

@@ -28,7 +28,7 @@ class _Spent:
 
 
 @dataclass(frozen=True)
-class ModelAdapter:
+class BudgetedModel:
     """A model to ask from within a tool: at most `max_calls` times, for about `max_tokens` tokens, prompts and replies together.
 
     What is asked counts before it is answered, and whether it is or not. A reply that has begun is never cut for the budget, so the last

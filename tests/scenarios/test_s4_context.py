@@ -5,27 +5,29 @@ import json
 from functools import partial
 from typing import Any
 
+import pytest
+
 from contract.call_events import MODEL
 from contract.calls import ToolContext, ToolResult
-from contract.functions.call_context import ModelLike
+from contract.functions.call_context import ModelAdapter
 from contract.functions.function_tools import FunctionTool
 from contract.registry import Tool
 from contract.settings import BrokerSettings
 from orchestrator import CallContext, LocalTools, as_tool, tool
 from orchestrator.call_events import CallEvents
 from orchestrator.model_requests import ModelRequests
-from orchestrator.models.adapter import MAX_CALLS, ModelAdapter
+from orchestrator.models.adapter import MAX_CALLS, BudgetedModel
 from orchestrator.models.scripted import ScriptedModel
 from orchestrator.redis_connection import open_redis
-from tests.builders import build_call, build_context
+from tests.builders import build_call, build_context, build_spec
 from tests.conftest import RedisProcess
-from tests.fakes import MemoryBlobs, MemoryLedger
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
 from workers.call_events import open_events
 from workers.custom.calls import CustomCalls
 from workers.custom.state import StateStore
 from workers.executor import Executor
 from workers.redis_connection import connect
-from workers.tools.base import WorkerRegistry, WorkerTool
+from workers.tools.base import Outcome, Workbench, WorkerRegistry, WorkerTool
 
 
 class FixedModel:
@@ -99,7 +101,7 @@ async def test_s4_13_a_tool_cannot_change_the_configuration() -> None:
 async def test_s4_14_the_context_contains_the_model_in_use_and_lets_a_tool_ask_it() -> None:
     @tool
     async def ask(context: CallContext) -> list[Any]:
-        assert isinstance(context.model, ModelLike)
+        assert isinstance(context.model, ModelAdapter)
         return [context.model.name, await context.model.complete("What now?")]
 
     @tool
@@ -128,7 +130,7 @@ async def test_s4_14_a_run_with_another_model_sees_that_one() -> None:
 async def test_s4_14_a_plain_model_is_handed_on_as_an_adapter_with_a_budget_for_each_call() -> None:
     @tool
     async def ask(context: CallContext) -> str:
-        assert isinstance(context.model, ModelAdapter)
+        assert isinstance(context.model, BudgetedModel)
         completion = await context.model.complete("What now?")
         return f"{context.model.name}: {completion.text}"
 
@@ -159,9 +161,9 @@ async def test_s4_15_a_tool_reads_and_updates_the_state_of_its_session() -> None
 
 def serve(*made: FunctionTool[..., Any], states: StateStore | None = None, events: Any = None, **config: Any) -> Executor:
     """A worker's executor with these tools."""
-    calls = CustomCalls(config, states)
+    calls = CustomCalls(config)
     registry = WorkerRegistry(WorkerTool(one.spec, calls.build_handler(one), one.validators) for one in made)
-    return Executor(registry, None, MemoryLedger(), MemoryBlobs(), {"host": "h1"}, open_events=events)
+    return Executor(registry, None, MemoryLedger(), MemoryBlobs(), {"host": "h1"}, open_events=events, states=states)
 
 
 def execute(worker: Executor, name: str, call_id: str = "call-1", context: ToolContext | None = None, **arguments: Any) -> Any:
@@ -193,7 +195,7 @@ def test_s4_13_in_a_worker_the_context_contains_the_configuration_and_the_workin
 async def test_s4_14_in_a_worker_a_tool_asks_the_model_of_its_callers_run(redis_server: RedisProcess) -> None:
     @tool
     async def ask(context: CallContext) -> list[Any]:
-        assert isinstance(context.model, ModelLike)
+        assert isinstance(context.model, ModelAdapter)
         return [context.model.name, (await context.model.complete("What now?")).text]
 
     @tool
@@ -230,3 +232,26 @@ def test_s4_15_in_workers_a_tool_reads_and_updates_the_state_of_its_session(redi
         assert execute(other, "add", "b", item="b") == ["a", "b"]
         assert execute(one, "read", "c") == ["a", "b"]
         assert execute(one, "read", "d", build_context(session="s2")) == []
+
+
+@pytest.mark.parametrize("has_sandbox", [True, False], ids=["beside a sandbox", "without a sandbox"])
+async def test_s4_12_to_15_built_in_and_skill_tools_get_the_same_context(redis_server: RedisProcess, has_sandbox: bool) -> None:
+    contexts: list[CallContext] = []
+
+    def handler(arguments: dict[str, Any], bench: Workbench) -> Outcome:
+        contexts.append(bench.call_context())
+        return Outcome("seen")
+
+    with redis_server.client() as client:
+        sandbox = FakeSandboxClient() if has_sandbox else None
+        registry = WorkerRegistry([WorkerTool(build_spec("look", required=[]), handler)])
+        states = StateStore(client, "default")
+        worker = Executor(registry, sandbox, MemoryLedger(), MemoryBlobs(), {"host": "h1"}, states=states)
+        context = build_context(model="qwen", config={"region": "north"}, cwd="/workspace/orders")
+        assert worker.execute(build_call("look"), context).success
+        (seen,) = contexts
+        assert (seen.tenant, seen.session, seen.cwd, seen.config["region"]) == ("acme", "s1", "/workspace/orders", "north")
+        assert isinstance(seen.model, ModelAdapter)
+        assert seen.model.name == "qwen"
+        await seen.state.set("step", 2)
+        assert await states.open("acme", "s1").get("step") == 2

@@ -54,7 +54,7 @@ async def test_s4_35_no_result_is_cached_the_same_call_runs_again() -> None:
 
     tools = LocalTools([look])
     worker = Executor(
-        WorkerRegistry([WorkerTool(look.spec, CustomCalls({}, None).build_handler(look))]),
+        WorkerRegistry([WorkerTool(look.spec, CustomCalls({}).build_handler(look))]),
         None,
         MemoryLedger(),
         MemoryBlobs(),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from contract.functions.call_context import CallContext, ModelLike
+from contract.functions.call_context import CallContext, ModelAdapter
 from orchestrator.functions.loop_waits import LoopRunner
 from orchestrator.functions.session_state import MemoryState
 
@@ -23,8 +23,8 @@ def test_a_model_is_what_has_a_name_and_completes() -> None:
         async def complete(self, prompt: str) -> str:
             return prompt
 
-    assert isinstance(Fake(), ModelLike)
-    assert not isinstance(object(), ModelLike)
+    assert isinstance(Fake(), ModelAdapter)
+    assert not isinstance(object(), ModelAdapter)
 
 
 async def test_updates_by_threads_of_other_loops_lose_nothing() -> None:

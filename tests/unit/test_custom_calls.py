@@ -32,7 +32,7 @@ def run(
     made: FunctionTool[..., Any], arguments: dict[str, Any] | None = None, context: ToolContext | None = None, **config: Any
 ) -> Outcome:
     context = context or build_context()
-    handler = CustomCalls(config, None).build_handler(made)
+    handler = CustomCalls(config).build_handler(made)
     return handler(arguments or {}, Bench(build_call(made.name), context, {}))
 
 
@@ -68,7 +68,7 @@ def test_the_configuration_is_the_callers_with_the_operators_last_word_and_each_
         return told
 
     settings = {"server": "ours", "list": []}
-    calls, context = CustomCalls(settings, None), build_context(config={"server": "theirs", "colour": "red"})
+    calls, context = CustomCalls(settings), build_context(config={"server": "theirs", "colour": "red"})
     for _ in range(2):
         outcome = calls.build_handler(look)({}, Bench(build_call("look"), context, {}))
         assert outcome.output == '{"server": "ours", "colour": "red", "list": []}'

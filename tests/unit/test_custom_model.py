@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from contract.call_events import MAX_ANSWER_BYTES, MODEL, CallEvent, decode_answer, encode_answer, encode_event
 from contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailable, ToolFailure
 from contract.functions import Completion, Usage
-from contract.functions.call_context import ModelLike
+from contract.functions.call_context import ModelAdapter
 from contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, parse_answer, parse_question
 from orchestrator.limits import Prices, ReActOptions, Spending, StopReason
 from orchestrator.model_requests import ModelRequests
@@ -104,7 +104,7 @@ async def refusal(asking: Any) -> ToolFailure:
 
 async def test_a_prompt_is_answered_by_the_callers_model() -> None:
     bridge = Bridge(lambda messages: f"You said: {messages[-1]['content']}")
-    assert isinstance(bridge.model, ModelLike)
+    assert isinstance(bridge.model, ModelAdapter)
     completion = await bridge.ask("读 this")
     assert (completion.text, bridge.model.name) == ("You said: 读 this", "scripted")
 

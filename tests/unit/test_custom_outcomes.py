@@ -33,7 +33,7 @@ def logs() -> Iterator[Logs]:
 
 
 def run(made: FunctionTool[..., Any]) -> Outcome:
-    return CustomCalls({}, None).build_handler(made)({}, Bench(build_call(made.name), build_context(), {}))
+    return CustomCalls({}).build_handler(made)({}, Bench(build_call(made.name), build_context(), {}))
 
 
 # --- what becomes of results ---

@@ -7,8 +7,8 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from contract.errors import ErrorCode, ModelInterrupted, ModelUnavailable, ToolFailure
-from contract.functions.call_context import ModelLike
-from orchestrator.models.adapter import Completion, ModelAdapter
+from contract.functions.call_context import ModelAdapter
+from orchestrator.models.adapter import BudgetedModel, Completion
 from orchestrator.models.base import Chunk, ModelRequest, Usage
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from tests.fakes import StreamModel
@@ -17,18 +17,18 @@ from tests.model_endpoint import END, HELLO
 
 async def test_a_prompt_is_answered_with_a_whole_reply() -> None:
     model = ScriptedModel(["forty-two"])
-    assert await ModelAdapter(model).complete("what?") == Completion("forty-two", Usage(1, 9), "stop")
+    assert await BudgetedModel(model).complete("what?") == Completion("forty-two", Usage(1, 9), "stop")
     assert model.requests == [ModelRequest([{"role": "user", "content": "what?"}])]
 
 
 async def test_messages_and_a_bound_go_out_as_they_are() -> None:
     model, messages = ScriptedModel(["ok"]), [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    await ModelAdapter(model).complete(messages, max_tokens=5)
+    await BudgetedModel(model).complete(messages, max_tokens=5)
     assert model.requests == [ModelRequest(messages, [], {"max_tokens": 5})]
 
 
 async def test_usage_is_summed_and_the_adapter_itself_is_frozen() -> None:
-    adapter = ModelAdapter(ScriptedModel(["one", "three"]))
+    adapter = BudgetedModel(ScriptedModel(["one", "three"]))
     await adapter.complete("a")
     await adapter.complete("b")
     assert adapter.usage == Usage(2, 8)
@@ -37,14 +37,14 @@ async def test_usage_is_summed_and_the_adapter_itself_is_frozen() -> None:
 
 
 async def test_it_is_what_tools_expect_and_bears_the_models_name() -> None:
-    adapter = ModelAdapter(ScriptedModel([], name="gpt"))
-    assert isinstance(adapter, ModelLike)
+    adapter = BudgetedModel(ScriptedModel([], name="gpt"))
+    assert isinstance(adapter, ModelAdapter)
     assert adapter.name == "gpt"
 
 
 async def test_more_calls_than_allowed_are_refused_and_do_not_reach_the_model() -> None:
     model = ScriptedModel(lambda _: "ok")
-    adapter = ModelAdapter(model, max_calls=2)
+    adapter = BudgetedModel(model, max_calls=2)
     results = await asyncio.gather(*(adapter.complete("x") for _ in range(5)), return_exceptions=True)
     failures = [result for result in results if isinstance(result, ToolFailure)]
     assert (len(model.requests), len(failures)) == (2, 3)
@@ -53,7 +53,7 @@ async def test_more_calls_than_allowed_are_refused_and_do_not_reach_the_model() 
 
 
 async def test_more_tokens_than_allowed_are_refused() -> None:
-    adapter = ModelAdapter(ScriptedModel(lambda _: "x" * 50), max_tokens=50)
+    adapter = BudgetedModel(ScriptedModel(lambda _: "x" * 50), max_tokens=50)
     await adapter.complete("x")
     with pytest.raises(ToolFailure, match="may use 50 tokens of the model and has used 51"):
         await adapter.complete("x")
@@ -61,7 +61,7 @@ async def test_more_tokens_than_allowed_are_refused() -> None:
 
 async def test_a_server_that_does_not_count_does_not_make_the_budget_endless() -> None:
     chunk = {"choices": [{"index": 0, "delta": {"content": "x" * 400}, "finish_reason": "stop"}]}
-    adapter = ModelAdapter(ScriptedModel(lambda _: Raw([chunk])), max_tokens=100)
+    adapter = BudgetedModel(ScriptedModel(lambda _: Raw([chunk])), max_tokens=100)
     await adapter.complete("x")
     assert adapter.usage == Usage()
     with pytest.raises(ToolFailure, match="budget is used up"):
@@ -73,7 +73,7 @@ async def test_questions_at_once_or_without_an_answer_count_as_well() -> None:
         await asyncio.Event().wait()
         yield END
 
-    adapter = ModelAdapter(StreamModel(silent), max_tokens=150)
+    adapter = BudgetedModel(StreamModel(silent), max_tokens=150)
     asked = (adapter.complete("x" * 400, timeout_s=0.01) for _ in range(4))
     codes = [error.code for error in await asyncio.gather(*asked, return_exceptions=True) if isinstance(error, ToolFailure)]
     assert codes == [ErrorCode.TIMEOUT] * 2 + [ErrorCode.PERMISSION_DENIED] * 2
@@ -92,7 +92,7 @@ async def test_a_reply_that_takes_too_long_is_a_timeout_of_the_tool() -> None:
             closed.set()
 
     with pytest.raises(ToolFailure, match=r"did not answer in 0\.01 s") as caught:
-        await ModelAdapter(StreamModel(silent)).complete("x", timeout_s=0.01)
+        await BudgetedModel(StreamModel(silent)).complete("x", timeout_s=0.01)
     assert caught.value.code is ErrorCode.TIMEOUT
     assert closed.is_set()
 
@@ -108,7 +108,7 @@ async def test_a_reply_that_breaks_off_is_asked_for_again_and_nothing_of_it_kept
             raise ModelInterrupted("broke off")
         yield END
 
-    assert (await ModelAdapter(StreamModel(breaking)).complete("x")).text == HELLO["choices"][0]["delta"]["content"]
+    assert (await BudgetedModel(StreamModel(breaking)).complete("x")).text == HELLO["choices"][0]["delta"]["content"]
 
 
 async def test_a_model_that_keeps_breaking_off_or_is_gone_is_the_operators() -> None:
@@ -118,8 +118,8 @@ async def test_a_model_that_keeps_breaking_off_or_is_gone_is_the_operators() -> 
 
     for model in (StreamModel(breaking), ScriptedModel([])):
         with pytest.raises(ModelUnavailable):
-            await ModelAdapter(model).complete("x")
+            await BudgetedModel(model).complete("x")
 
 
 async def test_calls_in_a_reply_are_not_run_and_no_text() -> None:
-    assert (await ModelAdapter(ScriptedModel([Calls([("rm", {})], "sure")])).complete("x")).text == "sure"
+    assert (await BudgetedModel(ScriptedModel([Calls([("rm", {})], "sure")])).complete("x")).text == "sure"

@@ -4,17 +4,16 @@ import asyncio
 import contextlib
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from contract.errors import ToolFailure
 from contract.functions.call_context import CallContext, CallHandler
-from contract.functions.session_state import NoState, SessionState
 from contract.registry import Tool
 from workers.custom.call_loops import CallLoop
-from workers.custom.model import CallerModel
 from workers.custom.outcomes import build_error_outcome, build_outcome
 from workers.custom.prints import PrintLog
 from workers.tools.base import Handler, Outcome, Workbench
@@ -22,18 +21,11 @@ from workers.tools.base import Handler, Outcome, Workbench
 log = structlog.get_logger(__name__)
 
 
-class States(Protocol):
-    """Where the states of sessions lie. As workers/custom/state.py has it."""
-
-    def open(self, tenant: str, session: str) -> SessionState: ...
-
-
 class CustomCalls:
-    """Makes handlers of tools. `config`: what the operator gives every call; `states` None: no session has a state here."""
+    """Makes handlers of tools. `config`: what the operator gives every call."""
 
-    def __init__(self, config: Mapping[str, Any], states: States | None) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
-        self._states = states
 
     def build_handler(self, tool: Tool[CallHandler]) -> Handler:
         """A handler that calls the tool's function in the calling thread, to its end. What it prints is logged."""
@@ -57,16 +49,6 @@ class CustomCalls:
             return build_error_outcome(bench.call, error)
 
     def _context(self, bench: Workbench, loop: CallLoop) -> CallContext:
-        told = bench.context
-        return CallContext(
-            call_id=bench.call.id,
-            tenant=told.tenant,
-            run=told.run,
-            session=told.session,
-            cwd=told.cwd,
-            # The operator's word is last: a caller must not turn a tool to another server. A copy: it is this call's.
-            config=MappingProxyType(copy.deepcopy({**told.config, **self._config})),
-            model=CallerModel(told.model, bench.events) if told.model is not None else None,
-            state=NoState() if self._states is None or told.session is None else self._states.open(told.tenant, told.session),
-            runner=loop,
-        )
+        context = bench.call_context(loop)
+        # The operator's values come last: a caller must not direct a tool to another server. A copy, which belongs to this call.
+        return replace(context, config=MappingProxyType({**context.config, **copy.deepcopy(dict(self._config))}))

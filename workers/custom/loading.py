@@ -16,7 +16,7 @@ from contract.functions.call_context import CallHandler, KnownHandler
 from contract.functions.function_tools import tool
 from contract.names import BUILTIN_TOOLS
 from contract.registry import Tool, ToolRegistry
-from workers.custom.calls import CustomCalls, States
+from workers.custom.calls import CustomCalls
 from workers.tools.base import WorkerTool
 from workers.tools.builtin import build_registry
 
@@ -37,16 +37,15 @@ def load_custom_tools(
     modules: Sequence[str] = (),
     *,
     config: Mapping[str, Any] | None = None,
-    states: States | None = None,
     find_entry_points: FindEntryPoints | None = None,
 ) -> tuple[WorkerTool, ...]:
     """The tools of every installed package with entry points in `toolcrew.tools`, then those of `modules`, as this worker runs them.
 
-    `config`: what tools find in `CallContext.config`, beside what travels with the call. `states` None: tools have no session's state.
+    `config`: what tools find in `CallContext.config`, beside what travels with the call.
     Raises ConfigError, with the package or module and what to do: it cannot be imported, holds no tool, or a name is taken.
     """
     found = [*_from_entry_points(find_entry_points or _installed), *(one for name in modules for one in _from_module(name))]
-    calls = CustomCalls(config or {}, states)
+    calls = CustomCalls(config or {})
     return tuple(_served(one, calls) for one in _distinct(found))
 
 

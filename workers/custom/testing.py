@@ -44,7 +44,7 @@ class LocalWorker:
     def __init__(self, *tools: Any, config: Mapping[str, Any] | None = None, model: AskModel | None = None) -> None:
         self._states = MemoryStates()
         self._model = model
-        self._registry = ToolRegistry(serve_values(tools, CustomCalls(config or {}, self._states), "this test's worker"))
+        self._registry = ToolRegistry(serve_values(tools, CustomCalls(config or {}), "this test's worker"))
         # One executor for all: every call is a new one, so nothing has to be remembered of them.
         self._executor = Executor(
             self._registry,
@@ -54,6 +54,7 @@ class LocalWorker:
             {},
             guard=Interrupts(CancelBoard(), lambda: None),
             open_events=lambda call, context: self._open_events(),
+            states=self._states,
         )
         self._numbers = itertools.count(1)
         self.log: list[MutableMapping[str, Any]] = []

@@ -8,6 +8,7 @@ from pydantic import JsonValue
 
 from contract.calls import Spill, ToolCall, ToolContext
 from contract.errors import ErrorCode
+from contract.functions.call_context import CallContext, CoroutineRunner
 from contract.registry import Tool, ToolRegistry
 from workers.call_events import CallEvents
 from workers.sandbox_client import GuestResponse
@@ -42,6 +43,13 @@ class Workbench(Protocol):
         """One request to the guest of the call's session. `on_data` gets (stream, bytes) as they come, else they are gathered.
 
         While `on_data` does not return nothing more is read, and the guest waits. Raises ToolFailure and SandboxUnavailable.
+        """
+        ...
+
+    def call_context(self, runner: CoroutineRunner | None = None) -> CallContext:
+        """The call's surroundings as every tool gets them: configuration, working directory, model of the caller, state of the session.
+
+        `runner` runs the coroutines of model and state for a tool that is not asynchronous.
         """
         ...
 
