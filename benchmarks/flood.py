@@ -35,7 +35,7 @@ async def _run(rounds: int) -> Report:
         settings = load_settings()
         connection = open_redis(settings.broker(url))
         stack.push_async_callback(connection.aclose)
-        tenants = RedisTenants(connection, settings.broker(url).deployment)
+        tenants = RedisTenants(connection, settings.broker(url).deployment, settings.broker(url).signing_keys())
         for name in ("many", "few"):
             await tenants.add(name, TenantPolicy())
         stack.enter_context(running_tools(url, SLOTS))

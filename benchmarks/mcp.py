@@ -47,7 +47,7 @@ async def _run(rounds: int) -> Report:
         broker = load_settings().broker(sdk.stack.redis_url)
         connection = open_redis(broker)
         stack.push_async_callback(connection.aclose)
-        key = (await ApiKeys(connection, broker.deployment).add(DEFAULT_TENANT, name="bench")).text
+        key = (await ApiKeys(connection, broker.deployment, broker.signing_keys()).add(DEFAULT_TENANT, name="bench")).text
         port = await stack.enter_async_context(_serving(broker))
         session = await stack.enter_async_context(await sdk.open_session())
         line = await stack.enter_async_context(_kept_line(port, f"/mcp/{session.id}", key))

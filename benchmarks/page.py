@@ -36,8 +36,8 @@ async def _run() -> Report:
         client = open_redis(settings.broker())
         try:
             await until_it_answers(client)
-            key = (await ApiKeys(client, settings.deployment).add(TENANT, "operator")).text
-            hosted = HostedRuns(client, settings.deployment, RedisTenants(client, settings.deployment))
+            key = (await ApiKeys(client, settings.deployment, settings.broker().signing_keys()).add(TENANT, "operator")).text
+            hosted = HostedRuns(client, settings.deployment, RedisTenants(client, settings.deployment, settings.broker().signing_keys()))
             first = await _start_runs(hosted)
             async with _open(settings, key) as pages:
                 paths = {

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from contract.signing import SigningKeys
 from contract.tenancy import POLICY_FRESH_S, TenantLook, TenantPolicy
 
 MAX_KNOWN = 4096
@@ -13,7 +14,8 @@ MAX_KNOWN = 4096
 class KnownTenants:
     """Whoever uses it reads in Redis, and says when it asked: an answer that was overtaken by a later one changes nothing."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, keys: SigningKeys, clock: Callable[[], float] = time.monotonic) -> None:
+        self._keys = keys
         self.clock = clock
         self._lock = threading.Lock()
         self._policies: dict[str, TenantPolicy] = {}
@@ -40,7 +42,7 @@ class KnownTenants:
         with self._lock:
             if asked_at >= self._asked_at:
                 self._turn_to(look.version, is_known_same=True)
-        policy = look.policy(tenant)
+        policy = look.policy(tenant, self._keys)
         with self._lock:
             if look.version == self._version:
                 while len(self._policies) >= MAX_KNOWN:

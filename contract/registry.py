@@ -9,7 +9,9 @@ from typing import Any, Generic, Literal, TypeVar, cast
 from pydantic import Field, ValidationError
 
 from contract.calls import Record
+from contract.errors import EnvelopeRefused
 from contract.schema import check_schema, prepare_arguments
+from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 
 Handler = TypeVar("Handler")
@@ -196,15 +198,24 @@ def switches_for(switches: Mapping[str, Switch], tenant: str) -> dict[str, Switc
     return own | {field: switch for field, switch in switches.items() if "/" not in field}
 
 
-def parse_switches(told: Mapping[Any, Any]) -> dict[str, Switch]:
-    """The switches of a Redis hash, by their fields. One that cannot be read still turns its tool off: somebody meant it."""
+def seal_switch(keys: SigningKeys, field: str, switch: Switch) -> str:
+    """Return the signed switch. It is valid for this field only."""
+    return keys.seal(f"switch {field}", switch.model_dump_json())
+
+
+def parse_switches(keys: SigningKeys, sealed: Mapping[bytes, bytes]) -> dict[str, Switch]:
+    """Return the switches of a Redis hash by their fields.
+
+    A switch that cannot be verified or read still turns its tool off, so that a damaged record never turns a tool on. Its text is not used.
+    """
     found = {}
-    for name, data in told.items():
+    for name, data in sealed.items():
+        field = name.decode(errors="replace")
         try:
-            switch = Switch.model_validate_json(data)
-        except ValidationError:
-            switch = Switch()
-        found[name.decode(errors="replace") if isinstance(name, bytes) else str(name)] = switch
+            switch = Switch.model_validate_json(keys.unseal(f"switch {field}", data))
+        except (EnvelopeRefused, ValidationError):
+            switch = Switch(reason="its record in Redis cannot be verified: turn the tool on or off again")
+        found[field] = switch
     return found
 
 

@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 from contract.errors import EnvelopeRefused
 
 KEY_ID_CHARS = 12
+UNSEAL_LUA = """
+-- The text of a sealed record. Scripts cannot check signatures: they use it only to find records that are removed or wait.
+local function unsealed(text) return string.match(text or '', '^%x+%.%x+%.(.*)$') or text or '' end
+"""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from contract.calls import Record
-from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.errors import ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
+from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 
 DEFAULT_TENANT = "default"
@@ -17,7 +18,7 @@ POLICY_FRESH_S = 1.0
 """How old what a process knows of the tenants may be."""
 MAX_PAUSE_REASON_CHARS = 500
 MAX_POLICY_BYTES = 256 * 1024
-"""As JSON. A longer one is neither kept nor read."""
+"""Of a signed policy. A longer one is neither written nor read."""
 VERSION_FIELD = "#version"
 """Of the hash of tenants, no tenant's name: a new word with every change, so that one small read tells whether anything has changed."""
 VERB_TOOLS = {"session.exec": "bash_tool", "session.write_file": "write_tool", "session.read_file": "read_tool"}
@@ -97,12 +98,12 @@ class TenantLook:
         """Whether nobody but the default tenant is registered, so that any name is served."""
         return self.fields == (self.version is not None) + (self.default is not None)
 
-    def policy(self, tenant: str) -> TenantPolicy:
-        """What the tenant may have. Raises ToolFailure(UNKNOWN_TENANT), ConfigError when what is kept cannot be read: then it may nothing."""
+    def policy(self, tenant: str, keys: SigningKeys) -> TenantPolicy:
+        """The tenant's policy. Raises ToolFailure(UNKNOWN_TENANT); ConfigError when it cannot be verified or read: then the tenant has no rights."""
         if self.own is not None:
-            return parse_policy(tenant, self.own)
+            return parse_policy(keys, tenant, self.own)
         if tenant == DEFAULT_TENANT or self.is_open:
-            return parse_policy(DEFAULT_TENANT, self.default) if self.default is not None else TenantPolicy()
+            return parse_policy(keys, DEFAULT_TENANT, self.default) if self.default is not None else TenantPolicy()
         raise ToolFailure(
             ErrorCode.UNKNOWN_TENANT,
             f"there is no tenant {tenant}: call for one that is registered, or have the operator register it (toolcrew tenants add {tenant})",
@@ -128,13 +129,21 @@ def say_subject(name: str, used: str) -> str:
     return "it" if used == name else f"it would run a program as {used} does, which"
 
 
-def parse_policy(tenant: str, text: bytes | str) -> TenantPolicy:
-    """The policy that is kept for the tenant. Raises ConfigError with what is wrong and what to do."""
-    advice = f"run the same release everywhere, or set it anew (toolcrew tenants set {tenant} --from FILE)"
-    if len(text) > MAX_POLICY_BYTES:
+def seal_policy(keys: SigningKeys, tenant: str, policy: TenantPolicy) -> str:
+    """Return the signed policy. It is valid for this tenant only."""
+    # Only fields that differ from the default: a release with one more field can still be read by its neighbour until the field is used.
+    return keys.seal(f"policy {tenant}", policy.model_dump_json(exclude_defaults=True))
+
+
+def parse_policy(keys: SigningKeys, tenant: str, sealed: bytes) -> TenantPolicy:
+    """Return the tenant's policy. Raises ConfigError with what is wrong and what to do."""
+    advice = f"run the same release everywhere, or set it again (toolcrew tenants set {tenant} --from FILE)"
+    if len(sealed) > MAX_POLICY_BYTES:
         raise ConfigError(f"the policy of tenant {tenant} is larger than {MAX_POLICY_BYTES} bytes, so nothing is served for it: {advice}")
     try:
-        return TenantPolicy.model_validate_json(text, strict=True)
+        return TenantPolicy.model_validate_json(keys.unseal(f"policy {tenant}", sealed), strict=True)
+    except EnvelopeRefused as error:
+        raise ConfigError(f"the policy of tenant {tenant} cannot be verified, so nothing is served for it: {advice}. {error}") from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -142,7 +151,7 @@ def parse_policy(tenant: str, text: bytes | str) -> TenantPolicy:
         raise ConfigError(f"the policy of tenant {tenant} cannot be read ({told}), so nothing is served for it: {advice}") from error
 
 
-def parse_tenants(told: Mapping[bytes, bytes]) -> dict[str, TenantPolicy | ConfigError]:
+def parse_tenants(keys: SigningKeys, told: Mapping[bytes, bytes]) -> dict[str, TenantPolicy | ConfigError]:
     """All registered tenants of the hash, by name; in place of a policy that cannot be read: why."""
     found: dict[str, TenantPolicy | ConfigError] = {}
     for field in sorted(told):
@@ -150,7 +159,7 @@ def parse_tenants(told: Mapping[bytes, bytes]) -> dict[str, TenantPolicy | Confi
         if name == VERSION_FIELD:
             continue
         try:
-            found[name] = parse_policy(name, told[field])
+            found[name] = parse_policy(keys, name, told[field])
         except ConfigError as error:
             found[name] = error
     return found

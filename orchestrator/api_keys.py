@@ -1,4 +1,4 @@
-"""API keys: who may call for which tenant. Only a digest of a key is kept; the key itself is shown once, when it is made."""
+"""API keys: which tenant and role a key stands for. Redis has only a signed record with a digest of the key; the key itself is shown once."""
 
 import copy
 import hashlib
@@ -16,9 +16,10 @@ from redis.exceptions import RedisError
 
 from contract.calls import Identifier, Record
 from contract.clock import format_instant
-from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
 from contract.names import api_keys_key, audit_key, tenants_key
 from contract.registry import LAST_INSTANT
+from contract.signing import SigningKeys
 from orchestrator.actors import Actor, local_actor
 from orchestrator.actors import Role as Role
 from orchestrator.audit import AUDIT_LUA, build_entry, entry_text
@@ -92,11 +93,13 @@ class NewKey:
 
 
 class ApiKeys:
-    """The keys in Redis, one read again at most every KEY_FRESH_S seconds. `clock`: Unix seconds. Changes are put down to whoever runs this program, or
-    to the actor of `acting_as`."""
+    """The keys in Redis, each read again after at most KEY_FRESH_S seconds. `signing` signs and checks their records. `clock`: Unix seconds. The audit
+    names the user of this program as the actor of a change, or the actor of `acting_as`."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, clock: Callable[[], float] = time.time) -> None:
-        self._client = client
+    def __init__(
+        self, client: "redis.asyncio.Redis", deployment: str, signing: SigningKeys, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._client, self._signing = client, signing
         self._tenants, self._key, self._audit = tenants_key(deployment), api_keys_key(deployment), audit_key(deployment)
         self._actor: Actor | None = None
         self._clock = clock
@@ -154,7 +157,10 @@ class ApiKeys:
         until = format_instant(record.expires_at) if record.expires_at is not None else None
         told = {"role": role, "name": name, "tail": record.tail, "expires": until}
         entry = build_entry(self._actor or local_actor(), "key.add", key_id, tenant=tenant, details=told)
-        keys, args = [self._tenants, self._key, self._audit], [tenant, key_id, record.model_dump_json(), entry_text(entry)]
+        keys, args = (
+            [self._tenants, self._key, self._audit],
+            [tenant, key_id, self._signing.seal(_purpose(key_id), record.model_dump_json()), entry_text(entry)],
+        )
         try:
             added = await self._add_script(keys=keys, args=args)
         except (RedisError, OSError) as error:
@@ -169,7 +175,7 @@ class ApiKeys:
             data: Any = await self._client.hget(self._key, key_id)
             if data is None:
                 return False
-            entry = build_entry(self._actor or local_actor(), "key.remove", key_id, **_told_of(key_id, data))
+            entry = build_entry(self._actor or local_actor(), "key.remove", key_id, **self._describe(key_id, data))
             was_there: Any = await self._revoke_script(keys=[self._key, self._audit], args=[key_id, entry_text(entry)])
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"the key was not revoked: Redis does not do it ({error}); try again") from error
@@ -186,7 +192,7 @@ class ApiKeys:
         for raw, data in told.items():
             key_id = raw.decode(errors="replace")
             try:
-                found[key_id] = _parse(key_id, data)
+                found[key_id] = self._parse(key_id, data)
             except ConfigError as error:
                 found[key_id] = error
         return dict(sorted(found.items(), key=lambda item: item[1].created_at if isinstance(item[1], ApiKeyRecord) else 0.0))
@@ -214,11 +220,28 @@ class ApiKeys:
         self._known.pop(key_id, None)
         if data is None:
             return None
-        record = _parse(key_id, data)
+        record = self._parse(key_id, data)
         while len(self._known) >= MAX_KNOWN:
             del self._known[next(iter(self._known))]
         self._known[key_id] = (record, asked_at)
         return record
+
+    def _parse(self, key_id: str, data: bytes) -> ApiKeyRecord:
+        advice = f"the key is refused: remove it (toolcrew tenants keys rm {key_id}) and create another"
+        try:
+            return ApiKeyRecord.model_validate_json(self._signing.unseal(_purpose(key_id), data))
+        except EnvelopeRefused as error:
+            raise ConfigError(f"the record of API key {key_id} cannot be verified, so {advice}. {error}") from error
+        except ValidationError as error:
+            raise ConfigError(f"the record of API key {key_id} cannot be read, so {advice}") from error
+
+    def _describe(self, key_id: str, data: bytes) -> dict[str, Any]:
+        """The fields of the audit entry about a record that is removed."""
+        try:
+            record = self._parse(key_id, data)
+        except ConfigError:
+            return {"details": {"record": "could not be read"}}
+        return {"tenant": record.tenant, "details": {"role": record.role, "name": record.name, "tail": record.tail}}
 
 
 class Credential:
@@ -249,24 +272,11 @@ class ShownCredential(Credential):
         return await self._keys.recall(self._text)
 
 
-def _told_of(key_id: str, data: bytes) -> dict[str, Any]:
-    """Of a record that goes, what the audit keeps."""
-    try:
-        record = _parse(key_id, data)
-    except ConfigError:
-        return {"details": {"record": "could not be read"}}
-    return {"tenant": record.tenant, "details": {"role": record.role, "name": record.name, "tail": record.tail}}
-
-
 def _digest(text: str) -> str:
     """A plain hash, and no slow one: the secret is 32 random bytes, which nobody finds by trying; and each call asks."""
     return hashlib.sha256(b"toolcrew api key v1\0" + text.encode(errors="surrogatepass")).hexdigest()
 
 
-def _parse(key_id: str, data: bytes) -> ApiKeyRecord:
-    try:
-        return ApiKeyRecord.model_validate_json(data)
-    except ValidationError as error:
-        raise ConfigError(
-            f"the record of API key {key_id} cannot be read, so it opens nothing: revoke it (toolcrew tenants keys rm {key_id}) and make another"
-        ) from error
+def _purpose(key_id: str) -> str:
+    """A record is valid for its own key id only."""
+    return f"api-key {key_id}"

@@ -55,10 +55,11 @@ async def open_stores() -> AsyncIterator[tuple[RedisTenants, ApiKeys]]:
     if settings.redis_url is None:
         raise ConfigError("TOOLCREW_REDIS_URL is not set, and tenants of a stack that ends with this command would mean nothing: set it")
     broker = settings.broker()
+    keys = broker.signing_keys()
     client = open_redis(broker)
     try:
         await check_redis(client, broker)
-        yield RedisTenants(client, broker.deployment), ApiKeys(client, broker.deployment)
+        yield RedisTenants(client, broker.deployment, keys), ApiKeys(client, broker.deployment, keys)
     finally:
         await client.aclose()
 

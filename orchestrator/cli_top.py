@@ -27,13 +27,14 @@ def top(
 
     async def work() -> Overview | None:
         settings = load_settings()
-        client = open_redis(settings.broker())
+        broker = settings.broker()
+        keys, client = broker.signing_keys(), open_redis(broker)
         try:
-            reader = OverviewReader(client, settings.deployment)
+            reader = OverviewReader(client, broker.deployment, keys)
             if is_live:
                 await LiveOverview(reader, console).run()
                 return None
-            await check_redis(client, settings.broker())
+            await check_redis(client, broker)
             return await reader.read()
         finally:
             await client.aclose()

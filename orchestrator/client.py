@@ -104,7 +104,7 @@ class ToolClient:
         ) as pool:
             credential = None
             if api_key is not None:
-                keys = ApiKeys(pool.redis, settings.deployment)
+                keys = ApiKeys(pool.redis, settings.deployment, pool.keys)
                 credential = Credential(keys, api_key)
                 tenant = (await keys.authenticate(api_key)).tenant if tenant == DEFAULT_TENANT else tenant
                 await credential.check(tenant)

@@ -44,7 +44,7 @@ async def _examine_deployment(settings: OrchestratorSettings, report: Report, *,
         client = open_redis(broker)
         try:
             if await examine_redis(client, broker, report):
-                hosts = await examine_pool(client, broker.deployment, report)
+                hosts = await examine_pool(client, broker.deployment, broker.signing_keys(), report)
                 if is_deep:
                     await examine_hosts(broker, hosts, report)
         finally:

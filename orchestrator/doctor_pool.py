@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 from contract.errors import BrokerUnavailable, ConfigError
 from contract.hosts import RELEASE, HostReport
 from contract.names import CATALOG_POOLS, audit_key, catalog_names_key, host_key, hosts_key
+from contract.signing import SigningKeys
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
 from orchestrator.api_keys import ApiKeyRecord, ApiKeys
 from orchestrator.catalog import STARTED_BY, RedisCatalog
@@ -32,17 +33,17 @@ _TAIL = 4096
 """Bytes at a message's end, in which its headers stand."""
 
 
-async def examine_pool(client: "redis.asyncio.Redis", deployment: str, report: Report) -> list[HostReport]:
+async def examine_pool(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, report: Report) -> list[HostReport]:
     """Everything that Redis knows; the workers that report. Raises BrokerUnavailable."""
     hosts, catalog = RedisHosts(client, deployment), RedisCatalog(client, deployment)
-    seen = await OverviewReader(client, deployment).read()
+    seen = await OverviewReader(client, deployment, keys).read()
     _judge_workers(seen.hosts, report)
     unreadable = await _examine_unreadable(client, deployment, seen, report)
     await examine_workers(catalog, report)
-    await _Tools(client, deployment, report).examine(catalog)
+    await _Tools(client, deployment, keys, report).examine(catalog)
     await _examine_queues(client, hosts, seen, deployment, unreadable, report)
-    await _examine_tenants(client, deployment, seen, report)
-    await _examine_keys(client, deployment, report)
+    await _examine_tenants(client, deployment, keys, seen, report)
+    await _examine_keys(client, deployment, keys, report)
     _judge_questions(seen, report)
     await _examine_audit(client, deployment, report)
     return list(seen.hosts)
@@ -126,8 +127,8 @@ def _size_of(one: HostReport) -> str:
 class _Tools:
     """Tools: what is published beside what was, what is switched off, and what policies name."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, report: Report) -> None:
-        self._client, self._deployment, self._report = client, deployment, report
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, report: Report) -> None:
+        self._client, self._deployment, self._keys, self._report = client, deployment, keys, report
 
     async def examine(self, catalog: RedisCatalog) -> None:
         try:
@@ -169,7 +170,7 @@ class _Tools:
         return found
 
     async def _examine_switches(self, published: Mapping[str, str]) -> None:
-        switches = await RedisSwitches(self._client, self._deployment).switches()
+        switches = await RedisSwitches(self._client, self._deployment, self._keys).switches()
         off = sorted(switches)
         if off:
             self._report.note("tools", f"switched off: {', '.join(off)}", "if that is not meant: `toolcrew tools enable NAME`")
@@ -229,8 +230,8 @@ async def _oldest_message_s(client: "redis.asyncio.Redis", queue: str, deploymen
         return None
 
 
-async def _examine_tenants(client: "redis.asyncio.Redis", deployment: str, seen: Overview, report: Report) -> None:
-    policies = await RedisTenants(client, deployment).all()
+async def _examine_tenants(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, seen: Overview, report: Report) -> None:
+    policies = await RedisTenants(client, deployment, keys).all()
     sandboxes = [one for one in seen.hosts if one.kind == "sandbox" and one.worker]
     classes = {name for one in sandboxes for name in one.classes}
     before = len(report.findings)
@@ -265,8 +266,8 @@ def _judge_policy(name: str, policy: TenantPolicy, classes: set[str], images: se
         )
 
 
-async def _examine_keys(client: "redis.asyncio.Redis", deployment: str, report: Report) -> None:
-    keys, now = await ApiKeys(client, deployment).all(), await read_clock(client)
+async def _examine_keys(client: "redis.asyncio.Redis", deployment: str, signing: SigningKeys, report: Report) -> None:
+    keys, now = await ApiKeys(client, deployment, signing).all(), await read_clock(client)
     before = len(report.findings)
     for key_id, record in keys.items():
         if isinstance(record, ConfigError):

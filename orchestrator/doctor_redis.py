@@ -26,7 +26,7 @@ _MIB = 1024 * 1024
 
 
 async def examine_redis(client: "redis.asyncio.Redis", broker: BrokerSettings, report: Report) -> bool:
-    """Whether it answers. Raises BrokerUnavailable when it stops to, in between."""
+    """Return whether its records can be read: Redis answers, and there is a secret to check them with. Raises BrokerUnavailable."""
     try:
         await check_redis(client, broker)
     except BrokerUnavailable as error:
@@ -43,10 +43,10 @@ async def examine_redis(client: "redis.asyncio.Redis", broker: BrokerSettings, r
         _judge_server(told, broker, report)
         _judge_memory(told, report)
         _judge_persistence(told, report)
-    _examine_secret(broker, report)
+    has_secret = _examine_secret(broker, report)
     await _examine_clock(client, report)
     await _examine_refusals(client, broker.deployment, report)
-    return True
+    return has_secret
 
 
 async def _told(client: "redis.asyncio.Redis") -> dict[str, Any]:
@@ -106,12 +106,12 @@ def _judge_persistence(told: Mapping[str, Any], report: Report) -> None:
         report.broken("persistence", "Redis could not save its data the last time", "see that its disk and memory have room, and its log")
 
 
-def _examine_secret(broker: BrokerSettings, report: Report) -> None:
+def _examine_secret(broker: BrokerSettings, report: Report) -> bool:
     try:
         broker.signing_keys()
     except ConfigError as error:
         report.add("secret", False, str(error))
-        return
+        return False
     source = "TOOLCREW_SECRET" if broker.secret is not None else "Redis's password"
     if broker.secrets_previous:
         report.note(
@@ -121,6 +121,7 @@ def _examine_secret(broker: BrokerSettings, report: Report) -> None:
         )
     else:
         report.good("secret", f"calls are signed with {source}; --deep proves that every host has the same")
+    return True
 
 
 async def _examine_clock(client: "redis.asyncio.Redis", report: Report) -> None:

@@ -42,7 +42,9 @@ class LocalApi:
         """With a key that is valid from now on. Raises BrokerUnavailable."""
         client = open_redis(broker)
         try:
-            made = await ApiKeys(client, broker.deployment).add(DEFAULT_TENANT, "admin", name="embedded stack", ttl_s=KEY_TTL_S)
+            made = await ApiKeys(client, broker.deployment, broker.signing_keys()).add(
+                DEFAULT_TENANT, "admin", name="embedded stack", ttl_s=KEY_TTL_S
+            )
         finally:
             await client.aclose()
         return cls(broker, port, made.text, made.id)
@@ -52,6 +54,6 @@ class LocalApi:
         client = open_redis(self.broker)
         try:
             with contextlib.suppress(BrokerUnavailable):
-                await ApiKeys(client, self.broker.deployment).revoke(self.key_id)
+                await ApiKeys(client, self.broker.deployment, self.broker.signing_keys()).revoke(self.key_id)
         finally:
             await client.aclose()

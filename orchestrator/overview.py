@@ -15,6 +15,7 @@ from contract.clock import format_instant
 from contract.errors import BrokerUnavailable, ConfigError
 from contract.hosts import HostReport
 from contract.names import POOL_QUEUES, admission_prefix, slots_key
+from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.hosts import RedisHosts
 from orchestrator.runs.keys import runs_prefix
@@ -114,10 +115,10 @@ class Overview(Record):
 class OverviewReader:
     """Reads it in few round trips, however many tenants there are; what it needs of Redis is closed by whoever opened it."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._deployment = deployment
         self._hosts = RedisHosts(client, deployment)
-        self._tenants = RedisTenants(client, deployment)
+        self._tenants = RedisTenants(client, deployment, keys)
         self._script = client.register_script(resources.files("orchestrator").joinpath("overview.lua").read_text(encoding="utf-8"))
 
     async def read(self) -> Overview:

@@ -10,6 +10,7 @@ import redis.asyncio
 from contract.clock import SharedClock
 from contract.masking import passwords_of
 from contract.settings import BrokerSettings
+from contract.signing import SigningKeys
 from orchestrator.admission import PausableAdmission, SharedAdmission
 from orchestrator.blobs import Blobs
 from orchestrator.call_events import CallEvents
@@ -39,6 +40,7 @@ class PoolConnection:
     """What a client of a pool uses."""
 
     redis: "redis.asyncio.Redis"
+    keys: SigningKeys
     dispatcher: Dispatcher
     catalog: RedisCatalog
     blobs: Blobs
@@ -81,7 +83,7 @@ async def open_pool(
         catalog = RedisCatalog(redis, deployment)
         if needs_workers:
             await catalog.specs()
-        clock, events, switches = SharedClock(), CallEvents(redis, deployment), RedisSwitches(redis, deployment)
+        clock, events, switches = SharedClock(), CallEvents(redis, deployment), RedisSwitches(redis, deployment, keys)
         stack.push_async_callback(events.close)
         hub = ResultHub(redis)
         await hub.start()
@@ -89,7 +91,7 @@ async def open_pool(
         watch = CallWatch(redis, deployment, hub.fail)
         await watch.start()
         stack.push_async_callback(watch.close)
-        blobs, tenants = Blobs(redis, deployment), RedisTenants(redis, deployment)
+        blobs, tenants = Blobs(redis, deployment), RedisTenants(redis, deployment, keys)
         transport = CeleryTransport(broker, hub, watch, clock)
         stack.push_async_callback(transport.aclose)
         admission = PausableAdmission(SharedAdmission(redis, deployment), tenants)
@@ -114,4 +116,4 @@ async def open_pool(
             meter=tally.calls,
             offers=offers,
         )
-        yield PoolConnection(redis, dispatcher, catalog, blobs, switches, tenants, installed, offers, tracer, tally)
+        yield PoolConnection(redis, keys, dispatcher, catalog, blobs, switches, tenants, installed, offers, tracer, tally)

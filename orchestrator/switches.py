@@ -11,7 +11,8 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import audit_key, switches_key
-from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, parse_switches, switch_field
+from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, parse_switches, seal_switch, switch_field
+from contract.signing import SigningKeys
 from orchestrator.actors import Actor, local_actor
 from orchestrator.audit import AUDIT_LUA, AuditAction, build_entry, entry_text
 
@@ -38,8 +39,8 @@ class RedisSwitches:
     """The switches in Redis, read again at most every SWITCHES_FRESH_S seconds; one's own changes are seen at once. They are put down to
     whoever runs this program, or to the actor of `acting_as`."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
-        self._client = client
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
+        self._client, self._keys = client, keys
         self._key, self._audit = switches_key(deployment), audit_key(deployment)
         self._turn_script = client.register_script(_TURN)
         self._actor: Actor | None = None
@@ -61,7 +62,7 @@ class RedisSwitches:
             except (RedisError, OSError) as error:
                 raise BrokerUnavailable(f"Redis did not say which tools are turned off ({error})") from error
             if told != known.told:
-                known.told, known.switches = told, parse_switches(told)
+                known.told, known.switches = told, parse_switches(self._keys, told)
             known.read_at = asked_at
         return known.switches
 
@@ -76,7 +77,8 @@ class RedisSwitches:
     async def _turn(self, action: AuditAction, name: str, tenant: str | None, switch: Switch | None) -> bool:
         told = {"reason": switch.reason} if switch is not None else {}
         entry = build_entry(self._actor or local_actor(), action, name, tenant=tenant, details=told)
-        args = [switch_field(name, tenant), switch.model_dump_json() if switch is not None else "", entry_text(entry)]
+        field = switch_field(name, tenant)
+        args = [field, seal_switch(self._keys, field, switch) if switch is not None else "", entry_text(entry)]
         try:
             was_off = await self._turn_script(keys=[self._key, self._audit], args=args)
         except (RedisError, OSError) as error:

@@ -15,6 +15,7 @@ from contract.calls import Identifier
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from contract.known_tenants import KnownTenants
 from contract.names import api_keys_key, audit_key, installed_skills_key, skill_bundle_key, switches_key, tenants_key
+from contract.signing import UNSEAL_LUA, SigningKeys
 from contract.tenancy import (
     DEFAULT_TENANT,
     MAX_PAUSE_REASON_CHARS,
@@ -24,6 +25,7 @@ from contract.tenancy import (
     TenantPolicy,
     parse_policy,
     parse_tenants,
+    seal_policy,
 )
 from orchestrator.actors import Actor, local_actor
 from orchestrator.audit import AUDIT_LUA, AuditAction, build_entry, entry_text
@@ -43,6 +45,7 @@ return 1
 """
 _REMOVE = (
     AUDIT_LUA
+    + UNSEAL_LUA
     + """
 -- KEYS: tenants, API keys, switches, audit. ARGV: name, a new version, entry, the tenant's skills, prefix of their bundles. The tenant's keys, switches
 -- and skills go with it: they must not come back with one of the same name.
@@ -55,11 +58,11 @@ for _, field in ipairs(switches) do
   if string.sub(field, 1, #ARGV[1] + 1) == ARGV[1] .. '/' then redis.call('HDEL', KEYS[3], field) end
 end
 for at = 1, #keys, 2 do
-  local is_json, record = pcall(cjson.decode, keys[at + 1])
+  local is_json, record = pcall(cjson.decode, unsealed(keys[at + 1]))
   if is_json and type(record) == 'table' and record.tenant == ARGV[1] then revoked = revoked + redis.call('HDEL', KEYS[2], keys[at]) end
 end
 for _, text in ipairs(redis.call('HVALS', ARGV[4])) do
-  local is_json, record = pcall(cjson.decode, text)
+  local is_json, record = pcall(cjson.decode, unsealed(text))
   if is_json and type(record) == 'table' and type(record.skill) == 'table' then redis.call('DEL', ARGV[5] .. record.skill.digest) end
 end
 redis.call('DEL', ARGV[4])
@@ -95,11 +98,11 @@ class RedisTenants:
     """The tenants in Redis. Their version is read at most every POLICY_FRESH_S seconds, a policy when it is first needed or something has
     changed; one's own changes are seen at once. They are put down to whoever runs this program, or to the actor of `acting_as`."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
-        self._client, self._deployment = client, deployment
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
+        self._client, self._deployment, self._signing = client, deployment, keys
         self._keys = [tenants_key(deployment), api_keys_key(deployment), switches_key(deployment), audit_key(deployment)]
         self._actor: Actor | None = None
-        self._known = KnownTenants()
+        self._known = KnownTenants(keys)
         self._checks, self._looks = SharedReads[None](), SharedReads[TenantPolicy]()
         self._change_script = client.register_script(_CHANGE)
         self._remove_script = client.register_script(_REMOVE)
@@ -122,7 +125,7 @@ class RedisTenants:
             told: Any = await self._client.hgetall(self._keys[0])
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"Redis did not say which tenants there are ({error}): see that it is up") from error
-        return parse_tenants(told)
+        return parse_tenants(self._signing, told)
 
     async def add(self, name: str, policy: TenantPolicy) -> None:
         """Register a tenant; every worker and orchestrator knows within 2 seconds.
@@ -149,7 +152,7 @@ class RedisTenants:
         """
         for _ in range(MAX_CHANGES):
             present = await self._read_present(name)
-            policy = change(parse_policy(name, present) if present else TenantPolicy())
+            policy = change(self._parse(name, present))
             if await self._write(name, present, policy, action, reason):
                 return policy
         raise BrokerUnavailable(f"tenant {name} was not changed: others change it all the time; try again")
@@ -158,7 +161,7 @@ class RedisTenants:
         """Give a registered tenant this policy, whatever it has; one that is paused stays so. Raises as `change` does."""
         for _ in range(MAX_CHANGES):
             present = await self._read_present(name)
-            if await self._write(name, present, _as_paused(name, present, policy), "tenant.set"):
+            if await self._write(name, present, self._as_paused(name, present, policy), "tenant.set"):
                 return
         raise BrokerUnavailable(f"tenant {name} was not changed: others change it all the time; try again")
 
@@ -229,8 +232,7 @@ class RedisTenants:
 
     async def _write(self, name: str, present: bytes, policy: TenantPolicy, action: AuditAction, reason: str | None = None) -> bool:
         """False when the tenant is not what it was."""
-        # Only what is not as by default: a release with one more field can still be read by its neighbour until somebody uses it.
-        text = policy.model_dump_json(exclude_defaults=True).encode()
+        text = seal_policy(self._signing, name, policy).encode()
         if len(text) > MAX_POLICY_BYTES:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
@@ -238,7 +240,7 @@ class RedisTenants:
             )
         entry = ""
         if present != text:
-            told = {**_changes(name, present, policy), "reason": reason}
+            told = {**self._changes(name, present, policy), "reason": reason}
             entry = entry_text(build_entry(self._actor or local_actor(), action, name, tenant=name, details=told))
         try:
             written = await self._change_script(
@@ -249,24 +251,25 @@ class RedisTenants:
         self._known.forget()
         return bool(written)
 
+    def _parse(self, name: str, present: bytes) -> TenantPolicy:
+        return parse_policy(self._signing, name, present) if present else TenantPolicy()
 
-def _changes(name: str, present: bytes, policy: TenantPolicy) -> dict[str, str | None]:
-    """What the policy says anew, by field; of one that could not be read all that is not as by default."""
-    try:
-        old = parse_policy(name, present) if present else TenantPolicy()
-    except ConfigError:
-        old = TenantPolicy()
-    before, after = old.model_dump(mode="json"), policy.model_dump(mode="json")
-    return {field: json.dumps(value) for field, value in after.items() if value != before[field]}
+    def _changes(self, name: str, present: bytes, policy: TenantPolicy) -> dict[str, str | None]:
+        """The changed fields. If the present policy cannot be read: all fields that differ from the default."""
+        try:
+            old = self._parse(name, present)
+        except ConfigError:
+            old = TenantPolicy()
+        before, after = old.model_dump(mode="json"), policy.model_dump(mode="json")
+        return {field: json.dumps(value) for field, value in after.items() if value != before[field]}
 
-
-def _as_paused(name: str, present: bytes, policy: TenantPolicy) -> TenantPolicy:
-    """The policy for a tenant that has `present`: a file of what it may have is no word to let it go on."""
-    try:
-        old = parse_policy(name, present) if present else TenantPolicy()
-    except ConfigError:
-        return policy
-    return policy.model_copy(update={"is_paused": True, "pause_reason": old.pause_reason}) if old.is_paused else policy
+    def _as_paused(self, name: str, present: bytes, policy: TenantPolicy) -> TenantPolicy:
+        """The new policy, paused if the present one is: a file with a policy does not resume a tenant."""
+        try:
+            old = self._parse(name, present)
+        except ConfigError:
+            return policy
+        return policy.model_copy(update={"is_paused": True, "pause_reason": old.pause_reason}) if old.is_paused else policy
 
 
 def _check_name(name: str) -> None:

@@ -54,7 +54,10 @@ async def make_keys(redis_url: str) -> dict[str, str]:
     broker = api_settings(redis_url).broker()
     client = open_redis(broker)
     try:
-        tenants, keys = RedisTenants(client, broker.deployment), ApiKeys(client, broker.deployment)
+        tenants, keys = (
+            RedisTenants(client, broker.deployment, broker.signing_keys()),
+            ApiKeys(client, broker.deployment, broker.signing_keys()),
+        )
         for name in ("acme", "rival"):
             await tenants.add(name, TenantPolicy())
         return {name: (await keys.add(tenant, role, name=name)).text for name, (tenant, role) in ROLES.items()}  # type: ignore[arg-type]

@@ -18,6 +18,8 @@ from docker import APIClient
 from structlog.testing import capture_logs
 
 from contract.errors import ConfigError
+from contract.settings import BrokerSettings
+from contract.signing import SigningKeys
 from orchestrator.redis_server import find_redis_server, write_redis_config
 from tests.stack import Footprint, Stack, open_footprint, open_stack, require_engine
 
@@ -49,6 +51,11 @@ class RedisProcess:
     @property
     def url(self) -> str:
         return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+
+    @property
+    def keys(self) -> SigningKeys:
+        """The keys of a program that knows nothing but `url`."""
+        return BrokerSettings.model_validate({"redis_url": self.url}).signing_keys()
 
     def start(self) -> None:
         config = write_redis_config(self.folder, self.port, self.password)

@@ -92,11 +92,12 @@ class ItemGround(RunGround):
         installed = InstalledSkills(client, "d")
         self.pool = PoolConnection(
             client,
+            KEY,
             dispatcher,
             catalog,
             blobs,
-            RedisSwitches(client, "d"),
-            RedisTenants(client, "d"),
+            RedisSwitches(client, "d", KEY),
+            RedisTenants(client, "d", KEY),
             installed,
             TenantCatalog(catalog, installed),
         )

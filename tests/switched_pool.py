@@ -50,7 +50,7 @@ class SwitchedPool:
             MemoryLedger(),
             MemoryBlobs(),
             {"host": "h", "queue": "q"},
-            switches=Switches(self.redis, "default"),
+            switches=Switches(self.redis, "default", KEY),
             open_events=partial(open_events, connect_once(self.broker), "default"),
         )
         self.transport = AnsweringTransport(self._execute)
@@ -67,14 +67,14 @@ class SwitchedPool:
     async def client(self) -> AsyncIterator[ToolClient]:
         """A client as `ToolClient.connect` makes one, but for the queue."""
         redis = open_redis(self.broker)
-        catalog, switches = RedisCatalog(redis, "default"), RedisSwitches(redis, "default")
+        catalog, switches = RedisCatalog(redis, "default"), RedisSwitches(redis, "default", KEY)
         events = CallEvents(redis, "default")
         hosts, blobs = build_pool(), cast(Blobs, MemoryAsyncBlobs())
         await hosts.places.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
         door = Dispatcher(self.transport, catalog, KEY, queue_wait_s=10, events=events, switches=switches, pool=hosts)
         installed = InstalledSkills(redis, "default")
         connection = PoolConnection(
-            redis, door, catalog, blobs, switches, RedisTenants(redis, "default"), installed, TenantCatalog(catalog, installed)
+            redis, KEY, door, catalog, blobs, switches, RedisTenants(redis, "default", KEY), installed, TenantCatalog(catalog, installed)
         )
         settings = OrchestratorSettings.model_validate({"redis_url": self.broker.redis_url, "approvals": "auto"})
         try:

@@ -12,10 +12,10 @@ from contract.errors import ErrorCode
 from contract.hosts import HostReport
 from contract.ledger import CallRecord, CallState
 from contract.places import PlaceState, SessionPlace
-from contract.registry import Switch
+from contract.registry import Switch, seal_switch
 from contract.signing import ResultSeal, SigningKeys
 from contract.specs import Catalog, ToolSpec
-from contract.tenancy import TenantPolicy
+from contract.tenancy import TenantPolicy, seal_policy
 from orchestrator.batches.items import BatchItem, RunBody
 from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
 
@@ -47,8 +47,8 @@ def build_records() -> dict[str, str]:
         "result": json.dumps(encode_result(RESULT, seal=ResultSeal(KEYS, "acme"))),
         "event": encode_event("output", {"stream": "stdout", "text": "x"}).decode(),
         "host": REPORT.model_dump_json(),
-        "tenant": TenantPolicy(weight=2).model_dump_json(exclude_defaults=True),
-        "switch": Switch(by="root", at=1.0, reason="not today").model_dump_json(),
+        "tenant": seal_policy(KEYS, "acme", TenantPolicy(weight=2)),
+        "switch": seal_switch(KEYS, "bash_tool", Switch(by="root", at=1.0, reason="not today")),
         "place": SessionPlace(state=PlaceState.OPEN, queue="host.a.b1", fence=3).model_dump_json(),
         "ledger": CallRecord(state=CallState.DONE, tool="bash_tool").model_dump_json(),
         "catalog": Catalog(tools=(SPEC,)).model_dump_json(),

@@ -97,7 +97,9 @@ class HostLife:
         self._keeper = CheckpointKeeper(self._open_client, self._places, self._checkpoints, self._every_s(), self._stop_keeping)
         self._expiry = ExpiryWatch(self._open_client, self._places, self._stop)
         self._leftovers = LeftoverSweep(self._open_client, self._places, self._stop)
-        self._terms = TermsWatch(self._open_client, Tenants(connect(self._broker), self._broker.deployment).policy, self._stop)
+        self._terms = TermsWatch(
+            self._open_client, Tenants(connect(self._broker), deployment, self._broker.signing_keys()).policy, self._stop
+        )
 
     def open_places(self) -> WorkerPlaces:
         """Over a connection of its own."""

@@ -111,7 +111,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
 def _build_executor(
     settings: WorkerSettings, registry: WorkerRegistry, life: HostLife, clock: SharedClock, held: HeldCalls, tracer: Tracer | None
 ) -> Executor:
-    client = connect(settings.broker())
+    client, keys = connect(settings.broker()), settings.broker().signing_keys()
     return Executor(
         registry,
         life.open_call_client(),
@@ -120,9 +120,11 @@ def _build_executor(
         {"host": settings.host, "queue": life.queue},
         holder_name(life.queue, life.worker),
         clock,
-        switches=Switches(client, settings.deployment),
+        switches=Switches(client, settings.deployment, keys),
         open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
-        tenants=TenantGate(Tenants(client, settings.deployment), Refusals(connect_once(settings.broker()), settings.deployment).count),
+        tenants=TenantGate(
+            Tenants(client, settings.deployment, keys), Refusals(connect_once(settings.broker()), settings.deployment).count
+        ),
         held=held,
         tracer=tracer,
         states=StateStore.of(settings.broker()),

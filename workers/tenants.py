@@ -10,6 +10,7 @@ from contract.errors import BrokerUnavailable, RefusalReason, ToolFailure
 from contract.known_tenants import KnownTenants
 from contract.names import tenants_key
 from contract.policy_checks import RELEASING, check_call
+from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD, SandboxTerms, TenantLook, TenantPolicy
 
@@ -18,15 +19,15 @@ class Tenants:
     """The tenants in Redis. Their version is read at most every POLICY_FRESH_S seconds, a policy when it is first needed or something has
     changed. Safe between threads."""
 
-    def __init__(self, client: "redis.Redis", deployment: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, client: "redis.Redis", deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._key = tenants_key(deployment)
-        self._known = KnownTenants(clock)
+        self._known = KnownTenants(keys, clock)
 
     def policy(self, tenant: str) -> TenantPolicy:
         """What the tenant may have now.
 
-        Raises ToolFailure(UNKNOWN_TENANT), ConfigError for a policy that cannot be read, BrokerUnavailable: what may have been forbidden is not run.
+        Raises ToolFailure(UNKNOWN_TENANT), ConfigError for a policy that cannot be verified or read, BrokerUnavailable: the call is then not run.
         """
         try:
             if self._known.is_stale():

@@ -126,7 +126,7 @@ def _build_executor(
     settings: WorkerSettings, registry: WorkerRegistry, worker: str, board: CancelBoard, clock: SharedClock, tracer: Tracer | None
 ) -> Executor:
     """Called in the process that runs the calls: the ledger names it."""
-    client = connect(settings.broker())
+    client, keys = connect(settings.broker()), settings.broker().signing_keys()
     interrupts = Interrupts(board, drop_connections)
     interrupts.listen()
     return Executor(
@@ -138,9 +138,11 @@ def _build_executor(
         process_holder(worker, os.getpid()),
         clock,
         guard=interrupts,
-        switches=Switches(client, settings.deployment),
+        switches=Switches(client, settings.deployment, keys),
         open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
-        tenants=TenantGate(Tenants(client, settings.deployment), Refusals(connect_once(settings.broker()), settings.deployment).count),
+        tenants=TenantGate(
+            Tenants(client, settings.deployment, keys), Refusals(connect_once(settings.broker()), settings.deployment).count
+        ),
         tracer=tracer,
         states=StateStore.of(settings.broker()),
     )

@@ -128,9 +128,9 @@ class House:
 
     def _built(self, pool: PoolConnection) -> HouseParts:
         settings, deployment = self.settings, self.settings.deployment
-        approvals = ApprovalQueue(pool.redis, deployment, settings.broker().signing_keys(), settings.approvers)
+        approvals = ApprovalQueue(pool.redis, deployment, pool.keys, settings.approvers)
         metrics = MetricsPage(pool.redis, deployment, has_tenants=settings.metrics_tenants)
-        return HouseParts(pool, ApiKeys(pool.redis, deployment), approvals, HostedRuns.on(pool, deployment), metrics)
+        return HouseParts(pool, ApiKeys(pool.redis, deployment, pool.keys), approvals, HostedRuns.on(pool, deployment), metrics)
 
     async def _connected(self, stack: AsyncExitStack, is_over: asyncio.Event) -> HouseParts | None:
         """None when the service is to end before."""

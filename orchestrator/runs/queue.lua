@@ -138,7 +138,7 @@ local function is_paused(tenant)
     local key = deployment .. 'tenants'
     local told = redis.call('HMGET', key, tenant, 'default', '#version')
     local is_open = redis.call('HLEN', key) == (told[2] and 1 or 0) + (told[3] and 1 or 0)
-    local policy = told[1] or is_open and told[2] or ''
+    local policy = unsealed(told[1] or is_open and told[2] or '')
     -- Most have nothing to say of it, and are not read for that.
     local is_told = string.find(policy, 'is_paused', 1, true)
     local is_json, fields = pcall(cjson.decode, is_told and policy or '{}')

@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from contract.names import audit_key
+from contract.signing import UNSEAL_LUA
 from orchestrator.audit import AUDIT_LUA
 from orchestrator.batches.items import BatchItem, Failure, FailureKind, Outcome
 from orchestrator.logs import get_logger
@@ -33,7 +34,12 @@ AT_ONCE = 200
 _PLACE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)/([A-Za-z0-9_-]{1,64})")
 """The instant at which a batch was made, and its id."""
 _SCRIPT = "\n".join(
-    [AUDIT_LUA, *(Path(__file__).with_name(name).read_text() for name in ("queue.lua", "hosted.lua")), "return steps[operation]()"]
+    [
+        AUDIT_LUA,
+        UNSEAL_LUA,
+        *(Path(__file__).with_name(name).read_text() for name in ("queue.lua", "hosted.lua")),
+        "return steps[operation]()",
+    ]
 )
 
 

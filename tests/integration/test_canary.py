@@ -173,7 +173,7 @@ async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None
 async def test_an_api_key_is_nowhere_but_with_whom_it_was_given(watched: Stack) -> None:
     settings = OrchestratorSettings(redis_url=SecretStr(watched.redis_url), secret=SecretStr(SECRET))
     opened = open_redis(settings.broker())
-    key = (await ApiKeys(opened, settings.deployment).add("default")).text
+    key = (await ApiKeys(opened, settings.deployment, settings.broker().signing_keys()).add("default")).text
     await opened.aclose()
     async with ToolClient.connect(settings=settings, api_key=key) as client, await client.open_session() as session:
         assert (await session.call("bash_tool", {"command": "env"})).success

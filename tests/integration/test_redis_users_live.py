@@ -247,7 +247,7 @@ async def until_glob_is_refused(opened: Any) -> None:
 
 async def test_two_orchestrators_share_what_a_tenant_may_have_at_a_time(house: House) -> None:
     redis = open_redis(house.settings.broker())
-    tenants = RedisTenants(redis, "default")
+    tenants = RedisTenants(redis, "default", house.settings.broker().signing_keys())
     await tenants.replace("default", TenantPolicy(in_flight=1))
     try:
         async with house.client() as one, house.client() as two, await one.open_session() as session, await two.open_session() as other:

@@ -45,7 +45,10 @@ class Office:
 @pytest.fixture
 async def office(stack: Stack) -> AsyncIterator[Office]:
     client = open_redis(stack.broker)
-    yield Office(RedisTenants(client, stack.broker.deployment), ApiKeys(client, stack.broker.deployment))
+    yield Office(
+        RedisTenants(client, stack.broker.deployment, stack.broker.signing_keys()),
+        ApiKeys(client, stack.broker.deployment, stack.broker.signing_keys()),
+    )
     await client.aclose()
 
 

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.names import api_keys_key
 from contract.settings import BrokerSettings
+from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.api_keys import KEY_FRESH_S, MAX_KNOWN, ApiKeyRecord, ApiKeys, Credential, Identity
 from orchestrator.redis_connection import open_redis
 from orchestrator.tenants import RedisTenants
+from tests.builders import KEY as KEYS
 from tests.conftest import RedisProcess
 
 KEY = api_keys_key("test")
@@ -39,12 +41,12 @@ class House:
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
         self.clock = Wall()
-        self.tenants = RedisTenants(client, "test")
-        self.keys = ApiKeys(client, "test", self.clock)
+        self.tenants = RedisTenants(client, "test", KEYS)
+        self.keys = ApiKeys(client, "test", KEYS, self.clock)
 
     def elsewhere(self) -> ApiKeys:
         """The keys as another process knows them."""
-        return ApiKeys(self.client, "test", self.clock)
+        return ApiKeys(self.client, "test", KEYS, self.clock)
 
 
 @pytest.fixture
@@ -160,6 +162,30 @@ async def test_there_are_no_keys_for_tenants_that_are_not_registered(house: Hous
     assert await house.keys.all() == {}
 
 
+@pytest.mark.parametrize("forgery", ["unsigned", "another secret", "copied", "changed"])
+async def test_a_record_that_cannot_be_verified_authenticates_no_key_and_can_be_removed(house: House, forgery: str) -> None:
+    """The attacker writes to Redis, has no secret, and has a key of its own tenant."""
+    mine = await house.keys.add("acme")
+    own: Any = await house.client.hget(KEY, mine.id)  # type: ignore[misc]
+    record = own.decode().split(".", 2)[2].replace('"tenant"', '"admin"', 1).replace('"tenant":"acme"', '"tenant":"default"')
+    forged = {
+        "unsigned": record,
+        "another secret": SigningKeys.of("a guess").seal(f"api-key {'0' * 16}", record),
+        "copied": own,
+        "changed": own.decode().replace('"role":"tenant"', '"role":"admin"'),
+    }[forgery]
+    target = "0" * 16 if forgery != "changed" else mine.id
+    await house.client.hset(KEY, target, forged)  # type: ignore[misc]
+    text = f"tc_{target}_{mine.text.split('_', 2)[2]}" if forgery != "changed" else mine.text
+    elsewhere = house.elsewhere()
+    with pytest.raises(ConfigError, match=f"cannot be verified.*keys rm {target}.*create another.*TOOLCREW_SECRET"):
+        await elsewhere.authenticate(text)
+    with pytest.raises(ConfigError, match="cannot be verified"):
+        await elsewhere.recall(target)
+    assert await elsewhere.revoke(target)
+    assert await failure_of(elsewhere.authenticate(text)) is ErrorCode.UNAUTHENTICATED
+
+
 async def test_keys_are_listed_oldest_first_and_one_that_cannot_be_read_is_told(house: House) -> None:
     made = []
     for _ in range(3):
@@ -216,6 +242,6 @@ class NoRedis:
 
 @given(st.text(max_size=80))
 def test_text_that_is_no_key_does_not_reach_redis(text: str) -> None:
-    keys = ApiKeys(NoRedis(), "test")  # type: ignore[arg-type]
+    keys = ApiKeys(NoRedis(), "test", KEYS)  # type: ignore[arg-type]
     with pytest.raises(ToolFailure):
         asyncio.run(keys.authenticate(text))

@@ -16,6 +16,7 @@ from orchestrator.api_keys import ApiKeys
 from orchestrator.audit import MAX_DETAIL_CHARS, Audit, AuditAction, Audited, build_entry
 from orchestrator.switches import RedisSwitches
 from orchestrator.tenants import RedisTenants
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 
 OPERATOR = Actor(key="0123456789abcdef", role="operator", name="ada", tenant="ops")
@@ -37,7 +38,7 @@ def told(kept: Audited) -> tuple[str, str | None, str]:
 
 
 async def test_every_switch_of_a_tool_is_written_down_with_who_turned_it_and_why(client: "redis.asyncio.Redis") -> None:
-    switches = RedisSwitches(client, "d").acting_as(OPERATOR)
+    switches = RedisSwitches(client, "d", KEY).acting_as(OPERATOR)
     await switches.turn_off("echo", Switch(by="ada", reason="it is being mended"))
     await switches.turn_off("echo", Switch(by="ada"), "acme")
     await switches.turn_on("echo")
@@ -52,12 +53,12 @@ async def test_every_switch_of_a_tool_is_written_down_with_who_turned_it_and_why
 
 
 async def test_turning_on_what_is_on_is_no_change_and_has_no_entry(client: "redis.asyncio.Redis") -> None:
-    assert not await RedisSwitches(client, "d").turn_on("echo")
+    assert not await RedisSwitches(client, "d", KEY).turn_on("echo")
     assert await entries(client) == []
 
 
 async def test_every_change_of_a_tenant_says_what_is_new(client: "redis.asyncio.Redis") -> None:
-    tenants = RedisTenants(client, "d")
+    tenants = RedisTenants(client, "d", KEY)
     await tenants.add("acme", TenantPolicy(weight=2))
     await tenants.change("acme", lambda policy: policy.model_copy(update={"in_flight": 7}))
     await tenants.change("acme", lambda policy: policy.model_copy(update={"queued": 9}), action="tenant.pause", reason="unpaid")
@@ -71,7 +72,7 @@ async def test_every_change_of_a_tenant_says_what_is_new(client: "redis.asyncio.
 
 
 async def test_a_tenant_that_stays_as_it_is_or_is_none_has_no_entry(client: "redis.asyncio.Redis") -> None:
-    tenants = RedisTenants(client, "d")
+    tenants = RedisTenants(client, "d", KEY)
     await tenants.add("acme", TenantPolicy(weight=2))
     await tenants.change("acme", lambda policy: policy)
     await tenants.replace("acme", TenantPolicy(weight=2))
@@ -82,7 +83,7 @@ async def test_a_tenant_that_stays_as_it_is_or_is_none_has_no_entry(client: "red
 
 
 async def test_a_change_that_somebody_else_was_faster_than_is_written_down_once(client: "redis.asyncio.Redis") -> None:
-    mine, others = RedisTenants(client, "d"), RedisTenants(client, "d").acting_as(OPERATOR)
+    mine, others = RedisTenants(client, "d", KEY), RedisTenants(client, "d", KEY).acting_as(OPERATOR)
     await mine.add("acme", TenantPolicy())
     tries = list[TenantPolicy]()
 
@@ -109,7 +110,7 @@ async def test_a_change_that_somebody_else_was_faster_than_is_written_down_once(
 
 
 async def test_keys_that_come_and_go_are_written_down_and_never_the_key_itself(client: "redis.asyncio.Redis") -> None:
-    keys = ApiKeys(client, "d")
+    keys = ApiKeys(client, "d", KEY)
     made = await keys.add("default", "operator", name="ci", ttl_s=60)
     with pytest.raises(ToolFailure):
         await keys.add("nobody")
@@ -126,22 +127,22 @@ async def test_keys_that_come_and_go_are_written_down_and_never_the_key_itself(c
 
 async def test_a_key_whose_record_cannot_be_read_is_revoked_and_written_down(client: "redis.asyncio.Redis") -> None:
     await client.hset("toolcrew:d:api-keys", "feed", "junk")
-    assert await ApiKeys(client, "d").revoke("feed")
+    assert await ApiKeys(client, "d", KEY).revoke("feed")
     (kept,) = await entries(client)
     assert (told(kept), kept.entry.details) == (("key.remove", None, "feed"), {"record": "could not be read"})
 
 
 async def test_a_holder_of_a_key_acts_under_its_id_and_name(client: "redis.asyncio.Redis") -> None:
-    keys = ApiKeys(client, "d")
+    keys = ApiKeys(client, "d", KEY)
     made = await keys.add("default", "admin", name="ada")
     actor = (await keys.authenticate(made.text)).actor()
     assert actor == Actor(key=made.id, role="admin", name="ada", tenant="default")
-    await RedisTenants(client, "d").acting_as(actor).add("acme", TenantPolicy())
+    await RedisTenants(client, "d", KEY).acting_as(actor).add("acme", TenantPolicy())
     assert (await entries(client))[-1].entry.actor == actor
 
 
 async def test_nothing_is_changed_when_it_cannot_be_written_down(client: "redis.asyncio.Redis") -> None:
-    tenants, keys, switches = RedisTenants(client, "d"), ApiKeys(client, "d"), RedisSwitches(client, "d")
+    tenants, keys, switches = RedisTenants(client, "d", KEY), ApiKeys(client, "d", KEY), RedisSwitches(client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
     made = await keys.add("acme")
     await switches.turn_off("echo", Switch())

@@ -157,10 +157,10 @@ def test_a_run_says_where_its_questions_are_asked(asks_elsewhere: bool) -> None:
 
 def make_key(server: RedisProcess, role: Any, tenant: str = "acme") -> str:
     async def work(client: "redis.asyncio.Redis", _: ApprovalQueue) -> str:
-        tenants = RedisTenants(client, "default")
+        tenants = RedisTenants(client, "default", server.keys)
         if tenant not in await tenants.all():
             await tenants.add(tenant, TenantPolicy())
-        return (await ApiKeys(client, "default").add(tenant, role, name=f"{role} of {tenant}")).text
+        return (await ApiKeys(client, "default", server.keys).add(tenant, role, name=f"{role} of {tenant}")).text
 
     return str(on(server, work))
 

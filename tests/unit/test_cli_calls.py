@@ -47,9 +47,9 @@ def test_an_operator_need_not_name_the_tenant(redis_server: RedisProcess) -> Non
 def test_a_call_of_another_tenant_is_not_known_to_a_tenants_key(redis_server: RedisProcess) -> None:
     async def prepare() -> str:
         client = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
-        await RedisTenants(client, "default").add("bolt", TenantPolicy())
+        await RedisTenants(client, "default", redis_server.keys).add("bolt", TenantPolicy())
         await client.hset(call_key("default", "acme", "c1"), mapping={"state": "done"})
-        key = (await ApiKeys(client, "default").add("bolt")).text
+        key = (await ApiKeys(client, "default", redis_server.keys).add("bolt")).text
         await client.aclose()
         return key
 

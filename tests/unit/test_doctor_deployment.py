@@ -23,8 +23,9 @@ from contract.names import (
     tenants_key,
 )
 from contract.settings import BrokerSettings
+from contract.signing import SigningKeys
 from contract.specs import Catalog
-from contract.tenancy import SandboxTerms, TenantPolicy
+from contract.tenancy import SandboxTerms, TenantPolicy, seal_policy
 from orchestrator import doctor_deep
 from orchestrator.api_keys import ApiKeys
 from orchestrator.doctor import examine
@@ -75,9 +76,13 @@ async def serve(client: Client) -> None:
     await client.set(catalog_names_key(D, "sandbox"), json.dumps(["bash_tool"]))
 
 
+def keys_of(client: Client) -> SigningKeys:
+    return SigningKeys.of(client.connection_pool.connection_kwargs["password"], deployment=D)
+
+
 async def looked_at(client: Client) -> Report:
     report = Report()
-    await examine_pool(client, D, report)
+    await examine_pool(client, D, keys_of(client), report)
     return report
 
 
@@ -311,7 +316,7 @@ async def test_tools_that_were_served_or_are_hidden_or_off_are_told(client: Clie
 @pytest.mark.parametrize(
     ("policy", "is_broken", "words"),
     [
-        (b"{", True, "cannot be read"),
+        (b"{", True, "cannot be verified"),
         (TenantPolicy(sandbox=SandboxTerms(tenant_class="gold")), True, "no host knows the class 'gold' of acme"),
         (TenantPolicy(sandbox=SandboxTerms(images=("mine",))), True, "no host has an image"),
         (TenantPolicy(is_paused=True, pause_reason="unpaid"), False, "acme is paused: unpaid"),
@@ -320,21 +325,21 @@ async def test_tools_that_were_served_or_are_hidden_or_off_are_told(client: Clie
 )
 async def test_a_tenant_that_is_not_served_is_told(client: Client, policy: bytes | TenantPolicy, is_broken: bool, words: str) -> None:
     await serve(client)
-    text = policy if isinstance(policy, bytes) else policy.model_dump_json(exclude_defaults=True)
-    await client.hset(tenants_key(D), mapping={"acme": text, "fine": "{}"})
+    record = policy if isinstance(policy, bytes) else seal_policy(keys_of(client), "acme", policy)
+    await client.hset(tenants_key(D), mapping={"acme": record, "fine": seal_policy(keys_of(client), "fine", TenantPolicy())})
     report = await looked_at(client)
 
     assert bad(report) == [("tenants", is_broken)]
     assert words in of(report, "tenants")[0].text
 
 
-async def test_keys_are_told_before_they_expire_when_they_have_and_when_nobody_can_read_them(client: Client) -> None:
+async def test_keys_are_listed_that_expire_soon_have_expired_or_cannot_be_verified(client: Client) -> None:
     await serve(client)
-    await RedisTenants(client, D).add("acme", TenantPolicy())
-    keys = ApiKeys(client, D)
+    await RedisTenants(client, D, keys_of(client)).add("acme", TenantPolicy())
+    keys = ApiKeys(client, D, keys_of(client))
     await keys.add("acme", name="lasting")
     await keys.add("acme", name="ci", ttl_s=3 * 86_400)
-    await ApiKeys(client, D, clock=lambda: time.time() - 1000).add("acme", name="old", ttl_s=60)
+    await ApiKeys(client, D, keys_of(client), clock=lambda: time.time() - 1000).add("acme", name="old", ttl_s=60)
     await client.hset(api_keys_key(D), "feedfeedfeedfeed", "{}")
     report = await looked_at(client)
 
@@ -342,7 +347,7 @@ async def test_keys_are_told_before_they_expire_when_they_have_and_when_nobody_c
     assert len(told) == 3
     assert [
         words
-        for words in ("(ci) of acme expires in 3.0 days", "(old) of acme has expired", "cannot be read")
+        for words in ("(ci) of acme expires in 3.0 days", "(old) of acme has expired", "cannot be verified")
         if not any(words in one for one in told)
     ] == []
     assert report.is_healthy
@@ -391,6 +396,5 @@ async def test_a_host_that_takes_no_call_is_named_and_nothing_of_the_session_sta
     monkeypatch.setattr(doctor_deep, "QUEUE_WAIT_S", 0.5)
     report = Report()
     await examine_hosts(broker_for(redis_server.url), [build_report()], report)
-
     assert [(found.name, found.is_good, found.needed, found.text[:3]) for found in report.findings] == [("calls", False, True, "h1:")]
     assert await client.zcard(open_sessions_key(D)) == 0

@@ -20,6 +20,7 @@ from orchestrator.runs.records import parse_run
 from orchestrator.runs.run_queue import BatchCancelled
 from orchestrator.sessions import Session, Start
 from orchestrator.tenants import RedisTenants
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.hosted_ground import ECHO, HostedGround, MadeHosted, open_hosted, types
 from tests.item_ground import echo_then, failed
@@ -86,7 +87,7 @@ async def test_the_transcript_is_told_while_the_run_works_and_whole_afterwards(m
 
 async def test_a_run_whose_tenant_is_gone_fails_and_says_so(made: MadeHosted) -> None:
     run = await made().start()
-    await RedisTenants(made().client, "d").add("other", TenantPolicy())
+    await RedisTenants(made().client, "d", KEY).add("other", TenantPolicy())
     later = made()
     async with later.working():
         found = await later.ended(run)

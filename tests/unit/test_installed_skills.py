@@ -18,6 +18,7 @@ from orchestrator.actors import Actor
 from orchestrator.installed_skills import InstalledSkills
 from orchestrator.skill_desk import SkillDesk
 from orchestrator.tenants import RedisTenants
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.skill_ground import write_skill
 from workers.skills.installed import MAX_KEPT_BYTES
@@ -133,7 +134,7 @@ async def test_a_worker_keeps_no_more_in_memory_than_it_may(ground: Ground, tmp_
 
 
 async def test_the_skills_of_a_tenant_that_is_removed_do_not_come_back_with_its_name(ground: Ground, tmp_path: Path) -> None:
-    tenants = RedisTenants(ground.client, "d")
+    tenants = RedisTenants(ground.client, "d", KEY)
     for name in ("acme", "rival"):
         await tenants.add(name, TenantPolicy())
         await ground.desk(name).install(write_skill(tmp_path / name, "echo"))
@@ -142,7 +143,7 @@ async def test_the_skills_of_a_tenant_that_is_removed_do_not_come_back_with_its_
 
 
 async def test_a_skill_whose_tenant_is_removed_while_it_is_examined_is_not_installed(ground: Ground, tmp_path: Path) -> None:
-    tenants = RedisTenants(ground.client, "d")
+    tenants = RedisTenants(ground.client, "d", KEY)
     for name in ("acme", "rival"):
         await tenants.add(name, TenantPolicy())
     await tenants.remove("acme")
@@ -155,7 +156,7 @@ async def test_a_skill_whose_tenant_is_removed_while_it_is_examined_is_not_insta
 
 
 async def test_a_record_that_is_none_stands_in_nobodys_way(ground: Ground, tmp_path: Path) -> None:
-    tenants = RedisTenants(ground.client, "d")
+    tenants = RedisTenants(ground.client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
     for name, junk in (("bad", b"x"), ("odd", b"[1]"), ("half", b'{"skill": 3}')):
         await ground.client.hset(installed_skills_key("d", "acme"), name, junk)

@@ -10,11 +10,12 @@ import redis.asyncio
 from contract.errors import BrokerUnavailable
 from contract.names import approvals_key, host_key, hosts_key, tenants_key
 from contract.settings import BrokerSettings
-from contract.tenancy import TenantPolicy
+from contract.tenancy import TenantPolicy, seal_policy
 from orchestrator.overview import MOST_BATCHES, OverviewReader
 from orchestrator.redis_connection import open_redis
 from orchestrator.tenants import RedisTenants
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 from tests.run_ground import RunGround, build_outcome
@@ -31,7 +32,7 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 
 @pytest.fixture
 def reader(client: "redis.asyncio.Redis") -> OverviewReader:
-    return OverviewReader(client, DEPLOYMENT)
+    return OverviewReader(client, DEPLOYMENT, KEY)
 
 
 async def report_host(client: "redis.asyncio.Redis", name: str = "h1", **fields: object) -> None:
@@ -86,7 +87,7 @@ async def test_a_queue_tells_what_waits_and_for_how_long(
 async def test_tenants_with_calls_come_first_with_their_shares_and_unregistered_ones_are_not_missed(
     client: "redis.asyncio.Redis", reader: OverviewReader, redis_server: RedisProcess
 ) -> None:
-    tenants = RedisTenants(client, DEPLOYMENT)
+    tenants = RedisTenants(client, DEPLOYMENT, KEY)
     await tenants.add("acme", TenantPolicy(weight=3.0, in_flight=8))
     await tenants.add("idle", TenantPolicy(is_paused=True))
     await client.hset(tenants_key(DEPLOYMENT), "torn", "{")
@@ -105,7 +106,7 @@ async def test_tenants_with_calls_come_first_with_their_shares_and_unregistered_
     assert (told["stranger"].held, told["stranger"].is_registered, told["stranger"].share) == (1, False, 0.25)
     assert (told["idle"].held, told["idle"].share, told["idle"].fair_share) == (0, 0.0, 0.0)
     assert [name for name, tenant in told.items() if tenant.is_paused] == ["idle"]
-    assert "cannot be read" in told["torn"].trouble
+    assert "cannot be verified" in told["torn"].trouble
 
 
 async def test_a_tenant_that_its_own_rate_stops_is_told_with_what_waits(
@@ -160,7 +161,7 @@ async def test_a_dead_redis_is_said_in_one_sentence() -> None:
     nowhere = open_redis(BrokerSettings.model_validate({"redis_url": "redis://127.0.0.1:1/0"}))
     try:
         with pytest.raises(BrokerUnavailable, match="see that it is up"):
-            await OverviewReader(nowhere, DEPLOYMENT).read()
+            await OverviewReader(nowhere, DEPLOYMENT, KEY).read()
     finally:
         await nowhere.aclose()
 
@@ -176,7 +177,7 @@ async def test_a_thousand_tenants_take_no_more_round_trips_than_one(
 
     await reader.read()
     few = await count_reads()
-    policies = {f"tenant-{number}": TenantPolicy(weight=1.5).model_dump_json(exclude_defaults=True) for number in range(1000)}
+    policies = {name: seal_policy(KEY, name, TenantPolicy(weight=1.5)) for name in (f"tenant-{number}" for number in range(1000))}
     await client.hset(tenants_key(DEPLOYMENT), mapping=policies)
     many = await count_reads()
 

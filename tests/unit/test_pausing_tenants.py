@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import audit_key, tenants_key
-from contract.tenancy import TenantPolicy
+from contract.tenancy import TenantPolicy, seal_policy
 from orchestrator.cli import app
 from orchestrator.tenants import RedisTenants
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround
 
@@ -34,7 +35,7 @@ async def claimed(ground: RunGround, most: int = 10) -> list[str]:
 
 
 async def test_a_pause_holds_until_it_is_ended_whatever_else_is_set(client: "redis.asyncio.Redis") -> None:
-    tenants = RedisTenants(client, "d")
+    tenants = RedisTenants(client, "d", KEY)
     await tenants.add("acme", TenantPolicy(weight=2))
     await tenants.pause("acme", "the bill is open")
     await tenants.change("acme", lambda policy: policy.model_copy(update={"weight": 3.0}))
@@ -46,15 +47,15 @@ async def test_a_pause_holds_until_it_is_ended_whatever_else_is_set(client: "red
 
 
 async def test_a_tenant_that_is_not_paused_is_kept_as_earlier_releases_read_it(client: "redis.asyncio.Redis") -> None:
-    tenants = RedisTenants(client, "d")
+    tenants = RedisTenants(client, "d", KEY)
     await tenants.add("acme", TenantPolicy(weight=2))
     await tenants.pause("acme")
     await tenants.resume("acme")
-    assert await client.hget(tenants_key("d"), "acme") == b'{"weight":2.0}'
+    assert await client.hget(tenants_key("d"), "acme") == seal_policy(KEY, "acme", TenantPolicy(weight=2)).encode()
 
 
 async def test_pausing_and_resuming_stand_in_the_audit_once_each(client: "redis.asyncio.Redis") -> None:
-    tenants = RedisTenants(client, "d")
+    tenants = RedisTenants(client, "d", KEY)
     for _ in range(2):
         await tenants.pause("default", "the bill is open")
     for _ in range(2):
@@ -68,14 +69,14 @@ async def test_pausing_and_resuming_stand_in_the_audit_once_each(client: "redis.
 
 async def test_only_a_tenant_that_there_is_can_be_paused(client: "redis.asyncio.Redis") -> None:
     with pytest.raises(ToolFailure, match="there is no tenant acme") as refused:
-        await RedisTenants(client, "d").pause("acme")
+        await RedisTenants(client, "d", KEY).pause("acme")
     assert refused.value.code is ErrorCode.UNKNOWN_TENANT
     with pytest.raises(ToolFailure, match="at most 500"):
-        await RedisTenants(client, "d").pause("default", "x" * 501)
+        await RedisTenants(client, "d", KEY).pause("default", "x" * 501)
 
 
 async def test_nothing_of_a_paused_tenant_is_claimed_and_others_are_not_held_up(ground: RunGround) -> None:
-    tenants = RedisTenants(ground.client, "d")
+    tenants = RedisTenants(ground.client, "d", KEY)
     for name in ("acme", "bolt"):
         await tenants.add(name, TenantPolicy())
         await ground.submit(2, tenant=name)
@@ -87,7 +88,7 @@ async def test_nothing_of_a_paused_tenant_is_claimed_and_others_are_not_held_up(
 
 
 async def test_a_batch_that_is_worked_by_name_waits_as_well(ground: RunGround) -> None:
-    tenants = RedisTenants(ground.client, "d")
+    tenants = RedisTenants(ground.client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
     await ground.submit(1, is_detached=False)
     await tenants.pause("acme")
@@ -97,7 +98,7 @@ async def test_a_batch_that_is_worked_by_name_waits_as_well(ground: RunGround) -
 
 
 async def test_a_run_whose_holder_dies_meanwhile_waits_and_is_gone_on_with(ground: RunGround) -> None:
-    tenants = RedisTenants(ground.client, "d")
+    tenants = RedisTenants(ground.client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
     await ground.submit(1)
     [claim] = await ground.queue.claim(1)
@@ -111,7 +112,7 @@ async def test_a_run_whose_holder_dies_meanwhile_waits_and_is_gone_on_with(groun
 
 
 async def test_very_many_paused_batches_do_not_keep_the_others_waiting(ground: RunGround) -> None:
-    tenants = RedisTenants(ground.client, "d")
+    tenants = RedisTenants(ground.client, "d", KEY)
     for name in ("acme", "bolt"):
         await tenants.add(name, TenantPolicy())
     async with ground.client.pipeline(transaction=False) as pipe:
@@ -130,7 +131,7 @@ async def test_very_many_paused_batches_do_not_keep_the_others_waiting(ground: R
 
 
 async def test_in_an_open_pool_every_name_is_paused_with_the_default_one(ground: RunGround) -> None:
-    tenants = RedisTenants(ground.client, "d")
+    tenants = RedisTenants(ground.client, "d", KEY)
     await ground.submit(1, tenant="anybody")
     await tenants.pause("default")
     assert (await claimed(ground), (await tenants.policy("anybody")).is_paused) == ([], True)
@@ -141,7 +142,7 @@ async def test_in_an_open_pool_every_name_is_paused_with_the_default_one(ground:
 
 async def test_words_in_a_policy_pause_nobody(ground: RunGround) -> None:
     """The aim: to stop a tenant by the name of a tool."""
-    await RedisTenants(ground.client, "d").add("acme", TenantPolicy(tools=('x","is_paused":true,"y":"', '"is_paused":true')))
+    await RedisTenants(ground.client, "d", KEY).add("acme", TenantPolicy(tools=('x","is_paused":true,"y":"', '"is_paused":true')))
     await ground.submit(1)
     assert await claimed(ground) == ["acme/b-1"]
 

@@ -14,6 +14,7 @@ from orchestrator.batches.items import FailureKind, RunLimits
 from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
 from orchestrator.tenants import RedisTenants
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
 from tests.item_ground import Made, build_run, build_tool_call, echo_then, failed, open_maker, with_ground
@@ -202,6 +203,6 @@ async def test_a_run_without_tools_has_a_sandbox_only_for_files(make: Made, tmp_
 
 async def test_a_tenant_that_is_none_has_no_chats_either(make: Made) -> None:
     ground = make(["hello"])
-    await RedisTenants(ground.client, "d").add("somebody", TenantPolicy())
+    await RedisTenants(ground.client, "d", KEY).add("somebody", TenantPolicy())
     outcome = await ground.worked(await ground.put(build_chat()))
     assert (outcome.failure and outcome.failure.kind, ground.asked()) == (FailureKind.INPUT, 0)

@@ -35,7 +35,7 @@ def quiet_logs() -> Iterator[None]:
 @pytest.fixture
 async def switches(redis_server: RedisProcess) -> AsyncIterator[RedisSwitches]:
     client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
-    yield RedisSwitches(client, "test")
+    yield RedisSwitches(client, "test", KEY)
     await client.aclose()
 
 
@@ -73,7 +73,7 @@ async def test_a_tool_that_was_turned_off_is_off_until_it_is_turned_on(switches:
 async def test_a_worker_sees_a_switch_once_what_it_knows_is_old(switches: RedisSwitches, redis_server: RedisProcess) -> None:
     clock = Clock()
     with redis_server.client() as client:
-        board = Switches(client, "test", clock)
+        board = Switches(client, "test", KEY, clock)
         assert board.find("echo", "acme") is None
         await switches.turn_off("echo", OFF)
         clock.now += SWITCHES_FRESH_S
@@ -85,7 +85,7 @@ async def test_a_worker_sees_a_switch_once_what_it_knows_is_old(switches: RedisS
 
 async def test_another_orchestrator_sees_a_switch_once_what_it_knows_is_old(switches: RedisSwitches, redis_server: RedisProcess) -> None:
     client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
-    other = RedisSwitches(client, "test")
+    other = RedisSwitches(client, "test", KEY)
     assert await other.switches() == {}
     await switches.turn_off("echo", OFF)
     assert await other.switches() == {}
@@ -97,12 +97,12 @@ async def test_another_orchestrator_sees_a_switch_once_what_it_knows_is_old(swit
 async def test_the_switches_of_one_deployment_are_not_anothers(switches: RedisSwitches, redis_server: RedisProcess) -> None:
     await switches.turn_off("echo", OFF)
     with redis_server.client() as client:
-        assert Switches(client, "other").find("echo", "acme") is None
+        assert Switches(client, "other", KEY).find("echo", "acme") is None
 
 
 def test_a_worker_asks_redis_at_most_once_a_second() -> None:
     client, clock = CountingRedis(), Clock()
-    board = Switches(client, "test", clock)  # type: ignore[arg-type]
+    board = Switches(client, "test", KEY, clock)  # type: ignore[arg-type]
     for _ in range(100):
         board.find("echo", "acme")
     assert client.reads == 1
@@ -113,7 +113,7 @@ def test_a_worker_asks_redis_at_most_once_a_second() -> None:
 
 def test_a_worker_that_cannot_ask_runs_nothing() -> None:
     client, clock = CountingRedis(), Clock()
-    board = Switches(client, "test", clock)  # type: ignore[arg-type]
+    board = Switches(client, "test", KEY, clock)  # type: ignore[arg-type]
     board.find("echo", "acme")
     client.is_away = True
     clock.now += SWITCHES_FRESH_S
@@ -123,7 +123,7 @@ def test_a_worker_that_cannot_ask_runs_nothing() -> None:
 
 async def test_an_orchestrator_that_cannot_ask_calls_nothing() -> None:
     client = redis.asyncio.Redis(host="127.0.0.1", port=1, retry=None)
-    away = RedisSwitches(client, "test")
+    away = RedisSwitches(client, "test", KEY)
     with pytest.raises(BrokerUnavailable):
         await away.switches()
     with pytest.raises(BrokerUnavailable, match="not switched"):
@@ -138,7 +138,7 @@ async def test_a_switch_that_was_set_is_not_reported_as_failed_because_nothing_c
         def hgetall(self, *_: Any) -> Any:
             raise redis.ConnectionError("away")
 
-    one_way = RedisSwitches(WriteOnly(connection_pool=switches._client.connection_pool), "test")
+    one_way = RedisSwitches(WriteOnly(connection_pool=switches._client.connection_pool), "test", KEY)
     await one_way.turn_off("echo", OFF)
     assert await switches.switches() == {"echo": OFF}
     assert await one_way.turn_on("echo")
@@ -146,7 +146,7 @@ async def test_a_switch_that_was_set_is_not_reported_as_failed_because_nothing_c
 
 @pytest.mark.parametrize("data", [b"", b'{"at": 1e300}', b"nonsense", b"[]", b'{"by": 5}', b'{"unknown": 1}', b"\xff"])
 def test_a_switch_that_cannot_be_read_still_turns_its_tool_off(data: bytes) -> None:
-    assert parse_switches({b"echo": data}) == {"echo": Switch()}
+    assert parse_switches(KEY, {b"echo": data}).keys() == {"echo"}
 
 
 def test_who_calls_a_tool_that_is_off_reads_why() -> None:
@@ -257,7 +257,7 @@ async def test_a_registry_of_this_process_is_a_source_of_switches() -> None:
 
 
 def test_asking_the_switches_costs_next_to_nothing() -> None:
-    board = Switches(CountingRedis(), "test")  # type: ignore[arg-type]
+    board = Switches(CountingRedis(), "test", KEY)  # type: ignore[arg-type]
     started = time.perf_counter()
     for _ in range(1000):
         board.find("echo", "acme")

@@ -26,8 +26,8 @@ class House:
     def __init__(self, url: str) -> None:
         self.settings = OrchestratorSettings(redis_url=SecretStr(url))
         self.redis = open_redis(self.settings.broker())
-        self.tenants = RedisTenants(self.redis, "default")
-        self.keys = ApiKeys(self.redis, "default")
+        self.tenants = RedisTenants(self.redis, "default", self.settings.broker().signing_keys())
+        self.keys = ApiKeys(self.redis, "default", self.settings.broker().signing_keys())
 
     async def furnish(self) -> None:
         specs = tuple(build_spec(name) for name in ("bash_tool", "grep_tool", "read_tool"))

@@ -14,7 +14,7 @@ from contract.clock import SharedClock
 from contract.errors import ConfigError, ErrorCode, RefusalReason, ToolFailure
 from contract.names import refusals_key, tenants_key
 from contract.registry import ToolRegistry
-from contract.tenancy import CommandRule, SandboxTerms, TenantPolicy
+from contract.tenancy import CommandRule, SandboxTerms, TenantPolicy, seal_policy
 from orchestrator.dispatcher import Dispatcher, Route, Terms
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
@@ -115,7 +115,7 @@ def test_a_session_can_be_closed_whatever_became_of_its_tenant() -> None:
 
 
 def test_a_worker_that_cannot_ask_runs_nothing() -> None:
-    gate = TenantGate(Tenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test"), lambda _: None)
+    gate = TenantGate(Tenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test", KEY), lambda _: None)
     parts = (FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {}, "host.h1.b/w", SharedClock())
     executor = Executor(ToolRegistry([WorkerTool(BASH, lambda *_: Outcome("ran"))]), *parts, tenants=gate)
     assert executor.execute(build_call("bash_tool", command="ls"), build_context()).error_code is ErrorCode.BROKER_UNAVAILABLE
@@ -123,8 +123,8 @@ def test_a_worker_that_cannot_ask_runs_nothing() -> None:
 
 def test_what_was_refused_is_counted_in_redis(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
-        client.hset(tenants_key("test"), "acme", "{}")
-        gate = TenantGate(Tenants(client, "test"), Refusals(client, "test").count)
+        client.hset(tenants_key("test"), "acme", seal_policy(KEY, "acme", TenantPolicy()))
+        gate = TenantGate(Tenants(client, "test", KEY), Refusals(client, "test").count)
         for _ in range(2):
             with pytest.raises(ToolFailure):
                 gate.admit("mallory", BASH, {"command": "ls"})

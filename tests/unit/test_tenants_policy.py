@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from contract.calls import ToolContext
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.policy_checks import check_call
+from contract.signing import SigningKeys
 from contract.tenancy import (
     MAX_POLICY_BYTES,
     VERSION_FIELD,
@@ -20,10 +21,11 @@ from contract.tenancy import (
     TenantPolicy,
     parse_policy,
     parse_tenants,
+    seal_policy,
 )
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.tenant_rules import refuse_by_policy, with_tenant_rules
-from tests.builders import build_context, build_spec
+from tests.builders import KEY, build_context, build_spec
 from workers.tools.builtin import build_registry
 
 BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command", input_parameter="stdin")
@@ -37,6 +39,9 @@ def refusal(policy: TenantPolicy, spec: Any, **arguments: Any) -> ErrorCode | No
     except ToolFailure as failure:
         return failure.code if failure.metadata["was_refused"] else None
     return None
+
+
+HEAVY_DEFAULT = seal_policy(KEY, "default", TenantPolicy(weight=3)).encode()
 
 
 def look(own: bytes | None = None, default: bytes | None = None, fields: int = 0, version: bytes | None = None) -> TenantLook:
@@ -181,16 +186,16 @@ def test_a_tenants_rules_stand_beside_those_of_the_program() -> None:
 
 
 def test_while_nobody_is_registered_any_name_is_served_as_the_default_tenant() -> None:
-    assert look().policy("anybody") == TenantPolicy()
-    assert look(default=b'{"weight": 3}', fields=2, version=b"v").policy("anybody").weight == 3
+    assert look().policy("anybody", KEY) == TenantPolicy()
+    assert look(default=HEAVY_DEFAULT, fields=2, version=b"v").policy("anybody", KEY).weight == 3
 
 
 def test_once_somebody_is_registered_only_those_and_the_default_tenant_are_served() -> None:
-    closed = look(default=b'{"weight": 3}', fields=3, version=b"v")
-    assert closed.policy("default").weight == 3
-    assert look(own=b'{"weight": 2}', fields=1).policy("acme").weight == 2
+    closed = look(default=HEAVY_DEFAULT, fields=3, version=b"v")
+    assert closed.policy("default", KEY).weight == 3
+    assert look(own=seal_policy(KEY, "acme", TenantPolicy(weight=2)).encode(), fields=1).policy("acme", KEY).weight == 2
     with pytest.raises(ToolFailure, match=r"there is no tenant anybody.*toolcrew tenants add anybody") as refused:
-        closed.policy("anybody")
+        closed.policy("anybody", KEY)
     assert refused.value.code is ErrorCode.UNKNOWN_TENANT
 
 
@@ -199,20 +204,38 @@ def test_once_somebody_is_registered_only_those_and_the_default_tenant_are_serve
     [b"", b"{", b"[]", b"\xff", b'{"weight": NaN}', b'{"weight": "3"}', b'{"unknown": 1}', b"[" * 100_000, b'{"in_flight": 1.5}'],
 )
 def test_a_policy_that_cannot_be_read_serves_nothing_and_says_what_to_do(text: bytes) -> None:
+    sealed = KEY.seal("policy acme", text.decode(errors="replace")).encode()
     with pytest.raises(
         ConfigError, match=r"policy of tenant acme cannot be read .*nothing is served.*toolcrew tenants set acme --from FILE"
     ):
-        look(own=text, fields=1).policy("acme")
-    found = parse_tenants({b"acme": text, b"other": b"{}", VERSION_FIELD.encode(): b"v"})
+        look(own=sealed, fields=1).policy("acme", KEY)
+    found = parse_tenants(
+        KEY, {b"acme": sealed, b"other": seal_policy(KEY, "other", TenantPolicy()).encode(), VERSION_FIELD.encode(): b"v"}
+    )
     assert isinstance(found["acme"], ConfigError)
     assert (found["other"], len(found)) == (TenantPolicy(), 2)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        b'{"weight": 9}',
+        seal_policy(SigningKeys.of("a guess"), "acme", TenantPolicy(weight=9)).encode(),
+        seal_policy(KEY, "rival", TenantPolicy(weight=9)).encode(),
+        seal_policy(KEY, "acme", TenantPolicy(weight=2)).replace("2.0", "9.0").encode(),
+    ],
+    ids=["unsigned", "another secret", "of another tenant", "changed"],
+)
+def test_a_policy_that_cannot_be_verified_gives_no_rights_and_says_what_to_do(forged: bytes) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be verified, so nothing is served.*tenants set acme --from FILE.*TOOLCREW_SECRET"):
+        look(own=forged, fields=1).policy("acme", KEY)
 
 
 def test_a_policy_of_a_megabyte_is_not_even_read() -> None:
     text = json.dumps({"tools": ["t" * 100] * 10_000}).encode()
     assert len(text) > MAX_POLICY_BYTES
     with pytest.raises(ConfigError, match="larger than"):
-        parse_policy("acme", text)
+        parse_policy(KEY, "acme", text)
 
 
 WORDS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20)
@@ -232,11 +255,13 @@ POLICIES = st.builds(
 
 @given(POLICIES)
 def test_a_policy_is_read_as_it_was_kept(policy: TenantPolicy) -> None:
-    assert parse_policy("acme", policy.model_dump_json(exclude_defaults=True).encode()) == policy
-    assert parse_policy("acme", policy.model_dump_json().encode()) == policy
+    assert parse_policy(KEY, "acme", seal_policy(KEY, "acme", policy).encode()) == policy
+    assert parse_policy(KEY, "acme", KEY.seal("policy acme", policy.model_dump_json()).encode()) == policy
 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_are_anything_but_a_policy_or_a_sentence(text: bytes) -> None:
-    found = parse_tenants({b"acme": text})["acme"]
+    sealed = KEY.seal("policy acme", text.decode(errors="replace")).encode()
+    found = parse_tenants(KEY, {b"acme": sealed})["acme"]
     assert isinstance(found, TenantPolicy) or "policy of tenant acme" in str(found)
+    assert isinstance(parse_tenants(KEY, {b"acme": text})["acme"], ConfigError)

@@ -1,7 +1,6 @@
 """The tenants in Redis: both sides see a change once what they know is old, no change is lost, and asking costs one small read a second."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,10 +15,11 @@ from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailu
 from contract.known_tenants import MAX_KNOWN, KnownTenants
 from contract.names import tenants_key
 from contract.settings import BrokerSettings
-from contract.tenancy import MAX_POLICY_BYTES, POLICY_FRESH_S, VERSION_FIELD, CommandRule, TenantLook, TenantPolicy
+from contract.tenancy import MAX_POLICY_BYTES, POLICY_FRESH_S, VERSION_FIELD, CommandRule, TenantLook, TenantPolicy, seal_policy
 from orchestrator.redis_connection import open_redis
 from orchestrator.shared_reads import SharedReads
 from orchestrator.tenants import OpenTenants, RedisTenants
+from tests.builders import KEY as KEYS
 from tests.conftest import RedisProcess
 from workers.tenants import Tenants
 
@@ -43,7 +43,7 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 
 @pytest.fixture
 def tenants(client: "redis.asyncio.Redis") -> RedisTenants:
-    return RedisTenants(client, "test")
+    return RedisTenants(client, "test", KEYS)
 
 
 def count_commands(server: RedisProcess) -> dict[str, int]:
@@ -107,7 +107,7 @@ async def test_a_policy_that_is_too_long_is_not_kept(tenants: RedisTenants) -> N
 
 
 async def test_of_changes_at_the_same_time_none_is_lost(client: "redis.asyncio.Redis") -> None:
-    stores = [RedisTenants(client, "test") for _ in range(2)]
+    stores = [RedisTenants(client, "test", KEYS) for _ in range(2)]
     await stores[0].add("acme", TenantPolicy(in_flight=1))
 
     def one_more(policy: TenantPolicy) -> TenantPolicy:
@@ -130,9 +130,9 @@ async def test_a_worker_and_another_orchestrator_see_a_change_once_what_they_kno
     tenants: RedisTenants, client: "redis.asyncio.Redis", redis_server: RedisProcess
 ) -> None:
     await tenants.add("acme", TenantPolicy())
-    clock, other = Clock(), RedisTenants(client, "test")
+    clock, other = Clock(), RedisTenants(client, "test", KEYS)
     with redis_server.client() as blocking:
-        worker = Tenants(blocking, "test", clock)
+        worker = Tenants(blocking, "test", KEYS, clock)
         assert worker.policy("acme") == await other.policy("acme") == TenantPolicy()
         await tenants.change("acme", lambda policy: policy.model_copy(update={"tools": ()}))
         assert worker.policy("acme").tools is (await other.policy("acme")).tools is None
@@ -149,45 +149,45 @@ async def test_a_worker_and_another_orchestrator_see_a_change_once_what_they_kno
 async def test_the_tenants_of_one_deployment_are_not_anothers(tenants: RedisTenants, redis_server: RedisProcess) -> None:
     await tenants.add("acme", TenantPolicy(weight=3))
     with redis_server.client() as blocking:
-        assert Tenants(blocking, "live").policy("acme").weight == 1
+        assert Tenants(blocking, "live", KEYS).policy("acme").weight == 1
 
 
 async def test_a_policy_of_another_release_serves_nothing_on_either_side_until_it_is_replaced(
     tenants: RedisTenants, redis_server: RedisProcess
 ) -> None:
     with redis_server.client() as blocking:
-        blocking.hset(KEY, "acme", '{"speed": 9}')
+        blocking.hset(KEY, "acme", KEYS.seal("policy acme", '{"speed": 9}'))
         with pytest.raises(ConfigError, match="speed"):
-            Tenants(blocking, "test").policy("acme")
+            Tenants(blocking, "test", KEYS).policy("acme")
         with pytest.raises(ConfigError, match="speed"):
             await tenants.policy("acme")
         with pytest.raises(ConfigError, match="speed"):
             await tenants.change("acme", lambda policy: policy)
         assert isinstance((await tenants.all())["acme"], ConfigError)
         await tenants.replace("acme", TenantPolicy())
-        assert Tenants(blocking, "test").policy("acme") == await tenants.policy("acme") == TenantPolicy()
+        assert Tenants(blocking, "test", KEYS).policy("acme") == await tenants.policy("acme") == TenantPolicy()
 
 
 async def test_what_was_written_by_hand_is_seen_as_long_as_nobody_counts_versions(
     client: "redis.asyncio.Redis", redis_server: RedisProcess
 ) -> None:
     clock = Clock()
-    await client.hset(KEY, "acme", "{}")  # type: ignore[misc]
+    await client.hset(KEY, "acme", seal_policy(KEYS, "acme", TenantPolicy()))  # type: ignore[misc]
     with redis_server.client() as blocking:
-        worker = Tenants(blocking, "test", clock)
+        worker = Tenants(blocking, "test", KEYS, clock)
         assert worker.policy("acme").weight == 1
-        await client.hset(KEY, "acme", '{"weight": 2}')  # type: ignore[misc]
+        await client.hset(KEY, "acme", seal_policy(KEYS, "acme", TenantPolicy(weight=2)))  # type: ignore[misc]
         clock.now += POLICY_FRESH_S
         assert worker.policy("acme").weight == 2
 
 
 async def test_when_redis_is_away_nothing_is_assumed_on_either_side() -> None:
     away = redis.asyncio.Redis(port=1, retry=AsyncRetry(NoBackoff(), 0))
-    for work in (RedisTenants(away, "test").policy("acme"), RedisTenants(away, "test").add("acme", TenantPolicy())):
+    for work in (RedisTenants(away, "test", KEYS).policy("acme"), RedisTenants(away, "test", KEYS).add("acme", TenantPolicy())):
         with pytest.raises(BrokerUnavailable):
             await work
     with pytest.raises(BrokerUnavailable):
-        Tenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test").policy("acme")
+        Tenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test", KEYS).policy("acme")
 
 
 async def test_a_redis_that_takes_no_writes_is_told_as_such(tenants: RedisTenants, client: "redis.asyncio.Redis") -> None:
@@ -211,10 +211,12 @@ async def test_a_thousand_calls_of_a_tenant_at_once_ask_redis_once(tenants: Redi
 async def test_with_ten_thousand_tenants_a_second_of_calls_costs_no_more_than_with_one(
     client: "redis.asyncio.Redis", redis_server: RedisProcess
 ) -> None:
-    await client.hset(KEY, mapping={f"t{number}": "{}" for number in range(10_000)} | {VERSION_FIELD: "v"})  # type: ignore[misc]
+    await client.hset(
+        KEY, mapping={f"t{number}": seal_policy(KEYS, f"t{number}", TenantPolicy()) for number in range(10_000)} | {VERSION_FIELD: "v"}
+    )  # type: ignore[misc]
     clock = Clock()
     with redis_server.client() as blocking:
-        worker = Tenants(blocking, "test", clock)
+        worker = Tenants(blocking, "test", KEYS, clock)
         for number in range(1000):
             worker.policy(f"t{number}")
         before = count_commands(redis_server)
@@ -229,12 +231,12 @@ async def test_programs_without_a_pool_know_no_limits() -> None:
     assert await OpenTenants().policy("anybody") == TenantPolicy()
 
 
-def seen(version: bytes, weight: int) -> TenantLook:
-    return TenantLook(version, json.dumps({"weight": weight}).encode(), None, 2)
+def seen(version: bytes, weight: int, tenant: str = "acme") -> TenantLook:
+    return TenantLook(version, seal_policy(KEYS, tenant, TenantPolicy(weight=weight)).encode(), None, 2)
 
 
 def test_an_answer_that_was_overtaken_is_not_remembered() -> None:
-    known = KnownTenants(Clock())
+    known = KnownTenants(KEYS, Clock())
     known.confirm(b"new", asked_at=101)
     known.learn("acme", seen(b"new", 2), asked_at=101)
     assert known.learn("acme", seen(b"old", 1), asked_at=100).weight == 1
@@ -245,9 +247,9 @@ def test_an_answer_that_was_overtaken_is_not_remembered() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    known = KnownTenants(Clock())
+    known = KnownTenants(KEYS, Clock())
     for number in range(MAX_KNOWN + 10):
-        known.learn(f"t{number}", seen(b"v", 2), asked_at=100)
+        known.learn(f"t{number}", seen(b"v", 2, f"t{number}"), asked_at=100)
     assert (known.find("t9"), known.find("t10") is None) == (None, False)
 
 

@@ -138,7 +138,7 @@ def test_where_there_is_no_terminal_it_looks_once(redis_server: RedisProcess) ->
     def run(url: str, *options: str) -> Any:
         return CliRunner().invoke(app, ["top", *options], env={"TOOLCREW_REDIS_URL": url, "TOOLCREW_DEPLOYMENT": "default"})
 
-    text, as_json, nowhere = run(redis_server.url), run(redis_server.url, "--json"), run("redis://127.0.0.1:1/0")
+    text, as_json, nowhere = run(redis_server.url), run(redis_server.url, "--json"), run("redis://:pw@127.0.0.1:1/0")
 
     assert (text.exit_code, "pool.web" in text.stdout, "\x1b" in text.stdout) == (0, True, False)
     assert [queue["queue"] for queue in json.loads(as_json.stdout)["queues"]] == ["pool.tools", "pool.web"]

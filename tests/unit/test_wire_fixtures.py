@@ -17,7 +17,7 @@ from contract.envelope import decode_call, decode_result
 from contract.hosts import HostReport
 from contract.ledger import CallRecord
 from contract.places import SessionPlace
-from contract.registry import Switch
+from contract.registry import Switch, parse_switches
 from contract.signing import ResultSeal
 from contract.specs import Catalog
 from contract.tenancy import TenantPolicy, parse_policy
@@ -30,12 +30,12 @@ READ: dict[str, Callable[[str], Any]] = {
     "call": lambda text: decode_call(text, KEYS),
     "result": lambda text: decode_result(json.loads(text), ResultSeal(KEYS, "acme")),
     "event": lambda text: decode_event(text.encode()).payload,
-    "tenant": lambda text: parse_policy("acme", text),
+    "switch": lambda text: parse_switches(KEYS, {b"bash_tool": text.encode()})["bash_tool"],
+    "tenant": lambda text: parse_policy(KEYS, "acme", text.encode()),
     **{
         name: kind.model_validate_json
         for name, kind in {
             "host": HostReport,
-            "switch": Switch,
             "place": SessionPlace,
             "ledger": CallRecord,
             "catalog": Catalog,
@@ -70,6 +70,7 @@ def test_what_the_release_before_wrote_means_the_same_here(path: Path) -> None:
     assert told["result"] == RESULT
     assert told["host"] == REPORT
     assert told["tenant"] == TenantPolicy(weight=2)
+    assert told["switch"] == Switch(by="root", at=1.0, reason="not today")
     assert told["event"] == {"stream": "stdout", "text": "x"}
     assert all(isinstance(value, BaseModel) for name, value in told.items() if name not in ("call", "event"))
 

@@ -81,7 +81,7 @@ async def cancel_batch(batch: BatchId, person: Sending) -> Response:
 async def known_tenants(person: Person) -> list[str]:
     """All tenants, those with the most to do first."""
     parts = person.house.parts
-    overview = await OverviewReader(parts.pool.redis, person.house.settings.deployment).read()
+    overview = await OverviewReader(parts.pool.redis, person.house.settings.deployment, parts.pool.keys).read()
     named = [look.tenant for look in overview.tenants]
     return list(dict.fromkeys([*(look.tenant for look in overview.batches), *named, person.owner]))
 

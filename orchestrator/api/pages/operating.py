@@ -77,7 +77,7 @@ async def switch_tool(
 async def tenants(request: Request, person: Looking, done: str = "") -> Response:
     """Shares, what is in flight and waits, and pausing. People of a tenant see their own."""
     parts, deployment = person.house.parts, person.house.settings.deployment
-    viewer, overview = await person.viewer(), await OverviewReader(parts.pool.redis, deployment).read()
+    viewer, overview = await person.viewer(), await OverviewReader(parts.pool.redis, deployment, parts.pool.keys).read()
     found = [look for look in overview.tenants if viewer.tenant in (None, look.tenant)]
     shown = found[:MOST_TENANTS]
     counts = await SessionList(parts.pool.redis, deployment).counts([look.tenant for look in shown])

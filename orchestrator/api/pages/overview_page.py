@@ -27,7 +27,7 @@ _LIVE = (HostedState.WAITING_FOR_APPROVAL, HostedState.RUNNING)
 async def overview(request: Request, person: Looking) -> Response:
     """A deployment at a glance, or one tenant of it."""
     parts, viewer = person.house.parts, await person.viewer()
-    look = await OverviewReader(parts.pool.redis, person.house.settings.deployment).read()
+    look = await OverviewReader(parts.pool.redis, person.house.settings.deployment, parts.pool.keys).read()
     mine = [one for one in look.tenants if viewer.tenant in (None, one.tenant)]
     names = [viewer.tenant] if viewer.tenant else [one.tenant for one in mine][:MOST_TENANTS]
     found = [run for state in _LIVE for run in await newest_runs(person, names, state, MOST_RUNS)][:MOST_RUNS]

@@ -155,7 +155,7 @@ def dump(client: "redis.Redis") -> bytes:
 
 async def make_key(place: Place) -> str:
     async with open_queue(place) as (client, _):
-        return (await ApiKeys(client, "default").add("default")).text
+        return (await ApiKeys(client, "default", place.settings.broker().signing_keys()).add("default")).text
 
 
 @contextlib.asynccontextmanager
@@ -276,7 +276,7 @@ async def test_a_record_cannot_have_a_service_read_or_write_files_of_its_host(pl
 
 async def test_an_interactive_call_does_not_wait_for_a_batch(place: Place, service: Service) -> None:
     async with open_queue(place) as (redis_client, _), place.client() as user, await user.open_session() as session:
-        tenants, runs = RedisTenants(redis_client, "default"), user.batch_runs()
+        tenants, runs = RedisTenants(redis_client, "default", place.settings.broker().signing_keys()), user.batch_runs()
         await tenants.replace("default", TenantPolicy(in_flight=1))
         try:
             file = load_lines(place.write("slow", [f"s{number}" for number in range(6)]))
