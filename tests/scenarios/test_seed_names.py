@@ -1,0 +1,88 @@
+"""Every name of the requirement documents can be imported and does what its row says (S0-10, S1-22 to S1-41, S4-04, S4-12 to S4-31)."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from contract.registry import Tool, ToolRegistry
+from orchestrator.models.scripted import ScriptedModel
+from orchestrator.seed_names import ModelGateway, createOutputController, createToolRegistry, runToolLoop, tool_schema
+from orchestrator.tool_loop import ContextEngine
+from tests.builders import build_call, build_context, build_exec_response
+from tests.fakes import FakeSandboxClient
+from workers import seed_names as worker_names
+from workers.bench import SandboxBench
+
+TOOLS = {
+    "FileReadTool": "read_tool",
+    "FileWriteTool": "write_tool",
+    "FileEditTool": "edit_tool",
+    "BashTool": "bash_tool",
+    "GlobTool": "glob_tool",
+    "GrepTool": "grep_tool",
+}
+NAMES = [
+    *(("workers.seed_names", name) for name in (*TOOLS, "BuiltInToolsRegistry", "SkillsSandboxExecutor")),
+    *(
+        ("orchestrator.seed_names", name)
+        for name in (
+            *("ToolContext", "tool_schema", "ModelGateway", "createToolRegistry", "createOutputController", "buildToolSystemPrompt"),
+            *("parseToolDecision", "executeToolCall", "runToolLoop", "generateToolPrompt"),
+        )
+    ),
+    *(("orchestrator", name) for name in ("ReActStrategy", "ReActOptions", "ToolRegistry", "ToolAgent", "CustomAgent", "LLMClient")),
+    *(("orchestrator", name) for name in ("AIMessage", "ToolMessage", "convert_to_openai_tool", "run_tool_loop", "generate_tool_prompt")),
+    ("orchestrator.tool_loop", "TOOL_DECISION_SCHEMA"),
+    ("orchestrator.tool_loop", "ToolDecisionOutput"),
+    ("contract.calls", "ToolCall"),
+    ("contract.calls", "ToolResult"),
+    ("contract.functions", "ModelAdapter"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES, ids=[name for _, name in NAMES])
+def test_every_documented_name_is_importable(module: str, name: str) -> None:
+    assert getattr(import_module(module), name) is not None
+
+
+@pytest.mark.parametrize(("alias", "name"), TOOLS.items())
+def test_s4_04_17_to_31_a_documented_tool_says_what_it_is(alias: str, name: str) -> None:
+    tool: Tool[Any] = getattr(worker_names, alias)
+    assert (tool.name, bool(tool.description), tool.parameters["type"]) == (name, True, "object")
+    assert tool_schema(tool) == tool.parameters
+    assert worker_names.BuiltInToolsRegistry().get(name) is tool
+
+
+def test_s4_04_and_22_a_documented_tool_is_executed_with_arguments_and_context() -> None:
+    sandbox: Any = FakeSandboxClient(build_exec_response(b"Linux\n", exit_code=3))
+    bench = SandboxBench(build_call("bash_tool"), build_context(), {}, client=sandbox)
+    outcome = worker_names.BashTool.execute({"command": "uname"}, bench)
+    assert (outcome.metadata["stdout"], outcome.metadata["exit_code"]) == ("Linux\n", 3)
+
+
+def test_s0_10_the_registry_of_built_in_tools_is_the_one_kind_of_registry() -> None:
+    assert isinstance(worker_names.BuiltInToolsRegistry(), ToolRegistry)
+
+
+async def test_s1_39_to_41_the_documents_program_runs_with_the_products_own_gateway() -> None:
+    registry = createToolRegistry()
+    registry.register(
+        {
+            "name": "get_weather",
+            "description": "Get current weather for a city",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+            "execute": lambda args: {"temp": 22, "city": args["city"]},
+        }
+    )
+    gateway = ModelGateway(
+        ScriptedModel(['{"tool": "get_weather", "arguments": {"city": "Beijing"}}', '{"tool": null, "reply": "22 degrees."}'])
+    )
+    deps = {
+        "chat": gateway.chat,
+        "contextEngine": ContextEngine(),
+        "outputController": createOutputController(),
+        "toolRegistry": registry,
+    }
+    result = await runToolLoop(deps, "s1", "What's the weather in Beijing?", {"maxToolRounds": 5})
+    assert result.reply == "22 degrees."

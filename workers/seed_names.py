@@ -1,0 +1,20 @@
+"""The names that the requirement documents use for the tools of a worker. Each is an alias; nothing is implemented here."""
+
+from workers.tools.builtin import build_registry
+from workers.tools.edit import EDIT_TOOL
+from workers.tools.glob import GLOB_TOOL
+from workers.tools.grep import GREP_TOOL
+from workers.tools.read import READ_TOOL
+from workers.tools.shell import BASH_TOOL
+from workers.tools.skill import build_skill_tool
+from workers.tools.write import WRITE_TOOL
+
+BuiltInToolsRegistry = build_registry
+SkillsSandboxExecutor = build_skill_tool
+"""Skills -> the tool that runs them in the sandbox of a call."""
+FileReadTool = READ_TOOL
+FileWriteTool = WRITE_TOOL
+FileEditTool = EDIT_TOOL
+BashTool = BASH_TOOL
+GlobTool = GLOB_TOOL
+GrepTool = GREP_TOOL
