@@ -119,8 +119,8 @@ class InProcessTransport:
     """Functions as tools, for programs without a pool and for tests: same envelopes, no queue, no sandbox, no walls.
 
     `functions`: plain functions by name, called with their arguments by name; or tools (contract.registry.Tool) whose handler is called
-    with the arguments and the CallContext that `contexts` makes. Async ones run on the loop and are cancelled at the limit; all others run
-    in daemon threads, which nothing can stop: their result then says that they may still run.
+    with the arguments and the CallContext that `contexts` makes. Async ones run on the loop and are cancelled at the limit. All others run
+    in daemon threads and are interrupted by an exception; one that is blocked in C code may still run, and its result says so.
     """
 
     def __init__(
@@ -204,10 +204,14 @@ class InProcessTransport:
             clock.start_run()
             finished, _ = await asyncio.wait({blocking.ended}, timeout=limit_s)
         except asyncio.CancelledError:
-            self._threads.withdraw(blocking)
+            if not self._threads.withdraw(blocking):
+                blocking.interrupt()
             raise
         if not finished:
-            raise _LimitReached(f"did not end within its limit of {limit_s:g} s; a plain function cannot be stopped, so it may still run")
+            blocking.interrupt()
+            await asyncio.wait({blocking.ended}, timeout=CANCEL_GRACE_S)
+            rest = "" if blocking.ended.done() else " and is blocked outside of Python code: it may still run"
+            raise _LimitReached(f"did not end within its limit of {limit_s:g} s{rest}")
         ended = blocking.ended.result()
         if ended.error is None and inspect.isawaitable(ended.value):
             return await self._run_on_loop(lambda: ended.value, max(0.0, limit_s - clock.read().run_s))

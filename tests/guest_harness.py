@@ -52,6 +52,8 @@ def _unshare_refused() -> str | None:
 
 
 _refused = _unshare_refused()
+if _refused is not None and os.environ.get("TOOLCREW_TEST_REQUIRE"):
+    raise RuntimeError(f"a real guest cannot be started, and TOOLCREW_TEST_REQUIRE is set: {_refused}")
 needs_namespace = pytest.mark.skipif(_refused is not None, reason=_refused or "")
 
 

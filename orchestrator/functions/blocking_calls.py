@@ -1,8 +1,9 @@
-"""Threads that run blocking functions beside the loop. They never keep the process alive, and a stuck one costs only itself."""
+"""Threads that run blocking functions next to the loop and interrupt them at their limit. They never keep the process alive."""
 
 import asyncio
 import contextlib
 import contextvars
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,10 @@ from typing import Any
 MAX_THREADS = 256
 IDLE_S = 10.0
 """A thread without work ends after this many seconds."""
+
+
+class FunctionInterrupted(BaseException):
+    """Raised inside a function that is stopped at its limit. No `except Exception` of the function catches it."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +36,38 @@ class BlockingCall:
     started: "asyncio.Future[None]"
     ended: "asyncio.Future[Ended]"
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _thread: int | None = field(default=None, init=False)
 
     def run(self) -> None:
         self._tell(self.started, None)
         try:
-            ended = Ended(value=self.context.run(self.function))
-        except BaseException as error:  # noqa: BLE001  # the thread's edge: whatever it is, the waiting call is told
-            ended = Ended(error=error)
+            ended = self._call()
+        # The interrupt may arrive between the function's last step and the moment from which none is sent.
+        except FunctionInterrupted as late:
+            self._thread, ended = None, Ended(error=late)
         self._tell(self.ended, ended)
+
+    def _call(self) -> Ended:
+        self._thread = threading.get_ident()
+        try:
+            return Ended(value=self.context.run(self.function))
+        except BaseException as error:  # noqa: BLE001  # the thread's edge: every error is the result of the waiting call
+            return Ended(error=error)
+        finally:
+            with self._lock:
+                self._thread = None
+            # One that was sent and has not arrived yet must not hit what this thread runs next.
+            _raise_in_thread(threading.get_ident(), None)
+
+    def interrupt(self) -> None:
+        """Raise FunctionInterrupted in the function as soon as it executes Python code; nothing if it has ended. Call it once.
+
+        A function that is blocked in C code (a long `time.sleep`, a read without a timeout) is interrupted only when that returns.
+        """
+        with self._lock:
+            if self._thread is not None:
+                _raise_in_thread(self._thread, FunctionInterrupted)
 
     def _tell(self, future: "asyncio.Future[Any]", value: Any) -> None:
         # A loop that is closed has nobody waiting any more.
@@ -102,6 +131,11 @@ class BlockingCalls:
                 return None
             finally:
                 self._idle -= 1
+
+
+def _raise_in_thread(thread: int, error: type[BaseException] | None) -> None:
+    """Have CPython raise `error` in that thread at its next step; None takes one back that has not been raised yet."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error))
 
 
 def _resolve(future: "asyncio.Future[Any]", value: Any) -> None:

@@ -283,7 +283,7 @@ async def test_a_blocking_function_is_left_at_its_limit_and_the_result_says_so()
     result = await run(lambda: release.wait(30), timeout_s=0.05)
     release.set()
     assert result.error_code is ErrorCode.TIMEOUT
-    assert "a plain function cannot be stopped, so it may still run" in str(result.error)
+    assert "is blocked outside of Python code: it may still run" in str(result.error)
 
 
 async def test_functions_that_hang_leave_threads_for_others() -> None:

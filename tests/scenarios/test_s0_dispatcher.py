@@ -1,6 +1,7 @@
 """Rows S0-09 to S0-13 of the scenarios: one dispatcher, which executor a call reaches, and what it says when none does or one takes too long."""
 
 import asyncio
+import threading
 from typing import Any
 
 from contract.calls import ToolCall, ToolContext, ToolResult
@@ -131,6 +132,27 @@ async def test_s0_13_a_tool_that_takes_too_long_is_interrupted_and_the_loop_goes
     assert interrupted.is_set()
     assert "Error [TIMEOUT]: crawl did not end within its limit of 0.05 s" in model.requests[1].messages[-1]["content"]
     assert (result.answer, result.steps) == ("It took too long.", 2)
+
+
+async def test_s0_13_a_function_that_is_not_async_is_interrupted_too() -> None:
+    steps: list[int] = []
+    interrupted = threading.Event()
+
+    @tool(timeout_s=0.05)
+    def count() -> None:
+        """Never ends."""
+        try:
+            while True:
+                steps.append(len(steps))
+        except BaseException:
+            interrupted.set()
+            raise
+
+    async with asyncio.timeout(SOON_S):
+        result = await LocalTools([count]).run_call(build_call("count"))
+    assert (result.success, result.error_code) == (False, ErrorCode.TIMEOUT)
+    assert interrupted.is_set()
+    assert "still run" not in str(result.error)
 
 
 async def test_s0_13_the_timeout_is_configured_and_a_tool_without_its_own_gets_that() -> None:

@@ -1,0 +1,30 @@
+"""Interrupting functions in threads: the function ends, and nothing that runs later in its thread notices."""
+
+import asyncio
+
+from orchestrator.functions.blocking_calls import BlockingCalls, FunctionInterrupted
+
+ROUNDS = 300
+SOON_S = 10.0
+
+
+async def test_an_interrupt_never_hits_what_the_thread_runs_next() -> None:
+    threads = BlockingCalls(limit=1)
+    async with asyncio.timeout(60):
+        for number in range(ROUNDS):
+            steps = iter(range(number * 10))
+            interrupted = threads.submit(lambda steps=steps: sum(steps))
+            await interrupted.started
+            interrupted.interrupt()
+            ended = await interrupted.ended
+            assert ended.error is None or isinstance(ended.error, FunctionInterrupted)
+            after = threads.submit(lambda: sum(range(200)))
+            assert (await after.ended).value == 19_900
+
+
+async def test_a_function_that_ended_before_the_interrupt_keeps_its_value() -> None:
+    call = BlockingCalls().submit(lambda: "done")
+    async with asyncio.timeout(SOON_S):
+        ended = await call.ended
+    call.interrupt()
+    assert (ended.value, ended.error) == ("done", None)
