@@ -62,6 +62,12 @@ def _default_slots(known: dict[str, Any]) -> int:
     return 16 if known.get("worker_kind") == "sandbox" and known.get("worker_pool") != "prefork" else 4
 
 
+def _find_shipped_skills() -> tuple[Path, ...]:
+    package = Path(__file__).parent
+    # A wheel holds them inside the package, a checkout next to it.
+    return tuple(folder for folder in (package / "shipped_skills", package.parent / "skills") if folder.is_dir())[:1]
+
+
 class WorkerSettings(BaseSettings):
     """A Celery worker's settings; every field is `TOOLCREW_<NAME>`, lists and objects in JSON. One that is empty is not set."""
 
@@ -101,7 +107,8 @@ class WorkerSettings(BaseSettings):
     tool_config: dict[str, JsonValue] = {}
     """What operators' tools find in `CallContext.config`. No place for secrets."""
     skills: str | None = None
-    """Folders with skills, one folder each, separated as in PATH; of two skills with one name that of the first is taken (docs/skills.md)."""
+    """Folders with skills, separated as in PATH; each skill is a folder in one of them. The first of two skills with one name is used. None: the
+    skills that are shipped with toolcrew (docs/skills.md)."""
     mcp_servers: Path | None = None
     """A JSON file with the MCP servers whose tools are offered (docs/mcp.md)."""
     mcp_refresh_s: float = Field(default=600.0, ge=1, le=86_400)
@@ -112,7 +119,9 @@ class WorkerSettings(BaseSettings):
 
     def skill_roots(self) -> tuple[Path, ...]:
         """The folders that skills are in."""
-        return tuple(Path(root) for root in (self.skills or "").split(os.pathsep) if root)
+        if self.skills is None:
+            return _find_shipped_skills()
+        return tuple(Path(root) for root in self.skills.split(os.pathsep) if root)
 
     def broker(self) -> BrokerSettings:
         """What both sides must agree on."""

@@ -1,17 +1,22 @@
 """Rows S0-09 to S0-13 of the scenarios: one dispatcher, which executor a call reaches, and what it says when none does or one takes too long."""
 
 import asyncio
+import json
 import threading
 from typing import Any
+
+import pytest
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode
 from contract.specs import ToolSpec
 from orchestrator.agent import Agent, RunResult
+from orchestrator.client import ToolClient
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tag_values import build_tag_call
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.dispatcher import Dispatcher, Route
+from orchestrator.events import CallFinished, RunEvent
 from orchestrator.functions.function_tools import tool
 from orchestrator.functions.local_tools import LocalTools
 from orchestrator.limits import ReActOptions
@@ -19,8 +24,8 @@ from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.transport import InProcessTransport, Transport
 from tests.builders import KEY, build_call, build_exec_response, build_spec
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
+from tests.stack import Stack
 from workers.executor import Executor
-from workers.tools.base import Outcome, Workbench, WorkerTool
 from workers.tools.builtin import build_registry
 
 SOON_S = 10.0
@@ -47,10 +52,8 @@ class Door:
 class Workers:
     """A real worker executor over its registry; the sandbox is a script."""
 
-    def __init__(self, *answers: Any, skills: tuple[WorkerTool, ...] = ()) -> None:
+    def __init__(self, *answers: Any) -> None:
         registry = build_registry()
-        for skill in skills:
-            registry.register(skill)
         self.sandbox = FakeSandboxClient(*answers)
         executor = Executor(registry, self.sandbox, MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
         self.transport = AnsweringTransport(executor.execute)
@@ -79,23 +82,25 @@ async def test_s0_10_a_name_of_a_built_in_tool_goes_to_their_registry_and_its_re
     assert result.answer == "It is Linux."
 
 
-async def test_s0_11_a_name_that_is_registered_beside_the_built_in_ones_goes_to_its_own_executor_in_the_sandbox() -> None:
-    # Skills are used through skill_tool: this is the route of a tool that is registered under a skill's name.
-    asked: list[dict[str, Any]] = []
+@pytest.mark.stack
+@pytest.mark.timeout(200)
+async def test_s0_11_the_documents_skill_is_called_through_a_tag_on_a_pool_without_configuration(stack: Stack) -> None:
+    tag = '<tool_action name="vector-search">\n  <query value="读取文件" />\n  <limit value="5" />\n</tool_action>'
+    model = ScriptedModel([tag, "It is in notes.md."])
+    results: list[ToolResult] = []
 
-    def run_skill(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-        asked.append(arguments)
-        response = bench.run({"op": "exec", "argv": ["python", "/skills/report/run.py"]})
-        return Outcome(response.streams["stdout"].decode())
+    def note(event: RunEvent) -> None:
+        if isinstance(event, CallFinished):
+            results.append(event.result)
 
-    skill = WorkerTool(build_spec("report", properties={"topic": {"type": "string"}}, required=["topic"]), run_skill)
-    workers = Workers(build_exec_response(b"three pages"), skills=(skill,))
-    door = Door(workers.transport, *workers.specs)
-    model = ScriptedModel([build_tag_call("report", {"topic": "queues"}), "Here it is."])
-    await door.work(model)
-    assert (asked, workers.sandbox.requests) == ([{"topic": "queues"}], [{"op": "exec", "argv": ["python", "/skills/report/run.py"]}])
-    assert [(answer.name, answer.success, answer.output) for answer in door.results] == [("report", True, "three pages")]
-    assert "three pages" in model.requests[1].messages[-1]["content"]
+    async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
+        await session.write_file("notes.md", "先读取文件，然后写入。\n".encode())
+        await session.write_file("other.md", b"Roses are cut in spring.\n")
+        result = await client.run("find it", session=session, model=model, dialect="tags", on_event=note)
+    assert [(answer.name, answer.success) for answer in results] == [("vector-search", True)]
+    assert json.loads(results[0].output or "")["results"][0]["path"] == "notes.md"
+    assert "notes.md" in model.requests[1].messages[-1]["content"]
+    assert result.answer == "It is in notes.md."
 
 
 async def test_s0_12_a_tool_that_does_not_exist_is_an_error_result_that_the_model_reads() -> None:

@@ -7,19 +7,29 @@ import pytest
 from structlog.testing import capture_logs
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.names import BUILTIN_TOOLS
 from contract.registry import ToolRegistry
+from contract.tenancy import tools_of
 from orchestrator.client import ToolClient
 from orchestrator.events import CallFinished, RunEvent
 from orchestrator.functions.function_tools import tool
 from orchestrator.functions.local_tools import LocalTools
 from orchestrator.models.scripted import Calls, ScriptedModel
-from tests.builders import build_spec
+from tests.builders import build_call, build_context, build_spec
 from tests.conftest import RedisProcess
+from tests.fakes import MemoryBlobs, MemoryLedger
+from tests.skill_ground import SHIPPED
 from tests.switched_pool import SwitchedPool
 from tests.web_servers import MemoryStore
+from workers.custom.calls import CustomCalls
+from workers.custom.loading import serve_values
+from workers.executor import Executor
 from workers.settings import WebSettings
+from workers.skills.loader import load_skills
 from workers.tools.base import Outcome, WorkerTool
 from workers.tools.builtin import build_registry
+from workers.tools.skill import build_skill_tool
+from workers.tools.skill_tools import register_skill_tools
 from workers.web.tools import build_web_tools
 
 ALPHA, BETA = build_spec("alpha_tool"), build_spec("beta_tool")
@@ -65,10 +75,31 @@ def call(name: str) -> Calls:
     return Calls([(name, {})])
 
 
-def test_s2_24_every_tool_of_a_worker_is_registered_in_one_registry() -> None:
+def test_s2_24_built_in_web_skill_and_operator_tools_are_registered_in_one_registry_and_run_from_it(redis_server: RedisProcess) -> None:
+    @tool
+    def own_tool() -> str:
+        """An operator's tool."""
+        return "from own"
+
     registry = build_registry()
-    assert isinstance(registry, ToolRegistry)
-    assert all(registry.get(state.name) is not None for state in registry.describe())
+    skills = load_skills([SHIPPED])
+    registry.register(build_skill_tool(skills))
+    register_skill_tools(registry, skills)
+    for made in (*build_web_tools(WebSettings(), MemoryStore()), *serve_values([own_tool], CustomCalls({}), "this test")):
+        registry.register(made)
+    names = {state.name for state in registry.describe() if state.spec.audience == "model"}
+    assert names == BUILTIN_TOOLS | {skill.summary.name for skill in skills} | {"own_tool"}
+    worker = Executor(registry, None, MemoryLedger(), MemoryBlobs(), {})
+    assert worker.execute(build_call("own_tool", call_id="a"), build_context()).output == "from own"
+    for name in names:
+        registry.disable(name)
+    codes = {worker.execute(build_call(name, call_id=name), build_context()).error_code for name in names}
+    assert codes == {ErrorCode.TOOL_DISABLED}
+
+
+def test_s2_24_a_skill_that_a_tenant_installs_is_run_and_switched_through_tools_of_the_registry() -> None:
+    spec = build_spec("counts", is_installed_skill=True)
+    assert tools_of(spec, {}) == ("counts", "skill_tool", "bash_tool")
 
 
 def test_s2_25_the_built_in_tools_are_registered_by_themselves_and_enabled() -> None:

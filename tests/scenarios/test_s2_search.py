@@ -1,6 +1,8 @@
 """Rows S2-05 to S2-12 and S4-26 to S4-29 of the scenarios: finding files by name, and their contents by a regular expression."""
 
 import os
+import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,6 +113,36 @@ def test_s4_27_context_lines_and_file_types(tools: GuestTools, names: dict[str, 
 def test_s4_28_a_glob_searches_recursively_and_gives_a_list_of_paths(tools: GuestTools) -> None:
     assert search(tools, "glob_tool", pattern="util.py") == ["src/deep/util.py"]
     assert tools.run("glob_tool", pattern="*.rs").output == "[0 of 0; newest first]"
+
+
+def test_s4_25_paths_and_patterns_are_never_part_of_a_command(guest: Guest, tools: GuestTools) -> None:
+    folder = guest.workspace / "odd"
+    names = ["a; touch PWNED", "$(touch PWNED)", "`touch PWNED`", "-rf", 'it\'s "quoted"', "two\nlines"]
+    for name in names:
+        assert tools.run("write_tool", file_path=f"odd/{name}", content="needle $(touch PWNED)\n").success
+        assert "needle" in str(tools.run("read_tool", file_path=f"odd/{name}").output)
+        assert tools.run("edit_tool", file_path=f"odd/{name}", old_string="needle", new_string="'; touch PWNED #").success
+        tools.run("glob_tool", pattern=name, path="odd")
+        tools.run("grep_tool", pattern="; touch PWNED", include=name, path="odd")
+    assert len(list(folder.iterdir())) == len(names)
+    assert not list(guest.workspace.rglob("PWNED"))
+    shutil.rmtree(folder)
+
+
+def test_s4_29_a_large_code_base_is_searched_in_reasonable_time(guest: Guest, tools: GuestTools) -> None:
+    """20,000 files. The bound is loose, for a busy machine; benchmarks/ compares the search with its peers."""
+    root = guest.workspace / "large"
+    for number in range(200):
+        folder = root / f"package{number}"
+        folder.mkdir(parents=True)
+        for file in range(100):
+            (folder / f"module{file}.py").write_text(f"def function_{number}_{file}():\n    return {file}\n" * 10)
+    began = time.monotonic()
+    lines = search(tools, "grep_tool", pattern="function_199_99\\b", path="large", limit=5)
+    assert search(tools, "glob_tool", pattern="**/module99.py", path="large", limit=5)
+    assert time.monotonic() - began < 20
+    assert lines[0].startswith("large/package199/module99.py:1:")
+    shutil.rmtree(root)
 
 
 def test_s4_29_results_come_while_the_search_goes_on_in_the_order_of_the_whole(guest: Guest) -> None:

@@ -34,7 +34,9 @@ class McpServer:
 SERVER = McpServer()
 
 
-def test_s4_34_servers_of_tools_are_not_asked_neither_by_a_program_nor_by_a_worker() -> None:
+def test_s4_34_the_tool_system_itself_loads_no_tools_of_mcp_servers() -> None:
+    """Neither a program's registry nor a worker's takes a server as a tool. Workers ask only the servers of the file that the operator names
+    (TOOLCREW_MCP_SERVERS), which is a part of its own (docs/mcp.md)."""
     for value in (SERVER, {"type": "mcp", "server_url": "https://tools.example"}):
         with pytest.raises(TypeError):
             as_tool(value)
@@ -45,6 +47,7 @@ def test_s4_34_servers_of_tools_are_not_asked_neither_by_a_program_nor_by_a_work
 
 
 async def test_s4_35_no_result_is_cached_the_same_call_runs_again() -> None:
+    """webfetch_tool is no exception: each call runs. It keeps pages as HTTP allows (docs/tools.md), not results of calls."""
     runs: list[str] = []
 
     @tool(read_only=True, idempotent=True)

@@ -122,7 +122,6 @@ def test_what_a_manifest_sets_itself_differs_from_the_map_for_a_reason(service: 
         "TOOLCREW_CONCURRENCY",
         "TOOLCREW_DRAIN_S",
         "TOOLCREW_MCP_SERVERS",
-        "TOOLCREW_SKILLS",
         "TOOLCREW_WORKER_KIND",
         "TOOLCREW_SANDBOXD_SOCKET",
         "TOOLCREW_SANDBOXD_SOCKET_MODE",

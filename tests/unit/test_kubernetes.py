@@ -294,7 +294,7 @@ def test_keys_of_services_go_only_to_the_process_that_uses_them() -> None:
 
 def test_the_skills_of_the_operator_are_mounted_read_only_in_the_worker_of_sandboxes() -> None:
     _, worker = CONTAINERS["worker"]
-    assert {"name": "skills", "mountPath": environment_of("worker")["TOOLCREW_SKILLS"], "readOnly": True} in worker["volumeMounts"]
+    assert {"name": "skills", "mountPath": "/var/lib/toolcrew-skills", "readOnly": True} in worker["volumeMounts"]
 
 
 def test_compose_hands_the_file_of_mcp_servers_on_to_workers_alone() -> None:

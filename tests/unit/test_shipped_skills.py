@@ -57,6 +57,12 @@ def found(workspace: Path, query: str, **asked: Any) -> list[str]:
     return [result["path"] for result in told("vector-search", workspace, query=query, **asked)["results"]]
 
 
+def test_text_without_spaces_between_its_words_is_searched_too(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("先读取文件，然后写入。\n")
+    (tmp_path / "other.md").write_text("玫瑰在春天修剪。\n")
+    assert found(tmp_path, "读取文件") == ["notes.md"]
+
+
 def test_all_are_tools_without_faults_and_need_no_package() -> None:
     assert tuple(SKILLS) == NAMES
     for skill in SKILLS.values():
@@ -103,7 +109,7 @@ def test_a_result_names_its_lines_and_what_was_not_searched(workspace: Path) -> 
 def test_only_the_files_that_were_asked_for_are_searched(workspace: Path) -> None:
     assert found(workspace, "invoices gateway", pattern="*.txt") == ["deep/network.txt"]
     assert found(workspace, "invoices gateway", paths=["billing.md"]) == ["billing.md"]
-    assert found(workspace, "invoices", top=50) == ["billing.md"]
+    assert found(workspace, "invoices", limit=50) == ["billing.md"]
 
 
 def test_what_has_been_read_is_kept_until_the_file_changes(workspace: Path) -> None:

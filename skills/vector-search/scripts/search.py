@@ -17,14 +17,26 @@ PIECE_CHARS, PIECE_SHARE = 4, 0.35
 SATURATION, LENGTH_SHARE = 1.2, 0.5
 """How soon more of one term counts for nothing more, and how far a long passage is held to be long."""
 KEPT = os.path.join(".toolcrew", "vector-search")
-VERSION = 1
-WORD = re.compile(r"\w+", re.UNICODE)
+VERSION = 2
+UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+"""Kana and Han characters: text in them has no spaces between its words."""
+WORD = re.compile(rf"[{UNSPACED}]+|[^\W{UNSPACED}]+", re.UNICODE)
+IS_UNSPACED = re.compile(rf"[{UNSPACED}]{{2,}}")
+
+
+def words_of(text):
+    """The words of a text; a run of unspaced characters gives each pair of neighbours."""
+    for word in WORD.findall(text.lower()):
+        if IS_UNSPACED.fullmatch(word):
+            yield from (word[at : at + 2] for at in range(len(word) - 1))
+        else:
+            yield word
 
 
 def terms_of(text):
     """How often each word, and each piece of the longer ones, is in it."""
     counts = Counter()
-    for word, count in Counter(WORD.findall(text.lower())).items():
+    for word, count in Counter(words_of(text)).items():
         counts[word] += count
         padded = f"<{word}>"
         if len(word) > PIECE_CHARS:
@@ -180,7 +192,7 @@ def answer(asked):
             continue
         taken.update((path, line) for line in range(first, last + 1))
         results.append({"path": path, "lines": f"{first}-{last}", "score": round(score, 3), "text": show(path, first, last)})
-        if len(results) == asked.get("top", 5):
+        if len(results) == asked.get("limit", 5):
             break
     searched = {"files": len({path for path, _, _, _ in passages}), "passages": len(passages)}
     return {"results": results, "searched": searched, "left_out": left_out[:50], "left_out_count": len(left_out)}
@@ -193,9 +205,9 @@ def main():
         sys.exit('give JSON on standard input, as {"query": "how are invoices cancelled"}')
     if not isinstance(asked, dict) or not isinstance(asked.get("query"), str) or not WORD.search(asked["query"]):
         sys.exit('give a query with at least one word, as {"query": "how are invoices cancelled"}')
-    top, paths = asked.get("top", 5), asked.get("paths", ["."])
-    if not isinstance(top, int) or not 1 <= top <= 50:
-        sys.exit("top must be a whole number from 1 to 50")
+    limit, paths = asked.get("limit", 5), asked.get("paths", ["."])
+    if not isinstance(limit, int) or not 1 <= limit <= 50:
+        sys.exit("limit must be a whole number from 1 to 50")
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         sys.exit('paths must be a list of files and folders, as ["docs"]')
     json.dump(answer(asked), sys.stdout, ensure_ascii=False, indent=1)
