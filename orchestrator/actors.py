@@ -2,7 +2,7 @@
 
 import os
 import pwd
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -10,6 +10,7 @@ from contract.calls import Identifier, Record
 
 Role = Literal["tenant", "operator", "admin"]
 """tenant: calls for its own tenant; operator: for any; admin: also sets what tenants may have."""
+_ROLES: tuple[Role, ...] = get_args(Role)
 LOCAL = "local"
 MAX_NAME_CHARS = 128
 
@@ -26,6 +27,10 @@ class Actor(Record):
     def may_act_for(self, tenant: str | None) -> bool:
         """None: for everybody."""
         return self.role != "tenant" or (tenant is not None and tenant == self.tenant)
+
+    def has_role(self, needed: Role) -> bool:
+        """Return whether the role has all rights of `needed`."""
+        return _ROLES.index(self.role) >= _ROLES.index(needed)
 
     def label(self) -> str:
         """In one word, for people."""

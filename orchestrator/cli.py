@@ -26,7 +26,7 @@ from orchestrator.cli_keeping import Keeping, check_store
 from orchestrator.cli_metrics import metrics_print
 from orchestrator.cli_pause import pause, resume
 from orchestrator.cli_redis import redis_app
-from orchestrator.cli_runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, open_client, run_work
+from orchestrator.cli_runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, open_client, refuse_key, run_work
 from orchestrator.cli_runs import runs_app
 from orchestrator.cli_serve import serve_app
 from orchestrator.cli_sessions import session_app, sessions_list
@@ -217,6 +217,7 @@ def up(as_json: Json = False) -> None:
     """Redis, sandboxd, a worker and Flower in the foreground, until Ctrl-C."""
 
     async def work() -> int:
+        refuse_key(load_settings())
         return await keep(load_settings(), print_json if as_json else _print_stack, until_eof=False)
 
     raise typer.Exit(run_work(work(), as_json))
@@ -230,6 +231,11 @@ def worker_start(
 
     Of the kind sandbox, beside this host's sandboxd (TOOLCREW_SANDBOXD_SOCKET); or web, with the network and without sandboxes.
     """
+
+    async def check() -> None:
+        refuse_key(load_settings())
+
+    run_work(check(), as_json=False)
     environment = {"TOOLCREW_WORKER_KIND": kind} if kind is not None else {}
     command = program("workers")
     os.execve(command[0], command, child_environment(environment))

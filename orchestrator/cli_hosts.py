@@ -1,8 +1,6 @@
 """`toolcrew hosts`, `toolcrew worker status` and `toolcrew worker drain`: which workers live, and taking one out of service."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 import typer
@@ -10,35 +8,21 @@ import typer
 from contract.clock import format_instant
 from contract.errors import OperatorError
 from contract.hosts import RESTART_GRACE_S, HostReport
-from contract.signing import SigningKeys
+from orchestrator.cli_access import open_deployment
 from orchestrator.cli_runner import Json, run_work
 from orchestrator.hosts import RedisHosts, find_workers
-from orchestrator.redis_connection import check_redis, open_redis
-from orchestrator.settings import load_settings
 from orchestrator.terminal import escape_controls, table_rows
 
 MIB = 1024 * 1024
 Host = Annotated[str, typer.Argument(help="Its name as `toolcrew hosts` shows it, or the queue of one worker.")]
 
 
-@asynccontextmanager
-async def open_hosts() -> AsyncIterator[tuple[RedisHosts, SigningKeys]]:
-    """The workers of the pool that TOOLCREW_REDIS_URL names. Raises ConfigError, BrokerUnavailable."""
-    broker = load_settings().broker()
-    client = open_redis(broker)
-    try:
-        await check_redis(client, broker)
-        yield RedisHosts(client, broker.deployment), broker.signing_keys()
-    finally:
-        await client.aclose()
-
-
 def hosts_list(as_json: Json = False) -> None:
     """Every worker that lives: its load, and whether it takes new sessions."""
 
     async def work() -> list[HostReport]:
-        async with open_hosts() as (hosts, _):
-            return await hosts.read()
+        async with open_deployment("operator") as deployment:
+            return await deployment.hosts.read()
 
     reports = run_work(work(), as_json)
     if as_json:
@@ -57,7 +41,8 @@ def worker_status(
     """Each worker in full, with what waits in its queues."""
 
     async def work() -> list[dict[str, Any]]:
-        async with open_hosts() as (hosts, _):
+        async with open_deployment("operator") as deployment:
+            hosts = deployment.hosts
             reports = await hosts.read()
             found = reports if host is None else find_workers(reports, host)
             waiting = await hosts.queued(sorted({queue for report in found for queue in (report.queue, *report.pools)}))
@@ -90,7 +75,8 @@ def worker_drain(
             typer.echo(escape_controls(line), err=True)
 
     async def work() -> list[dict[str, Any]]:
-        async with open_hosts() as (hosts, keys):
+        async with open_deployment("operator") as deployment:
+            hosts, keys = deployment.hosts, deployment.signing_keys
             found = find_workers(await hosts.read(), host)
             reports = [report for report in found if report.worker]
             if not reports:
@@ -98,7 +84,7 @@ def worker_drain(
                     f"{found[0].queue} has ended, and its restart is awaited for {RESTART_GRACE_S} s: start it and drain it, or wait; then its sessions go on elsewhere"
                 )
             for report in reports:
-                await hosts.order_drain(report, keys, lossy=lossy)
+                await hosts.order_drain(report, keys, lossy=lossy, actor=deployment.actor)
                 tell(f"{report.queue} drains")
             return [await _followed(hosts, report, tell) if wait else _end(report, "draining") for report in reports]
 

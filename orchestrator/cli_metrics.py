@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
+from orchestrator.cli_access import open_deployment
 from orchestrator.cli_runner import Json, run_work
 from orchestrator.metrics.page import render_metrics
-from orchestrator.redis_connection import check_redis, open_redis
 from orchestrator.settings import load_settings
 
 
@@ -18,14 +18,9 @@ def metrics_print(
     """All metrics of the deployment as of now (docs/metrics.md), as GET /metrics of the API gives them."""
 
     async def work() -> bytes:
-        settings = load_settings()
-        broker = settings.broker()
-        client = open_redis(broker)
-        try:
-            await check_redis(client, broker)
-            return await render_metrics(client, broker.deployment, has_tenants=settings.metrics_tenants, is_open=is_open)
-        finally:
-            await client.aclose()
+        has_tenants = load_settings().metrics_tenants
+        async with open_deployment("operator") as deployment:
+            return await render_metrics(deployment.redis, deployment.broker.deployment, has_tenants=has_tenants, is_open=is_open)
 
     text = run_work(work(), as_json).decode()
     typer.echo(json.dumps({"metrics": text}) if as_json else text, nl=as_json)

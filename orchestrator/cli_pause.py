@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
+from orchestrator.cli_access import open_deployment
 from orchestrator.cli_runner import Json, run_work
-from orchestrator.cli_tenants import open_stores
 
 Name = Annotated[str, typer.Argument(help="The tenant.")]
 
@@ -20,9 +20,9 @@ def pause(
     """Begin none of a tenant's calls, runs and batch items any more. What runs goes on to its end, sessions stay for their time to live."""
 
     async def work() -> tuple[TenantPolicy, bool]:
-        async with open_stores() as (tenants, _):
-            policy = await tenants.pause(tenant, reason)
-            return policy, not set(await tenants.all()) - {DEFAULT_TENANT}
+        async with open_deployment("operator") as deployment:
+            policy = await deployment.tenants.pause(tenant, reason)
+            return policy, not set(await deployment.tenants.all()) - {DEFAULT_TENANT}
 
     policy, is_open = run_work(work(), as_json)
     if as_json:
@@ -37,8 +37,8 @@ def resume(tenant: Name, as_json: Json = False) -> None:
     """Let a tenant go on, within 2 seconds."""
 
     async def work() -> TenantPolicy:
-        async with open_stores() as (tenants, _):
-            return await tenants.resume(tenant)
+        async with open_deployment("operator") as deployment:
+            return await deployment.tenants.resume(tenant)
 
     policy = run_work(work(), as_json)
     typer.echo(json.dumps({"name": tenant, "is_paused": policy.is_paused}) if as_json else f"{tenant} goes on")

@@ -12,7 +12,7 @@ import typer
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.client import ToolClient
-from orchestrator.settings import load_settings
+from orchestrator.settings import OrchestratorSettings, load_settings
 from orchestrator.terminal import escape_controls
 
 EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -21,6 +21,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Tenant = Annotated[str | None, typer.Option("--tenant", help="For whom. Else the tenant of TOOLCREW_API_KEY, or default.")]
 
 T = TypeVar("T")
+
+
+def refuse_key(settings: OrchestratorSettings) -> None:
+    """Raises ConfigError for commands that start a process with the deployment's own secrets: no key limits what that process may do."""
+    if settings.api_key is not None:
+        raise ConfigError("TOOLCREW_API_KEY is set, and this command starts a process that works for every tenant: unset the key")
 
 
 @asynccontextmanager

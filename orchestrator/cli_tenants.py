@@ -2,8 +2,6 @@
 
 import json
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,12 +11,11 @@ import typer
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
-from orchestrator.api_keys import ApiKeyRecord, ApiKeys, Role
+from orchestrator.api_keys import ApiKeyRecord, Role
+from orchestrator.cli_access import open_deployment
 from orchestrator.cli_runner import Json, run_work
 from orchestrator.policy_options import apply_options, policy_lines, read_policy
-from orchestrator.redis_connection import check_redis, open_redis
-from orchestrator.settings import load_settings
-from orchestrator.tenants import RedisTenants, Removal
+from orchestrator.tenants import Removal
 from orchestrator.terminal import escape_controls, table_rows
 
 tenants_app = typer.Typer(no_args_is_help=True, help="Who is served, and what each may have.")
@@ -48,29 +45,13 @@ WorkspaceBytes = Annotated[int | None, typer.Option("--workspace-bytes", help="T
 Unset = Annotated[list[str] | None, typer.Option("--unset", help="An option that is to be as by default again, by its name.")]
 
 
-@asynccontextmanager
-async def open_stores() -> AsyncIterator[tuple[RedisTenants, ApiKeys]]:
-    """Tenants and keys of the pool that TOOLCREW_REDIS_URL names; no worker need be there. Raises ConfigError, BrokerUnavailable."""
-    settings = load_settings()
-    if settings.redis_url is None:
-        raise ConfigError("TOOLCREW_REDIS_URL is not set, and tenants of a stack that ends with this command would mean nothing: set it")
-    broker = settings.broker()
-    keys = broker.signing_keys()
-    client = open_redis(broker)
-    try:
-        await check_redis(client, broker)
-        yield RedisTenants(client, broker.deployment, keys), ApiKeys(client, broker.deployment, keys)
-    finally:
-        await client.aclose()
-
-
 @tenants_app.command("ls")
 def tenants_ls(as_json: Json = False) -> None:
     """Every registered tenant, and the default one. While none is registered, any name is served as the default one."""
 
     async def work() -> dict[str, TenantPolicy | ConfigError]:
-        async with open_stores() as (tenants, _):
-            return {DEFAULT_TENANT: TenantPolicy(), **await tenants.all()}
+        async with open_deployment("operator") as deployment:
+            return {DEFAULT_TENANT: TenantPolicy(), **await deployment.tenants.all()}
 
     found = run_work(work(), as_json)
     if as_json:
@@ -104,9 +85,9 @@ def tenants_add(
 
     async def work() -> tuple[TenantPolicy, bool]:
         policy = apply_options(read_policy(source) if source is not None else TenantPolicy(), given)
-        async with open_stores() as (tenants, _):
-            is_first = not set(await tenants.all()) - {DEFAULT_TENANT}
-            await tenants.add(name, policy)
+        async with open_deployment("admin") as deployment:
+            is_first = not set(await deployment.tenants.all()) - {DEFAULT_TENANT}
+            await deployment.tenants.add(name, policy)
             return policy, is_first
 
     policy, is_first = run_work(work(), as_json)
@@ -141,11 +122,11 @@ def tenants_set(
     async def work() -> TenantPolicy:
         if source is None and not unset and all(value is None for value in given.values()):
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "nothing is named that is to be changed: see toolcrew tenants set --help")
-        async with open_stores() as (tenants, _):
+        async with open_deployment("admin") as deployment:
             if source is None:
-                return await tenants.change(name, lambda policy: apply_options(policy, given, unset or ()))
+                return await deployment.tenants.change(name, lambda policy: apply_options(policy, given, unset or ()))
             policy = apply_options(read_policy(source), given, unset or ())
-            await tenants.replace(name, policy)
+            await deployment.tenants.replace(name, policy)
             return policy
 
     _print_policy(f"{name} has now", name, run_work(work(), as_json), as_json)
@@ -156,8 +137,8 @@ def tenants_rm(name: Name, as_json: Json = False) -> None:
     """Remove a tenant and revoke its API keys. Sessions that it has open go by their own time to live."""
 
     async def work() -> Removal:
-        async with open_stores() as (tenants, _):
-            return await tenants.remove(name)
+        async with open_deployment("admin") as deployment:
+            return await deployment.tenants.remove(name)
 
     removal = run_work(work(), as_json)
     if as_json:
@@ -173,10 +154,10 @@ def keys_ls(tenant: Annotated[str | None, typer.Argument(help="Of one tenant.")]
     """The keys, oldest first, by what is kept of them; none can be shown again."""
 
     async def work() -> dict[str, ApiKeyRecord | ConfigError]:
-        async with open_stores() as (tenants, keys):
-            if tenant not in (None, DEFAULT_TENANT, *await tenants.all()):
+        async with open_deployment("admin") as deployment:
+            if tenant not in (None, DEFAULT_TENANT, *await deployment.tenants.all()):
                 raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}: see toolcrew tenants ls")
-            return await keys.all()
+            return await deployment.keys.all()
 
     found = run_work(work(), as_json).items()
     rows = [_key_json(key_id, key) for key_id, key in found if tenant is None or (isinstance(key, ApiKeyRecord) and key.tenant == tenant)]
@@ -203,8 +184,8 @@ def keys_add(
 
     async def work() -> dict[str, Any]:
         ttl_s = _parse_duration(expires_in) if expires_in is not None else None
-        async with open_stores() as (_, keys):
-            made = await keys.add(tenant, role, name=name, ttl_s=ttl_s)
+        async with open_deployment("admin") as deployment:
+            made = await deployment.keys.add(tenant, role, name=name, ttl_s=ttl_s)
         return {"key": made.text, **_key_json(made.id, made.record)}
 
     made = run_work(work(), as_json)
@@ -219,8 +200,8 @@ def keys_rm(key_id: Annotated[str, typer.Argument(help="The key's id, as ls show
     """Revoke a key: within 2 seconds it opens nothing any more."""
 
     async def work() -> None:
-        async with open_stores() as (_, keys):
-            if not await keys.revoke(key_id):
+        async with open_deployment("admin") as deployment:
+            if not await deployment.keys.revoke(key_id):
                 raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"there is no key {key_id[:64]}: see toolcrew tenants keys ls")
 
     run_work(work(), as_json)

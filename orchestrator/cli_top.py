@@ -6,10 +6,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from orchestrator.cli_access import open_deployment
 from orchestrator.cli_runner import Json, run_work
 from orchestrator.overview import Overview, OverviewReader
-from orchestrator.redis_connection import check_redis, open_redis
-from orchestrator.settings import load_settings
 from orchestrator.terminal_overview import Shown, build_overview_screen
 from orchestrator.terminal_top import LiveOverview
 
@@ -26,18 +25,12 @@ def top(
     is_live = console.is_terminal and not console.is_dumb_terminal and not once and not as_json
 
     async def work() -> Overview | None:
-        settings = load_settings()
-        broker = settings.broker()
-        keys, client = broker.signing_keys(), open_redis(broker)
-        try:
-            reader = OverviewReader(client, broker.deployment, keys)
+        async with open_deployment("operator") as deployment:
+            reader = OverviewReader(deployment.redis, deployment.broker.deployment, deployment.signing_keys)
             if is_live:
                 await LiveOverview(reader, console).run()
                 return None
-            await check_redis(client, broker)
             return await reader.read()
-        finally:
-            await client.aclose()
 
     seen = run_work(work(), as_json)
     if seen is None:

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import platform
+from contextlib import suppress
 from typing import Literal
 
-from contract.errors import OperatorError
+from contract.errors import BrokerUnavailable, OperatorError
+from orchestrator.command_actor import find_actor
 from orchestrator.doctor_deep import examine_hosts
 from orchestrator.doctor_links import examine_model, examine_pages, examine_tracing
 from orchestrator.doctor_pool import examine_pool
@@ -22,7 +24,10 @@ CHECK_END_S = 10.0
 
 
 async def examine(settings: OrchestratorSettings, scope: Scope = "all", *, is_deep: bool = False) -> Report:
-    """Look at everything once. Of this host: starts and removes one sandbox to prove the profile. `is_deep`: a call on each host of the deployment, too."""
+    """Look at everything once. Of this host: starts and removes one sandbox to prove the profile. `is_deep`: a call on each host of the deployment, too.
+
+    Raises ToolFailure when TOOLCREW_API_KEY is not an operator's and the deployment is to be examined.
+    """
     report = Report()
     if scope != "deployment":
         report.add("python", True, platform.python_version())
@@ -43,6 +48,8 @@ async def _examine_deployment(settings: OrchestratorSettings, report: Report, *,
         broker = settings.broker()
         client = open_redis(broker)
         try:
+            with suppress(BrokerUnavailable):  # examine_redis reports it
+                await find_actor(client, settings, "operator")
             if await examine_redis(client, broker, report):
                 hosts = await examine_pool(client, broker.deployment, broker.signing_keys(), report)
                 if is_deep:

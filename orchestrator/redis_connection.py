@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import redis.asyncio
 from redis.asyncio.connection import AbstractConnection, BlockingConnectionPool, Connection, SSLConnection
@@ -14,6 +14,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 from contract.errors import BrokerUnavailable
 from contract.settings import BrokerSettings
 
+RedisClient: TypeAlias = "redis.asyncio.Redis"
 TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 16
 LOADING_S = 10.0

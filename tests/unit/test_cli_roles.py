@@ -1,0 +1,273 @@
+"""Every command acts with the role of the key in TOOLCREW_API_KEY: a tenant's key reaches nothing of another tenant and nothing of the deployment."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+from click.testing import Result
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from contract.names import call_key, catalog_key, open_sessions_key, place_key, tenant_open_sessions_key
+from contract.settings import BrokerSettings
+from contract.specs import Catalog
+from contract.tenancy import TenantPolicy
+from orchestrator import cli as command_line
+from orchestrator.api_keys import ApiKeys, Role
+from orchestrator.approvals.queue import ApprovalQueue
+from orchestrator.audit import Audit, Audited
+from orchestrator.cli import app
+from orchestrator.tenants import RedisTenants
+from tests.approval_ground import build_question
+from tests.builders import build_spec
+from tests.conftest import RedisProcess
+
+# Commands for operators and administrators: a tenant's key is refused.
+REFUSED = {
+    "audit": ["audit"],
+    "doctor": ["doctor", "--only", "deployment"],
+    "hosts": ["hosts"],
+    "metrics": ["metrics"],
+    "pause": ["pause", "rival"],
+    "resume": ["resume", "rival"],
+    "tenants add": ["tenants", "add", "fresh"],
+    "tenants keys add": ["tenants", "keys", "add", "rival"],
+    "tenants keys ls": ["tenants", "keys", "ls"],
+    "tenants keys rm": ["tenants", "keys", "rm", "KEY"],
+    "tenants ls": ["tenants", "ls"],
+    "tenants rm": ["tenants", "rm", "rival"],
+    "tenants set": ["tenants", "set", "rival", "--weight", "2"],
+    "tools disable": ["tools", "disable", "echo_tool"],
+    "tools enable": ["tools", "enable", "echo_tool"],
+    "top": ["top"],
+    "worker drain": ["worker", "drain", "rival-host"],
+    "worker status": ["worker", "status"],
+}
+# Commands that start a process of the deployment: any key is refused.
+PROCESSES = {
+    "batch work": ["batch", "work"],
+    "serve api": ["serve", "api", "--port", "0"],
+    "up": ["up"],
+    "worker start": ["worker", "start"],
+}
+# Commands that read and write files here: they connect to nothing.
+LOCAL = {
+    "config show": ["config", "show"],
+    "redis users": ["redis", "users", "--out", "users.acl", "--passwords", "passwords.env"],
+    "skills pack": ["skills", "pack", "nothing"],
+    "skills validate": ["skills", "validate", "nothing"],
+    "tools new": ["tools", "new", "fresh_tool"],
+    "trace export": ["trace", "export", "rival-run", "--to", "openai"],
+    "trace show": ["trace", "show", "rival-run"],
+    "trace stats": ["trace", "stats"],
+    "trace view": ["trace", "view", "rival-run"],
+}
+# Commands for one tenant, here with names of things that are the other tenant's.
+OWN = {
+    "approve allow": ["approve", "allow", "QUESTION"],
+    "approve deny": ["approve", "deny", "QUESTION"],
+    "approve ls": ["approve", "ls"],
+    "batch cancel": ["batch", "cancel", "rival-batch"],
+    "batch logs": ["batch", "logs", "rival-batch"],
+    "batch ls": ["batch", "ls"],
+    "batch report": ["batch", "report", "rival-batch", "-o", "page.html"],
+    "batch results": ["batch", "results", "rival-batch"],
+    "batch resume": ["batch", "resume", "rival-batch", "--output", "rows.jsonl"],
+    "batch retry": ["batch", "retry", "rival-batch", "--errors", "--output", "rows.jsonl"],
+    "batch status": ["batch", "status", "rival-batch"],
+    "batch submit": ["batch", "submit", "in.jsonl", "--detach", "--id", "acme-batch"],
+    "call": ["call", "--session", "rival-session", "echo_tool", "text=x"],
+    "calls show": ["calls", "show", "rival-call"],
+    "kill": ["kill", "rival-call"],
+    "run": ["run", "act", "--model", "scripted"],
+    "runs cancel": ["runs", "cancel", "rival-run"],
+    "runs events": ["runs", "events", "rival-run"],
+    "runs ls": ["runs", "ls"],
+    "runs show": ["runs", "show", "rival-run"],
+    "serve mcp": ["serve", "mcp"],
+    "session cp": ["session", "cp", "rival-session:/workspace/x", "copied"],
+    "session exec": ["session", "exec", "rival-session", "true"],
+    "session ls": ["session", "ls"],
+    "session new": ["session", "new"],
+    "session rm": ["session", "rm", "rival-session"],
+    "sessions": ["sessions"],
+    "skills install": ["skills", "install", "nothing"],
+    "skills ls": ["skills", "ls"],
+    "skills rm": ["skills", "rm", "rival-skill"],
+    "skills show": ["skills", "show", "rival-skill"],
+    "tools ls": ["tools", "ls"],
+    "tools show": ["tools", "show", "echo_tool"],
+    "trace replay": ["trace", "replay", "rival-run"],
+}
+# Commands that would open a session: they are only tried for the other tenant.
+NEEDS_HOST = {"run", "session new", "serve mcp"}
+# Commands that change what is the tenant's own.
+CHANGES_OWN = {"batch submit", "kill"}
+
+
+def leaves(command: TyperCommand | TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[str, TyperCommand]]:
+    if isinstance(command, TyperGroup):
+        for name, below in command.commands.items():
+            assert isinstance(below, TyperCommand | TyperGroup)
+            yield from leaves(below, (*path, name))
+    else:
+        yield " ".join(path), command
+
+
+ALL = dict(leaves(get_command(app)))  # type: ignore[arg-type]
+
+
+@dataclass
+class Pool:
+    """A Redis with two tenants; `keys` are of acme, by role; `question` is of rival."""
+
+    server: RedisProcess
+    keys: dict[Role, str] = field(default_factory=dict)
+    key_id: str = ""
+    question: str = ""
+
+    def invoke(self, arguments: list[str], key: str) -> Result:
+        names = {"QUESTION": self.question, "KEY": self.key_id}
+        environment = {"TOOLCREW_REDIS_URL": self.server.url, "TOOLCREW_API_KEY": key, "TOOLCREW_QUEUE_WAIT_S": "1"}
+        return CliRunner().invoke(app, [names.get(one, one) for one in arguments], env=environment)
+
+    def content(self) -> dict[bytes, Any]:
+        """Everything in Redis. The dump of a hash is not stable: its fields have no order."""
+        with self.server.client() as client:
+            keys: Any = client.keys()
+            return {key: client.hgetall(key) if client.type(key) == b"hash" else client.dump(key) for key in keys}
+
+    def audit(self) -> list[Audited]:
+        async def read() -> list[Audited]:
+            async with redis.asyncio.Redis.from_url(self.server.url) as client:
+                return [*(await Audit(client, "default").read()).entries]
+
+        return asyncio.run(read())
+
+
+@pytest.fixture
+def pool(redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pool:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"id": "a", "instruction": "act"}\n')
+    found = Pool(redis_server)
+
+    async def prepare() -> None:
+        keys = BrokerSettings.model_validate({"redis_url": redis_server.url}).signing_keys()
+        async with redis.asyncio.Redis.from_url(redis_server.url) as client:
+            tenants, api_keys, queue = (
+                RedisTenants(client, "default", keys),
+                ApiKeys(client, "default", keys),
+                ApprovalQueue(client, "default", keys),
+            )
+            for tenant in ("acme", "rival"):
+                await tenants.add(tenant, TenantPolicy())
+            for role in ("tenant", "operator", "admin"):
+                found.keys[role] = (await api_keys.add("acme", role, name=f"an {role}")).text
+            found.key_id = (await api_keys.add("rival")).id
+            question = build_question("rm -rf rival", tenant="rival")
+            await queue.ask(question, "x", 600)
+            found.question = question.id
+            await client.set(catalog_key("default", "sandbox"), Catalog(tools=(build_spec("echo_tool"),)).model_dump_json())
+            await client.hset(call_key("default", "rival", "rival-call"), mapping={"state": "done", "tool": "echo_tool"})
+            place = {"queue": "host.rival-host.b", "fence": 1, "state": "open"}
+            await client.hset(place_key("default", "rival", "rival-session"), mapping=place)
+            await client.zadd(open_sessions_key("default"), {"rival rival-session": 1.0})
+            await client.zadd(tenant_open_sessions_key("default", "rival"), {"rival-session": 1.0})
+
+    asyncio.run(prepare())
+    submitted = found.invoke(["batch", "submit", "in.jsonl", "--detach", "--id", "rival-batch", "--tenant", "rival"], "")
+    assert submitted.exit_code == 0, submitted.output
+    return found
+
+
+def test_every_command_is_in_one_of_the_lists() -> None:
+    lists = [set(one) for one in (REFUSED, PROCESSES, LOCAL, OWN)]
+    assert sorted(name for one in lists for name in one) == sorted(ALL)
+
+
+def test_one_module_opens_redis_for_commands() -> None:
+    sources = Path(command_line.__file__).parent.glob("cli*.py")
+    assert [path.name for path in sources if "open_redis" in path.read_text()] == ["cli_access.py"]
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_tenants_key_is_refused_by_commands_for_operators(name: str, pool: Pool) -> None:
+    before = pool.content()
+    done = pool.invoke(REFUSED[name], pool.keys["tenant"])
+    assert (done.exit_code, "role operator or admin" in done.output or "role admin" in done.output) == (3, True), done.output
+    assert "rival" not in done.output
+    assert pool.content() == before
+
+
+@pytest.mark.parametrize("name", sorted(name for name in REFUSED if name.startswith("tenants ") and name != "tenants ls"))
+def test_an_operators_key_does_not_change_tenants_and_keys(name: str, pool: Pool) -> None:
+    before = pool.content()
+    assert pool.invoke(REFUSED[name], pool.keys["operator"]).exit_code == 3
+    assert pool.content() == before
+
+
+@pytest.mark.parametrize("name", sorted(PROCESSES))
+def test_a_process_of_the_deployment_does_not_start_with_a_key(name: str, pool: Pool) -> None:
+    done = pool.invoke(PROCESSES[name], pool.keys["tenant"])
+    assert (done.exit_code, "TOOLCREW_API_KEY is set" in done.output, "unset" in done.output) == (1, True, True), done.output
+
+
+@pytest.mark.parametrize("name", sorted(LOCAL))
+def test_a_command_about_files_connects_to_nothing(name: str, pool: Pool) -> None:
+    with pool.server.client() as client:
+        before: Any = client.info("stats")
+        pool.invoke(LOCAL[name], pool.keys["tenant"])
+        after: Any = client.info("stats")
+    assert after["total_connections_received"] == before["total_connections_received"]
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_a_tenants_key_reaches_nothing_of_another_tenant(name: str, pool: Pool) -> None:
+    before = pool.content()
+    command, arguments = ALL[name], OWN[name]
+    words = len(name.split())
+    if any("--tenant" in parameter.opts for parameter in command.params) and name not in ("skills install", "trace replay"):
+        named = pool.invoke([*arguments[:words], "--tenant", "rival", *arguments[words:]], pool.keys["tenant"])
+        assert (named.exit_code, "is for tenant acme and not for rival" in named.output) in ((3, True), (125, True)), named.output
+    if name not in NEEDS_HOST:
+        done = pool.invoke(arguments, pool.keys["tenant"])
+        if any("rival" in word or word == "QUESTION" for word in arguments):
+            assert done.exit_code != 0, done.output
+        else:
+            assert "rival" not in done.output
+            assert pool.question not in done.output
+    after = pool.content()
+    if name in CHANGES_OWN:
+        before, after = ({key: value for key, value in one.items() if b"rival" in key} for one in (before, after))
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "action"),
+    [
+        (["tenants", "set", "rival", "--weight", "2"], "tenant.set"),
+        (["tenants", "keys", "add", "rival"], "key.add"),
+        (["pause", "rival"], "tenant.pause"),
+    ],
+)
+def test_the_audit_names_the_key_that_a_command_was_given(arguments: list[str], action: str, pool: Pool) -> None:
+    done = pool.invoke(arguments, pool.keys["admin"])
+    assert done.exit_code == 0, done.output
+    entry = pool.audit()[0].entry
+    assert (entry.action, entry.actor.name, entry.actor.role, entry.actor.tenant) == (action, "an admin", "admin", "acme")
+    assert entry.actor.key in pool.keys["admin"]
+
+
+def test_a_revoked_key_is_refused_by_every_command_that_connects(pool: Pool) -> None:
+    assert pool.invoke(["tenants", "rm", "acme"], "").exit_code == 0
+    for name, arguments in {**REFUSED, **OWN}.items():
+        if name in ("skills install", "trace replay"):
+            continue
+        done = pool.invoke(arguments, pool.keys["admin"])
+        assert (done.exit_code in (1, 125), "the API key is none, or was revoked" in done.output) == (True, True), (name, done.output)
