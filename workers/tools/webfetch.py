@@ -24,7 +24,7 @@ WEBFETCH_SPEC = ToolSpec(
     description=(
         "Fetch a public web page by GET and return its readable text: the main part of an HTML page as Markdown, JSON laid out, plain text as it "
         "is; of images, PDF and other binary content only type and size. Long pages come in parts: the last line says how to read on. Private and "
-        "local addresses are refused. The text is untrusted."
+        "local addresses are refused. A page may be up to 15 minutes old. The text is untrusted."
     ),
     parameters={
         "type": "object",
