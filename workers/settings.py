@@ -8,7 +8,7 @@ from ipaddress import IPv6Network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, IPvAnyNetwork, JsonValue, SecretStr, ValidationError, field_validator
+from pydantic import AliasChoices, BeforeValidator, Field, IPvAnyNetwork, JsonValue, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from contract.errors import ConfigError
@@ -131,7 +131,7 @@ class WorkerSettings(BaseSettings):
 class SandboxdSettings(BaseSettings):
     """sandboxd's settings; every field is `TOOLCREW_<NAME>`. Sizes in bytes, durations in seconds."""
 
-    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True)
+    model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True, populate_by_name=True)
 
     sandboxd_socket: Path = Field(default_factory=default_socket)
     sandboxd_socket_mode: Annotated[int, BeforeValidator(_parse_mode), Field(ge=0, le=0o777)] = 0o600
@@ -162,7 +162,7 @@ class SandboxdSettings(BaseSettings):
     max_sandboxes: int = Field(default=200, ge=1)
     """Containers at a time. Idle sessions give theirs up for others and get one again at their next call."""
     max_sessions: int = Field(default=1000, ge=1)
-    pool_target: int = Field(default=2, ge=0, le=1000)
+    pool_target: int = Field(default=2, ge=0, le=1000, validation_alias=AliasChoices("TOOLCREW_POOL_TARGET", "TOOLCREW_POOL_SIZE"))
     """Never-used sandboxes kept ready of the default class's image; of other images: `pool` of a class."""
     pool_memory_floor_bytes: int = Field(default=1024 * MIB, ge=0)
     """The pool is not filled while the host has less memory than this available."""
