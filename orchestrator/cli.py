@@ -26,7 +26,18 @@ from orchestrator.cli_keeping import Keeping, check_store
 from orchestrator.cli_metrics import metrics_print
 from orchestrator.cli_pause import pause, resume
 from orchestrator.cli_redis import redis_app
-from orchestrator.cli_runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, open_client, refuse_key, run_work
+from orchestrator.cli_runner import (
+    EXIT_COMMAND,
+    EXIT_ERROR,
+    EXIT_LIMIT,
+    EXIT_REFUSED,
+    Json,
+    Tenant,
+    open_client,
+    refuse_key,
+    run_work,
+    suggest_nearest,
+)
 from orchestrator.cli_runs import runs_app
 from orchestrator.cli_serve import serve_app
 from orchestrator.cli_sessions import session_app, sessions_list
@@ -183,7 +194,10 @@ def call(
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Run one tool once, through the whole path: the result on stdout. Exit code 0 when it succeeded, 1 otherwise."""
+    """Run one tool once, through the whole path. The result goes to stdout, unchanged where that is not a terminal.
+
+    Exit code 0 when the call succeeded, 1 when it failed, 3 when it was refused, 4 when the command that it ran ended with another exit code than 0.
+    """
     console = Console(stderr=True)
     is_live = live if live is not None else console.is_terminal and not as_json
 
@@ -207,9 +221,8 @@ def call(
     if as_json:
         typer.echo(result.model_dump_json())
     else:
-        typer.echo(escape_controls(result.text()), err=not result.success)
-        typer.echo(format_clocks(result.clocks), err=True)
-    raise typer.Exit(0 if result.success else EXIT_ERROR)
+        _print_result(result)
+    raise typer.Exit(_call_exit_code(result))
 
 
 @app.command()
@@ -286,6 +299,31 @@ def _tell(leavings: list[Leaving], as_json: bool) -> None:
     for leaving in leavings:
         for line in [] if as_json else leaving.lines():
             typer.echo(escape_controls(line), err=True)
+
+
+def _print_result(result: ToolResult) -> None:
+    if not result.success:
+        typer.echo(escape_controls(result.text() + suggest_nearest(result.metadata)), err=True)
+    elif sys.stdout.isatty():
+        typer.echo(escape_controls(result.text()))
+    else:
+        sys.stdout.buffer.write(result.text().encode(errors="replace"))
+        sys.stdout.flush()
+    if how := _command_failure(result):
+        typer.echo(f"the command ended with {how}", err=True)
+    typer.echo(format_clocks(result.clocks), err=True)
+
+
+def _command_failure(result: ToolResult) -> str:
+    """Return how the command that the tool ran failed; empty when it did not, or when the tool runs none."""
+    code, signal = result.metadata.get("exit_code"), result.metadata.get("signal")
+    return f"exit code {code}" if code else f"signal {signal}" if signal else ""
+
+
+def _call_exit_code(result: ToolResult) -> int:
+    if result.success:
+        return EXIT_COMMAND if _command_failure(result) else 0
+    return EXIT_REFUSED if result.error_code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED) else EXIT_ERROR
 
 
 def _exit_code(reason: StopReason, *, is_refused: bool) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -15,7 +15,8 @@ from orchestrator.client import ToolClient
 from orchestrator.settings import OrchestratorSettings, load_settings
 from orchestrator.terminal import escape_controls
 
-EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 3, 130
+EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, EXIT_COMMAND, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
+"""EXIT_COMMAND: the call succeeded, and the command that it ran ended with another exit code than 0."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Tenant = Annotated[str | None, typer.Option("--tenant", help="For whom. Else the tenant of TOOLCREW_API_KEY, or default.")]
@@ -74,9 +75,13 @@ def run_work(work: Coroutine[Any, Any, T], as_json: bool) -> T:
         fail(str(error), error.code.value, EXIT_ERROR, as_json)
     except ToolFailure as failure:
         code = EXIT_REFUSED if failure.code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED) else EXIT_ERROR
-        nearest = failure.metadata.get("nearest")
-        hint = f"; there are {', '.join(str(name) for name in nearest)}" if isinstance(nearest, list) and nearest else ""
-        fail(failure.message + hint, failure.code.value, code, as_json)
+        fail(failure.message + suggest_nearest(failure.metadata), failure.code.value, code, as_json)
+
+
+def suggest_nearest(metadata: Mapping[str, object]) -> str:
+    """Return the end of a sentence that names what is like the name that was not found, or nothing."""
+    nearest = metadata.get("nearest")
+    return f"; there are {', '.join(str(name) for name in nearest)}" if isinstance(nearest, list) and nearest else ""
 
 
 class _ToldToStop(Exception):

@@ -301,7 +301,10 @@ def _told(before: SessionPlace, latest: SessionPlace, checkpoint: str, home: Hom
 
 def no_such_session() -> ToolFailure:
     """The same for one that is closed, has expired, never was, or is another tenant's."""
-    return ToolFailure(ErrorCode.SESSION_NOT_FOUND, "there is no such session: it was closed, or its time to live ran out; open a new one")
+    return ToolFailure(
+        ErrorCode.SESSION_NOT_FOUND,
+        "there is no such session: this tenant has no open session of that name. It may have been closed or have expired; open a new one",
+    )
 
 
 def new_session_name() -> str:

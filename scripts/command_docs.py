@@ -19,7 +19,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption  # n
 from typer.main import get_command  # noqa: E402
 
 from orchestrator.cli import app  # noqa: E402
-from orchestrator.cli_runner import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_REFUSED  # noqa: E402
+from orchestrator.cli_runner import EXIT_COMMAND, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_REFUSED  # noqa: E402
 from scripts.kept_pages import keep_page  # noqa: E402
 
 _KINDS = {int: "NUMBER", float: "NUMBER", Path: "PATH"}
@@ -38,6 +38,7 @@ Listings take `--json`; times are ISO 8601, UTC. An error is one sentence on std
 | {EXIT_ERROR} | it failed, or something is broken |
 | {EXIT_LIMIT} | a limit of the run was reached; or the command line cannot be read |
 | {EXIT_REFUSED} | a call was refused: by a person, a rule or a policy |
+| {EXIT_COMMAND} | `toolcrew call`: the call succeeded, and the command that it ran ended with another exit code than 0 |
 | {EXIT_INTERRUPTED} | interrupted by Ctrl-C, after what ran was stopped |
 | 129, 143 | the same by SIGHUP, SIGTERM |
 

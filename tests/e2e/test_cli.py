@@ -1,5 +1,6 @@
 """The `toolcrew` command as its users type it: output, exit codes, and what is left when it is interrupted."""
 
+import contextlib
 import json
 import os
 import signal
@@ -31,6 +32,20 @@ class Shell:
         return run_toolcrew(self.footprint, *arguments, environment={**self.environment, **environment}, text=text)
 
 
+def read_terminal(command: list[str], environment: dict[str, str]) -> str:
+    """Return what a command prints when its stdout is a terminal."""
+    terminal, stdout = os.openpty()
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.DEVNULL)
+    os.close(stdout)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the command has ended
+        while piece := os.read(terminal, 4096):
+            shown += piece
+    os.close(terminal)
+    process.wait(60)
+    return shown.decode()
+
+
 @pytest.fixture
 def shell(stack: Stack, footprint: Footprint) -> Iterator[Shell]:
     before = stack.footprint.containers()
@@ -51,8 +66,23 @@ def test_call_with_json_prints_the_result_as_one_object(shell: Shell) -> None:
     done = shell.toolcrew("call", "bash_tool", "command=exit 4", "--json")
 
     result = ToolResult.model_validate_json(done.stdout)
-    assert (done.returncode, result.success, result.metadata["exit_code"]) == (0, True, 4)
+    assert (done.returncode, result.success, result.metadata["exit_code"]) == (4, True, 4)
     assert done.stderr == ""
+
+
+def test_call_of_a_command_that_fails_has_an_exit_code_of_its_own(shell: Shell) -> None:
+    failed = shell.toolcrew("call", "bash_tool", "command=exit 3")
+    killed = shell.toolcrew("call", "bash_tool", "command=kill -9 $$")
+
+    assert (failed.returncode, "the command ended with exit code 3" in failed.stderr) == (4, True), failed.stderr
+    assert (killed.returncode, "the command ended with " in killed.stderr) == (4, True), killed.stderr
+
+
+def test_call_of_an_unknown_session_says_that_none_has_this_name(shell: Shell) -> None:
+    done = shell.toolcrew("call", "bash_tool", "command=true", "--session", "nope")
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "there is no such session: this tenant has no open session of that name" in done.stderr
 
 
 def test_call_coerces_text_by_the_schema_and_keeps_equal_signs(shell: Shell) -> None:
@@ -112,7 +142,7 @@ def test_call_of_an_unknown_tool_fails_in_the_agreed_words(shell: Shell) -> None
     done = shell.toolcrew("call", "bash_tol", "x=1")
 
     assert done.returncode == 1
-    assert "Tool not found: bash_tol" in done.stderr
+    assert "Tool not found: bash_tol; there are bash_tool" in done.stderr
     assert done.stdout == ""
 
 
@@ -131,11 +161,19 @@ def test_call_with_a_limit_that_makes_no_sense_is_a_sentence(shell: Shell) -> No
     assert "Traceback" not in done.stderr
 
 
-def test_call_escapes_what_would_play_with_the_terminal(shell: Shell) -> None:
-    done = shell.toolcrew("call", "bash_tool", r"command=printf '\033[31mred\033]0;title\007'")
+def test_call_prints_output_unchanged_where_stdout_is_no_terminal(shell: Shell) -> None:
+    done = shell.toolcrew("call", "bash_tool", "command=printf abc")
 
-    assert "\x1b" not in done.stdout
-    assert "\x07" not in done.stdout
+    assert done.stdout == "abc"
+
+
+def test_call_escapes_what_would_play_with_the_terminal(shell: Shell) -> None:
+    command = [TOOLCREW, "call", "bash_tool", r"command=printf '\033[31mred\033]0;title\007'"]
+    shown = read_terminal(command, shell.footprint.environment(shell.environment))
+
+    assert "red" in shown
+    assert "\x1b[31m" not in shown
+    assert "\x07" not in shown
 
 
 def test_call_brings_a_workspace_along(shell: Shell, tmp_path: Path) -> None:
