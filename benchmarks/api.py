@@ -77,7 +77,9 @@ async def _run(rounds: int) -> Report:
         )
         report.add("api_ratio", median(seconds["api"]) / median(seconds["sdk"]), "HTTP / SDK")
         report.add_ms("httpx", seconds["httpx"], "the same over HTTP, by httpx")
-        hosted = HostedRuns(connection, broker.deployment, RedisTenants(connection, broker.deployment, broker.signing_keys()))
+        hosted = HostedRuns(
+            connection, broker.deployment, broker.signing_keys(), RedisTenants(connection, broker.deployment, broker.signing_keys())
+        )
         await _read_by_many(report, api, hosted, connection, broker.deployment)
         await _list_many(report, api, hosted)
         await hosted.hub.close()

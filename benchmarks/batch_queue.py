@@ -14,6 +14,7 @@ from pydantic import SecretStr
 from benchmarks.fairness import open_server, until_it_answers
 from benchmarks.report import Report, median
 from contract.settings import BrokerSettings
+from contract.signing import SigningKeys
 from orchestrator.batch_runs import until_first
 from orchestrator.batches.happenings import CallDone, Happening, ItemReady, StepDone
 from orchestrator.batches.items import BatchItem, Outcome, RunBody
@@ -82,6 +83,7 @@ class _Spent:
         return float(told["used_cpu_user_main_thread"]) + float(told["used_cpu_sys_main_thread"])
 
 
+KEYS = SigningKeys.of("bench", deployment=DEPLOYMENT)
 Case = Callable[["redis.asyncio.Redis", RunQueue, str], Any]
 
 
@@ -89,7 +91,7 @@ async def _on_a_redis_of_its_own(case: Case, queued: int) -> tuple[float, float]
     """Processor seconds a run of Redis and of this process, with RUNS to be worked and so many more that stay."""
     with open_server() as url:
         async with _client(url) as client:
-            queue = RunQueue(client, DEPLOYMENT)
+            queue = RunQueue(client, DEPLOYMENT, KEYS)
             batch = await _submitted(queue, RUNS + queued)
             redis_s, own_s = await case(client, queue, batch)
             return redis_s / RUNS, own_s / RUNS

@@ -37,7 +37,12 @@ async def _run() -> Report:
         try:
             await until_it_answers(client)
             key = (await ApiKeys(client, settings.deployment, settings.broker().signing_keys()).add(TENANT, "operator")).text
-            hosted = HostedRuns(client, settings.deployment, RedisTenants(client, settings.deployment, settings.broker().signing_keys()))
+            hosted = HostedRuns(
+                client,
+                settings.deployment,
+                settings.broker().signing_keys(),
+                RedisTenants(client, settings.deployment, settings.broker().signing_keys()),
+            )
             first = await _start_runs(hosted)
             async with _open(settings, key) as pages:
                 paths = {

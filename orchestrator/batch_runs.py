@@ -91,7 +91,7 @@ class BatchRuns:
     ) -> None:
         """`traces` None: none are written."""
         self._settings, self._pool, self._parts, self.tenant, self._traces = settings, pool, parts, tenant, traces
-        self.queue = RunQueue(pool.redis, settings.deployment)
+        self.queue = RunQueue(pool.redis, settings.deployment, pool.keys)
         self._writer = HappeningWriter(pool.redis, settings.deployment)
         self.batches = Batches(self.queue, self._writer, tenant)
 

@@ -51,7 +51,7 @@ async def open_runner(
     # Nobody sits at a service: what would have to be asked about is refused, or allowed by a rule, where it is not asked by the queue.
     approver = choose_pool_approver(settings, pool, is_interactive=False)
     policy = load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY
-    queue, writer = RunQueue(pool.redis, settings.deployment), HappeningWriter(pool.redis, settings.deployment)
+    queue, writer = RunQueue(pool.redis, settings.deployment, pool.keys), HappeningWriter(pool.redis, settings.deployment)
     async with Models(settings) as models:
         parts, traces = RunParts(settings, pool, approver, policy), Traces(settings, {}) if has_traces else None
         work = ServiceWork(pool, parts, models, traces, EventTellers(pool.redis, settings.deployment))

@@ -17,6 +17,7 @@ from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.hosted_records import HostedRun
 from orchestrator.runs.run_queue import Claim
 from orchestrator.runs.runner import Runner
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import MemoryPlaces
 from tests.item_ground import ItemGround
@@ -34,7 +35,7 @@ class HostedGround(ItemGround):
         super().__init__(*arguments, **options)
         self.tellers = EventTellers(self.client, "d")
         self.work = ServiceWork(self.pool, self.parts, self.work._models, None, self.tellers)
-        self.runs = HostedRuns(self.client, "d", self.pool.tenants)
+        self.runs = HostedRuns(self.client, "d", KEY, self.pool.tenants)
 
     def runner(self, **options: Any) -> Runner:
         return Runner(self.client, "d", self.queue, self.work, HappeningWriter(self.client, "d"), 8, None, **options)

@@ -137,7 +137,7 @@ class ItemGround(RunGround):
         """As its holder has it; whoever works by it is cancelled when it is taken."""
         task = asyncio.current_task()
         assert task is not None
-        return Journal(await RunLog.load(self.client, "d", claim.tenant, claim.run, claim.word), task.cancel)
+        return Journal(await RunLog.load(self.client, "d", KEY, claim.tenant, claim.run, claim.word, claim.record.attempt), task.cancel)
 
     async def worked(self, claim: Claim, defaults: BatchDefaults | None = None) -> Outcome:
         """How the item ends."""

@@ -8,6 +8,7 @@ import redis.asyncio
 from orchestrator.batches.items import BatchItem, Failure, FailureKind, Outcome, RunBody
 from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
 from orchestrator.runs.run_queue import Claim, RunQueue
+from tests.builders import KEY
 
 
 def build_item(number: int, **fields: Any) -> BatchItem:
@@ -32,8 +33,8 @@ class RunGround:
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
-        self.queue = RunQueue(client, "d", owner="one")
-        self.other = RunQueue(client, "d", owner="two")
+        self.queue = RunQueue(client, "d", KEY, owner="one")
+        self.other = RunQueue(client, "d", KEY, owner="two")
 
     async def submit(
         self, count: int, *, tenant: str = "acme", batch: str = "b", concurrency: int = 100, is_detached: bool = True, **fields: Any

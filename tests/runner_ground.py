@@ -20,6 +20,7 @@ from orchestrator.runs.places import Places
 from orchestrator.runs.records import BatchDefaults, BatchState
 from orchestrator.runs.run_queue import Claim, RunQueue
 from orchestrator.runs.runner import Runner
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround
 
@@ -96,7 +97,7 @@ class WatchedQueue(RunQueue):
     """Says when runs have been renewed; fails as often as it is told to when an end is noted."""
 
     def __init__(self, client: "redis.asyncio.Redis", outages: int = 0) -> None:
-        super().__init__(client, "d")
+        super().__init__(client, "d", KEY)
         self.renewed = asyncio.Event()
         self.outages = outages
         self.noting = asyncio.Event()

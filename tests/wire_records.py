@@ -17,7 +17,7 @@ from contract.signing import ResultSeal, SigningKeys
 from contract.specs import Catalog, ToolSpec
 from contract.tenancy import TenantPolicy, seal_policy
 from orchestrator.batches.items import BatchItem, RunBody
-from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
+from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState, seal_item
 
 KEYS = SigningKeys.of("a secret of the wire fixtures")
 CALL = ToolCall(id="call-1", name="bash_tool", arguments={"command": "echo 'a\u4e2d'", "timeout": 5})
@@ -53,7 +53,7 @@ def build_records() -> dict[str, str]:
         "ledger": CallRecord(state=CallState.DONE, tool="bash_tool").model_dump_json(),
         "catalog": Catalog(tools=(SPEC,)).model_dump_json(),
         "batch": batch.model_dump_json(),
-        "item": item.model_dump_json(),
+        "item": seal_item(KEYS, "acme", "run-1", "batch-1", item),
     }
 
 

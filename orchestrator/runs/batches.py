@@ -133,7 +133,7 @@ class Batches:
         for at in range(0, len(runs), AT_ONCE):
             # Some at a time, and without what they came to: of a large batch that is more than fits into memory.
             some = runs[at : at + AT_ONCE]
-            told = await self._queue.custom_ids(self.tenant, some)
+            told = await self._queue.custom_ids(self.tenant, batch, some)
             known |= {custom_id: run for run, custom_id in zip(some, told, strict=True) if custom_id is not None}
         return known
 

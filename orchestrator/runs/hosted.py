@@ -11,8 +11,9 @@ import redis.asyncio
 from pydantic import ValidationError
 from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import audit_key
+from contract.signing import SigningKeys
 from orchestrator.actors import Actor
 from orchestrator.audit import build_entry, entry_text
 from orchestrator.batches.detached import find_paths
@@ -41,7 +42,7 @@ from orchestrator.runs.hosted_records import (
     unpack_transcript,
 )
 from orchestrator.runs.keys import RUN_TTL_S, run_key, run_transcript_key
-from orchestrator.runs.records import parse_run
+from orchestrator.runs.records import open_outcome, parse_run, readable, seal_defaults, seal_item
 from orchestrator.runs.run_log import RunLog
 from orchestrator.runs.run_queue import RunQueue
 from orchestrator.runs.told_events import not_found
@@ -67,6 +68,7 @@ class HostedRuns:
         self,
         client: "redis.asyncio.Redis",
         deployment: str,
+        keys: SigningKeys,
         tenants: RedisTenants,
         *,
         max_pending: int = MAX_PENDING,
@@ -74,17 +76,17 @@ class HostedRuns:
     ) -> None:
         """`max_pending`: runs of a tenant that may wait; `max_kept`: those that are listed."""
         self._client = client
-        self._deployment = deployment
+        self._deployment, self._keys = deployment, keys
         self._tenants = tenants
         self._places = Places(client, deployment)
-        self._queue = RunQueue(client, deployment)
+        self._queue = RunQueue(client, deployment, keys)
         self._limits = (max_pending, max_kept)
         self.hub = RunEventHub(client, deployment)
 
     @classmethod
     def on(cls, pool: PoolConnection, deployment: str) -> "HostedRuns":
         """Those of a pool. One a process: whoever follows runs by it shares one connection. `hub.close` before the pool is."""
-        return cls(pool.redis, deployment, pool.tenants)
+        return cls(pool.redis, deployment, pool.keys, pool.tenants)
 
     async def start(
         self,
@@ -111,22 +113,23 @@ class HostedRuns:
         text = item.model_dump_json()
         digest = hashlib.sha256(f"{text}\0{json.dumps(dict(metadata or {}), sort_keys=True)}".encode()).hexdigest()
         told = await self._queue.step(
-            "start_run", tenant, run, text, digest, about, priority, ground.session or "",
-            standing_defaults().model_dump_json(), *self._limits, RUN_TTL_S,
+            "start_run", tenant, run, seal_item(self._keys, tenant, run, STANDING, item), digest, about, priority, ground.session or "",
+            seal_defaults(self._keys, tenant, STANDING, standing_defaults()), *self._limits, RUN_TTL_S,
         )  # fmt: skip
         self._check_started(tenant, [word.decode() for word in told])
         return await self.get(tenant, run)
 
     async def get(self, tenant: str, run: str) -> HostedRun:
         """How a run stands, its answer whole."""
-        fields = await self._fields(tenant, _checked(run), *LISTED, "outcome", "item")
+        fields = await self._fields(tenant, _checked(run), *LISTED, "outcome")
         found = _parsed(tenant, run, fields)
         if found is None:
             raise not_found(run)
-        if found.end is None or not found.end.is_cut:
+        sealed = fields["outcome"]
+        if found.end is None or not sealed:
             return found
-        outcome = parse_run({name.encode(): value for name, value in fields.items() if value is not None}).outcome
-        return found.model_copy(update={"end": build_end(outcome)}) if outcome is not None else found
+        # The shortened end is for lists and is not signed; the outcome is.
+        return found.model_copy(update={"end": build_end(open_outcome(self._keys, tenant, run, sealed))})
 
     async def list(self, tenant: str, *, cursor: str | None = None, limit: int = 50, state: HostedState | None = None) -> RunPage:
         """Some of them, the newest first. A page may have fewer than `limit` and be followed by more all the same: go by `next_cursor`, which stays good
@@ -165,8 +168,8 @@ class HostedRuns:
         fields: Any = await self._asked(self._client.hgetall(run_key(self._deployment, tenant, run)))
         if fields.get(b"batch") != STANDING.encode():
             raise not_found(run)
-        record = parse_run(fields)
-        log = await RunLog.load(self._client, self._deployment, tenant, run, "")
+        record = parse_run(self._keys, tenant, run, fields)
+        log = await RunLog.load(self._client, self._deployment, self._keys, tenant, run, "", record.attempt)
         return build_transcript(run, record, log.entries)
 
     async def told(self, tenant: str, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
@@ -224,10 +227,8 @@ class HostedRuns:
 
 
 def _parsed(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> HostedRun | None:
-    try:
+    with readable(f"run {run} of tenant {tenant}"):
         return parse_hosted(tenant, run, fields)
-    except (ValidationError, ValueError) as error:
-        raise ConfigError(f"the record of run {run} of tenant {tenant} is of another release: look at it with that one") from error
 
 
 def _build_item(run: str, body: RunBody, ground: Ground, priority: int) -> BatchItem:

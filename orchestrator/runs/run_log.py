@@ -1,4 +1,8 @@
-"""The log of one run in Redis: only its holder appends, in order, and nothing takes effect before it is in."""
+"""The log of one run in Redis: only its holder appends, in order, and nothing takes effect before it is in.
+
+Each entry is signed for its tenant, run, attempt and position: a forged reply would make an orchestrator send calls, a forged result would make it
+believe that one ran. A process without the secret can only remove entries, or put back earlier genuine ones in their own places.
+"""
 
 import asyncio
 import json
@@ -8,7 +12,8 @@ import redis.asyncio
 from pydantic import ValidationError
 from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable, ConfigError
+from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused
+from contract.signing import SigningKeys
 from orchestrator.logs import get_logger
 from orchestrator.runs.entries import Entry, SessionOpening, parse_entry
 from orchestrator.runs.keys import RUN_TTL_S, run_key, run_log_key, run_parts_key
@@ -45,26 +50,42 @@ class RunTaken(Exception):
 class RunLog:
     """One run's log as its holder knows it. `entries`: those of the processes that had it before, then its own."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, tenant: str, run: str, claim: str, entries: list[Entry]) -> None:
+    def __init__(
+        self,
+        client: "redis.asyncio.Redis",
+        deployment: str,
+        keys: SigningKeys,
+        tenant: str,
+        run: str,
+        claim: str,
+        attempt: int,
+        entries: list[Entry],
+    ) -> None:
         self._append = client.register_script(_APPEND)
         self._deployment, self._tenant, self._run, self._claim = deployment, tenant, run, claim
+        self._keys, self._attempt = keys, attempt
         self.entries = entries
         self.has_grown = False
         """Whether this holder has brought the run further."""
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
-    async def load(cls, client: "redis.asyncio.Redis", deployment: str, tenant: str, run: str, claim: str) -> "RunLog":
-        """The log of a run that was claimed under that word. Raises BrokerUnavailable, ConfigError for one that another release wrote."""
+    async def load(
+        cls, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, run: str, claim: str, attempt: int
+    ) -> "RunLog":
+        """Load the log of that attempt of a run, which `claim` holds. Raises BrokerUnavailable; ConfigError if it cannot be verified or read."""
         try:
             items: Any = await client.lrange(run_log_key(deployment, tenant, run), 0, -1)
             texts = [await _whole(client, deployment, tenant, run, index, item) for index, item in enumerate(items)]
-            entries = [parse_entry(text) for text in texts]
+            opened = [keys.unseal(entry_purpose(tenant, run, attempt, index), text) for index, text in enumerate(texts)]
+            entries = [parse_entry(text) for text in opened]
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"Redis did not give the run's log ({error})") from error
+        except EnvelopeRefused as error:
+            raise ConfigError(f"the log of run {run} cannot be verified, so the run is not continued: retry the item. {error}") from error
         except ValidationError as error:
             raise ConfigError(f"the log of run {run} is of another release: finish its batch with that one, or retry the item") from error
-        return cls(client, deployment, tenant, run, claim, entries)
+        return cls(client, deployment, keys, tenant, run, claim, attempt, entries)
 
     async def append(self, entry: Entry) -> None:
         """Returns when the entry is in, however long Redis is away. Raises RunTaken when the run is another process's."""
@@ -85,7 +106,8 @@ class RunLog:
                 index = index + 1 if told in ("added", "there") else int(told)
 
     async def _add(self, index: int) -> str:
-        text = self.entries[index].model_dump_json()
+        purpose = entry_purpose(self._tenant, self._run, self._attempt, index)
+        text = self._keys.seal(purpose, self.entries[index].model_dump_json())
         item, part = text, ""
         if len(text.encode()) > INLINE_BYTES:
             item, part = json.dumps({"part": index}), text
@@ -98,6 +120,11 @@ class RunLog:
         )
         self.has_grown = self.has_grown or is_further
         return told.decode() if isinstance(told, bytes) else str(told)
+
+
+def entry_purpose(tenant: str, run: str, attempt: int, index: int) -> str:
+    """Return what an entry of that attempt at that position is signed for."""
+    return f"log {tenant} {run} {attempt} {index}"
 
 
 async def _whole(client: "redis.asyncio.Redis", deployment: str, tenant: str, run: str, index: int, item: bytes) -> bytes:

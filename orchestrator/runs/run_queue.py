@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import redis.asyncio
-from pydantic import ValidationError
 from redis.exceptions import ConnectionError as LostConnection
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from contract.names import audit_key
-from contract.signing import UNSEAL_LUA
+from contract.signing import UNSEAL_LUA, SigningKeys
 from orchestrator.audit import AUDIT_LUA
 from orchestrator.batches.items import BatchItem, Failure, FailureKind, Outcome
 from orchestrator.logs import get_logger
@@ -23,7 +22,20 @@ from orchestrator.outages import outlast
 from orchestrator.runs.hosted_records import STANDING, pack_end
 from orchestrator.runs.keys import RUN_TTL_S, batch_key, batches_key, member, run_key, runs_prefix, split_member
 from orchestrator.runs.left_sessions import close_left_sessions
-from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState, RowPlace, RunRecord, parse_batch, parse_run
+from orchestrator.runs.records import (
+    BatchDefaults,
+    BatchRecord,
+    BatchState,
+    RowPlace,
+    RunRecord,
+    open_item,
+    parse_batch,
+    parse_run,
+    seal_defaults,
+    seal_item,
+    seal_outcome,
+    seal_rows,
+)
 
 log = get_logger(__name__)
 
@@ -70,8 +82,8 @@ class BatchCancelled(Exception):
 class RunQueue:
     """Runs and batches of one deployment. Every method raises BrokerUnavailable when Redis does not answer."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, owner: str = "") -> None:
-        self._client = client
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, owner: str = "") -> None:
+        self._client, self.keys = client, keys
         self._deployment = deployment
         self.owner = owner or secrets.token_hex(6)
         self._script = client.register_script(_SCRIPT)
@@ -84,7 +96,7 @@ class RunQueue:
             "total": record.total,
             "sha256": record.sha256,
             "concurrency": record.concurrency,
-            "defaults": record.defaults.model_dump_json(),
+            "defaults": seal_defaults(self.keys, tenant, batch, record.defaults),
             "created_at": record.created_at,
             "name": record.name,
             "is_detached": int(record.is_detached),
@@ -106,7 +118,8 @@ class RunQueue:
     async def change(self, tenant: str, batch: str, *, concurrency: int, defaults: BatchDefaults, is_detached: bool) -> None:
         """How a batch goes on from now."""
         key = batch_key(self._deployment, tenant, batch)
-        mapping: dict[Any, Any] = {"concurrency": concurrency, "defaults": defaults.model_dump_json(), "is_detached": int(is_detached)}
+        sealed = seal_defaults(self.keys, tenant, batch, defaults)
+        mapping: dict[Any, Any] = {"concurrency": concurrency, "defaults": sealed, "is_detached": int(is_detached)}
         await _told(lambda: self._client.hset(key, mapping=mapping))
 
     async def add(self, tenant: str, batch: str, runs: Iterable[tuple[str, BatchItem]]) -> int:
@@ -114,7 +127,8 @@ class RunQueue:
         that is."""
         added = 0
         for some in _in_steps(runs):
-            arguments = [word for run, item in some for word in (run, item.model_dump_json(), item.priority, item.line)]
+            sealed = [(run, seal_item(self.keys, tenant, run, batch, item), item.priority, item.line) for run, item in some]
+            arguments = [word for one in sealed for word in one]
             told = int(await self.step("add", tenant, batch, *arguments))
             if told < 0:
                 raise BatchCancelled(batch)
@@ -127,7 +141,7 @@ class RunQueue:
 
     async def claim(self, most: int, only: tuple[str, str] | None = None, tenants: Collection[str] = ()) -> list[Claim]:
         """Up to so many runs: those of processes that died first, then the next of each batch in turn. `only`: of that tenant's batch; None: of all
-        detached ones, of those `tenants` if there are some. What another release wrote is left to that one."""
+        detached ones, of those `tenants` if there are some. A run that this process cannot verify or read is given back."""
         most = min(most, AT_ONCE)
         wanted = (member(*only) if only is not None else "", f",{','.join(tenants)}," if tenants else "")
         told, left = await self.step("claim", self.owner, most, LEASE_S, *wanted, *(secrets.token_hex(8) for _ in range(most)))
@@ -138,9 +152,9 @@ class RunQueue:
             if b"item" not in fields:
                 continue
             try:
-                claims.append(Claim(tenant, run, word, how == "resumed", parse_run(fields)))
-            except ValidationError as error:
-                log.error("run_not_readable", tenant=tenant, run=run, error=_first(error))
+                claims.append(Claim(tenant, run, word, how == "resumed", parse_run(self.keys, tenant, run, fields)))
+            except ConfigError as error:
+                log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
                 await self.step("give_back", tenant, run, word, LEASE_S, "")
         return claims
 
@@ -163,11 +177,12 @@ class RunQueue:
     async def finish(self, claim: Claim, outcome: Outcome) -> bool:
         """Note how a run ended. False when another process has it."""
         kind = outcome.failure.kind.value if outcome.failure is not None else ""
-        told: tuple[str | bytes, ...] = (outcome.model_dump_json(), kind)
+        rest: tuple[str | bytes, ...] = ()
         if claim.record.batch == STANDING:
             outcome, end, transcript = pack_end(outcome)
-            told = (outcome.model_dump_json(), kind, end, transcript)
-        return bool(await self.step("finish", claim.tenant, claim.run, claim.word, *told))
+            rest = (end, transcript)
+        sealed = seal_outcome(self.keys, claim.tenant, claim.run, outcome)
+        return bool(await self.step("finish", claim.tenant, claim.run, claim.word, sealed, kind, *rest))
 
     async def give_back(self, claim: Claim, *, after_s: float = 0.0, anew: bool = False) -> bool:
         """Let another process go on with a run, or begin it `anew`, as one more attempt, after so many seconds. False when another process has it. Raises
@@ -185,9 +200,9 @@ class RunQueue:
         records = await self._fields([(tenant, run) for tenant, _, run in left])
         for (tenant, batch, run), fields in zip(left, records, strict=True):
             try:
-                await self.settle(tenant, batch, [_cancelled(run, parse_run(fields))])
-            except ValidationError as error:
-                log.error("run_not_readable", tenant=tenant, run=run, error=_first(error))
+                await self.settle(tenant, batch, [_cancelled(run, parse_run(self.keys, tenant, run, fields))])
+            except ConfigError as error:
+                log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
 
     async def cancel(self, tenant: str, batch: str) -> int:
         """Begin nothing of a batch any more: what waits ends as cancelled, what runs is ended by who works it. How many waited."""
@@ -203,9 +218,10 @@ class RunQueue:
         """End runs that wait, without working them; gives those that did."""
         settled: set[str] = set()
         for some in _in_steps(outcomes):
-            words = [
-                word for one in some for word in (one.run, one.model_dump_json(), one.failure.kind.value if one.failure is not None else "")
+            sealed = [
+                (one.run, seal_outcome(self.keys, tenant, one.run, one), one.failure.kind.value if one.failure else "") for one in some
             ]
+            words = [word for one in sealed for word in one]
             ended = {run.decode() for run in await self.step("settle", tenant, batch, *words)}
             await self.close_sessions(tenant, ended)
             settled |= ended
@@ -213,7 +229,7 @@ class RunQueue:
 
     async def close_sessions(self, tenant: str, runs: Collection[str]) -> None:
         """Close the sessions of runs that nobody goes on with: held, given back or left by the dead, they may have some. Waits while Redis is away."""
-        await outlast(lambda: close_left_sessions(self._client, self._deployment, tenant, runs))
+        await outlast(lambda: close_left_sessions(self._client, self._deployment, self.keys, tenant, runs))
 
     async def retry(self, tenant: str, batch: str, kinds: Iterable[FailureKind], entry: str = "") -> int:
         """Queue items again that failed so; how many. `entry`: of the audit, written with the first of them; "" for none."""
@@ -225,18 +241,19 @@ class RunQueue:
         return again
 
     async def batch(self, tenant: str, batch: str) -> BatchRecord:
-        """What is known of a batch. Raises ToolFailure(INVALID_ARGUMENTS) for an id that there is not."""
+        """Return a batch's record. Raises ToolFailure(INVALID_ARGUMENTS) for an unknown id, ConfigError for a record that cannot be verified or read."""
         fields: Any = await _told(lambda: self._client.hgetall(batch_key(self._deployment, tenant, batch)))
         if b"total" not in fields:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
                 f"nothing is known of batch {batch} of tenant {tenant}: look at the id and --tenant; batches are remembered for 30 days",
             )
-        return parse_batch(fields)
+        return parse_batch(self.keys, tenant, batch, fields)
 
     async def note_rows(self, tenant: str, batch: str, place: RowPlace) -> None:
         """Keep where the rows of a batch go."""
-        await _told(lambda: self._client.hset(batch_key(self._deployment, tenant, batch), "rows", place.model_dump_json()))
+        key, sealed = batch_key(self._deployment, tenant, batch), seal_rows(self.keys, tenant, batch, place)
+        await _told(lambda: self._client.hset(key, "rows", sealed))
 
     async def set_concurrency(self, tenant: str, batch: str, concurrency: int) -> None:
         """So many items of a batch at a time, over all orchestrators, from now."""
@@ -250,22 +267,28 @@ class RunQueue:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "this is a cursor of another list: give the one of this list")
         instant, last = after.groups() if after is not None else ("", "")
         older, told = await self.step("known", tenant, instant, last, -1 if most is None else most)
-        names, found = [name.decode() for name in told[::2]], dict[str, BatchRecord]()
+        names, found, gone = [name.decode(errors="replace") for name in told[::2]], dict[str, BatchRecord](), list[str]()
         for some in _in_steps(names):
-            records = await self._records(tenant, some)
-            found |= {name: record for name, record in zip(some, records, strict=True) if record is not None}
-        if gone := [name for name in names if name not in found]:
+            for name, fields in zip(some, await self._batch_fields(tenant, some), strict=True):
+                try:
+                    if b"total" in fields:
+                        found[name] = parse_batch(self.keys, tenant, name, fields)
+                    else:
+                        gone.append(name)
+                except ConfigError as error:
+                    log.error("batch_not_readable", tenant=tenant, batch=name, error=str(error))
+        if gone:
             await _told(lambda: self._client.zrem(batches_key(self._deployment, tenant), *gone))
         return KnownBatches(found, older, f"{float(told[-1]):.9f}/{names[-1]}" if older and names else None)
 
-    async def _records(self, tenant: str, batches: Sequence[str]) -> list[BatchRecord | None]:
+    async def _batch_fields(self, tenant: str, batches: Sequence[str]) -> list[Any]:
         async def read() -> list[Any]:
             async with self._client.pipeline(transaction=False) as pipe:
                 for batch in batches:
                     pipe.hgetall(batch_key(self._deployment, tenant, batch))
                 return list(await pipe.execute())
 
-        return [parse_batch(fields) if b"total" in fields else None for fields in await _told(read)]
+        return list(await _told(read))
 
     async def waiting(self, tenant: str, batch: str) -> set[str]:
         """The runs that wait."""
@@ -302,19 +325,12 @@ class RunQueue:
         return {"waiting": waiting + delayed, "running": running}
 
     async def runs(self, names: Sequence[tuple[str, str]]) -> list[RunRecord | None]:
-        """Records by (tenant, run); None for one that is gone. Raises ConfigError for one that another release wrote."""
-        records: list[RunRecord | None] = []
-        for (tenant, run), fields in zip(names, await self._fields(names), strict=True):
-            try:
-                records.append(parse_run(fields) if b"item" in fields else None)
-            except ValidationError as error:
-                raise ConfigError(
-                    f"the record of run {run} of tenant {tenant} is of another release ({_first(error)}): go on with its batch by that one"
-                ) from error
-        return records
+        """Return records by (tenant, run); None for one that was removed. Raises ConfigError for one that cannot be verified or read."""
+        answers = zip(names, await self._fields(names), strict=True)
+        return [parse_run(self.keys, tenant, run, fields) if b"item" in fields else None for (tenant, run), fields in answers]
 
-    async def custom_ids(self, tenant: str, runs: Sequence[str]) -> list[str | None]:
-        """The custom_ids of runs' items; None for one that is gone."""
+    async def custom_ids(self, tenant: str, batch: str, runs: Sequence[str]) -> list[str | None]:
+        """Return the custom_ids of a batch's runs; None for one that was removed. Raises ConfigError for one that cannot be verified or read."""
 
         async def read() -> list[Any]:
             async with self._client.pipeline(transaction=False) as pipe:
@@ -322,7 +338,8 @@ class RunQueue:
                     pipe.hget(run_key(self._deployment, tenant, run), "item")
                 return list(await pipe.execute())
 
-        return [BatchItem.model_validate_json(item).custom_id if item is not None else None for item in await _told(read)]
+        answers = zip(runs, await _told(read), strict=True)
+        return [open_item(self.keys, tenant, run, batch, sealed).custom_id if sealed is not None else None for run, sealed in answers]
 
     async def _fields(self, names: Sequence[tuple[str, ...]]) -> list[Any]:
         """The hashes of runs by (tenant, run)."""
@@ -353,12 +370,6 @@ def _in_steps(things: Iterable[Thing]) -> Iterator[list[Thing]]:
     left = iter(things)
     while some := list(islice(left, AT_ONCE)):
         yield some
-
-
-def _first(error: ValidationError) -> str:
-    """What is wrong, without the words of whoever wrote it."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['type']}"
 
 
 def _cancelled(run: str, record: RunRecord) -> Outcome:

@@ -229,7 +229,9 @@ class Runner:
         a log that cannot be gone on with."""
         while True:
             try:
-                run_log = await RunLog.load(self.client, self.deployment, claim.tenant, claim.run, claim.word)
+                run_log = await RunLog.load(
+                    self.client, self.deployment, self.queue.keys, claim.tenant, claim.run, claim.word, claim.record.attempt
+                )
                 return run_log, await self._defaults_of(claim)
             except BrokerUnavailable as error:
                 log.warning("run_not_loaded", run=claim.run, error=str(error))

@@ -30,6 +30,7 @@ from orchestrator.runs.run_log import RunLog
 from orchestrator.runs.run_queue import Claim
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_outcome
 from tests.stack import eventually
@@ -155,7 +156,7 @@ class FakePool:
 async def take(ground: RunGround, /, **fields: Any) -> tuple[Claim, Journal]:
     await ground.submit(1, **fields)
     (claim,) = await ground.queue.claim(1)
-    run_log = await RunLog.load(ground.client, "d", claim.tenant, claim.run, claim.word)
+    run_log = await RunLog.load(ground.client, "d", KEY, claim.tenant, claim.run, claim.word, claim.record.attempt)
     return claim, Journal(run_log, lambda: None)
 
 

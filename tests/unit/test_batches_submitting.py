@@ -13,6 +13,7 @@ from orchestrator.runs.batches import Batches, run_id
 from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.records import BatchDefaults, BatchState
 from orchestrator.runs.run_queue import AT_ONCE, RunQueue
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_item, build_outcome
 
@@ -162,7 +163,7 @@ async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_told_and_ad
             await self.cancel(tenant, batch)
             return first + await super().add(tenant, batch, all_of_them)
 
-    batches = Batches(Interrupted(ground.client, "d"), HappeningWriter(ground.client, "d"), "acme")
+    batches = Batches(Interrupted(ground.client, "d", KEY), HappeningWriter(ground.client, "d"), "acme")
     with pytest.raises(ToolFailure, match="submit the same file again with --id b") as told:
         await batches.submit(file, batch="b")
     assert told.value.code is ErrorCode.CANCELLED

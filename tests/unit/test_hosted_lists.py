@@ -13,6 +13,7 @@ from contract.errors import ErrorCode, ToolFailure
 from orchestrator.batches.items import FailureKind, RunBody
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.hosted_records import HostedState
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.hosted_ground import ECHO, HostedGround, MadeHosted, open_hosted
 from tests.item_ground import echo_then
@@ -58,7 +59,7 @@ def test_pages_have_each_run_once_while_runs_are_started_and_forgotten(redis_ser
         async with open_hosted(redis_server) as make:
             ground = make()
             await ground.client.flushdb()
-            ground.runs = HostedRuns(ground.client, "d", ground.pool.tenants, max_kept=data.draw(st.integers(5, 30)))
+            ground.runs = HostedRuns(ground.client, "d", KEY, ground.pool.tenants, max_kept=data.draw(st.integers(5, 30)))
             known = [await ground.start() for _ in range(data.draw(st.integers(0, 20)))]
             seen, cursor, is_first = list[str](), None, True
             while cursor is not None or is_first:
@@ -79,7 +80,7 @@ def test_pages_have_each_run_once_while_runs_are_started_and_forgotten(redis_ser
 
 async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(made: MadeHosted) -> None:
     ground = made(["done", "done"])
-    ground.runs = HostedRuns(ground.client, "d", ground.pool.tenants, max_kept=3)
+    ground.runs = HostedRuns(ground.client, "d", KEY, ground.pool.tenants, max_kept=3)
     started = [await ground.start() for _ in range(2)]
     async with ground.working():
         await ground.ended(started[1])
@@ -93,7 +94,7 @@ async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(made:
 
 async def test_runs_that_do_not_end_keep_no_others_from_being_forgotten(made: MadeHosted) -> None:
     ground = made(["done"])
-    ground.runs = HostedRuns(ground.client, "d", ground.pool.tenants, max_kept=15)
+    ground.runs = HostedRuns(ground.client, "d", KEY, ground.pool.tenants, max_kept=15)
     waiting = [await ground.start(priority=-1) for _ in range(12)]
     ended = []
     for _ in range(6):

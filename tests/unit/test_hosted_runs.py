@@ -156,7 +156,7 @@ async def test_what_no_orchestrator_would_work_is_refused_at_once(
 
 
 async def test_no_more_wait_than_a_tenant_may_have(ground: HostedGround) -> None:
-    ground.runs = HostedRuns(ground.client, "d", ground.pool.tenants, max_pending=2)
+    ground.runs = HostedRuns(ground.client, "d", KEY, ground.pool.tenants, max_pending=2)
     first, _ = await ground.start(), await ground.start()
     assert (await refused(ground.start())).code is ErrorCode.QUOTA_EXCEEDED
     assert (await ground.runs.start("zeta", ECHO)).state is HostedState.QUEUED
@@ -302,4 +302,4 @@ async def test_an_item_without_a_session_has_the_bytes_of_the_release_before(gro
     assert "session" not in BatchItem(custom_id="a", line=1, url="/v1/agent/runs", work=ECHO).model_dump_json()
     run = await ground.start()
     fields: Any = await ground.client.hgetall(f"toolcrew:d:acme:run:{run}")
-    assert parse_run(fields).item.ground == Ground()
+    assert parse_run(KEY, "acme", run, fields).item.ground == Ground()

@@ -14,9 +14,9 @@ from orchestrator.approvals.queue import ApprovalQueue
 from orchestrator.batches.items import Outcome
 from orchestrator.models.scripted import Calls
 from orchestrator.run_parts import RunParts
-from orchestrator.runs.records import BatchDefaults, parse_batch
+from orchestrator.runs.records import BatchDefaults, parse_batch, seal_defaults
 from tests.approval_ground import ADMIN, SOON_S, Desk
-from tests.builders import build_spec
+from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.item_ground import OPENED, ItemGround, Made, build_run, echo_then, open_maker
 
@@ -137,8 +137,8 @@ def test_a_batch_that_does_not_ask_can_be_read_by_releases_that_know_nothing_of_
     assert "asks_people" not in BatchDefaults().model_dump()
     fields = {"state": "in_progress", "total": "1", "sha256": "x", "concurrency": "1", "created_at": "0"}
     for defaults in (BatchDefaults(), ASKING):
-        kept = {name.encode(): value.encode() for name, value in {**fields, "defaults": defaults.model_dump_json()}.items()}
-        assert parse_batch(kept).defaults == defaults
+        kept = {name.encode(): value.encode() for name, value in {**fields, "defaults": seal_defaults(KEY, "acme", "b", defaults)}.items()}
+        assert parse_batch(KEY, "acme", "b", kept).defaults == defaults
 
 
 async def test_an_item_that_waits_for_a_person_has_no_place_meanwhile(make: Made) -> None:

@@ -14,7 +14,7 @@ from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.runs.journal import Journal, LoggedModel
 from orchestrator.runs.run_log import RunLog
 from orchestrator.runs.run_queue import Claim
-from tests.builders import build_call
+from tests.builders import KEY, build_call
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
 from tests.run_ground import RunGround
@@ -36,7 +36,9 @@ async def claimed(ground: RunGround) -> Claim:
 
 
 async def journal_of(ground: RunGround, claim: Claim, on_taken: Any = lambda: None) -> Journal:
-    return Journal(await RunLog.load(ground.client, "d", "acme", claim.run, claim.word), on_taken, clock=lambda: 1.0)
+    return Journal(
+        await RunLog.load(ground.client, "d", KEY, "acme", claim.run, claim.word, claim.record.attempt), on_taken, clock=lambda: 1.0
+    )
 
 
 async def read(model: LoggedModel) -> str:

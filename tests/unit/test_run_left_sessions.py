@@ -15,8 +15,9 @@ from orchestrator.runs.entries import Replied, SessionOpened, SessionOpening
 from orchestrator.runs.keys import run_key, run_log_key
 from orchestrator.runs.left_sessions import close_left_sessions
 from orchestrator.runs.records import BatchState
-from orchestrator.runs.run_log import RunLog
+from orchestrator.runs.run_log import RunLog, entry_purpose
 from orchestrator.runs.run_queue import Claim
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, Worker
 
@@ -30,7 +31,7 @@ class Ground(House):
 
     async def open(self, claim: Claim, *sessions: str) -> None:
         """As a process does that works the run and dies while it opens each but the last."""
-        run_log = await RunLog.load(self.client, "d", claim.tenant, claim.run, claim.word)
+        run_log = await RunLog.load(self.client, "d", KEY, claim.tenant, claim.run, claim.word, claim.record.attempt)
         for session in sessions:
             await run_log.append(SessionOpening(at=1.0, session=session))
             await self.places.open(claim.tenant, session, "host.a.b1", start="{}", ttl_s=60.0, limit=100)
@@ -75,7 +76,7 @@ async def test_all_of_a_runs_sessions_are_closed_however_often_its_opening_was_b
     names = [f"s{number}" for number in range(2 * left_sessions.PAGE)]
     await ground.open(first, *names)
     await ground.open(other, "other")
-    assert await close_left_sessions(ground.client, "d", "acme", [first.run, other.run, "never-begun"]) == len(names) + 1
+    assert await close_left_sessions(ground.client, "d", KEY, "acme", [first.run, other.run, "never-begun"]) == len(names) + 1
     assert await ground.closed(*names, "other") == [True] * (len(names) + 1)
 
 
@@ -83,7 +84,8 @@ async def test_a_run_whose_log_cannot_be_gone_on_with_keeps_no_sandbox(ground: G
     await ground.submit(1)
     (claim,) = await ground.queue.claim(1)
     await ground.open(claim, "s1")
-    await ground.client.rpush(run_log_key("d", "acme", claim.run), '{"type": "of_another_release"}')
+    later = KEY.seal(entry_purpose("acme", claim.run, 1, 2), '{"type": "of_another_release"}')
+    await ground.client.rpush(run_log_key("d", "acme", claim.run), later)
     await ground.die(claim)
     async with ground.working(ground.runner(Worker())):
         await ground.until(BatchState.COMPLETED)

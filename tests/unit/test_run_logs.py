@@ -15,6 +15,7 @@ from orchestrator.runs import run_log
 from orchestrator.runs.chunks import join_chunks
 from orchestrator.runs.entries import Replied, Resulted, SessionOpening
 from orchestrator.runs.run_log import INLINE_BYTES, RunLog, RunTaken
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround
 
@@ -35,7 +36,7 @@ async def claimed(ground: RunGround) -> RunLog:
 
 
 async def load(ground: RunGround, word: str) -> RunLog:
-    return await RunLog.load(ground.client, "d", "acme", "b-1", word)
+    return await RunLog.load(ground.client, "d", KEY, "acme", "b-1", word, 1)
 
 
 def opening(number: int) -> SessionOpening:

@@ -17,6 +17,7 @@ from orchestrator.runs.records import BatchState
 from orchestrator.runs.run_log import RunLog
 from orchestrator.runs.run_queue import Claim
 from orchestrator.runs.runner import DOUBTFUL_LOSSES, MAX_LOSSES
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, Worker, outcome_of
 
@@ -75,7 +76,7 @@ async def test_a_run_that_comes_further_starts_counting_again(house: House, entr
     await house.submit(1)
     (claim,) = await claimed_and_lost(house, 2)
     assert (claim.record.losses, await losses(house)) == (2, 2)
-    run_log = await RunLog.load(house.client, "d", "acme", "b-1", claim.word)
+    run_log = await RunLog.load(house.client, "d", KEY, "acme", "b-1", claim.word, claim.record.attempt)
     await run_log.append(entry)
     assert (await losses(house), run_log.has_grown) == (left, left == 0)
 

@@ -16,6 +16,7 @@ from orchestrator.runs.happening_stream import HappeningReader
 from orchestrator.runs.keys import RUN_TTL_S
 from orchestrator.runs.records import BatchState
 from orchestrator.runs.run_queue import AT_ONCE, BatchCancelled, RunQueue
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_item, build_outcome
 
@@ -133,7 +134,7 @@ async def test_what_waits_to_be_tried_again_is_counted_and_cancelled_like_the_re
 async def test_a_record_of_another_release_is_said_to_be_one_when_its_batch_is_cancelled(ground: RunGround) -> None:
     await ground.submit(1)
     await ground.client.hset("toolcrew:d:acme:run:b-1", "colour", "red")
-    with pytest.raises(ConfigError, match="the record of run b-1 of tenant acme is of another release"):
+    with pytest.raises(ConfigError, match="the record of run b-1 of tenant acme cannot be read"):
         await ground.queue.cancel("acme", "b")
 
 
@@ -203,7 +204,7 @@ async def test_a_batch_that_is_forgotten_while_a_page_is_read_hides_no_other_one
     first = await ground.queue.known("acme", most=2)
     assert list(first.batches) == ["b4", "b3"]
     async with Forgetful.from_url(redis_server.url, socket_timeout=5) as client:
-        queue = RunQueue(client, "d")
+        queue = RunQueue(client, "d", KEY)
         await queue.known("acme", most=1)  # Redis knows the script from now
         client.forgets = ("b4", "b0")
         second = await queue.known("acme", str(first.place), most=2)

@@ -12,6 +12,7 @@ from orchestrator.batches.items import Outcome
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.records import BatchState
 from orchestrator.runs.run_queue import Claim, RunQueue
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.place_ground import given_up
 from tests.runner_ground import House, Worker, open_house, outcome_of
@@ -27,7 +28,7 @@ class SlowQueue(RunQueue):
     """Answers claims when it may."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
-        super().__init__(client, "d")
+        super().__init__(client, "d", KEY)
         self.claiming, self.may_claim = asyncio.Event(), asyncio.Event()
         self.may_claim.set()
 

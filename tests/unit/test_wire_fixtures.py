@@ -21,8 +21,7 @@ from contract.registry import Switch, parse_switches
 from contract.signing import ResultSeal
 from contract.specs import Catalog
 from contract.tenancy import TenantPolicy, parse_policy
-from orchestrator.batches.items import BatchItem
-from orchestrator.runs.records import BatchRecord
+from orchestrator.runs.records import BatchRecord, open_item
 from tests.wire_records import CALL, CONTEXT, KEYS, REPORT, RESULT, build_records
 
 FIXTURES = sorted((Path(__file__).parent / "wire").glob("*.json"))
@@ -30,6 +29,7 @@ READ: dict[str, Callable[[str], Any]] = {
     "call": lambda text: decode_call(text, KEYS),
     "result": lambda text: decode_result(json.loads(text), ResultSeal(KEYS, "acme")),
     "event": lambda text: decode_event(text.encode()).payload,
+    "item": lambda text: open_item(KEYS, "acme", "run-1", "batch-1", text),
     "switch": lambda text: parse_switches(KEYS, {b"bash_tool": text.encode()})["bash_tool"],
     "tenant": lambda text: parse_policy(KEYS, "acme", text.encode()),
     **{
@@ -40,7 +40,6 @@ READ: dict[str, Callable[[str], Any]] = {
             "ledger": CallRecord,
             "catalog": Catalog,
             "batch": BatchRecord,
-            "item": BatchItem,
         }.items()
     },
 }

@@ -162,7 +162,7 @@ async def make_key(place: Place) -> str:
 async def open_queue(place: Place) -> AsyncIterator[tuple["redis.asyncio.Redis", RunQueue]]:
     client = open_redis(place.settings.broker())
     try:
-        yield client, RunQueue(client, "default")
+        yield client, RunQueue(client, "default", place.settings.broker().signing_keys())
     finally:
         await client.aclose()
 
