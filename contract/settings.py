@@ -1,15 +1,66 @@
-"""BrokerSettings: only what must be equal on both sides of the queue. Values come from the settings files of each side."""
+"""BrokerSettings, which must be equal on both sides of the queue; and how each side reads its settings from the environment."""
 
-from typing import Annotated, Any
+import re
+from collections.abc import Mapping
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsError
 
 from contract.errors import ConfigError
+from contract.setting_names import check_names
+from contract.setting_rows import variable_names
 from contract.signing import SigningKeys
 
 SCHEMES = ("redis", "rediss", "sentinel")
 REDIS_PORT, SENTINEL_PORT = 6379, 26379
+_FIELD = re.compile(r'field "(\w+)"')
+
+S = TypeVar("S", bound=BaseSettings)
+
+
+def read_environment(settings: type[S], environment: Mapping[str, str]) -> S:
+    """Read the settings of one process. `environment`: this process's.
+
+    Raises ConfigError for a variable that is missing or wrong, and for one that begins with TOOLCREW_ and that no process reads.
+    """
+    check_names(environment)
+    try:
+        return settings()
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ConfigError(_describe_error(settings, str(first["loc"][0]), first["type"], first["msg"], first["loc"][1:])) from error
+    except SettingsError as error:
+        # Without the cause, which holds the value.
+        found = _FIELD.search(str(error))
+        if found is None:
+            raise ConfigError("a variable is not valid JSON: write lists and objects as JSON (docs/settings.md)") from None
+        raise ConfigError(_describe_json(settings, found[1])) from None
+
+
+def _describe_error(settings: type[BaseSettings], given: str, kind: str, message: str, below: tuple[int | str, ...]) -> str:
+    """`given`: the field, or the variable that set it."""
+    is_field = given in settings.model_fields
+    name = variable_names(given, settings.model_fields[given])[0] if is_field else given.upper()
+    if kind == "missing":
+        return f"{name} is not set: set it in the environment, or start everything at once with `toolcrew up`"
+    if kind in ("list_type", "dict_type") and is_field and not below:
+        return _describe_json(settings, given)
+    return f"{name}: {''.join(f'{step}: ' for step in below)}{message}"
+
+
+def _describe_json(settings: type[BaseSettings], given: str) -> str:
+    field = settings.model_fields[given]
+    name, annotation = variable_names(given, field)[0], field.annotation
+    if get_origin(annotation) in (Union, UnionType):
+        annotation = next(one for one in get_args(annotation) if one is not type(None))
+    if get_origin(annotation) is list:
+        kind, example = "list", "[1000, 1001]" if get_args(annotation)[0] is int else '["first", "second"]'
+    else:
+        kind, example = "object", '{"name": {"option": "value"}}'
+    return f"{name} is not a JSON {kind}: write for example {name}='{example}' (docs/settings.md)"
 
 
 class BrokerSettings(BaseModel):

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, JsonValue, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic import Field, JsonValue, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contract.errors import ConfigError
 from contract.log_lines import LogFormat, LogLevel
 from contract.masking import SECRET_NAME
-from contract.settings import BrokerSettings
+from contract.settings import BrokerSettings, read_environment
 
 _WEB_URL = r"^https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~/-]*)?$"
 
@@ -129,14 +129,7 @@ class OrchestratorSettings(BaseSettings):
 
 def load_settings() -> OrchestratorSettings:
     """Settings of this process. Raises ConfigError with the name of the variable that is wrong."""
-    try:
-        return OrchestratorSettings()
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        name = "TOOLCREW_" + "_".join(str(part) for part in first["loc"]).upper()
-        raise ConfigError(f"{name}: {first['msg']}") from error
-    except SettingsError as error:
-        raise ConfigError(f"a TOOLCREW_ variable is not the JSON it must be: {error}") from None
+    return read_environment(OrchestratorSettings, os.environ)
 
 
 def child_environment(overrides: Mapping[str, str]) -> dict[str, str]:

@@ -34,7 +34,8 @@ INTRO = """\
 
 Made from the settings classes by `scripts/setting_docs.py`. Each process reads its own from the environment, once, when it starts; `toolcrew config show --origin` prints
 them all with their values here. Lists and objects are written as JSON; a variable that is empty counts as not set; a value that cannot be read
-ends the process with the variable's name. Secrets are never printed.
+ends the process with the variable's name. A variable that begins with `TOOLCREW_` and that no process reads is an error in every process, with the
+nearest known name. Secrets are never printed.
 """
 PROCESSES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("The orchestrator", "`toolcrew`, the SDK, `toolcrew serve api`, `toolcrew batch work`, Flower.", OrchestratorSettings),

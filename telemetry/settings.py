@@ -1,11 +1,13 @@
 """What the environment says of tracing: one frozen settings object a process, the same on both sides."""
 
+import os
 from typing import Literal
 
-from pydantic import AliasChoices, Field, ValidationError
+from pydantic import AliasChoices, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contract.errors import ConfigError
+from contract.settings import read_environment
 
 PROTOCOL = "http/protobuf"
 DEFAULT_ENDPOINT = "http://localhost:4318"
@@ -38,12 +40,7 @@ class TracingSettings(BaseSettings):
 
 def load_tracing_settings() -> TracingSettings:
     """Settings of this process. Raises ConfigError with the name of the variable that is wrong."""
-    try:
-        settings = TracingSettings()
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        name = str(first["loc"][0]).upper()
-        raise ConfigError(f"{name if name.startswith('OTEL_') else f'TOOLCREW_{name}'}: {first['msg']}") from None
+    settings = read_environment(TracingSettings, os.environ)
     if settings.is_on and settings.protocol != PROTOCOL:
         raise ConfigError(
             f"OTEL_EXPORTER_OTLP_PROTOCOL is '{settings.protocol[:40]}', and spans are sent by {PROTOCOL} alone: set it to that, or unset it, and name the "

@@ -8,13 +8,12 @@ from ipaddress import IPv6Network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, IPvAnyNetwork, JsonValue, SecretStr, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic import AliasChoices, BeforeValidator, Field, IPvAnyNetwork, JsonValue, SecretStr, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from contract.errors import ConfigError
 from contract.log_lines import LogFormat, LogLevel
 from contract.masking import SECRET_NAME
-from contract.settings import BrokerSettings
+from contract.settings import BrokerSettings, read_environment
 from workers.sandboxd.classes import TenantClass
 
 DEFAULT_IMAGE = "toolcrew-sandbox:dev"
@@ -262,42 +261,22 @@ class EgressSettings(BaseSettings):
 
 def load_worker_settings() -> WorkerSettings:
     """Settings of this worker. Raises ConfigError with the name of the variable that is missing or wrong."""
-    try:
-        return WorkerSettings()
-    except ValidationError as error:
-        raise ConfigError(_complaint(error)) from error
-    except SettingsError as error:
-        raise ConfigError(f"a TOOLCREW_ variable is not the JSON it must be: {error}") from None
+    return read_environment(WorkerSettings, os.environ)
 
 
 def load_sandboxd_settings() -> SandboxdSettings:
     """Settings of this sandboxd. Raises ConfigError with the name of the variable that is wrong."""
-    try:
-        return SandboxdSettings()
-    except ValidationError as error:
-        raise ConfigError(_complaint(error)) from None
-    except SettingsError as error:
-        raise ConfigError(f"a TOOLCREW_ variable is not the JSON it must be: {error}") from None
+    return read_environment(SandboxdSettings, os.environ)
 
 
 def load_web_settings() -> WebSettings:
     """Settings of the web tools. Raises ConfigError with the name of the variable that is wrong."""
-    try:
-        return WebSettings()
-    except ValidationError as error:
-        raise ConfigError(_complaint(error)) from None
-    except SettingsError as error:
-        raise ConfigError(f"a TOOLCREW_ variable is not the JSON it must be: {error}") from None
+    return read_environment(WebSettings, os.environ)
 
 
 def load_egress_settings() -> EgressSettings:
     """Settings of the egress proxy. Raises ConfigError with the name of the variable that is wrong."""
-    try:
-        return EgressSettings()
-    except ValidationError as error:
-        raise ConfigError(_complaint(error)) from None
-    except SettingsError as error:
-        raise ConfigError(f"a TOOLCREW_ variable is not the JSON it must be: {error}") from None
+    return read_environment(EgressSettings, os.environ)
 
 
 def log_format_of_environment() -> LogFormat | None:
@@ -309,11 +288,3 @@ def log_format_of_environment() -> LogFormat | None:
 def secrets_of_environment() -> dict[str, str]:
     """What this process's environment holds under names of secrets, for masking it."""
     return {name: value for name, value in os.environ.items() if value and SECRET_NAME.search(name)}
-
-
-def _complaint(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    name = "TOOLCREW_" + "_".join(str(part) for part in first["loc"]).upper()
-    if first["type"] == "missing":
-        return f"{name} is not set: set it in the environment, or start everything at once with `toolcrew up`"
-    return f"{name}: {first['msg']}"

@@ -1,0 +1,156 @@
+"""Every environment variable of toolcrew by name, so that a misspelled one is an error in every process instead of being ignored."""
+
+import difflib
+import re
+from collections.abc import Iterable
+
+from contract.errors import ConfigError
+from contract.setting_rows import PREFIX
+
+MAX_SHOWN = 5
+
+# Read by a settings class of some process. No process knows the classes of all others; tests/unit/test_setting_names.py compares.
+_SETTINGS = """
+API_BURST
+API_KEY
+API_RATE
+APPROVALS
+APPROVAL_POLICY
+APPROVAL_WAIT_S
+APPROVERS
+BRAVE_API_KEY
+BRAVE_URL
+CHECKPOINT_EVERY_S
+CONCURRENCY
+DEPLOYMENT
+DIALECT
+DRAIN_S
+EGRESS_ALLOW_UIDS
+EGRESS_MAX_CONNECTIONS
+EGRESS_NAT64_PREFIX
+EGRESS_REFUSE_RANGES
+EGRESS_SOCKET
+EGRESS_SOCKET_MODE
+EGRESS_UIDS
+EMBEDDED_API
+EMBEDDED_FLOWER
+EXA_API_KEY
+EXA_URL
+FLOWER_URL
+HOST
+HOST_FREE_BYTES
+IDLE_EVICT_S
+IDLE_PAUSE_S
+LOG_FORMAT
+LOG_LEVEL
+MAX_SANDBOXES
+MAX_SESSIONS
+MCP_REFRESH_S
+MCP_SERVERS
+METRICS_TENANTS
+MODEL
+MODEL_CACHE
+MODEL_CONTEXT_TOKENS
+MODEL_FILE
+MODEL_RETRIES
+MODEL_STREAMING
+MODEL_TIMEOUT_S
+PAGE_URL
+POOL_MEMORY_FLOOR_BYTES
+POOL_REFILL_PER_S
+POOL_SIZE
+POOL_TARGET
+QUEUE_WAIT_S
+REDIS_CA
+REDIS_CERT
+REDIS_KEY
+REDIS_SENTINEL_MASTER
+REDIS_SENTINEL_PASSWORD
+REDIS_URL
+SANDBOXD_ALLOW_UIDS
+SANDBOXD_KEEP_SESSIONS
+SANDBOXD_LEASES
+SANDBOXD_NAME
+SANDBOXD_SOCKET
+SANDBOXD_SOCKET_MODE
+SANDBOXD_STATE
+SANDBOX_CPUS
+SANDBOX_IMAGE
+SANDBOX_IMAGES_ALLOWED
+SANDBOX_MAX_LIFE_S
+SANDBOX_MEMORY_RESERVE_BYTES
+SANDBOX_PIDS
+SANDBOX_RUNTIME
+SANDBOX_WORKSPACE
+SANDBOX_WORKSPACE_BYTES
+SANDBOX_WORKSPACE_INODES
+SEARXNG_URL
+SECRET
+SECRETS_PREVIOUS
+SKILLS
+TAVILY_API_KEY
+TAVILY_URL
+TENANT_CLASSES
+TOOL_CONFIG
+TOOL_MODULES
+TRACES
+TRACE_URL
+TRACING
+TRACING_CONTENT
+WEBFETCH_ALLOW_HOSTS
+WEBFETCH_NAT64_PREFIX
+WEBFETCH_ONLY_HOSTS
+WEBFETCH_PER_MINUTE
+WEBFETCH_PORTS
+WEBFETCH_REFUSE_RANGES
+WEBSEARCH_ORDER
+WORKER_KIND
+WORKER_POOL
+WORKER_QUEUES
+WORKSPACE_STORE
+"""
+# Read by docker-compose.yml and the deployment files, by scripts, and by tests.
+_OTHERS = """
+API_BIND
+API_PORT
+CHAOS_SEED
+DOCKERD_ARGS
+ENGINE_SOCKET
+FLOWER_BIND
+FLOWER_PASSWORD
+FLOWER_PORT
+FLOWER_USER
+GUEST_PYTHON
+HEALTH_INTERVAL
+PYTHON
+REDIS_ADMIN_PASSWORD
+REDIS_FLOWER_PASSWORD
+REDIS_ORCHESTRATOR_PASSWORD
+REDIS_WEB_PASSWORD
+REDIS_WORKER_PASSWORD
+SERVICE_BASE
+TEST_MARK
+TEST_REQUIRE
+WEB_CONCURRENCY
+WEB_MEMORY
+WORKER_MEMORY
+"""
+SETTINGS, OTHERS = frozenset(_SETTINGS.split()), frozenset(_OTHERS.split())
+# Kubernetes sets these for every service of the namespace, also for one that is called toolcrew-...
+_SERVICE_LINK = re.compile(r".+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
+
+
+def check_names(environment: Iterable[str]) -> None:
+    """Raises ConfigError for variables that begin with TOOLCREW_ and that nothing reads, with the nearest known name of each."""
+    known = SETTINGS | OTHERS
+    given = (name.upper().removeprefix(PREFIX) for name in environment if name.upper().startswith(PREFIX))
+    unknown = sorted(name for name in given if name not in known and not _SERVICE_LINK.fullmatch(name))
+    if unknown:
+        told = "; ".join(_describe(name, known) for name in unknown[:MAX_SHOWN])
+        more = f"; and {len(unknown) - MAX_SHOWN} more" if len(unknown) > MAX_SHOWN else ""
+        raise ConfigError(f"{told}{more}. Correct the name or unset the variable (docs/settings.md lists all of them)")
+
+
+def _describe(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name[:100], sorted(known), n=1, cutoff=0.6)
+    return f"{PREFIX}{name[:100]} is not a setting" + (f": did you mean {PREFIX}{close[0]}?" if close else "")
