@@ -89,8 +89,9 @@ async def test_a_session_verb_is_no_tool_of_a_model(session: Session) -> None:
 
 
 async def test_session_verbs_are_not_listed_among_the_tools(client: ToolClient) -> None:
-    names = [f"{name}_tool" for name in ("bash", "edit", "glob", "grep", "read", "webfetch", "websearch", "write")]
-    assert sorted(spec.name for spec in await client.tools()) == names
+    names = [f"{name}_tool" for name in ("bash", "edit", "glob", "grep", "read", "skill", "webfetch", "websearch", "write")]
+    shipped = ["table-profile", "vector-search", "word-count"]
+    assert sorted(spec.name for spec in await client.tools()) == sorted(names + shipped)
 
 
 @pytest.mark.parametrize(

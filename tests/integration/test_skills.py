@@ -302,8 +302,8 @@ async def test_a_session_has_skills_of_its_own_before_all_others(engine: APIClie
             assert "is no skill: it has no front matter" in (await use(mine, name="own")).text()
 
 
-async def test_without_the_setting_there_is_no_skill_tool(engine: APIClient) -> None:
-    with open_stack(engine) as stack:
+async def test_with_an_empty_folder_there_are_no_skills(engine: APIClient, tmp_path: Path) -> None:
+    with open_stack(engine, {"TOOLCREW_SKILLS": str(tmp_path)}) as stack:
         async with ToolClient.connect(stack.redis_url) as client:
-            assert "skill_tool" not in [spec.name for spec in await client.tools()]
+            assert not {"vector-search", "word-count"} & {spec.name for spec in await client.tools()}
             assert await client.skills() == ()
