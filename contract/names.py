@@ -23,6 +23,20 @@ BUILTIN_TOOLS = frozenset(
 """Names that no tool of an operator may have."""
 
 
+def deployment_key(deployment: str, name: str) -> str:
+    """Return the Redis key `name` of the deployment. Every key that toolcrew names is built here or by tenant_key."""
+    return f"toolcrew:{deployment}:{name}"
+
+
+def tenant_key(deployment: str, tenant: str, name: str) -> str:
+    """Return the Redis key `name` of one tenant: a kind, or `<kind>.<id>`, and fixed words after a colon, as in `call.c1:events`.
+
+    Two builders never build equal keys, and a pattern of a Redis user (`t:*:call.*`) matches the keys of one kind only, whatever tenants, sessions and
+    calls are called: the name of a deployment's key never begins with `t:`, names and ids contain no colon and no dot, and the words after the last
+    colon contain no dot."""
+    return deployment_key(deployment, f"t:{tenant}:{name}")
+
+
 def host_queue(host: str, boot: str) -> str:
     """The queue of one incarnation of a host: a rebooted host never eats calls meant for sandboxes it no longer has."""
     return f"host.{host}.{boot}"
@@ -45,12 +59,12 @@ def task_name(tool: str) -> str:
 
 def catalog_key(deployment: str, pool: str) -> str:
     """What a pool serves; it vanishes with the pool's last worker."""
-    return f"toolcrew:{deployment}:catalog:{pool}"
+    return deployment_key(deployment, f"catalog:{pool}")
 
 
 def catalog_names_key(deployment: str, pool: str) -> str:
     """The names of what a pool served last; they outlive its workers, so that a call can be told whom it misses."""
-    return f"toolcrew:{deployment}:catalog:{pool}:names"
+    return deployment_key(deployment, f"catalog:{pool}:names")
 
 
 def pool_worker(host: str, boot: str) -> str:
@@ -60,107 +74,107 @@ def pool_worker(host: str, boot: str) -> str:
 
 def call_key(deployment: str, tenant: str, call_id: str) -> str:
     """The hash of what is known of a call (contract/ledger.py)."""
-    return f"toolcrew:{deployment}:{tenant}:call:{call_id}"
+    return tenant_key(deployment, tenant, f"call.{call_id}")
 
 
 def place_key(deployment: str, tenant: str, session: str) -> str:
     """The hash of where a session lives (contract/places.py)."""
-    return f"toolcrew:{deployment}:{tenant}:session:{session}:place"
+    return tenant_key(deployment, tenant, f"session.{session}:place")
 
 
 def tenant_sessions_key(deployment: str, tenant: str) -> str:
     """The set of a tenant's open sessions; one whose place has expired is none any more."""
-    return f"toolcrew:{deployment}:{tenant}:sessions"
+    return tenant_key(deployment, tenant, "places")
 
 
 def session_facts_key(deployment: str, tenant: str, session: str) -> str:
     """What a session's host told when it was opened there, as JSON, for whoever takes the session over from its opener."""
-    return f"toolcrew:{deployment}:{tenant}:session:{session}:facts"
+    return tenant_key(deployment, tenant, f"session.{session}:facts")
 
 
 def open_sessions_key(deployment: str) -> str:
     """The sorted set of the open sessions of all tenants, `<tenant>|<session>` by the microsecond of their opening; some may have expired by now."""
-    return f"toolcrew:{deployment}:open-sessions"
+    return deployment_key(deployment, "open-sessions")
 
 
 def tenant_open_sessions_key(deployment: str, tenant: str) -> str:
     """The same of one tenant, by the sessions' names."""
-    return f"toolcrew:{deployment}:{tenant}:open-sessions"
+    return tenant_key(deployment, tenant, "open-sessions")
 
 
 def seen_tenants_key(deployment: str) -> str:
     """The sorted set of the tenants that have opened sessions, registered or not, by the Unix time of the last one."""
-    return f"toolcrew:{deployment}:seen-tenants"
+    return deployment_key(deployment, "seen-tenants")
 
 
 def kills_key(deployment: str) -> str:
     """The sorted set of the orders of the last minute to end calls, by the Unix time at which each was given (orchestrator/call_kills.py)."""
-    return f"toolcrew:{deployment}:kills"
+    return deployment_key(deployment, "kills")
 
 
 def host_key(deployment: str, queue: str) -> str:
     """The report of one living worker incarnation (contract/hosts.py); gone when the worker is."""
-    return f"toolcrew:{deployment}:host:{queue}"
+    return deployment_key(deployment, f"host:{queue}")
 
 
 def host_gauges_key(deployment: str, queue: str) -> str:
     """What a host's sandboxd does now, as JSON (workers/sandboxd_counts.py); gone when its worker's report is."""
-    return f"toolcrew:{deployment}:host:{queue}:gauges"
+    return deployment_key(deployment, f"host:{queue}:gauges")
 
 
 def metrics_key(deployment: str) -> str:
     """The hash of the deployment's sums (contract/metrics.py)."""
-    return f"toolcrew:{deployment}:metrics"
+    return deployment_key(deployment, "metrics")
 
 
 def counted_key(deployment: str, source: str) -> str:
     """The hash of what has been taken of one source of counts (contract/metric_counts.py)."""
-    return f"toolcrew:{deployment}:metrics:counted.{source}"
+    return deployment_key(deployment, f"metrics:counted.{source}")
 
 
 def hosts_key(deployment: str) -> str:
     """The sorted set of all worker incarnations, by the Unix time of their last report: what the reaper goes through."""
-    return f"toolcrew:{deployment}:hosts"
+    return deployment_key(deployment, "hosts")
 
 
 def tombstone_key(deployment: str, queue: str) -> str:
     """There once an incarnation was given up for lost: whoever finds its own stops under that name."""
-    return f"toolcrew:{deployment}:tombstone:{queue}"
+    return deployment_key(deployment, f"tombstone:{queue}")
 
 
 def worker_slots_key(deployment: str, queue: str) -> str:
     """The hash of who serves a queue: worker incarnation to `<slots> <expires at>`."""
-    return f"toolcrew:{deployment}:slots:{queue}:workers"
+    return deployment_key(deployment, f"slots:{queue}:workers")
 
 
 def slots_key(deployment: str, queue: str) -> str:
     """How many calls at a time the living workers of a queue serve together; gone when none lives."""
-    return f"toolcrew:{deployment}:slots:{queue}"
+    return deployment_key(deployment, f"slots:{queue}")
 
 
 def tenants_key(deployment: str) -> str:
     """The hash of the registered tenants, name to TenantPolicy, and their version under VERSION_FIELD (contract/tenancy.py)."""
-    return f"toolcrew:{deployment}:tenants"
+    return deployment_key(deployment, "tenants")
 
 
 def api_keys_key(deployment: str) -> str:
     """The hash of the API keys, key id to its record; never a key itself."""
-    return f"toolcrew:{deployment}:api-keys"
+    return deployment_key(deployment, "api-keys")
 
 
 def refusals_key(deployment: str) -> str:
     """The hash of how often what was refused at the queue, by reason."""
-    return f"toolcrew:{deployment}:refusals"
+    return deployment_key(deployment, "refusals")
 
 
 def admission_prefix(deployment: str) -> str:
     """What the keys of admission begin with."""
-    return f"toolcrew:{deployment}:admission:"
+    return deployment_key(deployment, "admission:")
 
 
 def blob_key(deployment: str, tenant: str, name: str) -> str:
     """Bytes too large or too raw for an envelope; they expire by themselves."""
-    return f"toolcrew:{deployment}:{tenant}:blob:{name}"
+    return tenant_key(deployment, tenant, f"blob.{name}")
 
 
 def is_blob_of(key: str, deployment: str, tenant: str) -> bool:
@@ -191,22 +205,22 @@ def control_queue(queue: str) -> str:
 
 def call_events_key(deployment: str, tenant: str, call_id: str) -> str:
     """The stream of what a call tells while it runs: made and deleted by its caller, only added to by its worker."""
-    return f"toolcrew:{deployment}:{tenant}:call:{call_id}:events"
+    return tenant_key(deployment, tenant, f"call.{call_id}:events")
 
 
 def call_room_key(deployment: str, tenant: str, call_id: str) -> str:
     """A list that gets an item when the caller has taken events: what a worker waits on when too many lie unread."""
-    return f"toolcrew:{deployment}:{tenant}:call:{call_id}:room"
+    return tenant_key(deployment, tenant, f"call.{call_id}:room")
 
 
 def call_answers_key(deployment: str, tenant: str, call_id: str) -> str:
     """The list of the caller's answers to what a running call has asked."""
-    return f"toolcrew:{deployment}:{tenant}:call:{call_id}:answers"
+    return tenant_key(deployment, tenant, f"call.{call_id}:answers")
 
 
 def listener_key(deployment: str, listener: str) -> str:
     """The sorted set in which one process finds which of its calls have new events, by the time of the oldest."""
-    return f"toolcrew:{deployment}:listener:{listener}"
+    return deployment_key(deployment, f"listener:{listener}")
 
 
 def call_wake_name(tenant: str, call_id: str) -> str:
@@ -216,44 +230,44 @@ def call_wake_name(tenant: str, call_id: str) -> str:
 
 def switches_key(deployment: str) -> str:
     """The hash of the tools that are turned off, name to Switch; one that is not in it is on."""
-    return f"toolcrew:{deployment}:switches"
+    return deployment_key(deployment, "switches")
 
 
 def installed_skills_key(deployment: str, tenant: str) -> str:
     """The hash of the skills that are installed for a tenant, name to InstalledSkill."""
-    return f"toolcrew:{deployment}:skills:{tenant}"
+    return tenant_key(deployment, tenant, "skills")
 
 
 def skill_bundle_key(deployment: str, tenant: str, digest: str) -> str:
     """The files of a skill that is installed for a tenant, compressed (workers/skills/archives.py)."""
-    return f"toolcrew:{deployment}:skill-bundle:{tenant}:{digest}"
+    return tenant_key(deployment, tenant, f"skill-bundle.{digest}")
 
 
 def skill_uses_key(deployment: str, tenant: str) -> str:
     """The hash of how often a tenant's runs have used each skill; it expires when they have used none for long."""
-    return f"toolcrew:{deployment}:skill-uses:{tenant}"
+    return tenant_key(deployment, tenant, "skill-uses")
 
 
 def session_state_key(deployment: str, tenant: str, session: str) -> str:
     """The hash of what a session's tools remember between calls; it expires when none of them has used it for a day."""
-    return f"toolcrew:{deployment}:{tenant}:session:{session}:state"
+    return tenant_key(deployment, tenant, f"session.{session}:state")
 
 
 def audit_key(deployment: str) -> str:
     """The stream of who changed what (orchestrator/audit.py)."""
-    return f"toolcrew:{deployment}:audit"
+    return deployment_key(deployment, "audit")
 
 
 def approvals_key(deployment: str) -> str:
     """The sorted set of the questions that people are asked, id by the Unix time in milliseconds at which each expires."""
-    return f"toolcrew:{deployment}:approvals"
+    return deployment_key(deployment, "approvals")
 
 
 def tenant_approvals_key(deployment: str, tenant: str) -> str:
     """Those of one tenant."""
-    return f"toolcrew:{deployment}:{tenant}:approvals"
+    return tenant_key(deployment, tenant, "approvals")
 
 
 def approval_key(deployment: str, approval: str) -> str:
     """The hash of one question; its decision stands beside it, under `:decision`."""
-    return f"toolcrew:{deployment}:approval:{approval}"
+    return deployment_key(deployment, f"approval:{approval}")

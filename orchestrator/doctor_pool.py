@@ -10,7 +10,7 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ConfigError
 from contract.hosts import RELEASE, HostReport
-from contract.names import CATALOG_POOLS, audit_key, catalog_names_key, host_key, hosts_key
+from contract.names import CATALOG_POOLS, audit_key, catalog_names_key, deployment_key, host_key, hosts_key
 from contract.signing import SigningKeys
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
 from orchestrator.api_keys import ApiKeyRecord, ApiKeys
@@ -219,7 +219,7 @@ async def _oldest_message_s(client: "redis.asyncio.Redis", queue: str, deploymen
         message: Any = await client.lindex(queue, -1)
         found = re.search(rb'"call_key": ?"([^"\\]+)"', bytes(message or b"")[-_TAIL:])
         key = found[1].decode(errors="replace") if found else ""
-        if not key.startswith(f"toolcrew:{deployment}:"):
+        if not key.startswith(deployment_key(deployment, "")):
             return None
         queued_at: Any = await client.hget(key, "queued_at")
     except (RedisError, OSError) as error:

@@ -77,7 +77,7 @@ local function tell(tenant, batch)
   local member = tenant .. '|' .. batch
   if seen[member] then return end
   seen[member] = true
-  local key = deployment .. tenant .. ':batch:' .. batch
+  local key = deployment .. 't:' .. tenant .. ':batch.' .. batch
   local fields = redis.call('HMGET', key, 'name', 'state', 'created_at', 'total', 'succeeded')
   if not fields[2] then return end
   count = count + 1
@@ -97,7 +97,7 @@ end
 for _, member in ipairs(redis.call('ZRANGE', runs .. 'batches', 0, -1)) do tell(split(member)) end
 for _, member in ipairs(redis.call('ZRANGE', runs .. 'leases', 0, MOST_RUNS - 1)) do
   local tenant, run = split(member)
-  local batch = redis.call('HGET', deployment .. tenant .. ':run:' .. run, 'batch')
+  local batch = redis.call('HGET', deployment .. 't:' .. tenant .. ':run.' .. run, 'batch')
   if batch then tell(tenant, batch) end
 end
 

@@ -14,7 +14,7 @@ from contract.calls import Record
 from contract.clock import format_instant
 from contract.errors import BrokerUnavailable, ConfigError
 from contract.hosts import HostReport
-from contract.names import POOL_QUEUES, admission_prefix, slots_key
+from contract.names import POOL_QUEUES, admission_prefix, deployment_key, slots_key
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.hosts import RedisHosts
@@ -141,7 +141,7 @@ class OverviewReader:
         )
 
     async def _look(self, queues: Sequence[str], tenants: Sequence[str]) -> dict[str, Any]:
-        prefix = f"toolcrew:{self._deployment}:"
+        prefix = deployment_key(self._deployment, "")
         places = [prefix, admission_prefix(self._deployment), slots_key(self._deployment, ""), runs_prefix(self._deployment)]
         try:
             text: Any = await self._script(args=[*places, json.dumps(queues), json.dumps(tenants), MOST_BATCHES])

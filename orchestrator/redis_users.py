@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from contract.errors import ConfigError
-from contract.names import HUB_SHARDS, result_channel_pattern
+from contract.names import HUB_SHARDS, deployment_key, result_channel_pattern
 
 # What looks around beyond a user's own keys, or changes the server; `@dangerous` has KEYS, the FLUSHes, CONFIG, DEBUG, SHUTDOWN and the like.
 _NEVER = "-@dangerous -@admin -scan -randomkey -dbsize -swapdb -move -copy -client -script -pubsub"
@@ -38,9 +38,9 @@ def _of_queues(pattern: str) -> tuple[str, ...]:
 
 
 # Of every worker: that it lives, what became of its calls, and what is told it of tenants and switches.
-_WORKERS_OWN = ("hosts", "refusals", "tenants", "switches", "listener:*", "*:call:*", "*:blob:*")
+_WORKERS_OWN = ("hosts", "refusals", "tenants", "switches", "listener:*", "t:*:call.*", "t:*:blob.*")
 # Of workers beside a sandboxd: where sessions are, and what is installed for tenants.
-_SANDBOXES_OWN = ("catalog:sandbox*", "*:session:*:place", "*:sessions", "skills:*", "skill-bundle:*")
+_SANDBOXES_OWN = ("catalog:sandbox*", "t:*:session.*:place", "t:*:places", "t:*:skills", "t:*:skill-bundle.*")
 # Of Celery: bindings, what is taken and not yet acknowledged, answers to inspections, stored results.
 _WORKERS_KEYS = ("_kombu.binding*", "unacked*", "*.celery.pidbox*", "celery-task-meta-*")
 _WORKERS_CHANNELS = ("celery-task-meta-*", _PIDBOX, *_EVENTS_OF_WORKERS)
@@ -70,7 +70,7 @@ ROLES: dict[str, Role] = {
         Role(
             "web",
             "workers of the kind web: web tools and operators' tools",
-            (*_WORKERS_OWN, *_of_queues("pool.*"), "catalog:web*", "catalog:tools*", "*:session:*:state", "*:web:*"),
+            (*_WORKERS_OWN, *_of_queues("pool.*"), "catalog:web*", "catalog:tools*", "t:*:session.*:state", "t:*:web.*"),
             ("pool.*", *_WORKERS_KEYS),
             _WORKERS_CHANNELS,
             # How full Redis is: pages are kept only where there is room.
@@ -108,6 +108,6 @@ def hash_password(password: str) -> str:
 
 
 def _user_line(role: Role, deployment: str, password_hash: str) -> str:
-    keys = [f"~toolcrew:{deployment}:{pattern}" for pattern in role.own] + [f"~{pattern}" for pattern in role.keys]
-    channels = [f"&toolcrew:{deployment}:{pattern}" for pattern in role.own_channels] + [f"&{pattern}" for pattern in role.channels]
+    keys = [f"~{deployment_key(deployment, pattern)}" for pattern in role.own] + [f"~{pattern}" for pattern in role.keys]
+    channels = [f"&{deployment_key(deployment, pattern)}" for pattern in role.own_channels] + [f"&{pattern}" for pattern in role.channels]
     return " ".join(["user", role.name, "on", f"#{password_hash}", "resetkeys", *keys, "resetchannels", *channels, "-@all", role.commands])

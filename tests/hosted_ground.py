@@ -68,7 +68,7 @@ class HostedGround(ItemGround):
 
     async def told(self, run: str) -> list[Event]:
         """What is in its stream by now."""
-        found: Any = await self.client.xrange(f"toolcrew:d:acme:run:{run}:events")
+        found: Any = await self.client.xrange(f"toolcrew:d:t:acme:run.{run}:events")
         return [json.loads(fields[b"e"]) | {"id": event.decode()} for event, fields in found]
 
     async def claimed(self) -> Claim:

@@ -86,7 +86,7 @@ class House(RunGround):
             await asyncio.sleep(0.01)
 
     async def happenings(self) -> list[Happening]:
-        told = await self.client.xrange("toolcrew:d:acme:batch:b:events")
+        told = await self.client.xrange("toolcrew:d:t:acme:batch.b:events")
         return [parse_happening(fields[b"h"]) for _, fields in told]
 
     async def ends(self) -> list[ItemDone]:

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ConfigError
+from contract.names import deployment_key
 from orchestrator.api.access import OperatorCaller, depend_on_house
 from orchestrator.api.house import House
 from orchestrator.api.problems import responses
@@ -61,7 +62,7 @@ async def _checks(house: House) -> Mapping[str, str]:
     pool = house.parts.pool
     try:
         # A replica that was promoted, or a full disk: it answers, and takes nothing.
-        await pool.redis.set(f"toolcrew:{house.settings.deployment}:api:ready", "1", ex=60)
+        await pool.redis.set(deployment_key(house.settings.deployment, "api:ready"), "1", ex=60)
         pools: dict[str, Any] = dict(await pool.catalog.pools())
     except (RedisError, OSError, BrokerUnavailable):
         return {"redis": "it does not answer, or cannot be written: see that it is up"}

@@ -10,6 +10,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ErrorCode
+from contract.names import deployment_key
 from orchestrator.api.problems import ApiProblem
 
 KEPT_S = 24 * 3600
@@ -63,7 +64,7 @@ class OnceSlots:
     """Of one deployment. `account`: the id of the API key that pays for what is kept."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, clock: Callable[[], float] = time.time) -> None:
-        self._redis, self._prefix, self._clock = client, f"toolcrew:{deployment}:api", clock
+        self._redis, self._prefix, self._clock = client, deployment_key(deployment, "api"), clock
         self._claim, self._keep = client.register_script(_CLAIM), client.register_script(_KEEP)
         self._release = client.register_script(_RELEASE)
 

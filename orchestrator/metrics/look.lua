@@ -121,7 +121,7 @@ function look.deployment()
   local waiting_runs = 0
   for _, one in ipairs(list('ZRANGE', runs .. 'batches', 0, most_batches - 1)) do
     local tenant, batch = string.match(one, '^([^|]+)|(.+)$')
-    if tenant then waiting_runs = waiting_runs + number('ZCARD', deployment .. tenant .. ':batch:' .. batch .. ':waiting') end
+    if tenant then waiting_runs = waiting_runs + number('ZCARD', deployment .. 't:' .. tenant .. ':batch.' .. batch .. ':waiting') end
   end
   return {
     runs = {waiting_runs, number('ZCARD', runs .. 'delayed'), number('ZCARD', runs .. 'leases')},

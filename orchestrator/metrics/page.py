@@ -18,6 +18,7 @@ from contract.errors import BrokerUnavailable
 from contract.hosts import RELEASE, HostReport
 from contract.metric_counts import is_mark
 from contract.names import (
+    deployment_key,
     POOL_QUEUES,
     admission_prefix,
     host_gauges_key,
@@ -68,7 +69,7 @@ class MetricsPage:
         self._deployment = deployment
         self._has_tenants = has_tenants
         self._hosts = RedisHosts(client, deployment)
-        prefixes = f"toolcrew:{deployment}:", admission_prefix(deployment), slots_key(deployment, ""), runs_prefix(deployment)
+        prefixes = deployment_key(deployment, ""), admission_prefix(deployment), slots_key(deployment, ""), runs_prefix(deployment)
         self._places: tuple[str | int, ...] = (*prefixes, MOST_BATCHES)
         self._look = client.register_script(_LOOK)
         self._is_told = False

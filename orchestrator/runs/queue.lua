@@ -12,10 +12,9 @@ local function split(text)
   return string.sub(text, 1, at - 1), string.sub(text, at + 1)
 end
 
-local function run_key(tenant, run) return deployment .. tenant .. ':run:' .. run end
-local function batch_key(tenant, batch) return deployment .. tenant .. ':batch:' .. batch end
--- Not ':batches': a tenant may be called `runs`, and the queue's own sets begin so.
-local function batches_key(tenant) return deployment .. tenant .. ':batch-ids' end
+local function run_key(tenant, run) return deployment .. 't:' .. tenant .. ':run.' .. run end
+local function batch_key(tenant, batch) return deployment .. 't:' .. tenant .. ':batch.' .. batch end
+local function batches_key(tenant) return deployment .. 't:' .. tenant .. ':batch-ids' end
 
 local ttls = {}
 local function ttl_of(tenant, batch)

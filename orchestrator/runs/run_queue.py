@@ -13,7 +13,7 @@ from redis.exceptions import ConnectionError as LostConnection
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
-from contract.names import audit_key
+from contract.names import audit_key, deployment_key
 from contract.signing import UNSEAL_LUA, SigningKeys
 from orchestrator.audit import AUDIT_LUA
 from orchestrator.batches.items import BatchItem, Failure, FailureKind, Outcome
@@ -87,7 +87,7 @@ class RunQueue:
         self._deployment = deployment
         self.owner = owner or secrets.token_hex(6)
         self._script = client.register_script(_SCRIPT)
-        self._prefixes = [f"toolcrew:{deployment}:", runs_prefix(deployment)]
+        self._prefixes = [deployment_key(deployment, ""), runs_prefix(deployment)]
 
     async def create(self, tenant: str, batch: str, record: BatchRecord) -> bool:
         """Note a batch; its runs are added afterwards. False when there is one of that id."""

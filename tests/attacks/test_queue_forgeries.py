@@ -144,7 +144,7 @@ def test_an_expired_call_is_answered_and_not_run(attacker: Attacker) -> None:
 
 def test_a_call_of_a_session_that_lives_elsewhere_or_is_another_tenants_is_not_run(attacker: Attacker) -> None:
     # What only a worker beside a sandboxd may read, for which this one stands in.
-    attacker.redis.acl_setuser("web", enabled=True, keys=["toolcrew:default:*:session:*:place"])
+    attacker.redis.acl_setuser("web", enabled=True, keys=["toolcrew:default:t:*:session.*:place"])
     place = {"state": "open", "queue": "host.b.1", "fence": "2"}
     attacker.redis.hset(place_key("default", "acme", "s1"), mapping=place)
     for fields in ({"session": "s1", "fence": 1}, {"session": "s1", "fence": 2, "tenant": "rival"}):

@@ -174,7 +174,7 @@ def _nobody_is_refused(house: House) -> Iterator[None]:
 async def running(house: House, call_id: str) -> None:
     """Until a call is."""
     with house.server.client() as admin:
-        key = f"toolcrew:default:default:call:{call_id}"
+        key = f"toolcrew:default:t:default:call.{call_id}"
         await eventually(lambda: admin.hget(key, "state") == b"running", UP_S, lambda: str(admin.hgetall(key)))
 
 
@@ -293,7 +293,7 @@ async def serve(house: House, watch: Callable[[House], Awaitable[None]]) -> None
 def until(batch: str, state: BatchState) -> Callable[[House], Awaitable[None]]:
     async def watch(house: House) -> None:
         with house.server.client() as admin:
-            key = f"toolcrew:default:default:batch:{batch}"
+            key = f"toolcrew:default:t:default:batch.{batch}"
             await eventually(lambda: admin.hget(key, "state") == state.value.encode(), UP_S, house.last_words)
 
     return watch
@@ -302,7 +302,7 @@ def until(batch: str, state: BatchState) -> Callable[[House], Awaitable[None]]:
 def cancel_once_it_is_worked(batch: str) -> Callable[[House], Awaitable[None]]:
     async def watch(house: House) -> None:
         with house.server.client() as admin:
-            await eventually(lambda: admin.scard(f"toolcrew:default:default:batch:{batch}:running"), UP_S, house.last_words)
+            await eventually(lambda: admin.scard(f"toolcrew:default:t:default:batch.{batch}:running"), UP_S, house.last_words)
         async with house.client() as client:
             await client.batch_runs().batches.cancel(batch)
         await until(batch, BatchState.CANCELLED)(house)

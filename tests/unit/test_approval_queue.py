@@ -303,7 +303,7 @@ async def test_an_expired_question_vanishes_from_every_list(desk: Desk) -> None:
     await asyncio.sleep(0.05)
     assert (await queue.pending(ADMIN)).questions == ()
     await queue.ask(build_question(number=2), "x", 60)
-    assert await desk.client.zcard("toolcrew:d:approvals") == await desk.client.zcard("toolcrew:d:acme:approvals") == 1
+    assert await desk.client.zcard("toolcrew:d:approvals") == await desk.client.zcard("toolcrew:d:t:acme:approvals") == 1
 
 
 async def test_the_id_of_a_question_is_known_beforehand_and_another_for_any_other_run() -> None:

@@ -114,10 +114,10 @@ async def test_a_record_that_cannot_be_read_is_left_to_another_release_and_stops
     ground: RunGround, caplog: pytest.LogCaptureFixture
 ) -> None:
     await ground.submit(2)
-    await ground.client.hset("toolcrew:d:acme:run:b-1", "item", '{"of": "tomorrow"}')
+    await ground.client.hset("toolcrew:d:t:acme:run.b-1", "item", '{"of": "tomorrow"}')
     assert [claim.run for claim in await ground.queue.claim(9)] == ["b-2"]
     assert await ground.queue.claim(9) == []
-    assert await ground.client.hget("toolcrew:d:acme:run:b-1", "claim") == b""
+    assert await ground.client.hget("toolcrew:d:t:acme:run.b-1", "claim") == b""
     assert "run_not_readable" in caplog.text
     assert "tomorrow" not in caplog.text
 

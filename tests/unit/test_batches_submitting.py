@@ -82,9 +82,9 @@ async def test_a_submission_that_broke_off_and_is_sent_again_is_completed(ground
 async def forget_item(ground: Ground, custom_id: str) -> None:
     """As if the submission had broken off before that line."""
     run = run_id("acme", "b", custom_id)
-    await ground.client.delete(f"toolcrew:d:acme:run:{run}")
-    await ground.client.zrem("toolcrew:d:acme:batch:b:waiting", run)
-    await ground.client.lrem("toolcrew:d:acme:batch:b:items", 1, run)
+    await ground.client.delete(f"toolcrew:d:t:acme:run.{run}")
+    await ground.client.zrem("toolcrew:d:t:acme:batch.b:waiting", run)
+    await ground.client.lrem("toolcrew:d:t:acme:batch.b:items", 1, run)
 
 
 async def test_lines_that_a_broken_submission_left_out_are_added(ground: Ground) -> None:
@@ -128,7 +128,7 @@ async def test_only_the_asked_kinds_are_retried_and_a_second_time_there_is_nothi
 
 async def test_a_submission_that_broke_off_can_be_cancelled_and_gone_on_with(ground: Ground) -> None:
     await ground.batches.submit(build_file(1), batch="b")
-    await ground.client.hset("toolcrew:d:acme:batch:b", "total", "3")
+    await ground.client.hset("toolcrew:d:t:acme:batch.b", "total", "3")
     assert await ground.end(None) == ["item-1"]
     assert await ground.batches.cancel("b") == 0
     assert (await ground.batches.status("b")).state is BatchState.CANCELLED
@@ -140,7 +140,7 @@ async def test_a_submission_that_broke_off_can_be_cancelled_and_gone_on_with(gro
 
 async def test_items_that_redis_lost_are_worked_when_the_file_is_submitted_again(ground: Ground) -> None:
     await ground.batches.submit(build_file(3), batch="b")
-    await ground.client.delete(*(f"toolcrew:d:acme:run:{run_id('acme', 'b', f'item-{line}')}" for line in (1, 2)))
+    await ground.client.delete(*(f"toolcrew:d:t:acme:run.{run_id('acme', 'b', f'item-{line}')}" for line in (1, 2)))
     assert await ground.end(None, None, None) == ["item-3"]
     record = await ground.batches.status("b")
     assert (record.state, record.failed[FailureKind.INFRASTRUCTURE]) == (BatchState.COMPLETED, 2)
@@ -173,7 +173,7 @@ async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_told_and_ad
 
 async def test_a_cancellation_that_broke_off_before_it_ended_anything_can_be_gone_on_with(ground: Ground) -> None:
     await ground.batches.submit(build_file(2), batch="b")
-    await ground.client.hset("toolcrew:d:acme:batch:b", "state", "cancelling")
+    await ground.client.hset("toolcrew:d:t:acme:batch.b", "state", "cancelling")
     assert await ground.batches.resume("b") == 0
     assert await ground.end(None, None) == ["item-1", "item-2"]
     assert (await ground.batches.status("b")).state is BatchState.COMPLETED

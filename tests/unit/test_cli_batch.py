@@ -144,7 +144,7 @@ def test_a_batch_that_redis_has_forgotten_is_not_listed(toolcrew: Toolcrew, line
     with redis_server.client() as client:
         client.delete(batch_key("default", "default", "old"))
         assert as_json(toolcrew("ls", "--json")) == []
-        assert client.exists("toolcrew:default:default:batch-ids") == 0
+        assert client.exists("toolcrew:default:t:default:batch-ids") == 0
 
 
 def test_a_pool_whose_workers_are_gone_tells_of_its_batches_and_cancels_them(

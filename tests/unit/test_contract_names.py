@@ -1,8 +1,19 @@
 """Names of queues, tasks and keys: no two things under one name."""
 
+import inspect
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from fnmatch import translate
+
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from contract import names
+from orchestrator.redis_users import ROLES
+from orchestrator.runs import keys as run_keys
 
 
 @pytest.mark.parametrize(
@@ -24,7 +35,7 @@ def test_a_blob_is_its_tenants_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["", "toolcrew:prod:acme:call:x:run", "toolcrew:prod:acme:blo", "celery-task-meta-1", "x toolcrew:prod:acme:blob:1"]
+    "key", ["", "toolcrew:prod:t:acme:call.x:run", "toolcrew:prod:t:acme:blo", "celery-task-meta-1", "x toolcrew:prod:t:acme:blob.1"]
 )
 def test_no_other_key_passes_for_a_blob(key: str) -> None:
     assert not names.is_blob_of(key, "prod", "acme")
@@ -45,6 +56,43 @@ def test_a_hub_hears_its_own_results_and_those_of_few_others() -> None:
     assert not names.result_key("bac123-call").startswith(pattern[:-1])
 
 
-def test_a_tenant_cannot_name_the_keys_of_another_by_its_sessions_name() -> None:
-    """Neither names nor ids have a colon."""
-    assert names.place_key("d", "a", "s") not in (names.place_key("d", "a:session", "s"), names.tenant_sessions_key("d", "a"))
+BUILDERS = [
+    one
+    for module in (names, run_keys)
+    for one in vars(module).values()
+    if inspect.isfunction(one)
+    and one.__module__ == module.__name__
+    and next(iter(inspect.signature(one).parameters), "") == "deployment"
+    and one not in (names.deployment_key, names.tenant_key)
+]
+"""Every function that builds a key from the name of the deployment, and other names."""
+
+
+def build_all(build: Callable[..., str], words: Collection[str]) -> Iterator[str]:
+    """The builder's keys for every combination of the words."""
+    others = len(inspect.signature(build).parameters) - 1
+    return (build("d", *chosen) for chosen in itertools.product(words, repeat=others))
+
+
+KINDS = sorted({part for one in BUILDERS for key in build_all(one, "d") for part in re.split(r"[:.]", key) if part})
+"""All words that keys are made of: the most likely names to collide with."""
+SOME_NAMES = st.sets(st.sampled_from(KINDS) | st.from_regex(r"\A[A-Za-z0-9_-]{1,64}\Z"), min_size=1, max_size=5)
+
+
+@settings(deadline=None)
+@given(words=SOME_NAMES)
+@example(words=set(KINDS))
+def test_two_builders_never_build_the_same_key_whatever_tenants_and_sessions_are_called(words: set[str]) -> None:
+    keys = [key for build in BUILDERS for key in build_all(build, words)]
+    assert [key for key, count in Counter(keys).items() if count > 1] == []
+
+
+@settings(deadline=None)
+@given(words=SOME_NAMES)
+@example(words=set(KINDS))
+def test_which_redis_users_reach_a_tenants_key_depends_only_on_its_kind(words: set[str]) -> None:
+    patterns = [re.compile(translate(names.deployment_key("d", own))) for role in ROLES.values() for own in role.own]
+    for build in BUILDERS:
+        if "tenant" in inspect.signature(build).parameters:
+            reached = {tuple(bool(pattern.match(key)) for pattern in patterns) for key in build_all(build, words | {"plain"})}
+            assert len(reached) == 1, build

@@ -274,7 +274,7 @@ async def test_calls_in_the_queue_of_a_host_that_is_gone_are_told(client: Client
 @pytest.mark.parametrize(("slots", "age_s", "is_broken"), [(0, 0, True), (4, 3600, True), (4, 0, False)], ids=["unserved", "old", "fresh"])
 async def test_calls_that_nobody_takes_are_told(client: Client, slots: int, age_s: float, is_broken: bool) -> None:
     await serve(client)
-    call = f"toolcrew:{D}:acme:call:c1"
+    call = f"toolcrew:{D}:t:acme:call.c1"
     await client.hset(call, "queued_at", str(time.time() - age_s))
     await client.lpush("pool.web", json.dumps({"body": "x", "headers": {"call_key": call}}))
     if slots:

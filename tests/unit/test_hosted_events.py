@@ -177,7 +177,7 @@ async def test_a_day_after_its_end_a_run_still_tells_how_it_ended(ground: Hosted
     run = await ground.start()
     async with ground.working():
         events = await ground.events(run)
-    key = f"toolcrew:d:acme:run:{run}:events"
+    key = f"toolcrew:d:t:acme:run.{run}:events"
     assert 0 < await ground.client.ttl(key) <= 86_400
     await ground.client.delete(key)
     again = await ground.events(run)
@@ -189,7 +189,7 @@ async def test_a_day_after_its_end_a_run_still_tells_how_it_ended(ground: Hosted
 
 async def test_a_run_whose_record_redis_has_lost_ends_for_its_followers(ground: HostedGround) -> None:
     run = await ground.start()
-    await ground.client.hdel(f"toolcrew:d:acme:run:{run}", "item")
+    await ground.client.hdel(f"toolcrew:d:t:acme:run.{run}", "item")
     following = asyncio.create_task(ground.events(run))
     while not ground.runs.hub._streams:  # noqa: ASYNC110
         await asyncio.sleep(0.01)

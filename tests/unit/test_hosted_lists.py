@@ -35,11 +35,11 @@ async def test_ten_thousand_runs_are_listed_a_page_at_a_time_and_quickly(ground:
     for _ in range(20):
         await asyncio.gather(*(ground.runs.start("acme", ECHO) for _ in range(10)))
     pipe = ground.client.pipeline(transaction=False)
-    one: Any = await ground.client.hgetall(f"toolcrew:d:acme:run:{(await ground.runs.list('acme', limit=1)).runs[0].id}")
+    one: Any = await ground.client.hgetall(f"toolcrew:d:t:acme:run.{(await ground.runs.list('acme', limit=1)).runs[0].id}")
     for number in range(9800):
-        pipe.hset(f"toolcrew:d:acme:run:old{number}", mapping={**one, b"state": b"ended"})
+        pipe.hset(f"toolcrew:d:t:acme:run.old{number}", mapping={**one, b"state": b"ended"})
         for part in ("index", "succeeded"):
-            pipe.zadd(f"toolcrew:d:acme:batch:@runs:{part}", {f"old{number}": -number})
+            pipe.zadd(f"toolcrew:d:t:acme:batch.@runs:{part}", {f"old{number}": -number})
     await pipe.execute()
     for state in (None, HostedState.QUEUED, HostedState.SUCCEEDED, HostedState.FAILED):
         took = []
@@ -70,7 +70,7 @@ def test_pages_have_each_run_once_while_runs_are_started_and_forgotten(redis_ser
                 for _ in range(data.draw(st.integers(0, 3))):
                     await ground.start()
                 if data.draw(st.booleans()) and known:
-                    await ground.client.delete(f"toolcrew:d:acme:run:{known.pop(0)}")
+                    await ground.client.delete(f"toolcrew:d:t:acme:run.{known.pop(0)}")
             assert len(set(seen)) == len(seen)
             assert [run for run in seen if run in known] == [run for run in reversed(known) if run in seen]
             assert set(known) <= set(seen)
@@ -89,7 +89,7 @@ async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(made:
     started += [await ground.start() for _ in range(3)]
     assert [run.id for run in (await ground.runs.list("acme")).runs] == started[:1:-1]
     assert (await ground.runs.list("acme", cursor=cursor)).runs == ()
-    assert await ground.client.keys(f"toolcrew:d:acme:run:{started[0]}*") == []
+    assert await ground.client.keys(f"toolcrew:d:t:acme:run.{started[0]}*") == []
 
 
 async def test_runs_that_do_not_end_keep_no_others_from_being_forgotten(made: MadeHosted) -> None:
@@ -102,7 +102,7 @@ async def test_runs_that_do_not_end_keep_no_others_from_being_forgotten(made: Ma
         claim = await ground.claimed()
         await ground.queue.finish(claim, build_outcome(claim))
     assert [run.id for run in (await ground.runs.list("acme")).runs] == [*ended[:2:-1], *waiting[::-1]]
-    assert await ground.client.keys(f"toolcrew:d:acme:run:{ended[2]}*") == []
+    assert await ground.client.keys(f"toolcrew:d:t:acme:run.{ended[2]}*") == []
 
 
 @pytest.mark.parametrize("cursor", ["", "x", "-1", "1" * 16, "²"])
@@ -127,7 +127,7 @@ async def test_runs_are_found_by_their_state(made: MadeHosted, state: HostedStat
     asking, running, queued = [await ground.start() for _ in range(3)]
     for _ in range(2):
         await ground.claimed()
-    await ground.client.hset(f"toolcrew:d:acme:run:{asking}", "asking", "1")
+    await ground.client.hset(f"toolcrew:d:t:acme:run.{asking}", "asking", "1")
     await ground.queue.finish(claim, build_outcome(claim, FailureKind.MODEL))
     expected = {
         HostedState.SUCCEEDED: won,

@@ -170,7 +170,7 @@ async def test_no_more_wait_than_a_tenant_may_have(ground: HostedGround) -> None
 async def test_a_run_works_in_an_open_session_by_itself_and_leaves_it_open(ground: HostedGround) -> None:
     session = await Session.open(ground.pool.dispatcher, ground.pool.blobs, tenant="acme", start=Start())
     place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
-    await ground.client.hset(f"toolcrew:d:acme:session:{session.id}:place", mapping=place)
+    await ground.client.hset(f"toolcrew:d:t:acme:session.{session.id}:place", mapping=place)
     run = await ground.start(ground=Ground(session=session.id))
     busy = await refused(ground.start(ground=Ground(session=session.id)))
     assert run in busy.message
@@ -183,7 +183,7 @@ async def test_a_run_works_in_an_open_session_by_itself_and_leaves_it_open(groun
 
 async def test_a_session_of_another_tenant_is_none(ground: HostedGround) -> None:
     place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
-    await ground.client.hset("toolcrew:d:zeta:session:theirs:place", mapping=place)
+    await ground.client.hset("toolcrew:d:t:zeta:session.theirs:place", mapping=place)
     for name in ("theirs", "nobodys", "../zeta", "theirs:place"):
         assert (await refused(ground.start(ground=Ground(session=name)))).code is ErrorCode.SESSION_NOT_FOUND
 
@@ -301,5 +301,5 @@ async def test_runs_and_batches_of_a_tenant_take_turns(ground: HostedGround) -> 
 async def test_an_item_without_a_session_has_the_bytes_of_the_release_before(ground: HostedGround) -> None:
     assert "session" not in BatchItem(custom_id="a", line=1, url="/v1/agent/runs", work=ECHO).model_dump_json()
     run = await ground.start()
-    fields: Any = await ground.client.hgetall(f"toolcrew:d:acme:run:{run}")
+    fields: Any = await ground.client.hgetall(f"toolcrew:d:t:acme:run.{run}")
     assert parse_run(KEY, "acme", run, fields).item.ground == Ground()

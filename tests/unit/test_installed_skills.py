@@ -38,7 +38,7 @@ class Ground:
         return SkillDesk(self.skills.acting_as(BY), tenant)
 
     async def bundles(self) -> int:
-        return len([key async for key in self.client.scan_iter("toolcrew:d:skill-bundle:*")])
+        return len([key async for key in self.client.scan_iter("toolcrew:d:t:*:skill-bundle.*")])
 
 
 @pytest.fixture

@@ -163,11 +163,11 @@ async def test_the_queue_of_a_host_that_does_not_report_is_told_as_dead(page: Me
     [
         b"",
         b"\xff\xfe" * 3000,
-        b'{"call_key": "toolcrew:other:x:call:y"}',
+        b'{"call_key": "toolcrew:other:t:x:call.y"}',
         b'{"call_key": "toolcrew:d:tenants"',
         b'{"call_key": ["a"]}',
         b'"call_key": "' + b"x" * 9000,
-        b'{"call_key": "toolcrew:d:acme:call:text"}',
+        b'{"call_key": "toolcrew:d:t:acme:call.text"}',
     ],
 )
 async def test_a_strangers_message_breaks_nothing_and_is_counted(page: MetricsPage, client: "redis.Redis", message: bytes) -> None:

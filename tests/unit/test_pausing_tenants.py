@@ -118,9 +118,9 @@ async def test_very_many_paused_batches_do_not_keep_the_others_waiting(ground: R
     async with ground.client.pipeline(transaction=False) as pipe:
         for number in range(700):
             pipe.hset(
-                f"toolcrew:d:acme:batch:a{number}", mapping={"state": "in_progress", "concurrency": "9", "is_detached": "1", "total": "1"}
+                f"toolcrew:d:t:acme:batch.a{number}", mapping={"state": "in_progress", "concurrency": "9", "is_detached": "1", "total": "1"}
             )
-            pipe.zadd(f"toolcrew:d:acme:batch:a{number}:waiting", {"r": 1.0})
+            pipe.zadd(f"toolcrew:d:t:acme:batch.a{number}:waiting", {"r": 1.0})
             pipe.zadd("toolcrew:d:runs:batches", {f"acme|a{number}": 1.0})
         await pipe.execute()
     await ground.submit(1, tenant="bolt")

@@ -46,7 +46,7 @@ KEYS = {
     "place": names.place_key(DEP, "acme", "s1"),
     "open sessions": names.tenant_sessions_key(DEP, "acme"),
     "session's state": names.session_state_key(DEP, "acme", "s1"),
-    "web cache": f"toolcrew:{DEP}:acme:web:index",
+    "web cache": f"toolcrew:{DEP}:t:acme:web.index",
     "tools of sandboxes": names.catalog_key(DEP, "sandbox"),
     "tools of the web": names.catalog_names_key(DEP, "web"),
     "operators' tools": names.catalog_key(DEP, "tools"),

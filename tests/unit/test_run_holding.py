@@ -80,7 +80,7 @@ async def work(ground: RunGround, troubled: Troubled, *, only: tuple[str, str] |
 
 
 async def told(ground: RunGround) -> list[Happening]:
-    entries: Any = await ground.client.xrange("toolcrew:d:acme:batch:b:events")
+    entries: Any = await ground.client.xrange("toolcrew:d:t:acme:batch.b:events")
     return [parse_happening(fields[b"h"]) for _, fields in entries]
 
 

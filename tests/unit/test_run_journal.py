@@ -158,11 +158,11 @@ async def test_whose_run_was_taken_stops_and_never_comes_to_an_outcome(ground: R
     claim = await claimed(ground)
     tasks: list[asyncio.Task[str]] = []
     journal = await journal_of(ground, claim, lambda: tasks[0].cancel())
-    await ground.client.hset("toolcrew:d:acme:run:b-1", "claim", "another")
+    await ground.client.hset("toolcrew:d:t:acme:run.b-1", "claim", "another")
     tasks.append(asyncio.create_task(read(LoggedModel(ScriptedModel(["one"]), journal, {}))))
     await asyncio.wait(tasks, timeout=SOON_S)
     assert tasks[0].cancelled()
-    assert await ground.client.llen("toolcrew:d:acme:run:b-1:log") == 0
+    assert await ground.client.llen("toolcrew:d:t:acme:run.b-1:log") == 0
 
 
 async def test_the_time_a_run_has_worked_outlives_the_process_and_setting_up_does_not_count(ground: RunGround) -> None:

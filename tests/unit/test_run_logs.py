@@ -19,7 +19,7 @@ from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround
 
-LOG = "toolcrew:d:acme:run:b-1:log"
+LOG = "toolcrew:d:t:acme:run.b-1:log"
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ async def test_what_was_appended_is_there_for_whoever_comes_next(ground: RunGrou
     entries = [opening(1), Replied(at=2.0, wall_s=1.5, chunks=({"choices": []},)), result("done")]
     for entry in entries:
         await log.append(entry)
-    (word,) = await ground.client.hmget("toolcrew:d:acme:run:b-1", "claim")
+    (word,) = await ground.client.hmget("toolcrew:d:t:acme:run.b-1", "claim")
     assert (await load(ground, word.decode())).entries == entries
 
 
@@ -66,7 +66,7 @@ async def test_a_large_entry_lies_beside_the_log(ground: RunGround) -> None:
 
 async def test_whoever_lost_the_run_appends_nothing(ground: RunGround) -> None:
     log = await claimed(ground)
-    await ground.client.hset("toolcrew:d:acme:run:b-1", "claim", "another")
+    await ground.client.hset("toolcrew:d:t:acme:run.b-1", "claim", "another")
     with pytest.raises(RunTaken):
         await log.append(opening(1))
     assert await ground.client.llen(LOG) == 0

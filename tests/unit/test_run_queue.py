@@ -133,8 +133,8 @@ async def test_only_what_failed_in_the_asked_way_is_queued_again(ground: RunGrou
 async def test_what_is_given_back_is_resumed_at_once_or_begun_anew_later(ground: RunGround) -> None:
     await ground.submit(2)
     (one, two) = await ground.queue.claim(2)
-    await ground.client.rpush("toolcrew:d:acme:run:b-1:log", "{}")
-    await ground.client.rpush("toolcrew:d:acme:run:b-2:log", "{}")
+    await ground.client.rpush("toolcrew:d:t:acme:run.b-1:log", "{}")
+    await ground.client.rpush("toolcrew:d:t:acme:run.b-2:log", "{}")
     assert await ground.queue.give_back(one)
     assert await ground.queue.give_back(two, after_s=0.3, anew=True)
     (resumed,) = await ground.other.claim(9)

@@ -31,7 +31,7 @@ async def ground(redis_server: RedisProcess) -> AsyncIterator[RunGround]:
 
 async def lose(ground: RunGround, *runs: str) -> None:
     """Their records are gone."""
-    await ground.client.delete(*(f"toolcrew:d:acme:run:{run}" for run in runs))
+    await ground.client.delete(*(f"toolcrew:d:t:acme:run.{run}" for run in runs))
 
 
 async def test_a_run_whose_record_is_gone_holds_up_no_cancellation(ground: RunGround) -> None:
@@ -51,7 +51,7 @@ async def test_a_run_whose_record_went_while_it_ran_ends_when_its_batch_is_cance
     await ground.die(claim)
     assert await ground.queue.cancel("acme", "b") == 0
     assert (await ground.queue.batch("acme", "b")).state is BatchState.CANCELLED
-    assert await ground.client.exists("toolcrew:d:acme:run:b-1") == 0
+    assert await ground.client.exists("toolcrew:d:t:acme:run.b-1") == 0
 
 
 async def test_a_run_whose_record_is_gone_is_given_to_nobody_and_its_batch_ends_without_it(ground: RunGround) -> None:
@@ -62,7 +62,7 @@ async def test_a_run_whose_record_is_gone_is_given_to_nobody_and_its_batch_ends_
     await ground.queue.finish(claim, build_outcome(claim))
     record = await ground.queue.batch("acme", "b")
     assert (record.state, record.succeeded, record.failed[FailureKind.INFRASTRUCTURE]) == (BatchState.COMPLETED, 1, 1)
-    assert await ground.client.exists("toolcrew:d:acme:run:b-1") == 0
+    assert await ground.client.exists("toolcrew:d:t:acme:run.b-1") == 0
 
 
 async def test_who_watches_a_batch_is_told_once_of_items_that_can_have_no_row(ground: RunGround, tmp_path: Path) -> None:
@@ -82,14 +82,14 @@ async def test_who_watches_a_batch_is_told_once_of_items_that_can_have_no_row(gr
 
 async def test_a_batch_that_is_cancelled_before_any_line_was_queued_is_cancelled(ground: RunGround) -> None:
     await ground.submit(0)
-    await ground.client.hset("toolcrew:d:acme:batch:b", "total", "5")
+    await ground.client.hset("toolcrew:d:t:acme:batch.b", "total", "5")
     assert await ground.queue.cancel("acme", "b") == 0
     assert (await ground.queue.batch("acme", "b")).state is BatchState.CANCELLED
 
 
 async def test_nothing_is_added_to_a_batch_that_is_cancelled_until_it_is_gone_on_with(ground: RunGround) -> None:
     await ground.submit(1)
-    await ground.client.hset("toolcrew:d:acme:batch:b", "total", "2")
+    await ground.client.hset("toolcrew:d:t:acme:batch.b", "total", "2")
     await ground.queue.cancel("acme", "b")
     more = [("b-2", build_item(2))]
     with pytest.raises(BatchCancelled):
@@ -133,7 +133,7 @@ async def test_what_waits_to_be_tried_again_is_counted_and_cancelled_like_the_re
 
 async def test_a_record_of_another_release_is_said_to_be_one_when_its_batch_is_cancelled(ground: RunGround) -> None:
     await ground.submit(1)
-    await ground.client.hset("toolcrew:d:acme:run:b-1", "colour", "red")
+    await ground.client.hset("toolcrew:d:t:acme:run.b-1", "colour", "red")
     with pytest.raises(ConfigError, match="the record of run b-1 of tenant acme cannot be read"):
         await ground.queue.cancel("acme", "b")
 
@@ -150,7 +150,7 @@ async def test_very_many_batches_that_have_nothing_to_give_hide_none_that_has(gr
     async with ground.client.pipeline() as pipe:
         for number in range(2500):
             pipe.zadd("toolcrew:d:runs:batches", {f"idle|{number}": 1.0})
-            pipe.zadd(f"toolcrew:d:idle:batch:{number}:waiting", {"run": 1.0})
+            pipe.zadd(f"toolcrew:d:t:idle:batch.{number}:waiting", {"run": 1.0})
         await pipe.execute()
     found = [len(await ground.queue.claim(1)) for _ in range(6)]
     assert sum(found) == 1
@@ -161,22 +161,22 @@ async def test_every_key_of_a_batch_is_forgotten_some_day(ground: RunGround) -> 
     ended, delayed, _ = await ground.queue.claim(3)
     await ground.queue.finish(ended, build_outcome(ended))
     await ground.queue.give_back(delayed, after_s=60.0)
-    keys = [key async for key in ground.client.scan_iter("toolcrew:d:acme:*")]
-    assert len([key for key in keys if key.startswith(b"toolcrew:d:acme:batch:b")]) == 6
+    keys = [key async for key in ground.client.scan_iter("toolcrew:d:t:acme:*")]
+    assert len([key for key in keys if key.startswith(b"toolcrew:d:t:acme:batch.b")]) == 6
     assert {key: await ground.client.ttl(key) > RUN_TTL_S - 60 for key in keys} == dict.fromkeys(keys, True)
 
 
 async def test_batches_are_listed_in_pages_that_stay_good_while_batches_come_and_go(ground: RunGround) -> None:
     for number in range(7):
         await ground.submit(1, batch=f"b{number}")
-        await ground.client.zadd("toolcrew:d:acme:batch-ids", {f"b{number}": 1000 + number // 2})  # some in the same instant
+        await ground.client.zadd("toolcrew:d:t:acme:batch-ids", {f"b{number}": 1000 + number // 2})  # some in the same instant
     first = await ground.queue.known("acme", most=3)
     assert (list(first.batches), first.older) == (["b6", "b5", "b4"], 4)
     await ground.submit(1, batch="newer")
-    await ground.client.zadd("toolcrew:d:acme:batch-ids", {"newer": 2000})
+    await ground.client.zadd("toolcrew:d:t:acme:batch-ids", {"newer": 2000})
     second = await ground.queue.known("acme", str(first.place), most=2)
     assert (list(second.batches), second.older) == (["b3", "b2"], 2)
-    await ground.client.delete("toolcrew:d:acme:batch:b1")
+    await ground.client.delete("toolcrew:d:t:acme:batch.b1")
     third = await ground.queue.known("acme", str(second.place), most=1)
     assert (list(third.batches), third.older) == ([], 1), "it is forgotten, and what follows is not lost"
     last = await ground.queue.known("acme", str(third.place), most=5)
@@ -193,14 +193,14 @@ class Forgetful(redis.asyncio.Redis):
         told = await super().execute_command(*arguments, **options)
         if self.forgets:
             name, *self.forgets = self.forgets  # type: ignore[assignment]
-            await super().execute_command("ZREM", "toolcrew:d:acme:batch-ids", name)
+            await super().execute_command("ZREM", "toolcrew:d:t:acme:batch-ids", name)
         return told
 
 
 async def test_a_batch_that_is_forgotten_while_a_page_is_read_hides_no_other_one(ground: RunGround, redis_server: RedisProcess) -> None:
     for number in range(5):
         await ground.submit(1, batch=f"b{number}")
-        await ground.client.zadd("toolcrew:d:acme:batch-ids", {f"b{number}": 1000 + number})
+        await ground.client.zadd("toolcrew:d:t:acme:batch-ids", {f"b{number}": 1000 + number})
     first = await ground.queue.known("acme", most=2)
     assert list(first.batches) == ["b4", "b3"]
     async with Forgetful.from_url(redis_server.url, socket_timeout=5) as client:

@@ -138,9 +138,9 @@ async def test_a_run_that_another_process_has_is_let_go_and_its_end_is_not_told(
     async with house.working(house.runner(worker, concurrency=1)):
         await worker.has_begun.wait()
         # As Redis gives it to another one when the lease has run out.
-        await house.client.hset("toolcrew:d:acme:run:b-1", "claim", "another")
+        await house.client.hset("toolcrew:d:t:acme:run.b-1", "claim", "another")
         await cancelled.wait()
-        await house.client.hset("toolcrew:d:acme:run:b-1", "state", "running")
+        await house.client.hset("toolcrew:d:t:acme:run.b-1", "state", "running")
     (record,) = await house.queue.runs([("acme", "b-1")])
     assert record is not None
     assert (record.claim, record.state) == ("another", RunState.RUNNING)
@@ -201,7 +201,7 @@ async def test_a_run_whose_log_cannot_be_read_now_waits_and_is_not_begun_anew(ho
 
 async def test_a_log_of_another_release_fails_its_item_and_is_not_thrown_away_by_itself(house: House) -> None:
     await house.submit(1)
-    await house.client.rpush("toolcrew:d:acme:run:b-1:log", '{"type": "from the future"}')
+    await house.client.rpush("toolcrew:d:t:acme:run.b-1:log", '{"type": "from the future"}')
     worker = Worker()
     async with house.working(house.runner(worker)):
         await house.until(BatchState.COMPLETED)
@@ -209,7 +209,7 @@ async def test_a_log_of_another_release_fails_its_item_and_is_not_thrown_away_by
     assert (worker.begun, end.failure, end.attempt) == ([], FailureKind.INFRASTRUCTURE, 1)
     assert "retry the item" in end.message
     assert await house.queue.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1
-    assert not await house.client.exists("toolcrew:d:acme:run:b-1:log")
+    assert not await house.client.exists("toolcrew:d:t:acme:run.b-1:log")
 
 
 async def test_an_end_tells_what_the_item_took(house: House) -> None:

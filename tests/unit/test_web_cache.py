@@ -167,7 +167,7 @@ def test_kept_pages_expire_by_themselves(redis_server: RedisProcess) -> None:
         cache.keep("acme", build_page("http://b.example/", etag="x"))
         ages = sorted(client.ttl(key) for key in client.keys("*"))
         assert ages[0] <= FRESH_S < ages[1] <= 3600
-        assert all(key.startswith(b"toolcrew:test:acme:web:") for key in client.keys("*"))
+        assert all(key.startswith(b"toolcrew:test:t:acme:web.") for key in client.keys("*"))
 
 
 def test_what_a_tenant_keeps_is_bounded(redis_server: RedisProcess) -> None:

@@ -286,7 +286,7 @@ def test_a_redis_that_is_gone_is_the_operators(where: str, code: ErrorCode) -> N
     ledger: Any = Ledger(dead, "d", SharedClock()) if where == "claim" else house.ledger
     blobs: Any = house.blobs if where == "claim" else Blobs(dead, "d")
     executor = Executor(house.executor._registry, house.client, ledger, blobs, FACTS)
-    blob = "toolcrew:d:acme:blob:x" if where == "take" else None
+    blob = "toolcrew:d:t:acme:blob.x" if where == "take" else None
     assert executor.execute(build_call(), build_context(blob=blob)).error_code is code
 
 

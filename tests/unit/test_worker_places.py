@@ -72,7 +72,7 @@ def test_a_session_of_an_incarnation_that_may_live_is_neither_taken_nor_closed(g
 
 
 def test_a_session_that_was_closed_while_its_worker_was_gone_is_closed_here(ground: HostGround) -> None:
-    ground.redis.hset("toolcrew:d:acme:session:s1:place", mapping={"state": "closed", "ttl_s": "60"})
+    ground.redis.hset("toolcrew:d:t:acme:session.s1:place", mapping={"state": "closed", "ttl_s": "60"})
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     starting = adopter(ground, sandboxd)
@@ -221,7 +221,7 @@ def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(ground: 
     assert places.note_automatic("acme:s1", 3, "c2", 11.0) is None
     assert not places.note_explicit("acme:s1", "c2", 11.0)
     assert places.note_automatic("acme:gone", 1, "c2", 11.0) is None
-    assert not ground.redis.exists("toolcrew:d:acme:session:gone:place")
+    assert not ground.redis.exists("toolcrew:d:t:acme:session.gone:place")
 
 
 def test_an_automatic_checkpoint_names_the_automatic_one_before_it_and_never_one_that_was_asked_for(ground: HostGround) -> None:

@@ -12,6 +12,7 @@ import redis
 import structlog
 
 from contract.calls import Record
+from contract.names import tenant_key
 
 log = structlog.get_logger(__name__)
 
@@ -93,7 +94,7 @@ class PageCache:
         data = _pack(page)
         if len(data) > MAX_ENTRY_BYTES:
             return False
-        key, index = self._key(tenant, page.url), f"{self._prefix(tenant)}:index"
+        key, index = self._key(tenant, page.url), self._key(tenant, "index")
         seconds = KEPT_S if page.can_be_asked_after else int(FRESH_S)
         try:
             if not self._has_room():
@@ -113,7 +114,7 @@ class PageCache:
         return True
 
     def count(self, tenant: str) -> int:
-        key = f"{self._prefix(tenant)}:minute:{int(self._clock() // 60)}"
+        key = self._key(tenant, f"minute-{int(self._clock() // 60)}")
         try:
             with self._client.pipeline() as pipe:
                 pipe.incr(key)
@@ -129,10 +130,10 @@ class PageCache:
         return not most or memory.get("used_memory", 0) < MAX_SHARE * most
 
     def _prefix(self, tenant: str) -> str:
-        return f"toolcrew:{self._deployment}:{tenant}:web"
+        return tenant_key(self._deployment, tenant, "web")
 
     def _key(self, tenant: str, url: str) -> str:
-        return f"{self._prefix(tenant)}:{hashlib.sha256(url.encode()).hexdigest()}"
+        return f"{self._prefix(tenant)}.{hashlib.sha256(url.encode()).hexdigest()}"
 
 
 def may_be_kept(headers: Mapping[str, str]) -> bool:

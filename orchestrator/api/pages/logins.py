@@ -12,6 +12,7 @@ from fastapi import Request
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.names import deployment_key
 from orchestrator.api.house import House
 from orchestrator.api_keys import ApiKeys, Credential, Identity, ShownCredential
 from orchestrator.settings import OrchestratorSettings
@@ -83,10 +84,10 @@ class Logins:
             raise _unavailable(error) from error
 
     def _slot(self, word: str) -> str:
-        return f"toolcrew:{self._deployment}:page:login:{_digest('login', word)}"
+        return deployment_key(self._deployment, f"page:login:{_digest('login', word)}")
 
     def _list(self, key_id: str) -> str:
-        return f"toolcrew:{self._deployment}:page:logins:{key_id}"
+        return deployment_key(self._deployment, f"page:logins:{key_id}")
 
 
 class NotLoggedIn(Exception):

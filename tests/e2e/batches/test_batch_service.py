@@ -112,7 +112,7 @@ class Place:
 
     def has_ended(self, tenant: str, batch: str) -> bool:
         with self.stack.open_redis() as client:
-            return client.hget(f"toolcrew:default:{tenant}:batch:{batch}", "state") in (b"completed", b"cancelled")
+            return client.hget(f"toolcrew:default:t:{tenant}:batch.{batch}", "state") in (b"completed", b"cancelled")
 
 
 @pytest.fixture(scope="module")
