@@ -10,6 +10,7 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import (
+    deployment_key,
     host_key,
     hosts_key,
     open_sessions_key,
@@ -32,15 +33,15 @@ FACTS_MARGIN_S = 24 * 3600
 """How long what a session's host told outlives its place, which every call keeps for longer."""
 
 # KEYS: place, the tenant's sessions, all open sessions, the tenant's, tenants seen. ARGV: session, queue, start, ttl_s, margin_s, how many sessions the
-# tenant may have, tenant, how many tenants are remembered.
+# tenant may have, tenant, how many tenants are remembered, prefix of the deployment's keys.
 _OPEN = """
 local known = redis.call('HGET', KEYS[1], 'state')
 if known then return known == 'closed' and 'closed' or 'exists' end
 local limit = tonumber(ARGV[6])
+local function session_key(tenant, session) return ARGV[9] .. 't:' .. tenant .. ':session.' .. session end
 if redis.call('SCARD', KEYS[2]) >= limit then
   for _, name in ipairs(redis.call('SMEMBERS', KEYS[2])) do
-    local place = string.sub(KEYS[2], 1, -10) .. ':session:' .. name .. ':place'
-    if redis.call('EXISTS', place) == 0 then redis.call('SREM', KEYS[2], name) end
+    if redis.call('EXISTS', session_key(ARGV[7], name) .. ':place') == 0 then redis.call('SREM', KEYS[2], name) end
   end
   if redis.call('SCARD', KEYS[2]) >= limit then return 'full' end
 end
@@ -51,14 +52,13 @@ redis.call('EXPIRE', KEYS[1], life)
 redis.call('SADD', KEYS[2], ARGV[1])
 if redis.call('TTL', KEYS[2]) < life then redis.call('EXPIRE', KEYS[2], life) end
 -- Sessions that expired are nobody's to take out of the lists: each one that is opened looks at three of them, so that those never become many.
-local prefix = string.sub(KEYS[3], 1, -14)
 for _, member in ipairs(redis.call('ZRANDMEMBER', KEYS[3], 3)) do
   local tenant, session = string.match(member, '^(.-)|(.*)$')
-  local head = prefix .. tenant .. ':session:' .. session
-  if redis.call('EXISTS', head .. ':place') == 0 then
+  local key = session_key(tenant, session)
+  if redis.call('EXISTS', key .. ':place') == 0 then
     redis.call('ZREM', KEYS[3], member)
-    redis.call('ZREM', prefix .. tenant .. ':open-sessions', session)
-    redis.call('DEL', head .. ':facts')
+    redis.call('ZREM', ARGV[9] .. 't:' .. tenant .. ':open-sessions', session)
+    redis.call('DEL', key .. ':facts')
   end
 end
 local at = time[1] .. string.format('%06d', time[2])
@@ -158,6 +158,7 @@ class Places:
     async def open(self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int) -> Home:
         keys = [*self._listed_keys(tenant, session), seen_tenants_key(self._deployment)]
         arguments: list[str | float] = [session, queue, start, ttl_s, PLACE_MARGIN_S, limit, tenant, MAX_SEEN_TENANTS]
+        arguments.append(deployment_key(self._deployment, ""))
         told = _text(await _asked(self._open(keys=keys, args=arguments)))
         if told == "full":
             raise ToolFailure(

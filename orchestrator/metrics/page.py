@@ -18,9 +18,9 @@ from contract.errors import BrokerUnavailable
 from contract.hosts import RELEASE, HostReport
 from contract.metric_counts import is_mark
 from contract.names import (
-    deployment_key,
     POOL_QUEUES,
     admission_prefix,
+    deployment_key,
     host_gauges_key,
     hosts_key,
     metrics_key,
