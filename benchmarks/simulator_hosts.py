@@ -214,7 +214,7 @@ class World:
         data: dict[str, Any] = {
             "status": "SUCCESS",
             "task_id": task_id,
-            "result": encode_result(result, seal=ResultSeal(KEYS, context.tenant)),
+            "result": encode_result(result, seal=ResultSeal(KEYS, context.tenant, context.attempt)),
         }
         keys = [result_key(task_id), call_key(DEPLOYMENT, context.tenant, call.id)]
         if not self._store(keys=keys, args=[json.dumps(data), context.attempt]):

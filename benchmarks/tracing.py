@@ -47,7 +47,7 @@ class _Worker:
 
     async def deliver(self, delivery: Delivery) -> Any:
         call, context = decode_call(delivery.envelope, KEYS)
-        return encode_result(_answer(call, context), seal=ResultSeal(KEYS, context.tenant))
+        return encode_result(_answer(call, context), seal=ResultSeal(KEYS, context.tenant, context.attempt))
 
     def settle(self, tenant: str, call_id: str) -> None:
         """Nothing is kept."""

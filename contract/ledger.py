@@ -14,6 +14,8 @@ from enum import StrEnum
 from pydantic import Field
 
 from contract.calls import Record
+from contract.errors import EnvelopeRefused
+from contract.signing import SigningKeys
 
 CALL_TTL_S = 24 * 3600
 """How long a call id is remembered, and so cannot be used again."""
@@ -53,6 +55,7 @@ class CallRecord(Record):
 
     `holder`: who runs it (contract/hosts.py: holder_name); `claim`: a word of the claim that started it, by which one that is sent again knows itself;
     `code`: the result's error code, "" when it succeeded; `nonce`: the attempt that was published last, and a random word; `task`: under which task id.
+    `ticket`: signed by the sender, and removed by the worker that decides about the call: without it the call may have begun, whatever `state` says.
     `killed`: who ended it from outside and why, as a sentence; a call that has it is not sent again.
     """
 
@@ -71,6 +74,25 @@ class CallRecord(Record):
     nonce: str = ""
     task: str = ""
     killed: str = ""
+    ticket: str = ""
+
+
+def seal_ticket(keys: SigningKeys, tenant: str, call_id: str, attempt: int) -> str:
+    """Return the ticket of an attempt that is about to be published.
+
+    All other fields are written by scripts without a signature. A process without the secret that claims that a call's host was lost cannot make a
+    ticket, so a call that runs is not sent again for such a claim.
+    """
+    return keys.seal(f"ticket {tenant} {call_id} {attempt}", "")
+
+
+def has_ticket(keys: SigningKeys, tenant: str, call_id: str, record: CallRecord) -> bool:
+    """Whether the record proves that no worker has begun this attempt of the call."""
+    try:
+        keys.unseal(f"ticket {tenant} {call_id} {record.attempt}", record.ticket)
+    except EnvelopeRefused:
+        return False
+    return True
 
 
 def parse_record(fields: Mapping[bytes, bytes]) -> CallRecord | None:

@@ -79,15 +79,22 @@ class SigningKeys:
 
 @dataclass(frozen=True)
 class ResultSeal:
-    """Signs and checks the results of one tenant, so that a process that can write to Redis cannot forge one."""
+    """Signs and checks the results of one tenant's calls, so that a process that can write to Redis cannot forge one.
+
+    A result is valid for one attempt: the answer "not run" of an earlier attempt must not cause that a later one, which runs, is sent again.
+    """
 
     keys: SigningKeys
     tenant: str
+    attempt: int = 1
 
     def close(self, text: str) -> str:
         """Return the signed result."""
-        return self.keys.seal(f"result {self.tenant}", text)
+        return self.keys.seal(self._purpose(), text)
 
     def open(self, sealed: str) -> str:
-        """Return the text of a signed result. Raises EnvelopeRefused unless an accepted key signed it for this tenant."""
-        return self.keys.unseal(f"result {self.tenant}", sealed)
+        """Return the text of a signed result. Raises EnvelopeRefused unless an accepted key signed it for this tenant and attempt."""
+        return self.keys.unseal(self._purpose(), sealed)
+
+    def _purpose(self) -> str:
+        return f"result {self.tenant} {self.attempt}"

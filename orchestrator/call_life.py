@@ -248,7 +248,7 @@ class CallLives:
             key = kept_result_key(encoded)
             if key is not None and is_blob_of(key, self._deployment, tenant):
                 encoded = join_result(encoded, await _told(self._client.get(key)) or b"")
-            result = decode_result(encoded, ResultSeal(self._keys, tenant)) if encoded else None
+            result = decode_result(encoded, ResultSeal(self._keys, tenant, record.attempt)) if encoded else None
         except (ValueError, KeyError, EnvelopeRefused):
             return None
         return result if result is not None and result.call_id == call_id else None

@@ -7,6 +7,7 @@ from contract.calls import GRACE_S, ToolCall, ToolContext, ToolResult
 from contract.clock import SharedClock
 from contract.envelope import decode_result, encode_call
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
+from contract.ledger import CallRecord, has_ticket, seal_ticket
 from contract.names import POOL_QUEUES, task_name
 from contract.signing import ResultSeal, SigningKeys
 from contract.specs import ToolSpec
@@ -107,6 +108,10 @@ class Carrier:
             is_urgent=errand.call.name in URGENT,
         )
 
+    def has_ticket(self, tenant: str, call_id: str, record: CallRecord) -> bool:
+        """Whether the record proves that no worker has begun this attempt."""
+        return has_ticket(self._keys, tenant, call_id, record)
+
     def settle(self, tenant: str, call_id: str) -> None:
         """The result of an errand that keeps it is safe elsewhere."""
         self._transport.settle(tenant, call_id)
@@ -134,6 +139,7 @@ class Carrier:
             limit_s=None if errand.is_sticky else context.timeout_s,
             keeps_result=errand.keeps_result,
             published_as=published_as,
+            ticket=seal_ticket(self._keys, context.tenant, call.id, attempt),
         )
         result = await self._heard(delivery, errand)
         if sending is not None:
@@ -150,7 +156,7 @@ class Carrier:
 
     async def _delivered(self, delivery: Delivery) -> ToolResult:
         try:
-            result = decode_result(await self._transport.deliver(delivery), ResultSeal(self._keys, delivery.tenant))
+            result = decode_result(await self._transport.deliver(delivery), ResultSeal(self._keys, delivery.tenant, delivery.attempt))
         except TimeoutError:
             raise DeliveryFailed(
                 ErrorCode.OUTCOME_UNKNOWN,

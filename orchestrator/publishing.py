@@ -31,8 +31,8 @@ RETRY_S = (0.05, 0.1, 0.2, 0.5)
 CLOCK_ROUND_TRIP_S = 0.5
 """What Redis says of the time is old after a longer way."""
 
-# KEYS: call, queue; for a session's call its place, the queue's host, and the tenant's sessions. ARGV: attempt, nonce, tool, message, task; for a session's
-# call session, fence.
+# KEYS: call, queue; for a session's call its place, the queue's host, and the tenant's sessions. ARGV: attempt, nonce, tool, message, task, ticket; for a
+# session's call session, fence.
 # Gives what became of it, and Redis's time, in one line.
 _PUBLISH = """
 local time = redis.call('TIME')
@@ -43,7 +43,7 @@ local place
 if KEYS[3] then
   place = redis.call('HMGET', KEYS[3], 'state', 'queue', 'fence', 'ttl_s')
   local is_there = place[1] == 'open' or place[1] == 'moving'
-  if not is_there or place[2] ~= KEYS[2] or place[3] ~= ARGV[7] then return answer('moved') end
+  if not is_there or place[2] ~= KEYS[2] or place[3] ~= ARGV[8] then return answer('moved') end
   if redis.call('EXISTS', KEYS[4]) == 0 then return answer('host_lost') end
 end
 local first = ARGV[1] == '1'
@@ -54,8 +54,8 @@ if not first then
 end
 redis.call('LPUSH', KEYS[2], ARGV[4])
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[3], 'session', ARGV[6] or '', 'queue', KEYS[2],
-  'queued_at', time[1] .. '.' .. string.format('%06d', time[2]), 'nonce', ARGV[2], 'task', ARGV[5])
+redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[3], 'session', ARGV[7] or '', 'queue', KEYS[2],
+  'queued_at', time[1] .. '.' .. string.format('%06d', time[2]), 'nonce', ARGV[2], 'task', ARGV[5], 'ticket', ARGV[6])
 redis.call('EXPIRE', KEYS[1], CALL_TTL_S)
 if place then
   local life = math.ceil(tonumber(place[4]) or 0) + PLACE_MARGIN_S
@@ -174,7 +174,7 @@ class Publisher:
         message, keys = build_message(delivery, task_id, call), [call, delivery.queue]
         # A random word is wanted that is another each time, not one that nobody can guess.
         nonce = f"{delivery.attempt}:{random.getrandbits(64):x}"
-        arguments: list[Any] = [delivery.attempt, nonce, delivery.task.removeprefix("tool."), message, task_id]
+        arguments: list[Any] = [delivery.attempt, nonce, delivery.task.removeprefix("tool."), message, task_id, delivery.ticket]
         if delivery.sticky is not None:
             session = delivery.sticky.session
             keys += [place_key(self._deployment, delivery.tenant, session), host_key(self._deployment, delivery.queue)]

@@ -79,7 +79,7 @@ class Recovery:
                 home = await self._refresh(errand, home, is_lost=refused.reason == "host_lost")
                 continue
             except CallLost as lost:
-                losses.note(lost.has_started)
+                losses.note(lost.has_started or not await self._is_unstarted(errand, losses.attempt))
                 home = await self._after_loss(errand, home, losses, lost)
                 continue
             except CallIdInUse:
@@ -119,13 +119,21 @@ class Recovery:
             return record if is_published else None
         if record.state is CallState.FORBIDDEN:
             raise DeliveryFailed(ErrorCode.CANCELLED, "the call was cancelled, or too late, before a worker took it, and was not run")
-        losses.note(record.state is CallState.UNKNOWN or bool(record.holder))
+        losses.note(record.state is CallState.UNKNOWN or not self._carrier.has_ticket(errand.context.tenant, errand.call.id, record))
         told = f"whoever ran the call is gone ({record.holder})" if record.holder else "the call's host is gone, and had not begun with it"
         if record.state is CallState.UNKNOWN or (losses.may_have_acted and not errand.spec.idempotent):
             await self._give_up(errand, losses, told)
         if not await self._renewed(errand, losses):
             raise repeated(losses.attempt + 1)
         return None
+
+    async def _is_unstarted(self, errand: Errand, attempt: int) -> bool:
+        """Whether it is proved that no worker has begun this attempt. Anyone who can write to Redis can claim it; only the signed ticket proves it."""
+        try:
+            record = await self._ledger.find(errand.context.tenant, errand.call.id)
+        except BrokerUnavailable:
+            return False
+        return record is not None and record.attempt == attempt and self._carrier.has_ticket(errand.context.tenant, errand.call.id, record)
 
     async def _find(self, errand: Errand) -> Home | None:
         if not errand.is_sticky:

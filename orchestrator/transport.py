@@ -39,7 +39,8 @@ class Delivery:
 
     `attempt`: 1, and more when a lost call is sent again. `sticky` None: any worker of the queue may run it. `limit_s`: the call's limit where the queue's
     workers enforce it themselves; None: where a sandbox does. `keeps_result`: what Redis has of the result stays there until `settle`. `published_as`: the
-    task id under which this attempt was published by a process that is gone; it is only awaited.
+    task id under which this attempt was published by a process that is gone; it is only awaited. `ticket`: a signed text that the call's record has until a
+    worker begins the call (contract/ledger.py).
     """
 
     task: str
@@ -54,6 +55,7 @@ class Delivery:
     limit_s: float | None = None
     keeps_result: bool = False
     published_as: str | None = None
+    ticket: str = ""
 
 
 class NotSent(Exception):
@@ -140,7 +142,9 @@ class InProcessTransport:
         call, context = decode_call(delivery.envelope, self._key)
         clock = _Clock()
         result = await self._result(call, context, delivery.wait_s, clock)
-        return encode_result(result.model_copy(update={"clocks": clock.read()}), seal=ResultSeal(self._key, context.tenant))
+        return encode_result(
+            result.model_copy(update={"clocks": clock.read()}), seal=ResultSeal(self._key, context.tenant, context.attempt)
+        )
 
     def settle(self, tenant: str, call_id: str) -> None:
         """Nothing is kept."""

@@ -16,14 +16,16 @@ TEXT = {"type": "string"}
 
 
 def _append(arguments: dict[str, Any], bench: Workbench) -> Outcome:
-    """One line a call, so that what has acted can be counted from outside."""
+    """Write one line for each call, so that a test can count them. `gate`: a named pipe; the call ends when a writer opens and closes it."""
     with Path(arguments["path"]).open("a", encoding="utf-8") as marks:
         marks.write(f"{bench.call.id}\n")
+    if "gate" in arguments:
+        Path(arguments["gate"]).read_bytes()
     return Outcome(arguments.get("text", "done"))
 
 
 def build_tools() -> list[WorkerTool]:
-    return [Tool(build_spec("append_tool", pool="web", properties={"path": TEXT, "text": TEXT}, required=["path"]), _append)]
+    return [Tool(build_spec("append_tool", pool="web", properties={"path": TEXT, "text": TEXT, "gate": TEXT}, required=["path"]), _append)]
 
 
 def main() -> int:

@@ -52,7 +52,9 @@ class AnsweringTransport:
         self.calls.append(call)
         self.contexts.append(context)
         result = self._answer(call, context)
-        return encode_result(result if isinstance(result, ToolResult) else await result, seal=ResultSeal(KEY, context.tenant))
+        return encode_result(
+            result if isinstance(result, ToolResult) else await result, seal=ResultSeal(KEY, context.tenant, context.attempt)
+        )
 
     def settle(self, tenant: str, call_id: str) -> None:
         self.settled.append((tenant, call_id))

@@ -25,6 +25,7 @@ elseif state and known == attempt and state ~= 'queued' then verdict = 'started'
 elseif state and known < attempt and state ~= 'queued' and state ~= 'lost' then verdict = 'started' end
 local function note(...)
   redis.call('HSET', KEYS[1], 'attempt', ARGV[1], 'claim', ARGV[3], ...)
+  redis.call('HDEL', KEYS[1], 'ticket')
   redis.call('EXPIRE', KEYS[1], ARGV[2])
 end
 local is_again = verdict == 'started' and record[3] == ARGV[3]

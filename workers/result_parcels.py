@@ -29,7 +29,7 @@ class BlobStore(Protocol):
 def encode_parcel(result: ToolResult, call: ToolCall, context: ToolContext, blobs: BlobStore, keys: SigningKeys) -> Mapping[str, Any]:
     """The encoded result, signed with `keys`; what is larger than a message carries is left in `blobs`. One that cannot be kept becomes one that says so."""
 
-    seal = ResultSeal(keys, context.tenant)
+    seal = ResultSeal(keys, context.tenant, context.attempt)
 
     def keep(data: bytes) -> str:
         until = time.monotonic() + KEEP_PATIENCE_S

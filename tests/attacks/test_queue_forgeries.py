@@ -3,10 +3,14 @@
 Worker and sender are Redis users of their own; the attacker has every right on Redis but not the secret, or has an old message.
 """
 
+import asyncio
+import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +20,9 @@ from celery import Celery
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.envelope import MAX_ENVELOPE_BYTES, encode_call
 from contract.errors import ErrorCode
-from contract.names import POOL_WEB, call_key, control_queue, place_key, refusals_key, tenants_key
+from contract.hosts import HOST_LOST_TYPE
+from contract.ledger import seal_ticket
+from contract.names import POOL_WEB, call_key, control_queue, place_key, refusals_key, result_key, tenants_key
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.dispatcher import Route
@@ -25,11 +31,12 @@ from orchestrator.task_messages import build_message
 from orchestrator.transport import Delivery
 from tests.queue_by_hand import stored_result, stored_state
 from tests.redis_ground import SECRET, CountingPool, Server, broker_for, open_counting_pool, open_server
-from tests.stack import wait_until
+from tests.stack import eventually, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
 KEYS = SigningKeys.of(SECRET, deployment="default")
+GUESS = SigningKeys.of("a guess")
 ROUTE = Route("acme", None, POOL_WEB)
 SOON_S = 20.0
 
@@ -92,7 +99,7 @@ async def dispatch(attacker: Attacker, call: ToolCall) -> ToolResult:
 
 
 FORGERIES: dict[str, tuple[str, Callable[[ToolCall], str]]] = {
-    "another secret": ("signature", lambda call: encode_call(call, build_context(), SigningKeys.of("a guess"))),
+    "another secret": ("signature", lambda call: encode_call(call, build_context(), GUESS)),
     "a changed argument": ("signature", lambda call: encode_call(call, build_context(), KEYS).replace("marks", "MARKS")),
     "another tenant": ("signature", lambda call: encode_call(call, build_context(), KEYS).replace('"acme"', '"evil"')),
     "a later deadline": ("signature", lambda call: encode_call(call, build_context(deadline_at=1.5), KEYS).replace("1.5", "9e9")),
@@ -103,6 +110,45 @@ FORGERIES: dict[str, tuple[str, Callable[[ToolCall], str]]] = {
     "garbage": ("malformed", lambda call: "\x00" * 100),
     "for another tool": ("wrong_task", lambda call: encode_call(call.model_copy(update={"name": "bash_tool"}), build_context(), KEYS)),
 }
+
+
+def say_lost(attacker: Attacker, task: str) -> None:
+    """Store and publish what a reaper writes about a call that waited in the queue of a lost host."""
+    lost = {"exc_type": HOST_LOST_TYPE, "exc_message": ["the host is gone"], "exc_module": "toolcrew"}
+    stored = json.dumps({"status": "FAILURE", "result": lost, "traceback": None, "children": [], "task_id": task})
+    attacker.redis.set(result_key(task), stored, ex=60)
+    attacker.redis.publish(result_key(task), stored)
+
+
+LOST: dict[str, Callable[[ToolCall], dict[str, str]]] = {
+    "only a result": lambda _: {},
+    "and its record": lambda _: {"state": "lost", "holder": ""},
+    "with a ticket of another secret": lambda call: {"state": "lost", "holder": "", "ticket": seal_ticket(GUESS, "acme", call.id, 1)},
+    "with the ticket of another call": lambda _: {"state": "lost", "holder": "", "ticket": seal_ticket(KEYS, "acme", "another", 1)},
+    "with the ticket of another attempt": lambda call: {"state": "lost", "holder": "", "ticket": seal_ticket(KEYS, "acme", call.id, 2)},
+}
+
+
+@pytest.mark.parametrize("forgery", LOST)
+async def test_a_forged_loss_of_its_host_has_no_running_call_sent_again(attacker: Attacker, tmp_path: Path, forgery: str) -> None:
+    call, gate, key = attacker.call(), tmp_path / "gate", ""
+    os.mkfifo(gate)
+    call = call.model_copy(update={"arguments": {**call.arguments, "gate": str(gate)}})
+    sending = asyncio.create_task(dispatch(attacker, call))
+    try:
+        await eventually(lambda: attacker.pool.acted(call.id), SOON_S, attacker.pool.log)
+        key = call_key("default", "acme", call.id)
+        if LOST[forgery](call):
+            attacker.redis.hset(key, mapping=LOST[forgery](call))  # type: ignore[arg-type]
+        say_lost(attacker, (attacker.redis.hget(key, "task") or b"").decode())
+        await eventually(lambda: sending.done() or attacker.pool.acted(call.id) > 1, SOON_S, attacker.pool.log)
+        assert attacker.pool.acted(call.id) == 1
+        result = await sending
+        assert result.error_code is ErrorCode.OUTCOME_UNKNOWN
+        assert "may or may not have acted" in str(result.error)
+    finally:
+        sending.cancel()
+        os.close(os.open(gate, os.O_RDWR | os.O_NONBLOCK))
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)

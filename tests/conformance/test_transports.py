@@ -126,7 +126,7 @@ def build_delivery(
 
 async def delivered(transport: Transport, delivery: Delivery) -> ToolResult:
     async with asyncio.timeout(SOON_S):
-        return decode_result(await transport.deliver(delivery), ResultSeal(KEY, delivery.tenant))
+        return decode_result(await transport.deliver(delivery), ResultSeal(KEY, delivery.tenant, delivery.attempt))
 
 
 async def test_a_call_comes_back_as_an_encoded_result_of_its_own(transport: Transport) -> None:

@@ -28,8 +28,8 @@ def test_a_previous_key_is_accepted() -> None:
 
 @pytest.mark.parametrize(
     "seal",
-    [None, ResultSeal(SigningKeys.of("a guess"), "acme"), ResultSeal(KEY, "rival")],
-    ids=["unsigned", "another key", "another tenant"],
+    [None, ResultSeal(SigningKeys.of("a guess"), "acme"), ResultSeal(KEY, "rival"), ResultSeal(KEY, "acme", attempt=2)],
+    ids=["unsigned", "another key", "another tenant", "another attempt"],
 )
 def test_what_nobody_signed_for_this_tenant_is_refused(seal: ResultSeal | None) -> None:
     with pytest.raises(EnvelopeRefused, match="TOOLCREW_SECRET") as refused:

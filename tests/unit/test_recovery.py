@@ -46,18 +46,24 @@ class Fleet:
             end = self.ends.pop(0) if self.ends else None
             if isinstance(end, NotSent):
                 raise end
-            await self.client.hset(call_key("d", delivery.tenant, call.id), mapping={"state": "queued", "attempt": delivery.attempt})
+            await self.client.hset(
+                call_key("d", delivery.tenant, call.id), mapping={"state": "queued", "attempt": delivery.attempt, "ticket": delivery.ticket}
+            )
             if isinstance(end, DeliveryFailed):
                 raise end
             if isinstance(end, CallLost):
                 await self.client.hset(call_key("d", delivery.tenant, call.id), "state", "done" if end is ENDED else "lost")
+                if end.has_started:
+                    await self.client.hdel(call_key("d", delivery.tenant, call.id), "ticket")
                 raise end
             if end is not None:
-                return encode_result(end(call), seal=ResultSeal(KEY, context.tenant))
+                return encode_result(end(call), seal=ResultSeal(KEY, context.tenant, context.attempt))
         elif self.verb_ends:
             await self.client.hset(call_key("d", delivery.tenant, call.id), mapping={"state": "running", "attempt": delivery.attempt})
-            return encode_result(self.verb_ends.pop(0)(call), seal=ResultSeal(KEY, context.tenant))
-        return encode_result(ToolResult(call_id=call.id, name=call.name, success=True, output="done"), seal=ResultSeal(KEY, context.tenant))
+            return encode_result(self.verb_ends.pop(0)(call), seal=ResultSeal(KEY, context.tenant, context.attempt))
+        return encode_result(
+            ToolResult(call_id=call.id, name=call.name, success=True, output="done"), seal=ResultSeal(KEY, context.tenant, context.attempt)
+        )
 
     async def command(self, queue: str, envelope: str) -> None:
         """Nobody is told."""
@@ -353,7 +359,7 @@ async def test_a_session_whose_worker_was_restarted_is_closed_where_it_is_by_now
         closed.append((delivery.queue, context.fence))
         away = ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "sandboxd is away", metadata={"not_run": "sandboxd"})
         done = ToolResult(call_id=call.id, name=call.name, success=True, metadata={"closed": True})
-        return encode_result(done if len(closed) > 1 else away, seal=ResultSeal(KEY, context.tenant))
+        return encode_result(done if len(closed) > 1 else away, seal=ResultSeal(KEY, context.tenant, context.attempt))
 
     ground.fleet.deliver = deliver  # type: ignore[method-assign]
     result = await ground.door.close_session("acme", "s1")
