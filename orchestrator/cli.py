@@ -115,7 +115,10 @@ def run(
     checkpoint: Annotated[
         bool, typer.Option("--checkpoint", help="Keep a checkpoint when the run has ended; its id is told on stderr.")
     ] = False,
-    model: Annotated[str | None, typer.Option("--model", help="A name at OPENAI_BASE_URL, or local, or scripted.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="A name at OPENAI_BASE_URL. Without one also local or scripted, which are shipped with toolcrew."),
+    ] = None,
     dialect: Annotated[str | None, typer.Option("--dialect", help="native, tags, json, or auto: what the model can do.")] = None,
     max_iterations: Annotated[int, typer.Option("--max-iterations", min=1, help="How often the model may reply.")] = 5,
     output: Annotated[

@@ -16,7 +16,7 @@ from orchestrator.batch_runs import RowPaths
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.items import FailureKind
 from orchestrator.batches.lines import BatchFile, load_lines
-from orchestrator.cli_batch_options import GivenLimits, build_defaults, check_lines, parse_kinds, prepare_artifacts
+from orchestrator.cli_batch_options import GivenLimits, build_defaults, check_lines, check_models, parse_kinds, prepare_artifacts
 from orchestrator.cli_batch_shift import Interrupts, find_rows, place_of, work_batch
 from orchestrator.cli_batch_views import (
     BatchId,
@@ -91,9 +91,11 @@ def submit(
 
     async def work() -> int:
         read = await _read(file, batch, defaults, is_detached=detach)
+        for warning in [] if detach else check_models(read, defaults, load_settings()):
+            _warn(warning)
         async with open_client(tenant) as client:
             for warning in await client.batch_runs().check_tools(read, str(file)):
-                typer.echo(escape_controls(f"toolcrew: warning: {warning}"), err=True)
+                _warn(warning)
             return await _submit(client, read, batch or new_batch_id(), file.name, paths, concurrency, defaults, detach, as_json)
 
     raise typer.Exit(run_work(work(), as_json))
@@ -243,6 +245,10 @@ def _listen(batch: str, console: Console, *, is_kept: bool) -> Interrupts:
     interrupts = Interrupts(again, lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True), leave)
     interrupts.listen()
     return interrupts
+
+
+def _warn(message: str) -> None:
+    typer.echo(escape_controls(f"toolcrew: warning: {message}"), err=True)
 
 
 def _print_id(batch: str, as_json: bool) -> None:

@@ -11,7 +11,9 @@ import typer
 from contract.errors import ConfigError
 from orchestrator.batches.items import BatchItem, FailureKind, RunBody, RunLimits
 from orchestrator.batches.lines import BatchFile
+from orchestrator.models.choice import FALLBACK_WARNING, find_shipped
 from orchestrator.runs.records import BatchDefaults
+from orchestrator.settings import OrchestratorSettings
 
 DIALECTS = tuple(name for kind in get_args(RunBody.model_fields["dialect"].annotation) for name in get_args(kind))
 
@@ -61,6 +63,13 @@ def check_lines(file: BatchFile, defaults: BatchDefaults) -> None:
     asking = [item for item in file.items if item.ground.artifacts]
     if asking and defaults.artifacts is None:
         raise ConfigError(f"{_told(asking)} artifacts: give --artifacts FOLDER, or take `artifacts` out of the lines")
+
+
+def check_models(file: BatchFile, defaults: BatchDefaults, settings: OrchestratorSettings) -> list[str]:
+    """Return warnings about the models that this process will use for the lines. Raises ConfigError for a name that could mean two of them."""
+    names = {item.work.model or defaults.model for item in file.items if isinstance(item.work, RunBody)}
+    shipped = {name: find_shipped(settings, name) for name in names}
+    return [FALLBACK_WARNING] if settings.model is None and shipped.get(None) is not None else []
 
 
 def prepare_artifacts(folder: Path) -> None:

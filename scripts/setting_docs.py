@@ -67,7 +67,7 @@ PLAIN = {
     "redis_cert": "PEM file of this process's certificate, where Redis asks for one.",
     "redis_key": "PEM file of that certificate's key.",
     "redis_sentinel_password": "The sentinels' own password.",
-    "model": "The model's name at `OPENAI_BASE_URL`; or `local`, or `scripted`.",
+    "model": "The model's name at `OPENAI_BASE_URL`. `local` and `scripted` are models that are shipped with toolcrew; they are refused while `OPENAI_BASE_URL` is set.",
     "dialect": "How the model asks for tools; `auto`: what it can do ([dialects.md](dialects.md)).",
     "approvals": "What becomes of calls that need approval ([approvals.md](approvals.md)).",
     "model_file": "Weights of the local model, instead of those that are loaded ([local-model.md](local-model.md)).",

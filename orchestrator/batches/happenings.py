@@ -80,12 +80,13 @@ class ItemRetried(_Happening):
 
 
 class BatchNoted(_Happening):
-    """Something of the batch as a whole, `item` "": submitted, resumed, cancelling, an endpoint that is away."""
+    """Something of the batch as a whole, `item` "": submitted, resumed, cancelling, an endpoint that is away. `is_warning`: the summary repeats it."""
 
     type: Literal["batch_noted"] = "batch_noted"
     item: str = ""
     message: str
     total: int | None = None
+    is_warning: bool = Field(default=False, exclude_if=lambda is_warning: not is_warning)
 
 
 Happening = Annotated[ItemStarted | ItemReady | StepDone | CallDone | ItemDone | ItemRetried | BatchNoted, Field(discriminator="type")]

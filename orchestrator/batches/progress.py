@@ -15,6 +15,7 @@ from orchestrator.batches.tool_times import ToolTable
 
 MAX_SLOWEST = 20
 MAX_NOTES = 20
+MAX_WARNINGS = 5
 RATE_WINDOW_S = 10
 _MAX_SECONDS = 64
 _NANO = 10**9
@@ -44,6 +45,7 @@ class Progress:
         self._ends: list[float] = []
         self._slowest: list[tuple[float, str, int, str, str]] = []
         self._notes: list[tuple[float, str]] = []
+        self._warnings: set[str] = set()
         self._first_at: float | None = None
         self.last_at = 0.0
         """When the last thing happened."""
@@ -127,6 +129,7 @@ class Progress:
             setups=Spread.of(self._setups),
             replies=Spread.of(self._replies),
             notes=tuple(Note(at=at, message=message) for at, message in sorted(self._notes)),
+            warnings=tuple(sorted(self._warnings)),
             has_ended=has_ended,
         )
 
@@ -139,11 +142,19 @@ class Progress:
 
     def _add_note(self, note: BatchNoted) -> bool:
         self._total = max(self._total, note.total or 0)
+        if note.is_warning:
+            return self._add_warning(note.message[:MAX_MESSAGE_CHARS])
         kept = note.at, note.message[:MAX_MESSAGE_CHARS]
         if kept in self._notes:
             return False
         _keep_largest(self._notes, kept, MAX_NOTES)
         return kept in self._notes
+
+    def _add_warning(self, message: str) -> bool:
+        """Every process that works the batch may give the same warning. The smallest are kept, so that their order does not matter."""
+        kept = set(sorted({*self._warnings, message})[:MAX_WARNINGS])
+        is_new, self._warnings = kept != self._warnings, kept
+        return is_new
 
     def _count(self, item: Item, happening: _OfItem) -> bool:
         attempt = happening.attempt

@@ -201,7 +201,8 @@ def _summary(s: Summary, low: float) -> Markup:
     ]
     steps = [element("li", text(sentence, 500)) for sentence in s.next]
     todo = [paragraph("What to do next:"), element("ul", *steps)] if steps else []
-    return join([table("Totals", ("what", "how much"), facts), *todo])
+    warnings = [paragraph(f"Warning: {warning}") for warning in s.warnings]
+    return join([*warnings, table("Totals", ("what", "how much"), facts), *todo])
 
 
 def _groups(snapshot: Snapshot) -> Markup:

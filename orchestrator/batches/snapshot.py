@@ -102,6 +102,7 @@ class Snapshot(Record):
     setups: Spread
     replies: Spread
     notes: tuple[Note, ...]
+    warnings: tuple[str, ...] = ()
     has_ended: bool
 
     @property

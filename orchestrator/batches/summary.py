@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Literal
 
-from orchestrator.batches.figures import format_cost, format_count, format_rate, format_seconds, one_line
+from orchestrator.batches.figures import MAX_NOTE_CHARS, format_cost, format_count, format_rate, format_seconds, one_line
 from orchestrator.batches.items import FailureKind
 from orchestrator.batches.snapshot import FailureGroup, Snapshot
 
@@ -69,6 +69,7 @@ def build_summary_lines(summary: Summary) -> list[str]:
     lines.append(
         f"  tokens {format_count(s.prompt_tokens)} in, {format_count(s.completion_tokens)} out; cost {format_cost(s.cost, s.cost_unknown)}"
     )
+    lines += [f"  warning: {one_line(warning, MAX_NOTE_CHARS)}" for warning in s.warnings]
     lines += [_group_line(group) for group in s.groups[:MAX_SHOWN_GROUPS]]
     if rest := s.groups[MAX_SHOWN_GROUPS:]:
         lines.append(f"  and {sum(group.count for group in rest):,} more failed with {len(rest)} other codes")

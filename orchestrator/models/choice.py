@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from contract.errors import ConfigError
 from orchestrator.models.base import Model
@@ -24,6 +24,11 @@ SMALL_INSTRUCTION = "You are a helpful assistant. Use bash_tool to answer. After
 SMALL_TOOLS = ("bash_tool",)
 """Half a billion parameters cannot choose between tools: with read_tool beside it, sums are done in the head, and wrong."""
 
+FALLBACK_WARNING = (
+    "no model is named, so runs use the small model that is shipped with toolcrew: it has 0.5 billion parameters, and its answers are often wrong. "
+    "Set OPENAI_BASE_URL or OPENAI_API_KEY, and TOOLCREW_MODEL, to use another one, or TOOLCREW_MODEL=local to use this one without a warning"
+)
+
 SMALL_CAPABILITIES = Capabilities(
     native_tools=True, parallel=True, strict=True, tool_choice=True, json_schema=True, context_window=CONTEXT_TOKENS
 )
@@ -34,7 +39,7 @@ SMALL_CAPABILITIES = Capabilities(
 class ChosenModel:
     """A model, and how it wants to be spoken to. `is_small`: it needs the recipe of docs/local-model.md. `tools`: those it can choose between.
 
-    `capabilities` None: nobody has asked yet; find_capabilities does.
+    `capabilities` None: nobody has asked yet; find_capabilities does. `is_fallback`: no model was named.
     """
 
     model: Model
@@ -42,6 +47,25 @@ class ChosenModel:
     is_small: bool = False
     tools: tuple[str, ...] = ("all",)
     capabilities: Capabilities | None = None
+    is_fallback: bool = False
+
+
+def find_shipped(settings: OrchestratorSettings, asked: str | None) -> Literal["local", "scripted"] | None:
+    """Return the shipped model that a run with the model `asked` uses; None for a model at an endpoint.
+
+    Raises ConfigError for the name of a shipped model while OPENAI_BASE_URL is set: the server may have a model of that name.
+    """
+    name = asked or settings.model
+    if name is None:
+        return None if _has_endpoint(settings) else "local"
+    if name not in (LOCAL, SCRIPTED):
+        return None
+    if settings.openai_base_url is not None:
+        raise ConfigError(
+            f"the model '{name}' is shipped with toolcrew, and OPENAI_BASE_URL names a server, so it is not clear which one is meant: "
+            "unset OPENAI_BASE_URL to use the shipped model, or give the server's model another name"
+        )
+    return "local" if name == LOCAL else "scripted"
 
 
 @asynccontextmanager
@@ -50,21 +74,28 @@ async def choose_model(
 ) -> AsyncIterator[ChosenModel]:
     """The model to use, closed at the end. `asked` "local" and "scripted" name the shipped ones; any other text is a name at the endpoint.
 
-    Raises ConfigError when nothing can be chosen, ModelUnavailable when the local server does not start.
+    Raises ConfigError when nothing can be chosen or find_shipped raises it, ModelUnavailable when the local server does not start.
     """
     if asked is not None and not isinstance(asked, str):
         yield asked if isinstance(asked, ChosenModel) else ChosenModel(asked)
         return
-    name = asked or settings.model
-    if name == SCRIPTED:
+    name, shipped = asked or settings.model, find_shipped(settings, asked)
+    if shipped == SCRIPTED:
         yield ChosenModel(ScriptedModel(demo_script()), is_small=True, capabilities=EVERYTHING)
         return
-    if name == LOCAL or (name is None and not _has_endpoint(settings)):
+    if shipped == LOCAL:
         weights = await asyncio.to_thread(load_weights, user_file=settings.model_file, cache_dir=settings.model_cache, progress=progress)
         from orchestrator.models.local import LocalModelServer
 
         async with LocalModelServer(weights) as server:
-            yield ChosenModel(server.open_model(), SMALL_INSTRUCTION, is_small=True, tools=SMALL_TOOLS, capabilities=SMALL_CAPABILITIES)
+            yield ChosenModel(
+                server.open_model(),
+                SMALL_INSTRUCTION,
+                is_small=True,
+                tools=SMALL_TOOLS,
+                capabilities=SMALL_CAPABILITIES,
+                is_fallback=name is None,
+            )
         return
     model = _open_endpoint(settings, name)
     try:

@@ -27,6 +27,7 @@ from orchestrator.events import CallFinished, CallStarted, OnEvent, RunEvent, St
 from orchestrator.homes import new_session_name
 from orchestrator.limits import Prices, ReActOptions, StopReason
 from orchestrator.logs import get_logger
+from orchestrator.models.choice import FALLBACK_WARNING
 from orchestrator.outages import outlast
 from orchestrator.pool_connection import PoolConnection
 from orchestrator.run_parts import RunAs, RunParts
@@ -67,6 +68,7 @@ class ItemWork:
         self.brake, self.places = Brake(), Places()
         """What whoever claims runs for it goes by."""
         self._interrupted: dict[tuple[str, str], RunSpans] = {}
+        self._warned: set[tuple[str, str]] = set()
 
     async def work(self, claim: Claim, journal: Journal, defaults: BatchDefaults, tell: Tell) -> Outcome:
         """How the item ended. Its session is closed by then, but when this is cancelled, or raises: whoever goes on with the run has it.
@@ -193,6 +195,8 @@ class ItemWork:
             left_s = options.max_wall_s - journal.spent_wall_s
             options, is_over = replace(options, max_wall_s=max(LEAST_WALL_S, left_s) if journal.is_resumed else left_s), left_s <= 0
         chosen = await self._models.get(work.model or defaults.model)
+        if chosen.is_fallback:
+            self._warn_once(claim, FALLBACK_WARNING, tell)
         held = HeldModel(chosen.model, self.brake, claim.run)
         spans = current_run() if self._pool.tracer is not None else None
         async with AsyncExitStack() as stack:
@@ -228,6 +232,13 @@ class ItemWork:
         name, began_at, is_standing = chosen.model.name, claim.record.started_at, claim.record.batch == STANDING
         body = build_answer_body(item.url, run, model=name, created=began_at, has_transcript=is_standing, **artifacts)
         return body, judge_run(run)
+
+    def _warn_once(self, claim: Claim, message: str, tell: Tell) -> None:
+        """Add a warning to the item's batch, once for all its items."""
+        batch = claim.tenant, claim.record.batch
+        if batch not in self._warned and claim.record.batch != STANDING:
+            self._warned.add(batch)
+            tell(BatchNoted(at=time.time(), message=message, is_warning=True))
 
     def _approver(self, defaults: BatchDefaults, place: RunPlace) -> Approver:
         approver = self._parts.people if defaults.asks_people else self._parts.approver

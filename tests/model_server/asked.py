@@ -60,7 +60,7 @@ def read_asked(body: Mapping[str, Any], raw: bytes, key: "re.Pattern[str]") -> A
         dialect=_dialect(body),
         is_stream=body.get("stream") is True,
         wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
-        model=str(body.get("model") or "scripted"),
+        model=str(body.get("model") or "played"),
         prompt_tokens=max(1, len(raw) // 4),
         digest=hashlib.blake2b(raw, digest_size=16).digest(),
         probe=_probe(body),

@@ -40,7 +40,7 @@ class Server(Record):
 
     kind: Literal["server"]
     seed: int = 0
-    model: str = Field(default="scripted", min_length=1)
+    model: str = Field(default="played", min_length=1)
     key: str = DEFAULT_KEY
     first_byte_s: Span = 0
     chunk_s: Span = 0

@@ -1,0 +1,116 @@
+"""A batch for which no model is named says so before its first item, in its summary and in its report."""
+
+import io
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from contract.names import catalog_key
+from contract.specs import Catalog
+from orchestrator.batches.displays import Watched
+from orchestrator.batches.happenings import BatchNoted, Happening
+from orchestrator.batches.plain_lines import PlainLines
+from orchestrator.batches.progress import MAX_WARNINGS, Progress
+from orchestrator.batches.report import build_report
+from orchestrator.cli import app
+from orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
+from orchestrator.models.scripted import EVERYTHING
+from orchestrator.runs.models import Models
+from orchestrator.settings import OrchestratorSettings
+from tests.builders import build_spec
+from tests.conftest import RedisProcess
+from tests.item_ground import Made, build_run, echo_then, open_maker
+
+
+@pytest.fixture
+async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
+    async with open_maker(redis_server) as made:
+        yield made
+
+
+def warning(at: float = 1.0, message: str = FALLBACK_WARNING) -> BatchNoted:
+    return BatchNoted(at=at, message=message, is_warning=True)
+
+
+async def test_the_first_item_that_uses_the_shipped_model_unasked_warns_for_its_batch(make: Made) -> None:
+    ground = make([*echo_then("one"), *echo_then("two")])
+    fallback = replace(ChosenModel(ground.model, capabilities=EVERYTHING), is_fallback=True)
+    ground.work._models = Models(OrchestratorSettings(deployment="d", redis_url=None), fallback)
+    await ground.submit(2, work=build_run().work)
+    for claim in await ground.queue.claim(2, ("acme", "b")):
+        await ground.worked(claim)
+    notes = [told for told in ground.happenings if isinstance(told, BatchNoted)]
+    assert [(note.message, note.is_warning) for note in notes] == [(FALLBACK_WARNING, True)]
+
+
+async def test_a_named_model_warns_of_nothing(make: Made) -> None:
+    ground = make(echo_then("one"))
+    await ground.worked(await ground.put(build_run()))
+    assert [told for told in ground.happenings if isinstance(told, BatchNoted)] == []
+
+
+def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:
+    out = io.StringIO()
+    with PlainLines(Watched("b", Progress(1)), out) as display:
+        display.show(warning())
+        display.show(warning(at=2.0))
+    assert out.getvalue().count("no model is named") == 2
+    assert f"  warning: {FALLBACK_WARNING}" in out.getvalue().splitlines()
+
+
+def test_the_report_begins_with_the_warning() -> None:
+    happenings: list[Happening] = [BatchNoted(at=1.0, message="submitted", total=1), warning()]
+    page = build_report(happenings, title="Batch b")
+    assert page.index("Warning: no model is named") < page.index("Totals")
+
+
+def test_few_warnings_are_kept_whatever_their_order() -> None:
+    warnings = [warning(message=f"w{number}") for number in range(2 * MAX_WARNINGS)]
+    kept = []
+    for order in (warnings, warnings[::-1], warnings * 2):
+        progress = Progress(1)
+        for one in order:
+            progress.add(one)
+        kept.append(progress.snapshot(2.0).warnings)
+    assert kept == [tuple(f"w{number}" for number in range(MAX_WARNINGS))] * 3
+
+
+@pytest.mark.parametrize(
+    ("environment", "line", "is_told"),
+    [
+        ({}, {"instruction": "act"}, True),
+        ({"TOOLCREW_MODEL": "local"}, {"instruction": "act"}, False),
+        ({"OPENAI_API_KEY": "k", "TOOLCREW_MODEL": "gpt"}, {"instruction": "act"}, False),
+        ({}, {"tool": "echo"}, False),
+    ],
+)
+def test_submit_warns_before_anything_starts(
+    environment: dict[str, str],
+    line: dict[str, str],
+    is_told: bool,
+    redis_server: RedisProcess,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "TOOLCREW_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    with redis_server.client() as client:
+        client.set(catalog_key("default", "sandbox"), Catalog(tools=(build_spec("other"),)).model_dump_json())
+    file = tmp_path / "in.jsonl"
+    file.write_text(json.dumps({"id": "a", **line}) + "\n")
+    # The folder of the output does not exist, so that nothing is worked here.
+    done = CliRunner().invoke(app, ["batch", "submit", str(file), "--output", str(tmp_path / "no" / "o.jsonl")], env=environment)
+    assert (done.exit_code, f"toolcrew: warning: {FALLBACK_WARNING}" in done.stderr) == (1, is_told), done.output
+
+
+def test_submit_refuses_the_name_of_a_shipped_model_while_a_server_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"id": "a", "instruction": "act", "model": "scripted"}\n')
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    done = CliRunner().invoke(app, ["batch", "submit", str(file), "--output", str(tmp_path / "o.jsonl")])
+    assert (done.exit_code, "the model 'scripted' is shipped with toolcrew, and OPENAI_BASE_URL names a server" in done.stderr) == (1, True)
