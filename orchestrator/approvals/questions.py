@@ -156,14 +156,14 @@ def build_answer(question: Question, decision: Decision, by: Actor, at: float) -
     return answer
 
 
-def seal(keys: SigningKeys, record: Record) -> str:
-    """Sign the record, so that a process without the secret can neither answer a question nor change it."""
-    return keys.seal(_purpose(type(record)), _plain(record.model_dump(exclude_defaults=True)))
+def seal(keys: SigningKeys, record: Question | Answer) -> str:
+    """Sign the record for its id, which names tenant, run and call: it is valid for no other question."""
+    return keys.seal(_purpose(type(record), record.id), _plain(record.model_dump(exclude_defaults=True)))
 
 
-def unseal(keys: SigningKeys, kind: type[Kept], sealed: bytes) -> Kept:
-    """The record. Raises EnvelopeRefused when no process with the secret wrote it."""
-    text = keys.unseal(_purpose(kind), sealed)
+def unseal(keys: SigningKeys, kind: type[Kept], id_: str, sealed: bytes) -> Kept:
+    """Return the record. Raises EnvelopeRefused when it is not signed for the question of that id."""
+    text = keys.unseal(_purpose(kind, id_), sealed)
     try:
         return kind.model_validate(json.loads(text))
     except (ValueError, RecursionError) as error:
@@ -175,8 +175,8 @@ def is_whole(question: Question) -> bool:
     return question.digest == digest_call(question.call, question.tenant, question.session)
 
 
-def _purpose(kind: type[Record]) -> str:
-    return f"approval {kind.__name__}"
+def _purpose(kind: type[Record], id_: str) -> str:
+    return f"approval {kind.__name__} {id_}"
 
 
 def _plain(value: Mapping[str, Any] | list[Any] | None) -> str:

@@ -152,7 +152,7 @@ class ApprovalQueue:
                 ErrorCode.QUOTA_EXCEEDED,
                 f"it needs approval, and {MAX_PENDING} calls of the tenant wait for one already: try again when some have been answered",
             )
-        return unseal(self._keys, Answer, told[1]) if told[0] == b"answered" else None
+        return unseal(self._keys, Answer, question.id, told[1]) if told[0] == b"answered" else None
 
     async def withdraw(self, question: Question, asker: str) -> None:
         """Nobody waits any more. What others have asked again meanwhile stays."""
@@ -169,7 +169,7 @@ class ApprovalQueue:
                 raise _unavailable(error) from error
             for id_, sealed in zip(some, told, strict=True):
                 if sealed is not None:
-                    found[id_] = self._opened(sealed)
+                    found[id_] = self._opened(id_, sealed)
         return found
 
     async def pending(self, actor: Actor, tenant: str | None = None, cursor: str | None = None, limit: int = 50) -> PendingPage:
@@ -234,7 +234,7 @@ class ApprovalQueue:
         args = [id_, digest, seal(self._keys, answer), int(ANSWER_KEPT_S * 1000), entry_text(entry)]
         told = await self._run(self._answer_script, keys, args)
         if told[0] == b"answered":
-            known = self._opened(told[1])
+            known = self._opened(id_, told[1])
             raise AlreadyAnswered(known) if isinstance(known, Answer) else OperatorError(f"the question {id_} has an answer, and {known}")
         if told[0] == b"over":
             raise QuestionOver(float(told[1]) / 1000)
@@ -268,16 +268,16 @@ class ApprovalQueue:
 
     def _asked(self, id_: str, sealed: bytes) -> Question | None:
         try:
-            question = unseal(self._keys, Question, sealed)
+            question = unseal(self._keys, Question, id_, sealed)
         except EnvelopeRefused as refused:
             log.error("question_refused", approval=id_, error=str(refused))
             return None
-        # One that was signed for another place, or whose digest is another call's, is none of ours.
+        # A question whose digest is that of another call is not asked.
         return question if question.id == id_ and is_whole(question) else None
 
-    def _opened(self, sealed: bytes) -> Answer | EnvelopeRefused:
+    def _opened(self, id_: str, sealed: bytes) -> Answer | EnvelopeRefused:
         try:
-            return unseal(self._keys, Answer, sealed)
+            return unseal(self._keys, Answer, id_, sealed)
         except EnvelopeRefused as refused:
             return refused
 

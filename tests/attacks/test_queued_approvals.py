@@ -201,6 +201,7 @@ async def test_a_yes_to_one_call_does_not_count_beside_another(desk: Desk) -> No
     asked = asyncio.create_task(refused(desk))
     (question,) = await desk.until_pending()
     await desk.client.set(f"toolcrew:d:approval:{question.id}:decision", genuine)
+    assert not isinstance((await desk.queue().answers([question.id]))[question.id], Answer)
     await asked
 
 
