@@ -8,7 +8,7 @@ from fastapi.openapi.models import HTTPBearer
 from fastapi.security.base import SecurityBase
 
 from contract.errors import ErrorCode
-from orchestrator.api.door import MAX_KEY_CHARS, bearer_of
+from orchestrator.api.door import bearer_of, identify
 from orchestrator.api.house import House
 from orchestrator.api.problems import ApiProblem
 from orchestrator.api.shares import Streams
@@ -74,14 +74,6 @@ async def depend_on_house(request: Request) -> House:
     return house_of(request)
 
 
-async def identify(house: House, key: str) -> tuple[Identity, Credential]:
-    """Who a key stands for, after its share of requests has been counted. Raises ToolFailure(UNAUTHENTICATED), ApiProblem."""
-    keys = house.parts.keys
-    identity = await keys.authenticate(key[:MAX_KEY_CHARS])
-    house.rates.take(identity.key_id)
-    return identity, Credential(keys, key)
-
-
 class _Callers(SecurityBase):
     """Who asks, by the key that is shown. One dependency that describes itself as a bearer key: finding out what a chain of them needs takes longer
     than their work."""
@@ -98,7 +90,8 @@ class _Callers(SecurityBase):
         ] = None,
     ) -> Caller:
         house = house_of(request)
-        identity, credential = await identify(house, bearer_of(request.scope))
+        identity = await identify(house, request.scope)
+        credential = Credential(house.parts.keys, bearer_of(request.scope))
         wanted = tenant or identity.tenant
         if not identity.may_act_for(wanted):
             raise ApiProblem(ErrorCode.PERMISSION_DENIED, f"the API key is for tenant {identity.tenant} alone: leave `tenant` out")

@@ -1,24 +1,34 @@
-"""The door to the API: who has no key gets nothing in, not even a body to be read."""
+"""Checks the key of a request, and its rate, before its body is read."""
 
+from collections.abc import Awaitable, Callable
+
+from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from orchestrator.api.house import House
-from orchestrator.api.limits import find_header, refuse
+from orchestrator.api.limits import BODY_OWNER, find_header, refuse
 from orchestrator.api.problems import ApiCode, ApiProblem, response_to
+from orchestrator.api_keys import Identity
 
 MAX_KEY_CHARS = 256
 NO_KEY = "an API key is needed: send it as `Authorization: Bearer KEY` (toolcrew tenants keys add TENANT makes one)"
 _CLOSE = {"Connection": "close"}
+_IDENTITY = "toolcrew.identity"
+"""In the scope of a request: who its key stands for, once its rate has been counted."""
 
 
 class Door:
-    """Looks at the key of whoever sends a body before it is read, so that bodies lie in memory only for those who may send some; and refuses a request
-    whose length is told in two ways, which whoever stands in front may have read the other way."""
+    """Checks the key or login and the rate of each request with a body, and names the owner of the body (BodyLimits).
 
-    def __init__(self, app: ASGIApp, house: House) -> None:
+    A request that gives its length in two ways is refused: a proxy may have read it the other way.
+    """
+
+    def __init__(self, app: ASGIApp, house: House, find_login: Callable[[Request, House], Awaitable[Identity | None]]) -> None:
+        """`find_login`: return who is logged in to the pages."""
         self._app = app
         self._house = house
+        self._find_login = find_login
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -33,8 +43,31 @@ class Door:
         length, coding = find_header(scope, b"content-length"), find_header(scope, b"transfer-encoding")
         if length is not None and coding is not None:
             raise ApiProblem(ApiCode.MALFORMED_REQUEST, "Content-Length and Transfer-Encoding are both there: send one of them")
-        if (length or coding) and scope["path"].startswith("/v1/"):
-            await self._house.parts.keys.authenticate(bearer_of(scope))
+        if not length and not coding:
+            return
+        if scope["path"].startswith("/v1/"):
+            await identify(self._house, scope)
+        elif (identity := await self._find_login(Request(scope), self._house)) is not None:
+            scope[BODY_OWNER] = body_owner(identity)
+
+
+async def identify(house: House, scope: Scope) -> Identity:
+    """Return who the key of a request stands for. The first time that this is asked, the request counts towards the key's rate.
+
+    Raises ToolFailure(UNAUTHENTICATED), ApiProblem for no key or too many requests, BrokerUnavailable.
+    """
+    known = scope.get(_IDENTITY)
+    if isinstance(known, Identity):
+        return known
+    identity = await house.parts.keys.authenticate(bearer_of(scope))
+    house.rates.take(identity.key_id)
+    scope[_IDENTITY], scope[BODY_OWNER] = identity, body_owner(identity)
+    return identity
+
+
+def body_owner(identity: Identity) -> str:
+    """Return in whose share a body counts: all keys of a tenant have one share, and the key of an operator has its own."""
+    return f"tenant {identity.tenant}" if identity.role == "tenant" else f"key {identity.key_id}"
 
 
 def bearer_of(scope: Scope) -> str:

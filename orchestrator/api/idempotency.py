@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from contract.errors import BrokerUnavailable, OperatorError, ToolFailure
-from orchestrator.api.door import bearer_of
+from orchestrator.api.door import identify
 from orchestrator.api.house import House
 from orchestrator.api.limits import JSON_BYTES, find_header
 from orchestrator.api.once_slots import PENDING_S, Claim, OnceSlots
@@ -58,7 +58,7 @@ class Idempotency:
             raise ApiProblem(
                 ApiCode.MALFORMED_REQUEST, "Idempotency-Key: give 1 to 255 visible ASCII characters, new ones for each request"
             )
-        identity = await self._house.parts.keys.authenticate(bearer_of(scope))
+        identity = await identify(self._house, scope)
         body = await _read(receive)
         digest = hashlib.sha256(scope["path"].encode() + b"\0" + scope["query_string"] + b"\0" + body).hexdigest()
         name = hashlib.sha256(f"{identity.key_id}\0{key}".encode()).hexdigest()
@@ -66,8 +66,6 @@ class Idempotency:
         claim = slots.name(identity.key_id, name, digest, secrets.token_hex(8))
         kept = await self._claim(slots, claim)
         if kept is not None:
-            # Who is answered from memory has asked nevertheless.
-            self._house.rates.take(identity.key_id)
             await _replay(kept, digest, send)
             return
         answer = _Answer(scope, send, lambda told: self._settle(slots, claim, told.record(digest) if told.is_kept else None))

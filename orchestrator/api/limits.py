@@ -2,9 +2,9 @@
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NoReturn
 
 from starlette.responses import Response
@@ -22,11 +22,15 @@ BATCH_BYTES = 200 * 1024 * 1024
 SKILL_BYTES = 16 * 1024 * 1024
 """Of a skill's .zip file: it lies in /tmp while it is examined, which is small where a service is deployed. The command takes larger ones."""
 LOGIN_BYTES = 16 * 1024
-"""Of what is read of somebody who has not shown a key yet."""
+"""Limit of a body that comes without a key or login."""
 LINGER_S = 5.0
 LINGER_BYTES = 128 * 1024 * 1024
 HELD_BYTES = 512 * 1024 * 1024
-"""Of all bodies together that are being read or worked with: half of the memory that a service has as it is deployed here."""
+"""Limit of all bodies together, from their first byte to the end of their requests: half of the memory that a service has as it is deployed here."""
+TENANT_BYTES = HELD_BYTES // 4
+"""Limit of one tenant's bodies together. A single larger body is accepted while the tenant has no other."""
+BODY_OWNER = "toolcrew.body_owner"
+"""In the scope of a request: who pays for its body. Set by the layer that checks the key; without it LOGIN_BYTES are read."""
 
 
 class _Refused(Exception):
@@ -34,22 +38,27 @@ class _Refused(Exception):
 
 
 class BodyLimits:
-    """Ends a request whose body is too large or comes too slowly, whoever reads it. `other`: (method, pattern of the whole path, bytes) of the routes that take more or less than JSON_BYTES."""
+    """Ends a request whose body is too large or comes too slowly, and reserves memory for it before its first byte is read, in its owner's share.
+
+    `other`: (method, pattern of the whole path, bytes) of the routes that take more or less than JSON_BYTES.
+    """
 
     def __init__(self, app: ASGIApp, other: Sequence[tuple[str, str, int]]) -> None:
         self._app = app
         self._other = [(method, re.compile(path, re.DOTALL), most) for method, path, most in other]
-        self._held = Held()
+        self._held = HeldBodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         most = self._most(scope)
-        if (told := _content_length(scope)) is not None and told > most:
-            await refuse(_too_large(most), receive, send)
+        length = _content_length(scope) or 0
+        body = _Body(receive, most, self._held, scope.get(BODY_OWNER, ""))
+        refusal = _too_large(most) if length > most else body.reserve(length)
+        if refusal is not None:
+            await refuse(refusal, receive, send)
             return
-        body = _Body(receive, most, self._held)
         has_begun = False
 
         async def sent(message: Message) -> None:
@@ -68,27 +77,45 @@ class BodyLimits:
             await refuse(body.refusal, receive, send)
 
     def _most(self, scope: Scope) -> int:
-        for method, path, most in self._other:
-            if scope["method"] == method and path.fullmatch(scope["path"]):
-                return most
-        return JSON_BYTES
+        found = next(
+            (most for method, path, most in self._other if scope["method"] == method and path.fullmatch(scope["path"])), JSON_BYTES
+        )
+        return found if scope.get(BODY_OWNER) else min(found, LOGIN_BYTES)
 
 
-@dataclass
-class Held:
-    """How much of all bodies lies in memory."""
+class HeldBodies:
+    """The bytes that are reserved for the bodies of all requests, by owner."""
 
-    count: int = 0
+    def __init__(self) -> None:
+        self.total = 0
+        self._of = Counter[str]()
+
+    def take(self, owner: str, count: int, *, already: int) -> Response | None:
+        """Reserve `count` more bytes for a body that has `already` reserved some, or return why not."""
+        others = self._of[owner] - already
+        if others and self._of[owner] + count > TENANT_BYTES:
+            return _too_many_of_owner()
+        if self.total + count > HELD_BYTES:
+            return _too_many()
+        self._of[owner] += count
+        self.total += count
+        return None
+
+    def give_back(self, owner: str, count: int) -> None:
+        self._of[owner] -= count
+        self.total -= count
+        if not self._of[owner]:
+            del self._of[owner]
 
 
 class _Body:
-    """Counts what comes of one body. `refusal`: what the client is told when it was too much, or came too slowly."""
+    """Counts the bytes of one body. `refusal`: the response when they are too many, or come too slowly."""
 
-    def __init__(self, receive: Receive, most: int, held: Held) -> None:
+    def __init__(self, receive: Receive, most: int, held: HeldBodies, owner: str) -> None:
         self._receive = receive
         self._most = most
-        self._held = held
-        self._count = 0
+        self._held, self._owner = held, owner
+        self._count, self._reserved = 0, 0
         self._is_whole = False
         self.refusal: Response | None = None
         self._began_at = asyncio.get_running_loop().time()
@@ -103,23 +130,31 @@ class _Body:
             return self._refuse(_too_slow())
         if message["type"] != "http.request":
             return message
-        came = len(message.get("body", b""))
-        self._count += came
-        self._held.count += came
+        self._count += len(message.get("body", b""))
         self._is_whole = not message.get("more_body", False)
         if self._count > self._most:
             return self._refuse(_too_large(self._most))
-        if self._held.count > HELD_BYTES:
-            return self._refuse(_too_many())
+        if (refusal := self.reserve(self._count)) is not None:
+            return self._refuse(refusal)
         took_s = asyncio.get_running_loop().time() - self._began_at
         if not self._is_whole and took_s > PATIENCE_S and self._count < took_s * LEAST_BYTES_PER_S:
             return self._refuse(_too_slow())
         return message
 
+    def reserve(self, count: int) -> Response | None:
+        """Reserve memory for that many bytes of the body, or return why it is refused. A body without an owner is small, and needs none."""
+        missing = count - self._reserved
+        if missing <= 0 or not self._owner:
+            return None
+        refusal = self._held.take(self._owner, missing, already=self._reserved)
+        if refusal is None:
+            self._reserved = count
+        return refusal
+
     def let_go(self) -> None:
-        """The request is over."""
-        self._held.count -= self._count
-        self._count = 0
+        """Give the memory back: the request is over."""
+        self._held.give_back(self._owner, self._reserved)
+        self._reserved = 0
 
     def _refuse(self, refusal: Response) -> NoReturn:
         self.refusal = refusal
@@ -153,6 +188,14 @@ def _too_large(most: int) -> Response:
 def _too_many() -> Response:
     detail = "the service holds as many bodies as it has memory for: send it again in a moment, or to another replica"
     return build_response(ApiCode.NOT_READY, detail, headers={"Connection": "close"})
+
+
+def _too_many_of_owner() -> Response:
+    detail = (
+        f"the bodies of your tenant's requests take {TENANT_BYTES // 2**20} MiB, which is the limit of one tenant: "
+        "wait until other requests of yours have ended, and send it again"
+    )
+    return build_response(ApiCode.TOO_MANY_REQUESTS, detail, headers={"Connection": "close", "Retry-After": "2"})
 
 
 def _too_slow() -> Response:

@@ -7,11 +7,11 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
-from orchestrator.api.access import identify
-from orchestrator.api.door import bearer_of
+from orchestrator.api.door import bearer_of, identify
 from orchestrator.api.house import House
 from orchestrator.api.limits import find_header, refuse
 from orchestrator.api.problems import ApiCode, ApiProblem, response_to
+from orchestrator.api_keys import Credential
 from orchestrator.approvals import Approver
 from orchestrator.approvals.asking import choose_pool_approver
 from orchestrator.mcp.calls import Caller
@@ -73,7 +73,8 @@ class Door:
 
     async def _find_caller(self, scope: Scope) -> Caller:
         house = self._house
-        identity, credential = await identify(house, bearer_of(scope))
+        identity = await identify(house, scope)
+        credential = Credential(house.parts.keys, bearer_of(scope))
         session = scope["path_params"].get("session")
         if session is not None and not _SESSION.fullmatch(session):
             raise ApiProblem(ErrorCode.SESSION_NOT_FOUND, "no session has a name like that: use the id of one that is open, /mcp/ID")

@@ -75,7 +75,7 @@ def build_app(house: House, origins: Origins) -> ASGIApp:
     )
     # Stateless: what a peer of an earlier revision would have us remember, another replica would not know.
     manager = StreamableHTTPSessionManager(server, stateless=True, max_request_body_size=JSON_BYTES)
-    door = Door(StreamableHTTPASGIApp(manager), house, origins)
+    door = Door(BodyLimits(StreamableHTTPASGIApp(manager), other=()), house, origins)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -93,7 +93,7 @@ def build_app(house: House, origins: Origins) -> ASGIApp:
     pages = Middleware(CORSMiddleware, allow_origins=sorted(origins.allowed), allow_methods=["POST"], allow_headers=_PAGE_HEADERS)
     app = Starlette(routes=routes, lifespan=lifespan, middleware=[pages] if origins.allowed else [])
     app.router.redirect_slashes = False
-    return BodyLimits(app, other=())
+    return app
 
 
 @asynccontextmanager

@@ -17,7 +17,8 @@ from orchestrator.api.server import PatientProtocol
 from orchestrator.api.shares import Turns
 from orchestrator.api.sse import EventStream, ServerEvent
 from orchestrator.sessions import Session
-from tests.api_ground import ApiGround
+from tests.api_ground import ApiGround, open_api
+from tests.conftest import RedisProcess
 
 LINE = "x" * 100_000
 
@@ -122,6 +123,61 @@ async def test_all_bodies_together_have_a_bound(api: ApiGround, monkeypatch: pyt
     for _ in range(5):
         # What was held is let go each time.
         assert (await api["acme"].post("/v1/runs", json={"instruction": "x" * 60_000})).status_code == 202
+
+
+@contextlib.asynccontextmanager
+async def unfinished_bodies(api: ApiGround, number: int, of_bytes: int) -> AsyncIterator[list[asyncio.StreamReader]]:
+    """Requests of acme whose bodies have begun and do not go on."""
+    head = f"POST /v1/runs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.keys['acme']}\r\nContent-Length: {of_bytes}\r\n\r\n{{"
+    opened = [await asyncio.open_connection(*address(api)) for _ in range(number)]
+    try:
+        for _, writer in opened:
+            writer.write(head.encode())
+            await writer.drain()
+        yield [reader for reader, _ in opened]
+    finally:
+        for _, writer in opened:
+            writer.close()
+
+
+async def test_a_tenant_whose_bodies_fill_its_share_is_refused_and_another_is_served(api: ApiGround) -> None:
+    most = limits.TENANT_BYTES // limits.JSON_BYTES
+    async with unfinished_bodies(api, 300, limits.JSON_BYTES) as readers:
+        answers = [asyncio.ensure_future(reader.read()) for reader in readers]
+        refused: list[bytes] = []
+        for answer in asyncio.as_completed(answers):
+            refused.append(await answer)
+            if len(refused) == len(readers) - most:
+                break
+        assert {answer.split(b"\r\n")[0] for answer in refused} == {b"HTTP/1.1 429 Too Many Requests"}
+        assert b"until other requests of yours have ended" in refused[0]
+        large = {"instruction": "x" * 1_000_000}
+        assert (await asyncio.wait_for(api["rival"].post("/v1/runs", json=large), 20)).status_code == 202
+        assert (await api["acme"].post("/v1/runs", json={"instruction": "x" * 100})).status_code == 429
+        for waiting in answers:
+            waiting.cancel()
+    async with asyncio.timeout(20):
+        # The service notices a moment later that the connections were closed.
+        while (await api["acme"].post("/v1/runs", json={"instruction": "x" * 100})).status_code != 202:
+            await asyncio.sleep(0.02)
+
+
+async def test_the_rate_of_a_key_is_checked_before_a_body_is_read(redis_server: RedisProcess) -> None:
+    async with open_api(redis_server.url, api_rate=0.01, api_burst=5) as api, unfinished_bodies(api, 10, 1000) as readers:
+        answers = await asyncio.gather(*(asyncio.wait_for(reader.readline(), 20) for reader in readers[5:]))
+        assert answers == [b"HTTP/1.1 429 Too Many Requests\r\n"] * 5
+        assert (await api["rival"].post("/v1/runs", json={"instruction": "x"})).status_code == 202
+
+
+async def test_a_request_with_a_body_counts_once_towards_the_rate(redis_server: RedisProcess) -> None:
+    async with open_api(redis_server.url, api_rate=0.01, api_burst=5) as api:
+        answers = [await api["acme"].post("/v1/runs", json={"instruction": "x"}, headers={"Idempotency-Key": "a"}) for _ in range(6)]
+        assert [answer.status_code for answer in answers] == [202] * 5 + [429]
+
+
+async def test_a_large_form_without_a_login_is_refused_before_it_is_read(api: ApiGround) -> None:
+    large = await api.nobody.post("/approvals/x", content=b"x" * (limits.LOGIN_BYTES + 1))
+    assert (large.status_code, large.json()["code"]) == (413, "BODY_TOO_LARGE")
 
 
 async def test_a_key_has_its_files_one_after_the_other_and_keeps_no_place() -> None:

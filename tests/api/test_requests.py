@@ -151,7 +151,7 @@ async def test_a_batch_that_is_sent_again_after_its_answer_was_lost_is_the_same_
     other = await sent(concurrency=3)
     assert (other["id"] != first["id"], other["concurrency"]) == (True, 3)
     with redis_server.client() as store:
-        (record,) = store.keys(f"*:batch:{first['id']}")
+        (record,) = store.keys(f"*:batch.{first['id']}")
         store.hset(record, "created_at", str(time.time() - 24 * 3600 - 1))
     tomorrow = await sent()
     assert (tomorrow["id"] not in (first["id"], other["id"]), tomorrow["status"]) == (True, "in_progress")
