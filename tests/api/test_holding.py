@@ -158,7 +158,7 @@ async def test_a_tenant_whose_bodies_fill_its_share_is_refused_and_another_is_se
             waiting.cancel()
     async with asyncio.timeout(20):
         # The service notices a moment later that the connections were closed.
-        while (await api["acme"].post("/v1/runs", json={"instruction": "x" * 100})).status_code != 202:
+        while (await api["acme"].post("/v1/runs", json={"instruction": "x" * 100})).status_code != 202:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
