@@ -254,8 +254,13 @@ def session_state_key(deployment: str, tenant: str, session: str) -> str:
 
 
 def audit_key(deployment: str) -> str:
-    """The stream of who changed what (orchestrator/audit.py)."""
+    """The stream of what operators and administrators changed (orchestrator/audit.py)."""
     return deployment_key(deployment, "audit")
+
+
+def tenant_audit_key(deployment: str, tenant: str) -> str:
+    """The stream of what the holders of a tenant's keys changed."""
+    return tenant_key(deployment, tenant, "audit")
 
 
 def approvals_key(deployment: str) -> str:

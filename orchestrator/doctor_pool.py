@@ -298,7 +298,7 @@ async def _examine_audit(client: "redis.asyncio.Redis", deployment: str, report:
         kept = int(await client.xlen(audit_key(deployment)))
     except (RedisError, OSError) as error:
         raise _unavailable(error) from error
-    report.good("audit", f"{kept} changes are kept (`toolcrew audit`)")
+    report.good("audit", f"{kept} changes by operators are stored (`toolcrew audit`)")
 
 
 def _unavailable(error: Exception) -> BrokerUnavailable:

@@ -7,13 +7,13 @@ import pytest
 import redis.asyncio
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import audit_key, switches_key, tenants_key
+from contract.names import audit_key, switches_key, tenant_audit_key, tenants_key
 from contract.registry import Switch
 from contract.tenancy import TenantPolicy
 from orchestrator import audit as audit_file
 from orchestrator.actors import LOCAL, Actor, local_actor
 from orchestrator.api_keys import ApiKeys
-from orchestrator.audit import MAX_DETAIL_CHARS, Audit, AuditAction, Audited, build_entry
+from orchestrator.audit import MAX_DETAIL_CHARS, Audit, AuditAction, Audited, build_entry, entry_text
 from orchestrator.switches import RedisSwitches
 from orchestrator.tenants import RedisTenants
 from tests.builders import KEY
@@ -206,6 +206,53 @@ async def test_the_oldest_go_when_there_are_too_many(client: "redis.asyncio.Redi
     assert 100 <= await client.xlen(audit_key("d")) < 350
 
 
+async def test_a_tenant_that_changes_much_pushes_out_only_its_own_entries(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = audit_file._ADD.replace(str(audit_file.MAX_ENTRIES), "100").replace(str(audit_file.MAX_TENANT_ENTRIES), "100")
+    monkeypatch.setattr(audit_file, "_ADD", few)
+    await fill(client, 50)
+    log = Audit(client, "d")
+    for name in ("acme", "rival"):
+        await RedisTenants(client, "d", KEY).add(name, TenantPolicy())
+    await log.add(build_entry(build_tenant("rival"), "skill.install", "mine", tenant="rival"))
+    for at in range(500):
+        await log.add(build_entry(build_tenant("acme"), "skill.install", f"s{at}", tenant="acme"))
+    found = (await log.read(limit=1000)).entries
+    assert [one.entry.target for one in found if one.entry.action == "call.kill"] == [f"c{at}" for at in reversed(range(50))]
+    assert [one.entry.target for one in found if one.entry.target == "mine"] == ["mine"]
+    assert 100 <= sum(one.entry.actor.tenant == "acme" for one in found) < 500
+    assert [one.at for one in found] == sorted((one.at for one in found), reverse=True)
+
+
+async def test_pages_over_several_streams_have_every_entry_once(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_file, "_AT_ONCE", 3)
+    log = Audit(client, "d")
+    for name in ("acme", "rival"):
+        await RedisTenants(client, "d", KEY).add(name, TenantPolicy())
+    owners = [*["acme"] * 7, *["rival"] * 2]
+    # In one stream after the other; then at the same instants in all of them.
+    positions = [*enumerate(owners, 1), *((10 + at, owner) for at in range(5) for owner in ("", "acme", "default", "rival"))]
+    await client.delete(audit_key("d"))
+    for at, owner in positions:
+        actor = build_tenant(owner) if owner else OPERATOR
+        key = tenant_audit_key("d", owner) if owner else audit_key("d")
+        await client.xadd(key, {"entry": entry_text(build_entry(actor, "call.kill", f"{at} {owner}"))}, id=f"{at}-0")
+    wanted = [f"{at} {owner}" for at, owner in reversed(positions)]
+    for limit in (1, 2, 5, 29):
+        targets, cursor = list[str](), None
+        while not targets or cursor is not None:
+            page = await log.read(cursor, limit)
+            targets, cursor = [*targets, *(one.entry.target for one in page.entries)], page.cursor
+        assert targets == wanted
+    ids = [one.id for one in (await log.read(limit=100)).entries]
+    assert len(set(ids)) == len(ids)
+
+
+def build_tenant(name: str) -> Actor:
+    return Actor(key="0" * 16, role="tenant", tenant=name)
+
+
 async def test_entries_of_a_later_release_and_junk_are_no_obstacle(client: "redis.asyncio.Redis") -> None:
     await fill(client, 1)
     await client.xadd(audit_key("d"), {"entry": json.dumps({"actor": {"key": "x", "role": "admin"}, "action": "moon.land"})})
@@ -214,7 +261,7 @@ async def test_entries_of_a_later_release_and_junk_are_no_obstacle(client: "redi
 
 
 @pytest.mark.parametrize(
-    "cursor", ["", "-", "x", "1", "1-", "-1", "(1-1", "1-1-1", "+", "$", "٣-٣", f"{2**64}-0", "9" * 5000 + "-1", "1-1\n"]
+    "cursor", ["", "-", "x", "1", "1-", "-1", "(1-1", "1-1-", "1-1-a b", "+", "$", "٣-٣", f"{2**64}-0", "9" * 5000 + "-1", "1-1\n"]
 )
 async def test_what_is_no_cursor_is_refused_before_redis_sees_it(client: "redis.asyncio.Redis", cursor: str) -> None:
     with pytest.raises(ToolFailure) as refused:

@@ -10,7 +10,7 @@ import redis
 import redis.asyncio
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import audit_key, installed_skills_key, skill_bundle_key
+from contract.names import installed_skills_key, skill_bundle_key, tenant_audit_key
 from contract.specs import SkillSummary
 from contract.tenancy import TenantPolicy
 from orchestrator import installed_skills
@@ -61,7 +61,7 @@ async def test_what_is_installed_is_the_skill_that_a_worker_gets(ground: Ground,
     assert skill.source.read("data/x") == b"\0"
     assert ground.worker.find("acme", "echo") is skill, "it is kept while it is used"
     assert list(ground.worker.all("acme")) == list(await ground.desk().all()) == ["echo"]
-    [(_, entry)] = await ground.client.xrange(audit_key("d"))
+    [(_, entry)] = await ground.client.xrange(tenant_audit_key("d", "acme"))
     assert b'"skill.install"' in entry[b"entry"]
     assert b'"ann"' in entry[b"entry"]
 
