@@ -201,7 +201,7 @@ class ApiKeys:
         if record.expires_at is not None and self._clock() >= record.expires_at:
             raise ToolFailure(
                 ErrorCode.UNAUTHENTICATED,
-                f"the API key {key_id} has expired: have the operator make another (toolcrew tenants keys add TENANT)",
+                f"the API key {key_id} has expired: have the operator make another (`toolcrew tenants keys add {record.tenant}`)",
             )
         return Identity(record.tenant, record.role, key_id, record.name)
 

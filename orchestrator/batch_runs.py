@@ -102,7 +102,7 @@ class BatchRuns:
             specs = (await offers.of(self.tenant)).tools
         except ConfigError:
             return [NOT_CHECKED]
-        return await asyncio.to_thread(check_tools, file, specs, lambda tool: offers.explain_missing(tool) is not None, name)
+        return await asyncio.to_thread(check_tools, file, specs, lambda tool: offers.explain_missing(tool) is not None, name, self.tenant)
 
     def open_rows(self, paths: RowPaths, batch: str, file: BatchFile) -> RowFiles:
         """The files of a batch that is submitted with that file."""
@@ -180,7 +180,7 @@ class BatchRuns:
         """Show what has happened of late; and, if it is followed, what happens until the batch has ended."""
         record = await self.batches.status(batch)
         reader = HappeningReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
-        watched = Watched(batch, Progress(record.total))
+        watched = Watched(batch, Progress(record.total), tenant=self.tenant)
         with open_display(watched) as display:
             if follow:
                 await Follower(self.queue, reader, self.tenant, batch, rows=None, show=display.show, tick=display.tick).run()
@@ -208,7 +208,7 @@ class BatchRuns:
         what is said at the end can name the batch by its id.
         """
         record = await self.batches.status(batch)
-        watched = Watched(batch, Progress(record.total), is_kept=is_kept)
+        watched = Watched(batch, Progress(record.total), is_kept=is_kept, tenant=self.tenant)
         async with AsyncExitStack() as stack:
             runner = await stack.enter_async_context(self.runner(batch, concurrency=concurrency or record.concurrency, model=model))
             shift = Shift(runner)

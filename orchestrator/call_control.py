@@ -14,6 +14,7 @@ from orchestrator.audit import build_entry, entry_text
 from orchestrator.call_kills import MAX_REASON_CHARS, CallKills, KillOrder
 from orchestrator.call_ledger import CallLedger
 from orchestrator.call_life import unknown_call
+from orchestrator.command_text import build_command
 from orchestrator.dispatcher import Route
 from orchestrator.pool_connection import PoolConnection
 
@@ -72,7 +73,8 @@ class CallControl:
                 raise unknown_call(call_id, tenant)
             if waited_s > ENDED_S:
                 raise OperatorError(
-                    f"call {call_id} was told to end and has not after {ENDED_S:g} s: see `toolcrew calls show {call_id}` and `toolcrew hosts`"
+                    f"call {call_id} was told to end and has not after {ENDED_S:g} s: "
+                    f"see `{build_command('calls', 'show', call_id, tenant=tenant)}` and `toolcrew hosts`"
                 )
 
     async def _tell_holder(self, tenant: str, call_id: str, record: CallRecord) -> None:

@@ -31,6 +31,7 @@ from orchestrator.cli_batch_views import (
 from orchestrator.cli_batch_work import work as batch_work
 from orchestrator.cli_runner import Json, Tenant, open_client, open_pool_client, run_work
 from orchestrator.client import ToolClient
+from orchestrator.command_text import build_command, build_resubmission
 from orchestrator.runs.batches import check_batch_id, new_batch_id
 from orchestrator.runs.records import BatchDefaults
 from orchestrator.settings import load_settings
@@ -192,18 +193,16 @@ async def _submit(
     runs, console = client.batch_runs(), Console(stderr=True)
     with ExitStack() as stack:
         rows = stack.enter_context(runs.open_rows(paths, batch, read)) if paths is not None else None
-        interrupts = _listen(batch, console, is_kept=client.stack is None)
+        interrupts = _listen(batch, runs.tenant, console, is_kept=client.stack is None)
         _print_id(batch, as_json)
         await runs.batches.submit(read, batch=batch, concurrency=concurrency, defaults=defaults, name=name, is_detached=is_detached)
         if paths is not None and rows is not None:
             await runs.queue.note_rows(runs.tenant, batch, place_of(paths))
             await runs.recall(batch, rows)
         if is_detached or paths is None or rows is None:
-            console.print(
-                f"queued; `toolcrew batch status {batch}` and `toolcrew batch logs -f {batch}` show how it stands",
-                highlight=False,
-                soft_wrap=True,
-            )
+            status = build_command("batch", "status", batch, tenant=runs.tenant)
+            logs = build_command("batch", "logs", "-f", batch, tenant=runs.tenant)
+            console.print(f"queued; `{status}` and `{logs}` show how it stands", highlight=False, soft_wrap=True)
             return 0
         return await work_batch(runs, batch, paths, rows, interrupts, console, is_kept=client.stack is None, as_json=as_json)
 
@@ -222,7 +221,7 @@ async def _go_on(
         record = await runs.batches.status(batch)
         paths = find_rows(batch, record.rows, output, errors)
         with await runs.open_rows_again(paths, batch) as rows:
-            interrupts = _listen(batch, console, is_kept=True)
+            interrupts = _listen(batch, runs.tenant, console, is_kept=True)
             _print_id(batch, as_json)
             await runs.queue.note_rows(runs.tenant, batch, place_of(paths))
             if concurrency is not None:
@@ -232,10 +231,10 @@ async def _go_on(
             return await work_batch(runs, batch, paths, rows, interrupts, console, is_kept=True, as_json=as_json)
 
 
-def _listen(batch: str, console: Console, *, is_kept: bool) -> Interrupts:
-    again = f"`toolcrew batch resume {batch}` goes on with it"
+def _listen(batch: str, tenant: str, console: Console, *, is_kept: bool) -> Interrupts:
+    again = f"`{build_command('batch', 'resume', batch, tenant=tenant)}` goes on with it"
     if not is_kept:
-        again = f"submitting the same file again with `--id {batch}` and the same --output goes on with it"
+        again = f"submitting the same file again with `{build_resubmission(batch, tenant)}` and the same --output goes on with it"
 
     def leave(code: int) -> None:
         console.show_cursor(True)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from contract.errors import ConfigError
+from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batch_runs import BatchRuns, RowPaths
 from orchestrator.batches.displays import Display, Watched
 from orchestrator.batches.happening_files import read_happenings
@@ -129,12 +130,12 @@ def batch_report(
 
     async def work() -> None:
         if events is not None:
-            await asyncio.to_thread(_write_page, page, batch, read_happenings(events))
+            await asyncio.to_thread(_write_page, page, batch, tenant or DEFAULT_TENANT, read_happenings(events))
             return
         async with open_pool_client(tenant) as client:
             runs = client.batch_runs()
             total = (await runs.batches.status(batch)).total
-            await asyncio.to_thread(_write_page, page, batch, await runs.happenings(batch), total)
+            await asyncio.to_thread(_write_page, page, batch, runs.tenant, await runs.happenings(batch), total)
 
     run_work(work(), as_json)
     typer.echo(json.dumps({"batch": batch, "page": str(page)}) if as_json else str(page))
@@ -146,8 +147,8 @@ def _open_log(watched: Watched, follow: bool, as_json: bool) -> Display:
     return LogLines(watched, sys.stdout)
 
 
-def _write_page(page: Path, batch: str, happenings: Iterable[Happening], total: int = 0) -> None:
-    text = build_report(happenings, title=f"Batch {batch}", batch=batch, total=total)
+def _write_page(page: Path, batch: str, tenant: str, happenings: Iterable[Happening], total: int = 0) -> None:
+    text = build_report(happenings, title=f"Batch {batch}", batch=batch, tenant=tenant, total=total)
     try:
         page.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -6,8 +6,10 @@ from typing import Annotated, Any
 import typer
 
 from contract.clock import format_instant
+from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli_calls import open_running
 from orchestrator.cli_runner import Json, Tenant, run_work
+from orchestrator.command_text import build_command
 from orchestrator.runs.hosted_records import HostedRun, HostedState, RunPage
 from orchestrator.terminal import escape_controls, table_rows
 
@@ -40,7 +42,9 @@ def runs_ls(
     for line in table_rows(rows, _COLUMNS) if rows else ["no such run was started in the last 30 days"]:
         typer.echo(escape_controls(line))
     if page.next_cursor is not None:
-        typer.echo(f"there may be more: --cursor {page.next_cursor}", err=True)
+        states = ("--state", state.value) if state is not None else ()
+        more = build_command("runs", "ls", *states, "--limit", str(limit), "--cursor", page.next_cursor, tenant=tenant or DEFAULT_TENANT)
+        typer.echo(f"there may be more: `{more}`", err=True)
 
 
 @runs_app.command("show")

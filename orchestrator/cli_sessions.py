@@ -12,8 +12,10 @@ import typer
 from contract.calls import ExecResult
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
+from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli_calls import open_running
 from orchestrator.cli_runner import EXIT_ERROR, Json, Tenant, run_work
+from orchestrator.command_text import build_command
 from orchestrator.session_list import OpenSession, SessionPage
 from orchestrator.sessions import Session
 from orchestrator.terminal import escape_controls, table_rows
@@ -210,7 +212,9 @@ def _list(tenant: str | None, cursor: str | None, limit: int, *, is_own: bool, a
     for line in table_rows([_row(session) for session in page.sessions], _COLUMNS) if page.sessions else ["no session is open"]:
         typer.echo(escape_controls(line))
     if page.cursor is not None:
-        typer.echo(f"there are more: --cursor {page.cursor}", err=True)
+        words = ("session", "ls") if is_own else ("sessions",)
+        more = build_command(*words, "--limit", str(limit), "--cursor", page.cursor, tenant=tenant or DEFAULT_TENANT)
+        typer.echo(f"there are more: `{more}`", err=True)
 
 
 def _row(session: OpenSession) -> dict[str, Any]:

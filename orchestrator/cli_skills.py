@@ -13,6 +13,7 @@ from contract.installed_skills import InstalledSkill
 from contract.skills import SkillBroken
 from contract.specs import SkillSummary
 from orchestrator.cli_runner import EXIT_ERROR, Json, Tenant, fail, open_client, run_work
+from orchestrator.command_text import build_command
 from orchestrator.skill_folders import examine_skill
 from orchestrator.terminal import escape_controls, table_rows
 from orchestrator.tool_search import find_nearest
@@ -94,7 +95,7 @@ def skills_rm(
             if not await desk.remove(name):
                 raise ToolFailure(
                     ErrorCode.FILE_NOT_FOUND,
-                    f"tenant {desk.tenant} has no skill {name[:100]} of its own: see toolcrew skills ls",
+                    f"tenant {desk.tenant} has no skill {name[:100]} of its own: see `{build_command('skills', 'ls', tenant=desk.tenant)}`",
                     nearest=find_nearest(name, await desk.all()),
                 )
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import ConfigError
+from contract.tenancy import DEFAULT_TENANT
+from orchestrator.command_text import build_command
 from orchestrator.events import RunEvent
 from orchestrator.settings import load_settings
 from orchestrator.traces.export_messages import build_traj
@@ -22,6 +24,7 @@ class Leaving:
         self._folder, self._output = settings.traces, output
         self.has_trace = wants_trace or output is not None or "traces" in settings.model_fields_set
         self._run = ""
+        self._tenant = DEFAULT_TENANT
         self._trace: Trace | None = None
         self.failure: ConfigError | None = None
         if output is not None:
@@ -33,6 +36,7 @@ class Leaving:
 
     def leave(self, tenant: str) -> None:
         """The run is over. What cannot be written is in `failure`."""
+        self._tenant = tenant
         if not self.has_trace or not self._run:
             return
         try:
@@ -51,7 +55,8 @@ class Leaving:
         """For people."""
         lines = []
         if self._trace is not None:
-            lines = [f"trace {self._trace.path} (`toolcrew trace show {self._run}`)", *self._trace.faults()]
+            show = build_command("trace", "show", self._run, tenant=self._tenant)
+            lines = [f"trace {self._trace.path} (`{show}`)", *self._trace.faults()]
         if self._output is not None and self.failure is None and self._trace is not None:
             lines.append(f"trajectory {self._output}")
         if self.failure is not None:

@@ -164,7 +164,7 @@ class Places:
             raise ToolFailure(
                 ErrorCode.QUOTA_EXCEEDED,
                 f"tenant {tenant} has {limit} sessions open, which is all it may have: close one, or have the operator raise it "
-                "(toolcrew tenants set --sandboxes)",
+                f"(`toolcrew tenants set {tenant} --sandboxes {limit + 1}`)",
             )
         if told == CLOSED:
             raise ToolFailure(ErrorCode.SESSION_NOT_FOUND, "the session was closed before it was opened: open a new one")

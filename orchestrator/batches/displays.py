@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
+from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.happenings import Happening
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.snapshot import Snapshot
@@ -29,7 +30,7 @@ class Display(Protocol):
 @dataclass(frozen=True)
 class Watched:
     """The batch that a display shows. `wall`: Unix seconds; `ticks`: seconds that never jump. `is_kept`: commands can name the batch afterwards. `rows`: the
-    files that its rows go to, of successes and of failures, if this process writes any."""
+    files that its rows go to, of successes and of failures, if this process writes any. `tenant`: whose it is."""
 
     batch: str
     progress: Progress
@@ -37,9 +38,10 @@ class Watched:
     ticks: Callable[[], float] = time.monotonic
     is_kept: bool = True
     rows: tuple[str, ...] = ()
+    tenant: str = DEFAULT_TENANT
 
     def snapshot(self) -> Snapshot:
         return self.progress.snapshot(self.wall())
 
     def summary(self) -> Summary:
-        return build_summary(self.snapshot(), batch=self.batch, is_kept=self.is_kept, rows=self.rows)
+        return build_summary(self.snapshot(), batch=self.batch, tenant=self.tenant, is_kept=self.is_kept, rows=self.rows)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.figures import format_cost, format_count, format_eta, format_rate, format_seconds, format_time, one_line
 from orchestrator.batches.happenings import Happening, ItemDone, ItemRetried, ItemStarted, StepDone
 from orchestrator.batches.markup import Markup, element, join, text
@@ -19,20 +20,22 @@ MAX_CELL_CHARS = 240
 _NANO = 10**9
 
 
-def build_report(happenings: Iterable[Happening], *, title: str, batch: str = "", total: int = 0) -> str:
+def build_report(happenings: Iterable[Happening], *, title: str, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0) -> str:
     """The page, below 2 MB for the largest batch. Reads `happenings` once, in any order, also with repetitions; the same ones give the same page.
 
-    `batch`: its id, for the commands that the page tells. `total`: how many items there are, where no happening tells it.
+    `batch`: its id and `tenant`: whose it is, for the commands that the page names. `total`: how many items there are, where no happening tells it.
     """
-    return build_page(title, build_sections(happenings, batch=batch, total=total))
+    return build_page(title, build_sections(happenings, batch=batch, tenant=tenant, total=total))
 
 
-def build_sections(happenings: Iterable[Happening], *, batch: str = "", total: int = 0) -> list[tuple[str, str, Markup]]:
+def build_sections(
+    happenings: Iterable[Happening], *, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
+) -> list[tuple[str, str, Markup]]:
     """What stands on that page, for others to hold it: (id, heading, content) each, in the classes of its style sheet."""
     story = _Story(total)
     for happening in happenings:
         story.add(happening)
-    return story.sections(batch)
+    return story.sections(batch, tenant)
 
 
 class _Story:
@@ -74,7 +77,7 @@ class _Story:
         if end.cost is not None:
             self._series.add("cost", at, round(end.cost * _NANO))
 
-    def sections(self, batch: str) -> list[tuple[str, str, Markup]]:
+    def sections(self, batch: str, tenant: str) -> list[tuple[str, str, Markup]]:
         high = within_time(self._progress.last_at)
         low = high if self._low is None else self._low
         snapshot = self._progress.snapshot(high)
@@ -82,7 +85,7 @@ class _Story:
         for (item, attempt), begin in sorted(self._begun.items()):
             if (item, attempt) in running:
                 self._spans.add(begin, high, RUNNING, item)
-        summary = build_summary(snapshot, batch=batch or "ID")
+        summary = build_summary(snapshot, batch=batch or "ID", tenant=tenant)
         return [
             ("summary", "Summary", _summary(summary, low)),
             ("failures", "Failures", self._failures(snapshot)),

@@ -1,12 +1,14 @@
 """What is said of a batch at the end: totals, failures with an example each, the slowest items, and what to do next."""
 
-import shlex
 from collections.abc import Sequence
+from shlex import quote
 from typing import Literal
 
+from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.figures import MAX_NOTE_CHARS, format_cost, format_count, format_rate, format_seconds, one_line
 from orchestrator.batches.items import FailureKind
 from orchestrator.batches.snapshot import FailureGroup, Snapshot
+from orchestrator.command_text import build_command, build_resubmission
 
 MAX_SHOWN_GROUPS = 10
 MAX_SHOWN_SLOWEST = 5
@@ -20,19 +22,21 @@ class Summary(Snapshot):
     next: tuple[str, ...]
 
 
-def build_summary(snapshot: Snapshot, *, batch: str, is_kept: bool = True, rows: Sequence[str] = ()) -> Summary:
-    """`batch`: its id, for the commands that it tells; without `is_kept` nothing but its files is left of it afterwards. `rows`: the
+def build_summary(
+    snapshot: Snapshot, *, batch: str, tenant: str = DEFAULT_TENANT, is_kept: bool = True, rows: Sequence[str] = ()
+) -> Summary:
+    """`batch`: its id and `tenant`: whose it is, for the commands that it names; without `is_kept` nothing but its files is left of it afterwards. `rows`: the
     files with its rows, of successes and of failures."""
     fields = {name: getattr(snapshot, name) for name in Snapshot.model_fields}
-    return Summary(**fields, batch=batch, next=tuple(_next(snapshot, shlex.quote(one_line(batch)), is_kept, rows)))
+    return Summary(**fields, batch=batch, next=tuple(_next(snapshot, one_line(batch), tenant, is_kept, rows)))
 
 
-def _next(snapshot: Snapshot, batch: str, is_kept: bool, rows: Sequence[str]) -> list[str]:
+def _next(snapshot: Snapshot, batch: str, tenant: str, is_kept: bool, rows: Sequence[str]) -> list[str]:
     told, counts = [], snapshot.failures
-    submit = f"by submitting the same file again with `--id {batch}` and the same --output"
-    resume, retry = (
-        (f"with `toolcrew batch resume {batch}`", f"with `toolcrew batch retry {batch} --errors`") if is_kept else (submit, submit)
-    )
+    resume = retry = f"by submitting the same file again with `{build_resubmission(batch, tenant)}` and the same --output"
+    if is_kept:
+        resume = f"with `{build_command('batch', 'resume', batch, tenant=tenant)}`"
+        retry = f"with `{build_command('batch', 'retry', batch, '--errors', tenant=tenant)}`"
     unfinished = snapshot.running + snapshot.queued
     if unfinished:
         told.append(f"{unfinished:,} {_items(unfinished)} without a result yet: go on {resume}")
@@ -44,15 +48,15 @@ def _next(snapshot: Snapshot, batch: str, is_kept: bool, rows: Sequence[str]) ->
         told.append(f"{wrong:,} failed for what their lines name: mend these lines and submit them as a batch of their own")
     if count := counts.get(FailureKind.MODEL, 0):
         run = next((group.run for group in snapshot.groups if group.kind == FailureKind.MODEL and group.run), "RUN")
-        look = f"`toolcrew trace show {shlex.quote(one_line(run))}`"
+        look = f"`{build_command('trace', 'show', one_line(run), tenant=tenant)}`"
         told.append(f"{count:,} failed for the model, as they would again: see what happened, of one of them with {look}")
     if count := counts.get(FailureKind.TOOL, 0):
         told.append(f"{count:,} failed for a tool, as they would again: their rows say why")
     if snapshot.ended and rows:
         shown = [row for row, count in zip(rows, (snapshot.done, snapshot.failed), strict=True) if count]
-        told.append(f"read the rows in {' and '.join(one_line(shlex.quote(row)) for row in shown)}")
+        told.append(f"read the rows in {' and '.join(one_line(quote(row)) for row in shown)}")
     elif snapshot.ended and is_kept:
-        told.append(f"read what there is with `toolcrew batch results {batch}`")
+        told.append(f"read what there is with `{build_command('batch', 'results', batch, tenant=tenant)}`")
     return told
 
 

@@ -8,15 +8,16 @@ from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.batches.items import BatchItem, CallBody
 from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, Complaint
+from orchestrator.command_text import build_command
 
 NOT_CHECKED = "no worker publishes its tools now, so the names and arguments of tools were not checked"
 MIN_LIKENESS = 0.6
 
 
-def check_tools(file: BatchFile, specs: Iterable[ToolSpec], is_known: Callable[[str], bool], name: str) -> list[str]:
+def check_tools(file: BatchFile, specs: Iterable[ToolSpec], is_known: Callable[[str], bool], name: str, tenant: str) -> list[str]:
     """Return warnings for arguments that are given by another name of their parameter.
 
-    `specs`: the tools of the tenant. `is_known`: whether a tool exists that no worker serves now. `name`: the file, for messages.
+    `specs`: the tools of `tenant`. `is_known`: whether a tool exists that no worker serves now. `name`: the file, for messages.
     Raises BadBatch when a line names a tool that does not exist, or a call has arguments that do not fit its tool.
     """
     tools = {spec.name: spec for spec in specs if spec.audience == "model"}
@@ -24,7 +25,7 @@ def check_tools(file: BatchFile, specs: Iterable[ToolSpec], is_known: Callable[[
     complaints: list[Complaint] = []
     more = 0
     for item in file.items:
-        for problem in _problems(item, tools, is_known, aliases):
+        for problem in _problems(item, tools, is_known, aliases, tenant):
             if len(complaints) < MAX_SHOWN:
                 complaints.append(Complaint(problem, item.line))
             else:
@@ -34,20 +35,20 @@ def check_tools(file: BatchFile, specs: Iterable[ToolSpec], is_known: Callable[[
     return [_alias_warning(tool, alias, lines) for (tool, alias), lines in aliases.items()]
 
 
-def suggest_tool(name: str, tools: Iterable[str]) -> str:
-    """Return `did you mean ...?`, or where the tools are listed when no name is like it."""
+def suggest_tool(name: str, tools: Iterable[str], tenant: str) -> str:
+    """Return `did you mean ...?`, or the command that lists the tools when no name is like it."""
     close = difflib.get_close_matches(name, list(tools), n=1, cutoff=MIN_LIKENESS)
-    return f"did you mean {close[0]}?" if close else "`toolcrew tools ls` lists the tools"
+    return f"did you mean {close[0]}?" if close else f"`{build_command('tools', 'ls', tenant=tenant)}` lists the tools"
 
 
 def _problems(
-    item: BatchItem, tools: dict[str, ToolSpec], is_known: Callable[[str], bool], aliases: dict[tuple[str, str], list[int]]
+    item: BatchItem, tools: dict[str, ToolSpec], is_known: Callable[[str], bool], aliases: dict[tuple[str, str], list[int]], tenant: str
 ) -> Iterator[str]:
     work = item.work
     names = (work.name,) if isinstance(work, CallBody) else work.tools or ()
     for tool in names:
         if tool not in tools and tool != "all" and not is_known(tool):
-            yield f"there is no tool {tool}: {suggest_tool(tool, tools)}"
+            yield f"there is no tool {tool}: {suggest_tool(tool, tools, tenant)}"
     if not isinstance(work, CallBody) or (spec := tools.get(work.name)) is None:
         return
     try:

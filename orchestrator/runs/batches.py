@@ -11,6 +11,7 @@ from orchestrator.batches.detached import check_detached
 from orchestrator.batches.happenings import BatchNoted
 from orchestrator.batches.items import BatchItem, FailureKind
 from orchestrator.batches.lines import BatchFile
+from orchestrator.command_text import build_resubmission
 from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
 from orchestrator.runs.run_queue import AT_ONCE, BatchCancelled, RunQueue
@@ -108,7 +109,7 @@ class Batches:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
                 f"only {queued} of the {record.total} lines of batch {batch} were queued before its submission broke off: "
-                f"submit the same file again with --id {batch} to go on with it",
+                f"submit the same file again with `{build_resubmission(batch, self.tenant)}` to go on with it",
             )
         again = await self._queue.retry(self.tenant, batch, kinds, entry)
         await self._queue.reopen(self.tenant, batch)
@@ -144,7 +145,7 @@ class Batches:
             raise ToolFailure(
                 ErrorCode.CANCELLED,
                 f"the batch {batch} was cancelled while its lines were queued, and those that were not yet there are left out: "
-                f"submit the same file again with --id {batch} to go on with it",
+                f"submit the same file again with `{build_resubmission(batch, self.tenant)}` to go on with it",
             ) from None
 
     def _runs(self, batch: str, items: Sequence[BatchItem]) -> Iterator[tuple[str, BatchItem]]:

@@ -10,6 +10,7 @@ from orchestrator.batches.items import Outcome
 from orchestrator.batches.row_files import RowFiles, RowsNotWritten
 from orchestrator.batches.settled_items import SettledItems
 from orchestrator.cancelling import check_cancelled
+from orchestrator.command_text import build_resubmission
 from orchestrator.logs import get_logger
 from orchestrator.runs.happening_stream import HappeningReader
 from orchestrator.runs.records import BatchRecord, BatchState
@@ -134,7 +135,9 @@ class Follower:
             return
         self._gone |= gone
         told = f"{len(self._gone)} items are gone from Redis and have no row: see that it evicts nothing, then submit the same file again"
-        self._show(BatchNoted(at=time.time(), message=f"{told} with `--id {self._batch}` and the same --output"))
+        self._show(
+            BatchNoted(at=time.time(), message=f"{told} with `{build_resubmission(self._batch, self._tenant)}` and the same --output")
+        )
 
     async def _append(self, outcomes: list[Outcome]) -> bool:
         assert self._rows is not None

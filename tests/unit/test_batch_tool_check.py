@@ -79,5 +79,5 @@ def test_a_tool_whose_workers_are_not_running_can_be_submitted(submit: Callable[
 def test_the_first_problems_are_shown_and_the_others_counted(tmp_path: Path) -> None:
     file = load_lines(write(tmp_path, *(call("bash_tol") for _ in range(MAX_SHOWN + 5))))
     with pytest.raises(BadBatch) as refused:
-        check_tools(file, (BASH,), lambda _: False, "in.jsonl")
+        check_tools(file, (BASH,), lambda _: False, "in.jsonl", "acme")
     assert (len(refused.value.complaints), refused.value.more) == (MAX_SHOWN, 5)

@@ -164,7 +164,7 @@ async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_told_and_ad
             return first + await super().add(tenant, batch, all_of_them)
 
     batches = Batches(Interrupted(ground.client, "d", KEY), HappeningWriter(ground.client, "d"), "acme")
-    with pytest.raises(ToolFailure, match="submit the same file again with --id b") as told:
+    with pytest.raises(ToolFailure, match="submit the same file again with `--id b --tenant acme`") as told:
         await batches.submit(file, batch="b")
     assert told.value.code is ErrorCode.CANCELLED
     record = await ground.batches.status("b")

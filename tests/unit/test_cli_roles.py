@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from contract.names import call_key, catalog_key, open_sessions_key, place_key, tenant_open_sessions_key
+from contract.names import call_key, catalog_key
 from contract.settings import BrokerSettings
 from contract.specs import Catalog
 from contract.tenancy import TenantPolicy
@@ -23,6 +23,7 @@ from orchestrator.api_keys import ApiKeys, Role
 from orchestrator.approvals.queue import ApprovalQueue
 from orchestrator.audit import Audit, Audited
 from orchestrator.cli import app
+from orchestrator.places import Places
 from orchestrator.tenants import RedisTenants
 from tests.approval_ground import build_question
 from tests.builders import build_spec
@@ -175,10 +176,7 @@ def pool(redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyP
             found.question = question.id
             await client.set(catalog_key("default", "sandbox"), Catalog(tools=(build_spec("echo_tool"),)).model_dump_json())
             await client.hset(call_key("default", "rival", "rival-call"), mapping={"state": "done", "tool": "echo_tool"})
-            place = {"queue": "host.rival-host.b", "fence": 1, "state": "open"}
-            await client.hset(place_key("default", "rival", "rival-session"), mapping=place)
-            await client.zadd(open_sessions_key("default"), {"rival rival-session": 1.0})
-            await client.zadd(tenant_open_sessions_key("default", "rival"), {"rival-session": 1.0})
+            await Places(client, "default").open("rival", "rival-session", "host.rival-host.b", start="{}", ttl_s=600, limit=9)
 
     asyncio.run(prepare())
     submitted = found.invoke(["batch", "submit", "in.jsonl", "--detach", "--id", "rival-batch", "--tenant", "rival"], "")

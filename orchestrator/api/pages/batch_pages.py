@@ -58,7 +58,7 @@ async def one_batch(request: Request, batch: BatchId, person: Looking, done: str
         return render("batch.part.html", await person.viewer(), **values)
     async with _ONE_REPORT:
         happenings = await runs.happenings(batch)
-        sections = await asyncio.to_thread(build_sections, happenings, batch=batch, total=record.total)
+        sections = await asyncio.to_thread(build_sections, happenings, batch=batch, tenant=runs.tenant, total=record.total)
     shown = [(name, heading, Markup(content)) for name, heading, content in sections]
     return render(
         "batch.html", await person.viewer(), title=f"Batch {batch}", page="batches", sections=shown, done=DONE.get(done), **values

@@ -1,0 +1,45 @@
+"""A command that `toolcrew` prints goes on where the interrupted one left off, on a real stack."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.stack import TOOLCREW, Footprint, Stack, run_toolcrew, wait_until
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
+
+
+def test_the_hint_of_a_stopped_command_goes_on_with_a_tenants_batch_when_it_is_pasted(
+    stack: Stack, footprint: Footprint, tmp_path: Path
+) -> None:
+    reach = {"TOOLCREW_REDIS_URL": stack.redis_url}
+
+    def toolcrew(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        return run_toolcrew(footprint, *arguments, environment=reach)
+
+    assert toolcrew("tenants", "add", "acme-hints").returncode == 0
+    try:
+        file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        file.write_text('{"id": "a", "tool": "bash_tool", "arguments": {"command": "sleep 8; echo done"}}\n')
+        argv = [TOOLCREW, "batch", "submit", str(file), "--tenant", "acme-hints", "--id", "hints", "--output", str(out)]
+        environment = footprint.environment(reach)
+        process = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+        def is_running() -> bool:
+            status = toolcrew("batch", "status", "hints", "--tenant", "acme-hints", "--json")
+            return status.returncode == 0 and json.loads(status.stdout)["request_counts"]["running"] == 1
+
+        wait_until(is_running, 60, "the item did not begin")
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 143, said
+        (hint,) = {found for found in re.findall(r"`(toolcrew [^`]+)`", said) if "resume" in found}
+
+        resumed = toolcrew(*shlex.split(hint)[1:])
+        assert [json.loads(line)["custom_id"] for line in out.read_text().splitlines()] == ["a"], resumed.stderr
+    finally:
+        assert toolcrew("tenants", "rm", "acme-hints").returncode == 0

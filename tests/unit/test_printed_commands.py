@@ -1,0 +1,184 @@
+"""Every command that a message tells its reader to run exists, and works when it is pasted."""
+
+import ast
+import asyncio
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+from click.testing import Result
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from contract.names import catalog_key
+from contract.settings import BrokerSettings
+from contract.specs import Catalog
+from contract.tenancy import TenantPolicy
+from orchestrator.batches.displays import Watched
+from orchestrator.batches.happenings import BatchNoted, ItemDone
+from orchestrator.batches.items import FailureKind
+from orchestrator.batches.progress import Progress
+from orchestrator.batches.report import build_report
+from orchestrator.cli import app
+from orchestrator.command_text import build_command
+from orchestrator.places import Places
+from orchestrator.tenants import RedisTenants
+from tests.builders import build_spec
+from tests.conftest import RedisProcess
+from tests.stack import ROOT
+
+_QUOTED = re.compile(r"`(toolcrew [^`]+)`")
+_IN_BRACKETS = re.compile(r"\((toolcrew [a-z][^()`]*?)(?: \.\.\.| makes one)?\)")
+
+
+def find_commands(text: str) -> list[str]:
+    return [*_QUOTED.findall(text), *_IN_BRACKETS.findall(text)]
+
+
+def check_command(line: str) -> None:
+    """Fails the test for a command that is not in the tree, or has an option that it does not take."""
+    words = shlex.split(line)[1:]
+    command: object = get_command(app)
+    while isinstance(command, TyperGroup):
+        assert words, f"`{line}` names a group of commands"
+        if words[0] not in command.commands and not words[0].startswith("-"):
+            pytest.fail(f"`{line}`: there is no command {words[0]}")
+        command = command.commands[words.pop(0)]
+    assert isinstance(command, TyperCommand)
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+    unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in options]
+    assert unknown == [], f"`{line}`: {unknown}"
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """Every text that a module can print, with X in place of what is put in. Texts that are added up are one."""
+    tree = ast.parse(path.read_text())
+    documents = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if node in documents:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def printed_commands() -> list[tuple[str, str]]:
+    paths = [path for package in ("orchestrator", "contract", "workers", "telemetry") for path in sorted((ROOT / package).rglob("*.py"))]
+    return sorted({(str(path.relative_to(ROOT)), command) for path in paths for text in texts_of(path) for command in find_commands(text)})
+
+
+# These name a group, or the program itself, and are no command to paste.
+GROUPS = {"toolcrew approve"}
+
+
+def test_every_command_in_a_message_exists() -> None:
+    found = {command for _, command in printed_commands()} - GROUPS
+    assert len(found) > 20
+    for command in found:
+        check_command(command)
+
+
+def test_no_message_builds_a_command_for_one_tenant_by_hand() -> None:
+    """Such commands name the tenant, which `build_command` does not forget."""
+    by_hand = re.compile(r"toolcrew (batch|runs|session|calls|trace|kill|skills) [a-z]+ [^`]*X")
+    found = {(path, command) for path, command in printed_commands() if by_hand.search(command)}
+    assert found == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "tenant", "command"),
+    [
+        (("batch", "resume", "t2"), "acme", "toolcrew batch resume t2 --tenant acme"),
+        (("batch", "resume", "t2"), "default", "toolcrew batch resume t2"),
+        (("trace", "show", "a b'c"), "acme", """toolcrew trace show 'a b'"'"'c' --tenant acme"""),
+        (("trace", "show", "$(rm -rf ~)\x1b[2J"), "default", r"toolcrew trace show '$(rm -rf ~)\x1b[2J'"),
+    ],
+)
+def test_a_command_is_quoted_and_names_its_tenant(words: tuple[str, ...], tenant: str, command: str) -> None:
+    assert build_command(*words, tenant=tenant) == command
+
+
+class Pool:
+    """A Redis with the tenant acme and a catalog, and the command on it."""
+
+    def __init__(self, server: RedisProcess) -> None:
+        self._environment = {"TOOLCREW_REDIS_URL": server.url, "COLUMNS": "400", "OPENAI_API_KEY": "k", "TOOLCREW_MODEL": "m"}
+
+        async def prepare() -> None:
+            keys = BrokerSettings.model_validate({"redis_url": server.url}).signing_keys()
+            async with redis.asyncio.Redis.from_url(server.url) as client:
+                await RedisTenants(client, "default", keys).add("acme", TenantPolicy())
+                await client.set(catalog_key("default", "sandbox"), Catalog(tools=(build_spec("echo_tool"),)).model_dump_json())
+
+        asyncio.run(prepare())
+
+    def paste(self, line: str) -> Result:
+        return CliRunner().invoke(app, shlex.split(line)[1:], env=self._environment)
+
+
+def test_the_hints_of_a_batch_of_a_tenant_work_when_they_are_pasted(redis_server: RedisProcess, tmp_path: Path) -> None:
+    pool = Pool(redis_server)
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text('{"id": "a", "instruction": "act"}\n{"id": "b", "instruction": "act"}\n')
+    submitted = pool.paste(f"toolcrew batch submit {file} --detach --id t2 --tenant acme --output {out}")
+    assert submitted.exit_code == 0, submitted.output
+    cancelled = pool.paste("toolcrew batch cancel t2 --tenant acme")
+    assert cancelled.exit_code == 0, cancelled.output
+    log = pool.paste("toolcrew batch logs t2 --tenant acme --json")
+    page = tmp_path / "page.html"
+    assert pool.paste(f"toolcrew batch report t2 --tenant acme -o {page}").exit_code == 0
+    hints = {*find_commands(submitted.output), *find_commands(log.output), *find_commands(page.read_text())}
+    assert {" ".join(hint.split()[1:3]) for hint in hints} >= {"batch status", "batch logs", "batch resume"}
+    for hint in hints:
+        check_command(hint)
+        assert hint.endswith("--tenant acme"), hint
+        if "resume" not in hint:
+            done = pool.paste(hint)
+            assert done.exit_code == 0, (hint, done.output)
+
+
+def test_the_hints_of_a_summary_and_a_report_name_the_tenant() -> None:
+    progress = Progress(4)
+    kinds = (FailureKind.INFRASTRUCTURE, FailureKind.MODEL, FailureKind.CANCELLED)
+    happenings = [BatchNoted(at=1.0, message="submitted", total=4)]
+    ends = [ItemDone(at=2.0, item=f"i{at}", run=f"run{at}", failure=kind, code="X") for at, kind in enumerate(kinds)]
+    for happening in (*happenings, *ends):
+        progress.add(happening)
+    summary = Watched("t2", progress, tenant="acme").summary()
+    page = build_report([*happenings, *ends], title="Batch t2", batch="t2", tenant="acme")
+    for text in ("\n".join(summary.next), page):
+        hints = find_commands(text)
+        assert {hint.split()[2] for hint in hints} == {"resume", "retry", "show", "results"}
+        for hint in hints:
+            check_command(hint)
+            assert hint.endswith("--tenant acme")
+
+
+def test_the_hint_of_a_batch_without_a_pool_names_the_tenant_too() -> None:
+    progress = Progress(1)
+    summary = Watched("t2", progress, is_kept=False, tenant="acme").summary()
+    assert "submitting the same file again with `--id t2 --tenant acme` and the same --output" in summary.next[0]
+
+
+def test_pages_of_lists_are_gone_on_with_by_the_printed_command(redis_server: RedisProcess) -> None:
+    pool = Pool(redis_server)
+
+    async def open_some() -> None:
+        async with redis.asyncio.Redis.from_url(redis_server.url) as client:
+            for number in range(3):
+                await Places(client, "default").open("acme", f"s{number}", "host.a.b", start="{}", ttl_s=60, limit=9)
+
+    asyncio.run(open_some())
+    for line in ("toolcrew session ls --limit 1 --tenant acme", "toolcrew sessions -n 1"):
+        seen = []
+        while line:
+            done = pool.paste(line)
+            assert done.exit_code == 0, done.output
+            seen += [row.split()[0] for row in done.stdout.splitlines()[1:]]
+            line = next(iter(find_commands(done.stderr)), "")
+        assert sorted(seen) == ["s0", "s1", "s2"]
