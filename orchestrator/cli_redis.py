@@ -1,4 +1,4 @@
-"""`toolcrew redis`: what Redis itself must be told before a deployment uses it."""
+"""`toolcrew redis`: users for Redis, and new signatures for its records."""
 
 import json
 import os
@@ -9,11 +9,14 @@ from typing import Annotated
 import typer
 
 from contract.errors import ConfigError
+from orchestrator.cli_access import open_deployment
 from orchestrator.cli_runner import Json, run_work
 from orchestrator.redis_users import ROLES, build_users, hash_password
+from orchestrator.resealing import Resealed, reseal
 from orchestrator.settings import load_settings
+from orchestrator.terminal import escape_controls
 
-redis_app = typer.Typer(no_args_is_help=True, help="What Redis must be told.")
+redis_app = typer.Typer(no_args_is_help=True, help="Users for Redis, and signatures of its records.")
 
 
 @redis_app.command("users")
@@ -36,6 +39,26 @@ def redis_users(
         typer.echo(json.dumps({"acl_file": str(out), "passwords_file": str(passwords), "roles": roles or list(ROLES)}))
         return
     typer.echo(f"wrote {out} (for Redis: aclfile {out}) and {passwords} (keep it secret; each process gets its own user's)", err=True)
+
+
+@redis_app.command("reseal")
+def redis_reseal(as_json: Json = False) -> None:
+    """Sign API keys, policies and switches again with the present secret.
+
+    Run it after TOOLCREW_SECRET was changed everywhere and before the old secret is removed from TOOLCREW_SECRETS_PREVIOUS. It can be repeated.
+    """
+
+    async def work() -> Resealed:
+        async with open_deployment("admin") as deployment:
+            return await reseal(deployment.redis, deployment.broker.deployment, deployment.signing_keys)
+
+    done = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps({"signed": done.signed, "refused": done.refused}))
+        return
+    typer.echo(f"{done.signed} records have a new signature")
+    for name in done.refused:
+        typer.echo(f"{escape_controls(name)} cannot be verified and was left as it is: remove it or set it again", err=True)
 
 
 def _write_users(roles: list[str], out: Path, passwords: Path) -> None:

@@ -1,0 +1,55 @@
+"""Signs long-lived records in Redis again with the present secret, so that a previous secret can be removed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from contract.errors import BrokerUnavailable, EnvelopeRefused
+from contract.names import api_keys_key, switches_key, tenants_key
+from contract.signing import SigningKeys
+from contract.tenancy import VERSION_FIELD
+
+# KEYS: hash. ARGV: field, the record as it was read, the record with the new signature. A record that changed meanwhile is signed with the present secret.
+_REPLACE = """
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+return 1
+"""
+
+
+@dataclass
+class Resealed:
+    """`signed`: how many records have a new signature. `refused`: names of records that cannot be verified; they are left as they are."""
+
+    signed: int = 0
+    refused: list[str] = field(default_factory=list)
+
+
+async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> Resealed:
+    """Sign API keys, policies and switches with the present secret. Repeatable. Raises BrokerUnavailable."""
+    hashes: dict[str, tuple[str, Callable[[str], str]]] = {
+        api_keys_key(deployment): ("API key", lambda name: f"api-key {name}"),
+        tenants_key(deployment): ("policy", lambda name: f"policy {name}"),
+        switches_key(deployment): ("switch", lambda name: f"switch {name}"),
+    }
+    done, script = Resealed(), client.register_script(_REPLACE)
+    try:
+        for key, (kind, purpose) in hashes.items():
+            records: Any = await client.hgetall(key)
+            for raw, sealed in records.items():
+                name = raw.decode(errors="replace")
+                if name == VERSION_FIELD:
+                    continue
+                try:
+                    again = keys.seal(purpose(name), keys.unseal(purpose(name), sealed)).encode()
+                except EnvelopeRefused:
+                    done.refused.append(f"{kind} {name}")
+                    continue
+                if again != sealed:
+                    done.signed += int(await script(keys=[key], args=[raw, sealed, again]))
+    except (RedisError, OSError) as error:
+        raise BrokerUnavailable(f"Redis does not answer ({error}): see that it is up, and repeat the command") from error
+    return done

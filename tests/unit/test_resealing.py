@@ -1,0 +1,81 @@
+"""A secret is changed for good: long-lived records are signed again, so that the old secret can be removed."""
+
+import asyncio
+import json
+
+import pytest
+import redis.asyncio
+from typer.testing import CliRunner
+
+from contract.errors import ConfigError
+from contract.names import api_keys_key
+from contract.registry import Switch
+from contract.signing import SigningKeys
+from contract.tenancy import TenantPolicy
+from orchestrator.api_keys import ApiKeys
+from orchestrator.cli import app
+from orchestrator.redis_connection import open_redis
+from orchestrator.switches import RedisSwitches
+from orchestrator.tenants import RedisTenants
+from tests.conftest import RedisProcess
+from tests.redis_ground import broker_for
+
+D = "default"
+OLD = SigningKeys.of("the-old-secret", deployment=D)
+NEW = SigningKeys.of("the-new-secret", deployment=D)
+POLICY, OFF = TenantPolicy(tools=("read_tool",)), Switch(by="root", at=1.0, reason="not today")
+
+
+async def fill(client: "redis.asyncio.Redis") -> str:
+    """Records that the old secret signed; gives the text of a key."""
+    await RedisTenants(client, D, OLD).add("acme", POLICY)
+    await RedisSwitches(client, D, OLD).turn_off("echo", OFF)
+    return (await ApiKeys(client, D, OLD).add("acme", "operator")).text
+
+
+def test_after_resealing_the_old_secret_is_not_needed_any_more(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def prepare() -> str:
+        client = open_redis(broker_for(redis_server.url))
+        try:
+            text = await fill(client)
+            await client.hset(api_keys_key(D), "f" * 16, '{"tenant": "default", "role": "admin"}')  # type: ignore[misc]
+            with pytest.raises(ConfigError):
+                await ApiKeys(client, D, NEW).authenticate(text)
+            return text
+        finally:
+            await client.aclose()
+
+    async def check(text: str) -> None:
+        client = open_redis(broker_for(redis_server.url))
+        try:
+            assert (await ApiKeys(client, D, NEW).authenticate(text)).role == "operator"
+            assert await RedisTenants(client, D, NEW).policy("acme") == POLICY
+            assert await RedisSwitches(client, D, NEW).switches() == {"echo": OFF}
+            with pytest.raises(ConfigError, match="cannot be verified"):
+                await ApiKeys(client, D, NEW).authenticate(f"tc_{'f' * 16}_{'A' * 43}")
+        finally:
+            await client.aclose()
+
+    text = asyncio.run(prepare())
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    monkeypatch.setenv("TOOLCREW_SECRET", "the-new-secret")
+    monkeypatch.setenv("TOOLCREW_SECRETS_PREVIOUS", '["the-old-secret"]')
+    done = CliRunner().invoke(app, ["redis", "reseal", "--json"])
+    assert json.loads(done.stdout) == {"signed": 3, "refused": [f"API key {'f' * 16}"]}
+    assert json.loads(CliRunner().invoke(app, ["redis", "reseal", "--json"]).stdout)["signed"] == 0
+    asyncio.run(check(text))
+
+
+def test_a_key_of_a_tenant_reseals_nothing(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def prepare() -> str:
+        client = open_redis(broker_for(redis_server.url))
+        try:
+            return await fill(client)
+        finally:
+            await client.aclose()
+
+    monkeypatch.setenv("TOOLCREW_API_KEY", asyncio.run(prepare()))
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    monkeypatch.setenv("TOOLCREW_SECRET", "the-old-secret")
+    done = CliRunner().invoke(app, ["redis", "reseal"])
+    assert (done.exit_code, "admin" in done.stderr) == (3, True)
