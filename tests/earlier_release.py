@@ -1,25 +1,24 @@
-"""The sources of the release before, unpacked from this repository's history."""
+"""The sources of other releases, unpacked from this repository's history."""
 
 import io
 import subprocess
 import tarfile
 from pathlib import Path
 
-import pytest
+from tests.stack import ROOT, missing
 
-from tests.stack import ROOT
-
-COMMIT = "b6024ba1e6f63dd2f2fd5d4bbf5c16f8b57d10f9"
-"""The last commit before the HTTP API: what a deployment that is upgraded to this release runs."""
+COMMIT = "44d8c704d8bae358e88d77b5ebde0d67d922766e"
+"""A commit of the release before, whose processes serve one deployment together with those of this release."""
+INCOMPATIBLE_COMMIT = "b6024ba1e6f63dd2f2fd5d4bbf5c16f8b57d10f9"
+"""A commit of the last release whose processes cannot: its calls have version 2, and its records in Redis are not signed."""
 _GIT_S = 60.0
 
 
-def unpack_earlier_release(folder: Path) -> Path:
-    """The tree below `folder`. Where the history is not there it skips: nothing on the machine can bring it (tests/unit/test_wire_fixtures.py holds what
-    that release puts on the wire)."""
-    archived = subprocess.run(["git", "archive", COMMIT], cwd=ROOT, capture_output=True, timeout=_GIT_S, check=False)
+def unpack_release(commit: str, folder: Path) -> Path:
+    """Unpack the tree of that commit into `folder`. Skips where the history is not there, fails where everything must be there."""
+    archived = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, timeout=_GIT_S, check=False)
     if archived.returncode != 0:
-        pytest.skip(f"commit {COMMIT} is not in this clone: fetch the whole history (git fetch --unshallow)")
+        missing(f"commit {commit} is not in this clone: fetch the whole history (git fetch --unshallow)")
     with tarfile.open(fileobj=io.BytesIO(archived.stdout)) as archive:
         archive.extractall(folder, filter="data")
     return folder

@@ -16,7 +16,7 @@ from orchestrator.client import ToolClient
 from orchestrator.runs.keys import batch_key
 from orchestrator.sessions import Session
 from orchestrator.settings import OrchestratorSettings
-from tests.earlier_release import unpack_earlier_release
+from tests.earlier_release import COMMIT, unpack_release
 from tests.host_ground import Ground, open_ground
 from tests.stack import ROOT, TOOLCREW, UP_S, end_process, eventually, wait_until
 
@@ -48,7 +48,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpack_earlier_release(tmp_path_factory.mktemp("earlier"))
+    return unpack_release(COMMIT, tmp_path_factory.mktemp("earlier"))
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def ground(engine: APIClient, earlier: Path) -> Iterator[Ground]:
     with open_ground(engine, "new") as opened:
         opened.start_host("old", earlier)
         opened.wait_ready()
-        # The release before wrote its log in another form.
-        assert ("event=worker_starting" in opened.log("old.worker"), "event=worker_starting" in opened.log("new.worker")) == (True, False)
+        folders = [Path(f"/proc/{opened.process(role).pid}/cwd").resolve() for role in ("old.worker", "new.worker")]
+        assert folders == [earlier.resolve(), ROOT.resolve()]
         yield opened
 
 

@@ -1,0 +1,140 @@
+"""A deployment with processes of a release that is too old to serve together with this one: each side refuses the other's, and says so."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from docker import APIClient
+from pydantic import SecretStr
+
+from contract.calls import ToolCall
+from contract.errors import ConfigError
+from contract.names import hosts_key, refusals_key
+from orchestrator.client import ToolClient
+from orchestrator.runs.keys import batch_key
+from orchestrator.settings import OrchestratorSettings
+from tests.earlier_release import INCOMPATIBLE_COMMIT, unpack_release
+from tests.host_ground import Ground, open_ground
+from tests.queue_by_hand import make_envelope, publish, stored_state
+from tests.stack import ROOT, UP_S, end_process, wait_until
+
+COMMAND = (sys.executable, "-c", "from orchestrator.cli import main; main()")
+"""toolcrew, of the release in whose tree it is started."""
+# Run in the tree of the earlier release; prints why no session was opened.
+EARLIER_ORCHESTRATOR = """
+import asyncio
+from orchestrator.client import ToolClient
+from orchestrator.settings import load_settings
+
+async def main():
+    async with ToolClient.connect(settings=load_settings()) as client:
+        async with await client.open_session() as session:
+            await session.call("bash_tool", {"command": "touch $TALLY/ran"})
+
+try:
+    asyncio.run(main())
+except Exception as error:
+    print(error)
+"""
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack_release(INCOMPATIBLE_COMMIT, tmp_path_factory.mktemp("earlier"))
+
+
+@pytest.fixture(scope="module")
+def new_host(engine: APIClient) -> Iterator[Ground]:
+    with open_ground(engine, "new") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def old_host(engine: APIClient, earlier: Path) -> Iterator[Ground]:
+    with open_ground(engine) as opened:
+        opened.start_host("old", earlier)
+        opened.wait_ready()
+        yield opened
+
+
+def run_in(tree: Path, ground: Ground, *argv: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(argv, cwd=tree, env=ground.environment(), capture_output=True, text=True, timeout=UP_S, check=False)
+
+
+def assert_nothing_ran(ground: Ground) -> None:
+    assert list(ground.tally.iterdir()) == []
+    assert ground.footprint.containers() == []
+
+
+def test_an_earlier_orchestrator_refuses_hosts_of_this_release(new_host: Ground, earlier: Path) -> None:
+    done = run_in(earlier, new_host, sys.executable, "-c", EARLIER_ORCHESTRATOR)
+    assert "run the same release on both sides" in done.stdout, done.stdout + done.stderr[-2000:]
+    assert_nothing_ran(new_host)
+
+
+async def test_an_orchestrator_of_this_release_refuses_earlier_hosts(old_host: Ground) -> None:
+    settings = OrchestratorSettings(redis_url=SecretStr(old_host.redis_url), deployment=old_host.deployment)
+    with pytest.raises(ConfigError, match=r"no worker has published its tools|run the same release"):
+        async with ToolClient.connect(settings=settings) as client:
+            await client.open_session()
+    assert_nothing_ran(old_host)
+
+
+def test_a_call_of_an_earlier_release_is_refused_by_a_host_of_this_one(new_host: Ground) -> None:
+    """As it lies in a queue when its host is upgraded without a drain."""
+    call = ToolCall(id="left-over", name="bash_tool", arguments={"command": "touch $TALLY/ran"})
+    with new_host.open_redis() as store:
+        queue = store.zrange(hosts_key(new_host.deployment), 0, -1)[0].decode()  # type: ignore[index]
+        envelope = make_envelope(new_host.broker, call, tenant="default", session="s1").replace("v3.", "v2.", 1)
+        task = publish(new_host.broker, "tool.bash_tool", queue, envelope)
+        state = wait_until(lambda: stored_state(store, task), UP_S, new_host.last_words)
+        assert (state["status"], state["result"]["exc_type"]) == ("FAILURE", "EnvelopeRefused")
+        assert "same release" in str(state["result"]["exc_message"])
+        assert store.hget(refusals_key(new_host.deployment), "version") == b"1"
+    assert_nothing_ran(new_host)
+
+
+@pytest.mark.parametrize("submits_earlier", [True, False], ids=["submitted by the earlier", "worked by the earlier"])
+def test_no_orchestrator_works_a_batch_on_hosts_of_the_other_release(
+    new_host: Ground, old_host: Ground, earlier: Path, tmp_path: Path, submits_earlier: bool
+) -> None:
+    submits, works, ground = (earlier, ROOT, old_host) if submits_earlier else (ROOT, earlier, new_host)
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/tools/execute"}
+    body = {"name": "bash_tool", "arguments": {"command": "touch $TALLY/ran"}}
+    (tmp_path / "in.jsonl").write_text(json.dumps({**line, "body": body}) + "\n")
+    submitted = run_in(submits, ground, *COMMAND, "batch", "submit", str(tmp_path / "in.jsonl"), "--id", "upgrade", "--detach")
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    said = tmp_path / "service.log"
+    with said.open("wb") as log:
+        argv = [*COMMAND, "batch", "work", "--no-traces"]
+        serving = subprocess.Popen(argv, cwd=works, env=ground.environment({"TOOLCREW_APPROVALS": "auto"}), stdout=log, stderr=log)
+    try:
+        # It waits for hosts of its own release, or finds no batch that it can read.
+        wait_until(lambda: "pool_not_there" in said.read_text() or "serving" in said.read_text(), UP_S, said.read_text)
+    finally:
+        end_process(serving, UP_S)
+    key = f"toolcrew:{ground.deployment}:default:batch:upgrade" if submits_earlier else batch_key(ground.deployment, "default", "upgrade")
+    with ground.open_redis() as store:
+        assert store.hget(key, "state") == b"in_progress"
+    assert_nothing_ran(ground)
+
+
+def test_a_tenant_of_an_earlier_release_has_no_rights_until_its_policy_is_set_again(
+    new_host: Ground, earlier: Path, tmp_path: Path
+) -> None:
+    added = run_in(earlier, new_host, *COMMAND, "tenants", "add", "acme", "--tools", "read_tool")
+    assert added.returncode == 0, added.stderr
+    try:
+        listed = run_in(ROOT, new_host, *COMMAND, "tenants", "ls")
+        assert "policy of tenant acme cannot be verified, so nothing is served for it" in listed.stdout
+        (tmp_path / "policy.json").write_text(json.dumps({"tools": ["read_tool"]}))
+        again = run_in(ROOT, new_host, *COMMAND, "tenants", "set", "acme", "--from", str(tmp_path / "policy.json"))
+        assert again.returncode == 0, again.stderr
+        assert "cannot be verified" not in run_in(ROOT, new_host, *COMMAND, "tenants", "ls").stdout
+    finally:
+        run_in(ROOT, new_host, *COMMAND, "tenants", "rm", "acme")
