@@ -36,6 +36,7 @@ REFUSED = {
     "hosts": ["hosts"],
     "metrics": ["metrics"],
     "pause": ["pause", "rival"],
+    "redis reseal": ["redis", "reseal"],
     "resume": ["resume", "rival"],
     "tenants add": ["tenants", "add", "fresh"],
     "tenants keys add": ["tenants", "keys", "add", "rival"],
