@@ -12,6 +12,8 @@ from pydantic import Field
 
 from contract.calls import Record
 
+DEFAULT_TTL_S, MAX_TTL_S = 1800.0, 86_400.0
+"""Seconds without a call after which a session is closed: unless given otherwise, and at most."""
 PLACE_MARGIN_S = 3600
 """How long a session's place is remembered beyond its time to live without a call."""
 CLOSED = "closed"

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -230,11 +231,16 @@ def call(
 
 @app.command()
 def up(as_json: Json = False) -> None:
-    """Redis, sandboxd, a worker and Flower in the foreground, until Ctrl-C."""
+    """Run Redis, sandboxd, workers, Flower and the API in the foreground, until Ctrl-C.
+
+    Its Redis is deleted when it ends, with tenants, API keys, sessions and batches; a Redis that TOOLCREW_REDIS_URL names is kept.
+    """
 
     async def work() -> int:
-        refuse_key(load_settings())
-        return await keep(load_settings(), print_json if as_json else _print_stack, until_eof=False)
+        settings = load_settings()
+        refuse_key(settings)
+        show = partial(_print_stack, is_kept=settings.redis_url is not None)
+        return await keep(settings, print_json if as_json else show, until_eof=False)
 
     raise typer.Exit(run_work(work(), as_json))
 
@@ -349,8 +355,13 @@ def _run_json(result: RunResult) -> dict[str, Any]:
     }
 
 
-def _print_stack(stack: StackInfo) -> None:
+def _print_stack(stack: StackInfo, *, is_kept: bool) -> None:
     typer.echo("the stack is up; Ctrl-C takes it down")
+    if not is_kept:
+        typer.echo(
+            "WARNING: Ctrl-C also deletes its tenants, API keys, sessions and batches. For work that must last, name a Redis of your own"
+        )
+        typer.echo("in TOOLCREW_REDIS_URL, or use a deployment (docs/deployment.md)")
     if stack.flower_url is not None:
         typer.echo(f"  Flower    {stack.flower_url}")
     if stack.api_url is not None:

@@ -12,6 +12,7 @@ import typer
 from contract.calls import ExecResult
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
+from contract.places import DEFAULT_TTL_S, MAX_TTL_S
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli_calls import open_running
 from orchestrator.cli_runner import EXIT_ERROR, Json, Tenant, run_work
@@ -53,7 +54,9 @@ def sessions_list(
 @session_app.command("new")
 def session_new(
     image: Annotated[str | None, typer.Option("--image", help="One that the tenant may have. Else its class's own.")] = None,
-    ttl: Annotated[float, typer.Option("--ttl", min=1, max=86_400, help="Seconds without a call after which it is closed.")] = 1800,
+    ttl: Annotated[
+        float, typer.Option("--ttl", min=1, max=MAX_TTL_S, help="Seconds without a call after which it is closed.")
+    ] = DEFAULT_TTL_S,
     network: Annotated[Literal["none", "egress"] | None, typer.Option("--network", help="Else as the tenant's class says.")] = None,
     workspace: Annotated[Path | None, typer.Option("--workspace", help="A folder, an archive or a git bundle to begin with.")] = None,
     restore: Annotated[str | None, typer.Option("--restore", help="A checkpoint to begin with, by its id.")] = None,

@@ -140,7 +140,7 @@ class ToolClient:
         *,
         tenant: str | None = None,
         image: str | None = None,
-        ttl_s: float = 1800,
+        ttl_s: float = Start.ttl_s,
         restore: Checkpoint | str | None = None,
         network: Literal["none", "egress"] | None = None,
     ) -> Session:

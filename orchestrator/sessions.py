@@ -15,6 +15,7 @@ from contract.call_events import OUTPUT
 from contract.calls import ExecResult, SandboxInfo, ToolCall, ToolResult
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from contract.names import host_of
+from contract.places import DEFAULT_TTL_S
 from contract.specs import NO_NETWORK
 from orchestrator.api_keys import Credential
 from orchestrator.blobs import Blobs
@@ -44,7 +45,7 @@ class Start:
     """What a session begins with. `restore`: a checkpoint's id. `network` None: what the tenant's class says."""
 
     image: str | None = None
-    ttl_s: float = 1800.0
+    ttl_s: float = DEFAULT_TTL_S
     workspace: Path | None = None
     restore: str | None = None
     network: str | None = None

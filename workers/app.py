@@ -21,7 +21,8 @@ from workers.result_backend import BACKENDS
 log = structlog.get_logger(__name__)
 
 CELERY_MARGIN_S = 30.0
-"""Beside sandboxes Celery's own limit comes this much after a call's: a backstop, the guest and sandboxd are first."""
+"""How long after a call's own limit Celery kills the process that runs it. Only processes (`prefork`) can be killed: in the threads pool, which workers
+beside sandboxes use by default, Celery's limit does nothing, and the guest and sandboxd end the call."""
 
 
 Pool = Literal["threads", "prefork"]

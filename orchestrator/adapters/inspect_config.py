@@ -8,6 +8,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from contract.errors import ConfigError
+from contract.places import MAX_TTL_S
 
 CONFIG_FILES = ["toolcrew.yaml", "toolcrew.yml"]
 
@@ -21,7 +22,7 @@ class ToolcrewSandboxConfig(BaseModel):
     network: Literal["none", "egress"] | None = None
     tenant: str | None = Field(default=None, min_length=1)
     """None: the tenant of TOOLCREW_API_KEY, or default."""
-    ttl_s: float = Field(default=7200.0, gt=0, le=86_400)
+    ttl_s: float = Field(default=7200.0, gt=0, le=MAX_TTL_S)
     """Seconds without a call after which the sandbox goes by itself: longer than a model thinks, short enough for what a killed evaluation leaves."""
 
 

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.places import DEFAULT_TTL_S, MAX_TTL_S
 from orchestrator.api.access import AnyCaller
 from orchestrator.api.file_answers import FileAnswer
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
@@ -30,7 +31,7 @@ class NewSession(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     image: str | None = Field(default=None, min_length=1, max_length=256)
-    ttl_s: float = Field(default=1800.0, gt=0, le=7 * 86_400)
+    ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=MAX_TTL_S)
     network: Literal["none", "egress"] | None = None
     restore: str | None = Field(default=None, min_length=1, max_length=64)
 

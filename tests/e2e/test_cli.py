@@ -308,11 +308,12 @@ def test_up_in_text_says_how_to_use_it_and_goes_with_its_terminal(footprint: Foo
 
     text = (first + rest).decode()
     assert "Ctrl-C takes it down" in text
+    assert "Ctrl-C also deletes its tenants, API keys, sessions and batches" in text
     assert "export TOOLCREW_REDIS_URL=" in text
     assert "toolcrew call bash_tool" in text
     # Both are switched off here.
     assert "Flower" not in text
-    assert "API" not in text
+    assert "  API " not in text
     footprint.assert_nothing_left(within_s=1)
 
 

@@ -11,7 +11,6 @@ from contract.tenancy import SandboxTerms
 
 MAX_TIMEOUT_S = 600.0
 MAX_BODY_BYTES = 67_108_864
-MAX_TTL_S = 1e9
 STREAM_FRAMES = 262_144
 """How many frames a streamed output may come in, whatever its size: a program may write a byte at a time."""
 FRAME_COST_BYTES = 64

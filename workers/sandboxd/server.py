@@ -10,6 +10,7 @@ from typing import Any
 import structlog
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.places import DEFAULT_TTL_S, MAX_TTL_S
 from contract.tenancy import SandboxTerms
 from workers.sandboxd.connection import Connection
 from workers.sandboxd.frames import FrameError
@@ -17,7 +18,7 @@ from workers.sandboxd.link import WorkerLink
 from workers.sandboxd.moved import parse_moved
 from workers.sandboxd.parcels import count_most_bytes
 from workers.sandboxd.plans import Plans
-from workers.sandboxd.requests import MAX_TTL_S, parse_fence, parse_number, parse_session, parse_terms, parse_text
+from workers.sandboxd.requests import parse_fence, parse_number, parse_session, parse_terms, parse_text
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import Sessions, Start
@@ -110,7 +111,7 @@ class Server:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"unknown verb {str(verb)[:40]!r}")
 
     async def _open(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        name, ttl_s = parse_session(header), parse_number(header, "ttl_s", 1800.0, MAX_TTL_S)
+        name, ttl_s = parse_session(header), parse_number(header, "ttl_s", DEFAULT_TTL_S, MAX_TTL_S)
         terms, restore = parse_terms(header), _parse_optional(header, "restore")
         plan = self._plans.choose(terms or SandboxTerms(), _parse_optional(header, "image"), _parse_optional(header, "network"))
         fill = None if restore is None else partial(self._restore, restore)

@@ -7,6 +7,7 @@ from typing import Any
 
 from contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
+from contract.places import DEFAULT_TTL_S, MAX_TTL_S
 from contract.specs import ToolSpec
 from workers.sandbox_client import PARCEL_TIMEOUT_S, GuestResponse
 from workers.tools.base import Outcome, Workbench, WorkerTool
@@ -144,7 +145,7 @@ SESSION_VERBS = (
             "Give the session a sandbox.",
             {
                 "image": {"type": "string", "minLength": 1},
-                "ttl_s": {"type": "number", "exclusiveMinimum": 0, "maximum": 86400, "default": 1800},
+                "ttl_s": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TTL_S, "default": DEFAULT_TTL_S},
                 "restore": _CHECKPOINT,
                 "network": {"enum": ["none", "egress"]},
                 "moved": _MOVED,
