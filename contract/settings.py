@@ -1,5 +1,6 @@
 """BrokerSettings, which must be equal on both sides of the queue; and how each side reads its settings from the environment."""
 
+import os
 import re
 from collections.abc import Mapping
 from types import UnionType
@@ -239,3 +240,11 @@ def _check_other(part: SplitResult, first: SplitResult) -> None:
 
 def _address(part: SplitResult) -> str:
     return f"{part.scheme}://{part.hostname or ''}{':' + str(part.port) if part.port else ''}{part.path}"
+
+
+_PARSERS_NEED = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV")
+
+
+def parser_environment() -> dict[str, str]:
+    """The environment of a process that parses what a tenant made: without secrets, addresses and keys."""
+    return {name: os.environ[name] for name in _PARSERS_NEED if name in os.environ}

@@ -29,9 +29,11 @@ _USABLE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STANDARD_KEYS = frozenset({"name", "description", "license", "compatibility", "metadata", "allowed-tools"})
 _PLAIN_LINE = re.compile(r"([A-Za-z][A-Za-z0-9_-]*):(?:[ \t]+(.*))?")
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_MAX_FRONT_MATTER_CHARS = 65_536
-_MAX_DEPTH = 200
-"""Of brackets in a front matter: a parser that recurses is not tried on more."""
+_MAX_FRONT_MATTER_CHARS = 16_384
+_MAX_DEPTH = 20
+"""Lists and mappings inside each other in a front matter."""
+_MAX_NODES = 2000
+"""Values in a front matter."""
 
 
 class SkillBroken(ValueError):
@@ -172,10 +174,11 @@ def _read_front_matter(front: str) -> tuple[dict[Any, Any], list[str]]:
 
 
 def _parse_yaml(front: str) -> dict[Any, Any]:
-    if front.count("[") + front.count("{") > _MAX_DEPTH:
-        raise SkillBroken("its front matter is nested too deeply: it needs plain values only")
     try:
+        _check_yaml(front)
         fields = yaml.load(front, Loader=_LOADER)
+    except SkillBroken:
+        raise
     # PyYAML's constructors raise all of these for text that is tagged as something else (`!!int x`).
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         where = getattr(error, "problem_mark", None)
@@ -184,6 +187,30 @@ def _parse_yaml(front: str) -> dict[Any, Any]:
     if not isinstance(fields, dict):
         raise SkillBroken("its front matter is no list of `key: value`")
     return fields
+
+
+def _check_yaml(front: str) -> None:
+    """Read the events of the text, of which there are at most as many as characters, before anything is built from them.
+
+    An alias, or a merge key, stands for everything that it names again: a few hundred bytes of them take seconds and gigabytes to build.
+    """
+    depth = nodes = 0
+    for event in yaml.parse(front, Loader=_LOADER):
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise SkillBroken(
+                "its front matter has anchors or aliases (& or *): write each value where it is needed, or put it into quotes"
+            )
+        if getattr(event, "tag", None) is not None:
+            raise SkillBroken("its front matter has a tag (!): write the value without it, or put it into quotes")
+        if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and not event.style:
+            raise SkillBroken("its front matter has a merge key (<<): write the values out")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        nodes += isinstance(event, yaml.NodeEvent)
+        if depth > _MAX_DEPTH or nodes > _MAX_NODES:
+            raise SkillBroken("its front matter is nested too deeply, or has too many values: it needs plain values only")
 
 
 def _parse_plain(front: str) -> dict[Any, Any] | None:

@@ -2,13 +2,14 @@
 
 import io
 import os
-import shutil
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.tar_archives import BLOCK, TarEntry, read_tar
 
 
 def pack_folder(folder: Path) -> bytes:
@@ -39,16 +40,16 @@ def unpack_archive(data: bytes, folder: Path) -> list[str]:
     skipped: list[str] = []
     links: list[tuple[PurePosixPath, str]] = []
     try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-            for entry in archive:
-                name = _inner_name(entry.name)
-                if entry.issym():
-                    links.append((name, entry.linkname))
-                elif not _unpack_entry(archive, entry, root, name):
-                    skipped.append(str(name))
-    except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError, KeyError) as error:
+        # Every header has a block of its own, so there cannot be more of them.
+        for entry in read_tar(stream := io.BytesIO(data), len(data) // BLOCK):
+            name = _inner_name(entry.name)
+            if entry.kind == "symlink":
+                links.append((name, entry.link))
+            elif not _unpack_entry(stream, entry, root, name):
+                skipped.append(str(name))
+        return skipped + list(_make_links(root, links))
+    except (OSError, ValueError) as error:
         raise ToolFailure(ErrorCode.INTERNAL, f"the archive from the sandbox cannot be unpacked: {error}") from error
-    return skipped + list(_make_links(root, links))
 
 
 def _plain_entry(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -67,22 +68,33 @@ def _inner_name(text: str) -> PurePosixPath:
     return name
 
 
-def _unpack_entry(archive: tarfile.TarFile, entry: tarfile.TarInfo, root: Path, name: PurePosixPath) -> bool:
-    """Make one folder or file; a hard link becomes a copy. False for anything special."""
+def _unpack_entry(stream: IO[bytes], entry: TarEntry, root: Path, name: PurePosixPath) -> bool:
+    """Make one folder, file or hard link; no more is written than the archive holds. False for anything special."""
     target = root.joinpath(*name.parts)
-    if entry.size < 0:
-        raise ValueError(f"{name} has a negative size")
-    if entry.isdir():
+    if entry.kind == "folder":
         _checked_parent(root, target).joinpath(target.name).mkdir(exist_ok=True) if target != root else None
         return True
-    source = archive.extractfile(entry) if entry.isreg() or entry.islnk() else None
-    if source is None:
+    if entry.kind == "hardlink":
+        return _link_file(root, target, root.joinpath(*_inner_name(entry.link).parts))
+    if entry.kind != "file":
         return False
     parent = _checked_parent(root, target)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    with source, open(parent / target.name, "wb", opener=lambda path, _: os.open(path, flags, 0o644)) as file:
-        shutil.copyfileobj(source, file)
-        os.fchmod(file.fileno(), 0o755 if entry.mode & 0o100 else 0o644)
+    with open(parent / target.name, "wb", opener=lambda path, _: os.open(path, flags, 0o644)) as file:
+        file.write(entry.read(stream))
+        os.fchmod(file.fileno(), 0o755 if entry.is_executable else 0o644)
+    return True
+
+
+def _link_file(root: Path, target: Path, first: Path) -> bool:
+    """Another name for a file of the folder. False when there is no such file."""
+    if not first.parent.is_dir():
+        return False
+    source, parent = _checked_parent(root, first) / first.name, _checked_parent(root, target)
+    if source.is_symlink() or not source.is_file():
+        return False
+    (parent / target.name).unlink(missing_ok=True)
+    os.link(source, parent / target.name, follow_symlinks=False)
     return True
 
 

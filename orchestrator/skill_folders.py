@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contract.errors import ConfigError
+from contract.settings import parser_environment
 from contract.skills import SkillBroken
 from contract.specs import SkillSummary, ToolSpec
 from orchestrator.settings import program
@@ -30,7 +31,7 @@ def examine_skill(path: Path, *, owner: str = "", as_zip: Path | None = None, as
     for option, target in (("--zip", as_zip), ("--bundle", as_bundle)):
         command += [option, str(target)] if target is not None else []
     try:
-        done = subprocess.run(command, capture_output=True, check=True, timeout=EXAMINE_S)
+        done = subprocess.run(command, capture_output=True, check=True, timeout=EXAMINE_S, env=parser_environment())
         told = json.loads(done.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
         words = getattr(error, "stderr", b"") or b""

@@ -25,6 +25,7 @@ from workers.redis_connection import connect, connect_once
 from workers.refusals import Refusals
 from workers.sandbox_client import SandboxClient
 from workers.settings import WorkerSettings
+from workers.skills.examiner import SkillExaminer
 from workers.skills.installed import InstalledSkills
 from workers.skills.loader import load_skills
 from workers.skills.of_session import SessionSkills
@@ -45,7 +46,9 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     key = settings.broker().signing_keys()
     registry, skills = build_registry(), load_skills(settings.skill_roots())
     if settings.skill_roots():
-        registry.register(build_skill_tool(skills, InstalledSkills(connect(settings.broker()), settings.deployment), SessionSkills()))
+        registry.register(
+            build_skill_tool(skills, InstalledSkills(connect(settings.broker()), settings.deployment), SessionSkills(SkillExaminer()))
+        )
         register_skill_tools(registry, skills)
     sources = build_sandbox_sources(load_servers(settings.mcp_servers, StdioEntry), settings.sandboxd_socket)
     shelf = ServerShelf(registry, sources, settings.mcp_refresh_s, AT_ONCE)

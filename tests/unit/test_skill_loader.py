@@ -102,8 +102,11 @@ def test_an_unquoted_colon_is_read_as_it_was_meant() -> None:
         ("---\nname: a\ndescription: [b\n---\n", "no YAML"),
         ("---\n- a\n---\n", "no list of"),
         ("---\nname: a\ndescription: " + "[" * 5000 + "\n---\n", "nested too deeply"),
-        ("---\nname: a\ndescription: " + "x" * 70_000 + "\n---\n", "longer than 65536"),
-        ("---\nname: !!python/object/apply:os.system [id]\ndescription: b\n---\n", "no YAML"),
+        ("---\nname: a\ndescription: " + "x" * 70_000 + "\n---\n", "longer than 16384"),
+        ("---\nname: !!python/object/apply:os.system [id]\ndescription: b\n---\n", "has a tag"),
+        ("---\nname: &a x\ndescription: *a\n---\n", "anchors or aliases"),
+        ("---\nname: a\n<<: {description: b}\n---\n", "merge key"),
+        ("---\nname: a\ndescription: b\nx: [" + "1," * 3000 + "]\n---\n", "too many values"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_what_to_mend(source: str, words: str) -> None:

@@ -19,6 +19,7 @@ import structlog
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.skills import MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, BundleDigest
+from contract.tar_archives import read_tar
 from workers.sandboxd.engine import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, Engine
 from workers.sandboxd.hardening import SKILLS_FOLDER
 from workers.sandboxd.leases import Lease
@@ -113,20 +114,15 @@ class SkillShelf:
 
 def _repack(received: IO[bytes], archive: IO[bytes], name: str, digest: str) -> None:
     """The same files below `name`, root's and read-only for everybody else, and nothing but files. Raises ToolFailure when they are not that bundle."""
-    received.seek(0)
     found, folders, top = BundleDigest(), {""}, SKILLS_FOLDER.strip("/")
     try:
-        with (
-            tarfile.open(fileobj=received, mode="r:") as bundle,
-            tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as packed,
-        ):
+        with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as packed:
             packed.addfile(_folder(top, 0o711))
             packed.addfile(_folder(f"{top}/{name}", 0o755))
             size = 0
-            for number, member in enumerate(bundle):
-                # By what they say, before they are read: of one with holes little has been received.
+            for number, member in enumerate(read_tar(received, 2 * MAX_BUNDLE_FILES)):
                 size += member.size
-                if number >= MAX_BUNDLE_FILES or size > MAX_BUNDLE_BYTES or not member.isreg() or member.sparse is not None:
+                if number >= MAX_BUNDLE_FILES or size > MAX_BUNDLE_BYTES or member.kind != "file":
                     raise _not_it(digest)
                 if not _is_plain(member.name):
                     raise _not_it(digest)
@@ -134,14 +130,12 @@ def _repack(received: IO[bytes], archive: IO[bytes], name: str, digest: str) -> 
                     if folder not in folders:
                         folders.add(folder)
                         packed.addfile(_folder(f"{top}/{name}/{folder}", 0o755))
-                content = bundle.extractfile(member)
-                data = content.read() if content is not None else b""
-                is_executable = bool(member.mode & 0o100)
+                data, is_executable = member.read(received), member.is_executable
                 found.add(member.name, data, is_executable=is_executable)
                 entry = tarfile.TarInfo(f"{top}/{name}/{member.name}")
                 entry.size, entry.mode = len(data), 0o755 if is_executable else 0o644
                 packed.addfile(entry, io.BytesIO(data))
-    except (tarfile.TarError, EOFError, ValueError) as error:
+    except ValueError as error:
         raise _not_it(digest) from error
     if found.hexdigest() != digest:
         raise _not_it(digest)

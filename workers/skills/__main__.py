@@ -1,28 +1,39 @@
 """`python -m workers.skills FOLDER_OR_ZIP`: the skill there as a worker would load it, as JSON, or what makes it none.
 
 `--zip FILE` writes it as a .zip file, `--bundle FILE` as the bundle that is kept of installed skills. `--owner TENANT`: as it would be loaded for that one.
+`--tar`: the path is a name only, and the skill's folder comes as a tar archive on standard input. `--fronts`: standard input is a JSON object of
+SKILL.md texts by folder, and the answer has their descriptions.
 """
 
 import argparse
+import contextlib
 import json
 import resource
 import sys
 from pathlib import Path
 
 from contract.errors import ToolFailure
-from contract.skills import SkillBroken
-from workers.skills.archives import compress_bundle, load_zip, write_zip
+from contract.skills import SkillBroken, parse_skill
+from workers.skills.archives import compress_bundle, load_tar, load_zip, write_zip
 from workers.skills.loader import Skill, load_skill
 
 MEMORY_BYTES = 512 * 1024**2
 """What is examined may be hostile; a skill needs a few times its 64 MiB, and no disk."""
+PROCESSOR_S = 30
 
 
 def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_S, PROCESSOR_S))
     options = _parse()
     try:
-        skill = (load_zip if options.path.is_file() else load_skill)(options.path, options.owner)
+        if options.fronts:
+            sys.stdout.write(json.dumps({"descriptions": _describe(json.load(sys.stdin))}))
+            return 0
+        if options.tar:
+            skill = load_tar(sys.stdin.buffer.read(), options.path.name, options.owner)
+        else:
+            skill = (load_zip if options.path.is_file() else load_skill)(options.path, options.owner)
         if options.zip is not None:
             with open(options.zip, "wb") as target:
                 write_zip(skill, target)
@@ -45,11 +56,27 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--zip", type=Path)
     parser.add_argument("--bundle", type=Path)
     parser.add_argument("--owner", default="")
+    parser.add_argument("--tar", action="store_true")
+    parser.add_argument("--fronts", action="store_true")
     return parser.parse_args()
 
 
 def _tell(skill: Skill) -> dict[str, object]:
-    return {"skill": skill.summary.model_dump(mode="json"), "tool": skill.tool.spec.model_dump(mode="json") if skill.tool else None}
+    tool = skill.tool
+    return {
+        "skill": skill.summary.model_dump(mode="json"),
+        "tool": tool.spec.model_dump(mode="json") if tool else None,
+        "sidecar": tool.sidecar.model_dump(mode="json") if tool else None,
+        "body": skill.body,
+    }
+
+
+def _describe(fronts: dict[str, str]) -> dict[str, str]:
+    found = {}
+    for folder, text in fronts.items():
+        with contextlib.suppress(SkillBroken):
+            found[folder] = parse_skill(text, folder).description
+    return found
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import io
 import stat
 import struct
-import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from contract.skills import LEFT_OUT, MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SKILL_FILE, BundleFile, SkillBroken
+from contract.tar_archives import TarRefused, read_tar
 from workers.skills.loader import MAX_DEPTH, Skill, load_files, pack_skill
 from workers.skills.sources import MemorySource
 
@@ -57,6 +57,24 @@ def load_zip(path: Path, owner: str = "") -> Skill:
     return load_members(str(path), folder or path.stem, plain, owner)
 
 
+def load_tar(data: bytes, folder: str, owner: str = "") -> Skill:
+    """The skill in a tar archive of its folder, as a session's sandbox makes it. Raises SkillBroken."""
+    return load_members(folder, folder, read_folder(data), owner)
+
+
+def read_folder(data: bytes) -> list[Member]:
+    """The plain files of a folder in a tar archive; links, devices and folders are left out. Raises SkillBroken."""
+    stream, found = io.BytesIO(data), []
+    try:
+        for entry in read_tar(stream, 2 * MAX_BUNDLE_FILES):
+            path = entry.name.removeprefix("./")
+            if entry.kind == "file" and not any(part in ("", ".", "..") for part in path.split("/")):
+                found.append(Member(path, entry.read(stream), entry.is_executable))
+    except TarRefused as error:
+        raise SkillBroken(f"its files could not be read: {error}") from error
+    return found
+
+
 def load_members(name: str, folder: str, members: Iterable[Member], owner: str = "") -> Skill:
     """The skill of these files. `name`: what they are, for the log. Raises SkillBroken."""
     known = list({member.path: member for member in members}.values())
@@ -90,20 +108,16 @@ def expand_bundle(data: bytes) -> list[Member]:
         if not inflater.eof:
             raise SkillBroken("what is kept of it is cut off, or more than a skill may be: install it again")
         return read_bundle(io.BytesIO(packed))
-    except (zlib.error, tarfile.TarError, EOFError, ValueError) as error:
+    except (zlib.error, ValueError) as error:
         if isinstance(error, SkillBroken):
             raise
         raise SkillBroken("what is kept of it is no bundle: install it again") from error
 
 
 def read_bundle(packed: IO[bytes]) -> list[Member]:
-    """The files of a tar archive that `pack_skill` made. Raises tarfile.TarError."""
-    with tarfile.open(fileobj=packed, mode="r:") as archive:
-        members = []
-        for entry in archive:
-            content = archive.extractfile(entry)
-            members.append(Member(entry.name, content.read() if content is not None else b"", bool(entry.mode & 0o100)))
-        return members
+    """The files of a tar archive that `pack_skill` made. Raises TarRefused."""
+    entries = list(read_tar(packed, 2 * MAX_BUNDLE_FILES))
+    return [Member(entry.name, entry.read(packed), entry.is_executable) for entry in entries]
 
 
 def _read_zip(archive: zipfile.ZipFile) -> list[Member]:

@@ -1,16 +1,17 @@
 """The skills that a session has in its own workspace, below /workspace/.skills. The sandbox's word: as hostile as anything that comes out of one."""
 
-import io
+import json
 import re
-import tarfile
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.skills import MAX_BUNDLE_FILES, MAX_SKILL_FILE_BYTES, SKILL_FILE, SkillBroken, parse_skill
-from workers.skills.archives import Member, load_members
-from workers.skills.loader import Skill
+from contract.skill_sidecars import Sidecar
+from contract.skills import MAX_SKILL_FILE_BYTES, SKILL_FILE, BundleFile, SkillBroken
+from contract.specs import SkillSummary, ToolSpec
+from workers.skills.archives import read_folder
+from workers.skills.examiner import SkillExaminer
+from workers.skills.loader import Skill, SkillTool
+from workers.skills.sources import MemorySource
 from workers.tools.base import Workbench
 
 ROOT = "/workspace/.skills"
@@ -22,7 +23,10 @@ _LIST_BYTES = 16_384
 
 
 class SessionSkills:
-    """Those of whichever session a call is in."""
+    """The skills of a call's session. What they say of themselves is parsed by `examiner`, in a process of its own."""
+
+    def __init__(self, examiner: SkillExaminer) -> None:
+        self._examiner = examiner
 
     def find(self, name: str, bench: Workbench) -> Skill | None:
         """The session's skill in the folder of that name; None when there is none. It is run where it lies.
@@ -32,19 +36,34 @@ class SessionSkills:
         if not _NAME.fullmatch(name) or _read_front(name, bench) is None:
             return None
         try:
-            skill = load_members(f"{ROOT}/{name}", name, _read_members(name, bench))
+            return self._load(name, _read_folder(name, bench), bench.context.tenant)
         except SkillBroken as broken:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{ROOT}/{name} is no skill: {broken}") from broken
-        return replace(skill, place=f"{ROOT}/{name}")
+
+    def _load(self, name: str, archive: bytes, tenant: str) -> Skill:
+        answer = self._examiner.ask((name, "--tar", f"--owner={tenant}"), archive)
+        members = {member.path: member for member in read_folder(archive)}
+        files = tuple(BundleFile(path, len(one.data), one.is_executable, one.data[:2]) for path, one in sorted(members.items()))
+        tool = answer["tool"]
+        return Skill(
+            MemorySource(f"{ROOT}/{name}", {path: member.data for path, member in members.items()}),
+            SkillSummary.model_validate(answer["skill"]),
+            answer["body"],
+            files,
+            SkillTool(Sidecar.model_validate(answer["sidecar"]), ToolSpec.model_validate(tool)) if tool is not None else None,
+            tenant,
+            f"{ROOT}/{name}",
+        )
 
     def all(self, bench: Workbench) -> dict[str, str]:
         """What those say of themselves that can be told of, by the names of their folders: at most MAX_LISTED."""
-        found: dict[str, str] = {}
-        for name in _list_folders(bench):
-            text = _read_front(name, bench) or b""
-            with suppress(SkillBroken):
-                found[name] = parse_skill(text.decode("utf-8", "replace"), name).description
-        return found
+        fronts = {name: (_read_front(name, bench) or b"").decode("utf-8", "replace") for name in _list_folders(bench)}
+        if not fronts:
+            return {}
+        with suppress(SkillBroken):
+            descriptions: dict[str, str] = self._examiner.ask(("fronts", "--fronts"), json.dumps(fronts).encode())["descriptions"]
+            return descriptions
+        return {}
 
 
 def _list_folders(bench: Workbench) -> list[str]:
@@ -85,8 +104,8 @@ _NOT_THERE = (
 )
 
 
-def _read_members(name: str, bench: Workbench) -> list[Member]:
-    """Raises SkillBroken, ToolFailure."""
+def _read_folder(name: str, bench: Workbench) -> bytes:
+    """The skill's folder as a tar archive. Raises SkillBroken, ToolFailure."""
     request = {
         "op": "exec",
         "argv": ["tar", "-c", "-f", "-", "-C", f"{ROOT}/{name}", "."],
@@ -104,20 +123,6 @@ def _read_members(name: str, bench: Workbench) -> list[Member]:
     data = response.streams.get("stdout", b"")
     if int(response.done["streams"]["stdout"]["total"]) > len(data):
         raise SkillBroken(f"it is larger than the {MAX_BYTES // 1024 // 1024} MiB that a session's own may have")
-    try:
-        return list(_plain_files(data))
-    except (tarfile.TarError, EOFError, ValueError, OSError) as error:
-        raise SkillBroken("its files could not be read") from error
-
-
-def _plain_files(data: bytes) -> Iterator[Member]:
-    """Links, devices and files with holes are left out: what is no plain file is none of the skill's."""
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-        for number, entry in enumerate(archive):
-            if number > 2 * MAX_BUNDLE_FILES:
-                raise ValueError("too many entries")
-            path = entry.name.removeprefix("./")
-            if not entry.isreg() or entry.sparse is not None or any(part in ("", ".", "..") for part in path.split("/")):
-                continue
-            content = archive.extractfile(entry)
-            yield Member(path, content.read() if content is not None else b"", bool(entry.mode & 0o100))
+    if response.done["exit_code"] != 0:
+        raise SkillBroken("tar could not read all of its files")
+    return data
