@@ -44,6 +44,8 @@ class ToolState:
     spec: ToolSpec
     everywhere: Switch | None = None
     own: Switch | None = None
+    is_allowed: bool = True
+    """Whether the policy of the tenant allows the tool."""
 
     @property
     def switch(self) -> Switch | None:
@@ -66,7 +68,10 @@ class ToolState:
         return self.spec.description
 
     @property
-    def state(self) -> Literal["enabled", "disabled"]:
+    def state(self) -> Literal["enabled", "disabled", "forbidden"]:
+        """`forbidden`: the tenant's policy does not allow the tool, whether it is turned on or off."""
+        if not self.is_allowed:
+            return "forbidden"
         return "enabled" if self.switch is None else "disabled"
 
 
@@ -227,6 +232,6 @@ def filter_specs(specs: Iterable[ToolSpec], names: Iterable[str] | Literal["all"
     return [spec for spec in specs if "all" in wanted or spec.name in wanted]
 
 
-def find_state(spec: ToolSpec, switches: Mapping[str, Switch], tenant: str) -> ToolState:
-    """The tool as an administrator sees it for that tenant."""
-    return ToolState(spec, switches.get(spec.name), switches.get(switch_field(spec.name, tenant)))
+def find_state(spec: ToolSpec, switches: Mapping[str, Switch], tenant: str, *, is_allowed: bool) -> ToolState:
+    """Return the tool's state for that tenant, as an administrator sees it."""
+    return ToolState(spec, switches.get(spec.name), switches.get(switch_field(spec.name, tenant)), is_allowed)

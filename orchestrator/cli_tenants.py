@@ -15,6 +15,7 @@ from orchestrator.api_keys import ApiKeyRecord, Role
 from orchestrator.cli_access import open_deployment
 from orchestrator.cli_runner import Json, run_work
 from orchestrator.policy_options import apply_options, policy_lines, read_policy
+from orchestrator.policy_tools import check_tools
 from orchestrator.tenants import Removal
 from orchestrator.terminal import escape_controls, table_rows
 
@@ -83,14 +84,16 @@ def tenants_add(
     """Register a tenant. From the first one on only registered ones, and the default one, are served."""
     given = _given(tools, weight, in_flight, queued, rate, burst, sandboxes, rules, trusted, tenant_class, images, network, workspace_bytes)
 
-    async def work() -> tuple[TenantPolicy, bool]:
+    async def work() -> tuple[TenantPolicy, bool, list[str]]:
         policy = apply_options(read_policy(source) if source is not None else TenantPolicy(), given)
         async with open_deployment("admin") as deployment:
             is_first = not set(await deployment.tenants.all()) - {DEFAULT_TENANT}
+            warnings = await check_tools(deployment.redis, deployment.broker.deployment, name, policy)
             await deployment.tenants.add(name, policy)
-            return policy, is_first
+            return policy, is_first, warnings
 
-    policy, is_first = run_work(work(), as_json)
+    policy, is_first, warnings = run_work(work(), as_json)
+    _warn(warnings)
     _print_policy(f"{name} is registered", name, policy, as_json)
     if is_first and not as_json:
         typer.echo(f"it is the first: from now on only registered tenants and {DEFAULT_TENANT} are served", err=True)
@@ -119,17 +122,21 @@ def tenants_set(
     """Change what a tenant may have, within 2 seconds everywhere. What is not named stays as it is."""
     given = _given(tools, weight, in_flight, queued, rate, burst, sandboxes, rules, trusted, tenant_class, images, network, workspace_bytes)
 
-    async def work() -> TenantPolicy:
+    async def work() -> tuple[TenantPolicy, list[str]]:
         if source is None and not unset and all(value is None for value in given.values()):
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "nothing is named that is to be changed: see toolcrew tenants set --help")
         async with open_deployment("admin") as deployment:
+            # Only what is given now: a tool that was removed since must not stop other changes.
+            wanted = apply_options(read_policy(source) if source is not None else TenantPolicy(), given, unset or ())
+            warnings = await check_tools(deployment.redis, deployment.broker.deployment, name, wanted)
             if source is None:
-                return await deployment.tenants.change(name, lambda policy: apply_options(policy, given, unset or ()))
-            policy = apply_options(read_policy(source), given, unset or ())
-            await deployment.tenants.replace(name, policy)
-            return policy
+                return await deployment.tenants.change(name, lambda policy: apply_options(policy, given, unset or ())), warnings
+            await deployment.tenants.replace(name, wanted)
+            return wanted, warnings
 
-    _print_policy(f"{name} has now", name, run_work(work(), as_json), as_json)
+    policy, warnings = run_work(work(), as_json)
+    _warn(warnings)
+    _print_policy(f"{name} has now", name, policy, as_json)
 
 
 @tenants_app.command("rm")
@@ -206,6 +213,11 @@ def keys_rm(key_id: Annotated[str, typer.Argument(help="The key's id, as ls show
 
     run_work(work(), as_json)
     typer.echo(json.dumps({"id": key_id, "state": "revoked"}) if as_json else f"{key_id} is revoked")
+
+
+def _warn(warnings: list[str]) -> None:
+    for warning in warnings:
+        typer.echo(escape_controls(f"toolcrew: {warning}"), err=True)
 
 
 def _given(*values: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="For that tenan
 
 @tools_app.command("ls")
 def tools_ls(tenant: Tenant = None, as_json: Json = False) -> None:
-    """Every tool of the pool, on or off for the tenant. A model is told of those that are enabled."""
+    """List every tool of the pool with its state for the tenant: enabled, disabled (turned off), or forbidden by its policy. A model gets those that are enabled."""
 
     async def work() -> list[ToolState]:
         async with open_client(tenant) as client:
@@ -114,6 +114,8 @@ def _switch_json(switch: Switch) -> dict[str, Any]:
 def state_lines(state: ToolState) -> list[str]:
     """A tool's page for people, headed by its state."""
     switch, head = state.switch, f"{state.name} is {state.state}"
+    if not state.is_allowed:
+        head += " for this tenant by its policy (toolcrew tenants set TENANT --tools ...)"
     if switch is not None:
         head += f"{' for this tenant' if state.scope == 'tenant' else ''}: {_told(switch)}"
     return [head, "", *render_tool(state.spec).rstrip("\n").split("\n")]

@@ -212,17 +212,24 @@ class ToolClient:
         return await self._parts.review(call, spec, await self._as_tenant(None), session, approver=approver)
 
     async def tool_states(self, tenant: str | None = None) -> list[ToolState]:
-        """Every tool that there is for the tenant, by name order, on or off for the tenant: the client's own, where none is named."""
+        """Return every tool by name, with its state for the tenant: the client's own, if none is named."""
         chosen, switches = await self._as_tenant(tenant), await self._switches.switches()
+        policy = await self._tenants.policy(chosen)
         there = [spec for spec in (await self._pool.offers.of(chosen)).tools if spec.audience == "model"]
-        return [find_state(spec, switches, chosen) for spec in sorted(there, key=lambda spec: spec.name)]
+        return [
+            find_state(spec, switches, chosen, is_allowed=policy.allows_tool(spec.name))
+            for spec in sorted(there, key=lambda spec: spec.name)
+        ]
 
     async def tool_state(self, name: str, tenant: str | None = None) -> ToolState:
         """One tool with its state for the tenant. Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ConfigError when no worker serves it now."""
         spec = await self._find_tool(name, chosen := await self._as_tenant(tenant))
         if spec is None:
             raise ConfigError(self._catalog.explain_missing(name) or f"no worker serves {name} now")
-        return find_state(spec, await self._switches.switches(), chosen)
+        return await self._find_state(spec, await self._switches.switches(), chosen)
+
+    async def _find_state(self, spec: ToolSpec, switches: Mapping[str, Switch], tenant: str) -> ToolState:
+        return find_state(spec, switches, tenant, is_allowed=(await self._tenants.policy(tenant)).allows_tool(spec.name))
 
     async def skills(self) -> tuple[SkillSummary, ...]:
         """Every skill that there is for the client's tenant, by name: its own, then those of the workers. Raises ConfigError when no worker lives."""
@@ -260,7 +267,9 @@ class ToolClient:
         # Read before: what was switched is not reported as failed because nothing can be read.
         known, switch = await switches.switches(), build_switch(by or self.tenant, reason)
         await switches.turn_off(name, switch, tenant)
-        return find_state(spec, {**known, switch_field(name, tenant): switch}, tenant or self.tenant) if spec is not None else None
+        return (
+            await self._find_state(spec, {**known, switch_field(name, tenant): switch}, tenant or self.tenant) if spec is not None else None
+        )
 
     async def enable(self, name: str, *, tenant: str | None = None) -> ToolState | None:
         """Turn a tool on again: for everybody, where it then stays off for whom alone it is; or for one tenant, where it stays off while it is for
@@ -275,7 +284,7 @@ class ToolClient:
             if not was_off:
                 raise
             return None
-        return find_state(spec, known, tenant or self.tenant) if spec is not None else None
+        return await self._find_state(spec, known, tenant or self.tenant) if spec is not None else None
 
     @asynccontextmanager
     async def _own_session(self, workspace: Path | str | None, run: str, tell: OnEvent) -> AsyncIterator[Session]:

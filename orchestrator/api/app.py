@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from contract.calls import MAX_BLOB_BYTES
@@ -30,8 +30,6 @@ from orchestrator.api.exact_json import ExactJson
 from orchestrator.api.house import Beside, House
 from orchestrator.api.idempotency import Idempotency
 from orchestrator.api.limits import BATCH_BYTES, LOGIN_BYTES, SKILL_BYTES, BodyLimits
-from orchestrator.api.pages.logins import NotLoggedIn, find_login
-from orchestrator.api_keys import Identity
 
 VERSION = "v1"
 _ABOUT = """Runs, sessions, tools, approvals, batches, tenants and hosts of a toolcrew deployment.
@@ -76,19 +74,9 @@ def build_app(house: House, beside: Beside) -> FastAPI:
     )
     app.add_middleware(BodyLimits, other=other)
     # Outermost: keys and rates are checked before a byte of a body is read.
-    app.add_middleware(Door, house=house, find_login=_find_login)
+    app.add_middleware(Door, house=house)
     app.openapi = partial(_describe, app)  # type: ignore[method-assign]
     return app
-
-
-async def _find_login(request: Request, house: House) -> Identity | None:
-    """Return who is logged in to the pages. While Redis is away that is not known, and the page itself says so."""
-    if not house.is_connected:
-        return None
-    try:
-        return (await find_login(request, house)).identity
-    except NotLoggedIn:
-        return None
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:

@@ -1,8 +1,5 @@
 """Checks the key of a request, and its rate, before its body is read."""
 
-from collections.abc import Awaitable, Callable
-
-from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from contract.errors import ErrorCode, OperatorError, ToolFailure
@@ -19,16 +16,14 @@ _IDENTITY = "toolcrew.identity"
 
 
 class Door:
-    """Checks the key or login and the rate of each request with a body, and names the owner of the body (BodyLimits).
+    """Checks the key and the rate of each request with a body, and names the owner of the body (BodyLimits). Pages check their logins (PageRoute).
 
     A request that gives its length in two ways is refused: a proxy may have read it the other way.
     """
 
-    def __init__(self, app: ASGIApp, house: House, find_login: Callable[[Request, House], Awaitable[Identity | None]]) -> None:
-        """`find_login`: return who is logged in to the pages."""
+    def __init__(self, app: ASGIApp, house: House) -> None:
         self._app = app
         self._house = house
-        self._find_login = find_login
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -43,12 +38,8 @@ class Door:
         length, coding = find_header(scope, b"content-length"), find_header(scope, b"transfer-encoding")
         if length is not None and coding is not None:
             raise ApiProblem(ApiCode.MALFORMED_REQUEST, "Content-Length and Transfer-Encoding are both there: send one of them")
-        if not length and not coding:
-            return
-        if scope["path"].startswith("/v1/"):
+        if (length or coding) and scope["path"].startswith("/v1/"):
             await identify(self._house, scope)
-        elif (identity := await self._find_login(Request(scope), self._house)) is not None:
-            scope[BODY_OWNER] = body_owner(identity)
 
 
 async def identify(house: House, scope: Scope) -> Identity:

@@ -11,7 +11,7 @@ from orchestrator.api.fresh import Fresh
 from orchestrator.api.known_sessions import KnownSessions
 from orchestrator.api.problems import ApiCode, ApiProblem
 from orchestrator.api.rates import Rates
-from orchestrator.api.shares import FILES_OF_A_KEY, LOOKS_OF_A_KEY, PAGES_OF_A_KEY, OpenStreams, Turns
+from orchestrator.api.shares import FILES_OF_A_KEY, LOOKS_OF_A_KEY, PAGES_OF_A_KEY, FairTurn, OpenStreams, Turns
 from orchestrator.api_keys import ApiKeys, Credential
 from orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
@@ -63,8 +63,8 @@ class House:
         self.streams = OpenStreams()
         self.errands = Errands()
         self.files, self.pages = Turns(FILES_OF_A_KEY), Turns(PAGES_OF_A_KEY)
-        # One at a time, whoever asks: each takes up to half a GiB of memory.
-        self.examining = asyncio.Semaphore(1)
+        # One skill at a time, because each takes up to half a GiB of memory.
+        self.examining = FairTurn()
         self.looks = Turns(LOOKS_OF_A_KEY)
         # Nobody sits at a service: what a program calls is its own decision, and runs ask through the approvals queue.
         self._approver: Approver = RefusingApprover()

@@ -30,7 +30,7 @@ HELD_BYTES = 512 * 1024 * 1024
 TENANT_BYTES = HELD_BYTES // 4
 """Limit of one tenant's bodies together. A single larger body is accepted while the tenant has no other."""
 BODY_OWNER = "toolcrew.body_owner"
-"""In the scope of a request: who pays for its body. Set by the layer that checks the key; without it LOGIN_BYTES are read."""
+"""In the scope of a request: who pays for its body. Set by what checks the key or login; without it LOGIN_BYTES are read."""
 
 
 class _Refused(Exception):
@@ -54,11 +54,10 @@ class BodyLimits:
             return
         most = self._most(scope)
         length = _content_length(scope) or 0
-        body = _Body(receive, most, self._held, scope.get(BODY_OWNER, ""))
-        refusal = _too_large(most) if length > most else body.reserve(length)
-        if refusal is not None:
-            await refuse(refusal, receive, send)
+        if length > most:
+            await refuse(_too_large(most), receive, send)
             return
+        body = _Body(scope, receive, most, self._held, length)
         has_begun = False
 
         async def sent(message: Message) -> None:
@@ -77,10 +76,10 @@ class BodyLimits:
             await refuse(body.refusal, receive, send)
 
     def _most(self, scope: Scope) -> int:
-        found = next(
-            (most for method, path, most in self._other if scope["method"] == method and path.fullmatch(scope["path"])), JSON_BYTES
-        )
-        return found if scope.get(BODY_OWNER) else min(found, LOGIN_BYTES)
+        for method, path, most in self._other:
+            if scope["method"] == method and path.fullmatch(scope["path"]):
+                return most
+        return JSON_BYTES
 
 
 class HeldBodies:
@@ -111,10 +110,12 @@ class HeldBodies:
 class _Body:
     """Counts the bytes of one body. `refusal`: the response when they are too many, or come too slowly."""
 
-    def __init__(self, receive: Receive, most: int, held: HeldBodies, owner: str) -> None:
-        self._receive = receive
-        self._most = most
-        self._held, self._owner = held, owner
+    def __init__(self, scope: Scope, receive: Receive, most: int, held: HeldBodies, length: int) -> None:
+        """`length`: as the request declares it; 0 when it does not."""
+        self._scope, self._receive = scope, receive
+        self._most, self._length = most, length
+        self._held = held
+        self._owner = ""
         self._count, self._reserved = 0, 0
         self._is_whole = False
         self.refusal: Response | None = None
@@ -123,6 +124,12 @@ class _Body:
     async def receive(self) -> Message:
         if self._is_whole:
             return await self._receive()
+        if not self._count:
+            # By now the key or login was checked.
+            self._owner = self._scope.get(BODY_OWNER, "")
+            self._most = self._most if self._owner else min(self._most, LOGIN_BYTES)
+            if (refusal := self._reserve(self._length)) is not None:
+                return self._refuse(refusal)
         try:
             async with asyncio.timeout(CHUNK_WITHIN_S):
                 message = await self._receive()
@@ -134,14 +141,14 @@ class _Body:
         self._is_whole = not message.get("more_body", False)
         if self._count > self._most:
             return self._refuse(_too_large(self._most))
-        if (refusal := self.reserve(self._count)) is not None:
+        if (refusal := self._reserve(self._count)) is not None:
             return self._refuse(refusal)
         took_s = asyncio.get_running_loop().time() - self._began_at
         if not self._is_whole and took_s > PATIENCE_S and self._count < took_s * LEAST_BYTES_PER_S:
             return self._refuse(_too_slow())
         return message
 
-    def reserve(self, count: int) -> Response | None:
+    def _reserve(self, count: int) -> Response | None:
         """Reserve memory for that many bytes of the body, or return why it is refused. A body without an owner is small, and needs none."""
         missing = count - self._reserved
         if missing <= 0 or not self._owner:

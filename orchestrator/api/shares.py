@@ -88,3 +88,16 @@ class Turns:
             place, users = self._places.pop(key)
             if users > 1:
                 self._places[key] = (place, users - 1)
+
+
+class FairTurn:
+    """One at a time in all. A tenant waits with one request at a time, so another tenant's request runs after one of each tenant that waits."""
+
+    def __init__(self) -> None:
+        self._of_tenants, self._one = Turns(1), asyncio.Semaphore(1)
+
+    @asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """Run when it is the tenant's turn."""
+        async with self._of_tenants.turn(tenant), self._one:
+            yield

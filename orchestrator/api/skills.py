@@ -66,7 +66,7 @@ async def install_skill(
     desk = await caller.client.own_skills()
     async with caller.house.files.turn(caller.identity.key_id):
         data = await request.body()
-        async with caller.house.examining:
+        async with caller.house.examining.turn(caller.tenant):
             with tempfile.TemporaryDirectory(prefix="toolcrew-skill-") as folder:
                 packed = Path(folder) / "skill.zip"
                 await asyncio.to_thread(packed.write_bytes, data)

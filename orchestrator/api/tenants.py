@@ -9,10 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
-from orchestrator.api.access import AdminCaller, OperatorCaller
+from orchestrator.api.access import AdminCaller, Caller, OperatorCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
 from orchestrator.api_keys import ApiKeyRecord, Role
+from orchestrator.policy_tools import check_tools
 
 router = APIRouter(prefix="/v1/tenants", tags=["tenants"], responses=responses())
 
@@ -90,6 +91,7 @@ async def list_tenants(caller: OperatorCaller, cursor: Cursor = None, limit: Lim
 @router.post("", status_code=201, responses=responses(409))
 async def add_tenant(wanted: NewTenant, caller: AdminCaller) -> TenantView:
     """Register a tenant. From the first one on only registered ones, and the default one, are served."""
+    await _check_tools(caller, wanted.name, wanted.policy)
     await caller.tenants.add(wanted.name, wanted.policy)
     return _view(wanted.name, wanted.policy)
 
@@ -106,6 +108,7 @@ async def get_tenant(name: Name, caller: OperatorCaller) -> TenantView:
 @router.put("/{name}", responses=responses(404))
 async def set_tenant(name: Name, policy: TenantPolicy, caller: AdminCaller) -> TenantView:
     """Give a tenant this policy, whatever it has: what is left out is as by default."""
+    await _check_tools(caller, name, policy)
     await caller.tenants.replace(name, policy)
     return _view(name, policy)
 
@@ -153,6 +156,10 @@ async def revoke_key(name: Name, key_id: Annotated[str, Path(pattern=r"^[0-9a-f]
     is_here = known is not None and (isinstance(known, ConfigError) or known.tenant == name)
     if not is_here or not await caller.keys.revoke(key_id):
         raise ApiProblem(ApiCode.NOT_FOUND, f"tenant {name} has no API key {key_id}: GET /v1/tenants/{name}/keys lists them")
+
+
+async def _check_tools(caller: Caller, name: str, policy: TenantPolicy) -> None:
+    await check_tools(caller.house.parts.pool.redis, caller.house.settings.deployment, name, policy)
 
 
 def _view(name: str, policy: TenantPolicy | ConfigError) -> TenantView:

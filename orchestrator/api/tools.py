@@ -23,11 +23,12 @@ class Off(BaseModel):
 
 
 class ToolView(BaseModel):
-    """A tool that the workers publish. `state`: as the tenant of the request has it; `off`: present exactly when it is disabled."""
+    """A tool that the workers publish. `state`: for the tenant of the request: enabled, disabled (turned off), or forbidden (not allowed by its policy);
+    `off`: who turned it off, if it is turned off."""
 
     name: str
     description: str
-    state: Literal["enabled", "disabled"]
+    state: Literal["enabled", "disabled", "forbidden"]
     off: Off | None = None
     pool: str
     parameters: dict[str, Any]

@@ -14,7 +14,7 @@ from orchestrator.api import limits, server, shares
 from orchestrator.api.calls import NewCall, _stream
 from orchestrator.api.file_answers import PIECE_BYTES, FileAnswer
 from orchestrator.api.server import PatientProtocol
-from orchestrator.api.shares import Turns
+from orchestrator.api.shares import FairTurn, Turns
 from orchestrator.api.sse import EventStream, ServerEvent
 from orchestrator.sessions import Session
 from tests.api_ground import ApiGround, open_api
@@ -175,11 +175,6 @@ async def test_a_request_with_a_body_counts_once_towards_the_rate(redis_server: 
         assert [answer.status_code for answer in answers] == [202] * 5 + [429]
 
 
-async def test_a_large_form_without_a_login_is_refused_before_it_is_read(api: ApiGround) -> None:
-    large = await api.nobody.post("/approvals/x", content=b"x" * (limits.LOGIN_BYTES + 1))
-    assert (large.status_code, large.json()["code"]) == (413, "BODY_TOO_LARGE")
-
-
 async def test_a_key_has_its_files_one_after_the_other_and_keeps_no_place() -> None:
     turns, inside, most = Turns(2), 0, 0
 
@@ -193,6 +188,19 @@ async def test_a_key_has_its_files_one_after_the_other_and_keeps_no_place() -> N
 
     await asyncio.gather(*(take() for _ in range(10)))
     assert (most, turns._places) == (2, {})
+
+
+async def test_a_tenant_with_many_requests_delays_another_by_one_turn_each() -> None:
+    fair, order = FairTurn(), list[str]()
+
+    async def take(tenant: str) -> None:
+        async with fair.turn(tenant):
+            order.append(tenant)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(take(tenant) for tenant in ("a", "a", "a", "a", "b", "c", "b")))
+    assert order[:3] == ["a", "b", "c"]
+    assert sorted(order) == ["a", "a", "a", "a", "b", "b", "c"]
 
 
 async def test_a_file_is_sent_in_pieces_each_taken_before_the_next_and_then_let_go() -> None:

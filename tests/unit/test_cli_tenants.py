@@ -10,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.names import api_keys_key, tenants_key
+from contract.names import api_keys_key, catalog_names_key, tenants_key
 from contract.tenancy import CommandRule, SandboxTerms, TenantPolicy
 from orchestrator.cli import app
 from orchestrator.policy_options import OPTIONS, apply_options, policy_lines
@@ -86,6 +86,31 @@ def test_unset_gives_a_field_its_default_back(option: str) -> None:
     given = apply_options(POLICY, {}, [option])
     assert policy_lines(given)[list(OPTIONS).index(option)] == policy_lines(TenantPolicy())[list(OPTIONS).index(option)]
     assert sum(one != other for one, other in zip(policy_lines(given), policy_lines(POLICY), strict=True)) == 1
+
+
+def publish_names(server: RedisProcess, pool: str, *names: str) -> None:
+    """A pool whose workers have stopped: the names of its tools remain."""
+    with server.client() as client:
+        client.set(catalog_names_key("default", pool), json.dumps(names))
+
+
+def test_a_tool_that_no_worker_has_published_is_refused_with_the_nearest_name(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+    publish_names(redis_server, "tools", "lookup_tool")
+    code, message = failure_of(toolcrew("add", "acme", "--tools", "bash_tol"))
+    assert (code, "there is no tool bash_tol" in message, "bash_tool" in message) == (1, True, True)
+    assert policy_of(toolcrew("add", "acme", "--tools", "lookup_tool,webfetch_tool,session.exec", "--json")).tools is not None
+    assert failure_of(toolcrew("set", "acme", "--tools", "lookup_tol"))[0] == 1
+    assert toolcrew("set", "acme", "--weight", "2").exit_code == 0
+
+
+def test_a_pattern_that_matches_no_tool_and_a_name_that_cannot_be_checked_are_warned_about(
+    toolcrew: Toolcrew, redis_server: RedisProcess
+) -> None:
+    unchecked = toolcrew("add", "early", "--tools", "mine_tool")
+    assert (unchecked.exit_code, "mine_tool was not checked" in unchecked.stderr) == (0, True)
+    publish_names(redis_server, "sandbox", "bash_tool")
+    unmatched = toolcrew("add", "acme", "--tools", "bash_*,mcp__git__*")
+    assert (unmatched.exit_code, unmatched.stderr) == (0, "toolcrew: --tools: no tool that has been published matches mcp__git__*\n")
 
 
 def test_no_tools_is_not_all_tools(toolcrew: Toolcrew) -> None:

@@ -62,6 +62,18 @@ async def test_a_tool_that_is_off_for_a_tenant_is_neither_told_nor_run_for_it_an
     assert await call(client) is None
 
 
+async def test_a_tool_that_a_tenants_policy_does_not_allow_is_forbidden_in_lists_of_tools(
+    redis_server: RedisProcess, client: ToolClient
+) -> None:
+    async with redis.asyncio.Redis.from_url(redis_server.url) as opened:
+        await RedisTenants(opened, "default", KEY).add("acme", TenantPolicy(tools=("ec*",)))
+    client._tenants._known.forget()
+    assert [(state.name, state.state) for state in await client.tool_states()] == [("echo", "enabled"), ("other", "forbidden")]
+    assert (await client.tool_state("other")).state == "forbidden"
+    assert {state.state for state in await client.tool_states("default")} == {"enabled"}
+    assert [spec.name for spec in await client.tools()] == ["echo"]
+
+
 async def test_a_worker_refuses_it_whatever_the_sender_has_looked_at(pool: SwitchedPool, client: ToolClient) -> None:
     await client.disable("echo", tenant="acme")
     client._dispatcher._switches = None

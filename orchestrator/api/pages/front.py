@@ -53,15 +53,18 @@ async def log_in(
 ) -> Response:
     """The key is looked at once, and not kept."""
     check_origin(request, house.settings)
-    house.rates.take(f"login {request.client.host if request.client else ''}")
     name = cookie_name(house.settings)
     try:
-        word = await logins_of(house).open(key.strip()[:MAX_KEY_CHARS])
+        identity = await house.parts.keys.authenticate(key.strip()[:MAX_KEY_CHARS])
     except ToolFailure as error:
         if error.code is not ErrorCode.UNAUTHENTICATED:
             raise
+        # Only failures count by address: behind a proxy all clients have one, and a valid key must work whatever others try.
+        house.rates.take(f"login {request.client.host if request.client else ''}")
         trouble = "This key opens nothing: see that all of it was copied, or have an operator make another."
         return render("login.html", None, status=401, title="Log in", page="", trouble=trouble, next=_local(next))
+    house.rates.take(identity.key_id)
+    word = await logins_of(house).open(identity)
     before = request.cookies.get(name)
     if before:
         await logins_of(house).close(before)

@@ -53,9 +53,8 @@ class Logins:
         self._deployment = deployment
         self._keys = keys
 
-    async def open(self, key: str) -> str:
-        """The word of a new login. Raises ToolFailure(UNAUTHENTICATED) for a key that opens nothing."""
-        identity = await self._keys.authenticate(key)
+    async def open(self, identity: Identity) -> str:
+        """Begin a login for the holder of a key, and return its word."""
         word = secrets.token_urlsafe(32)
         try:
             await self._open_script(keys=[self._slot(word), self._list(identity.key_id)], args=[identity.key_id, LOGIN_S, LOGINS_OF_A_KEY])

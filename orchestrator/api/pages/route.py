@@ -11,6 +11,8 @@ from fastapi.routing import APIRoute
 
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from orchestrator.api.access import house_of
+from orchestrator.api.door import body_owner
+from orchestrator.api.limits import BODY_OWNER
 from orchestrator.api.pages.logins import NotLoggedIn, find_login
 from orchestrator.api.pages.rendering import render_error
 from orchestrator.api.problems import ApiCode, ApiProblem, status_of, tell
@@ -42,7 +44,7 @@ class PageRoute(APIRoute):
             try:
                 if request.method == "POST" and request.url.path != LOGIN_PATH:
                     # Before anything of the form is read: it lies in memory.
-                    await find_login(request, house_of(request))
+                    request.scope[BODY_OWNER] = body_owner((await find_login(request, house_of(request))).identity)
                 response: Response = await handle(request)
             except NotLoggedIn:
                 response = _to_login(request)
