@@ -13,6 +13,7 @@ from contract.errors import EnvelopeRefused
 from contract.schema import check_schema, prepare_arguments
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
+from contract.tenancy import TenantPolicy
 
 Handler = TypeVar("Handler")
 Validator = Callable[[Mapping[str, Any]], str | None]
@@ -232,6 +233,6 @@ def filter_specs(specs: Iterable[ToolSpec], names: Iterable[str] | Literal["all"
     return [spec for spec in specs if "all" in wanted or spec.name in wanted]
 
 
-def find_state(spec: ToolSpec, switches: Mapping[str, Switch], tenant: str, *, is_allowed: bool) -> ToolState:
-    """Return the tool's state for that tenant, as an administrator sees it."""
-    return ToolState(spec, switches.get(spec.name), switches.get(switch_field(spec.name, tenant)), is_allowed)
+def find_state(spec: ToolSpec, switches: Mapping[str, Switch], tenant: str, policy: TenantPolicy) -> ToolState:
+    """Return the tool's state for a tenant with that policy, as an administrator sees it."""
+    return ToolState(spec, switches.get(spec.name), switches.get(switch_field(spec.name, tenant)), policy.allows_tool(spec.name))

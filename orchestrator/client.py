@@ -216,20 +216,13 @@ class ToolClient:
         chosen, switches = await self._as_tenant(tenant), await self._switches.switches()
         policy = await self._tenants.policy(chosen)
         there = [spec for spec in (await self._pool.offers.of(chosen)).tools if spec.audience == "model"]
-        return [
-            find_state(spec, switches, chosen, is_allowed=policy.allows_tool(spec.name))
-            for spec in sorted(there, key=lambda spec: spec.name)
-        ]
+        return [find_state(spec, switches, chosen, policy) for spec in sorted(there, key=lambda spec: spec.name)]
 
     async def tool_state(self, name: str, tenant: str | None = None) -> ToolState:
         """One tool with its state for the tenant. Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ConfigError when no worker serves it now."""
-        spec = await self._find_tool(name, chosen := await self._as_tenant(tenant))
-        if spec is None:
+        if (spec := await self._find_tool(name, chosen := await self._as_tenant(tenant))) is None:
             raise ConfigError(self._catalog.explain_missing(name) or f"no worker serves {name} now")
-        return await self._find_state(spec, await self._switches.switches(), chosen)
-
-    async def _find_state(self, spec: ToolSpec, switches: Mapping[str, Switch], tenant: str) -> ToolState:
-        return find_state(spec, switches, tenant, is_allowed=(await self._tenants.policy(tenant)).allows_tool(spec.name))
+        return find_state(spec, await self._switches.switches(), chosen, await self._tenants.policy(chosen))
 
     async def skills(self) -> tuple[SkillSummary, ...]:
         """Every skill that there is for the client's tenant, by name: its own, then those of the workers. Raises ConfigError when no worker lives."""
@@ -255,9 +248,8 @@ class ToolClient:
         return {field.removesuffix(f"/{name}"): switch for field, switch in sorted(switches.items()) if field.endswith(f"/{name}")}
 
     async def disable(self, name: str, *, reason: str | None = None, by: str | None = None, tenant: str | None = None) -> ToolState | None:
-        """Turn a tool off for the whole deployment, or for one tenant, on every worker and orchestrator within 2 s: calls of it fail with TOOL_DISABLED and `reason`,
-        models that start then are not told of it. It stays off until `enable`. `by`: who says so, else the client's tenant. None: it is off, and no
-        worker serves it now.
+        """Turn a tool off for the whole deployment, or for one tenant, everywhere within 2 s: its calls fail with TOOL_DISABLED and `reason`, and models that
+        start then do not get it. It stays off until `enable`. `by`: who did it, else the client's tenant. None: no worker serves it now.
 
         Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ToolFailure(INVALID_ARGUMENTS), BrokerUnavailable.
         """
@@ -267,13 +259,11 @@ class ToolClient:
         # Read before: what was switched is not reported as failed because nothing can be read.
         known, switch = await switches.switches(), build_switch(by or self.tenant, reason)
         await switches.turn_off(name, switch, tenant)
-        return (
-            await self._find_state(spec, {**known, switch_field(name, tenant): switch}, tenant or self.tenant) if spec is not None else None
-        )
+        known, owner = {**known, switch_field(name, tenant): switch}, tenant or self.tenant
+        return find_state(spec, known, owner, await self._tenants.policy(owner)) if spec is not None else None
 
     async def enable(self, name: str, *, tenant: str | None = None) -> ToolState | None:
-        """Turn a tool on again: for everybody, where it then stays off for whom alone it is; or for one tenant, where it stays off while it is for
-        everybody. None: it is done, and no worker serves the tool now. Raises as `disable`."""
+        """Turn a tool on again for all tenants, or for one: it stays off while the other switch is off. None: no worker serves it now. Raises as `disable`."""
         switches = self._switches.acting_as(await self._check_operator())
         await self._check_tenant(tenant)
         known = {field: switch for field, switch in (await switches.switches()).items() if field != switch_field(name, tenant)}
@@ -284,7 +274,8 @@ class ToolClient:
             if not was_off:
                 raise
             return None
-        return await self._find_state(spec, known, tenant or self.tenant) if spec is not None else None
+        owner = tenant or self.tenant
+        return find_state(spec, known, owner, await self._tenants.policy(owner)) if spec is not None else None
 
     @asynccontextmanager
     async def _own_session(self, workspace: Path | str | None, run: str, tell: OnEvent) -> AsyncIterator[Session]:

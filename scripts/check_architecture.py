@@ -59,7 +59,7 @@ _CELERY = (
 )
 _REDIS_OF_ORCHESTRATOR = (
     "api_keys", "blobs", "call_events", "call_kills", "call_ledger", "call_life", "call_watch", "catalog", "celery_transport",
-    "heard_calls", "hosts", "installed_skills", "overview", "places", "pool_connection", "pressure", "publishing", "reaper",
+    "heard_calls", "hosts", "installed_skills", "overview", "places", "policy_tools", "pool_connection", "pressure", "publishing", "reaper",
     "redis_connection", "redis_errands", "resealing", "results", "session_list", "skill_uses", "switches", "tenants",
 )  # fmt: skip
 _REDIS = (
