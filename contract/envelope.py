@@ -117,6 +117,14 @@ def encode_result(result: ToolResult, keep: Callable[[bytes], str] | None = None
     return {**_head(result), "data": [[[text]]]}
 
 
+def stored_answer(stored: Mapping[str, Any]) -> Any:
+    """Return the encoded result in a stored Celery result; None when the task ended without one.
+
+    A call that the infrastructure failed has the state FAILURE: there `result` is Celery's exception, and `answer` is the encoded result.
+    """
+    return stored.get("result") if stored.get("status") == "SUCCESS" else stored.get("answer")
+
+
 def kept_result_key(data: Any) -> str | None:
     """Where the record of an encoded result lies when it does not travel with it. Whose key it is must be checked before it is read."""
     match data:

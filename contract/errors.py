@@ -73,7 +73,8 @@ OPERATOR_CODES = frozenset(
         ErrorCode.INTERNAL,
     }
 )
-"""Codes whose cause is the infrastructure's, never the model's; never shown as command output."""
+"""The codes of the infrastructure: the operator must act, not the model or the tenant. A call that ends with one of them is a FAILURE in Celery, so it is
+red in Flower. All other codes are answers that the model reads, and Celery's state is SUCCESS. Never shown as command output."""
 
 
 class ToolcrewError(Exception):

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from contract.calls import ToolResult
 from contract.clock import format_instant
-from contract.envelope import decode_result, join_result, kept_result_key
+from contract.envelope import decode_result, join_result, kept_result_key, stored_answer
 from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
 from contract.hosts import parse_holder
 from contract.ledger import CallRecord, CallState, parse_record
@@ -244,7 +244,7 @@ class CallLives:
         text = await _told(self._client.get(result_key(record.task))) if record.task else None
         try:
             stored: Any = json.loads(text or b"null")
-            encoded: Any = stored["result"] if isinstance(stored, dict) and stored.get("status") == "SUCCESS" else {}
+            encoded: Any = stored_answer(stored) if isinstance(stored, dict) else None
             key = kept_result_key(encoded)
             if key is not None and is_blob_of(key, self._deployment, tenant):
                 encoded = join_result(encoded, await _told(self._client.get(key)) or b"")

@@ -43,6 +43,8 @@ class Errand:
     keeps_result: bool = False
     may_have_been_sent: bool = False
     """By a process that died since."""
+    shown_as: str | None = None
+    """The name of the tool as the caller knows it, when the call is sent to another tool."""
 
     @property
     def is_sticky(self) -> bool:
@@ -140,6 +142,9 @@ class Carrier:
             keeps_result=errand.keeps_result,
             published_as=published_as,
             ticket=seal_ticket(self._keys, context.tenant, call.id, attempt),
+            run=context.run,
+            session=context.session,
+            shown_as=errand.shown_as,
         )
         result = await self._heard(delivery, errand)
         if sending is not None:

@@ -7,7 +7,7 @@ from redis.exceptions import RedisError
 
 from contract.calls import POOL_GRACE_S
 from contract.clock import SharedClock
-from contract.envelope import join_result, kept_result_key
+from contract.envelope import join_result, kept_result_key, stored_answer
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.hosts import HOST_LOST_TYPE
 from contract.names import control_queue, is_blob_of, result_key
@@ -145,9 +145,9 @@ class CeleryTransport:
 
 
 def _unpack(stored: dict[str, Any], delivery: Delivery) -> Any:
-    status, result = stored["status"], stored.get("result")
-    if status == "SUCCESS":
-        return result
+    status, result, answer = stored["status"], stored.get("result"), stored_answer(stored)
+    if status == "SUCCESS" or answer is not None:
+        return answer
     if status == "REVOKED":
         raise DeliveryFailed(ErrorCode.TIMEOUT, "the call waited in the queue past its deadline and was not run")
     kind = result.get("exc_type", "") if isinstance(result, dict) else ""

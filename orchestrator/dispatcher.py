@@ -328,6 +328,7 @@ class Dispatcher:
             aliases,
             keeps_result=terms.keeps_result,
             may_have_been_sent=terms.may_have_been_sent,
+            shown_as=spec.name if sent_spec is not spec else None,
         )
 
     async def _send_open(self, opening: Opening, home: Home) -> ToolResult:

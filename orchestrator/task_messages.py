@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from contract.calls import POOL_GRACE_S
+from orchestrator.links import show_call
 from orchestrator.transport import Delivery
 
 _EMBED: Mapping[str, None] = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
@@ -18,15 +19,15 @@ def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
     """One item of the queue's list. `call_key`: of the call's record, which the reaper of a dead host's queue marks when it is of this attempt.
 
     It does not expire: a worker would judge that by its own clock. When a call must no longer start stands in its envelope.
-    What people see of it in Flower and in logs is the call's id, never its arguments.
+    Flower and logs show the call, its tenant, session and run, and the name of the tool. They never show arguments.
     """
-    shown = {"argsrepr": "()", "kwargsrepr": f"call {delivery.call_id}"}
+    shown = {"argsrepr": "()", "kwargsrepr": show_call(delivery.call_id, delivery.tenant, delivery.session, delivery.run)}
     body = json.dumps(((), {"envelope": delivery.envelope}, _EMBED))
     headers: dict[str, object] = {
         "lang": "py",
         "task": delivery.task,
         "id": task_id,
-        "shadow": None,
+        "shadow": f"tool.{delivery.shown_as}" if delivery.shown_as else None,
         "eta": None,
         "expires": None,
         "group": None,

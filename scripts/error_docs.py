@@ -32,8 +32,11 @@ infrastructure is to blame, the call is repeated if its tool is idempotent, and 
 
 In `ToolResult.error_code`, in the `code` of a problem of the API, and in the `error` of commands with `--json`.
 
-| code | told | HTTP | means | what to do |
-|---|---|---|---|---|
+`FAILURE` in Flower is red, and Flower's metrics count it as `task-failed`: the infrastructure failed the call. `SUCCESS` is green: the tool gave the model an
+answer, even if the answer is an error.
+
+| code | told | HTTP | Flower | means | what to do |
+|---|---|---|---|---|---|
 """
 MODEL = "the next move is the model's; nothing is wrong with the deployment"
 DO = {
@@ -86,7 +89,7 @@ REASONS: dict[str, str] = {
 def build_page() -> str:
     """The whole page. Raises KeyError for a code without words."""
     rows = "".join(
-        f"| `{code.value}` | {'operator' if code in OPERATOR_CODES else 'model'} | {status_of(code)} | {MEANINGS[code]} | {DO.get(code, MODEL)} |\n"
+        f"| `{code.value}` | {'operator' if code in OPERATOR_CODES else 'model'} | {status_of(code)} | {'FAILURE' if code in OPERATOR_CODES else 'SUCCESS'} | {MEANINGS[code]} | {DO.get(code, MODEL)} |\n"
         for code in ErrorCode
     )
     api = "".join(f"| `{code.value}` | {status_of(code)} | {API[code][0]} | {API[code][1]} |\n" for code in ApiCode)

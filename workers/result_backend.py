@@ -1,4 +1,4 @@
-"""Where a worker's results go: an answer is stored, published, and its call noted as done in one step, tried again until Redis takes it."""
+"""Stores the results of tasks: one script stores and publishes a result and marks its call as done. Retries until Redis accepts it."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -59,9 +59,26 @@ class Answer(dict[str, Any]):
         self.ending = ending
 
 
+class CallNotServed(Exception):
+    """Ends a task as FAILURE because the infrastructure failed its call. The caller still gets the signed result, `answer`.
+
+    Flower and Celery's log show the text of this exception, so it contains only the code and the id of the call.
+    """
+
+    def __init__(self, code: str, call_id: str, answer: Answer | None = None) -> None:
+        super().__init__(f"{code}: not the fault of the model or the tenant. `toolcrew calls show {call_id}` shows what happened")
+        self.code = code
+        self.call_id = call_id
+        self.answer = answer
+
+    def __reduce__(self) -> tuple[type["CallNotServed"], tuple[str, str]]:
+        # A process of the pool pickles the exception for its parent, which only announces the failure. The result stays here.
+        return CallNotServed, (self.code, self.call_id)
+
+
 class _Results(RedisBackend):
-    """Stores answers its own way, everything else as Celery does. Never raises for a Redis that does not take a result: on a pool of threads that
-    would cost the slot as well."""
+    """Stores our results with our script, and everything else as Celery does. An unavailable Redis raises no exception: in a pool of threads an
+    exception would also lose the slot."""
 
     _store: Any = None
     _ensure_retryable: Callable[[Callable[[], object]], object]
@@ -70,7 +87,9 @@ class _Results(RedisBackend):
 
     def store_result(self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None, **options: Any) -> Any:
         try:
-            if isinstance(result, Answer):
+            if isinstance(result, CallNotServed) and result.answer is not None:
+                self._ensure_retryable(partial(self._store_answer, task_id, result.answer, result))
+            elif isinstance(result, Answer):
                 self._ensure_retryable(partial(self._store_answer, task_id, result))
             else:
                 super().store_result(task_id, result, state, traceback, request, **options)
@@ -82,11 +101,9 @@ class _Results(RedisBackend):
         # Also what Redis itself says: that it is full, loading, or has become a replica passes.
         return isinstance(exc, RedisError)
 
-    def _store_answer(self, task_id: str, answer: Answer) -> None:
+    def _store_answer(self, task_id: str, answer: Answer, failure: CallNotServed | None = None) -> None:
         ended = datetime.now(UTC).isoformat()
-        text = json.dumps(
-            {"status": "SUCCESS", "result": answer.encoded, "traceback": None, "children": [], "date_done": ended, "task_id": task_id}
-        )
+        text = json.dumps({**_outcome(answer, failure), "traceback": None, "children": [], "date_done": ended, "task_id": task_id})
         ending, key = answer.ending, result_key(task_id)
         keys = [key, ending.key if ending is not None else key]
         noted = [ending.attempt, CALL_TTL_S, ending.code, ending.sandbox] if ending is not None else ["", 0, "", ""]
@@ -95,6 +112,14 @@ class _Results(RedisBackend):
         if not self._store(keys=keys, args=[text, self.expires, *noted]):
             # The call was sent again meanwhile, and whoever waits for it waits for that attempt's answer.
             log.warning("late_answer_dropped", task=task_id)
+
+
+def _outcome(answer: Answer, failure: CallNotServed | None) -> dict[str, Any]:
+    """The part of a stored result that depends on its state. Celery's `result` of a failure is always an exception, so ours is `answer` there."""
+    if failure is None:
+        return {"status": "SUCCESS", "result": answer.encoded}
+    error = {"exc_type": type(failure).__name__, "exc_message": [str(failure)], "exc_module": __name__}
+    return {"status": "FAILURE", "result": error, "answer": answer.encoded}
 
 
 class ResultBackend(_Results):

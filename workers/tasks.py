@@ -11,7 +11,7 @@ from celery.signals import task_unknown
 
 from contract.calls import POOL_GRACE_S, Clocks, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call
-from contract.errors import EnvelopeRefused, RefusalReason
+from contract.errors import OPERATOR_CODES, EnvelopeRefused, RefusalReason
 from contract.names import POOL_QUEUES, call_key, task_name
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
@@ -19,7 +19,7 @@ from workers.app import CELERY_MARGIN_S
 from workers.executor import NOT_RUN, CallRepeated, Executor
 from workers.live_tasks import LiveTasks
 from workers.log_names import bound_to_call
-from workers.result_backend import Answer, Ending
+from workers.result_backend import Answer, CallNotServed, Ending
 from workers.result_parcels import encode_parcel
 from workers.tools.base import WorkerRegistry
 
@@ -48,7 +48,8 @@ def register_tasks(
     def add(spec: ToolSpec) -> None:
         name = task_name(spec.name)
         # Shared would mean every Celery app of the process, the publisher's too.
-        register: Callable[[Body], Any] = app.task(name=name, shared=False, lazy=False, resultrepr_maxsize=160, **_limits(spec))
+        options: dict[str, Any] = {"resultrepr_maxsize": 160, "throws": (CallNotServed,), **_limits(spec)}
+        register: Callable[[Body], Any] = app.task(name=name, shared=False, lazy=False, **options)
         register(edge.body(name))
 
     def find(name: str) -> None:
@@ -110,7 +111,11 @@ class _Edge:
         return run
 
     def _run(self, name: str, envelope: object) -> Mapping[str, Any]:
-        """The answer of the task `name`. Raises EnvelopeRefused: Celery then counts the task as failed, and nothing has run; and Ignore."""
+        """Run the call of the task `name` and return its answer.
+
+        Raises EnvelopeRefused when the message is not a valid call; nothing has run. Raises CallNotServed, with the answer, when the infrastructure failed
+        the call. Celery counts both as failures. Raises Ignore for a repeated message.
+        """
         try:
             call, context = _opened(name, envelope, self._key)
         except EnvelopeRefused as error:
@@ -133,10 +138,12 @@ class _Edge:
         result = executor.execute(call, context)
         log.info("call_ended", attempt=context.attempt, code=result.error_code, **_round(result.clocks), sandbox=_sandbox_id(result))
         encoded = encode_parcel(result, call, context, executor.blobs, self._key)
-        if NOT_RUN in result.metadata:
-            return Answer(encoded, None)
         record = call_key(self._deployment, context.tenant, call.id)
-        return Answer(encoded, Ending(record, context.attempt, result.error_code or "", _sandbox_id(result)))
+        ending = Ending(record, context.attempt, result.error_code or "", _sandbox_id(result))
+        answer = Answer(encoded, None if NOT_RUN in result.metadata else ending)
+        if result.error_code in OPERATOR_CODES:
+            raise CallNotServed(str(result.error_code), call.id, answer)
+        return answer
 
     def refuse_unknown(self, name: str, message: Any) -> None:
         """A task that this worker does not have has failed; a call of ours in it is noted as one that will not start."""

@@ -35,7 +35,7 @@ def sent_by_celery(server: RedisProcess, envelope: str, **options: Any) -> dict[
             task_id="hub-c1",
             queue=QUEUE,
             argsrepr="()",
-            kwargsrepr="call c1",
+            kwargsrepr="call c1, tenant acme",
             headers={"call_key": "the call", "call_attempt": 1},
             **options,
         )

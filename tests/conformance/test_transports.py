@@ -190,7 +190,7 @@ async def test_what_people_see_of_a_task_is_its_id_and_never_its_arguments(redis
     async with celery_transport(redis_server) as (transport, worker):
         await delivered(transport, build_delivery(text="hunter2"))
         [headers] = worker.seen
-    assert (headers["task"], headers["kwargsrepr"], headers["argsrepr"]) == ("tool.plain", "call c1", "()")
+    assert (headers["task"], headers["kwargsrepr"], headers["argsrepr"]) == ("tool.plain", "call c1, tenant acme", "()")
     assert "hunter2" not in json.dumps(headers)
 
 

@@ -137,6 +137,15 @@ async def test_a_result_that_lies_beside_its_message_is_found(ground: Ground) ->
     assert len(result.output or "") == 100_000
 
 
+async def test_the_result_of_a_failed_task_is_found(ground: Ground) -> None:
+    encoded = encode_result(build_result(error="no engine"), seal=ResultSeal(KEY, "acme"))
+    await ground.note(state="done")
+    await ground.client.set(result_key(TASK), json.dumps({"status": "FAILURE", "result": {"exc_type": "x"}, "answer": encoded}))
+    result = (await ground.lives.find("c1", "acme")).result
+    assert result is not None
+    assert result.error == "no engine"
+
+
 async def test_a_result_that_nobody_with_the_secret_signed_is_not_shown(ground: Ground) -> None:
     """The aim: to have an operator read what a call never gave."""
     await ground.note(state="done")

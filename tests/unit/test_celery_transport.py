@@ -66,8 +66,8 @@ class House:
         found: Any = await self.server.hget(call_key("default", "acme", "c1"), "state")
         return str(found.decode())
 
-    async def answer(self, task_id: str, result: Any) -> None:
-        text = json.dumps({"task_id": task_id, "status": "SUCCESS", "result": result})
+    async def answer(self, task_id: str, result: Any, **stored: Any) -> None:
+        text = json.dumps({"task_id": task_id, "status": "SUCCESS", "result": result, **stored})
         await self.server.set(result_key(task_id), text)
         await self.server.publish(result_key(task_id), text)
 
@@ -118,6 +118,12 @@ async def test_the_call_is_watched_over_from_when_it_was_sent_until_it_has_ended
     await house.answer(task_id, "done")
     assert await waiting == "done"
     assert house.watch.watched == []
+
+
+async def test_the_answer_of_a_failed_task_arrives_as_that_of_any_other(house: House) -> None:
+    waiting = start(house, delivery())
+    await house.answer(await house.taken(), {"exc_type": "CallNotServed"}, status="FAILURE", answer="done")
+    assert await waiting == "done"
 
 
 async def test_whoever_waits_hears_that_the_call_is_lost(house: House) -> None:

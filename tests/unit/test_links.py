@@ -24,10 +24,24 @@ def test_an_id_never_leaves_its_place_in_the_address() -> None:
 def test_what_flower_shows_of_a_message_of_ours_names_its_call() -> None:
     message = json.loads(build_message(Delivery("tool.bash_tool", "q", "acme", "call-7", "envelope", 0.0, 1.0), "task", "key"))
 
+    assert message["headers"]["kwargsrepr"] == "call call-7, tenant acme"
     assert parse_shown_call(message["headers"]["kwargsrepr"]) == "call-7"
 
 
-@pytest.mark.parametrize("shown", [None, 7, "", "call ", "call a b", "call ../x", "call a\n", "call " + "a" * 65, "{'x': 'call a'}"])
+def test_flower_shows_the_session_the_run_and_the_name_of_an_installed_skill() -> None:
+    delivery = Delivery("tool.skill_tool", "q", "acme", "c1", "envelope", 0.0, 1.0, session="s1", run="r1", shown_as="word-count")
+    headers = json.loads(build_message(delivery, "task", "key"))["headers"]
+
+    assert headers["kwargsrepr"] == "call c1, tenant acme, session s1, run r1"
+    assert parse_shown_call(headers["kwargsrepr"]) == "c1"
+    # The task decides which code runs; `shadow` is only shown.
+    assert (headers["task"], headers["shadow"]) == ("tool.skill_tool", "tool.word-count")
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [None, 7, "", "call ", "call a b", "call a, tenant", "call a, owner b", "call ../x", "call a\n", "call " + "a" * 65, "{'x': 'call a'}"],
+)
 def test_anything_else_names_none(shown: object) -> None:
     assert parse_shown_call(shown) is None
 

@@ -1,6 +1,7 @@
 """Where answers go: stored, published and noted as done in one step, for nobody when the call was sent again, and never lost to an outage."""
 
 import json
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,12 +12,13 @@ from celery import Celery
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
+from contract.envelope import stored_answer
 from contract.ledger import CallRecord, CallState, parse_record
 from contract.names import call_key, result_key
 from contract.settings import BrokerSettings
 from tests.conftest import RedisProcess
 from workers.app import build_app
-from workers.result_backend import Answer, Ending
+from workers.result_backend import Answer, CallNotServed, Ending
 
 KEY = call_key("d", "acme", "c1")
 ENCODED = {"v": 2, "call_id": "c1", "success": True, "data": [[{"output": "secret"}]]}
@@ -72,6 +74,26 @@ def test_an_answer_is_stored_published_and_its_call_done(desk: Desk) -> None:
     assert record.ended_at > 0
     assert 0 < desk.client.ttl(result_key("h-c1")) <= 3600
     assert desk.client.ttl(KEY) > 3600
+
+
+def test_a_failure_of_the_infrastructure_is_stored_as_failure_with_the_same_answer(desk: Desk) -> None:
+    desk.write(CallState.RUNNING)
+    error = CallNotServed("INTERNAL", "c1", Answer(ENCODED, Ending(KEY, 1, "INTERNAL", "")))
+    desk.app.backend.mark_as_failure("h-c1", error)
+    stored, record = desk.stored(), desk.record()
+    assert (stored["status"], stored["answer"]) == ("FAILURE", ENCODED)
+    assert stored_answer(stored) == ENCODED
+    assert record is not None
+    assert (record.state, record.code) == (CallState.DONE, "INTERNAL")
+    # Celery's own reader gets an exception that it can rebuild.
+    assert "INTERNAL" in str(desk.app.AsyncResult("h-c1").result)
+
+
+def test_the_exception_of_a_failed_call_crosses_processes_without_the_answer() -> None:
+    error = CallNotServed("INTERNAL", "c1", Answer(ENCODED, None))
+    data = pickle.dumps(error)
+    assert b"secret" not in data
+    assert str(pickle.loads(data)) == str(error)
 
 
 def test_the_answer_of_an_attempt_that_was_given_up_is_stored_for_nobody(desk: Desk) -> None:

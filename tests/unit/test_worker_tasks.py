@@ -13,17 +13,20 @@ from structlog.testing import capture_logs
 
 from contract.calls import ToolResult
 from contract.envelope import decode_result, encode_call
-from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
+from contract.errors import OPERATOR_CODES, EnvelopeRefused, ErrorCode, ToolFailure
 from contract.names import refusals_key, task_name
+from contract.registry import ToolRegistry
 from contract.signing import ResultSeal, SigningKeys
-from tests.builders import KEY, build_call, build_context
+from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
 from workers import blobs as blobs_module
 from workers.blobs import Blobs
 from workers.executor import Executor
 from workers.refusals import Refusals
+from workers.result_backend import CallNotServed
 from workers.tasks import register_tasks
+from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 from workers.tools.builtin import build_registry
 
 
@@ -109,6 +112,37 @@ def test_a_repetition_stores_no_result_and_is_counted(edge: Edge) -> None:
     with capture_logs(), pytest.raises(Ignore):
         edge.run("session.close", envelope)
     assert (edge.client.closed, edge.refused) == (["acme:s1"], ["repeated"])
+
+
+def build_failing_app(code: ErrorCode) -> Celery:
+    """Return an app whose tool x fails with `code`."""
+
+    def fail(arguments: dict[str, Any], bench: Any) -> Outcome:
+        raise ToolFailure(code, "the words of a secret")
+
+    registry: WorkerRegistry = ToolRegistry([WorkerTool(build_spec("x"), fail)])
+    app = Celery("test", broker="memory://", set_as_current=False)
+
+    def build() -> Executor:
+        return Executor(registry, FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
+
+    register_tasks(app, registry, KEY, build, lambda _: None, "d")
+    return app
+
+
+@pytest.mark.parametrize("code", ErrorCode)
+def test_a_task_fails_exactly_when_the_operator_must_act(code: ErrorCode) -> None:
+    task = build_failing_app(code).tasks[task_name("x")]
+    envelope = encode_call(build_call("x"), build_context(), KEY)
+    if code not in OPERATOR_CODES:
+        answer = task.run(envelope=envelope)
+    else:
+        with capture_logs(), pytest.raises(CallNotServed) as failed:
+            task.run(envelope=envelope)
+        assert (code in str(failed.value), "secret" in str(failed.value)) == (True, False)
+        answer = failed.value.answer
+    result = decode_result(json.loads(json.dumps(answer.encoded)), ResultSeal(KEY, "acme"))
+    assert (result.error_code, result.error) == (code, "the words of a secret")
 
 
 def test_a_signature_of_half_a_surrogate_is_refused_like_any_other(edge: Edge) -> None:

@@ -1,0 +1,107 @@
+"""Failures of the infrastructure in Flower, in a real browser on a real stack: they are red, and nothing else is."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from docker import APIClient
+from playwright.async_api import Page, expect
+
+from contract.errors import ErrorCode
+from orchestrator.sessions import Session
+from tests.page_ground import CHROMIUM, open_browser
+from tests.stack import UP_S, Stack, eventually, missing, open_stack
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
+
+expect.set_options(timeout=30_000)
+SHOWN_S = 30.0
+"""Seconds that Flower has to show a task."""
+
+
+@pytest.fixture(scope="module")
+def stack(engine: APIClient) -> Iterator[Stack]:
+    if not os.path.exists(CHROMIUM):
+        missing(f"{CHROMIUM} is not installed: apt-get install chromium")
+    with open_stack(engine, {"TOOLCREW_EMBEDDED_FLOWER": "true"}) as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def open_tasks(stack: Stack) -> AsyncIterator[Page]:
+    """Flower's list of tasks."""
+    url = str(stack.info.flower_url)
+
+    def is_up() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(url).is_success
+        return False
+
+    await eventually(is_up, UP_S, "Flower answers")
+    async with open_browser() as browser:
+        page = await browser.new_page(viewport={"width": 1400, "height": 900})
+        await page.goto(f"{url.rstrip('/')}/tasks")
+        yield page
+
+
+async def find_rows(page: Page, state: str, call_id: str) -> None:
+    """Wait until the tab of that state lists the call. Flower's list does not refresh itself, so each round loads the tab again."""
+
+    async with asyncio.timeout(SHOWN_S):
+        while not await count_rows(page, state, call_id):
+            pass
+
+
+async def count_rows(page: Page, state: str, call_id: str) -> int:
+    await page.reload()
+    await page.get_by_role("button", name=state, exact=True).click()
+    await page.wait_for_load_state("networkidle")
+    return await page.locator("#tasks-table tbody tr").filter(has_text=f"call {call_id}").count()
+
+
+def make_id() -> str:
+    return f"f{secrets.token_hex(3)}"
+
+
+async def until_flower_listens(page: Page, session: Session) -> None:
+    """Make calls until Flower lists one: workers serve before Flower listens to events."""
+    async with asyncio.timeout(60):
+        while True:
+            call_id = make_id()
+            await session.call("glob_tool", {"pattern": "*"}, call_id=call_id)
+            if await count_rows(page, "Succeeded", call_id):
+                return
+
+
+async def test_a_call_without_sandboxd_is_red_and_a_failed_command_is_green(stack: Stack, session: Session) -> None:
+    async with open_tasks(stack) as page:
+        await until_flower_listens(page, session)
+        green, red = make_id(), make_id()
+        assert (await session.call("bash_tool", {"command": "exit 3"}, call_id=green)).metadata["exit_code"] == 3
+        killed = stack.pid("sandboxd")
+        # The supervisor would start another one at once.
+        os.kill(stack.process.pid, signal.SIGSTOP)
+        try:
+            os.kill(killed, signal.SIGKILL)
+            running = asyncio.create_task(session.call("bash_tool", {"command": "echo secret-argument"}, call_id=red))
+            await find_rows(page, "Failed", red)
+            row = page.locator("#tasks-table tbody tr").filter(has_text=f"call {red}").first
+            await expect(row).to_contain_text("tool.bash_tool")
+            await expect(row).to_contain_text(f"tenant default, session {session.id}")
+            await row.get_by_role("link").last.click()
+            await expect(page.locator("body")).to_contain_text("SANDBOX_UNAVAILABLE")
+            assert "secret-argument" not in await page.content()
+            await page.go_back()
+            assert (await count_rows(page, "Succeeded", green), await count_rows(page, "Failed", green)) == (1, 0)
+        finally:
+            os.kill(stack.process.pid, signal.SIGCONT)
+        # The caller reads the code as before: either the call ran after the restart, or its result says why not.
+        result = await running
+        assert result.success or result.error_code is ErrorCode.SANDBOX_UNAVAILABLE
+        await eventually(lambda: stack.pid("sandboxd") != killed, 60, "sandboxd runs again")
