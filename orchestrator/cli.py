@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from importlib.metadata import version
@@ -41,7 +42,7 @@ from orchestrator.cli_runner import (
 )
 from orchestrator.cli_runs import runs_app
 from orchestrator.cli_serve import serve_app
-from orchestrator.cli_sessions import session_app, sessions_list
+from orchestrator.cli_sessions import session_app
 from orchestrator.cli_skills import skills_app
 from orchestrator.cli_tenants import tenants_app
 from orchestrator.cli_tools import tools_app
@@ -53,26 +54,23 @@ from orchestrator.events import CallFinished, RunEvent
 from orchestrator.limits import ReActOptions, StopReason
 from orchestrator.local_stack import StackInfo, keep, print_json
 from orchestrator.settings import child_environment, load_settings, program
-from orchestrator.terminal import RunView, escape_controls, format_clocks
+from orchestrator.terminal import RunView, escape_controls, format_times
 from orchestrator.terminal_live import LiveOutput
 
 HELP = "Runs the tools of LLM agents at scale, on the pool that TOOLCREW_REDIS_URL names; without it run, call, tools and batch submit start one of their own."
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, pretty_exceptions_enable=False)
 worker_app = typer.Typer(no_args_is_help=True, help="Workers: starting this host's, and taking any out of service.")
-app.add_typer(tools_app, name="tools")
-app.add_typer(skills_app, name="skills")
-app.add_typer(batch_app, name="batch")
-app.add_typer(runs_app, name="runs")
-app.add_typer(trace_app, name="trace")
-app.add_typer(approve_app, name="approve")
-app.add_typer(calls_app, name="calls")
-app.add_typer(session_app, name="session")
-app.add_typer(tenants_app, name="tenants")
-app.add_typer(redis_app, name="redis")
-app.add_typer(worker_app, name="worker")
-app.add_typer(serve_app, name="serve")
-app.add_typer(config_app, name="config")
+WORK, OPERATE, SET_UP = "Run agents and tools", "Operate a deployment", "Set up a deployment"
+"""The parts of the help, in which every command has a place."""
+_GROUPS = {
+    WORK: {"batch": batch_app, "runs": runs_app, "session": session_app, "approve": approve_app, "trace": trace_app},
+    OPERATE: {"worker": worker_app, "calls": calls_app, "tools": tools_app, "tenants": tenants_app},
+    SET_UP: {"serve": serve_app, "skills": skills_app, "redis": redis_app, "config": config_app},
+}
+for part, groups in _GROUPS.items():
+    for group_name, group in groups.items():
+        app.add_typer(group, name=group_name, rich_help_panel=part)
 
 Workspace = Annotated[
     Path | None, typer.Option("--workspace", help="A folder, an archive (tar, tar.gz, ..., zip) or a git bundle to begin with.")
@@ -106,7 +104,7 @@ def begin(
     """What holds for every command."""
 
 
-@app.command()
+@app.command(rich_help_panel=WORK)
 def run(
     text: Annotated[str, typer.Argument(help="The instruction.")],
     workspace: Workspace = None,
@@ -180,7 +178,7 @@ def run(
     raise typer.Exit(_exit_code(result.stop_reason, is_refused=bool(refused)) if is_kept else EXIT_ERROR)
 
 
-@app.command()
+@app.command(rich_help_panel=WORK)
 def call(
     name: Annotated[str, typer.Argument(help="The tool.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="k=v pairs, or @file.json, or - for JSON on stdin.")] = None,
@@ -229,7 +227,7 @@ def call(
     raise typer.Exit(_call_exit_code(result))
 
 
-@app.command()
+@app.command(rich_help_panel=SET_UP)
 def up(as_json: Json = False) -> None:
     """Run Redis, sandboxd, workers, Flower and the API in the foreground, until Ctrl-C.
 
@@ -265,14 +263,18 @@ def worker_start(
 
 worker_app.command("status")(worker_status)
 worker_app.command("drain")(worker_drain)
-app.command("hosts")(hosts_list)
-app.command("metrics")(metrics_print)
-app.command("sessions")(sessions_list)
-for command in (kill, pause, resume):
-    app.command()(command)
-app.command("top")(top)
-app.command("doctor")(doctor)
-app.command("audit")(audit)
+_OPERATING: dict[str, Callable[..., None]] = {
+    "top": top,
+    "hosts": hosts_list,
+    "kill": kill,
+    "pause": pause,
+    "resume": resume,
+    "audit": audit,
+    "metrics": metrics_print,
+    "doctor": doctor,
+}
+for command_name, command in _OPERATING.items():
+    app.command(command_name, rich_help_panel=OPERATE)(command)
 
 
 def parse_arguments(texts: list[str]) -> tuple[dict[str, Any], bool]:
@@ -320,7 +322,7 @@ def _print_result(result: ToolResult) -> None:
         sys.stdout.flush()
     if how := _command_failure(result):
         typer.echo(f"the command ended with {how}", err=True)
-    typer.echo(format_clocks(result.clocks), err=True)
+    typer.echo(format_times(result), err=True)
 
 
 def _command_failure(result: ToolResult) -> str:

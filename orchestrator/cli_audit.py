@@ -50,10 +50,14 @@ def _parse_actions(texts: list[str]) -> tuple[AuditAction, ...]:
     return tuple(action for action in ACTIONS if action in wanted)
 
 
+def _one_word(value: str) -> str:
+    """Quote what has spaces or cannot be printed, so that an entry is one line with clear parts whatever a reason contains."""
+    return value if value.isprintable() and value and " " not in value else json.dumps(value, ensure_ascii=False)
+
+
 def _row(kept: Audited) -> dict[str, str]:
     entry = kept.entry
-    # One line an entry, whatever somebody has written into a reason.
-    details = "  ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in entry.details.items())
+    details = "  ".join(f"{name}={_one_word(value)}" for name, value in entry.details.items())
     return {
         "at": format_instant(kept.at),
         "actor": entry.actor.label().replace("\n", " "),

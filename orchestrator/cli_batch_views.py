@@ -20,7 +20,9 @@ from orchestrator.batches.live_display import open_display
 from orchestrator.batches.log_lines import LogLines
 from orchestrator.batches.report import build_report
 from orchestrator.batches.rows import build_row, build_row_line
-from orchestrator.cli_runner import Json, Tenant, open_pool_client, run_work
+from orchestrator.cli_access import open_deployment
+from orchestrator.cli_runner import Json, OnlyTenant, Tenant, open_pool_client, run_work
+from orchestrator.client import ToolClient
 from orchestrator.runs.batch_status import build_status
 from orchestrator.terminal import escape_controls, table_rows
 
@@ -29,25 +31,35 @@ Errors = Annotated[
     Path | None, typer.Option("--errors", help="Where rows of failures go, with --output. Else OUT.errors.jsonl beside the output.")
 ]
 JsonAsItGoes = Annotated[bool, typer.Option("--json", help="Print what happens as one JSON object a line, the last of type summary.")]
-_COLUMNS = ("id", "status", "total", "completed", "failed", "waiting", "running", "created", "name")
+_COLUMNS = ("tenant", "id", "status", "total", "completed", "failed", "waiting", "running", "created", "name")
 
 
-def batch_ls(tenant: Tenant = None, as_json: Json = False) -> None:
-    """The batches of the last 30 days, the newest first."""
+def batch_ls(tenant: OnlyTenant = None, as_json: Json = False) -> None:
+    """List the batches of the last 30 days of all registered tenants, the newest first; with a tenant's key its own."""
 
     async def work() -> list[dict[str, Any]]:
         async with open_pool_client(tenant) as client:
-            runs = client.batch_runs()
-            known = await runs.queue.known(runs.tenant)
-            return [build_status(batch, record, await runs.queue.counts(runs.tenant, batch)) for batch, record in known.batches.items()]
+            queue, found = client.batch_runs().queue, list[dict[str, Any]]()
+            for name in await _listed_tenants(client, tenant):
+                for batch, record in (await queue.known(name)).batches.items():
+                    found.append({"tenant": name, **build_status(batch, record, await queue.counts(name, batch))})
+            return sorted(found, key=lambda one: str(one["created_at"]), reverse=True)
 
-    told = run_work(work(), as_json)
+    batches = run_work(work(), as_json)
     if as_json:
-        typer.echo(json.dumps(told))
+        typer.echo(json.dumps(batches))
         return
-    rows = [{**one, **one["request_counts"], "created": one["created_at"], "name": one["name"] or ""} for one in told]
+    rows = [{**one, **one["request_counts"], "created": one["created_at"], "name": one["name"] or ""} for one in batches]
     for line in table_rows(rows, _COLUMNS) if rows else ["no batch was submitted in the last 30 days"]:
         typer.echo(escape_controls(line))
+
+
+async def _listed_tenants(client: ToolClient, tenant: str | None) -> list[str]:
+    """Return the one that is named, the key's own, or all registered ones for operators."""
+    if tenant is not None or (await client.actor()).role == "tenant":
+        return [client.tenant]
+    async with open_deployment("operator") as deployment:
+        return sorted({client.tenant, DEFAULT_TENANT, *await deployment.tenants.all()})
 
 
 def batch_status(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> None:

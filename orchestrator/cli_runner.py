@@ -20,6 +20,7 @@ EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, EXIT_COMMAND, EXIT_INTERRUPTED = 1, 2, 3, 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Tenant = Annotated[str | None, typer.Option("--tenant", help="For whom. Else the tenant of TOOLCREW_API_KEY, or default.")]
+OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="Only those of this tenant.")]
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""`toolcrew session` and `toolcrew sessions`: opening, using, copying and closing sessions that outlive the command."""
+"""`toolcrew session`: listing, opening, using, copying and closing sessions that outlive the command."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.places import DEFAULT_TTL_S, MAX_TTL_S
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli_calls import open_running
-from orchestrator.cli_runner import EXIT_ERROR, Json, Tenant, run_work
+from orchestrator.cli_runner import EXIT_ERROR, Json, OnlyTenant, Tenant, run_work
 from orchestrator.command_text import build_command
 from orchestrator.session_list import OpenSession, SessionPage
 from orchestrator.sessions import Session
@@ -36,19 +36,22 @@ _COLUMNS = ("id", "tenant", "state", "host", "image", "opened", "ttl", "checkpoi
 
 
 @session_app.command("ls")
-def session_ls(cursor: Cursor = None, limit: Limit = 50, tenant: Tenant = None, as_json: Json = False) -> None:
-    """The open sessions of a tenant, the newest first."""
-    _list(tenant, cursor, limit, is_own=True, as_json=as_json)
+def session_ls(cursor: Cursor = None, limit: Limit = 50, tenant: OnlyTenant = None, as_json: Json = False) -> None:
+    """List the open sessions of all tenants, the newest first; with a tenant's key its own."""
 
+    async def work() -> SessionPage:
+        async with open_running("sessions", tenant) as client:
+            return await client.sessions(tenant, cursor=cursor, limit=limit)
 
-def sessions_list(
-    cursor: Cursor = None,
-    limit: Limit = 50,
-    tenant: Annotated[str | None, typer.Option("--tenant", help="Only those of this tenant.")] = None,
-    as_json: Json = False,
-) -> None:
-    """The open sessions of all tenants, the newest first; with a tenant's key its own."""
-    _list(tenant, cursor, limit, is_own=False, as_json=as_json)
+    page = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps({"sessions": [session.to_json() for session in page.sessions], "cursor": page.cursor}))
+        return
+    for line in table_rows([_row(session) for session in page.sessions], _COLUMNS) if page.sessions else ["no session is open"]:
+        typer.echo(escape_controls(line))
+    if page.cursor is not None:
+        more = build_command("session", "ls", "--limit", str(limit), "--cursor", page.cursor, tenant=tenant or DEFAULT_TENANT)
+        typer.echo(f"there are more: `{more}`", err=True)
 
 
 @session_app.command("new")
@@ -201,23 +204,6 @@ class _Shown:
 
 def _was_killed(result: ExecResult) -> bool:
     return result.kill is not None and result.returncode < 0
-
-
-def _list(tenant: str | None, cursor: str | None, limit: int, *, is_own: bool, as_json: bool) -> None:
-    async def work() -> SessionPage:
-        async with open_running("sessions", tenant) as client:
-            return await client.sessions(tenant or (client.tenant if is_own else None), cursor=cursor, limit=limit)
-
-    page = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps({"sessions": [session.to_json() for session in page.sessions], "cursor": page.cursor}))
-        return
-    for line in table_rows([_row(session) for session in page.sessions], _COLUMNS) if page.sessions else ["no session is open"]:
-        typer.echo(escape_controls(line))
-    if page.cursor is not None:
-        words = ("session", "ls") if is_own else ("sessions",)
-        more = build_command(*words, "--limit", str(limit), "--cursor", page.cursor, tenant=tenant or DEFAULT_TENANT)
-        typer.echo(f"there are more: `{more}`", err=True)
 
 
 def _row(session: OpenSession) -> dict[str, Any]:

@@ -261,7 +261,8 @@ class RedisTenants:
         except ConfigError:
             old = TenantPolicy()
         before, after = old.model_dump(mode="json"), policy.model_dump(mode="json")
-        return {field: json.dumps(value) for field, value in after.items() if value != before[field]}
+        changed = {field: value for field, value in after.items() if value != before[field]}
+        return {field: value if isinstance(value, str) else json.dumps(value, separators=(",", ":")) for field, value in changed.items()}
 
     def _as_paused(self, name: str, present: bytes, policy: TenantPolicy) -> TenantPolicy:
         """The new policy, paused if the present one is: a file with a policy does not resume a tenant."""

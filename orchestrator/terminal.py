@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.text import Text as RichText
 
 from contract.calls import Clocks, ToolResult
+from contract.errors import ErrorCode
 from orchestrator.events import (
     ApprovalAsked,
     CallFinished,
@@ -25,7 +26,7 @@ from orchestrator.events import (
 from orchestrator.terminal_live import LiveLines
 from orchestrator.terminal_text import escape_controls
 
-__all__ = ["RunView", "escape_controls", "format_clocks", "table_rows"]
+__all__ = ["RunView", "escape_controls", "format_clocks", "format_times", "table_rows"]
 
 MAX_SHOWN_LINES = 20
 MAX_LIVE_LINES = 5
@@ -101,7 +102,7 @@ class RunView:
             self._line(f"   {line}", "green" if result.success else "red")
         if len(lines) > MAX_SHOWN_LINES:
             self._line(f"   ... {len(lines) - MAX_SHOWN_LINES} lines more (not shown here)", "dim")
-        self._line(f"   {format_clocks(result.clocks)}", "dim")
+        self._line(f"   {format_times(result)}", "dim")
 
     def _piece(self, text: str) -> None:
         self._console.print(RichText(escape_controls(text)), end="", soft_wrap=True)
@@ -120,12 +121,20 @@ def format_clocks(clocks: Clocks) -> str:
     return "  ".join(f"{name} {seconds * 1000:.1f} ms" for name, seconds in parts)
 
 
+def format_times(result: ToolResult) -> str:
+    """The clocks of a call. Of one that was lost only the time until that was noticed is known."""
+    if result.error_code in (ErrorCode.HOST_LOST, ErrorCode.OUTCOME_UNKNOWN):
+        clocks = result.clocks
+        return f"lost, noticed after {clocks.queued_s + clocks.sandbox_s + clocks.run_s + clocks.transfer_s:.1f} s"
+    return format_clocks(result.clocks)
+
+
 def _shorten(text: str, limit: int = 400) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
 def table_rows(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> list[str]:
-    """Rows as aligned text lines, a header first."""
-    cells = [list(columns)] + [[str(row.get(column, "")) for column in columns] for row in rows]
+    """Return rows as aligned text lines, a header first. A value that is None is shown as "-"."""
+    cells = [list(columns)] + [["-" if (value := row.get(column, "")) is None else str(value) for column in columns] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]

@@ -189,7 +189,7 @@ def test_the_audit_is_shown_a_line_an_entry_by_tenant_and_action(toolcrew: Toolc
     assert head.split() == ["at", "actor", "role", "action", "tenant", "target", "details"]
     assert "key.add" in newest
     assert "\x1b" not in newest
-    assert 'weight="2.0"' in oldest
+    assert "weight=2.0" in oldest
     assert len(json.loads(toolcrew("audit", "--json", "-n", "1").stdout)) == 1
     assert [row["action"] for row in json.loads(toolcrew("audit", "--json", "--action", "tenant.add,tool.disable").stdout)] == [
         "tenant.add"

@@ -131,10 +131,10 @@ def test_batches_are_listed_the_newest_first_and_told_of(toolcrew: Toolcrew, lin
         assert toolcrew("submit", lines, "--detach", "--id", name, "--concurrency", 3).stdout == f"{name}\n"
     told = as_json(toolcrew("ls", "--json"))
     assert [one["id"] for one in told] == ["second", "first"]
-    assert told[0] == as_json(toolcrew("status", "second", "--json"))
+    assert told[0] == {"tenant": "default", **as_json(toolcrew("status", "second", "--json"))}
     assert told[0]["request_counts"] == {"total": 3, "completed": 0, "failed": 0, "waiting": 3, "running": 0}
     assert (told[0]["concurrency"], told[0]["rows"], told[0]["name"]) == (3, None, "in.jsonl")
-    assert [line.split()[0] for line in toolcrew("ls").stdout.splitlines()] == ["id", "second", "first"]
+    assert [line.split()[1] for line in toolcrew("ls").stdout.splitlines()] == ["id", "second", "first"]
     assert "items       3 total, 0 completed, 0 failed, 3 waiting, 0 running" in toolcrew("status", "first").stdout
     assert as_json(toolcrew("ls", "--tenant", "other", "--json")) == []
 

@@ -98,7 +98,6 @@ OWN = {
     "session ls": ["session", "ls"],
     "session new": ["session", "new"],
     "session rm": ["session", "rm", "rival-session"],
-    "sessions": ["sessions"],
     "skills install": ["skills", "install", "nothing"],
     "skills ls": ["skills", "ls"],
     "skills rm": ["skills", "rm", "rival-skill"],

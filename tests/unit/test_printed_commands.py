@@ -174,7 +174,7 @@ def test_pages_of_lists_are_gone_on_with_by_the_printed_command(redis_server: Re
                 await Places(client, "default").open("acme", f"s{number}", "host.a.b", start="{}", ttl_s=60, limit=9)
 
     asyncio.run(open_some())
-    for line in ("toolcrew session ls --limit 1 --tenant acme", "toolcrew sessions -n 1"):
+    for line in ("toolcrew session ls --limit 1 --tenant acme", "toolcrew session ls -n 1"):
         seen = []
         while line:
             done = pool.paste(line)

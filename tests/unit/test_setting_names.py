@@ -59,7 +59,7 @@ def test_every_process_refuses_a_misspelled_variable(load: object, monkeypatch: 
 
 @pytest.mark.parametrize("program", ["orchestrator", "workers", "workers.sandboxd", "workers.egress"])
 def test_every_program_ends_with_the_name_before_it_does_anything(program: str, tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", program, *(["sessions"] if program == "orchestrator" else [])]
+    argv = [sys.executable, "-m", program, *(["hosts"] if program == "orchestrator" else [])]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TOOLCREW_REDIS_UR": "redis://x", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(argv, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
