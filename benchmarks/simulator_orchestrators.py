@@ -116,7 +116,7 @@ class Orchestrator:
         self._clock = SharedClock(lambda: FUTURE_AT + world.loop.time())
         transport = _Transport(world, Publisher(client, DEPLOYMENT, SharedClock()), hub, watch)
         self.admission = admission
-        self.homes = SessionHomes(Places(client, DEPLOYMENT), _Hosts(world), self._send_open)
+        self.homes = SessionHomes(Places(client, DEPLOYMENT), _Hosts(world), self._send_open, KEYS)
         self._recovery = Recovery(Carrier(transport, KEYS, admission, self._clock), self.homes, CallLedger(client, DEPLOYMENT))
 
     async def open(self, session: Session) -> bool:

@@ -5,12 +5,16 @@
     (none) --open--> open --its host is lost, or drains--> moving --reopened elsewhere--> open (fence + 1) --close--> closed
 """
 
+import json
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 from pydantic import Field
 
 from contract.calls import Record
+from contract.errors import EnvelopeRefused, SandboxUnavailable
+from contract.signing import SigningKeys
 
 DEFAULT_TTL_S, MAX_TTL_S = 1800.0, 86_400.0
 """Seconds without a call after which a session is closed: unless given otherwise, and at most."""
@@ -29,7 +33,7 @@ class PlaceState(StrEnum):
 
 
 class SessionPlace(Record):
-    """The fields of the hash, all text in Redis. `start`: JSON of the arguments of `session.open`. `checkpoint`: the last one, "" for none,
+    """The fields of the hash, all text in Redis. `start`: the signed arguments of `session.open` (seal_start). `checkpoint`: the last one, "" for none,
     taken at `checkpoint_at`. `ttl_s`: how long it lives without a call; `moving_until`: when whoever opens it elsewhere is given up, Unix seconds.
     `automatic`: the last checkpoint that a worker took by itself, "" for none; it may be older than `checkpoint`, and is deleted when another was taken.
     `held`: the fence of the last hold by a drain; while it is the place's, whoever held it has all that the session has."""
@@ -45,6 +49,21 @@ class SessionPlace(Record):
     moving_until: float = 0.0
     automatic: str = ""
     held: int = 0
+
+
+def seal_start(keys: SigningKeys, tenant: str, session: str, arguments: Mapping[str, Any]) -> str:
+    """Return the signed arguments with which the session is opened on another host: its image, its network, its sizes."""
+    return keys.seal(f"start {tenant} {session}", json.dumps(arguments))
+
+
+def open_start(keys: SigningKeys, tenant: str, session: str, place: SessionPlace) -> dict[str, Any]:
+    """Return these arguments. Raises SandboxUnavailable when they are not signed for that session."""
+    try:
+        return dict(json.loads(keys.unseal(f"start {tenant} {session}", place.start)))
+    except EnvelopeRefused as error:
+        raise SandboxUnavailable(
+            f"how the session was opened cannot be verified, so it is not opened again: open a new one. {error}"
+        ) from error
 
 
 def parse_place(fields: Mapping[bytes, bytes]) -> SessionPlace | None:

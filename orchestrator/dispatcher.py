@@ -126,7 +126,7 @@ class Dispatcher:
         self._tenants = tenants or OpenTenants()
         self._clock = clock or SharedClock()
         self._carrier = Carrier(transport, keys, admission or Unlimited(), self._clock, events, is_traced=tracer is not None)
-        self._homes = SessionHomes(pool.places, pool.hosts, self._send_open) if pool is not None else None
+        self._homes = SessionHomes(pool.places, pool.hosts, self._send_open, keys) if pool is not None else None
         self._recovery = Recovery(self._carrier, self._homes, pool.ledger) if pool is not None and self._homes is not None else None
 
     async def dispatch(self, call: ToolCall, route: Route, terms: Terms | None = None) -> ToolResult:
@@ -173,6 +173,10 @@ class Dispatcher:
     async def session_place(self, tenant: str, session: str) -> SessionPlace:
         """Where an open session lives, whoever opened it. Raises ToolFailure(SESSION_NOT_FOUND), OperatorError."""
         return await self._in_pool().place(tenant, session)
+
+    async def session_start(self, tenant: str, session: str) -> dict[str, Any]:
+        """Return the arguments with which an open session was opened. Raises ToolFailure(SESSION_NOT_FOUND), OperatorError."""
+        return await self._in_pool().start(tenant, session)
 
     async def session_facts(self, tenant: str, session: str) -> dict[str, Any] | None:
         """What its host told when it opened the session; None when that is not known (any more). Raises BrokerUnavailable."""

@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeVar
 from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.hosts import HostReport
-from contract.places import PlaceState, SessionPlace
+from contract.places import PlaceState, SessionPlace, open_start, seal_start
+from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.logs import get_logger
 from orchestrator.placement import HostRoom, NoHost, Wanted, choose_host, find_room
@@ -58,19 +59,23 @@ SendOpen = Callable[[Opening, Home], Awaitable[ToolResult]]
 class SessionHomes:
     """Where sessions live. What is known is kept, and asked again when a fence has moved on."""
 
-    def __init__(self, places: PlaceBook, hosts: HostSource, send_open: SendOpen) -> None:
-        self._places = places
+    def __init__(self, places: PlaceBook, hosts: HostSource, send_open: SendOpen, keys: SigningKeys) -> None:
+        self._places, self._keys = places, keys
         self._hosts = hosts
         self._send_open = send_open
         self._known: dict[tuple[str, str], Home] = {}
         self._placed: Counter[str] = Counter()
         self._reported_at: dict[str, float] = {}
 
+    async def start(self, tenant: str, session: str) -> dict[str, Any]:
+        """Return the arguments with which an open session was opened. Raises ToolFailure(SESSION_NOT_FOUND), OperatorError."""
+        return open_start(self._keys, tenant, session, await self.place(tenant, session))
+
     async def open(self, tenant: str, session: str, policy: TenantPolicy, arguments: Mapping[str, Any]) -> ToolResult:
         """Open a new session on a host with room for it. Raises ToolFailure(QUOTA_EXCEEDED), SandboxUnavailable."""
         excluded: set[str] = set()
         queue = await self._choose(policy, arguments, excluded)
-        start = json.dumps({name: value for name, value in arguments.items() if name != "restore"})
+        start = seal_start(self._keys, tenant, session, {name: value for name, value in arguments.items() if name != "restore"})
         ttl_s = float(arguments.get("ttl_s", 1800.0))
         home = await self._counted(queue, self._places.open(tenant, session, queue, start=start, ttl_s=ttl_s, limit=policy.sandboxes))
         try:
@@ -261,7 +266,7 @@ class SessionHomes:
 
     async def _moved(self, tenant: str, session: str, place: SessionPlace, policy: TenantPolicy) -> Home | None:
         """Open the session on another host; None when its place changed meanwhile, or another process is at it: look again."""
-        start = dict(json.loads(place.start))
+        start = open_start(self._keys, tenant, session, place)
         excluded = {place.queue} if place.state is PlaceState.OPEN else set[str]()
         queue = await self._choose(policy, start, excluded)
         home = await self._counted(queue, self._places.begin_move(tenant, session, place.fence, place.state, queue))

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -148,7 +147,7 @@ class Session:
         facts = await dispatcher.session_facts(tenant, session)
         if facts is None:
             # Of an earlier release, or very old: its host tells the same again.
-            call = ToolCall(id=_call_id(), name="session.open", arguments=json.loads(place.start))
+            call = ToolCall(id=_call_id(), name="session.open", arguments=await dispatcher.session_start(tenant, session))
             terms = Terms(timeout_s=OPEN_TIMEOUT_S, audience="session")
             facts = dict(_checked(await dispatcher.dispatch(call, Route(tenant, session), terms)).metadata)
         here = {"queue": place.queue, "host": host_of(place.queue)} if place.queue else {}

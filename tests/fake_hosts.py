@@ -1,6 +1,5 @@
 """Hosts and places in memory, for tests of what is above them."""
 
-import json
 from typing import Any
 
 from contract.hosts import HostReport
@@ -46,7 +45,6 @@ class MemoryPlaces:
         self.told: dict[tuple[str, str], str] = {}
 
     async def open(self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int) -> Home:
-        json.loads(start)
         self.known[tenant, session] = SessionPlace(state=PlaceState.OPEN, queue=queue, fence=1, start=start, ttl_s=ttl_s)
         return Home(queue, 1)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,12 +12,13 @@ from structlog.testing import capture_logs
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.names import host_key, hosts_key, place_key, tombstone_key
-from contract.places import PlaceState
+from contract.places import PlaceState, seal_start
 from contract.tenancy import TenantPolicy
 from orchestrator import homes as homes_module
 from orchestrator.homes import Opening, SessionHomes
 from orchestrator.places import Home, Places
 from orchestrator.transport import CallLost, NotSent
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 
@@ -61,7 +61,7 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 
 
 def build_homes(client: "redis.asyncio.Redis", hosts: Hosts) -> SessionHomes:
-    return SessionHomes(Places(client, "d"), hosts, hosts.send_open)
+    return SessionHomes(Places(client, "d"), hosts, hosts.send_open, KEY)
 
 
 async def test_a_session_stays_with_the_host_that_opened_it(client: "redis.asyncio.Redis") -> None:
@@ -125,7 +125,7 @@ async def test_an_opening_that_the_next_worker_of_its_host_has_taken_over_is_ask
             raise CallLost("gone", has_started=True)
         return await hosts.send_open(opening, home)
 
-    homes = SessionHomes(Places(client, "d"), hosts, send_open)
+    homes = SessionHomes(Places(client, "d"), hosts, send_open, KEY)
     opened = await homes.open("acme", "s1", DEFAULT, {})
 
     assert opened.success
@@ -203,8 +203,7 @@ async def test_a_move_that_fails_can_be_tried_again(client: "redis.asyncio.Redis
 async def test_what_the_host_is_asked_to_open_is_remembered_without_the_checkpoint_it_began_with(client: "redis.asyncio.Redis") -> None:
     homes = build_homes(client, Hosts("a"))
     await homes.open("acme", "s1", DEFAULT, {"ttl_s": 5, "restore": "c0"})
-    start = await client.hget(place_key("d", "acme", "s1"), "start")
-    assert json.loads(start or b"") == {"ttl_s": 5}
+    assert await homes.start("acme", "s1") == {"ttl_s": 5}
 
 
 async def test_a_silent_host_is_waited_for_and_keeps_its_sessions_when_it_comes_back(client: "redis.asyncio.Redis") -> None:
@@ -302,7 +301,7 @@ async def test_of_sessions_that_were_never_closed_a_bounded_number_is_known(
 async def test_a_move_that_has_just_ended_is_not_made_once_more(client: "redis.asyncio.Redis") -> None:
     """By who saw it under way: what was done since then would be lost."""
     places = Places(client, "d")
-    await places.open("acme", "s1", "host.a.b00t", start="{}", ttl_s=60, limit=1)
+    await places.open("acme", "s1", "host.a.b00t", start=seal_start(KEY, "acme", "s1", {}), ttl_s=60, limit=1)
     assert await places.begin_move("acme", "s1", 1, PlaceState.OPEN, "host.b.b00t") == Home("host.b.b00t", 2)
     seen = await places.find("acme", "s1")
     assert seen is not None
@@ -344,3 +343,23 @@ async def test_a_report_forgets_what_was_placed_on_its_own_host_only(client: "re
     assert hosts.opened[-1][0] == "host.a.b00t"
     with pytest.raises(SandboxUnavailable, match="full"):
         await homes.open("acme", "s8", DEFAULT, {})
+
+
+@pytest.mark.parametrize("forgery", ["unsigned", "of another session", "changed"])
+async def test_a_session_is_not_opened_again_with_arguments_that_another_process_wrote(client: "redis.asyncio.Redis", forgery: str) -> None:
+    """The attacker's aim: a network for a session that was opened without one."""
+    hosts = Hosts("a", "b")
+    homes = build_homes(client, hosts)
+    await homes.open("acme", "s1", DEFAULT, {"network": "none"})
+    seen = await homes.find("acme", "s1", DEFAULT)
+    await homes.open("acme", "s2", DEFAULT, {"network": "egress"})
+    place = await Places(client, "d").find("acme", "s1")
+    other = await client.hget(place_key("d", "acme", "s2"), "start")  # type: ignore[misc]
+    assert place is not None
+    forged = {"unsigned": '{"network": "egress"}', "of another session": other, "changed": place.start.replace("none", "egress")}[forgery]
+    await client.hset(place_key("d", "acme", "s1"), "start", forged)  # type: ignore[misc]
+    await hosts.lose(client, place.queue)
+    opened = len(hosts.opened)
+    with pytest.raises(SandboxUnavailable, match="cannot be verified, so it is not opened again: open a new one"):
+        await build_homes(client, hosts).refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+    assert len(hosts.opened) == opened
