@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +21,10 @@ from contract.specs import ToolSpec
 
 MAX_NAME_CHARS = 100
 """Of a name that a model made up, as much is repeated in a sentence."""
+MAX_VALUES = 10_000
+"""Values in the arguments of a call, those inside of others included: the time of a check grows with them, not with their bytes."""
+MAX_ERRORS = 5
+"""Errors of a validation that are looked for; each takes kilobytes."""
 
 Checks = Iterable[Callable[[Mapping[str, Any]], str | None]]
 
@@ -32,12 +37,17 @@ def prepare_arguments(
     Order: coercion of strings (only when `text`: the arguments came from a text dialect), aliases, defaults, schema, custom `checks`.
     Raises ToolFailure(INVALID_ARGUMENTS), the model's fault.
     """
+    if has_more_values(arguments, MAX_VALUES):
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"{spec.name}: the arguments have more than {MAX_VALUES} values: pass fewer at a time, or write them to a file",
+        )
     prepared, aliases = _fold_aliases(spec, coerce_text(spec, arguments) if text else arguments)
     prepared = _fill_object(spec.parameters, prepared)
     _check_unknown(spec, prepared)
     errors = _errors(spec, prepared)
     if errors:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: " + "; ".join(_sentence(e) for e in errors[:5]))
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: " + "; ".join(map(_sentence, errors)))
     for check in checks:
         complaint = check(prepared)
         if complaint:
@@ -86,6 +96,21 @@ def _is_within(schema: Mapping[str, Any], reference: str) -> bool:
     return isinstance(part, Mapping | bool)
 
 
+def has_more_values(value: Any, limit: int) -> bool:
+    """Whether a JSON value holds more than `limit` values. The time of it depends on the limit alone."""
+    pending, count = [value], 0
+    while pending:
+        count += 1
+        if count + len(pending) > limit + 1:
+            return True
+        part = pending.pop()
+        if isinstance(part, Mapping):
+            pending += itertools.islice(part.values(), limit + 1)
+        elif isinstance(part, list | tuple):
+            pending += itertools.islice(part, limit + 1)
+    return False
+
+
 def find_aliases(spec: ToolSpec, arguments: Mapping[str, Any]) -> list[str]:
     """The aliases that were used, as prepare_arguments tells them. Raises ToolFailure(INVALID_ARGUMENTS)."""
     return _fold_aliases(spec, arguments)[1]
@@ -122,7 +147,7 @@ def _check_unknown(spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
         return
     for name in arguments:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(_short(name), known, n=1, cutoff=0.5)
             hint = f"; did you mean '{near[0]}'?" if near else "."
             listing = ", ".join(known) if known else "none"
             raise ToolFailure(
@@ -137,7 +162,7 @@ def _short(name: str) -> str:
 def _errors(spec: ToolSpec, arguments: dict[str, Any]) -> list[ValidationError]:
     try:
         found = _validator(_freeze(spec.parameters)).iter_errors(arguments)
-        return sorted(found, key=lambda error: (list(map(str, error.path)), error.message))
+        return sorted(itertools.islice(found, MAX_ERRORS), key=lambda error: (list(map(str, error.path)), error.message))
     except RecursionError as error:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments nest too deep") from error
     except OverflowError as error:
@@ -231,8 +256,40 @@ def _is_whole(_checker: Any, instance: Any) -> bool:
     return isinstance(instance, int) and not isinstance(instance, bool)
 
 
+def _check_unique(_validator: Any, is_wanted: bool, instance: Any, _schema: Any) -> Iterator[ValidationError]:
+    """`uniqueItems` in linear time: the library compares every item with every other one."""
+    if is_wanted and isinstance(instance, list) and len({_canonical(item) for item in instance}) < len(instance):
+        yield ValidationError("the items must differ from each other")
+
+
+def _check_any(validator: Any, schemas: list[Any], instance: Any, _schema: Any) -> Iterator[ValidationError]:
+    """`anyOf` without the errors of each alternative, which nothing reads: the library keeps all of them."""
+    if not any(validator.evolve(schema=schema).is_valid(instance) for schema in schemas):
+        yield ValidationError("it fits none of the forms that the schema allows")
+
+
+def _check_one(validator: Any, schemas: list[Any], instance: Any, _schema: Any) -> Iterator[ValidationError]:
+    fitting = sum(validator.evolve(schema=schema).is_valid(instance) for schema in schemas)
+    if fitting != 1:
+        yield ValidationError(f"it must fit one of the forms that the schema allows, and fits {fitting or 'none'}")
+
+
+def _canonical(value: Any) -> str:
+    """Equal for values that JSON Schema takes for equal: 1 and 1.0 are, 1 and true are not."""
+    return json.dumps(_with_whole_numbers(value), sort_keys=True)
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_whole_numbers(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_with_whole_numbers(part) for part in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 _STRICT = extend(  # type: ignore[no-untyped-call]
     Draft202012Validator,
+    {"uniqueItems": _check_unique, "anyOf": _check_any, "oneOf": _check_one},
     # A native call that sends 5.0 for an integer is a type error here: tools get ints, not floats.
     type_checker=Draft202012Validator.TYPE_CHECKER.redefine("integer", _is_whole),
 )

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import JsonValue, ValidationError
@@ -28,6 +29,7 @@ from orchestrator.carrier import Carrier, Errand
 from orchestrator.catalog import CatalogSource
 from orchestrator.heard_calls import Handler
 from orchestrator.homes import HostSource, Opening, SessionHomes
+from orchestrator.large_arguments import check_off_loop
 from orchestrator.logs import bound, get_logger
 from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.placement import HostRoom
@@ -301,7 +303,8 @@ class Dispatcher:
         if self._tracer is not None and (spans := current_call()) is not None:
             spans.know(spec)
         await self._check_switch(spec, route.tenant)
-        arguments, aliases = prepare_arguments(spec, call.arguments, text=terms.text_arguments)
+        check = partial(prepare_arguments, spec, call.arguments, text=terms.text_arguments)
+        arguments, aliases = await check_off_loop(call.arguments, check)
         await self._check_switch(spec, route.tenant, arguments)
         await refuse_by_policy(policy, route.tenant, spec, arguments)
         sent_at = self._clock()

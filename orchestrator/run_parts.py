@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, Protocol, TypeVar
 
 from contract.call_events import MODEL
@@ -24,6 +24,7 @@ from orchestrator.dialects.plain import PlainDialect
 from orchestrator.dispatcher import Terms, note_aliases
 from orchestrator.events import ApprovalAsked, CallSent, OnEvent, OutputArrived, RunEvent, SandboxReady
 from orchestrator.heard_calls import OnOutput
+from orchestrator.large_arguments import check_off_loop
 from orchestrator.limits import ReActOptions
 from orchestrator.model_requests import ModelRequests
 from orchestrator.models.base import Model
@@ -183,7 +184,7 @@ class RunParts:
         call's run."""
         switches, own = await self._pool.switches.switches(), await self._pool.tenants.policy(tenant)
         try:
-            refuse_unasked(switches, own, tenant, spec, call.arguments)
+            await check_off_loop(call.arguments, partial(refuse_unasked, switches, own, tenant, spec, call.arguments))
         except ToolFailure as failure:
             return ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
         policy = with_tenant_rules(self._policy, own, tenant)

@@ -26,7 +26,7 @@ from orchestrator.runs.records import BatchDefaults, BatchRecord
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=responses())
 
-SMALL_BYTES = 4 * 1024 * 1024
+SMALL_BYTES = 256 * 1024
 """Of larger ones each key sends one at a time, and one of all is made batch items of: they lie in memory, and what is made of them."""
 _SENDING: set[str] = set()
 _LARGE = asyncio.Lock()

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,6 +25,7 @@ from orchestrator.approvals.approvers import (
 )
 from orchestrator.approvals.policies import ApprovalPolicy, Verdict
 from orchestrator.events import ApprovalAsked, ApprovalDecided, OnEvent
+from orchestrator.large_arguments import check_off_loop
 from orchestrator.logs import get_logger
 
 log = get_logger(__name__)
@@ -85,7 +87,7 @@ async def review(
     """
     try:
         given = _seal(call, tenant, session)
-        asked = _prepare(call, spec, call.arguments, checks)
+        asked = await check_off_loop(call.arguments, partial(_prepare, call, spec, call.arguments, checks))
         verdict = await _judge(policy, tenant, spec, asked)
         if verdict.action == "deny":
             raise _denied(verdict)
@@ -104,7 +106,8 @@ async def review(
         approval.redeem(_seal(shown, tenant, session) if is_same else "", clock())
         if decision.arguments is None:
             return asked
-        return await _change(_prepare(asked, spec, decision.arguments, checks), spec, policy, tenant)
+        changed = await check_off_loop(decision.arguments, partial(_prepare, asked, spec, decision.arguments, checks))
+        return await _change(changed, spec, policy, tenant)
     except ToolFailure as failure:
         return _failed(call, failure)
 

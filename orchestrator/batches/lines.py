@@ -13,15 +13,20 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from contract.errors import ErrorCode, OperatorError
+from contract.schema import has_more_values
 from orchestrator.batches.grounds import Grounds
 from orchestrator.batches.item_list import ItemList
 from orchestrator.batches.items import CALLS_URL, MAX_INPUT_BYTES, MAX_ITEMS, RUNS_URL, BatchItem
 from orchestrator.batches.line_shapes import BODIES, LIMIT_NAMES, Fields, OpenAILine, Shape, ShortCall, ShortRun, Unfit, build_item
-from orchestrator.batches.strict_json import NotStrict, find_column, parse_object
+from orchestrator.batches.strict_json import NotStrict, find_columns, parse_object
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
+MAX_LINE_VALUES = 20_000
+"""Values of one line, those inside of others included."""
 MAX_SHOWN = 20
-"""So many errors are told; the rest is counted."""
+"""Errors that are shown; the rest is counted."""
+MAX_COUNTED = 1000
+"""The file is read no further behind so many errors."""
 _MAX_VALUE_CHARS = 60
 _OUTER_NAMES = frozenset({"method", "url", "body"})
 """What tells a line of OpenAI's shape from a short one."""
@@ -54,7 +59,8 @@ class BadBatch(OperatorError):
         self.complaints = tuple(complaints)
         self.more = more
         count = len(self.complaints) + more
-        told = [f"  {complaint}" for complaint in self.complaints] + ([f"  and {more} more"] if more else [])
+        rest = [f"  and {more} more" + ("; what follows was not read" if more >= MAX_COUNTED else "")] if more else []
+        told = [f"  {complaint}" for complaint in self.complaints] + rest
         head = f"{name} has {count} error{'s' if count > 1 else ''} and nothing of it was started: mend the file and submit it again"
         super().__init__("\n".join([head, *told]))
 
@@ -110,7 +116,7 @@ class _Reader:
 
     def read(self, stream: BinaryIO) -> None:
         number = 0
-        while raw := stream.readline(MAX_LINE_BYTES + 2):
+        while self.more < MAX_COUNTED and (raw := stream.readline(MAX_LINE_BYTES + 2)):
             number += 1
             self.bytes += len(raw)
             self.sha256.update(raw)
@@ -136,11 +142,14 @@ class _Reader:
             found = parse_object(text)
         except NotStrict as error:
             return self._complain(Complaint(error.message, number, error.column))
+        if has_more_values(found, MAX_LINE_VALUES):
+            message = f"it has more than {MAX_LINE_VALUES} values: put what is large into a file of the workspace"
+            return self._complain(Complaint(message, number))
         complaints = list(self._take(number, found, text.count(",") + text.count("{") + text.count("[")))
-        # From here on the column of a field is looked for only where somebody reads it.
-        for path, message in complaints:
-            column = find_column(text, path) if not self._is_full else None
+        shown = complaints[: MAX_SHOWN - len(self.complaints)]
+        for (_, message), column in zip(shown, find_columns(text, [path for path, _ in shown]), strict=True):
             self._complain(Complaint(message, number, column))
+        self.more += len(complaints) - len(shown)
         return None
 
     def _take(self, number: int, found: dict[str, Any], values: int) -> Iterator[tuple[FieldPath, str]]:
@@ -219,7 +228,9 @@ def _parse(shape: type[S], fields: Any, prefix: FieldPath, *, is_told: bool) -> 
         return shape.model_validate(fields), []
     except ValidationError as error:
         told = [(problem, (*prefix, *problem["loc"])) for problem in error.errors(include_url=False)]
-        return None, [(path, _sentence(shape, problem, path) if is_told else "") for problem, path in told]
+        return None, [
+            (path, _sentence(shape, problem, path) if is_told and at < MAX_SHOWN else "") for at, (problem, path) in enumerate(told)
+        ]
 
 
 def _sentence(shape: type[BaseModel], problem: ErrorDetails, path: FieldPath) -> str:

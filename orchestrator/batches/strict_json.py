@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -59,14 +59,15 @@ def parse_object(text: str) -> dict[str, Any]:
     return value
 
 
-def find_column(text: str, path: Path) -> int | None:
-    """Where the value at `path` begins in a line that has been parsed; for one that is not there, the nearest that it would be in."""
-    found: tuple[int, int] | None = None
+def find_columns(text: str, paths: Iterable[Path]) -> list[int | None]:
+    """Where the value at each path begins in a line that has been parsed, in one walk. For a value that is missing: where the nearest one around it begins."""
+    wanted = list(paths)
+    around = {path[:depth] for path in wanted for depth in range(len(path) + 1)}
+    columns: dict[Path, int] = {}
     for place in walk_places(text):
-        depth = len(place.path)
-        if not place.is_key and place.path == path[:depth] and (found is None or depth > found[0]):
-            found = (depth, place.column)
-    return found[1] if found is not None else None
+        if not place.is_key and place.path in around:
+            columns.setdefault(place.path, place.column)
+    return [next((columns[path[:depth]] for depth in range(len(path), -1, -1) if path[:depth] in columns), None) for path in wanted]
 
 
 def walk_places(text: str) -> Iterator[Place]:
