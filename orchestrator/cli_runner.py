@@ -37,9 +37,7 @@ async def open_client(tenant: str | None = None, *, needs_workers: bool = True) 
     settings = load_settings()
     key = settings.api_key.get_secret_value() if settings.api_key is not None else None
     if settings.redis_url is not None:
-        async with ToolClient.connect(
-            settings=settings, api_key=key, tenant=tenant or DEFAULT_TENANT, needs_workers=needs_workers
-        ) as client:
+        async with ToolClient.connect(settings=settings, api_key=key, tenant=tenant, needs_workers=needs_workers) as client:
             yield client
     elif key is not None:
         raise ConfigError(

@@ -83,14 +83,14 @@ class ToolClient:
         url: str | None = None,
         *,
         api_key: str | None = None,
-        tenant: str = "default",
+        tenant: str | None = None,
         approver: Approver | None = None,
         policy: ApprovalPolicy | None = None,
         settings: OrchestratorSettings | None = None,
         needs_workers: bool = True,
     ) -> "AsyncIterator[ToolClient]":
-        """A client of a running pool. `url` None: TOOLCREW_REDIS_URL. `api_key`: the client is its tenant's, and `tenant` must be one that the key is good
-        for, or left out. `approver` None: as TOOLCREW_APPROVALS says. `policy` None: the rules of the file that TOOLCREW_APPROVAL_POLICY names, else none.
+        """A client of a running pool. `url` None: TOOLCREW_REDIS_URL. `tenant` None: the one of `api_key`, or without a key the default one; the key must be
+        good for the tenant. `approver` None: as TOOLCREW_APPROVALS says. `policy` None: the rules of the file that TOOLCREW_APPROVAL_POLICY names, else none.
         `needs_workers` False: also of a pool whose workers are gone, of which only batches can be asked then.
 
         Raises ConfigError (a bad policy file, no Redis named, nothing to sign with, no worker), BrokerUnavailable (no answer, wrong password),
@@ -106,10 +106,10 @@ class ToolClient:
             if api_key is not None:
                 keys = ApiKeys(pool.redis, settings.deployment, pool.keys)
                 credential = Credential(keys, api_key)
-                tenant = (await keys.authenticate(api_key)).tenant if tenant == DEFAULT_TENANT else tenant
+                tenant = tenant or (await keys.authenticate(api_key)).tenant
                 await credential.check(tenant)
             known = secrets_of_pool(broker.redis_url.get_secret_value(), api_key=api_key)
-            yield cls(settings, pool, tenant, approver, None, policy, credential, known)
+            yield cls(settings, pool, tenant or DEFAULT_TENANT, approver, None, policy, credential, known)
 
     @classmethod
     @asynccontextmanager

@@ -4,7 +4,6 @@ import asyncio
 from weakref import WeakKeyDictionary
 
 from contract.errors import ConfigError
-from contract.tenancy import DEFAULT_TENANT
 from orchestrator.adapters.inspect_config import ToolcrewSandboxConfig
 from orchestrator.client import ToolClient
 from orchestrator.sessions import Session
@@ -60,7 +59,7 @@ async def _hold(client: "asyncio.Future[ToolClient]", told_to_end: asyncio.Event
                 "sandboxes of type toolcrew need a running pool: set TOOLCREW_REDIS_URL (`toolcrew up` starts one and prints it)"
             )
         key = settings.api_key.get_secret_value() if settings.api_key is not None else None
-        async with ToolClient.connect(settings=settings, api_key=key, tenant=DEFAULT_TENANT) as connected:
+        async with ToolClient.connect(settings=settings, api_key=key) as connected:
             client.set_result(connected)
             await told_to_end.wait()
     except Exception as error:

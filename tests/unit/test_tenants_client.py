@@ -61,8 +61,11 @@ async def test_a_client_with_a_key_is_its_tenants(house: House) -> None:
 
 async def test_a_client_is_not_another_tenants_unless_its_role_is_for_all(house: House) -> None:
     assert await refusal_of(house.connect((await house.keys.add("acme")).text, tenant="zeta")) is ErrorCode.PERMISSION_DENIED
-    async with house.connect((await house.keys.add("acme", "operator")).text, tenant="zeta") as client:
-        assert client.tenant == "zeta"
+    assert await refusal_of(house.connect((await house.keys.add("acme")).text, tenant="default")) is ErrorCode.PERMISSION_DENIED
+    operator = (await house.keys.add("acme", "operator")).text
+    for tenant in ("zeta", "default"):
+        async with house.connect(operator, tenant=tenant) as client:
+            assert client.tenant == tenant
 
 
 async def test_a_session_is_not_another_tenants(house: House) -> None:

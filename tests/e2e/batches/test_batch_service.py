@@ -101,7 +101,7 @@ class Place:
         finally:
             end_process(service.process)
 
-    def client(self, tenant: str = "default", api_key: str | None = None) -> contextlib.AbstractAsyncContextManager[ToolClient]:
+    def client(self, tenant: str | None = None, api_key: str | None = None) -> contextlib.AbstractAsyncContextManager[ToolClient]:
         return ToolClient.connect(settings=self.settings, tenant=tenant, api_key=api_key, approver=AutoApprover())
 
     def write(self, batch: str, items: list[str]) -> Path:
