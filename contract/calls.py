@@ -44,7 +44,7 @@ class ToolContext(Record):
     """What travels with a call.
 
     `deadline_at`: Unix seconds after which a worker must not start it. `timeout_s`: hard limit of the run itself.
-    `blob`: key of bytes kept in Redis for this call (file content, stdin), None when there are none.
+    `blob`: key of bytes in Redis for this call (file content, stdin), or None. It ends with their SHA-256 (contract/blobs.py).
     """
 
     tenant: Identifier
@@ -119,7 +119,7 @@ class ToolResult(Record):
     kill: KillReport | None = None
     sandbox: SandboxInfo | None = None
     blob: str | None = Field(default=None, max_length=256)
-    """Key of result bytes kept in Redis; the orchestrator fetches and deletes them."""
+    """Key of result bytes in Redis, which ends with their SHA-256; the orchestrator fetches and deletes them."""
 
     @classmethod
     def failed(cls, call: ToolCall, code: ErrorCode, error: str, **fields: Any) -> "ToolResult":

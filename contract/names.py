@@ -1,5 +1,8 @@
 """Queues, task names and Redis keys that both sides read."""
 
+from collections.abc import Iterable
+from typing import Literal, get_args
+
 POOL_WEB = "pool.web"
 POOL_TOOLS = "pool.tools"
 POOL_QUEUES = {"web": POOL_WEB, "tools": POOL_TOOLS}
@@ -172,14 +175,19 @@ def admission_prefix(deployment: str) -> str:
     return deployment_key(deployment, "admission:")
 
 
-def blob_key(deployment: str, tenant: str, name: str) -> str:
-    """Bytes too large or too raw for an envelope; they expire by themselves."""
-    return tenant_key(deployment, tenant, f"blob.{name}")
+BlobPool = Literal["sandbox", "web"]
+"""The workers that read and write a blob: those next to a sandboxd, or those of the kind web. Redis refuses the other ones."""
+BLOB_POOLS: tuple[BlobPool, ...] = get_args(BlobPool)
 
 
-def is_blob_of(key: str, deployment: str, tenant: str) -> bool:
-    """True when `key` is a blob key of that tenant: a key from the queue is never read on trust."""
-    return key.startswith(blob_key(deployment, tenant, ""))
+def blob_key(deployment: str, tenant: str, pool: BlobPool, name: str) -> str:
+    """Return the key of bytes that are too large or too raw for an envelope; they expire. contract/blobs.py builds `name`."""
+    return tenant_key(deployment, tenant, f"blob-{pool}.{name}")
+
+
+def is_blob_of(key: str, deployment: str, tenant: str, pools: Iterable[BlobPool] = BLOB_POOLS) -> bool:
+    """Return True if `key` is a blob key of that tenant and one of these pools: a key from the queue is not trusted."""
+    return any(key.startswith(blob_key(deployment, tenant, pool, "")) for pool in pools)
 
 
 HUB_SHARDS = tuple(f"{shard:02x}" for shard in range(256))

@@ -1,14 +1,14 @@
 """Bytes that are too large or too raw for an envelope: left for a worker, or taken from one, in Redis under the tenant's keys."""
 
 import contextlib
-import secrets
 
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from contract.blobs import check_blob, new_blob_key
 from contract.calls import BLOB_TTL_S, MAX_BLOB_BYTES
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import blob_key, is_blob_of
+from contract.names import BlobPool, is_blob_of
 
 
 class Blobs:
@@ -18,13 +18,16 @@ class Blobs:
         self._client = client
         self._deployment = deployment
 
-    async def leave(self, tenant: str, data: bytes) -> str:
-        """Keep bytes for a worker until the call has ended (`drop`); gives the key. Raises ToolFailure when they are more than MAX_BLOB_BYTES."""
+    async def leave(self, tenant: str, data: bytes, pool: BlobPool = "sandbox") -> str:
+        """Store bytes for a worker of that pool until the call has ended (`drop`), and return their key.
+
+        Raises ToolFailure for more than MAX_BLOB_BYTES, BrokerUnavailable.
+        """
         if len(data) > MAX_BLOB_BYTES:
             raise ToolFailure(
                 ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes; at most {MAX_BLOB_BYTES} travel in one call: send them in parts"
             )
-        key = blob_key(self._deployment, tenant, secrets.token_urlsafe(18))
+        key = new_blob_key(self._deployment, tenant, pool, data)
         try:
             await self._client.set(key, data, ex=BLOB_TTL_S)
         except (RedisError, OSError) as error:
@@ -37,7 +40,7 @@ class Blobs:
             await self._client.unlink(key)
 
     async def take(self, tenant: str, key: str) -> bytes:
-        """A result's bytes; they are deleted once they have arrived."""
+        """Return a result's bytes and delete them. `key` comes from the signed result. Raises ToolFailure, BrokerUnavailable."""
         if not is_blob_of(key, self._deployment, tenant):
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the result's content belongs to another tenant")
         try:
@@ -47,5 +50,6 @@ class Blobs:
         if data is None:
             raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, f"the result's content is gone: it lay more than {BLOB_TTL_S} s")
         assert isinstance(data, bytes)
+        check_blob(key, data)
         await self.drop(key)
         return data

@@ -38,9 +38,9 @@ def _of_queues(pattern: str) -> tuple[str, ...]:
 
 
 # Of every worker: that it lives, what became of its calls, and what is told it of tenants and switches.
-_WORKERS_OWN = ("hosts", "refusals", "tenants", "switches", "listener:*", "t:*:call.*", "t:*:blob.*")
+_WORKERS_OWN = ("hosts", "refusals", "tenants", "switches", "listener:*", "t:*:call.*")
 # Of workers beside a sandboxd: where sessions are, and what is installed for tenants.
-_SANDBOXES_OWN = ("catalog:sandbox*", "t:*:session.*:place", "t:*:places", "t:*:skills", "t:*:skill-bundle.*")
+_SANDBOXES_OWN = ("catalog:sandbox*", "t:*:session.*:place", "t:*:places", "t:*:skills", "t:*:skill-bundle.*", "t:*:blob-sandbox.*")
 # Of Celery: bindings, what is taken and not yet acknowledged, answers to inspections, stored results.
 _WORKERS_KEYS = ("_kombu.binding*", "unacked*", "*.celery.pidbox*", "celery-task-meta-*")
 _WORKERS_CHANNELS = ("celery-task-meta-*", _PIDBOX, *_EVENTS_OF_WORKERS)
@@ -70,7 +70,7 @@ ROLES: dict[str, Role] = {
         Role(
             "web",
             "workers of the kind web: web tools and operators' tools",
-            (*_WORKERS_OWN, *_of_queues("pool.*"), "catalog:web*", "catalog:tools*", "t:*:session.*:state", "t:*:web.*"),
+            (*_WORKERS_OWN, *_of_queues("pool.*"), "catalog:web*", "catalog:tools*", "t:*:session.*:state", "t:*:web.*", "t:*:blob-web.*"),
             ("pool.*", *_WORKERS_KEYS),
             _WORKERS_CHANNELS,
             # How full Redis is: pages are kept only where there is room.

@@ -60,7 +60,7 @@ def build_tools() -> WorkerRegistry:
 
 def _build_executor(broker: BrokerSettings, registry: WorkerRegistry, queue: str, clock: SharedClock) -> Executor:
     client = connect(broker)
-    blobs = Blobs(client, broker.deployment)
+    blobs = Blobs(client, broker.deployment, "sandbox")
     return Executor(registry, None, Ledger(client, broker.deployment, clock), blobs, {}, holder_name(queue, str(os.getpid())), clock)
 
 

@@ -76,7 +76,7 @@ class MemoryAsyncBlobs:
         self.kept: dict[str, bytes] = {}
         self.dropped: list[str] = []
 
-    async def leave(self, tenant: str, data: bytes) -> str:
+    async def leave(self, tenant: str, data: bytes, pool: str = "sandbox") -> str:
         key = f"{tenant}:{len(self.kept)}"
         self.kept[key] = data
         return key

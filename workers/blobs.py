@@ -1,28 +1,28 @@
 """Bytes that are too large or too raw for an envelope: taken from and left in Redis under the tenant's own keys."""
 
-import secrets
-
 import redis
 
+from contract.blobs import check_blob, new_blob_key
 from contract.calls import BLOB_TTL_S, MAX_BLOB_BYTES
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import blob_key, is_blob_of
+from contract.names import BlobPool, is_blob_of
 
 
 class Blobs:
-    """Blobs of this deployment. A key that came over the queue is checked against the tenant of its signed context."""
+    """Blobs of this deployment and of one pool of workers. A key must be of the tenant in the call's signed context."""
 
-    def __init__(self, client: "redis.Redis", deployment: str) -> None:
+    def __init__(self, client: "redis.Redis", deployment: str, pool: BlobPool) -> None:
         self._client = client
         self._deployment = deployment
+        self._pool: BlobPool = pool
 
     def take(self, tenant: str, key: str) -> bytes:
-        """The bytes that came with a call. Its caller deletes them when it has ended: a call that is lost with its worker is sent again with them.
+        """Return the bytes that came with a call. The caller deletes them when the call has ended: a lost call is sent again with them.
 
-        Raises ToolFailure when they are not the tenant's or have expired, BrokerUnavailable.
+        Raises ToolFailure if they are another tenant's or another pool's, have changed or have expired; BrokerUnavailable.
         """
-        if not is_blob_of(key, self._deployment, tenant):
-            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the content of this call belongs to another tenant")
+        if not is_blob_of(key, self._deployment, tenant, (self._pool,)):
+            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the content of this call belongs to another tenant or to other workers")
         try:
             data = self._client.get(key)
         except redis.RedisError as error:
@@ -32,13 +32,14 @@ class Blobs:
                 ErrorCode.OUTCOME_UNKNOWN, f"the content of this call is gone: its caller gave it up, or it lay more than {BLOB_TTL_S} s"
             )
         assert isinstance(data, bytes)
+        check_blob(key, data)
         return data
 
     def leave(self, tenant: str, data: bytes, ttl_s: int = BLOB_TTL_S) -> str:
         """Keep bytes for the orchestrator; gives the key. Raises ToolFailure when they are more than MAX_BLOB_BYTES, BrokerUnavailable."""
         if len(data) > MAX_BLOB_BYTES:
             raise ToolFailure(ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes; at most {MAX_BLOB_BYTES} travel in one call")
-        key = blob_key(self._deployment, tenant, secrets.token_urlsafe(18))
+        key = new_blob_key(self._deployment, tenant, self._pool, data)
         try:
             self._client.set(key, data, ex=ttl_s)
         except redis.RedisError as error:

@@ -119,7 +119,7 @@ def _build_executor(
         registry,
         life.open_call_client(),
         Ledger(client, settings.deployment, clock),
-        Blobs(client, settings.deployment),
+        Blobs(client, settings.deployment, "sandbox"),
         {"host": settings.host, "queue": life.queue},
         holder_name(life.queue, life.worker),
         clock,

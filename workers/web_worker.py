@@ -133,7 +133,7 @@ def _build_executor(
         registry,
         None,
         Ledger(client, settings.deployment, clock),
-        Blobs(client, settings.deployment),
+        Blobs(client, settings.deployment, "web"),
         {},
         process_holder(worker, os.getpid()),
         clock,

@@ -226,7 +226,7 @@ async def test_content_that_crossed_the_queue_is_not_kept_in_redis(stack: Stack,
     await session.exec(["echo", "done"])
 
     with stack.open_redis() as redis:
-        assert [key for key in redis.scan_iter(match=blob_key("default", "*", "*"), count=1000)] == []
+        assert [key for key in redis.scan_iter(match="toolcrew:default:t:*:blob-*", count=1000)] == []
 
 
 def build_workspace(folder: Path) -> None:
@@ -322,7 +322,7 @@ async def test_a_tenant_with_anothers_session_id_gets_nothing(stack: Stack, sess
 
 
 async def test_a_tenant_with_the_key_of_anothers_content_gets_nothing(stack: Stack, client: ToolClient) -> None:
-    key = blob_key("default", "default", "stolen")
+    key = blob_key("default", "default", "sandbox", "stolen")
     with stack.open_redis() as redis:
         redis.set(key, b"the secret", ex=60)
         async with await client.open_session(tenant="mallory") as mine, open_dispatcher(stack.broker) as dispatcher:

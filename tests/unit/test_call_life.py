@@ -121,7 +121,7 @@ async def test_what_is_kept_of_its_result_is_told_without_its_output(ground: Gro
 
 
 async def test_a_result_that_lies_beside_its_message_is_found(ground: Ground) -> None:
-    key = blob_key("d", "acme", "r1")
+    key = blob_key("d", "acme", "sandbox", "r1")
     kept: dict[str, bytes] = {}
 
     def keep(data: bytes) -> str:

@@ -105,7 +105,7 @@ def large(output: str = "x" * 100_000) -> tuple[Any, bytes]:
 
     def keep(data: bytes) -> str:
         kept.append(data)
-        return blob_key("default", "acme", "b1")
+        return blob_key("default", "acme", "sandbox", "b1")
 
     return encode_result(ToolResult(call_id="c1", name="x", success=True, output=output), keep), kept[0]
 
@@ -213,11 +213,11 @@ async def test_a_large_result_is_fetched_and_deleted(house: House) -> None:
     encoded, record = large()
     waiting = start(house, delivery())
     task_id = await house.taken()
-    await house.server.set(blob_key("default", "acme", "b1"), record)
+    await house.server.set(blob_key("default", "acme", "sandbox", "b1"), record)
     await house.answer(task_id, encoded)
     assert decode_result(await waiting).output == "x" * 100_000
     async with asyncio.timeout(SOON_S):
-        while await house.server.exists(blob_key("default", "acme", "b1"), result_key(task_id)):  # noqa: ASYNC110
+        while await house.server.exists(blob_key("default", "acme", "sandbox", "b1"), result_key(task_id)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -227,7 +227,8 @@ async def test_a_large_output_does_not_travel_through_the_subscription(house: Ho
 
 
 @pytest.mark.parametrize(
-    "key", [blob_key("default", "other", "b1"), blob_key("other", "acme", "b1"), "toolcrew:default:tenants", "host.a.b00t"]
+    "key",
+    [blob_key("default", "other", "sandbox", "b1"), blob_key("other", "acme", "sandbox", "b1"), "toolcrew:default:tenants", "host.a.b00t"],
 )
 async def test_reading_what_is_not_the_tenants_by_naming_it_in_a_result_does_not_work(house: House, key: str) -> None:
     """The aim: another tenant's bytes in one's own result, or the deletion of any key."""

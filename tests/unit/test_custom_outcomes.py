@@ -111,7 +111,7 @@ def test_a_result_of_ours_or_in_its_shape_keeps_what_it_says() -> None:
 def test_a_result_cannot_point_at_bytes_of_others() -> None:
     @tool
     def forge() -> ToolResult:
-        return ToolResult(call_id="x", name="y", success=True, output="ok", blob="toolcrew:default:t:other:blob.x")
+        return ToolResult(call_id="x", name="y", success=True, output="ok", blob="toolcrew:default:t:other:blob-web.x")
 
     assert run(forge).blob is None
 

@@ -42,7 +42,8 @@ KEYS = {
     "admission": f"{names.admission_prefix(DEP)}state",
     "tenants": names.tenants_key(DEP),
     "call": names.call_key(DEP, "acme", "c1"),
-    "blob": names.blob_key(DEP, "acme", "b1"),
+    "blob of sandboxes": names.blob_key(DEP, "acme", "sandbox", "b1"),
+    "blob of the web": names.blob_key(DEP, "acme", "web", "b1"),
     "place": names.place_key(DEP, "acme", "s1"),
     "open sessions": names.tenant_sessions_key(DEP, "acme"),
     "session's state": names.session_state_key(DEP, "acme", "s1"),
@@ -62,15 +63,15 @@ KEYS = {
     "another deployment": names.tenants_key("other"),
     "a key of a stranger": "somebody-elses",
 }
-WORKERS = {"result", "unacknowledged", "tenants", "call", "blob"}
+WORKERS = {"result", "unacknowledged", "tenants", "call"}
 REACHED = {
     "orchestrator": KEYS.keys() - {"unacknowledged", "another deployment", "a key of a stranger"},
     # What a session is, and what its host says: nothing that a worker with the network could change.
     "worker": WORKERS
-    | {"host queue", "host control", "place", "open sessions", "tools of sandboxes"}
+    | {"blob of sandboxes", "host queue", "host control", "place", "open sessions", "tools of sandboxes"}
     | {"report of a host", "end of a host", "slots of a host", "sums of metrics", "counts of a host", "gauges of a host"},
     "web": WORKERS
-    | {"web queue", "web cache", "session's state", "tools of the web", "operators' tools"}
+    | {"blob of the web", "web queue", "web cache", "session's state", "tools of the web", "operators' tools"}
     | {"report of a web worker", "end of a web worker", "slots of the web"},
     "flower": set[str](),
 }

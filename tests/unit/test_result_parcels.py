@@ -53,7 +53,7 @@ def test_a_small_result_leaves_nothing_behind() -> None:
 
 def test_a_large_one_lies_under_a_key_of_the_tenants_for_longer_than_its_message(redis_server: RedisProcess) -> None:
     client: Any = redis.Redis.from_url(redis_server.url)
-    encoded = encode_parcel(result("x" * 256 * 1024), CALL, CONTEXT, Blobs(client, "d"), KEY)
+    encoded = encode_parcel(result("x" * 256 * 1024), CALL, CONTEXT, Blobs(client, "d", "sandbox"), KEY)
     key = kept_result_key(encoded)
     assert key is not None
     assert is_blob_of(key, "d", CONTEXT.tenant)

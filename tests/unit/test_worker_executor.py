@@ -284,9 +284,9 @@ def test_a_redis_that_is_gone_is_the_operators(where: str, code: ErrorCode) -> N
     dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
     house = House(lambda *_: Outcome(blob=b"x"))
     ledger: Any = Ledger(dead, "d", SharedClock()) if where == "claim" else house.ledger
-    blobs: Any = house.blobs if where == "claim" else Blobs(dead, "d")
+    blobs: Any = house.blobs if where == "claim" else Blobs(dead, "d", "sandbox")
     executor = Executor(house.executor._registry, house.client, ledger, blobs, FACTS)
-    blob = "toolcrew:d:t:acme:blob.x" if where == "take" else None
+    blob = "toolcrew:d:t:acme:blob-sandbox.x" if where == "take" else None
     assert executor.execute(build_call(), build_context(blob=blob)).error_code is code
 
 

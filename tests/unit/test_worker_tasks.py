@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import redis
+import redis.asyncio
 from celery import Celery
 from celery.exceptions import Ignore
 from redis.backoff import NoBackoff
@@ -17,6 +18,7 @@ from contract.errors import OPERATOR_CODES, EnvelopeRefused, ErrorCode, ToolFail
 from contract.names import refusals_key, task_name
 from contract.registry import ToolRegistry
 from contract.signing import ResultSeal, SigningKeys
+from orchestrator.blobs import Blobs as OrchestratorBlobs
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
@@ -171,7 +173,7 @@ def test_a_count_that_redis_does_not_take_ends_nothing() -> None:
 def test_a_blob_is_there_until_its_caller_deletes_it(redis_server: RedisProcess) -> None:
     """A call that is lost with its worker is sent again with the same content."""
     with redis_server.client() as client:
-        blobs = Blobs(client, "d")
+        blobs = Blobs(client, "d", "sandbox")
         key = blobs.leave("acme", b"\x00\xff")
         assert (0 < client.ttl(key) <= 600, blobs.take("acme", key), blobs.take("acme", key)) == (True, b"\x00\xff", b"\x00\xff")
         client.delete(key)
@@ -182,25 +184,56 @@ def test_a_blob_is_there_until_its_caller_deletes_it(redis_server: RedisProcess)
 
 def test_reading_another_tenants_blob_by_its_key_is_refused_and_leaves_it_there(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
-        blobs = Blobs(client, "d")
+        blobs = Blobs(client, "d", "sandbox")
         key = blobs.leave("acme", b"x")
         with pytest.raises(ToolFailure) as refused:
             blobs.take("rival", key)
         assert (refused.value.code, blobs.take("acme", key)) == (ErrorCode.PERMISSION_DENIED, b"x")
 
 
+def test_a_blob_that_was_changed_in_redis_is_refused(redis_server: RedisProcess) -> None:
+    with redis_server.client() as client:
+        blobs = Blobs(client, "d", "sandbox")
+        key, other = blobs.leave("acme", b"content"), blobs.leave("acme", b"other")
+        for forged in (b"hostile", b"", client.get(other)):
+            client.set(key, forged)
+            with pytest.raises(ToolFailure, match="another program has written to Redis") as refused:
+                blobs.take("acme", key)
+            assert refused.value.code is ErrorCode.ENVELOPE_REFUSED
+
+
+def test_workers_of_one_pool_refuse_blobs_of_the_other(redis_server: RedisProcess) -> None:
+    with redis_server.client() as client:
+        key = Blobs(client, "d", "web").leave("acme", b"x")
+        with pytest.raises(ToolFailure) as refused:
+            Blobs(client, "d", "sandbox").take("acme", key)
+        assert refused.value.code is ErrorCode.PERMISSION_DENIED
+
+
+async def test_a_result_s_blob_that_was_changed_in_redis_is_refused(redis_server: RedisProcess) -> None:
+    async with redis.asyncio.Redis.from_url(redis_server.url) as client:
+        blobs = OrchestratorBlobs(client, "d")
+        key = await blobs.leave("acme", b"content")
+        await client.set(key, b"hostile")
+        with pytest.raises(ToolFailure) as refused:
+            await blobs.take("acme", key)
+        assert refused.value.code is ErrorCode.ENVELOPE_REFUSED
+        await client.set(key, b"content")
+        assert await blobs.take("acme", key) == b"content"
+
+
 def test_reading_any_other_key_as_a_blob_is_refused(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         client.set("toolcrew:d:catalog", "x")
         with pytest.raises(ToolFailure):
-            Blobs(client, "d").take("acme", "toolcrew:d:catalog")
+            Blobs(client, "d", "sandbox").take("acme", "toolcrew:d:catalog")
         assert client.get("toolcrew:d:catalog") == b"x"
 
 
 def test_a_blob_has_a_largest_size(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs_module, "MAX_BLOB_BYTES", 10)
     with redis_server.client() as client:
-        blobs = Blobs(client, "d")
+        blobs = Blobs(client, "d", "sandbox")
         assert blobs.take("acme", blobs.leave("acme", bytes(10))) == bytes(10)
         with pytest.raises(ToolFailure) as refused:
             blobs.leave("acme", bytes(11))
