@@ -41,8 +41,8 @@ class Errand:
     aliases: list[str]
     """By which other names its parameters were given."""
     keeps_result: bool = False
-    may_have_been_sent: bool = False
-    """By a process that died since."""
+    sent_since: float | None = None
+    """Unix seconds of the first moment at which another process may have sent the call; None: it was never sent."""
     shown_as: str | None = None
     """The name of the tool as the caller knows it, when the call is sent to another tool."""
 

@@ -79,8 +79,8 @@ class Terms:
     keeps_result: bool = False
     """What Redis has of the result stays there until `Dispatcher.settle`, so that another process finds it when this one dies; and who stops waiting does
     not cancel the call."""
-    may_have_been_sent: bool = False
-    """By a process that died since: the call is then awaited in its place."""
+    sent_since: float | None = None
+    """Unix seconds of the first moment at which another process may have sent the call: it is then awaited, not sent. None: it was never sent."""
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ class Dispatcher:
             dict(terms.handlers),
             aliases,
             keeps_result=terms.keeps_result,
-            may_have_been_sent=terms.may_have_been_sent,
+            sent_since=terms.sent_since,
             shown_as=spec.name if sent_spec is not spec else None,
         )
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
 from contract.calls import ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
-from contract.ledger import MAX_ATTEMPTS, CallRecord, CallState
+from contract.ledger import CALL_TTL_S, MAX_ATTEMPTS, CallRecord, CallState
 from contract.names import POOL_QUEUES
 from orchestrator.carrier import Carrier, Errand
 from orchestrator.homes import SessionHomes
@@ -20,6 +21,8 @@ log = get_logger(__name__)
 RESEND_S = 30.0
 """How long a call that nobody took is sent again: its session has moved, or its host is just being restarted."""
 LONGEST_PAUSE_S = 2.0
+RECORD_S = CALL_TTL_S - 3600
+"""A call without a record that may have been sent longer ago may have acted. An hour less than the record lives, for clocks that differ."""
 NOT_RUN = "not_run"
 """In a result's metadata: why a worker did not run the call."""
 NOT_TAKEN = frozenset({"moved", "broker", "sandboxd"})
@@ -40,7 +43,8 @@ class CallBook(Protocol):
 class Recovery:
     """Carries errands of a pool of hosts. Raises as the Carrier, but neither NotSent nor CallLost."""
 
-    def __init__(self, carrier: Carrier, homes: SessionHomes, ledger: CallBook) -> None:
+    def __init__(self, carrier: Carrier, homes: SessionHomes, ledger: CallBook, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
         self._carrier = carrier
         self._homes = homes
         self._ledger = ledger
@@ -59,7 +63,7 @@ class Recovery:
 
     async def _until_answered(self, errand: Errand, losses: "_Losses") -> ToolResult:
         until = Patience(min(RESEND_S, errand.queue_wait_s))
-        earlier = await self._begun(errand, losses) if errand.may_have_been_sent else None
+        earlier = await self._begun(errand, losses) if errand.sent_since is not None else None
         home = await self._find(errand)
         while True:
             target: Home | str = home or POOL_QUEUES[errand.spec.pool]
@@ -112,6 +116,12 @@ class Recovery:
         not to be sent again."""
         record = await self._ledger.find(errand.context.tenant, errand.call.id)
         if record is None:
+            if not errand.spec.idempotent and self._clock() - (errand.sent_since or 0.0) > RECORD_S:
+                raise DeliveryFailed(
+                    ErrorCode.OUTCOME_UNKNOWN,
+                    f"the call may have been sent more than {CALL_TTL_S // 3600} hours ago, and its record has expired: it may or may not have acted; "
+                    "look before you repeat it",
+                )
             return None
         losses.attempt = record.attempt
         if record.state in (CallState.QUEUED, CallState.RUNNING, CallState.DONE):

@@ -1,5 +1,6 @@
 """What a run on a pool is made of: a model in its dialect, the tools that it may have, and how its calls are reviewed and sent."""
 
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -48,6 +49,8 @@ class RunBook(Protocol):
 
     @property
     def is_catching_up(self) -> bool: ...
+
+    def sent_since(self, call: str) -> float | None: ...
 
     def review_of(self, call: str) -> ToolCall | ToolResult | None: ...
 
@@ -260,19 +263,19 @@ class _Calls:
 
     def _tries(self, call: ToolCall) -> Callable[[], Awaitable[ToolResult]]:
         """Makes the call each time it is called; raises BrokerUnavailable when nobody knows what came of it. By its record the next try then finds out."""
-        has_been_tried = False
+        tried_at: float | None = None
 
         async def send() -> ToolResult:
-            nonlocal has_been_tried
-            is_again, has_been_tried = has_been_tried, True
-            result = await self._fresh(call, is_again=is_again)
+            nonlocal tried_at
+            earlier, tried_at = tried_at, tried_at or time.time()
+            result = await self._fresh(call, tried_at=earlier)
             if result.error_code is ErrorCode.BROKER_UNAVAILABLE:
                 raise BrokerUnavailable(result.error or "Redis does not answer")
             return result
 
         return send
 
-    async def _fresh(self, call: ToolCall, *, is_again: bool = False) -> ToolResult:
+    async def _fresh(self, call: ToolCall, *, tried_at: float | None = None) -> ToolResult:
         spec = self._specs[call.name]
         reviewed = await self._reviewed(call, spec)
         if isinstance(reviewed, ToolResult):
@@ -281,7 +284,7 @@ class _Calls:
         self._wanted.tell(CallSent(run=self._wanted.run, call=reviewed))
         terms = self._terms
         if self._wanted.book is not None:
-            terms = replace(terms, may_have_been_sent=is_again or self._wanted.book.is_catching_up)
+            terms = replace(terms, sent_since=self._wanted.book.sent_since(call.id) or tried_at)
         if spec.pool == "tools":
             terms = replace(terms, handlers={MODEL: self._questions.open_call()})
         on_output = self._teller(call.id) if self._wanted.shows_output else None

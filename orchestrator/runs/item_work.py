@@ -257,7 +257,13 @@ class ItemWork:
             telling.call_done(known, 0.0)
             return known
         began = time.monotonic()
-        terms = Terms(timeout_s=work.timeout_s, priority="batch", run=claim.run, keeps_result=True, may_have_been_sent=journal.is_resumed)
+        terms = Terms(
+            timeout_s=work.timeout_s,
+            priority="batch",
+            run=claim.run,
+            keeps_result=True,
+            sent_since=journal.began_at if journal.is_resumed else None,
+        )
         result = await until_admitted(lambda: session.call(work.name, work.arguments, call_id=call_id, terms=terms))
         await journal.note_result(call_id, result)
         self._pool.dispatcher.settle(claim.tenant, call_id)

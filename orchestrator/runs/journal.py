@@ -82,6 +82,13 @@ class Journal:
         self._given += 1
         return self._replies[self._given - 1].chunks if self._given <= len(self._replies) else None
 
+    def sent_since(self, call: str) -> float | None:
+        """Unix seconds of the first moment at which the call may have been sent before this process had the run; None: it was not."""
+        if not self.is_catching_up:
+            return None
+        review = self._reviews.get(call)
+        return max(self._replies[self._given - 1].at, review.at if review is not None else 0.0)
+
     def review_of(self, call: str) -> ToolCall | ToolResult | None:
         """What an approver has said."""
         known = self._reviews.get(call)

@@ -1,5 +1,6 @@
 """A call that a process sent which has died since: awaited where it is, sent when it surely was not, and never acting twice."""
 
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -8,13 +9,15 @@ from structlog.testing import capture_logs
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
+from contract.ledger import seal_ticket
 from contract.names import call_key
 from orchestrator.dispatcher import Route, Terms
 from orchestrator.transport import Delivery
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.unit.test_recovery import Ground
 
-TERMS = Terms(keeps_result=True, may_have_been_sent=True)
+TERMS = Terms(keeps_result=True, sent_since=time.time())
 
 
 @pytest.fixture
@@ -25,20 +28,31 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
     await opened.aclose()
 
 
-async def gone_on_with(client: "redis.asyncio.Redis", tool: str, **record: str) -> tuple[ToolResult, list[Delivery]]:
+async def gone_on_with(client: "redis.asyncio.Redis", tool: str, terms: Terms = TERMS, **record: str) -> tuple[ToolResult, list[Delivery]]:
     """The result of a call of which the ledger knows this, and what was delivered for it."""
     ground = Ground(client)
     await ground.open()
     if record:
         known = {"attempt": "1", "nonce": "1:ab", "task": "hub-c1", "queue": "host.a.b00t", **record}
         await client.hset(call_key("d", "acme", "c1"), mapping=known)
-    result = await ground.door.dispatch(ToolCall(id="c1", name=tool), Route("acme", "s1"), TERMS)
+    result = await ground.door.dispatch(ToolCall(id="c1", name=tool), Route("acme", "s1"), terms)
     return result, ground.fleet.deliveries
 
 
 async def test_a_call_that_was_never_sent_is_sent(client: "redis.asyncio.Redis") -> None:
     result, (delivery,) = await gone_on_with(client, "acts")
     assert (result.success, delivery.published_as, delivery.attempt, delivery.keeps_result) == (True, None, 1, True)
+
+
+@pytest.mark.parametrize(("tool", "sent"), [("safe", 1), ("acts", 0)])
+async def test_a_call_whose_record_has_expired_is_sent_again_only_when_that_is_safe(
+    client: "redis.asyncio.Redis", tool: str, sent: int
+) -> None:
+    """A run lives longer than the record of its calls: after 25 hours a missing record no longer says that the call was not sent."""
+    terms = Terms(keeps_result=True, sent_since=time.time() - 25 * 3600)
+    result, deliveries = await gone_on_with(client, tool, terms)
+    assert len(deliveries) == sent
+    assert result.error_code is (None if sent else ErrorCode.OUTCOME_UNKNOWN)
 
 
 @pytest.mark.parametrize("state", ["queued", "running", "done"])
@@ -70,5 +84,13 @@ async def test_what_was_lost_while_it_ran_is_sent_again_only_when_that_is_safe(
 
 
 async def test_what_was_lost_before_it_began_is_sent_again_whatever_its_tool(client: "redis.asyncio.Redis") -> None:
-    result, (delivery,) = await gone_on_with(client, "acts", state="lost")
+    result, (delivery,) = await gone_on_with(client, "acts", state="lost", ticket=seal_ticket(KEY, "acme", "c1", 1))
     assert (result.success, delivery.attempt, delivery.published_as) == (True, 2, None)
+
+
+@pytest.mark.parametrize("ticket", ["", seal_ticket(KEY, "acme", "c1", 2), seal_ticket(KEY, "acme", "other", 1)])
+async def test_what_is_said_to_be_lost_before_it_began_is_not_believed_without_its_ticket(
+    client: "redis.asyncio.Redis", ticket: str
+) -> None:
+    result, deliveries = await gone_on_with(client, "acts", state="lost", ticket=ticket)
+    assert (result.error_code, deliveries) == (ErrorCode.OUTCOME_UNKNOWN, [])

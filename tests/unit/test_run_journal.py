@@ -82,6 +82,7 @@ async def test_only_calls_of_the_last_reply_of_the_log_may_have_been_sent(ground
     assert (resumed.is_resumed, resumed.is_catching_up) == (True, False)
     await read(model)
     assert resumed.is_catching_up
+    assert (resumed.sent_since("c1"), journal.sent_since("c1")) == (1.0, None)
     await read(model)
     assert not resumed.is_catching_up
 

@@ -82,7 +82,7 @@ async def test_a_call_is_awaited_after_an_outage_when_it_had_been_sent(client: "
 
     async def seen(call: ToolCall, route: Any, given: Any = None) -> ToolResult:
         if call.name == "echo":
-            terms.append(given.may_have_been_sent)
+            terms.append(given.sent_since is not None)
         return await calling(call, route, given)
 
     ground.pool.dispatcher.dispatch = seen  # type: ignore[method-assign]
