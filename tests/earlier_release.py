@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.stack import ROOT, missing
 
-COMMIT = "44d8c704d8bae358e88d77b5ebde0d67d922766e"
+COMMIT = "56f41bbf651ee30a1ac994f1913cd9736fb7f510"
 """A commit of the release before, whose processes serve one deployment together with those of this release."""
 INCOMPATIBLE_COMMIT = "b6024ba1e6f63dd2f2fd5d4bbf5c16f8b57d10f9"
 """A commit of the last release whose processes cannot: its calls have version 2, and its records in Redis are not signed."""
