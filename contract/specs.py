@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue
 
 from contract.calls import MAX_TIMEOUT_S, Record, ToolName
+from contract.signing import SigningKeys
 
 NO_NETWORK = "without network"
 """What a sandbox has of the network unless its session is told otherwise, as descriptions say it."""
@@ -90,3 +91,13 @@ class Catalog(Record):
 
     tools: tuple[ToolSpec, ...] = ()
     skills: tuple[SkillSummary, ...] = Field(default=(), max_length=MAX_SKILLS, exclude_if=lambda skills: not skills)
+
+
+def seal_catalog(keys: SigningKeys, pool: str, catalog: Catalog) -> str:
+    """Return the signed catalog of that pool. It decides what is asked about before a call, and what is called again."""
+    return keys.seal(f"catalog {pool}", catalog.model_dump_json())
+
+
+def open_catalog(keys: SigningKeys, pool: str, sealed: str | bytes) -> Catalog:
+    """Return the catalog. Raises EnvelopeRefused when it is not signed for that pool, ValidationError for one of another release."""
+    return Catalog.model_validate_json(keys.unseal(f"catalog {pool}", sealed))

@@ -10,9 +10,10 @@ import redis.asyncio
 from pydantic import ValidationError
 from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
 from contract.names import CATALOG_POOLS, catalog_key, catalog_names_key
-from contract.specs import Catalog, SkillSummary, ToolSpec
+from contract.signing import SigningKeys
+from contract.specs import Catalog, SkillSummary, ToolSpec, open_catalog
 from orchestrator.logs import get_logger
 from orchestrator.shared_reads import SharedReads
 
@@ -40,8 +41,8 @@ class CatalogSource(Protocol):
 class RedisCatalog:
     """The catalogs of all pools in Redis as one, read again at most every FRESH_S seconds, in one round trip."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
-        self._client = client
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
+        self._client, self._signing = client, keys
         self._keys = [key(deployment, pool) for key in (catalog_key, catalog_names_key) for pool in CATALOG_POOLS]
         self._specs: tuple[ToolSpec, ...] = ()
         self._lost: dict[str, str] = {}
@@ -79,8 +80,18 @@ class RedisCatalog:
     def _parse(self, pool: str, text: str | bytes) -> Catalog:
         known = self._parsed.get(pool)
         if known is None or known[0] != text:
-            known = self._parsed[pool] = text, _parse_catalog(text)
+            known = self._parsed[pool] = text, self._open(pool, text)
         return known[1]
+
+    def _open(self, pool: str, sealed: str | bytes) -> Catalog:
+        try:
+            return open_catalog(self._signing, pool, sealed)
+        except EnvelopeRefused as error:
+            raise ConfigError(
+                f"the tools that workers of the pool {pool} publish cannot be verified: run the same release everywhere. {error}"
+            ) from error
+        except ValidationError as error:
+            raise ConfigError("the workers publish a catalog of another version: run the same release on both sides") from error
 
     async def _read(self) -> tuple[ToolSpec, ...]:
         texts, names = await self._fetch()
@@ -123,13 +134,6 @@ def find_skill(name: str, skills: Sequence[SkillSummary]) -> SkillSummary:
         nearest = difflib.get_close_matches(name, [skill.name for skill in skills], n=3, cutoff=0.0)
         raise ToolFailure(ErrorCode.FILE_NOT_FOUND, f"Skill not found: {name}", nearest=nearest)
     return found
-
-
-def _parse_catalog(text: str | bytes) -> Catalog:
-    try:
-        return Catalog.model_validate_json(text)
-    except ValidationError as error:
-        raise ConfigError("the workers publish a catalog of another version: run the same release on both sides") from error
 
 
 def _parse_names(text: str | bytes | None) -> list[str]:

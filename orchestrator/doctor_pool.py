@@ -35,7 +35,7 @@ _TAIL = 4096
 
 async def examine_pool(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, report: Report) -> list[HostReport]:
     """Everything that Redis knows; the workers that report. Raises BrokerUnavailable."""
-    hosts, catalog = RedisHosts(client, deployment), RedisCatalog(client, deployment)
+    hosts, catalog = RedisHosts(client, deployment), RedisCatalog(client, deployment, keys)
     seen = await OverviewReader(client, deployment, keys).read()
     _judge_workers(seen.hosts, report)
     unreadable = await _examine_unreadable(client, deployment, seen, report)

@@ -80,7 +80,7 @@ async def open_pool(
         tally = Tally(redis, deployment)
         tally.start()
         stack.push_async_callback(tally.aclose)
-        catalog = RedisCatalog(redis, deployment)
+        catalog = RedisCatalog(redis, deployment, keys)
         if needs_workers:
             await catalog.specs()
         clock, events, switches = SharedClock(), CallEvents(redis, deployment), RedisSwitches(redis, deployment, keys)

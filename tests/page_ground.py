@@ -12,7 +12,7 @@ from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, 
 
 from contract.calls import Clocks, KillReport, ToolCall, ToolResult
 from contract.names import call_key, catalog_key, host_key, hosts_key
-from contract.specs import Catalog
+from contract.specs import Catalog, seal_catalog
 from orchestrator.actors import Actor
 from orchestrator.api_keys import ApiKeys, NewKey
 from orchestrator.approvals.approvers import ApprovalRequest
@@ -99,7 +99,9 @@ class World:
     async def publish(self, *names: str) -> None:
         """Tools of these names, one of them dangerous."""
         specs = tuple(build_spec(name, description=f"The tool {name}.\nIt does more.", dangerous=name == "bash_tool") for name in names)
-        await self.redis.set(catalog_key(DEPLOYMENT, "sandbox"), Catalog(tools=specs).model_dump_json())
+        await self.redis.set(
+            catalog_key(DEPLOYMENT, "sandbox"), seal_catalog(self.settings.broker().signing_keys(), "sandbox", Catalog(tools=specs))
+        )
 
     async def report_host(self, name: str = "h1", **fields: Any) -> None:
         now = time.time()

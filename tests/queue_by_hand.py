@@ -65,7 +65,12 @@ async def open_dispatcher(broker: BrokerSettings, *, queue_wait_s: float = 60.0,
     await hub.start()
     transport = CeleryTransport(broker, hub)
     try:
-        yield Dispatcher(transport, RedisCatalog(client, broker.deployment), key or broker.signing_keys(), queue_wait_s=queue_wait_s)
+        yield Dispatcher(
+            transport,
+            RedisCatalog(client, broker.deployment, broker.signing_keys()),
+            key or broker.signing_keys(),
+            queue_wait_s=queue_wait_s,
+        )
     finally:
         await transport.aclose()
         await hub.close()

@@ -9,7 +9,7 @@ from typing import Any, cast
 from contract.names import catalog_key
 from contract.registry import ToolRegistry
 from contract.settings import BrokerSettings
-from contract.specs import Catalog
+from contract.specs import Catalog, seal_catalog
 from orchestrator.blobs import Blobs
 from orchestrator.call_events import CallEvents
 from orchestrator.catalog import RedisCatalog
@@ -55,7 +55,7 @@ class SwitchedPool:
         )
         self.transport = AnsweringTransport(self._execute)
         catalog = Catalog(tools=tuple(state.spec for state in self.registry.describe()))
-        self.redis.set(catalog_key("default", "sandbox"), catalog.model_dump_json())
+        self.redis.set(catalog_key("default", "sandbox"), seal_catalog(KEY, "sandbox", catalog))
 
     async def _execute(self, call: Any, context: Any) -> Any:
         try:
@@ -67,7 +67,7 @@ class SwitchedPool:
     async def client(self) -> AsyncIterator[ToolClient]:
         """A client as `ToolClient.connect` makes one, but for the queue."""
         redis = open_redis(self.broker)
-        catalog, switches = RedisCatalog(redis, "default"), RedisSwitches(redis, "default", KEY)
+        catalog, switches = RedisCatalog(redis, "default", KEY), RedisSwitches(redis, "default", KEY)
         events = CallEvents(redis, "default")
         hosts, blobs = build_pool(), cast(Blobs, MemoryAsyncBlobs())
         await hosts.places.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)

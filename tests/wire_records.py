@@ -14,7 +14,7 @@ from contract.ledger import CallRecord, CallState
 from contract.places import PlaceState, SessionPlace
 from contract.registry import Switch, seal_switch
 from contract.signing import ResultSeal, SigningKeys
-from contract.specs import Catalog, ToolSpec
+from contract.specs import Catalog, ToolSpec, seal_catalog
 from contract.tenancy import TenantPolicy, seal_policy
 from orchestrator.batches.items import BatchItem, RunBody
 from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState, seal_item
@@ -51,7 +51,7 @@ def build_records() -> dict[str, str]:
         "switch": seal_switch(KEYS, "bash_tool", Switch(by="root", at=1.0, reason="not today")),
         "place": SessionPlace(state=PlaceState.OPEN, queue="host.a.b1", fence=3).model_dump_json(),
         "ledger": CallRecord(state=CallState.DONE, tool="bash_tool").model_dump_json(),
-        "catalog": Catalog(tools=(SPEC,)).model_dump_json(),
+        "catalog": seal_catalog(KEYS, "sandbox", Catalog(tools=(SPEC,))),
         "batch": batch.model_dump_json(),
         "item": seal_item(KEYS, "acme", "run-1", "batch-1", item),
     }

@@ -8,7 +8,8 @@ import redis
 import structlog
 
 from contract.names import catalog_key, catalog_names_key
-from contract.specs import Catalog
+from contract.signing import SigningKeys
+from contract.specs import Catalog, seal_catalog
 
 log = structlog.get_logger(__name__)
 
@@ -20,8 +21,8 @@ REFRESH_S = 4.0
 class CatalogPublisher:
     """A thread that keeps the catalogs alive in Redis while the worker lives. `catalogs`: pool -> what it serves here."""
 
-    def __init__(self, client: "redis.Redis", deployment: str, catalogs: Mapping[str, Catalog]) -> None:
-        self._client = client
+    def __init__(self, client: "redis.Redis", deployment: str, keys: SigningKeys, catalogs: Mapping[str, Catalog]) -> None:
+        self._client, self._keys = client, keys
         self._deployment = deployment
         self._entries = self._build_entries(catalogs)
         self._is_stopped = False
@@ -65,6 +66,6 @@ class CatalogPublisher:
         for pool, catalog in catalogs.items():
             # What explains a missing tool, to every tenant: not those of some only.
             names = json.dumps([spec.name for spec in catalog.tools if spec.tenants is None])
-            entries.append((catalog_key(self._deployment, pool), catalog.model_dump_json(), CATALOG_TTL_S))
+            entries.append((catalog_key(self._deployment, pool), seal_catalog(self._keys, pool, catalog), CATALOG_TTL_S))
             entries.append((catalog_names_key(self._deployment, pool), names, NAMES_TTL_S))
         return entries

@@ -73,7 +73,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     def build_catalogs() -> dict[str, Catalog]:
         return {"sandbox": Catalog(tools=tuple(registry.specs()), skills=tuple(skill.summary for skill in skills))}
 
-    publisher = CatalogPublisher(connect(settings.broker()), settings.deployment, build_catalogs())
+    publisher = CatalogPublisher(connect(settings.broker()), settings.deployment, key, build_catalogs())
     shelf.on_change = lambda: publisher.replace(build_catalogs())
     ledger = Ledger(connect(settings.broker()), settings.deployment, clock)
     open_sandboxd = partial(SandboxClient, settings.sandboxd_socket)

@@ -60,7 +60,7 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
     app = build_app(broker, refusals.count)
     executor = partial(_build_executor, settings, registry, worker, board, clock, tracer)
     register_tasks(app, registry, key, executor, refusals.count, settings.deployment, shelf.look)
-    publisher = CatalogPublisher(connect(broker), settings.deployment, build_catalogs(registry))
+    publisher = CatalogPublisher(connect(broker), settings.deployment, key, build_catalogs(registry))
     shelf.on_change = lambda: publisher.replace(build_catalogs(registry))
     ledger = Ledger(connect(broker), settings.deployment, clock)
     control = PoolControlListener(connect(broker), ledger, board, worker, queues, key, clock=clock, on_refused=refusals.count)

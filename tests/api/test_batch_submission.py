@@ -1,7 +1,7 @@
 """Batches over HTTP are checked against the tools of their tenant before anything of them is queued."""
 
 from contract.names import catalog_key
-from contract.specs import Catalog
+from contract.specs import Catalog, seal_catalog
 from tests.api_ground import ApiGround
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
@@ -12,7 +12,7 @@ HEADERS = {"Content-Type": "application/jsonl"}
 async def test_a_batch_with_a_misspelled_tool_is_refused_and_an_alias_is_a_warning(api: ApiGround, redis_server: RedisProcess) -> None:
     spec = build_spec("bash_tool", properties={"command": {"type": "string"}}, aliases={"cmd": "command"})
     with redis_server.client() as store:
-        store.set(catalog_key("default", "sandbox"), Catalog(tools=(spec,)).model_dump_json())
+        store.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(spec,))))
     refused = await api["acme"].post("/v1/batches", content='{"id": "a", "tool": "bash_tol"}', headers=HEADERS)
     assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_ARGUMENTS")
     assert "line 1: there is no tool bash_tol: did you mean bash_tool?" in refused.text

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from contract.names import call_key, catalog_key, host_key, hosts_key
-from contract.specs import Catalog
+from contract.specs import Catalog, seal_catalog
 from orchestrator import hosts
 from orchestrator.api.pages import approval_pages, logins
 from tests.api.test_hostile import ask_for_approval
@@ -56,7 +56,7 @@ async def test_what_operators_do_is_put_down_to_their_keys(
     monkeypatch.setattr(hosts, "TAKEN_S", 0.0)
     report = build_report("h1", started_at=time.time(), reported_at=time.time(), store="shared")
     with redis_server.client() as client:
-        client.set(catalog_key("default", "sandbox"), Catalog(tools=(build_spec("bash_tool"),)).model_dump_json())
+        client.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("bash_tool"),))))
         client.zadd(hosts_key("default"), {report.queue: time.time()})
         client.set(host_key("default", report.queue), report.model_dump_json())
     # Nobody is there who would take the order.

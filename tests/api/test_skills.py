@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from contract.names import catalog_key
-from contract.specs import Catalog
+from contract.specs import Catalog, seal_catalog
 from orchestrator.api.limits import SKILL_BYTES
 from orchestrator.skill_folders import examine_skill
 from tests.api_ground import ApiGround
@@ -18,7 +18,10 @@ def publish(redis_server: RedisProcess, root: Path, *names: str) -> None:
         write_skill(root, name)
     skills = tuple(skill.summary for skill in load_skills([root]))
     with redis_server.client() as client:
-        client.set(catalog_key("default", "sandbox"), Catalog(tools=(build_spec("bash_tool"),), skills=skills).model_dump_json())
+        client.set(
+            catalog_key("default", "sandbox"),
+            seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("bash_tool"),), skills=skills)),
+        )
 
 
 async def test_skills_come_in_pages_to_tenants_and_operators(api: ApiGround, redis_server: RedisProcess, tmp_path: Path) -> None:

@@ -8,13 +8,15 @@ import redis.asyncio
 
 from contract.calls import ToolResult
 from contract.errors import ConfigError
-from contract.names import api_keys_key, switches_key, tenants_key
+from contract.names import api_keys_key, catalog_key, switches_key, tenants_key
 from contract.registry import Switch
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
+from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy, seal_policy
 from orchestrator.api_keys import ApiKeys
 from orchestrator.batches.items import RunBody
+from orchestrator.catalog import RedisCatalog
 from orchestrator.redis_connection import open_redis
 from orchestrator.runs.entries import Replied, Resulted
 from orchestrator.runs.keys import batch_key, run_key, run_log_key
@@ -22,7 +24,7 @@ from orchestrator.runs.records import BatchDefaults, RowPlace, seal_defaults, se
 from orchestrator.runs.run_log import RunLog
 from orchestrator.switches import RedisSwitches
 from orchestrator.tenants import RedisTenants
-from tests.builders import KEY
+from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_item, build_outcome
 from workers.switches import Switches
@@ -101,6 +103,23 @@ async def test_a_switch_that_was_copied_to_another_tool_is_not_taken_for_its_own
     await switches.turn_off("echo", Switch(reason="an operator's reason"))
     await client.hset(switches_key("d"), "other", await client.hget(switches_key("d"), "echo") or b"")  # type: ignore[misc]
     assert "operator" not in (await RedisSwitches(client, "d", KEY).switches())["other"].refusal("other")
+
+
+# What tools may do: a catalog says which calls are asked about, and which are called again
+
+
+@pytest.mark.parametrize("keys", [None, GUESS, OTHER_DEPLOYMENT], ids=["unsigned", "another secret", "another deployment"])
+async def test_a_forged_catalog_does_not_free_a_tool_of_its_approval(client: "redis.asyncio.Redis", keys: SigningKeys | None) -> None:
+    genuine = Catalog(tools=(build_spec("deploy", requires_permission=True, pool="web"),))
+    await client.set(catalog_key("d", "web"), seal_catalog(KEY, "web", genuine))
+    assert [spec.requires_permission for spec in await RedisCatalog(client, "d", KEY).specs()] == [True]
+    free = Catalog(tools=(build_spec("deploy", idempotent=True, pool="web"),))
+    await client.set(catalog_key("d", "web"), seal_catalog(keys, "web", free) if keys is not None else free.model_dump_json())
+    with pytest.raises(ConfigError, match="tools that workers of the pool web publish cannot be verified"):
+        await RedisCatalog(client, "d", KEY).specs()
+    await client.set(catalog_key("d", "web"), seal_catalog(KEY, "tools", free))
+    with pytest.raises(ConfigError, match="cannot be verified"):
+        await RedisCatalog(client, "d", KEY).specs()
 
 
 # Runs and batches

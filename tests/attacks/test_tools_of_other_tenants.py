@@ -62,7 +62,7 @@ def test_a_worker_does_not_run_it_for_another_tenant_whatever_came_by_the_queue(
 
 
 def test_names_that_outlive_their_worker_tell_nobody_of_it() -> None:
-    entries = CatalogPublisher(None, "default", {"tools": Catalog(tools=(BOLTS, COMMON))})._entries  # type: ignore[arg-type]
+    entries = CatalogPublisher(None, "default", KEY, {"tools": Catalog(tools=(BOLTS, COMMON))})._entries  # type: ignore[arg-type]
     assert json.loads(entries[1][1]) == ["common_tool"]
 
 

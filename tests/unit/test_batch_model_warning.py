@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from contract.names import catalog_key
-from contract.specs import Catalog
+from contract.specs import Catalog, seal_catalog
 from orchestrator.batches.displays import Watched
 from orchestrator.batches.happenings import BatchNoted, Happening
 from orchestrator.batches.plain_lines import PlainLines
@@ -100,7 +100,7 @@ def test_submit_warns_before_anything_starts(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     with redis_server.client() as client:
-        client.set(catalog_key("default", "sandbox"), Catalog(tools=(build_spec("other"),)).model_dump_json())
+        client.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("other"),))))
     file = tmp_path / "in.jsonl"
     file.write_text(json.dumps({"id": "a", **line}) + "\n")
     # The folder of the output does not exist, so that nothing is worked here.

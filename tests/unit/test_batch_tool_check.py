@@ -10,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from contract.names import catalog_key, catalog_names_key
-from contract.specs import Catalog
+from contract.specs import Catalog, seal_catalog
 from orchestrator.batches.lines import BadBatch, load_lines
 from orchestrator.batches.tool_check import MAX_SHOWN, check_tools
 from orchestrator.cli import app
@@ -36,7 +36,7 @@ def submit(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Calla
     """Submit a file to a pool that publishes bash_tool, and knows a tool that no worker serves now."""
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     with redis_server.client() as client:
-        client.set(catalog_key("default", "sandbox"), Catalog(tools=(BASH, VERB)).model_dump_json())
+        client.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(BASH, VERB))))
         client.set(catalog_names_key("default", "web"), json.dumps(["webfetch_tool"]))
     return lambda file: CliRunner().invoke(app, ["batch", "submit", str(file), "--detach"])
 

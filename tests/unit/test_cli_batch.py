@@ -10,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from contract.names import catalog_key
-from contract.specs import Catalog
+from contract.specs import Catalog, seal_catalog
 from orchestrator.cli import app
 from orchestrator.runs.batches import run_id
 from orchestrator.runs.keys import batch_key
@@ -26,7 +26,10 @@ def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Too
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     monkeypatch.setenv("COLUMNS", "400")
     with redis_server.client() as client:
-        client.set(catalog_key("default", "sandbox"), Catalog(tools=(build_spec("session.open", audience="session"),)).model_dump_json())
+        client.set(
+            catalog_key("default", "sandbox"),
+            seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("session.open", audience="session"),))),
+        )
     runner = CliRunner()
     return lambda *arguments: runner.invoke(app, ["batch", *map(str, arguments)])
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from contract.names import call_key, catalog_key
 from contract.settings import BrokerSettings
-from contract.specs import Catalog
+from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
 from orchestrator import cli as command_line
 from orchestrator.api_keys import ApiKeys, Role
@@ -174,7 +174,9 @@ def pool(redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyP
             question = build_question("rm -rf rival", tenant="rival")
             await queue.ask(question, "x", 600)
             found.question = question.id
-            await client.set(catalog_key("default", "sandbox"), Catalog(tools=(build_spec("echo_tool"),)).model_dump_json())
+            await client.set(
+                catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("echo_tool"),)))
+            )
             await client.hset(call_key("default", "rival", "rival-call"), mapping={"state": "done", "tool": "echo_tool"})
             await Places(client, "default").open("rival", "rival-session", "host.rival-host.b", start="{}", ttl_s=600, limit=9)
 

@@ -13,7 +13,7 @@ from contract.calls import Clocks, ToolResult
 from contract.errors import ErrorCode
 from contract.names import catalog_key
 from contract.settings import BrokerSettings
-from contract.specs import Catalog
+from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
 from orchestrator.cli import OPERATE, SET_UP, WORK, app
 from orchestrator.tenants import RedisTenants
@@ -62,7 +62,7 @@ def test_the_audit_shows_what_was_changed_in_plain_words(redis_server: RedisProc
 def test_operators_list_the_batches_of_all_tenants(redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     with redis_server.client() as client:
-        client.set(catalog_key("default", "sandbox"), Catalog(tools=(build_spec("other"),)).model_dump_json())
+        client.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("other"),))))
     file = tmp_path / "in.jsonl"
     file.write_text('{"id": "a", "instruction": "act"}\n')
 

@@ -8,7 +8,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from contract.names import catalog_key
-from contract.specs import Catalog
+from contract.specs import Catalog, seal_catalog
 from orchestrator.cli import app
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
@@ -28,7 +28,10 @@ def pool(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     write_skill(tmp_path, "alpha", files={"scripts/a.py": "1"})
     skills = tuple(skill.summary for skill in load_skills([tmp_path]))
     with redis_server.client() as client:
-        client.set(catalog_key("default", "sandbox"), Catalog(tools=(build_spec("echo"),), skills=skills).model_dump_json())
+        client.set(
+            catalog_key("default", "sandbox"),
+            seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("echo"),), skills=skills)),
+        )
 
 
 @pytest.mark.usefixtures("pool")

@@ -10,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from contract.names import catalog_key, catalog_names_key, switches_key
-from contract.specs import Catalog
+from contract.specs import Catalog, seal_catalog
 from contract.tool_pages import render_tool
 from orchestrator.cli import app
 from tests.builders import build_spec
@@ -39,7 +39,7 @@ def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Too
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     catalog = Catalog(tools=(ECHO, HOSTILE, build_spec("session.open", audience="session")))
     with redis_server.client() as client:
-        client.set(catalog_key("default", "sandbox"), catalog.model_dump_json())
+        client.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", catalog))
     runner = CliRunner()
     return lambda *arguments: runner.invoke(app, ["tools", *arguments])
 

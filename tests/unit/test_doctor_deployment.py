@@ -24,7 +24,7 @@ from contract.names import (
 )
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
-from contract.specs import Catalog
+from contract.specs import Catalog, seal_catalog
 from contract.tenancy import SandboxTerms, TenantPolicy, seal_policy
 from orchestrator import doctor_deep
 from orchestrator.api_keys import ApiKeys
@@ -72,7 +72,7 @@ async def serve(client: Client) -> None:
     """A deployment in which nothing is broken."""
     await report_host(client)
     specs = (build_spec("bash_tool", pool="sandbox"),)
-    await client.set(catalog_key(D, "sandbox"), Catalog(tools=specs).model_dump_json())
+    await client.set(catalog_key(D, "sandbox"), seal_catalog(keys_of(client), "sandbox", Catalog(tools=specs)))
     await client.set(catalog_names_key(D, "sandbox"), json.dumps(["bash_tool"]))
 
 
@@ -300,7 +300,7 @@ async def test_tools_that_were_served_or_are_hidden_or_off_are_told(client: Clie
     await serve(client)
     await client.set(catalog_names_key(D, "web"), json.dumps(["webfetch_tool"]))
     hidden = (build_spec("bash_tool", pool="tools"),)
-    await client.set(catalog_key(D, "tools"), Catalog(tools=hidden).model_dump_json())
+    await client.set(catalog_key(D, "tools"), seal_catalog(keys_of(client), "tools", Catalog(tools=hidden)))
     await client.hset(switches_key(D), "bash_toll", json.dumps({"reason": "r", "at": 0.0}))
     report = await looked_at(client)
 
@@ -392,7 +392,7 @@ async def test_a_host_that_takes_no_call_is_named_and_nothing_of_the_session_sta
     redis_server: RedisProcess, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await serve(client)
-    await client.set(catalog_key(D, "sandbox"), Catalog(tools=tuple(build_registry().specs())).model_dump_json())
+    await client.set(catalog_key(D, "sandbox"), seal_catalog(keys_of(client), "sandbox", Catalog(tools=tuple(build_registry().specs()))))
     monkeypatch.setattr(doctor_deep, "QUEUE_WAIT_S", 0.5)
     report = Report()
     await examine_hosts(broker_for(redis_server.url), [build_report()], report)

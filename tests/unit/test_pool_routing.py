@@ -124,11 +124,11 @@ class Pools:
     def __init__(self, server: RedisProcess) -> None:
         self.store = server.client()
         self._async = open_redis(BrokerSettings.model_validate({"redis_url": server.url}))
-        self.catalog = RedisCatalog(self._async, "d")
+        self.catalog = RedisCatalog(self._async, "d", KEY)
 
     def publish(self, **pools: "tuple[ToolSpec, ...]") -> None:
         catalogs = {pool: Catalog(tools=specs) for pool, specs in pools.items()}
-        publisher = CatalogPublisher(self.store, "d", catalogs)
+        publisher = CatalogPublisher(self.store, "d", KEY, catalogs)
         publisher._publish()
 
     async def names(self) -> list[str]:
@@ -226,7 +226,7 @@ async def test_names_that_are_none_explain_nothing_and_break_nothing(pools: Pool
 
 async def test_a_catalog_of_another_version_is_an_error(pools: Pools) -> None:
     pools.publish(sandbox=(build_spec("bash"),))
-    pools.store.set(catalog_key("d", "web"), json.dumps({"tools": [{"surprise": 1}]}))
+    pools.store.set(catalog_key("d", "web"), KEY.seal("catalog web", json.dumps({"tools": [{"surprise": 1}]})))
     with pytest.raises(ConfigError, match="another version"):
         await pools.names()
 

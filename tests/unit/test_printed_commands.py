@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from contract.names import catalog_key
 from contract.settings import BrokerSettings
-from contract.specs import Catalog
+from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
 from orchestrator.batches.displays import Watched
 from orchestrator.batches.happenings import BatchNoted, ItemDone
@@ -113,7 +113,9 @@ class Pool:
             keys = BrokerSettings.model_validate({"redis_url": server.url}).signing_keys()
             async with redis.asyncio.Redis.from_url(server.url) as client:
                 await RedisTenants(client, "default", keys).add("acme", TenantPolicy())
-                await client.set(catalog_key("default", "sandbox"), Catalog(tools=(build_spec("echo_tool"),)).model_dump_json())
+                await client.set(
+                    catalog_key("default", "sandbox"), seal_catalog(server.keys, "sandbox", Catalog(tools=(build_spec("echo_tool"),)))
+                )
 
         asyncio.run(prepare())
 

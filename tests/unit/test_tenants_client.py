@@ -9,7 +9,7 @@ from pydantic import SecretStr
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import catalog_key
-from contract.specs import Catalog
+from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
 from orchestrator.api_keys import ApiKeys
 from orchestrator.client import ToolClient
@@ -31,7 +31,9 @@ class House:
 
     async def furnish(self) -> None:
         specs = tuple(build_spec(name) for name in ("bash_tool", "grep_tool", "read_tool"))
-        await self.redis.set(catalog_key("default", "sandbox"), Catalog(tools=specs).model_dump_json())
+        await self.redis.set(
+            catalog_key("default", "sandbox"), seal_catalog(self.settings.broker().signing_keys(), "sandbox", Catalog(tools=specs))
+        )
         await self.tenants.add("acme", TenantPolicy(tools=("read_*", "grep_tool")))
         await self.tenants.add("zeta", TenantPolicy())
 

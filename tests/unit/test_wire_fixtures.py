@@ -19,7 +19,7 @@ from contract.ledger import CallRecord
 from contract.places import SessionPlace
 from contract.registry import Switch, parse_switches
 from contract.signing import ResultSeal
-from contract.specs import Catalog
+from contract.specs import open_catalog
 from contract.tenancy import TenantPolicy, parse_policy
 from orchestrator.runs.records import BatchRecord, open_item
 from tests.wire_records import CALL, CONTEXT, KEYS, REPORT, RESULT, build_records
@@ -29,6 +29,7 @@ READ: dict[str, Callable[[str], Any]] = {
     "call": lambda text: decode_call(text, KEYS),
     "result": lambda text: decode_result(json.loads(text), ResultSeal(KEYS, "acme")),
     "event": lambda text: decode_event(text.encode()).payload,
+    "catalog": lambda text: open_catalog(KEYS, "sandbox", text),
     "item": lambda text: open_item(KEYS, "acme", "run-1", "batch-1", text),
     "switch": lambda text: parse_switches(KEYS, {b"bash_tool": text.encode()})["bash_tool"],
     "tenant": lambda text: parse_policy(KEYS, "acme", text.encode()),
@@ -38,7 +39,6 @@ READ: dict[str, Callable[[str], Any]] = {
             "host": HostReport,
             "place": SessionPlace,
             "ledger": CallRecord,
-            "catalog": Catalog,
             "batch": BatchRecord,
         }.items()
     },
