@@ -148,7 +148,7 @@ def dump(client: "redis.Redis") -> bytes:
         b"zset": lambda key: client.zrange(key, 0, -1),
         b"set": client.smembers,
     }
-    keys = [key for kind in ("run", "batch") for key in client.scan_iter(f"toolcrew:*:{kind}:*", count=1000)]
+    keys = [key for kind in ("run", "batch") for key in client.scan_iter(f"toolcrew:*:{kind}.*", count=1000)]
     kinds: list[bytes] = [client.type(key) for key in keys]
     return b"\n".join(repr(readers[kind](key)).encode() for kind, key in zip(kinds, keys, strict=True) if kind != b"none")
 
