@@ -43,7 +43,7 @@ def redis_users(
 
 @redis_app.command("reseal")
 def redis_reseal(as_json: Json = False) -> None:
-    """Sign API keys, policies and switches again with the present secret.
+    """Sign API keys, policies, switches and installed skills again with the present secret.
 
     Run it after TOOLCREW_SECRET was changed everywhere and before the old secret is removed from TOOLCREW_SECRETS_PREVIOUS. It can be repeated.
     """

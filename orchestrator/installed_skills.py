@@ -1,6 +1,7 @@
 """The skills that are installed for tenants, in Redis: changed in one step with the audit's entry, read by whoever makes runs."""
 
 import copy
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -9,8 +10,9 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
-from contract.installed_skills import MAX_INSTALLED, MAX_INSTALLED_BYTES, InstalledSkill, parse_installed
+from contract.installed_skills import MAX_INSTALLED, MAX_INSTALLED_BYTES, InstalledSkill, parse_installed, seal_installed
 from contract.names import audit_key, installed_skills_key, skill_bundle_key, tenants_key
+from contract.signing import UNSEAL_LUA, SigningKeys
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from orchestrator.actors import Actor, local_actor
@@ -22,6 +24,7 @@ log = get_logger(__name__)
 # A digest is of one name alone, which is in the content: whatever goes takes its bundle along.
 _INSTALL = f"""
 {AUDIT_LUA}
+{UNSEAL_LUA}
 -- KEYS: the tenant's skills, the bundle, audit, tenants. ARGV: name, record, bundle, entry, most skills, most bytes, 1 to replace, prefix of bundles, tenant.
 -- Nothing for a tenant that was removed while the skill was examined: it would come back with one of the same name.
 local is_known = ARGV[9] == '{DEFAULT_TENANT}' or redis.call('HEXISTS', KEYS[4], ARGV[9]) == 1
@@ -30,7 +33,7 @@ if not is_known and others > 0 then return 'tenant' end
 local old, bytes, count = nil, #ARGV[3], 1
 local told = redis.call('HGETALL', KEYS[1])
 for at = 1, #told, 2 do
-  local is_json, record = pcall(cjson.decode, told[at + 1])
+  local is_json, record = pcall(cjson.decode, unsealed(told[at + 1]))
   local is_record = is_json and type(record) == 'table' and type(record.skill) == 'table'
   if told[at] == ARGV[1] then old = is_record and record.skill.digest or '' else
     count, bytes = count + 1, bytes + (is_record and record.bundle_bytes or 0)
@@ -47,12 +50,13 @@ return 'done'
 """
 _REMOVE = f"""
 {AUDIT_LUA}
+{UNSEAL_LUA}
 -- KEYS: the tenant's skills, audit. ARGV: name, entry, prefix of bundles.
 local record = redis.call('HGET', KEYS[1], ARGV[1])
 if not record then return 0 end
 audit(KEYS[2], ARGV[2])
 redis.call('HDEL', KEYS[1], ARGV[1])
-local is_json, told = pcall(cjson.decode, record)
+local is_json, told = pcall(cjson.decode, unsealed(record))
 if is_json and type(told) == 'table' and type(told.skill) == 'table' then redis.call('DEL', ARGV[3] .. told.skill.digest) end
 return 1
 """
@@ -61,8 +65,8 @@ return 1
 class InstalledSkills:
     """Of one deployment. `clock`: Unix seconds. Changes are put down to whoever runs this program, or to the actor of `acting_as`."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, clock: Callable[[], float] = time.time) -> None:
-        self._client, self._deployment, self._clock = client, deployment, clock
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.time) -> None:
+        self._client, self._deployment, self._keys, self._clock = client, deployment, keys, clock
         self._actor: Actor | None = None
         self._install, self._remove = client.register_script(_INSTALL), client.register_script(_REMOVE)
 
@@ -73,22 +77,22 @@ class InstalledSkills:
         return mine
 
     async def all(self, tenant: str) -> Mapping[str, InstalledSkill]:
-        """By name, in their order; one that cannot be read is logged and left out. Raises BrokerUnavailable."""
+        """Return them by name, in order. One that cannot be verified is logged and left out. Raises BrokerUnavailable."""
         try:
             told: Any = await self._client.hgetall(installed_skills_key(self._deployment, tenant))
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"Redis did not say which skills tenant {tenant} has ({error}): see that it is up") from error
         found = {name.decode(errors="replace"): text for name, text in sorted(told.items())}
-        records = {name: _parse(tenant, name, text) for name, text in found.items()}
+        records = {name: self._parse(tenant, name, text) for name, text in found.items()}
         return {name: record for name, record in records.items() if record is not None}
 
     async def find(self, tenant: str, name: str) -> InstalledSkill | None:
-        """One of them; None for one that there is not, or that cannot be read. Raises BrokerUnavailable."""
+        """Return one of them, or None if there is none or it cannot be verified. Raises BrokerUnavailable."""
         try:
             told: Any = await self._client.hget(installed_skills_key(self._deployment, tenant), name)
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"Redis did not say which skills tenant {tenant} has ({error}): see that it is up") from error
-        return _parse(tenant, name, told) if told is not None else None
+        return self._parse(tenant, name, told) if told is not None else None
 
     async def install(
         self, tenant: str, skill: SkillSummary, bundle: bytes, tool: ToolSpec | None = None, *, replace: bool = False
@@ -97,7 +101,13 @@ class InstalledSkills:
         QUOTA_EXCEEDED, UNKNOWN_TENANT; BrokerUnavailable."""
         if len(bundle) > MAX_INSTALLED_BYTES:
             raise _too_large(tenant)
-        record = InstalledSkill(skill=skill, tool=tool, bundle_bytes=len(bundle), installed_at=self._clock())
+        record = InstalledSkill(
+            skill=skill,
+            tool=tool,
+            bundle_bytes=len(bundle),
+            bundle_sha256=hashlib.sha256(bundle).hexdigest(),
+            installed_at=self._clock(),
+        )
         entry = build_entry(
             self._actor or local_actor(),
             "skill.install",
@@ -113,7 +123,7 @@ class InstalledSkills:
         ]
         told: list[Any] = [
             skill.name,
-            record.model_dump_json(),
+            seal_installed(self._keys, tenant, record),
             bundle,
             entry_text(entry),
             MAX_INSTALLED,
@@ -137,17 +147,16 @@ class InstalledSkills:
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"the skill was not removed: Redis does not do it ({error}); try again") from error
 
+    def _parse(self, tenant: str, name: str, sealed: bytes) -> InstalledSkill | None:
+        """Return the record, or None if it cannot be verified, which is logged."""
+        try:
+            return parse_installed(self._keys, tenant, name, sealed)
+        except ConfigError as error:
+            log.error("installed_skill_unreadable", tenant=tenant, skill=name, error=str(error))
+            return None
+
     def _prefix(self, tenant: str) -> str:
         return skill_bundle_key(self._deployment, tenant, "")
-
-
-def _parse(tenant: str, name: str, text: bytes) -> InstalledSkill | None:
-    """None for what is none, which is logged."""
-    try:
-        return parse_installed(text)
-    except ConfigError as error:
-        log.error("installed_skill_unreadable", tenant=tenant, skill=name, error=str(error))
-        return None
 
 
 def _refused(verdict: str, tenant: str, name: str) -> ToolFailure:

@@ -98,7 +98,7 @@ async def open_pool(
         stack.push_async_callback(admission.aclose)
         kills = KillWatch(CallKills(redis, deployment))
         stack.push_async_callback(kills.aclose)
-        installed = InstalledSkills(redis, deployment)
+        installed = InstalledSkills(redis, deployment, keys)
         offers = TenantCatalog(catalog, installed)
         dispatcher = Dispatcher(
             transport,

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import redis.asyncio
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, EnvelopeRefused
-from contract.names import api_keys_key, switches_key, tenants_key
+from contract.installed_skills import skill_purpose
+from contract.names import api_keys_key, installed_skills_key, switches_key, tenants_key
 from contract.signing import SigningKeys
-from contract.tenancy import VERSION_FIELD
+from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 
 # KEYS: hash. ARGV: field, the record as it was read, the record with the new signature. A record that changed meanwhile is signed with the present secret.
 _REPLACE = """
@@ -29,7 +31,7 @@ class Resealed:
 
 
 async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> Resealed:
-    """Sign API keys, policies and switches with the present secret. Repeatable. Raises BrokerUnavailable."""
+    """Sign API keys, policies, switches and installed skills with the present secret. Repeatable. Raises BrokerUnavailable."""
     hashes: dict[str, tuple[str, Callable[[str], str]]] = {
         api_keys_key(deployment): ("API key", lambda name: f"api-key {name}"),
         tenants_key(deployment): ("policy", lambda name: f"policy {name}"),
@@ -37,6 +39,9 @@ async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKe
     }
     done, script = Resealed(), client.register_script(_REPLACE)
     try:
+        known: Any = await client.hkeys(tenants_key(deployment))
+        for tenant in {DEFAULT_TENANT, *(raw.decode(errors="replace") for raw in known)} - {VERSION_FIELD}:
+            hashes[installed_skills_key(deployment, tenant)] = (f"skill of tenant {tenant}", partial(skill_purpose, tenant))
         for key, (kind, purpose) in hashes.items():
             records: Any = await client.hgetall(key)
             for raw, sealed in records.items():

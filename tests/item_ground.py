@@ -89,7 +89,7 @@ class ItemGround(RunGround):
         blobs: Any = self.blobs
         pool = Pool(self.places, StaticHosts(build_report()), CallLedger(client, "d"))
         dispatcher = Dispatcher(self.transport, catalog, KEY, queue_wait_s=60, pool=pool)
-        installed = InstalledSkills(client, "d")
+        installed = InstalledSkills(client, "d", KEY)
         self.pool = PoolConnection(
             client,
             KEY,

@@ -72,7 +72,7 @@ class SwitchedPool:
         hosts, blobs = build_pool(), cast(Blobs, MemoryAsyncBlobs())
         await hosts.places.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
         door = Dispatcher(self.transport, catalog, KEY, queue_wait_s=10, events=events, switches=switches, pool=hosts)
-        installed = InstalledSkills(redis, "default")
+        installed = InstalledSkills(redis, "default", KEY)
         connection = PoolConnection(
             redis, KEY, door, catalog, blobs, switches, RedisTenants(redis, "default", KEY), installed, TenantCatalog(catalog, installed)
         )

@@ -47,7 +47,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     registry, skills = build_registry(), load_skills(settings.skill_roots())
     if settings.skill_roots():
         registry.register(
-            build_skill_tool(skills, InstalledSkills(connect(settings.broker()), settings.deployment), SessionSkills(SkillExaminer()))
+            build_skill_tool(skills, InstalledSkills(connect(settings.broker()), settings.deployment, key), SessionSkills(SkillExaminer()))
         )
         register_skill_tools(registry, skills)
     sources = build_sandbox_sources(load_servers(settings.mcp_servers, StdioEntry), settings.sandboxd_socket)

@@ -11,6 +11,7 @@ import redis.asyncio
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import installed_skills_key, skill_bundle_key, tenant_audit_key
+from contract.signing import SigningKeys
 from contract.specs import SkillSummary
 from contract.tenancy import TenantPolicy
 from orchestrator import installed_skills
@@ -44,8 +45,8 @@ class Ground:
 @pytest.fixture
 async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=2) as client:
-        worker = WorkersSkills(redis.Redis.from_url(redis_server.url, socket_timeout=2), "d")
-        yield Ground(redis_server, client, InstalledSkills(client, "d"), worker)
+        worker = WorkersSkills(redis.Redis.from_url(redis_server.url, socket_timeout=2), "d", KEY)
+        yield Ground(redis_server, client, InstalledSkills(client, "d", KEY), worker)
 
 
 def summary(name: str, digest: str = "0" * 64) -> SkillSummary:
@@ -116,9 +117,27 @@ async def test_what_is_not_what_was_installed_is_not_used(ground: Ground, tmp_pa
         with pytest.raises(ToolFailure, match="whoever installed it has to do so again") as refused:
             ground.worker.find("acme", "echo")
         assert refused.value.code is ErrorCode.STALE_FILE
-    await ground.client.hset(installed_skills_key("d", "acme"), "odd", b"{}")
-    assert list(ground.worker.all("acme")) == list(await ground.desk().all()) == ["echo", "other"]
-    assert ground.worker.find("acme", "odd") is None
+
+
+async def test_a_record_that_was_forged_copied_or_changed_is_refused(ground: Ground, tmp_path: Path) -> None:
+    await ground.desk("rival").install(write_skill(tmp_path, "echo"))
+    await ground.desk().install(write_skill(tmp_path, "good"))
+    await ground.desk().install(write_skill(tmp_path, "big"))
+    theirs = await ground.client.hget(installed_skills_key("d", "rival"), "echo")
+    changed = (await ground.client.hget(installed_skills_key("d", "acme"), "big")).replace(b"Does", b"Did ")
+    plain = theirs.split(b".", 2)[2]
+    other_secret = SigningKeys.of("another-secret").seal("skill acme echo", plain.decode())
+    own = await ground.client.hget(installed_skills_key("d", "acme"), "good")
+    for name, forged in (("echo", theirs), ("echo", plain), ("echo", other_secret), ("echo", own), ("big", changed), ("odd", b"{}")):
+        await ground.client.hset(installed_skills_key("d", "acme"), name, forged)
+        assert name not in ground.worker.all("acme")
+        assert name not in await ground.desk().all()
+        with pytest.raises(
+            ToolFailure, match=f"the skill {name} of tenant acme cannot be verified, so it is not used: install it again"
+        ) as refused:
+            ground.worker.find("acme", name)
+        assert refused.value.code is ErrorCode.STALE_FILE
+    assert ground.worker.find("acme", "good") is not None
 
 
 async def test_a_worker_keeps_no_more_in_memory_than_it_may(ground: Ground, tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from contract.errors import ConfigError
 from contract.names import api_keys_key
 from contract.registry import Switch
 from contract.signing import SigningKeys
+from contract.specs import SkillSummary
 from contract.tenancy import TenantPolicy
 from orchestrator.api_keys import ApiKeys
 from orchestrator.cli import app
+from orchestrator.installed_skills import InstalledSkills
 from orchestrator.redis_connection import open_redis
 from orchestrator.switches import RedisSwitches
 from orchestrator.tenants import RedisTenants
@@ -23,6 +25,7 @@ from tests.redis_ground import broker_for
 D = "default"
 OLD = SigningKeys.of("the-old-secret", deployment=D)
 NEW = SigningKeys.of("the-new-secret", deployment=D)
+SKILL = SkillSummary(name="own", description="Does it.", digest="0" * 64, files=1, bytes=1)
 POLICY, OFF = TenantPolicy(tools=("read_tool",)), Switch(by="root", at=1.0, reason="not today")
 
 
@@ -30,6 +33,7 @@ async def fill(client: "redis.asyncio.Redis") -> str:
     """Records that the old secret signed; gives the text of a key."""
     await RedisTenants(client, D, OLD).add("acme", POLICY)
     await RedisSwitches(client, D, OLD).turn_off("echo", OFF)
+    await InstalledSkills(client, D, OLD).install("acme", SKILL, b"files")
     return (await ApiKeys(client, D, OLD).add("acme", "operator")).text
 
 
@@ -50,6 +54,7 @@ def test_after_resealing_the_old_secret_is_not_needed_any_more(redis_server: Red
         try:
             assert (await ApiKeys(client, D, NEW).authenticate(text)).role == "operator"
             assert await RedisTenants(client, D, NEW).policy("acme") == POLICY
+            assert list(await InstalledSkills(client, D, NEW).all("acme")) == ["own"]
             assert await RedisSwitches(client, D, NEW).switches() == {"echo": OFF}
             with pytest.raises(ConfigError, match="cannot be verified"):
                 await ApiKeys(client, D, NEW).authenticate(f"tc_{'f' * 16}_{'A' * 43}")
@@ -61,7 +66,7 @@ def test_after_resealing_the_old_secret_is_not_needed_any_more(redis_server: Red
     monkeypatch.setenv("TOOLCREW_SECRET", "the-new-secret")
     monkeypatch.setenv("TOOLCREW_SECRETS_PREVIOUS", '["the-old-secret"]')
     done = CliRunner().invoke(app, ["redis", "reseal", "--json"])
-    assert json.loads(done.stdout) == {"signed": 3, "refused": [f"API key {'f' * 16}"]}
+    assert json.loads(done.stdout) == {"signed": 4, "refused": [f"API key {'f' * 16}"]}
     assert json.loads(CliRunner().invoke(app, ["redis", "reseal", "--json"]).stdout)["signed"] == 0
     asyncio.run(check(text))
 

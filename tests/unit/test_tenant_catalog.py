@@ -8,7 +8,7 @@ import redis.asyncio
 from contract.specs import SkillSummary, ToolSpec
 from orchestrator.installed_skills import InstalledSkills
 from orchestrator.tenant_catalog import Offer, TenantCatalog
-from tests.builders import build_spec
+from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 
 
@@ -53,7 +53,7 @@ NAMES = ("new", "late", "plain", "read_tool", "mcp__git__log", "mcp__new", "ours
 @pytest.fixture
 async def installed(redis_server: RedisProcess) -> AsyncIterator[InstalledSkills]:
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=2) as client:
-        yield InstalledSkills(client, "d")
+        yield InstalledSkills(client, "d", KEY)
 
 
 async def install(installed: InstalledSkills, names: Mapping[str, bool]) -> None:

@@ -1,5 +1,6 @@
 """The skills that are installed for tenants, as a worker gets them: records from Redis with each call, bundles once while they are used."""
 
+import hashlib
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -10,6 +11,7 @@ import structlog
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from contract.installed_skills import InstalledSkill, parse_installed
 from contract.names import installed_skills_key, skill_bundle_key
+from contract.signing import SigningKeys
 from contract.skills import SkillBroken
 from workers.skills.archives import expand_bundle, load_members
 from workers.skills.loader import Skill
@@ -23,24 +25,32 @@ MAX_KEPT_BYTES = 64 * 1024 * 1024
 class InstalledSkills:
     """Of one deployment. Whose skills they are is the signed context's to say."""
 
-    def __init__(self, client: "redis.Redis", deployment: str) -> None:
-        self._client, self._deployment = client, deployment
+    def __init__(self, client: "redis.Redis", deployment: str, keys: SigningKeys) -> None:
+        self._client, self._deployment, self._keys = client, deployment, keys
         self._kept: OrderedDict[tuple[str, str], Skill] = OrderedDict()
         # Calls of a worker may run in threads.
         self._keeping, self._loading = threading.Lock(), threading.Lock()
 
     def all(self, tenant: str) -> dict[str, InstalledSkill]:
-        """By name, in their order; what cannot be read is logged and left out. Raises BrokerUnavailable."""
+        """Return them by name, in order. One that cannot be verified is logged and left out. Raises BrokerUnavailable."""
         told = self._ask(lambda: self._client.hgetall(installed_skills_key(self._deployment, tenant)))
-        found = {name.decode(errors="replace"): self._parse(tenant, text) for name, text in sorted(told.items())}
-        return {name: record for name, record in found.items() if record is not None}
+        found = {name.decode(errors="replace"): text for name, text in sorted(told.items())}
+        records = {name: self._parse(tenant, name, text) for name, text in found.items()}
+        return {name: record for name, record in records.items() if record is not None}
 
     def find(self, tenant: str, name: str) -> Skill | None:
-        """The skill of that name, None when the tenant has none. Raises BrokerUnavailable, ToolFailure when what is kept of it is broken."""
+        """Return the skill of that name, or None if the tenant has none.
+
+        Raises BrokerUnavailable; ToolFailure if its record cannot be verified or its files are not those of the record.
+        """
         text = self._ask(lambda: self._client.hget(installed_skills_key(self._deployment, tenant), name))
-        record = self._parse(tenant, text) if text is not None else None
-        if record is None:
+        if text is None:
             return None
+        try:
+            record = parse_installed(self._keys, tenant, name, text)
+        except ConfigError as error:
+            log.error("installed_skill_unreadable", tenant=tenant, skill=name, error=str(error))
+            raise ToolFailure(ErrorCode.STALE_FILE, str(error)) from error
         key = tenant, record.skill.digest
         skill = self._kept.get(key)
         if skill is None:
@@ -63,9 +73,10 @@ class InstalledSkills:
         try:
             if data is None:
                 raise SkillBroken("its files are gone from Redis")
-            skill = load_members(f"installed skill of tenant {tenant}", name, expand_bundle(data), owner=tenant)
-            if skill.summary.digest != digest:
+            # Before anything reads them: another program may have written them.
+            if hashlib.sha256(data).hexdigest() != record.bundle_sha256:
                 raise SkillBroken("its files are not those that were installed")
+            skill = load_members(f"installed skill of tenant {tenant}", name, expand_bundle(data), owner=tenant)
         except SkillBroken as broken:
             log.error("installed_skill_broken", tenant=tenant, skill=name, error=str(broken))
             raise ToolFailure(
@@ -73,11 +84,12 @@ class InstalledSkills:
             ) from broken
         return skill
 
-    def _parse(self, tenant: str, text: bytes) -> InstalledSkill | None:
+    def _parse(self, tenant: str, name: str, sealed: bytes) -> InstalledSkill | None:
+        """Return the record, or None if it cannot be verified, which is logged."""
         try:
-            return parse_installed(text)
+            return parse_installed(self._keys, tenant, name, sealed)
         except ConfigError as error:
-            log.error("installed_skill_unreadable", tenant=tenant, error=str(error))
+            log.error("installed_skill_unreadable", tenant=tenant, skill=name, error=str(error))
             return None
 
     def _ask(self, question: Any) -> Any:
