@@ -147,7 +147,8 @@ class Executor:
             return self._answer(prepared, refused if isinstance(refused, Claim) else Claim.GRANTED, context, taken)
         claim = self._attempt(call, lambda: self._ledger.claim(call, context, self._holder))
         if isinstance(claim, ToolResult):
-            return _not_run(claim, "broker")
+            # Only a Redis that did not answer may answer in a moment; any other failure is a bug, which another attempt repeats.
+            return _not_run(claim, "broker") if claim.error_code is ErrorCode.BROKER_UNAVAILABLE else claim
         if claim is not Claim.GRANTED:
             return self._answer(_refusal(call, claim), claim, context, taken)
         queued_s = self._queued_s(context, taken)

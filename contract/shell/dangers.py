@@ -25,6 +25,7 @@ from contract.shell.danger_tables import (
     WHOLE_TREES,
     WRITERS,
 )
+from contract.shell.find_actions import removes_what_it_finds
 from contract.shell.shell_words import Word
 
 
@@ -137,8 +138,7 @@ def _finding(command: Command, folder: str) -> Danger:
     argv = command.argv
     if command.program != "find":
         return NO_DANGER
-    removes = "-delete" in argv or any(word in argv for word in ("rm", "/bin/rm", "/usr/bin/rm", "shred", "unlink"))
-    if not removes:
+    if not removes_what_it_finds(argv):
         return NO_DANGER
     starts = []
     for word in command.words[1:]:

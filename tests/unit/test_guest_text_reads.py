@@ -1,7 +1,10 @@
 """read_text of a running guest: pages of any file, in any encoding, of any size."""
 
+import glob
 import hashlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -303,6 +306,20 @@ def test_a_digest_is_sha256_whichever_library_makes_it(size: int) -> None:
     digest = new_digest(size)
     digest.update(data)
     assert digest.digest() == hashlib.sha256(data).digest()
+
+
+PYTHONS = {sys.executable}.union(
+    *(
+        glob.glob(os.path.expanduser(pattern))
+        for pattern in ("~/.pyenv/versions/3.9.*/bin/python3", "~/.pyenv/versions/3.1[0-9].*/bin/python3")
+    )
+)
+
+
+@pytest.mark.parametrize("python", sorted(PYTHONS))
+def test_a_small_digest_needs_no_openssl_in_any_python(python: str) -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from guest.files.sha256 import new_digest; new_digest(9); sys.exit('hashlib' in sys.modules)"
+    assert subprocess.run([python, "-I", "-S", "-c", code, str(GUEST_PARENT)], timeout=20, check=False).returncode == 0
 
 
 def test_a_file_in_another_encoding_is_remembered_as_its_bytes(guest: Guest) -> None:

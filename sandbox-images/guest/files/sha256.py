@@ -20,14 +20,19 @@ _LARGE = 1_048_576
 """From here on OpenSSL, several times as fast and with other threads beside it, makes up for its loading."""
 
 
+OWN_CODE = ("_sha2", "_sha256")
+"""The module of the interpreter's own code: since Python 3.12, and before."""
+
+
 def new_digest(size: int) -> Digest:
     """A sha256 that is to take about so many bytes."""
-    try:
-        library = __import__("_sha256" if size < _LARGE else "hashlib")
-    except ImportError:
-        # A Python that calls its own code otherwise.
-        library = __import__("hashlib")
-    digest: Digest = library.sha256()
+    digest: Digest
+    for library in (*OWN_CODE, "hashlib") if size < _LARGE else ("hashlib",):
+        try:
+            digest = __import__(library).sha256()
+            break
+        except ImportError:
+            continue
     return digest
 
 

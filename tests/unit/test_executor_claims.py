@@ -1,0 +1,28 @@
+"""A call that could not be claimed: what lets it be sent again, and what does not."""
+
+from typing import Any
+
+import pytest
+
+from contract.errors import BrokerUnavailable, ErrorCode
+from contract.ledger import Claim
+from tests.builders import build_call
+from tests.unit.test_worker_executor import House
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (BrokerUnavailable("Redis does not answer"), ErrorCode.BROKER_UNAVAILABLE, "broker"),
+        (TypeError("a bug of ours"), ErrorCode.INTERNAL, None),
+    ],
+)
+def test_only_a_redis_that_does_not_answer_lets_a_call_be_sent_again(error: Exception, code: ErrorCode, reason: str | None) -> None:
+    house = House()
+
+    def claim(*_: Any) -> Claim:
+        raise error
+
+    house.ledger.claim = claim  # type: ignore[method-assign]
+    result = house.execute(build_call(text="hi"))
+    assert (result.error_code, result.metadata.get("not_run"), house.runs) == (code, reason, 0)
