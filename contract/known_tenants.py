@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from contract.errors import ConfigError
 from contract.signing import SigningKeys
 from contract.tenancy import POLICY_FRESH_S, TenantLook, TenantPolicy
 
@@ -21,6 +22,7 @@ class KnownTenants:
         self._policies: dict[str, TenantPolicy] = {}
         self._version: bytes | None = None
         self._asked_at = float("-inf")
+        self._had_tenants = False
 
     def is_stale(self) -> bool:
         """Whether the version has to be asked for before anything is believed."""
@@ -38,7 +40,14 @@ class KnownTenants:
                 self._asked_at = asked_at
 
     def learn(self, tenant: str, look: TenantLook, asked_at: float) -> TenantPolicy:
-        """The tenant's policy, from a look into the hash. Raises as TenantLook.policy does."""
+        """The tenant's policy, from a look into the hash. Raises as TenantLook.policy does, and ConfigError when Redis has lost
+        the tenants that this process has seen: it serves no name with the default policy then."""
+        if look.is_open and self._had_tenants:
+            raise ConfigError(
+                "Redis has lost the registered tenants, so nothing is served: restore its data, or register the tenants again "
+                "(toolcrew tenants add NAME)"
+            )
+        self._had_tenants = self._had_tenants or not look.is_open
         with self._lock:
             if asked_at >= self._asked_at:
                 self._turn_to(look.version, is_known_same=True)

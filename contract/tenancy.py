@@ -9,11 +9,12 @@ from pydantic import Field, ValidationError
 
 from contract.calls import Record
 from contract.errors import ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
-from contract.signing import SigningKeys
+from contract.signing import UNSEAL_LUA, SigningKeys
 from contract.specs import ToolSpec
 
 DEFAULT_TENANT = "default"
-"""Always known. While no other tenant is registered every name is served, by this one's policy; from the first on only registered ones are."""
+"""Always known. Until the first tenant is registered, every name is served with this one's policy. From then on only registered names are served, even
+after all tenants were removed."""
 POLICY_FRESH_S = 1.0
 """How old what a process knows of the tenants may be."""
 MAX_PAUSE_REASON_CHARS = 500
@@ -73,6 +74,8 @@ class TenantPolicy(Record):
     is_paused: bool = False
     """None of its calls is begun, and none of its runs; `pause_reason` says why."""
     pause_reason: str = Field(default="", max_length=MAX_PAUSE_REASON_CHARS)
+    is_removed: bool = False
+    """The tenant was removed. Its name stays reserved, because its runs, files and checkpoints may still be stored under it."""
     trusted_skills: Annotated[tuple[SkillDigest, ...], Field(max_length=1000)] = ()
     """Digests: what these skills' `allowed-tools` name is not asked about once a run has loaded them."""
 
@@ -101,7 +104,10 @@ class TenantLook:
     def policy(self, tenant: str, keys: SigningKeys) -> TenantPolicy:
         """The tenant's policy. Raises ToolFailure(UNKNOWN_TENANT); ConfigError when it cannot be verified or read: then the tenant has no rights."""
         if self.own is not None:
-            return parse_policy(keys, tenant, self.own)
+            policy = parse_policy(keys, tenant, self.own)
+            if policy.is_removed:
+                raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"tenant {tenant} was removed: call for one that is registered")
+            return policy
         if tenant == DEFAULT_TENANT or self.is_open:
             return parse_policy(keys, DEFAULT_TENANT, self.default) if self.default is not None else TenantPolicy()
         raise ToolFailure(
@@ -122,6 +128,18 @@ def tools_of(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     name = arguments.get("name")
     # Without a script it is the tool that the skill is.
     return (SKILL_TOOL, BASH_TOOL) if "script" in arguments or not isinstance(name, str) else (SKILL_TOOL, BASH_TOOL, name)
+
+
+REGISTERED_LUA = (
+    UNSEAL_LUA
+    + """
+-- Whether a tenant is registered, and was not removed (TenantPolicy.is_removed). `key`: of the hash of tenants.
+local function is_registered(key, name)
+  local policy = unsealed(redis.call('HGET', key, name) or nil)
+  return policy ~= '' and policy ~= '{"is_removed":true}'
+end
+"""
+)
 
 
 def say_subject(name: str, used: str) -> str:
@@ -159,9 +177,12 @@ def parse_tenants(keys: SigningKeys, told: Mapping[bytes, bytes]) -> dict[str, T
         if name == VERSION_FIELD:
             continue
         try:
-            found[name] = parse_policy(keys, name, told[field])
+            policy = parse_policy(keys, name, told[field])
         except ConfigError as error:
             found[name] = error
+        else:
+            if not policy.is_removed:
+                found[name] = policy
     return found
 
 

@@ -20,6 +20,7 @@ from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, Err
 from contract.names import api_keys_key, audit_key, tenants_key
 from contract.registry import LAST_INSTANT
 from contract.signing import SigningKeys
+from contract.tenancy import REGISTERED_LUA
 from orchestrator.actors import Actor, local_actor
 from orchestrator.actors import Role as Role
 from orchestrator.audit import AUDIT_LUA, build_entry, entry_text
@@ -35,8 +36,9 @@ _NOBODY = "0" * 64
 
 _ADD = f"""
 {AUDIT_LUA}
+{REGISTERED_LUA}
 -- KEYS: tenants, API keys, audit. ARGV: tenant, key id, record, entry. No key for a tenant that was removed meanwhile.
-if ARGV[1] ~= 'default' and redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return -1 end
+if ARGV[1] ~= 'default' and not is_registered(KEYS[1], ARGV[1]) then return -1 end
 if redis.call('HEXISTS', KEYS[2], ARGV[2]) == 1 then return 0 end
 audit(KEYS[3], ARGV[4])
 return redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])

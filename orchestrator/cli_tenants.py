@@ -16,7 +16,6 @@ from orchestrator.cli_access import open_deployment
 from orchestrator.cli_runner import Json, run_work
 from orchestrator.policy_options import apply_options, policy_lines, read_policy
 from orchestrator.policy_tools import check_tools
-from orchestrator.tenants import Removal
 from orchestrator.terminal import escape_controls, table_rows
 
 tenants_app = typer.Typer(no_args_is_help=True, help="Who is served, and what each may have.")
@@ -48,7 +47,7 @@ Unset = Annotated[list[str] | None, typer.Option("--unset", help="An option that
 
 @tenants_app.command("ls")
 def tenants_ls(as_json: Json = False) -> None:
-    """Every registered tenant, and the default one. While none is registered, any name is served as the default one."""
+    """Every registered tenant, and the default one. Until the first is registered, any name is served as the default one."""
 
     async def work() -> dict[str, TenantPolicy | ConfigError]:
         async with open_deployment("operator") as deployment:
@@ -141,19 +140,17 @@ def tenants_set(
 
 @tenants_app.command("rm")
 def tenants_rm(name: Name, as_json: Json = False) -> None:
-    """Remove a tenant and revoke its API keys. Sessions that it has open go by their own time to live."""
+    """Remove a tenant and revoke its API keys. Its open sessions expire. The name cannot be registered again: the tenant's data may still be stored."""
 
-    async def work() -> Removal:
+    async def work() -> int:
         async with open_deployment("admin") as deployment:
             return await deployment.tenants.remove(name)
 
-    removal = run_work(work(), as_json)
+    revoked = run_work(work(), as_json)
     if as_json:
-        typer.echo(json.dumps({"name": name, "revoked_keys": removal.keys, "is_open": removal.is_open}))
-        return
-    typer.echo(f"{name} is removed, and {removal.keys} API keys of it are revoked")
-    if removal.is_open:
-        typer.echo(f"no tenant is registered any more: any name is served, by what {DEFAULT_TENANT} may have", err=True)
+        typer.echo(json.dumps({"name": name, "revoked_keys": revoked}))
+    else:
+        typer.echo(f"{name} is removed, and {revoked} API keys of it are revoked; its name cannot be registered again")
 
 
 @keys_app.command("ls")

@@ -14,7 +14,7 @@ from contract.installed_skills import MAX_INSTALLED, MAX_INSTALLED_BYTES, Instal
 from contract.names import audit_key, installed_skills_key, skill_bundle_key, tenants_key
 from contract.signing import UNSEAL_LUA, SigningKeys
 from contract.specs import SkillSummary, ToolSpec
-from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
+from contract.tenancy import DEFAULT_TENANT, REGISTERED_LUA, VERSION_FIELD
 from orchestrator.actors import Actor, local_actor
 from orchestrator.audit import AUDIT_LUA, build_entry, entry_text
 from orchestrator.logs import get_logger
@@ -24,10 +24,10 @@ log = get_logger(__name__)
 # A digest is of one name alone, which is in the content: whatever goes takes its bundle along.
 _INSTALL = f"""
 {AUDIT_LUA}
-{UNSEAL_LUA}
+{REGISTERED_LUA}
 -- KEYS: the tenant's skills, the bundle, audit, tenants. ARGV: name, record, bundle, entry, most skills, most bytes, 1 to replace, prefix of bundles, tenant.
 -- Nothing for a tenant that was removed while the skill was examined: it would come back with one of the same name.
-local is_known = ARGV[9] == '{DEFAULT_TENANT}' or redis.call('HEXISTS', KEYS[4], ARGV[9]) == 1
+local is_known = ARGV[9] == '{DEFAULT_TENANT}' or is_registered(KEYS[4], ARGV[9])
 local others = redis.call('HLEN', KEYS[4]) - redis.call('HEXISTS', KEYS[4], '{VERSION_FIELD}') - redis.call('HEXISTS', KEYS[4], '{DEFAULT_TENANT}')
 if not is_known and others > 0 then return 'tenant' end
 local old, bytes, count = nil, #ARGV[3], 1

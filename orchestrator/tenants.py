@@ -4,7 +4,6 @@ import copy
 import json
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import redis.asyncio
@@ -15,11 +14,12 @@ from contract.calls import Identifier
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from contract.known_tenants import KnownTenants
 from contract.names import api_keys_key, audit_key, installed_skills_key, skill_bundle_key, switches_key, tenants_key
-from contract.signing import UNSEAL_LUA, SigningKeys
+from contract.signing import SigningKeys
 from contract.tenancy import (
     DEFAULT_TENANT,
     MAX_PAUSE_REASON_CHARS,
     MAX_POLICY_BYTES,
+    REGISTERED_LUA,
     VERSION_FIELD,
     TenantLook,
     TenantPolicy,
@@ -45,15 +45,13 @@ return 1
 """
 _REMOVE = (
     AUDIT_LUA
-    + UNSEAL_LUA
+    + REGISTERED_LUA
     + """
--- KEYS: tenants, API keys, switches, audit. ARGV: name, a new version, entry, the tenant's skills, prefix of their bundles. The tenant's keys, switches
--- and skills go with it: they must not come back with one of the same name.
-if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return {-1, 0} end
+-- KEYS: tenants, API keys, switches, audit. ARGV: name, a new version, entry, the tenant's skills, prefix of their bundles, the policy of a removed tenant.
+if not is_registered(KEYS[1], ARGV[1]) then return -1 end
 local revoked, keys, switches = 0, redis.call('HGETALL', KEYS[2]), redis.call('HKEYS', KEYS[3])
 audit(KEYS[4], ARGV[3])
-redis.call('HDEL', KEYS[1], ARGV[1])
-redis.call('HSET', KEYS[1], '#version', ARGV[2])
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[6], '#version', ARGV[2])
 for _, field in ipairs(switches) do
   if string.sub(field, 1, #ARGV[1] + 1) == ARGV[1] .. '/' then redis.call('HDEL', KEYS[3], field) end
 end
@@ -66,7 +64,7 @@ for _, text in ipairs(redis.call('HVALS', ARGV[4])) do
   if is_json and type(record) == 'table' and type(record.skill) == 'table' then redis.call('DEL', ARGV[5] .. record.skill.digest) end
 end
 redis.call('DEL', ARGV[4])
-return {revoked, redis.call('HLEN', KEYS[1]) - 1 - redis.call('HEXISTS', KEYS[1], 'default')}
+return revoked
 """
 )
 
@@ -84,14 +82,6 @@ class OpenTenants:
 
     async def policy(self, tenant: str) -> TenantPolicy:
         return TenantPolicy()
-
-
-@dataclass(frozen=True)
-class Removal:
-    """What went with a tenant. `is_open`: none is registered any more, so that any name is served."""
-
-    keys: int
-    is_open: bool
 
 
 class RedisTenants:
@@ -138,6 +128,7 @@ class RedisTenants:
                 ErrorCode.INVALID_ARGUMENTS, f"{name} is always there: set what it may have (toolcrew tenants set {name} ...)"
             )
         if not await self._write(name, b"", policy, "tenant.add"):
+            await self._read_present(name)
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS, f"tenant {name} is registered already: change it (toolcrew tenants set {name} ...)"
             )
@@ -179,8 +170,10 @@ class RedisTenants:
         told = {"is_paused": False, "pause_reason": ""}
         return await self.change(name, lambda policy: policy.model_copy(update=told), action="tenant.resume")
 
-    async def remove(self, name: str) -> Removal:
-        """Forget a tenant and revoke its API keys, in one step. What it has open goes when it is closed, or by its own time to live.
+    async def remove(self, name: str) -> int:
+        """Remove a tenant, and return how many API keys were revoked with it, in one step. Its open sessions end when they are closed or expire.
+
+        The name stays reserved: whoever got it later would find the runs, files and checkpoints of this tenant.
 
         Raises ToolFailure: UNKNOWN_TENANT, INVALID_ARGUMENTS for the default one; BrokerUnavailable.
         """
@@ -192,13 +185,15 @@ class RedisTenants:
         entry = build_entry(self._actor or local_actor(), "tenant.remove", name, tenant=name)
         try:
             skills = [installed_skills_key(self._deployment, name), skill_bundle_key(self._deployment, name, "")]
-            revoked, others = await self._remove_script(keys=self._keys, args=[name, secrets.token_hex(8), entry_text(entry), *skills])
+            removed = seal_policy(self._signing, name, TenantPolicy(is_removed=True))
+            args = [name, secrets.token_hex(8), entry_text(entry), *skills, removed]
+            revoked = int(await self._remove_script(keys=self._keys, args=args))
         except (RedisError, OSError) as error:
             raise _unchanged(name, error) from error
         if revoked < 0:
             raise _missing(name)
         self._known.forget()
-        return Removal(int(revoked), is_open=int(others) == 0)
+        return revoked
 
     async def _check(self) -> None:
         asked_at = self._known.clock()
@@ -228,10 +223,24 @@ class RedisTenants:
             raise _unchanged(name, error) from error
         if kept is None and name != DEFAULT_TENANT:
             raise _missing(name)
-        return bytes(kept or b"")
+        present = bytes(kept or b"")
+        try:
+            is_removed = self._parse(name, present).is_removed
+        except ConfigError:
+            is_removed = False  # `replace` may repair it.
+        if is_removed:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"tenant {name} was removed, and its runs, files and checkpoints may still be stored: its name stays reserved; choose another name",
+            )
+        return present
 
     async def _write(self, name: str, present: bytes, policy: TenantPolicy, action: AuditAction, reason: str | None = None) -> bool:
         """False when the tenant is not what it was."""
+        if policy.is_removed:
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, "a policy cannot remove a tenant: leave is_removed out (toolcrew tenants rm NAME removes it)"
+            )
         text = seal_policy(self._signing, name, policy).encode()
         if len(text) > MAX_POLICY_BYTES:
             raise ToolFailure(

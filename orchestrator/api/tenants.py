@@ -44,10 +44,9 @@ class Pause(BaseModel):
 
 
 class Removed(BaseModel):
-    """`keys`: how many API keys were revoked with it. `is_open`: no tenant is registered any more, so that any name is served."""
+    """`keys`: how many API keys were revoked with it."""
 
     keys: int
-    is_open: bool
 
 
 class KeyView(BaseModel):
@@ -115,9 +114,8 @@ async def set_tenant(name: Name, policy: TenantPolicy, caller: AdminCaller) -> T
 
 @router.delete("/{name}", responses=responses(404))
 async def remove_tenant(name: Name, caller: AdminCaller) -> Removed:
-    """Forget a tenant and revoke its keys. What it has open goes when it is closed, or by its own time to live."""
-    removal = await caller.tenants.remove(name)
-    return Removed(keys=removal.keys, is_open=removal.is_open)
+    """Remove a tenant and revoke its keys. Its open sessions expire. The name cannot be registered again: the tenant's data may still be stored."""
+    return Removed(keys=await caller.tenants.remove(name))
 
 
 @router.post("/{name}/pause", responses=responses(404))

@@ -69,8 +69,8 @@ def test_every_field_has_an_option_and_every_option_sets_its_field(toolcrew: Too
     assert policy_of(toolcrew("add", "acme", *ALL, "--json")) == POLICY
     [_, acme] = as_json(toolcrew("ls", "--json"))
     assert TenantPolicy.model_validate(acme["policy"]) == POLICY
-    # Pausing has commands of its own.
-    fields = {*TenantPolicy.model_fields, *SandboxTerms.model_fields} - {"sandbox", "is_paused", "pause_reason"}
+    # Pausing and removing have commands of their own.
+    fields = {*TenantPolicy.model_fields, *SandboxTerms.model_fields} - {"sandbox", "is_paused", "pause_reason", "is_removed"}
     assert {path[-1] for path in OPTIONS.values()} == fields
 
 
@@ -139,8 +139,9 @@ def test_the_first_tenant_and_the_last_are_told_as_what_they_are(toolcrew: Toolc
     assert toolcrew("add", "zeta").stderr == ""
     assert toolcrew("rm", "zeta").stderr == ""
     removed = toolcrew("rm", "acme")
-    assert removed.stdout == "acme is removed, and 0 API keys of it are revoked\n"
-    assert "any name is served" in removed.stderr
+    assert removed.stdout == "acme is removed, and 0 API keys of it are revoked; its name cannot be registered again\n"
+    assert removed.stderr == ""
+    assert failure_of(toolcrew("add", "acme"))[0] == 1
 
 
 def test_a_file_says_all_of_a_policy_and_options_change_what_it_says(toolcrew: Toolcrew, tmp_path: Path) -> None:
@@ -289,7 +290,7 @@ def test_a_key_that_cannot_be_read_is_listed_as_such(toolcrew: Toolcrew, redis_s
 def test_removing_a_tenant_tells_how_many_keys_went_with_it(toolcrew: Toolcrew) -> None:
     toolcrew("add", "acme")
     toolcrew("keys", "add", "acme")
-    assert as_json(toolcrew("rm", "acme", "--json")) == {"name": "acme", "revoked_keys": 1, "is_open": True}
+    assert as_json(toolcrew("rm", "acme", "--json")) == {"name": "acme", "revoked_keys": 1}
     assert as_json(toolcrew("keys", "ls", "--json")) == []
 
 

@@ -16,6 +16,7 @@ from contract.known_tenants import MAX_KNOWN, KnownTenants
 from contract.names import tenants_key
 from contract.settings import BrokerSettings
 from contract.tenancy import MAX_POLICY_BYTES, POLICY_FRESH_S, VERSION_FIELD, CommandRule, TenantLook, TenantPolicy, seal_policy
+from orchestrator.api_keys import ApiKeys
 from orchestrator.redis_connection import open_redis
 from orchestrator.shared_reads import SharedReads
 from orchestrator.tenants import OpenTenants, RedisTenants
@@ -65,11 +66,11 @@ async def test_a_tenant_is_what_it_was_registered_and_changed_to_until_it_is_rem
     assert await tenants.policy("acme") == changed == TenantPolicy(weight=3, in_flight=5)
     await tenants.replace("acme", TenantPolicy())
     assert await tenants.policy("acme") == TenantPolicy()
-    assert (await tenants.remove("acme")).is_open
+    assert await tenants.remove("acme") == 0
     assert dict(await tenants.all()) == {}
 
 
-async def test_names_are_closed_from_the_first_tenant_on_and_open_after_the_last(tenants: RedisTenants) -> None:
+async def test_names_are_closed_from_the_first_tenant_on_and_stay_closed_after_the_last(tenants: RedisTenants) -> None:
     assert await tenants.policy("anybody") == TenantPolicy()
     await tenants.change("default", lambda policy: policy.model_copy(update={"weight": 2.0}))
     assert (await tenants.policy("anybody")).weight == 2
@@ -77,9 +78,40 @@ async def test_names_are_closed_from_the_first_tenant_on_and_open_after_the_last
     assert await failure_of(tenants.policy("anybody")) is ErrorCode.UNKNOWN_TENANT
     assert (await tenants.policy("default")).weight == 2
     await tenants.add("zeta", TenantPolicy())
-    assert not (await tenants.remove("zeta")).is_open
-    assert (await tenants.remove("acme")).is_open
-    assert (await tenants.policy("anybody")).weight == 2
+    for name in ("zeta", "acme"):
+        await tenants.remove(name)
+        assert await failure_of(tenants.policy(name)) is ErrorCode.UNKNOWN_TENANT
+    assert await failure_of(tenants.policy("anybody")) is ErrorCode.UNKNOWN_TENANT
+    assert (await tenants.policy("default")).weight == 2
+
+
+async def test_the_name_of_a_removed_tenant_cannot_be_used_again(tenants: RedisTenants) -> None:
+    await tenants.add("acme", TenantPolicy(weight=3))
+    await tenants.remove("acme")
+    for work in (
+        lambda: tenants.add("acme", TenantPolicy()),
+        lambda: tenants.replace("acme", TenantPolicy()),
+        lambda: tenants.change("acme", lambda policy: policy),
+    ):
+        with pytest.raises(ToolFailure, match="its name stays reserved; choose another name"):
+            await work()
+    assert await failure_of(tenants.remove("acme")) is ErrorCode.UNKNOWN_TENANT
+    assert await failure_of(ApiKeys(tenants._client, tenants._deployment, tenants._signing).add("acme")) is ErrorCode.UNKNOWN_TENANT
+    assert dict(await tenants.all()) == {}
+
+
+async def test_a_policy_cannot_say_that_its_tenant_was_removed(tenants: RedisTenants) -> None:
+    assert await failure_of(tenants.add("acme", TenantPolicy(is_removed=True))) is ErrorCode.INVALID_ARGUMENTS
+
+
+async def test_a_process_that_has_seen_tenants_serves_nothing_once_redis_has_lost_them(tenants: RedisTenants) -> None:
+    await tenants.add("acme", TenantPolicy())
+    await tenants.policy("acme")
+    await tenants._client.delete(tenants._keys[0])
+    tenants._known.confirm(None, tenants._known.clock())
+    for name in ("acme", "anybody", "default"):
+        with pytest.raises(ConfigError, match="Redis has lost the registered tenants"):
+            await tenants.policy(name)
 
 
 async def test_what_cannot_be_registered_changed_or_removed_is_told(tenants: RedisTenants) -> None:
@@ -142,7 +174,7 @@ async def test_a_worker_and_another_orchestrator_see_a_change_once_what_they_kno
         await tenants.remove("acme")
         await tenants.add("zeta", TenantPolicy())
         clock.now += POLICY_FRESH_S
-        with pytest.raises(ToolFailure, match="there is no tenant acme"):
+        with pytest.raises(ToolFailure, match="tenant acme was removed"):
             worker.policy("acme")
 
 
