@@ -79,7 +79,7 @@ class SessionHomes:
         ttl_s = float(arguments.get("ttl_s", 1800.0))
         home = await self._counted(queue, self._places.open(tenant, session, queue, start=start, ttl_s=ttl_s, limit=policy.sandboxes))
         try:
-            result = await self._opened(Opening(tenant, session, arguments), home, policy, excluded)
+            result, _ = await self._opened(Opening(tenant, session, arguments), home, policy, excluded)
         except BaseException:
             await asyncio.shield(self._forget_quietly(tenant, session))
             raise
@@ -201,6 +201,9 @@ class SessionHomes:
             if report.reported_at > self._reported_at.get(report.queue, 0.0):
                 del self._placed[report.queue]
         self._reported_at = {report.queue: report.reported_at for report in reports}
+        for queue in self._placed.keys() - self._reported_at.keys():
+            # An incarnation that does not report any more never comes back under this name.
+            del self._placed[queue]
         return reports
 
     async def _counted(self, queue: str, claim: Awaitable[_Claimed]) -> _Claimed:
@@ -213,8 +216,11 @@ class SessionHomes:
             if claimed is None and self._placed[queue]:
                 self._placed[queue] -= 1
 
-    async def _opened(self, opening: Opening, home: Home, policy: TenantPolicy, excluded: set[str]) -> ToolResult:
-        """Send the verb; to other hosts when that one is lost before it answers, or has no room. When it did not work, the next who calls may try again."""
+    async def _opened(self, opening: Opening, home: Home, policy: TenantPolicy, excluded: set[str]) -> tuple[ToolResult, Home]:
+        """Send the verb; to other hosts when one is lost before it answers, or has no room. Returns the result and the host that gave it.
+
+        When it did not work, the next caller may try again.
+        """
         tenant, session = opening.tenant, opening.session
         try:
             while True:
@@ -229,14 +235,14 @@ class SessionHomes:
                         home = await self._elsewhere(opening, home, policy, excluded, str(result.error))
                     except SandboxUnavailable:
                         await self._release(tenant, session, home.fence)
-                        return result
+                        return result, home
                     continue
                 if result.success:
                     await self._places.settle(tenant, session, home.fence, PlaceState.OPEN, json.dumps(result.metadata))
                     self._noted(tenant, session, home)
                 else:
                     await self._release(tenant, session, home.fence)
-                return result
+                return result, home
         except BaseException:
             await asyncio.shield(self._release(tenant, session, home.fence))
             raise
@@ -278,9 +284,10 @@ class SessionHomes:
         for checkpoint in _checkpoints(latest):
             arguments = {**start, "moved": _told(place, latest, checkpoint, home)} | ({"restore": checkpoint} if checkpoint else {})
             log.warning("session_moves", session=session, lost=place.queue, queue=home.queue, checkpoint=checkpoint or None)
-            result = await self._opened(Opening(tenant, session, arguments), home, policy, excluded)
+            # The host that answered: another one when the first was lost or refused it, and the place is held there now.
+            result, home = await self._opened(Opening(tenant, session, arguments), home, policy, excluded)
             if result.success:
-                return self._known[tenant, session]
+                return home
             if result.error_code is not ErrorCode.FILE_NOT_FOUND:
                 break
         raise SandboxUnavailable(f"the session's host is lost, and it could not be opened on another: {result.error}")

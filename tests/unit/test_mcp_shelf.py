@@ -1,7 +1,8 @@
 """The tools of MCP servers while a worker works: servers that come late, fall silent, or change what they list, in its process and in those of its pool."""
 
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,27 @@ def test_a_server_that_was_down_at_the_start_is_asked_until_it_answers() -> None
     source.listed = [TOOL]
     assert ground.ask(REFRESH_S) == REFRESH_S
     assert (ground.names(), ground.changes) == (["docs__echo"], 1)
+
+
+def test_a_bug_with_one_server_does_not_end_the_refresh() -> None:
+    failed, refreshed = threading.Event(), threading.Event()
+    ground = Ground(FakeSource())
+    results: Iterator[Any] = iter([RuntimeError("a bug of ours")])
+
+    def ask_due() -> float:
+        failure = next(results, None)
+        if failure is not None:
+            failed.set()
+            raise failure
+        refreshed.set()
+        return REFRESH_S
+
+    ground.shelf.ask_due = ask_due  # type: ignore[method-assign]
+    ground.shelf.again_s = 0.01
+    ground.shelf.start()
+    assert failed.wait(5)
+    assert refreshed.wait(5)
+    ground.shelf.stop()
 
 
 def test_nobody_is_asked_before_the_time() -> None:

@@ -236,6 +236,38 @@ async def test_a_checkpoint_that_its_owner_deleted_is_followed_by_the_hosts_own_
     assert hosts.opened[-1][1].arguments["moved"]["checkpoint_at"] is None
 
 
+async def test_an_older_checkpoint_is_tried_on_the_host_that_took_the_session_after_another_had_refused(
+    client: "redis.asyncio.Redis",
+) -> None:
+    hosts = Hosts("a")
+    homes = build_homes(client, hosts)
+    await homes.open("acme", "s1", DEFAULT, {})
+    await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "c1", "checkpoint_at": 1})
+    seen = await homes.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, seen.queue)
+    hosts.all = {"host.b.b00t": build_report("b"), "host.c.b00t": build_report("c", sessions=50)}
+    call = ToolCall(id="c", name="session.open")
+    hosts.answers["host.b.b00t"] = ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
+    missing = ToolResult.failed(call, ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
+    hosts.answer = lambda opening: missing if "restore" in opening.arguments else None
+    moved = await homes.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+    assert moved.queue == "host.c.b00t"
+    assert [(queue, opening.arguments.get("restore")) for queue, opening, _ in hosts.opened[1:]] == [
+        ("host.b.b00t", "c1"),
+        ("host.c.b00t", "c1"),
+        ("host.c.b00t", None),
+    ]
+
+
+async def test_incarnations_that_are_gone_are_forgotten(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts()
+    homes = build_homes(client, hosts)
+    for number in range(5):
+        hosts.all = {f"host.a.b{number}": build_report("a")}
+        await homes.open("acme", f"s{number}", DEFAULT, {})
+    assert len(homes._placed) == 1
+
+
 async def test_what_is_told_of_a_move_is_not_the_time_of_a_checkpoint_that_was_not_restored(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     homes = build_homes(client, hosts)

@@ -76,6 +76,8 @@ class ServerShelf:
         self._shared = SharedLists() if sources else None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mcp-servers", daemon=True)
+        self.again_s = FIRST_AGAIN_S
+        """Seconds until the next try after a bug of ours ended one."""
         self.on_change: Callable[[], None] = lambda: None
 
     def ask_due(self) -> float:
@@ -110,8 +112,13 @@ class ServerShelf:
             self._place(asked, told.tools)
 
     def _run(self) -> None:
-        while not self._stop.wait(max(0.0, self.ask_due())):
-            continue
+        pause_s = 0.0
+        while not self._stop.wait(max(0.0, pause_s)):
+            try:
+                pause_s = self.ask_due()
+            except Exception:  # the edge of the thread: a bug with one server must not end the refresh of all
+                log.exception("mcp_refresh_failed", again_s=self.again_s)
+                pause_s = self.again_s
 
     def _ask(self, asked: _Asked) -> tuple[ImportedTool, ...] | None:
         """Its tools; None when they are as they were, or it did not say."""
