@@ -58,6 +58,9 @@ class ToolContext(Record):
     timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
     cwd: str = Field(default="/workspace", max_length=4096)
     blob: str | None = Field(default=None, max_length=256)
+    arguments_blob: str | None = Field(default=None, max_length=256)
+    """Key of the blob that has the call's arguments as JSON, if the envelope would be too large. The call in the envelope then has none.
+    Not in the envelope when None, so that workers of earlier releases can read it."""
     model: str | None = Field(default=None, max_length=256)
     config: dict[str, JsonValue] = Field(default_factory=dict)
     text_arguments: bool = False

@@ -9,13 +9,15 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from contract.calls import Record, ToolCall, ToolContext, ToolResult
-from contract.errors import EnvelopeRefused
+from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
 from contract.signing import ResultSeal, SigningKey, SigningKeys
 
 VERSION = 3
 PURPOSE = "call"
 """What a call's signature is for: no other signed text passes as a call."""
 MAX_ENVELOPE_BYTES = 1024 * 1024
+MAX_ARGUMENTS_BYTES = 16 * 1024 * 1024
+"""Arguments of a call in a blob, as JSON."""
 INLINE_BYTES = 64 * 1024
 """How large a result's record may be to travel with its message; a larger one lies beside, and the message names where."""
 _UTF8_BYTES = 4
@@ -23,19 +25,22 @@ _UTF8_BYTES = 4
 MAX_DEPTH = 100
 """How deep arguments may nest; JSON readers of both sides give up somewhere beyond it."""
 
-_UNDUMPED = {"config"}
-_UNTRACED = {"config", "trace"}
-"""Of a context that nobody traces: a field that is not there is read by workers of earlier releases, too."""
+_OPTIONAL = ("trace", "arguments_blob")
+"""Fields of a context that are not in the envelope when they are None, so that workers of earlier releases can read it."""
 
 _SHAPE = re.compile(r"(?P<version>v[0-9]{1,8})\.(?P<key_id>[0-9a-f]{12})\.(?P<signature>[0-9a-f]{64})\.")
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
+class EnvelopeTooLarge(ValueError):
+    """The call is too large for an envelope. Its arguments can travel in a blob (`encode_arguments`)."""
+
+
 def encode_call(call: ToolCall, context: ToolContext, keys: SigningKeys) -> str:
     """The signed envelope of a call: `v3.<key id>.<signature>.<JSON>`, signed over all but the signature itself.
 
-    Raises ValueError, with what to do, when a worker would refuse it: too large, too deep, half a surrogate pair, NaN or Infinity.
+    Raises ValueError, with what to do, when a worker would refuse it: too large (EnvelopeTooLarge), too deep, half a surrogate pair, NaN or Infinity.
     """
     if _is_deeper(call.arguments, MAX_DEPTH) or _is_deeper(context.config, MAX_DEPTH):
         raise ValueError(f"the call's arguments nest deeper than {MAX_DEPTH}: send a flatter value, or a file with it")
@@ -43,7 +48,7 @@ def encode_call(call: ToolCall, context: ToolContext, keys: SigningKeys) -> str:
         # Taken as they are: dumping the record would change a key that is no text without a word.
         "call": {**call.model_dump(mode="json", exclude={"arguments"}), "arguments": call.arguments},
         "context": {
-            **context.model_dump(mode="json", exclude=_UNDUMPED if context.trace is not None else _UNTRACED),
+            **context.model_dump(mode="json", exclude={"config", *(name for name in _OPTIONAL if getattr(context, name) is None)}),
             "config": context.config,
         },
     }
@@ -73,6 +78,28 @@ def decode_call(text: str, keys: SigningKeys) -> tuple[ToolCall, ToolContext]:
     except (ValidationError, ValueError) as error:
         raise EnvelopeRefused(f"not a valid call: {_first_complaint(error)}") from error
     return signed.call, signed.context
+
+
+def encode_arguments(arguments: Mapping[str, Any]) -> bytes:
+    """Return arguments as JSON for a blob. `encode_call` has checked their depth and text. Raises ValueError for more than MAX_ARGUMENTS_BYTES."""
+    data = json.dumps(arguments, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    if len(data) > MAX_ARGUMENTS_BYTES:
+        raise ValueError(
+            f"the arguments are {len(data)} bytes; a call may have at most {MAX_ARGUMENTS_BYTES}: write large content in parts (write_tool with "
+            "mode=append), or with Session.write_file"
+        )
+    return data
+
+
+def decode_arguments(data: bytes) -> dict[str, Any]:
+    """Return the arguments in a blob that was checked against its signed key. Raises ToolFailure(ENVELOPE_REFUSED)."""
+    try:
+        arguments = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise ToolFailure(ErrorCode.ENVELOPE_REFUSED, f"the arguments of the call are not JSON: {error}") from error
+    if not isinstance(arguments, dict) or len(data) > MAX_ARGUMENTS_BYTES or _is_deeper(arguments, MAX_DEPTH):
+        raise ToolFailure(ErrorCode.ENVELOPE_REFUSED, "the arguments of the call are not an object, too large or nested too deep")
+    return arguments
 
 
 class _SignedCall(Record):
@@ -187,7 +214,7 @@ def _bounded(text: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError("the call holds half of a surrogate pair, which is no text: send whole characters") from error
     if size > MAX_ENVELOPE_BYTES:
-        raise ValueError(
+        raise EnvelopeTooLarge(
             f"the call is {size} bytes; at most {MAX_ENVELOPE_BYTES} fit an envelope: write large content in parts (write_tool with "
             "mode=append), or with Session.write_file"
         )

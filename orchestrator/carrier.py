@@ -1,14 +1,16 @@
 """One attempt at a call: a slot, a signed envelope, its answer. Where it goes and what follows when it is lost is decided by others."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from contract.calls import GRACE_S, ToolCall, ToolContext, ToolResult
 from contract.clock import SharedClock
-from contract.envelope import decode_result, encode_call
+from contract.envelope import EnvelopeTooLarge, decode_result, encode_arguments, encode_call
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
 from contract.ledger import CallRecord, has_ticket, seal_ticket
-from contract.names import POOL_QUEUES, task_name
+from contract.names import POOL_QUEUES, BlobPool, task_name
 from contract.signing import ResultSeal, SigningKeys
 from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy
@@ -57,6 +59,14 @@ class Errand:
         return self.queue_wait_s + self.context.timeout_s + GRACE_S + SANDBOX_GRACE_S
 
 
+class ArgumentStore(Protocol):
+    """Stores arguments that are too large for an envelope (orchestrator/blobs.py)."""
+
+    async def leave(self, tenant: str, data: bytes, pool: BlobPool = ...) -> str: ...
+
+    async def drop(self, key: str) -> None: ...
+
+
 class Carrier:
     """Sends errands. Raises NotSent, CallLost, DeliveryFailed, ToolFailure (no slot), BrokerUnavailable."""
 
@@ -69,7 +79,9 @@ class Carrier:
         events: CallEvents | None = None,
         *,
         is_traced: bool = False,
+        blobs: ArgumentStore | None = None,
     ) -> None:
+        self._blobs = blobs
         self._transport = transport
         self._keys = keys
         self._admission = admission
@@ -128,12 +140,13 @@ class Carrier:
         if sending is not None and sending.ref.is_sampled:
             changed["trace"] = str(sending.ref)
         context = context.model_copy(update=changed)
+        envelope, blob = await self._encoded(errand, context)
         delivery = Delivery(
             task=task_name(call.name),
             queue=queue,
             tenant=context.tenant,
             call_id=call.id,
-            envelope=self._encoded(call, context),
+            envelope=envelope,
             start_by=start_by,
             wait_s=errand.wait_s,
             attempt=attempt,
@@ -146,7 +159,15 @@ class Carrier:
             session=context.session,
             shown_as=errand.shown_as,
         )
-        result = await self._heard(delivery, errand)
+        try:
+            result = await self._heard(delivery, errand)
+        except asyncio.CancelledError:
+            if errand.keeps_result:
+                blob = None  # The call goes on, and may still have to be read: the blob expires.
+            raise
+        finally:
+            if blob is not None and self._blobs is not None:
+                await self._blobs.drop(blob)
         if sending is not None:
             sending.end(error=result.error_code.value if result.error_code is not None else None)
         return result
@@ -173,8 +194,18 @@ class Carrier:
             raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, "the result belongs to another call")
         return result
 
-    def _encoded(self, call: ToolCall, context: ToolContext) -> str:
+    async def _encoded(self, errand: Errand, context: ToolContext) -> tuple[str, str | None]:
+        """Return the envelope, and the key of the blob with the call's arguments if they do not fit into it."""
+        call = errand.call
         try:
-            return encode_call(call, context, self._keys)
+            try:
+                return encode_call(call, context, self._keys), None
+            except EnvelopeTooLarge:
+                if self._blobs is None:
+                    raise
+            data = encode_arguments(call.arguments)
+            blob = await self._blobs.leave(context.tenant, data, "sandbox" if errand.is_sticky else "web")
+            signed = context.model_copy(update={"arguments_blob": blob})
+            return encode_call(call.model_copy(update={"arguments": {}}), signed, self._keys), blob
         except ValueError as error:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, str(error)) from error

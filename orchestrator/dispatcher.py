@@ -25,7 +25,7 @@ from contract.tenancy import SKILL_TOOL
 from orchestrator.admission import Admission, Priority, Unlimited
 from orchestrator.call_events import CallEvents
 from orchestrator.call_kills import KillWatch
-from orchestrator.carrier import Carrier, Errand
+from orchestrator.carrier import ArgumentStore, Carrier, Errand
 from orchestrator.catalog import CatalogSource
 from orchestrator.heard_calls import Handler
 from orchestrator.homes import HostSource, Opening, SessionHomes
@@ -115,6 +115,7 @@ class Dispatcher:
         kills: KillWatch | None = None,
         meter: CallMeter | None = None,
         offers: TenantTools | None = None,
+        blobs: ArgumentStore | None = None,
     ) -> None:
         self.keys = keys
         """What calls are signed with."""
@@ -127,7 +128,7 @@ class Dispatcher:
         self._switches = switches
         self._tenants = tenants or OpenTenants()
         self._clock = clock or SharedClock()
-        self._carrier = Carrier(transport, keys, admission or Unlimited(), self._clock, events, is_traced=tracer is not None)
+        self._carrier = Carrier(transport, keys, admission or Unlimited(), self._clock, events, is_traced=tracer is not None, blobs=blobs)
         self._homes = SessionHomes(pool.places, pool.hosts, self._send_open, keys) if pool is not None else None
         self._recovery = Recovery(self._carrier, self._homes, pool.ledger) if pool is not None and self._homes is not None else None
 

@@ -115,5 +115,6 @@ async def open_pool(
             kills=kills,
             meter=tally.calls,
             offers=offers,
+            blobs=blobs,
         )
         yield PoolConnection(redis, keys, dispatcher, catalog, blobs, switches, tenants, installed, offers, tracer, tally)

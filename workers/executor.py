@@ -9,6 +9,7 @@ import structlog
 
 from contract.call_events import HIDDEN
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
+from contract.envelope import decode_arguments
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from contract.functions.session_state import SessionStates
 from contract.ledger import Claim
@@ -84,8 +85,9 @@ class CallGuard(Protocol):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A call that may be started. `aliases`: by which other names its parameters were given. `terms`: what its tenant's sandboxes may have."""
+    """A call that may be started. `call`: with all of its arguments. `aliases`: by which other names its parameters were given. `terms`: what its tenant's sandboxes may have."""
 
+    call: ToolCall
     tool: WorkerTool
     arguments: dict[str, Any]
     aliases: list[str]
@@ -153,7 +155,7 @@ class Executor:
             return self._answer(_refusal(call, claim), claim, context, taken)
         queued_s = self._queued_s(context, taken)
         with self._held.over(lambda: self._ledger.confirm(call, context, self._holder)):
-            result = self._attempt(call, lambda: self._serve(prepared, call, context, trace))
+            result = self._attempt(call, lambda: self._serve(prepared, context, trace))
         return _queued(result, queued_s)
 
     def _answer(self, result: ToolResult, claim: Claim, context: ToolContext, taken: float) -> ToolResult:
@@ -186,14 +188,17 @@ class Executor:
         # One word for both: nobody learns by calling it that another tenant has a tool.
         if tool is None or not tool.spec.is_for(context.tenant):
             raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}")
-        # Before: whoever calls what is off need not mend its arguments first. After: by what they say the call may be another tool's as well.
+        # Checked twice: before the arguments, and after them, because they may name another tool.
         self._check_switch(tool, context.tenant)
+        if context.arguments_blob is not None:
+            call = call.model_copy(update={"arguments": decode_arguments(self.blobs.take(context.tenant, context.arguments_blob))})
         arguments, aliases = prepare_arguments(tool.spec, call.arguments, text=context.text_arguments, checks=tool.validators)
         self._check_switch(tool, context.tenant, arguments)
         terms = self._tenants.admit(context.tenant, tool.spec, arguments) if self._tenants is not None else None
-        return _Prepared(tool, arguments, aliases, terms)
+        return _Prepared(call, tool, arguments, aliases, terms)
 
-    def _serve(self, prepared: _Prepared, call: ToolCall, context: ToolContext, trace: CallTrace | None) -> ToolResult:
+    def _serve(self, prepared: _Prepared, context: ToolContext, trace: CallTrace | None) -> ToolResult:
+        call = prepared.call
         content = self.blobs.take(context.tenant, context.blob) if context.blob else b""
         # Only now: the caller of a repetition hears the first one's events.
         events = self._open_events(call, context) if self._open_events is not None else Unwatched()

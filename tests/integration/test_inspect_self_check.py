@@ -12,7 +12,6 @@ pytestmark = pytest.mark.stack
 
 CANNOT = {
     "test_exec_as_user": "everything in a sandbox runs as uid 1000: no user can be added, nor chosen",
-    "test_exec_large_command": "arguments travel in the signed call, which is 1 MiB at most; large input goes by stdin or a file",
 }
 """Check -> why no sandbox of ours passes it."""
 

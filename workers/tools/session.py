@@ -3,6 +3,7 @@
 `session.cancel` is none of these tasks: it would wait behind the calls that it is to end, see workers/control.py.
 """
 
+import json
 from typing import Any
 
 from contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
@@ -13,8 +14,11 @@ from workers.sandbox_client import PARCEL_TIMEOUT_S, GuestResponse
 from workers.tools.base import Outcome, Workbench, WorkerTool
 from workers.tools.imports import KINDS, build_import, check_import
 from workers.tools.shown_output import LIVE_BYTES, ShownOutput
+from workers.tools.text import encode
 
 EXEC_CAPTURE_BYTES = 4 * 1024 * 1024
+MAX_HEADER_ARGV_BYTES = 128 * 1024
+"""Arguments of a program, as JSON, in the header of a request to the sandbox, which has at most 256 KiB. More travel in its body."""
 _CHECKPOINT = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
 _PATH = {"type": "string", "minLength": 1, "maxLength": 4096}
 _MOVED = {
@@ -61,11 +65,16 @@ def _delete_checkpoint(arguments: dict[str, Any], bench: Workbench) -> Outcome:
 def _exec(arguments: dict[str, Any], bench: Workbench) -> Outcome:
     request = _exec_request(arguments["argv"], bench, cwd=arguments.get("cwd"), env=arguments["env"])
     request["capture"] = {"stdout": EXEC_CAPTURE_BYTES, "stderr": EXEC_CAPTURE_BYTES}
+    body = bench.content
+    if len(json.dumps(arguments["argv"])) > MAX_HEADER_ARGV_BYTES:
+        script, body = _build_large_exec(arguments["argv"], body)
+        request |= {"argv": None, "script_bytes": len(script)}
+        body = script + body
     shown = ShownOutput(bench)
     if bench.is_watched:
-        response = bench.run({**request, "live": True, "max_bytes": LIVE_BYTES}, bench.content, on_data=shown.take)
+        response = bench.run({**request, "live": True, "max_bytes": LIVE_BYTES}, body, on_data=shown.take)
     else:
-        response = bench.run(request, bench.content)
+        response = bench.run(request, body)
     done, streams = response.done, {**response.streams, **shown.streams}
     stdout, stderr = streams.get("stdout", b""), streams.get("stderr", b"")
     total = sum(int(counts["total"]) for counts in done["streams"].values())
@@ -78,6 +87,14 @@ def _exec(arguments: dict[str, Any], bench: Workbench) -> Outcome:
         "stdout_bytes": len(stdout),
     }
     return Outcome(metadata=metadata, truncated=total > len(stdout) + len(stderr), blob=stdout + stderr)
+
+
+def _build_large_exec(argv: list[str], stdin: bytes) -> tuple[bytes, bytes]:
+    """Return a script that starts the program, and the script's input: the arguments, each with a NUL byte at its end, then the program's input."""
+    if any("\0" in part for part in argv):
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "an argument has a NUL byte, which no program can be given: send it as stdin")
+    script = f"mapfile -d '' -t -n {len(argv)} argv && exec -- \"${{argv[@]}}\"".encode()
+    return script, b"".join(encode(part, "argv") + b"\0" for part in argv) + stdin
 
 
 def _write_file(arguments: dict[str, Any], bench: Workbench) -> Outcome:

@@ -1,0 +1,106 @@
+"""Calls that are larger than an envelope: their arguments travel in a blob, and both sides check the whole call."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.envelope import MAX_ARGUMENTS_BYTES, MAX_ENVELOPE_BYTES
+from contract.errors import ErrorCode
+from orchestrator.blobs import Blobs
+from orchestrator.dispatcher import Dispatcher, Route, Terms
+from tests.builders import KEY, build_exec_response
+from tests.conftest import RedisProcess
+from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryLedger, StaticCatalog
+from workers.blobs import Blobs as WorkerBlobs
+from workers.executor import Executor
+from workers.tools.builtin import build_registry
+
+LARGE = "x" * (2 * MAX_ENVELOPE_BYTES)
+
+
+@dataclass
+class Ground:
+    """A dispatcher and a worker with blobs in a real Redis. `forged`: what another program puts in place of each blob."""
+
+    server: RedisProcess
+    client: "redis.asyncio.Redis"
+    sync: "redis.Redis"
+    forged: bytes | None = None
+    sandbox: FakeSandboxClient = field(default_factory=lambda: FakeSandboxClient(build_exec_response(b"done")))
+
+    def __post_init__(self) -> None:
+        registry = build_registry()
+        self._executor = Executor(
+            registry, self.sandbox, MemoryLedger(), WorkerBlobs(self.sync, "d", "sandbox"), {"host": "h", "queue": "q"}
+        )
+        self.transport = AnsweringTransport(self._serve)
+        self.dispatcher = Dispatcher(self.transport, StaticCatalog(*registry.specs()), KEY, queue_wait_s=5, blobs=Blobs(self.client, "d"))
+
+    async def _serve(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        if self.forged is not None:
+            [key] = self.keys()
+            self.sync.set(key, self.forged)
+        return await asyncio.to_thread(self._executor.execute, call, context)
+
+    async def call(self, name: str, terms: Terms | None = None, **arguments: Any) -> ToolResult:
+        return await self.dispatcher.dispatch(ToolCall(id="c1", name=name, arguments=arguments), Route("acme", "s1", "q"), terms)
+
+    def keys(self) -> list[bytes]:
+        return list(self.sync.scan_iter("toolcrew:d:t:acme:blob-*"))
+
+
+@pytest.fixture
+async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
+    async with redis.asyncio.Redis.from_url(redis_server.url) as client:
+        with redis_server.client() as sync:
+            yield Ground(redis_server, client, sync)
+
+
+async def test_a_worker_gets_the_whole_of_a_large_call_and_redis_keeps_nothing(ground: Ground) -> None:
+    result = await ground.call("bash_tool", command="cat", stdin=LARGE)
+    assert (result.success, result.error) == (True, None)
+    [body] = ground.sandbox.bodies
+    assert body == b"cat" + LARGE.encode()
+    [delivery] = ground.transport.deliveries
+    assert len(delivery.envelope) < 4096
+    assert ground.keys() == []
+
+
+async def test_a_small_call_travels_in_its_envelope(ground: Ground) -> None:
+    assert (await ground.call("bash_tool", command="cat", stdin="x")).success
+    assert ground.transport.contexts[0].arguments_blob is None
+
+
+async def test_a_worker_checks_the_whole_of_a_large_call(ground: Ground) -> None:
+    result = await ground.call("bash_tool", command="rm -rf /", stdin=LARGE)
+    assert (result.error_code, ground.sandbox.requests) == (ErrorCode.SECURITY_REFUSED, [])
+
+
+async def test_large_arguments_that_were_changed_in_redis_are_refused(ground: Ground) -> None:
+    ground.forged = b'{"command": "curl evil"}'
+    result = await ground.call("bash_tool", command="cat", stdin=LARGE)
+    assert (result.error_code, ground.sandbox.requests) == (ErrorCode.ENVELOPE_REFUSED, [])
+    assert ground.keys() == []
+
+
+async def test_arguments_have_a_largest_size_and_the_error_says_what_to_do(ground: Ground) -> None:
+    result = await ground.call("bash_tool", command="cat", stdin="x" * MAX_ARGUMENTS_BYTES)
+    assert result.error_code is ErrorCode.INVALID_ARGUMENTS
+    assert f"at most {MAX_ARGUMENTS_BYTES}: write large content in parts" in str(result.error)
+    assert (ground.transport.deliveries, ground.keys()) == ([], [])
+
+
+async def test_a_session_starts_programs_with_many_large_arguments(ground: Ground) -> None:
+    argv = ["printf", "%s", "", *["y" * 65536] * 20]
+    result = await ground.call("session.exec", Terms(audience="session"), argv=argv, env={})
+    assert result.success
+    [request], [body] = ground.sandbox.requests, ground.sandbox.bodies
+    script = body[: request["script_bytes"]]
+    assert (request["argv"], script) == (None, b"mapfile -d '' -t -n 23 argv && exec -- \"${argv[@]}\"")
+    assert body[len(script) :] == b"".join(part.encode() + b"\0" for part in argv)
