@@ -39,8 +39,16 @@ def _of_queues(pattern: str) -> tuple[str, ...]:
 
 # Of every worker: that it lives, what became of its calls, and what is told it of tenants and switches.
 _WORKERS_OWN = ("hosts", "refusals", "tenants", "switches", "listener:*", "t:*:call.*")
-# Of workers beside a sandboxd: where sessions are, and what is installed for tenants.
-_SANDBOXES_OWN = ("catalog:sandbox*", "t:*:session.*:place", "t:*:places", "t:*:skills", "t:*:skill-bundle.*", "t:*:blob-sandbox.*")
+# Of workers beside a sandboxd: where sessions are, what their tools remember, and what is installed for tenants.
+_SANDBOXES_OWN = (
+    "catalog:sandbox*",
+    "t:*:session.*:place",
+    "t:*:session.*:state",
+    "t:*:places",
+    "t:*:skills",
+    "t:*:skill-bundle.*",
+    "t:*:blob-sandbox.*",
+)
 # Of Celery: bindings, what is taken and not yet acknowledged, answers to inspections, stored results.
 _WORKERS_KEYS = ("_kombu.binding*", "unacked*", "*.celery.pidbox*", "celery-task-meta-*")
 _WORKERS_CHANNELS = ("celery-task-meta-*", _PIDBOX, *_EVENTS_OF_WORKERS)

@@ -68,7 +68,7 @@ REACHED = {
     "orchestrator": KEYS.keys() - {"unacknowledged", "another deployment", "a key of a stranger"},
     # What a session is, and what its host says: nothing that a worker with the network could change.
     "worker": WORKERS
-    | {"blob of sandboxes", "host queue", "host control", "place", "open sessions", "tools of sandboxes"}
+    | {"blob of sandboxes", "host queue", "host control", "place", "open sessions", "session's state", "tools of sandboxes"}
     | {"report of a host", "end of a host", "slots of a host", "sums of metrics", "counts of a host", "gauges of a host"},
     "web": WORKERS
     | {"blob of the web", "web queue", "web cache", "session's state", "tools of the web", "operators' tools"}
