@@ -103,6 +103,12 @@ class ConfigError(OperatorError):
     code = ErrorCode.CONFIG_MISSING
 
 
+class RecordRefused(ConfigError):
+    """A signed record in Redis cannot be verified: it was written with another secret, or changed."""
+
+    code = ErrorCode.ENVELOPE_REFUSED
+
+
 class BrokerUnavailable(OperatorError):
     """Redis cannot be reached, or refuses the credentials."""
 

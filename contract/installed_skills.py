@@ -3,7 +3,7 @@
 from pydantic import Field, ValidationError
 
 from contract.calls import Record
-from contract.errors import ConfigError, EnvelopeRefused
+from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 from contract.signing import SigningKeys
 from contract.specs import SkillSummary, ToolSpec
 
@@ -34,7 +34,7 @@ def parse_installed(keys: SigningKeys, tenant: str, name: str, sealed: bytes) ->
     try:
         record = InstalledSkill.model_validate_json(keys.unseal(skill_purpose(tenant, name), sealed))
     except EnvelopeRefused as error:
-        raise ConfigError(f"the skill {name} of tenant {tenant} cannot be verified, so it is not used: {advice}. {error}") from error
+        raise RecordRefused(f"the skill {name} of tenant {tenant} cannot be verified, so it is not used: {advice}. {error}") from error
     except ValidationError as error:
         raise ConfigError(f"the skill {name} of tenant {tenant} was installed by another release: {advice}") from error
     if record.skill.name != name:

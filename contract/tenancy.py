@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from contract.calls import Record
-from contract.errors import ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
+from contract.errors import ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
 from contract.signing import UNSEAL_LUA, SigningKeys
 from contract.specs import ToolSpec
 
@@ -161,7 +161,7 @@ def parse_policy(keys: SigningKeys, tenant: str, sealed: bytes) -> TenantPolicy:
     try:
         return TenantPolicy.model_validate_json(keys.unseal(f"policy {tenant}", sealed), strict=True)
     except EnvelopeRefused as error:
-        raise ConfigError(f"the policy of tenant {tenant} cannot be verified, so nothing is served for it: {advice}. {error}") from error
+        raise RecordRefused(f"the policy of tenant {tenant} cannot be verified, so nothing is served for it: {advice}. {error}") from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])

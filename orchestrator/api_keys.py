@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from contract.calls import Identifier, Record
 from contract.clock import format_instant
-from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
+from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
 from contract.names import api_keys_key, audit_key, tenants_key
 from contract.registry import LAST_INSTANT
 from contract.signing import SigningKeys
@@ -233,7 +233,7 @@ class ApiKeys:
         try:
             return ApiKeyRecord.model_validate_json(self._signing.unseal(_purpose(key_id), data))
         except EnvelopeRefused as error:
-            raise ConfigError(f"the record of API key {key_id} cannot be verified, so {advice}. {error}") from error
+            raise RecordRefused(f"the record of API key {key_id} cannot be verified, so {advice}. {error}") from error
         except ValidationError as error:
             raise ConfigError(f"the record of API key {key_id} cannot be read, so {advice}") from error
 

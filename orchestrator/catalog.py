@@ -10,7 +10,7 @@ import redis.asyncio
 from pydantic import ValidationError
 from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
+from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
 from contract.names import CATALOG_POOLS, catalog_key, catalog_names_key
 from contract.signing import SigningKeys
 from contract.specs import Catalog, SkillSummary, ToolSpec, open_catalog
@@ -87,7 +87,7 @@ class RedisCatalog:
         try:
             return open_catalog(self._signing, pool, sealed)
         except EnvelopeRefused as error:
-            raise ConfigError(
+            raise RecordRefused(
                 f"the tools that workers of the pool {pool} publish cannot be verified: run the same release everywhere. {error}"
             ) from error
         except ValidationError as error:

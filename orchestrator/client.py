@@ -180,7 +180,9 @@ class ToolClient:
 
     async def sessions(self, tenant: str | None = None, *, cursor: str | None = None, limit: int = 50) -> SessionPage:
         """Open sessions, the newest first: the tenant's, else those of all, or of a tenant's key its own."""
-        return await SessionList(self._pool.redis, self._settings.deployment).read(await self._scope(tenant), cursor, limit)
+        return await SessionList(self._pool.redis, self._settings.deployment, self._pool.keys).read(
+            await self._scope(tenant), cursor, limit
+        )
 
     async def call_life(self, call: str, tenant: str | None = None) -> CallLife:
         """What is known of a call, by its id or that of its task in Flower: of the tenant, else of whichever has it, or of a tenant's key its own.

@@ -1,6 +1,5 @@
 """Which sessions are open: those of a tenant, or of all, the newest first."""
 
-import json
 import re
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,9 +10,10 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 
 from contract.clock import format_instant
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.names import host_of, open_sessions_key, place_key, session_facts_key, tenant_open_sessions_key
-from contract.places import SessionPlace, parse_place
+from contract.places import SessionPlace, open_start, parse_place
+from contract.signing import SigningKeys
 
 MAX_PAGE = 1000
 MAX_LOOKED_AT = 5000
@@ -61,11 +61,12 @@ class SessionPage:
 
 
 class SessionList:
-    """The open sessions of a deployment. Those that an earlier release has opened are not listed."""
+    """The open sessions of a deployment. Not listed: those that an earlier release opened, and those whose start is not signed with `keys`."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._client = client
         self._deployment = deployment
+        self._keys = keys
 
     async def read(self, tenant: str | None, cursor: str | None = None, limit: int = 50) -> SessionPage:
         """Those of a tenant, or of all (None). `cursor`: as the page before gave it.
@@ -83,8 +84,8 @@ class SessionList:
                 if len(found) == limit:
                     return SessionPage(tuple(found), _cursor(place_of))
                 place_of, looked_at = row, looked_at + 1
-                if isinstance(place, SessionPlace):
-                    found.append(_listed(row, place))
+                if isinstance(place, OpenSession):
+                    found.append(place)
             if len(rows) < AT_ONCE:
                 return SessionPage(tuple(found), None)
         return SessionPage(tuple(found), _cursor(place_of))
@@ -105,11 +106,20 @@ class SessionList:
         rows = [_row(member.decode(errors="replace"), int(score), tenant) for member, score in told]
         return [row for row in rows if after is None or (row.at, row.member(tenant)) < (after.at, after.member(tenant))][:AT_ONCE]
 
-    async def _places(self, rows: Sequence["_Row"]) -> list["SessionPlace | Literal['gone', 'unreadable']"]:
+    async def _places(self, rows: Sequence["_Row"]) -> list["OpenSession | Literal['gone', 'unreadable']"]:
         pipe = self._client.pipeline(transaction=False)
         for row in rows:
             pipe.hgetall(place_key(self._deployment, row.tenant, row.session))
-        return [_parsed(fields) for fields in await _told(pipe.execute())]
+        read: list[Mapping[bytes, bytes]] = await _told(pipe.execute())
+        return [self._parse(row, fields) for row, fields in zip(rows, read, strict=True)]
+
+    def _parse(self, row: "_Row", fields: Mapping[bytes, bytes]) -> "OpenSession | Literal['gone', 'unreadable']":
+        """Return "unreadable" for a record of a later release or without a valid signature: its image and network cannot be shown truly."""
+        try:
+            place = parse_place(fields)
+            return _listed(row, place, open_start(self._keys, row.tenant, row.session, place)) if place is not None else "gone"
+        except (ValidationError, SandboxUnavailable):
+            return "unreadable"
 
     async def _drop(self, rows: Sequence["_Row"]) -> None:
         """Sessions that have expired: none of that name comes again."""
@@ -158,8 +168,7 @@ def _cursor(row: _Row | None) -> str | None:
     return f"{row.at}.{row.tenant}.{row.session}" if row is not None else None
 
 
-def _listed(row: _Row, place: SessionPlace) -> OpenSession:
-    start = json.loads(place.start)
+def _listed(row: _Row, place: SessionPlace, start: Mapping[str, Any]) -> OpenSession:
     return OpenSession(
         id=row.session,
         tenant=row.tenant,
@@ -174,14 +183,6 @@ def _listed(row: _Row, place: SessionPlace) -> OpenSession:
         checkpoint=place.checkpoint or None,
         checkpoint_at=place.checkpoint_at or None,
     )
-
-
-def _parsed(fields: Mapping[bytes, bytes]) -> "SessionPlace | Literal['gone', 'unreadable']":
-    """Of one that a later release has written there is nothing that could be shown truly."""
-    try:
-        return parse_place(fields) or "gone"
-    except ValidationError:
-        return "unreadable"
 
 
 async def _told(asked: Awaitable[Any]) -> Any:

@@ -71,7 +71,7 @@ MEANINGS = {
     ErrorCode.QUOTA_EXCEEDED: "the tenant has all that its policy gives it",
     ErrorCode.HOST_LOST: "the session's host is gone, and the call was not run",
     ErrorCode.OUTCOME_UNKNOWN: "the call may or may not have acted",
-    ErrorCode.ENVELOPE_REFUSED: "call or result was not signed by us, or is of another release",
+    ErrorCode.ENVELOPE_REFUSED: "call, result or record was not signed with our secret, or is of another release",
     ErrorCode.INTERNAL: "a bug of ours; the log has it under the call's id",
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from contract.calls import Record
-from contract.errors import ConfigError, EnvelopeRefused
+from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 from contract.signing import SigningKeys
 from orchestrator.batches.items import BatchItem, FailureKind, Outcome, RunLimits
 
@@ -176,7 +176,7 @@ def readable(name: str) -> Iterator[None]:
     try:
         yield
     except EnvelopeRefused as error:
-        raise ConfigError(f"the record of {name} cannot be verified, so it is not used: {advice}. {error}") from error
+        raise RecordRefused(f"the record of {name} cannot be verified, so it is not used: {advice}. {error}") from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -12,7 +12,7 @@ import redis.asyncio
 from pydantic import ValidationError
 from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused
+from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
 from contract.signing import SigningKeys
 from orchestrator.logs import get_logger
 from orchestrator.runs.entries import Entry, SessionOpening, parse_entry
@@ -82,7 +82,7 @@ class RunLog:
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"Redis did not give the run's log ({error})") from error
         except EnvelopeRefused as error:
-            raise ConfigError(f"the log of run {run} cannot be verified, so the run is not continued: retry the item. {error}") from error
+            raise RecordRefused(f"the log of run {run} cannot be verified, so the run is not continued: retry the item. {error}") from error
         except ValidationError as error:
             raise ConfigError(f"the log of run {run} is of another release: finish its batch with that one, or retry the item") from error
         return cls(client, deployment, keys, tenant, run, claim, attempt, entries)

@@ -24,7 +24,7 @@ from contract.hosts import HOST_LOST_TYPE
 from contract.ledger import seal_ticket
 from contract.names import POOL_WEB, call_key, control_queue, place_key, refusals_key, result_key, tenants_key
 from contract.signing import SigningKeys
-from contract.tenancy import TenantPolicy
+from contract.tenancy import TenantPolicy, seal_policy
 from orchestrator.dispatcher import Route
 from orchestrator.pool_connection import open_pool
 from orchestrator.task_messages import build_message
@@ -207,17 +207,15 @@ def test_a_call_of_a_tenant_that_is_not_registered_is_refused_and_counted(attack
         attacker.push(encode_call(call, build_context(tenant="stranger"), KEYS), call)
         return attacker.await_result(call).error_code is ErrorCode.UNKNOWN_TENANT
 
-    attacker.redis.hset(tenants_key("default"), "acme", TenantPolicy().model_dump_json())
-    try:
-        # What a process knows of the tenants may be a second old.
-        wait_until(is_refused, SOON_S, attacker.pool.log)
-        call, before = attacker.call(), attacker.counted("wrong_tenant")
-        attacker.push(encode_call(call, build_context(tenant="stranger"), KEYS), call)
-        result = attacker.await_result(call)
-        assert (result.error_code, attacker.pool.acted(call.id)) == (ErrorCode.UNKNOWN_TENANT, 0)
-        assert attacker.counted("wrong_tenant") == before + 1
-    finally:
-        attacker.redis.delete(tenants_key("default"))
+    # It stays registered: a worker that has seen a tenant refuses every call when Redis has none any more.
+    attacker.redis.hset(tenants_key("default"), "acme", seal_policy(KEYS, "acme", TenantPolicy()))
+    # A process reads the tenants once a second.
+    wait_until(is_refused, SOON_S, attacker.pool.log)
+    call, before = attacker.call(), attacker.counted("wrong_tenant")
+    attacker.push(encode_call(call, build_context(tenant="stranger"), KEYS), call)
+    result = attacker.await_result(call)
+    assert (result.error_code, attacker.pool.acted(call.id)) == (ErrorCode.UNKNOWN_TENANT, 0)
+    assert attacker.counted("wrong_tenant") == before + 1
 
 
 def test_a_forged_order_on_a_control_list_ends_no_call(attacker: Attacker) -> None:

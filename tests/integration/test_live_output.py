@@ -85,5 +85,6 @@ def test_the_command_shows_output_on_stderr_and_the_result_once_on_stdout(stack:
     assert live.exit_code == 0
     assert live.stderr.splitlines()[:2] == ["one", "\\x07two"]
     assert live.stdout == quiet.stdout
-    assert live.stdout.splitlines()[:2] == ["one", "\\x07two"]
+    # stdout is not a terminal here: a program that reads it gets every byte.
+    assert live.stdout.splitlines()[:2] == ["one", "\x07two"]
     assert "two" not in quiet.stderr

@@ -152,7 +152,7 @@ async def test_a_program_of_a_session_is_killed_as_a_call_is(stack: Stack, sessi
     await eventually(lambda: any("sleep 303" in one for one in commands_in(container).values()), 20, "the program runs")
     with stack.open_redis() as client:
         keys: Any = client.keys("toolcrew:default:t:default:call.*")
-        running_ids = [key.decode().rpartition(":")[2] for key in keys if client.hget(key, "session") == session.id.encode()]
+        running_ids = [key.decode().rpartition(":call.")[2] for key in keys if client.hget(key, "session") == session.id.encode()]
         [call_id] = [one for one in running_ids if state_of(stack, "default", one) == "running"]
     assert (await other.kill_call(call_id)).record.code in ("", "CANCELLED")
     with pytest.raises(ToolFailure, match="was killed by") as ended:

@@ -61,6 +61,9 @@ def source_files() -> Iterator[str]:
         for path in (ROOT / package).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 yield path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "skills").rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            yield f"workers/shipped_skills/{path.relative_to(ROOT / 'skills').as_posix()}"
 
 
 def find_lacks(installed: Installed, modules: list[str]) -> dict[str, str]:

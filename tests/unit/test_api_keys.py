@@ -142,13 +142,12 @@ async def test_a_revoked_key_opens_nothing_here_at_once_and_elsewhere_once_what_
     assert await failure_of(other.authenticate(made.text)) is ErrorCode.UNAUTHENTICATED
 
 
-async def test_the_keys_of_a_removed_tenant_are_gone_and_do_not_come_back_with_its_name(house: House) -> None:
+async def test_the_keys_of_a_removed_tenant_are_gone_and_its_name_stays_reserved(house: House) -> None:
     await house.tenants.add("zeta", TenantPolicy())
     gone, kept = [await house.keys.add("acme") for _ in range(3)], await house.keys.add("zeta")
     await house.client.hset(KEY, "junk", "{")  # type: ignore[misc]
-    removal = await house.tenants.remove("acme")
-    assert (removal.keys, removal.is_open) == (3, False)
-    await house.tenants.add("acme", TenantPolicy())
+    assert await house.tenants.remove("acme") == 3
+    assert await failure_of(house.tenants.add("acme", TenantPolicy())) is ErrorCode.INVALID_ARGUMENTS
     for made in gone:
         assert await failure_of(house.elsewhere().authenticate(made.text)) is ErrorCode.UNAUTHENTICATED
     assert (await house.elsewhere().authenticate(kept.text)).tenant == "zeta"

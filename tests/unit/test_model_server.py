@@ -206,7 +206,7 @@ def test_the_program_says_its_url_first_serves_counts_and_goes_with_its_block() 
     with running_model_server([OK]) as server, httpx.Client(verify=TRUST_NOBODY, trust_env=False, timeout=60) as client:
         reply = client.post(f"{server.url}/chat/completions", json={"messages": [user("go")]})
         assert reply.json()["choices"][0]["message"]["content"] == "ok"
-        assert client.get(f"{server.url}/models").json()["data"][0]["id"] == "scripted"
+        assert client.get(f"{server.url}/models").json()["data"][0]["id"] == "played"
         assert server.stats()["replies"] == 1
         server.reset()
         assert server.stats()["replies"] == 0

@@ -7,10 +7,17 @@ import redis.asyncio
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import open_sessions_key, place_key, seen_tenants_key, session_facts_key, tenant_open_sessions_key
-from contract.places import PlaceState
+from contract.places import PlaceState, seal_start
+from contract.signing import SigningKeys
 from orchestrator.places import Places
 from orchestrator.session_list import SessionList
 from tests.conftest import RedisProcess
+
+KEYS = SigningKeys.of("a secret", deployment="d")
+
+
+def signed_start(tenant: str, session: str, keys: SigningKeys = KEYS) -> str:
+    return seal_start(keys, tenant, session, {"image": "python"})
 
 
 @pytest.fixture
@@ -24,7 +31,7 @@ async def open_some(client: "redis.asyncio.Redis", count: int, tenant: str = "ac
     """Sessions of the tenant, the newest first."""
     names = [f"{tenant}-{number}" for number in range(count)]
     for name in names:
-        await Places(client, "d").open(tenant, name, "host.a.b1", start='{"image": "python"}', ttl_s=60, limit=1000)
+        await Places(client, "d").open(tenant, name, "host.a.b1", start=signed_start(tenant, name), ttl_s=60, limit=1000)
     return names[::-1]
 
 
@@ -32,7 +39,7 @@ async def read_all(client: "redis.asyncio.Redis", tenant: str | None, limit: int
     """Page by page."""
     found, cursor = list[str](), None
     while True:
-        page = await SessionList(client, "d").read(tenant, cursor, limit)
+        page = await SessionList(client, "d", KEYS).read(tenant, cursor, limit)
         found += [session.id for session in page.sessions]
         if page.cursor is None:
             return found
@@ -61,7 +68,7 @@ async def test_sessions_of_the_same_microsecond_are_listed_once_each(client: "re
 async def test_a_session_tells_where_it_lives_and_of_its_last_checkpoint(client: "redis.asyncio.Redis") -> None:
     await open_some(client, 1)
     await client.hset(place_key("d", "acme", "acme-0"), mapping={"checkpoint": "c1", "checkpoint_at": 1_700_000_000.0})
-    [session] = (await SessionList(client, "d").read("acme")).sessions
+    [session] = (await SessionList(client, "d", KEYS).read("acme")).sessions
     assert (session.id, session.tenant, session.state, session.host, session.queue) == ("acme-0", "acme", "open", "a", "host.a.b1")
     assert (session.fence, session.image, session.ttl_s, session.checkpoint) == (1, "python", 60.0, "c1")
     assert session.to_json()["checkpoint_at"] == "2023-11-14T22:13:20Z"
@@ -72,7 +79,7 @@ async def test_sessions_of_other_tenants_are_not_among_ones_own(client: "redis.a
     mine = await open_some(client, 1, "bolt")
     assert await read_all(client, "bolt", 50) == mine
     assert len(await read_all(client, None, 50)) == 3
-    assert await SessionList(client, "d").counts(["acme", "bolt"]) == {"acme": 2, "bolt": 1}
+    assert await SessionList(client, "d", KEYS).counts(["acme", "bolt"]) == {"acme": 2, "bolt": 1}
 
 
 async def test_a_closed_session_is_listed_no_more_and_leaves_nothing_of_itself(client: "redis.asyncio.Redis") -> None:
@@ -108,6 +115,17 @@ async def test_a_place_that_a_later_release_has_written_stays_listed_for_that_on
     assert await client.zcard(open_sessions_key("d")) == 2
 
 
+@pytest.mark.parametrize(
+    "start",
+    ['{"image": "python"}', signed_start("acme", "acme-0", SigningKeys.of("a guess")), signed_start("acme", "another"), "{"],
+    ids=["unsigned", "another secret", "another session", "not JSON"],
+)
+async def test_a_session_whose_start_is_not_signed_is_not_listed_and_hides_no_other(client: "redis.asyncio.Redis", start: str) -> None:
+    names = await open_some(client, 2)
+    await client.hset(place_key("d", "acme", "acme-0"), "start", start)
+    assert await read_all(client, "acme", 50) == names[:1]
+
+
 async def test_tenants_that_have_opened_sessions_are_remembered(client: "redis.asyncio.Redis") -> None:
     await open_some(client, 1, "acme")
     await open_some(client, 2, "bolt")
@@ -117,11 +135,11 @@ async def test_tenants_that_have_opened_sessions_are_remembered(client: "redis.a
 @pytest.mark.parametrize("cursor", ["", "x", "1.acme", "1.acme.s|t", "-1.acme.s", "1.acme.s\n", "1" * 40 + ".acme.s"])
 async def test_what_is_no_cursor_is_said_to_be_none(client: "redis.asyncio.Redis", cursor: str) -> None:
     with pytest.raises(ToolFailure, match="no cursor") as refused:
-        await SessionList(client, "d").read(None, cursor)
+        await SessionList(client, "d", KEYS).read(None, cursor)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
 @pytest.mark.parametrize("limit", [0, 1001])
 async def test_pages_are_bounded(client: "redis.asyncio.Redis", limit: int) -> None:
     with pytest.raises(ToolFailure, match="the limit is 1 to 1000"):
-        await SessionList(client, "d").read(None, None, limit)
+        await SessionList(client, "d", KEYS).read(None, None, limit)

@@ -80,7 +80,7 @@ async def tenants(request: Request, person: Looking, done: str = "") -> Response
     viewer, overview = await person.viewer(), await OverviewReader(parts.pool.redis, deployment, parts.pool.keys).read()
     found = [look for look in overview.tenants if viewer.tenant in (None, look.tenant)]
     shown = found[:MOST_TENANTS]
-    counts = await SessionList(parts.pool.redis, deployment).counts([look.tenant for look in shown])
+    counts = await SessionList(parts.pool.redis, deployment, parts.pool.keys).counts([look.tenant for look in shown])
     rows = [TenantRow(look, counts[look.tenant]) for look in shown]
     values: dict[str, Any] = {"tenants": rows, "left": len(found) - len(shown), "keys": await _key_counts(person), "done": DONE.get(done)}
     template = "tenants.part.html" if is_fragment(request) else "tenants.html"
@@ -143,7 +143,7 @@ async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] =
 async def sessions(person: Looking, cursor: str = "", done: str = "") -> Response:
     """Sessions that are open."""
     parts, viewer = person.house.parts, await person.viewer()
-    page = await SessionList(parts.pool.redis, person.house.settings.deployment).read(viewer.tenant, cursor or None, PAGE)
+    page = await SessionList(parts.pool.redis, person.house.settings.deployment, parts.pool.keys).read(viewer.tenant, cursor or None, PAGE)
     values: dict[str, Any] = {"sessions": page.sessions, "cursor": page.cursor, "done": DONE.get(done)}
     return render("sessions.html", viewer, title="Sessions", page="sessions", **values)
 
