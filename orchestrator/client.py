@@ -180,9 +180,8 @@ class ToolClient:
 
     async def sessions(self, tenant: str | None = None, *, cursor: str | None = None, limit: int = 50) -> SessionPage:
         """Open sessions, the newest first: the tenant's, else those of all, or of a tenant's key its own."""
-        return await SessionList(self._pool.redis, self._settings.deployment, self._pool.keys).read(
-            await self._scope(tenant), cursor, limit
-        )
+        scope = await self._scope(tenant)
+        return await SessionList(self._pool.redis, self._settings.deployment, self._pool.keys).read(scope, cursor, limit)
 
     async def call_life(self, call: str, tenant: str | None = None) -> CallLife:
         """What is known of a call, by its id or that of its task in Flower: of the tenant, else of whichever has it, or of a tenant's key its own.
@@ -390,13 +389,7 @@ class ToolClient:
                 spans.know_model(chosen.model)
             if session is None:
                 session = await stack.enter_async_context(self._own_session(workspace, run, tell))
-            wanted = RunAs(
-                run=run,
-                dialect=dialect,
-                options=options or ReActOptions(),
-                tools=tools,
-                tell=tell,
-                shows_output=on_event is not None and shows_output,
-            )
+            shows_output = on_event is not None and shows_output
+            wanted = RunAs(run=run, dialect=dialect, options=options or ReActOptions(), tools=tools, tell=tell, shows_output=shows_output)
             agent = await self._parts.build_agent(session, chosen, wanted)
             return await agent.run(instruction)
