@@ -56,7 +56,8 @@ class CallRecord(Record):
     `holder`: who runs it (contract/hosts.py: holder_name); `claim`: a word of the claim that started it, by which one that is sent again knows itself;
     `code`: the result's error code, "" when it succeeded; `nonce`: the attempt that was published last, and a random word; `task`: under which task id.
     `ticket`: signed by the sender, and removed by the worker that decides about the call: without it the call may have begun, whatever `state` says.
-    `killed`: who ended it from outside and why, as a sentence; a call that has it is not sent again.
+    `killed`: who ended it from outside and why, as a sentence; a call that has it is not sent again. `node`: the Celery name of the worker that runs it.
+    `noticed_by`, `reason`: of a lost call, the process that noticed the loss and what it saw; `ended_at` is then the time of that.
     """
 
     state: CallState
@@ -75,6 +76,9 @@ class CallRecord(Record):
     task: str = ""
     killed: str = ""
     ticket: str = ""
+    node: str = ""
+    noticed_by: str = ""
+    reason: str = ""
 
 
 def seal_ticket(keys: SigningKeys, tenant: str, call_id: str, attempt: int) -> str:

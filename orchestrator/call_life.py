@@ -14,7 +14,7 @@ from contract.calls import ToolResult
 from contract.clock import format_instant
 from contract.envelope import decode_result, join_result, kept_result_key, stored_answer
 from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
-from contract.hosts import parse_holder
+from contract.hosts import HOST_TTL_S, parse_holder
 from contract.ledger import CallRecord, CallState, parse_record
 from contract.names import admission_prefix, call_key, host_key, host_of, is_blob_of, place_key, result_key, seen_tenants_key, tenants_key
 from contract.places import SessionPlace, parse_place
@@ -76,6 +76,21 @@ class CallLife:
         """As the ledger has it, or `waiting`."""
         return self.record.state.value if self.record is not None else "waiting"
 
+    @property
+    def advice(self) -> str | None:
+        """What to do about a call that was lost; None for any other call."""
+        if self.state == CallState.RUNNING and self.is_held is False:
+            return (
+                f"Its worker stopped reporting. The program that sent the call marks it as lost within {HOST_TTL_S} s. If that program ended too, no result "
+                "will come: check whether the call has acted before you send it again."
+            )
+        code = self.record.code if self.record is not None else ""
+        if self.state == CallState.UNKNOWN or code == ErrorCode.OUTCOME_UNKNOWN:
+            return "The call may have acted. Check that before you send it again. `toolcrew hosts` shows which hosts report."
+        if self.state == CallState.LOST:
+            return "The call was not run. It is safe to send it again. `toolcrew hosts` shows which hosts report."
+        return None
+
     def to_json(self) -> dict[str, Any]:
         """For people and programs: times in ISO 8601 UTC, None for what is not known."""
         record = self.record or CallRecord(state=CallState.QUEUED)
@@ -87,6 +102,9 @@ class CallLife:
             "state": self.state,
             "error_code": record.code or None,
             "killed": record.killed or None,
+            "noticed_by": record.noticed_by or None,
+            "reason": record.reason or None,
+            "advice": self.advice,
             "attempt": record.attempt,
             "session": record.session or None,
             "run": self.run,
@@ -103,7 +121,8 @@ class CallLife:
             "started_at": _instant(record.started_at),
             "ended_at": _instant(record.ended_at),
             "queued_s": _seconds(record.queued_at, record.started_at),
-            "run_s": _seconds(record.started_at, record.ended_at),
+            # The end of a lost call is when the loss was noticed, not how long it ran.
+            "run_s": _seconds(record.started_at, record.ended_at) if not record.noticed_by else None,
         }
         waits, place, result = self.waiting, self.place, self.result
         told["waits_in"] = waits.where if waits is not None else None

@@ -15,10 +15,11 @@ from contract.errors import BrokerUnavailable
 from contract.hosts import HOST_TTL_S, HostReport, parse_holder
 from contract.ledger import CallRecord, CallState, parse_record
 from contract.names import call_key, host_key
-from orchestrator.call_ledger import CallLedger
+from orchestrator.call_ledger import CallLedger, describe_loss
 from orchestrator.cancelling import cancel_all
 from orchestrator.logs import get_logger
 from orchestrator.reaper import Reaper
+from orchestrator.task_messages import build_failed_event, failed_events_channel
 from orchestrator.transport import CallLost, Delivery
 
 log = get_logger(__name__)
@@ -160,20 +161,15 @@ class CallWatch:
         if record.state is CallState.DONE:
             self._judge_ended(task_id, watched, record)
         elif record.state is CallState.RUNNING and not _is_held(record, reports):
-            await self._lose(
-                task_id, delivery, f"whoever ran the call is gone ({record.holder}), before its end was noted", has_started=True
-            )
+            reason = f"the worker that ran the call stopped reporting before the call ended ({record.holder})"
+            await self._lose(task_id, delivery, reason, record.node or record.holder, has_started=True)
         elif record.state is CallState.QUEUED and delivery.sticky is not None and reports.get(delivery.queue) is None:
             # The reaper answers what lay in the queue; a message that a worker had just taken went with it.
-            await self._lose(
-                task_id, delivery, f"the host {delivery.queue} no longer reports, and had not begun with the call", has_started=False
-            )
+            reason = f"the host {delivery.queue} stopped reporting before it began the call"
+            await self._lose(task_id, delivery, reason, delivery.queue, has_started=False)
         elif record.state is CallState.LOST:
             # Noted before, and Redis's answer did not come; or by the reaper.
-            told = (
-                f"whoever ran the call is gone ({record.holder})" if record.holder else "the call's host is gone, and had not begun with it"
-            )
-            self._tell(task_id, CallLost(told, has_started=bool(record.holder)))
+            self._tell(task_id, CallLost(describe_loss(record), has_started=bool(record.holder)))
 
     def _judge_ended(self, task_id: str, watched: _Watched, record: CallRecord) -> None:
         if watched.ended_since is None:
@@ -181,13 +177,24 @@ class CallWatch:
         elif self._clock() - watched.ended_since > RESULT_LATE_S:
             self._tell(task_id, CallLost(f"{record.holder} has run the call to its end, and its result was lost", has_started=True))
 
-    async def _lose(self, task_id: str, delivery: Delivery, told: str, *, has_started: bool) -> None:
-        """Unless it has moved on meanwhile, nobody can start or finish the call from here on."""
+    async def _lose(self, task_id: str, delivery: Delivery, reason: str, node: str, *, has_started: bool) -> None:
+        """Mark the call as lost, unless it has moved on meanwhile: no worker can start or finish it after that. `node`: the Celery name of its worker."""
         expected = CallState.RUNNING if has_started else CallState.QUEUED
-        is_lost = await self._ledger.lose(delivery.tenant, delivery.call_id, delivery.attempt, expected)
+        is_lost = await self._ledger.lose(delivery.tenant, delivery.call_id, delivery.attempt, expected, reason)
         self._note_answer()
         if is_lost:
-            self._tell(task_id, CallLost(told, has_started=has_started))
+            self._tell(task_id, CallLost(reason, has_started=has_started))
+            await self._announce(task_id, delivery, node, reason)
+
+    async def _announce(self, task_id: str, delivery: Delivery, node: str, reason: str) -> None:
+        """Publish Celery's task-failed event in place of the dead worker. Otherwise Flower would show the task as STARTED from then on."""
+        database = self._client.connection_pool.connection_kwargs.get("db") or 0
+        event = build_failed_event(delivery, task_id, node, f"HostLost({reason!r})")
+        try:
+            await self._client.publish(failed_events_channel(database), event)
+        except (RedisError, OSError) as error:
+            # The caller has its answer. Flower is only a view.
+            log.warning("lost_task_not_announced", task=task_id, error=str(error))
 
     def _tell(self, task_id: str, lost: CallLost) -> None:
         """Once: there is nothing more to watch."""

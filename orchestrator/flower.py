@@ -13,12 +13,15 @@ from typing import Any
 import tornado.options
 import tornado.web
 from celery import Celery
+from flower.api.tasks import GetQueueLengths
 from flower.app import Flower
 from flower.command import apply_env_options, apply_options, extract_settings
 from flower.options import options
 from flower.urls import settings as flower_settings
+from flower.views import BaseHandler
+from flower.views.broker import BrokerView
 from flower.views.monitor import Metrics
-from flower.views.tasks import TaskView
+from flower.views.tasks import TasksView, TaskView
 
 from contract.errors import ConfigError, ToolcrewError
 from orchestrator.links import call_page_url, parse_shown_call
@@ -36,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "state_save_interval": 60_000,
 }
 TEMPLATE = resources.files("orchestrator").joinpath("flower_call.html")
+TASKS_TEMPLATE = resources.files("orchestrator").joinpath("flower_tasks.html")
 
 
 class CallView(TaskView):  # type: ignore[misc]
@@ -51,6 +55,42 @@ class CallView(TaskView):  # type: ignore[misc]
         call_id = parse_shown_call(values["task"].kwargs)
         call_url = call_page_url(self._page_url, call_id) if self._page_url and call_id else None
         super().render(str(TEMPLATE), call_id=call_id, call_url=call_url, **values)
+
+
+class TaskList(TasksView):  # type: ignore[misc]
+    """The list of tasks, with columns that fit into the window."""
+
+    def render(self, template_name: str, **values: Any) -> None:
+        super().render(str(TASKS_TEMPLATE) if template_name == "tasks.html" else template_name, **values)
+
+
+class LiveQueues(BaseHandler):  # type: ignore[misc]
+    """Names the queues of the workers that are online. Flower's own list keeps the queues of dead workers until it is restarted."""
+
+    def get_active_queue_names(self) -> list[str]:
+        known, online = self.application.workers, self.application.events.state.workers
+        found = {queue["name"] for name, worker in online.items() if worker.alive for queue in known.get(name, {}).get("active_queues", [])}
+        return sorted(found)
+
+
+class LiveBroker(LiveQueues, BrokerView):  # type: ignore[misc]
+    """The page Broker."""
+
+    @tornado.web.authenticated
+    async def get(self) -> None:
+        # Flower asks for queues only on other pages.
+        await self.application.update_workers()
+        await super().get()
+
+
+class LiveQueueLengths(LiveQueues, GetQueueLengths):  # type: ignore[misc]
+    """The lengths of queues for programs."""
+
+    @tornado.web.authenticated
+    async def get(self) -> None:
+        # Flower asks for queues only on other pages.
+        await self.application.update_workers()
+        await super().get()
 
 
 class GuardedMetrics(Metrics):  # type: ignore[misc]
@@ -96,7 +136,14 @@ def _open_flower(settings: OrchestratorSettings, arguments: list[str]) -> Flower
     configure_logging(settings, "flower")
     logging.getLogger("flower").setLevel(settings.log_level)
     app = Flower(capp=_open_celery(settings.broker().celery_options()), options=options, **flower_settings)
-    app.add_handlers(".*", [(_path(r"/task/(.+)"), CallView, {"page_url": settings.page_url}), (_path(r"/metrics"), GuardedMetrics)])
+    ours = [
+        (_path(r"/task/(.+)"), CallView, {"page_url": settings.page_url}),
+        (_path(r"/tasks"), TaskList),
+        (_path(r"/metrics"), GuardedMetrics),
+        (_path(r"/broker"), LiveBroker),
+        (_path(r"/api/queues/length"), LiveQueueLengths),
+    ]
+    app.add_handlers(".*", ours)
     return app
 
 

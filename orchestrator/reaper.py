@@ -9,6 +9,7 @@ from contract.hosts import HEARTBEAT_S, HOST_LOST_TYPE, HOST_TTL_S, TOMBSTONE_TT
 from contract.ledger import RESULT_TTL_S
 from contract.names import control_queue, host_key, hosts_key, result_key, tombstone_key
 from orchestrator.logs import get_logger
+from orchestrator.task_messages import describe_sender
 
 log = get_logger(__name__)
 
@@ -19,7 +20,7 @@ FORGET_S = 600
 """How long after its last report a host's queue is looked at again: a message may have been on its way there."""
 
 # KEYS: report, queue, its control list, tombstone, hosts. ARGV: queue, tombstone's life, batch, before the id, after the id, result's life, prefix of results,
-# forget before, not after. Gives how many messages were taken; -1 when the host lives, or nobody knows: a script that waited while Redis stood still finds
+# forget before, not after, the process that reaps, the reason. Gives how many messages were taken; -1 when the host lives, or nobody knows: a script that waited while Redis stood still finds
 # every report expired. Who awaits a call that has started, has ended, or was sent again hears of that, and not from here.
 _REAP = """
 local now = tonumber(redis.call('TIME')[1])
@@ -43,7 +44,9 @@ while taken < tonumber(ARGV[3]) do
       local told = ARGV[4] .. cjson.encode(fields.headers.id) .. ARGV[5]
       redis.call('SET', key, told, 'EX', ARGV[6])
       redis.call('PUBLISH', key, told)
-      if record[1] == 'queued' then redis.call('HSET', call, 'state', 'lost') end
+      if record[1] == 'queued' then
+        redis.call('HSET', call, 'state', 'lost', 'ended_at', now, 'noticed_by', ARGV[10], 'reason', ARGV[11])
+      end
     end
   end
 end
@@ -66,6 +69,7 @@ class Reaper:
         keys = [host_key(dep, queue), queue, control_queue(queue), tombstone_key(dep, queue), hosts_key(dep)]
         before, after = _lost_result(queue)
         arguments: list[str | int] = [queue, TOMBSTONE_TTL_S, BATCH, before, after, RESULT_TTL_S, result_key(""), FORGET_S, now + TRUSTED_S]
+        arguments += [describe_sender(), _lost_words(queue)]
         total = 0
         while (taken := int(await self._reap(keys=keys, args=arguments))) > 0:
             total += taken
@@ -81,7 +85,10 @@ class Reaper:
 
 def _lost_result(queue: str) -> tuple[str, str]:
     """The stored result of a call that was in a dead host's queue, around the task's id."""
-    words = f"the host {queue} no longer reports, and the call waited in its queue"
-    told = {"exc_type": HOST_LOST_TYPE, "exc_message": [words], "exc_module": "toolcrew"}
+    told = {"exc_type": HOST_LOST_TYPE, "exc_message": [_lost_words(queue)], "exc_module": "toolcrew"}
     fields = json.dumps({"status": "FAILURE", "result": told, "traceback": None, "children": []})
     return '{"task_id": ', ", " + fields[1:]
+
+
+def _lost_words(queue: str) -> str:
+    return f"the host {queue} stopped reporting while the call waited in its queue"

@@ -10,6 +10,7 @@ from contract.calls import ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from contract.ledger import CALL_TTL_S, MAX_ATTEMPTS, CallRecord, CallState
 from contract.names import POOL_QUEUES
+from orchestrator.call_ledger import describe_loss
 from orchestrator.carrier import Carrier, Errand
 from orchestrator.homes import SessionHomes
 from orchestrator.logs import get_logger
@@ -37,7 +38,7 @@ class CallBook(Protocol):
 
     async def renew(self, tenant: str, call_id: str, attempt: int) -> bool: ...
 
-    async def give_up(self, tenant: str, call_id: str, attempt: int, state: CallState) -> CallState | None: ...
+    async def give_up(self, tenant: str, call_id: str, attempt: int, state: CallState, code: ErrorCode) -> CallState | None: ...
 
 
 class Recovery:
@@ -58,7 +59,8 @@ class Recovery:
         except (OperatorError, ToolFailure) as error:
             # Of the first attempt there is no record, if it was not sent; of another one there is.
             if losses.attempt > 1:
-                await self._noted(errand, losses.attempt, CallState.UNKNOWN if isinstance(error, BrokerUnavailable) else losses.state)
+                state = CallState.UNKNOWN if isinstance(error, BrokerUnavailable) else losses.state
+                await self._noted(errand, losses.attempt, state, error.code)
             raise
 
     async def _until_answered(self, errand: Errand, losses: "_Losses") -> ToolResult:
@@ -78,8 +80,9 @@ class Recovery:
                 if refused.reason == "duplicate" or home is None:
                     raise repeated(losses.attempt) from None
                 if not await until.wait():
-                    await self._noted(errand, losses.attempt, losses.state)
-                    raise _never_taken(home.queue, losses) from None
+                    never_taken = _never_taken(home.queue, losses)
+                    await self._noted(errand, losses.attempt, losses.state, never_taken.code)
+                    raise never_taken from None
                 home = await self._refresh(errand, home, is_lost=refused.reason == "host_lost")
                 continue
             except CallLost as lost:
@@ -88,9 +91,9 @@ class Recovery:
                 continue
             except CallIdInUse:
                 raise
-            except DeliveryFailed:
-                # Whoever ran it may be gone without having noted its end.
-                await self._noted(errand, losses.attempt, CallState.UNKNOWN)
+            except DeliveryFailed as failed:
+                # Its worker may have died before it stored the end.
+                await self._noted(errand, losses.attempt, CallState.UNKNOWN, failed.code)
                 raise
             if not await self._may_go_again(errand, result, losses, until):
                 await self.note_end(errand, result, losses.attempt, losses.state)
@@ -100,7 +103,7 @@ class Recovery:
     async def note_end(self, errand: Errand, result: ToolResult, attempt: int = 1, state: CallState = CallState.LOST) -> None:
         """This answer is the call's last: a worker that did not run it has left its record open, for another attempt."""
         if NOT_RUN in result.metadata:
-            await self._noted(errand, attempt, state)
+            await self._noted(errand, attempt, state, result.error_code or ErrorCode.INTERNAL)
 
     async def _may_go_again(self, errand: Errand, result: ToolResult, losses: "_Losses", until: "Patience") -> bool:
         """Whether a worker's answer only says that the call was not run there, or what it did was lost and may be done again."""
@@ -130,7 +133,7 @@ class Recovery:
         if record.state is CallState.FORBIDDEN:
             raise DeliveryFailed(ErrorCode.CANCELLED, "the call was cancelled, or too late, before a worker took it, and was not run")
         losses.note(record.state is CallState.UNKNOWN or not self._carrier.has_ticket(errand.context.tenant, errand.call.id, record))
-        told = f"whoever ran the call is gone ({record.holder})" if record.holder else "the call's host is gone, and had not begun with it"
+        told = describe_loss(record)
         if record.state is CallState.UNKNOWN or (losses.may_have_acted and not errand.spec.idempotent):
             await self._give_up(errand, losses, told)
         if not await self._renewed(errand, losses):
@@ -182,7 +185,7 @@ class Recovery:
         return is_renewed
 
     async def _give_up(self, errand: Errand, losses: "_Losses", told: str) -> NoReturn:
-        await self._noted(errand, losses.attempt, losses.state)
+        await self._noted(errand, losses.attempt, losses.state, ErrorCode.OUTCOME_UNKNOWN if losses.may_have_acted else ErrorCode.HOST_LOST)
         tried = f" (attempt {losses.times} of {MAX_ATTEMPTS})" if losses.times > 1 else ""
         if losses.may_have_acted:
             raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, f"{told}{tried}: the call may or may not have acted; look before you repeat it")
@@ -191,10 +194,10 @@ class Recovery:
             f"{told}{tried}: the call was not run: send it again; its session is served by the host's next worker, or elsewhere from its last checkpoint",
         )
 
-    async def _noted(self, errand: Errand, attempt: int, state: CallState) -> None:
-        """That nobody waits for the call any more, as far as Redis answers: what is known of it is known all the same."""
+    async def _noted(self, errand: Errand, attempt: int, state: CallState, code: ErrorCode) -> None:
+        """Store how the call ended, unless Redis does not answer: the caller gets the result in any case."""
         try:
-            await self._ledger.give_up(errand.context.tenant, errand.call.id, attempt, state)
+            await self._ledger.give_up(errand.context.tenant, errand.call.id, attempt, state, code)
         except BrokerUnavailable as error:
             log.warning("call_not_given_up", call=errand.call.id, error=str(error))
 

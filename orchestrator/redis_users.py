@@ -62,7 +62,8 @@ ROLES: dict[str, Role] = {
             "programs that send calls: `toolcrew`, ToolClient, batch, the API",
             ("*",),
             ("host.*", "pool.*", "celery-task-meta-*"),
-            tuple(result_channel_pattern(shard) for shard in HUB_SHARDS),
+            # It reports lost calls to Flower, in place of the worker that died.
+            (*(result_channel_pattern(shard) for shard in HUB_SHARDS), "/0.celeryev/task.failed"),
             # How full Redis is: operators watch it (docs/metrics.md).
             f"{_PLAIN} +info",
             own_channels=("admission:*",),

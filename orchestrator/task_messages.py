@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import socket
+import time
 import uuid
 from collections.abc import Mapping
 from functools import cache
@@ -23,11 +24,12 @@ def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
     """
     shown = {"argsrepr": "()", "kwargsrepr": show_call(delivery.call_id, delivery.tenant, delivery.session, delivery.run)}
     body = json.dumps(((), {"envelope": delivery.envelope}, _EMBED))
+    task = f"tool.{delivery.shown_as}" if delivery.shown_as else None
     headers: dict[str, object] = {
         "lang": "py",
         "task": delivery.task,
         "id": task_id,
-        "shadow": f"tool.{delivery.shown_as}" if delivery.shown_as else None,
+        "shadow": task,
         "eta": None,
         "expires": None,
         "group": None,
@@ -37,7 +39,7 @@ def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
         "root_id": task_id,
         "parent_id": None,
         **shown,
-        "origin": _origin(),
+        "origin": describe_sender(),
         "ignore_result": None,
         "replaced_task_nesting": 0,
         "stamped_headers": None,
@@ -47,7 +49,7 @@ def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
     }
     properties: dict[str, object] = {
         "correlation_id": task_id,
-        "reply_to": _origin(),
+        "reply_to": describe_sender(),
         **shown,
         "delivery_mode": 2,
         # By name, through the default exchange: one LPUSH, never dropped for want of a binding.
@@ -68,6 +70,45 @@ def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
     )
 
 
+def build_failed_event(delivery: Delivery, task_id: str, node: str, error: str) -> str:
+    """Return the message of Celery's event that a task has failed, on behalf of its worker `node`, which is dead.
+
+    It is the message that celery.events.EventDispatcher publishes through kombu to the channel `failed_events_channel`. Without a clock value the receiver
+    uses its own.
+    """
+    event = {
+        "type": "task-failed",
+        "uuid": task_id,
+        "name": f"tool.{delivery.shown_as}" if delivery.shown_as else delivery.task,
+        "args": "()",
+        "kwargs": show_call(delivery.call_id, delivery.tenant, delivery.session, delivery.run),
+        "exception": error,
+        "traceback": "",
+        "hostname": node,
+        "pid": 0,
+        "timestamp": time.time(),
+    }
+    message = {
+        "body": base64.b64encode(json.dumps(event).encode()).decode(),
+        "content-encoding": "utf-8",
+        "content-type": "application/json",
+        "headers": {"hostname": node},
+        "properties": {
+            "delivery_mode": 1,
+            "delivery_info": {"exchange": "celeryev", "routing_key": "task.failed"},
+            "priority": 0,
+            "body_encoding": "base64",
+            "delivery_tag": str(uuid.uuid4()),
+        },
+    }
+    return json.dumps(message)
+
+
+def failed_events_channel(database: int) -> str:
+    """Return the Redis channel of kombu for Celery's task-failed events. `database`: the number of the Redis database."""
+    return f"/{database}.celeryev/task.failed"
+
+
 def _limits(delivery: Delivery) -> tuple[float | None, float | None]:
     """Celery's hard and soft limit of a call that no sandbox limits; else those that its task has in the worker."""
     if delivery.limit_s is None:
@@ -76,6 +117,6 @@ def _limits(delivery: Delivery) -> tuple[float | None, float | None]:
 
 
 @cache
-def _origin() -> str:
-    """Who sends, for people."""
+def describe_sender() -> str:
+    """Return the name of this process, for operators."""
     return f"toolcrew{os.getpid()}@{socket.gethostname()}"

@@ -76,7 +76,7 @@ class NoLedger:
     async def renew(self, tenant: str, call_id: str, attempt: int) -> bool:
         return False
 
-    async def give_up(self, tenant: str, call_id: str, attempt: int, state: object) -> None:
+    async def give_up(self, tenant: str, call_id: str, attempt: int, state: object, code: object) -> None:
         return None
 
 

@@ -1,5 +1,7 @@
 """The Celery app of a worker: the settings that a measured outage table asks for, and one task name per tool."""
 
+import hashlib
+import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +26,11 @@ CELERY_MARGIN_S = 30.0
 """How long after a call's own limit Celery kills the process that runs it. Only processes (`prefork`) can be killed: in the threads pool, which workers
 beside sandboxes use by default, Celery's limit does nothing, and the guest and sandboxd end the call."""
 
+
+MAX_NAMESAKES = 100
+"""Workers of one name on one machine."""
+_held_nodes: list[socket.socket] = []
+"""Open as long as this process: they hold its names."""
 
 Pool = Literal["threads", "prefork"]
 
@@ -104,6 +111,28 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
     return app
 
 
+def claim_node(name: str, broker: BrokerSettings) -> str:
+    """Return a Celery node name for this process, `name`@<machine>. A second worker on the same machine with the same broker gets `name`-2@<machine>:
+    Flower would merge two workers of one name. A name is free again when its process has ended.
+
+    Raises ConfigError when 100 workers have the name.
+    """
+    machine, url = socket.gethostname(), re.sub(r"//[^@/]*@", "//", broker.redis_url.get_secret_value())
+    for number in range(1, MAX_NAMESAKES + 1):
+        node = f"{name}@{machine}" if number == 1 else f"{name}-{number}@{machine}"
+        digest = hashlib.sha256(f"{url} {broker.deployment} {node}".encode()).hexdigest()
+        holder = socket.socket(socket.AF_UNIX)
+        try:
+            # An abstract address: the kernel frees it when the process ends, however that happens.
+            holder.bind(f"\0toolcrew-node-{digest}")
+        except OSError:
+            holder.close()
+        else:
+            _held_nodes.append(holder)
+            return node
+    raise ConfigError(f"{MAX_NAMESAKES} workers on this machine are named {name}: give this one another name in TOOLCREW_HOST")
+
+
 def run_worker(
     app: Celery,
     node: str,
@@ -116,7 +145,7 @@ def run_worker(
     on_stop: Callable[[], None],
     on_process_stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a worker on these queues until it is told to stop, as the Celery node `node`@<host name>. `on_ready` once it consumes,
+    """Run a worker on these queues until it is told to stop, as the Celery node `node` (`claim_node`). `on_ready` once it consumes,
     `on_stop` at its end, `on_process_stop` at the end of each process of a pool of processes. Ends the process when Celery asks for an exit code other than 0."""
     restrict_remote_control()
     hide_bodies()
@@ -126,7 +155,7 @@ def run_worker(
     worker_process_shutdown.connect(lambda **_: on_process_stop(), weak=False)
     # What `celery worker` does; that command loads Celery's whole command line and Flower's with it, which costs time and memory.
     worker = app.Worker(
-        hostname=f"{node}@{socket.gethostname()}",
+        hostname=node,
         queues=",".join(queues),
         pool_cls=pool,
         concurrency=concurrency,

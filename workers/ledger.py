@@ -31,7 +31,7 @@ end
 local is_again = verdict == 'started' and record[3] == ARGV[3]
 """
 
-# KEYS: call, place. ARGV: attempt, ttl, word, holder, deadline, fence, whether a session that moves will do, tool, session.
+# KEYS: call, place. ARGV: attempt, ttl, word, holder, deadline, fence, whether a session that moves will do, tool, session, node.
 _CLAIM = (
     _GATE
     + """
@@ -46,17 +46,17 @@ if ARGV[6] ~= '' then
   local place = redis.call('HMGET', KEYS[2], 'fence', 'state')
   if place[1] ~= ARGV[6] or (place[2] ~= 'open' and not (ARGV[7] == '1' and place[2] == 'moving')) then return {'moved', now} end
 end
-note('state', 'running', 'holder', ARGV[4], 'started_at', now, 'tool', ARGV[8], 'session', ARGV[9])
+note('state', 'running', 'holder', ARGV[4], 'started_at', now, 'tool', ARGV[8], 'session', ARGV[9], 'node', ARGV[10])
 return {'granted', now}
 """
 )
 
-# KEYS: call. ARGV: attempt, ttl, word, holder, tool, session.
+# KEYS: call. ARGV: attempt, ttl, word, holder, tool, session, node.
 _CONFIRM = (
     _GATE
     + """
 if verdict == 'granted' then
-  note('state', 'running', 'holder', ARGV[4], 'started_at', now, 'tool', ARGV[5], 'session', ARGV[6])
+  note('state', 'running', 'holder', ARGV[4], 'started_at', now, 'tool', ARGV[5], 'session', ARGV[6], 'node', ARGV[7])
 end
 return {verdict, now}
 """
@@ -102,11 +102,12 @@ class Ledger:
     ==================================  ====================================================================================
 
     To decide is to start (`claim`) or to refuse (`refuse`). A claim past the call's deadline forbids the call: EXPIRED. A claim for a session that is
-    elsewhere by now changes nothing: MOVED. A repetition that Redis has forgotten altogether is caught before it comes here (workers/broker_transport.py).
+    elsewhere by now changes nothing: MOVED. `node`: the worker's name in Celery. A repetition that Redis has forgotten altogether is caught before it comes here (workers/broker_transport.py).
     """
 
-    def __init__(self, client: "redis.Redis", deployment: str, clock: SharedClock) -> None:
+    def __init__(self, client: "redis.Redis", deployment: str, clock: SharedClock, node: str = "") -> None:
         self._deployment = deployment
+        self._node = node
         self._client = client
         self._clock = clock
         self._claim = client.register_script(_CLAIM)
@@ -120,13 +121,13 @@ class Ledger:
         fence = context.fence if context.session is not None and context.fence is not None else ""
         place = place_key(self._deployment, context.tenant, context.session) if fence and context.session else key
         may_move = int(call.name == "session.open")
-        arguments = [holder, repr(context.deadline_at), fence, may_move, call.name, context.session or ""]
+        arguments = [holder, repr(context.deadline_at), fence, may_move, call.name, context.session or "", self._node]
         return self._decided(self._claim, [key, place], context.attempt, arguments)
 
     def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> Claim:
         """Note anew that a call runs which was granted here before: GRANTED when that had been forgotten, wherever its session lives by now. Raises
         BrokerUnavailable."""
-        arguments = [holder, call.name, context.session or ""]
+        arguments = [holder, call.name, context.session or "", self._node]
         return self._decided(self._confirm, [self._key(context.tenant, call.id)], context.attempt, arguments)
 
     def refuse(self, call: ToolCall, context: ToolContext) -> Claim:

@@ -8,7 +8,7 @@ from contract.clock import SharedClock
 from contract.hosts import holder_name
 from contract.specs import Catalog
 from telemetry.spans import Tracer
-from workers.app import build_app, choose_pool, run_worker
+from workers.app import build_app, choose_pool, claim_node, run_worker
 from workers.blobs import Blobs
 from workers.call_events import open_events
 from workers.catalog import CatalogPublisher
@@ -58,13 +58,14 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     clock = SharedClock()
     tracer = open_process_tracer("sandbox")
     life = HostLife(settings, clock)
+    node = claim_node(settings.host, settings.broker())
     refusals = Refusals(connect_once(settings.broker()), settings.deployment)
     app = build_app(settings.broker(), refusals.count)
     register_tasks(
         app,
         registry,
         key,
-        partial(_build_executor, settings, registry, life, clock, HeldCalls(), tracer),
+        partial(_build_executor, settings, registry, life, clock, HeldCalls(), tracer, node),
         refusals.count,
         settings.deployment,
         shelf.look,
@@ -100,7 +101,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     log.info("worker_starting", queue=life.queue, worker=life.worker, concurrency=settings.concurrency)
     run_worker(
         app,
-        settings.host,
+        node,
         (life.queue,),
         settings.concurrency,
         settings.log_level,
@@ -112,13 +113,19 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
 
 
 def _build_executor(
-    settings: WorkerSettings, registry: WorkerRegistry, life: HostLife, clock: SharedClock, held: HeldCalls, tracer: Tracer | None
+    settings: WorkerSettings,
+    registry: WorkerRegistry,
+    life: HostLife,
+    clock: SharedClock,
+    held: HeldCalls,
+    tracer: Tracer | None,
+    node: str,
 ) -> Executor:
     client, keys = connect(settings.broker()), settings.broker().signing_keys()
     return Executor(
         registry,
         life.open_call_client(),
-        Ledger(client, settings.deployment, clock),
+        Ledger(client, settings.deployment, clock, node),
         Blobs(client, settings.deployment, "sandbox"),
         {"host": settings.host, "queue": life.queue},
         holder_name(life.queue, life.worker),

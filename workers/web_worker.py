@@ -14,7 +14,7 @@ from contract.names import POOL_QUEUES, pool_worker
 from contract.registry import ToolRegistry
 from contract.specs import Catalog, ToolSpec
 from telemetry.spans import Tracer
-from workers.app import build_app, choose_pool, run_worker
+from workers.app import build_app, choose_pool, claim_node, run_worker
 from workers.blobs import Blobs
 from workers.call_events import open_events
 from workers.catalog import CatalogPublisher
@@ -54,11 +54,12 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
     pool = choose_pool("web", settings.worker_pool)
     clock = SharedClock()
     tracer = open_process_tracer("web")
+    node = claim_node(f"web-{settings.host}", broker)
     queues = [POOL_QUEUES[pool] for pool in pools]
     life = PoolLife(settings, worker, queues, clock)
     refusals = Refusals(connect_once(broker), settings.deployment)
     app = build_app(broker, refusals.count)
-    executor = partial(_build_executor, settings, registry, worker, board, clock, tracer)
+    executor = partial(_build_executor, settings, registry, worker, board, clock, tracer, node)
     register_tasks(app, registry, key, executor, refusals.count, settings.deployment, shelf.look)
     publisher = CatalogPublisher(connect(broker), settings.deployment, key, build_catalogs(registry))
     shelf.on_change = lambda: publisher.replace(build_catalogs(registry))
@@ -86,7 +87,7 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
     log.info("worker_starting", queues=queues, tools=[spec.name for spec in registry.specs()], concurrency=settings.concurrency)
     run_worker(
         app,
-        f"web-{settings.host}",
+        node,
         queues,
         settings.concurrency,
         settings.log_level,
@@ -123,7 +124,13 @@ def build_catalogs(registry: WorkerRegistry) -> dict[str, Catalog]:
 
 
 def _build_executor(
-    settings: WorkerSettings, registry: WorkerRegistry, worker: str, board: CancelBoard, clock: SharedClock, tracer: Tracer | None
+    settings: WorkerSettings,
+    registry: WorkerRegistry,
+    worker: str,
+    board: CancelBoard,
+    clock: SharedClock,
+    tracer: Tracer | None,
+    node: str,
 ) -> Executor:
     """Called in the process that runs the calls: the ledger names it."""
     client, keys = connect(settings.broker()), settings.broker().signing_keys()
@@ -132,7 +139,7 @@ def _build_executor(
     return Executor(
         registry,
         None,
-        Ledger(client, settings.deployment, clock),
+        Ledger(client, settings.deployment, clock, node),
         Blobs(client, settings.deployment, "web"),
         {},
         process_holder(worker, os.getpid()),

@@ -14,6 +14,7 @@ from docker import APIClient
 from playwright.async_api import Page, expect
 
 from contract.errors import ErrorCode
+from orchestrator.client import ToolClient
 from orchestrator.sessions import Session
 from tests.page_ground import CHROMIUM, open_browser
 from tests.stack import UP_S, Stack, eventually, missing, open_stack
@@ -21,7 +22,7 @@ from tests.stack import UP_S, Stack, eventually, missing, open_stack
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
 
 expect.set_options(timeout=30_000)
-SHOWN_S = 30.0
+SHOWN_S = 60.0
 """Seconds that Flower has to show a task."""
 
 
@@ -105,3 +106,29 @@ async def test_a_call_without_sandboxd_is_red_and_a_failed_command_is_green(stac
         result = await running
         assert result.success or result.error_code is ErrorCode.SANDBOX_UNAVAILABLE
         await eventually(lambda: stack.pid("sandboxd") != killed, 60, "sandboxd runs again")
+
+
+async def test_the_call_of_a_killed_worker_ends_red_and_the_pages_show_what_is_left(
+    stack: Stack, client: ToolClient, session: Session
+) -> None:
+    async with open_tasks(stack) as page:
+        await until_flower_listens(page, session)
+        lost = make_id()
+        running = asyncio.create_task(session.call("bash_tool", {"command": "touch begun; sleep 600"}, call_id=lost))
+        await find_rows(page, "Started", lost)
+        killed = stack.pid("worker")
+        os.kill(killed, signal.SIGKILL)
+        result = await running
+        assert result.error_code is ErrorCode.OUTCOME_UNKNOWN
+        # The pool noticed the loss before the caller got its result, and Flower knows it as soon.
+        await find_rows(page, "Failed", lost)
+        row = page.locator("#tasks-table tbody tr").filter(has_text=f"call {lost}").first
+        # The last column is the id. It is inside the window.
+        box = await row.get_by_role("link").last.bounding_box()
+        assert box is not None
+        assert box["x"] + box["width"] <= 1400
+        life = (await client.call_life(lost)).to_json()
+        assert (life["state"], life["error_code"], life["ended_at"] is not None) == ("unknown", "OUTCOME_UNKNOWN", True)
+        assert life["noticed_by"].startswith("toolcrew")
+        assert "may have acted" in life["advice"]
+        await asyncio.to_thread(stack.wait_for_another, "worker", killed)

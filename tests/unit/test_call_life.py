@@ -137,6 +137,31 @@ async def test_a_result_that_lies_beside_its_message_is_found(ground: Ground) ->
     assert len(result.output or "") == 100_000
 
 
+@pytest.mark.parametrize(
+    ("state", "code", "advice"), [("unknown", "OUTCOME_UNKNOWN", "may have acted"), ("lost", "HOST_LOST", "safe to send it again")]
+)
+async def test_a_lost_call_says_when_who_noticed_the_code_and_what_to_do(ground: Ground, state: str, code: str, advice: str) -> None:
+    await ground.note(
+        state=state, code=code, started_at=99.0, ended_at=100.0, noticed_by="toolcrew7@machine", reason="it stopped reporting"
+    )
+    told = (await ground.lives.find("c1", "acme")).to_json()
+    assert (told["state"], told["error_code"], told["noticed_by"], told["reason"]) == (
+        state,
+        code,
+        "toolcrew7@machine",
+        "it stopped reporting",
+    )
+    assert told["ended_at"] == "1970-01-01T00:01:40.000Z"
+    assert advice in told["advice"]
+    # It is not known how long it ran.
+    assert told["run_s"] is None
+
+
+async def test_a_call_that_ended_normally_has_no_advice(ground: Ground) -> None:
+    await ground.note(state="done", ended_at=100.0)
+    assert (await ground.lives.find("c1", "acme")).to_json()["advice"] is None
+
+
 async def test_the_result_of_a_failed_task_is_found(ground: Ground) -> None:
     encoded = encode_result(build_result(error="no engine"), seal=ResultSeal(KEY, "acme"))
     await ground.note(state="done")

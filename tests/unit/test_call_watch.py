@@ -1,21 +1,31 @@
 """Who has a call and is gone is noticed, once and for certain; who lives is left in peace. Over a real Redis."""
 
+import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import redis.asyncio
+from celery import Celery
+from celery.events import EventReceiver
+from celery.events.state import State
 from structlog.testing import capture_logs
 
+from contract.errors import ErrorCode
 from contract.hosts import HOST_LOST_TYPE
+from contract.ledger import CallState
 from contract.names import call_key, control_queue, host_key, hosts_key, result_key, tombstone_key
+from orchestrator.call_ledger import CallLedger
 from orchestrator.call_watch import RESULT_LATE_S, WATCH_EVERY_S, CallWatch
 from orchestrator.reaper import Reaper
+from orchestrator.task_messages import describe_sender
 from orchestrator.transport import CallLost, Delivery, Sticky
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
+from tests.stack import eventually
 
 QUEUE = "host.a.b00t"
 REPORT = build_report("a")
@@ -91,6 +101,69 @@ async def test_a_call_whose_worker_is_gone_is_lost_though_another_has_taken_its_
     assert lost is not None
     assert (lost.has_started, f"{QUEUE}/w1" in lost.told) == (True, True)
     assert await client.hget(call_key("d", "acme", "c1"), "state") == b"lost"
+
+
+class Listener:
+    """Celery's own receiver of events, as Flower has it, in a thread."""
+
+    def __init__(self, url: str) -> None:
+        self.state = State()
+        self._app = Celery("flower", broker=url, set_as_current=False)
+        self._has_failed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        with self._app.connection() as connection:
+            self._receiver = EventReceiver(connection, handlers={"task-failed": self._take}, app=self._app)
+            self._receiver.capture(limit=None, timeout=None, wakeup=False)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self.state.event(event)
+        self._receiver.should_stop = True
+        self._has_failed.set()
+
+    def wait(self) -> Any:
+        """Return the failed task."""
+        assert self._has_failed.wait(10)
+        self._thread.join(10)
+        self._app.close()
+        return self.state.tasks["t1"]
+
+
+async def test_celery_receives_the_failure_of_a_lost_task_in_the_name_of_its_worker(
+    redis_server: RedisProcess, client: "redis.asyncio.Redis"
+) -> None:
+    listener = Listener(redis_server.url)
+    with redis_server.client() as watcher:
+        # Celery subscribes when it reads for the first time.
+        await eventually(watcher.pubsub_numpat, 10, "Celery has subscribed to events")
+    lost = await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1", "node": "a@machine"})
+    assert lost is not None
+    task = await asyncio.to_thread(listener.wait)
+    assert (task.state, task.name, task.worker.hostname) == ("FAILURE", "tool.x", "a@machine")
+    assert task.kwargs == "call c1, tenant acme"
+    assert "stopped reporting" in task.exception
+
+
+async def test_the_record_of_a_lost_call_says_when_who_noticed_and_why(client: "redis.asyncio.Redis") -> None:
+    assert await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1"})
+    record = await CallLedger(client, "d").find("acme", "c1")
+    assert record is not None
+    assert (record.state, record.ended_at > 0, record.noticed_by) == (CallState.LOST, True, describe_sender())
+    assert QUEUE in record.reason
+    assert await CallLedger(client, "d").give_up("acme", "c1", 1, CallState.UNKNOWN, ErrorCode.OUTCOME_UNKNOWN) is CallState.UNKNOWN
+    ended = await CallLedger(client, "d").find("acme", "c1")
+    assert ended is not None
+    assert (ended.code, ended.ended_at) == ("OUTCOME_UNKNOWN", record.ended_at)
+
+
+async def test_a_call_that_is_sent_again_is_no_longer_lost(client: "redis.asyncio.Redis") -> None:
+    assert await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1"})
+    assert await CallLedger(client, "d").renew("acme", "c1", 1)
+    record = await CallLedger(client, "d").find("acme", "c1")
+    assert record is not None
+    assert (record.state, record.ended_at, record.noticed_by, record.reason) == (CallState.QUEUED, 0.0, "", "")
 
 
 async def test_a_call_that_waits_for_a_living_host_is_waited_for(client: "redis.asyncio.Redis") -> None:

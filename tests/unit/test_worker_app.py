@@ -1,11 +1,17 @@
-"""Which pool a worker's calls run in."""
+"""The pool that a worker's calls run in, and its name in Celery."""
 
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from contract.errors import ConfigError
-from workers.app import choose_pool
+from contract.settings import BrokerSettings
+from tests.stack import ROOT
+from workers.app import choose_pool, claim_node
 from workers.settings import WorkerSettings
 
 
@@ -35,3 +41,20 @@ def test_threads_without_sandboxes_are_refused_for_nothing_could_end_a_tool() ->
 )
 def test_a_thread_is_cheap_and_a_process_is_not(told: dict[str, Any], slots: int) -> None:
     assert WorkerSettings.model_validate({"redis_url": "redis://127.0.0.1", **told}).concurrency == slots
+
+
+def test_two_workers_of_one_name_on_a_machine_have_two_names_and_a_free_one_is_taken_again() -> None:
+    """Flower merges workers of one name. A second process proves that the name of a dead worker is free."""
+    broker, other = (BrokerSettings(redis_url=SecretStr(f"redis://:secret@localhost:6379/{number}")) for number in (7, 8))
+    machine = socket.gethostname()
+    code = (
+        "from contract.settings import BrokerSettings; from workers.app import claim_node; "
+        "print(claim_node('web-x', BrokerSettings(redis_url='redis://:other@localhost:6379/7')), flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline().strip() == f"web-x@{machine}"
+        assert claim_node("web-x", broker) == f"web-x-2@{machine}"
+        assert claim_node("web-x", other) == f"web-x@{machine}"
+        first.kill()
+    assert claim_node("web-x", broker) == f"web-x@{machine}"
