@@ -7,6 +7,7 @@ import secrets
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -70,6 +71,17 @@ def make_id() -> str:
     return f"f{secrets.token_hex(3)}"
 
 
+def count_host_queues(stack: Stack) -> int:
+    """Return how many queues of hosts Flower's API lists."""
+    listed = httpx.get(f"{str(stack.info.flower_url).rstrip('/')}/api/queues/length", timeout=20).json()
+    return sum(queue["name"].startswith("host.") for queue in listed["active_queues"])
+
+
+def is_dead(pid: int) -> bool:
+    """Return whether the process has ended, even if its parent has not waited for it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 async def until_flower_listens(page: Page, session: Session) -> None:
     """Make calls until Flower lists one: workers serve before Flower listens to events."""
     async with asyncio.timeout(60):
@@ -90,6 +102,8 @@ async def test_a_call_without_sandboxd_is_red_and_a_failed_command_is_green(stac
         os.kill(stack.process.pid, signal.SIGSTOP)
         try:
             os.kill(killed, signal.SIGKILL)
+            # A dying sandboxd could still accept the call, whose outcome would then be unknown.
+            await eventually(lambda: is_dead(killed), 20, "sandboxd is dead")
             running = asyncio.create_task(session.call("bash_tool", {"command": "echo secret-argument"}, call_id=red))
             await find_rows(page, "Failed", red)
             row = page.locator("#tasks-table tbody tr").filter(has_text=f"call {red}").first
@@ -132,3 +146,7 @@ async def test_the_call_of_a_killed_worker_ends_red_and_the_pages_show_what_is_l
         assert life["noticed_by"].startswith("toolcrew")
         assert "may have acted" in life["advice"]
         await asyncio.to_thread(stack.wait_for_another, "worker", killed)
+        # The dead worker's queue is gone from the page Broker, and the queue of its successor is there.
+        await eventually(lambda: count_host_queues(stack) == 1, SHOWN_S, "one queue of a host")
+        await page.goto(f"{str(stack.info.flower_url).rstrip('/')}/broker")
+        await expect(page.locator("tbody tr").filter(has_text="host.")).to_have_count(1)
