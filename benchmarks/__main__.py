@@ -1,53 +1,25 @@
-"""`python -m benchmarks [NAME ...] [--runs N] [--json] [--check]`: runs the named benchmarks, or all. With --check a missed target is exit status 1."""
+"""`python -m benchmarks [NAME ...] [--runs N] [--smallest] [--json] [--check]`: runs the named benchmarks, or all.
+
+With --check the exit status is 1 when a target is missed. With --smallest the figures only show that a benchmark runs.
+"""
 
 import argparse
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from benchmarks.report import Report
+from benchmarks.sizes import use_smallest
 from contract.errors import ToolcrewError
 
-NAMES = (
-    "warm_call",
-    "bash_output",
-    "whole_path",
-    "throughput",
-    "fairness",
-    "flood",
-    "simulator",
-    "in_flight",
-    "session_start",
-    "pool_refill",
-    "memory",
-    "idle_sandboxes",
-    "evicted_sessions",
-    "kill_rounds",
-    "loop_step",
-    "waiting_runs",
-    "tag_parser",
-    "native_assembler",
-    "read_tool",
-    "edit_tool",
-    "search",
-    "workspaces",
-    "egress",
-    "neighbours",
-    "batch_runs",
-    "batch_memory",
-    "batch_queue",
-    "tracing",
-    "metrics",
-    "api",
-    "mcp",
-    "mcp_servers",
-    "inspect_exec",
-    "page",
-    "skills",
-)
+FOLDER = Path(__file__).parent
+NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.py") if re.search(r"^def run\(.*\) -> Report:$", path.read_text(), re.MULTILINE)))
+"""Every module in this folder with a function `run` that returns a report."""
 GROUPS = {"batch": ("batch_runs", "batch_memory", "batch_queue")}
 SIZED = ("batch_runs", "batch_memory")
 """Those that --runs is for."""
@@ -57,6 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench", description="Ours beside floors and peers, from one interleaved run each.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; batch: all of batches; default all")
     parser.add_argument("--runs", type=int, metavar="N", help=f"how many runs a batch has, of {' and '.join(SIZED)}; default 1000")
+    parser.add_argument(
+        "--smallest", action="store_true", help="run each at its smallest size, to see that it runs; the figures mean nothing"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
     asked = parser.parse_args(argv)
@@ -66,6 +41,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"unknown benchmark {unknown[0]}; there are {', '.join((*NAMES, *GROUPS))}")
     if asked.runs is not None and (asked.runs < 2 or not set(names) & set(SIZED)):
         parser.error(f"--runs is at least 2, and for {' and '.join(SIZED)}")
+    if asked.smallest:
+        use_smallest()
+    if not asked.names:
+        sys.stderr.write(f"bench: running all {len(names)} benchmarks; name some to run only those: {', '.join(names)}\n")
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:

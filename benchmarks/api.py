@@ -20,6 +20,7 @@ import redis.asyncio
 
 from benchmarks.processes import child_process
 from benchmarks.report import Report, interleave, median
+from benchmarks.sizes import size
 from benchmarks.whole_path import awaited, whole_call
 from contract.settings import BrokerSettings
 from contract.tenancy import DEFAULT_TENANT
@@ -33,12 +34,12 @@ from orchestrator.sessions import Session
 from orchestrator.settings import load_settings
 from orchestrator.tenants import RedisTenants
 
-ROUNDS, WARM_UP = 200, 20
-CALLS = 200
-READERS = 500
-EVENTS, PER_S = 100, 10
-RUNS, AT_ONCE = 10_000, 100
-PAGES = 15
+ROUNDS, WARM_UP = size((200, 20), (2, 1))
+CALLS = size(200, 4)
+READERS = size(500, 3)
+EVENTS, PER_S = size((100, 10), (10, 10))
+RUNS, AT_ONCE = size((10_000, 100), (120, 60))
+PAGES = size(15, 2)
 EVENT = json.dumps({"type": "TextArrived", "run": "x", "text": "some words of a model, as they come. " * 4})
 CALL = {"name": "bash_tool", "arguments": {"command": "true"}}
 TICKS_PER_S = 100

@@ -9,13 +9,14 @@ from pathlib import Path
 from benchmarks.engine_peer import open_api
 from benchmarks.processes import running_sandboxd
 from benchmarks.report import Report, median
+from benchmarks.sizes import size
 from workers.sandbox_client import SandboxClient
 from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES
 
-ROUNDS = 5
+ROUNDS = size(5, 1)
 MIB = 1024 * 1024
 SAMPLE_S = 0.005
-LAST_LINE = 11_900_000
+LAST_LINE = size(11_900_000, 119_000)
 """`seq` prints 100 MB up to here."""
 COMMAND = f"seq {LAST_LINE}"
 REQUEST = {

@@ -7,11 +7,12 @@ from typing import Any
 
 from benchmarks.batch_ground import open_shell
 from benchmarks.report import Report
+from benchmarks.sizes import size
 from orchestrator import ToolClient
 from tests.model_server.running import ModelServer, running_model_server
 
-RUNS = 1000
-THINKS_S = 20.0
+RUNS = size(1000, 4)
+THINKS_S = size(20.0, 0.5)
 """How long the model is silent: long enough for all to be asking at once."""
 MIB = 1024 * 1024
 SCRIPT: list[dict[str, Any]] = [{"kind": "rule", "reply": {"text": "answer {{item}}", "first_byte_s": THINKS_S}}]

@@ -13,6 +13,7 @@ from pydantic import SecretStr
 
 from benchmarks.fairness import open_server, until_it_answers
 from benchmarks.report import Report, median
+from benchmarks.sizes import size
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.batch_runs import until_first
@@ -25,13 +26,14 @@ from orchestrator.runs.brake import Brake
 from orchestrator.runs.follower import Follower
 from orchestrator.runs.happening_stream import HappeningReader, HappeningWriter
 from orchestrator.runs.journal import Journal
+from orchestrator.runs.places import Places
 from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
 from orchestrator.runs.run_queue import Claim, RunQueue
 from orchestrator.runs.runner import Runner
 
-QUEUED = (10, 1000, 10_000)
-ROUNDS = 3
-RUNS = 600
+QUEUED = size((10, 1000, 10_000), (10, 20))
+ROUNDS = size(3, 1)
+RUNS = size(600, 10)
 """Worked in a round, beside those that stay queued."""
 AT_ONCE = 10
 STEPS = 5
@@ -138,7 +140,7 @@ class _PlayedWork:
     """Works items at once: each has its steps in its log, and tells of them. After RUNS of them nothing is begun any more."""
 
     def __init__(self) -> None:
-        self.brake = Brake()
+        self.brake, self.places = Brake(), Places()
         self.ended = 0
         self.drain: Callable[[], None] = lambda: None
 
@@ -154,6 +156,9 @@ class _PlayedWork:
         if self.ended >= RUNS:
             self.drain()
         return _outcome(claim)
+
+    def drop_spans(self, claim: Claim) -> None:
+        """No spans are recorded."""
 
 
 async def _worked(client: "redis.asyncio.Redis", queue: RunQueue, batch: str) -> tuple[float, float]:

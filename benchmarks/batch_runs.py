@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.batch_ground import Worked, open_shell
 from benchmarks.raw_celery import RawCelery, open_raw
 from benchmarks.report import Report, median
+from benchmarks.sizes import size
 from benchmarks.whole_path import per_second
 from orchestrator import ToolClient
 from orchestrator.functions.local_tools import LocalTools
@@ -19,12 +20,12 @@ from orchestrator.redis_connection import open_redis
 from orchestrator.settings import load_settings
 from tests.model_server.running import ModelServer, running_model_server
 
-RUNS = 1000
+RUNS = size(1000, 4)
 CALLS = 5
 SHORT, LONG = 5, 45
 """Calls of the runs whose difference is what a step costs."""
-PAIRS = 32
-AT_A_TIME = 16
+PAIRS = size(32, 2)
+AT_A_TIME = size(16, 2)
 MIB = 1024 * 1024
 _COMMAND = "echo {step} >> acts; wc -l < acts"
 _SPEC = "A line more in a file, and how many it has."

@@ -7,13 +7,14 @@ import time
 from benchmarks.processes import running_sandboxd
 from benchmarks.report import Case, Report, median, timed
 from benchmarks.report import interleave as run_interleaved
+from benchmarks.sizes import size
 from contract.calls import ToolCall, ToolContext
 from workers.bench import SandboxBench
 from workers.sandbox_client import SandboxClient, sandbox_id
 from workers.tools.edit import EDIT_TOOL
 
-ROUNDS = 60
-WARM_UP = 6
+ROUNDS = size(60, 2)
+WARM_UP = size(6, 1)
 _LARGE = "".join(f"{number:08d} " + "x" * 42 + "\n" for number in range(1, 200_001)).encode()
 _SMALL = _LARGE[:80_000]
 _FILES = {"large.txt": _LARGE, "small.txt": _SMALL}

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from benchmarks.processes import child_process
 from benchmarks.report import Case, Report, interleave, median, timed
+from benchmarks.sizes import size
 
-ROUNDS = 9
-WARM_UP = 2
-DOWNLOAD_BYTES = 64 * 1024 * 1024
-OPENINGS = 50
+ROUNDS = size(9, 2)
+WARM_UP = size(2, 1)
+DOWNLOAD_BYTES = size(64 * 1024 * 1024, 1024 * 1024)
+OPENINGS = size(50, 3)
 _RELAY = """
 import asyncio, sys
 

@@ -13,11 +13,12 @@ from benchmarks.engine_peer import open_api
 from benchmarks.memory import memory_of_process
 from benchmarks.processes import RunningSandboxd, running_sandboxd
 from benchmarks.report import Report, median, percentile
+from benchmarks.sizes import size
 from benchmarks.warm_call import REQUEST
 from workers.sandbox_client import SandboxClient
 
-SESSIONS = 500
-CONTAINERS = 50
+SESSIONS = size(500, 3)
+CONTAINERS = size(50, 2)
 AT_ONCE = 2
 SAMPLE_S = 0.2
 

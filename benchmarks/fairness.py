@@ -17,6 +17,7 @@ from typing import Any
 import redis.asyncio
 
 from benchmarks.report import Report, median
+from benchmarks.sizes import size
 from contract.errors import BrokerUnavailable
 from contract.names import slots_key
 from contract.tenancy import TenantPolicy
@@ -25,13 +26,13 @@ from orchestrator.redis_server import find_redis_server, write_redis_config
 
 QUEUE = "host.bench.1"
 SLOTS = 4
-FLOOD = 2000
+FLOOD = size(2000, 60)
 FEW = 10
-SHARE_S = 60.0
-ROUNDS = 5
-CALLS = 2000
+SHARE_S = size(60.0, 2.0)
+ROUNDS = size(5, 1)
+CALLS = size(2000, 50)
 """Of one size, in one round."""
-LONG_S = 60.0
+LONG_S = size(60.0, 1.0)
 
 
 class Ground:

@@ -7,6 +7,7 @@ import time
 from benchmarks.noop_worker import NAP_S, NAP_TOOL
 from benchmarks.raw_celery import running_tools
 from benchmarks.report import Report, median
+from benchmarks.sizes import size
 from benchmarks.throughput import succeeds, until_served
 from contract.tenancy import TenantPolicy
 from orchestrator import ToolClient
@@ -16,10 +17,10 @@ from orchestrator.settings import load_settings
 from orchestrator.tenants import RedisTenants
 
 SLOTS = 4
-FLOOD = 2000
-FEW = 10
-ROUNDS = 5
-LEAD_S = 2.0
+FLOOD = size(2000, 40)
+FEW = size(10, 2)
+ROUNDS = size(5, 1)
+LEAD_S = size(2.0, 0.2)
 """How long the flood comes before the few: in a queue of its own order they would wait for all of it."""
 
 

@@ -11,13 +11,14 @@ from benchmarks.engine_peer import memory_of, open_api
 from benchmarks.memory import memory_of_process
 from benchmarks.processes import running_sandboxd
 from benchmarks.report import Report, median
+from benchmarks.sizes import size
 from workers.sandbox_client import SandboxClient
 
-SANDBOXES = 200
-FIRST = 50
+SANDBOXES = size(200, 3)
+FIRST = size(50, 1)
 """What these have taught sandboxd's allocator is nobody's share."""
 AT_ONCE = 8
-IDLE_S = 5.0
+IDLE_S = size(5.0, 0.5)
 MIB = 1024 * 1024
 
 

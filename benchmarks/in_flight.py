@@ -15,6 +15,7 @@ from pydantic import SecretStr
 
 from benchmarks.processes import child_process
 from benchmarks.report import Report, median
+from benchmarks.sizes import size
 from contract.errors import BrokerUnavailable
 from contract.settings import BrokerSettings
 from orchestrator.celery_transport import CeleryTransport
@@ -23,11 +24,11 @@ from orchestrator.redis_server import find_redis_server, write_redis_config
 from orchestrator.results import ResultHub
 from orchestrator.transport import Delivery
 
-ROUNDS = 5
-CALLS = 5000
-ALONE = 500
+ROUNDS = size(5, 1)
+CALLS = size(5000, 50)
+ALONE = size(500, 5)
 """Calls in a round with one in flight, each of which waits for all the others' processes."""
-IN_FLIGHT = (1, 50, 500, 5000)
+IN_FLIGHT = size((1, 50, 500, 5000), (1, 50))
 ENVELOPE = "x" * 600
 FLAT = 1.5
 """How much more a call may cost at the most in flight than at 50."""

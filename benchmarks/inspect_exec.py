@@ -21,12 +21,13 @@ from inspect_ai.util._sandbox.docker.docker import DockerSandboxEnvironment
 from inspect_ai.util._sandbox.docker.prereqs import validate_docker_compose, validate_docker_engine
 
 from benchmarks.report import Report, interleave, median
+from benchmarks.sizes import size
 from benchmarks.tracing import environment
 from benchmarks.whole_path import awaited
 from orchestrator import ToolClient
 from orchestrator.adapters.inspect_sandbox import ToolcrewSandboxEnvironment
 
-ROUNDS, WARM_UP = 30, 3
+ROUNDS, WARM_UP = size((30, 3), (2, 1))
 IMAGE = "toolcrew-sandbox:dev"
 TASK = "bench"
 CONTENT = "a line\n" * 100

@@ -18,15 +18,16 @@ from benchmarks.engine_peer import open_api
 from benchmarks.memory import memory_of_process
 from benchmarks.processes import RunningSandboxd, running_sandboxd
 from benchmarks.report import Report
+from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
 from contract.errors import SandboxUnavailable
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd.frames import MAX_DOWN, encode_frame
 from workers.sandboxd.workspaces.image import TEMPLATES
 
-ROUNDS = 1000
+ROUNDS = size(1000, 10)
 AT_ONCE = 4
-WARM_UP = 60
+WARM_UP = size(60, 5)
 WAYS = ("close", "timeout", "kill", "abandon", "leave")
 GONE_S = 60.0
 """How long after the last round what was abandoned may still be there: sessions expire in rounds of 5 s."""

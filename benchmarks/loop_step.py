@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.report import Report, interleave, median
+from benchmarks.sizes import size
 from contract.calls import ToolCall, ToolResult
 from contract.specs import ToolSpec
 from orchestrator.agent import Agent
@@ -18,8 +19,8 @@ from orchestrator.dialects.tags import TagsDialect, build_tag_call
 from orchestrator.limits import ReActOptions
 from orchestrator.models.base import Chunk, ModelRequest
 
-STEPS = 20
-ROUNDS = 15
+STEPS = size(20, 3)
+ROUNDS = size(15, 2)
 CHUNK_CHARS = 16
 OUTPUT = "x" * 1000
 SPEC = ToolSpec(

@@ -20,6 +20,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from benchmarks.processes import child_process
 from benchmarks.report import Report, interleave, median
+from benchmarks.sizes import size
 from benchmarks.whole_path import awaited, whole_call
 from contract.settings import BrokerSettings
 from contract.tenancy import DEFAULT_TENANT
@@ -28,7 +29,7 @@ from orchestrator.api_keys import ApiKeys
 from orchestrator.redis_connection import open_redis
 from orchestrator.settings import load_settings
 
-ROUNDS, WARM_UP = 200, 20
+ROUNDS, WARM_UP = size((200, 20), (2, 1))
 REVISION = "2026-07-28"
 _ABOUT = {"io.modelcontextprotocol/protocolVersion": REVISION, "io.modelcontextprotocol/clientCapabilities": {}}
 _CALL = {"name": "bash_tool", "arguments": {"command": "true"}, "_meta": _ABOUT}

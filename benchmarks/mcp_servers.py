@@ -6,12 +6,13 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.report import Report, interleave, median
+from benchmarks.sizes import size
 from benchmarks.tracing import environment
 from benchmarks.whole_path import awaited, whole_call
 from orchestrator import ToolClient
 from orchestrator.sessions import Session
 
-ROUNDS, WARM_UP, FIRSTS = 100, 10, 10
+ROUNDS, WARM_UP, FIRSTS = size((100, 10, 10), (2, 1, 1))
 SERVER = """
 import json, sys
 for line in sys.stdin:

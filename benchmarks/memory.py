@@ -6,10 +6,11 @@ from pathlib import Path
 from benchmarks.engine_peer import memory_of, open_api
 from benchmarks.processes import running_sandboxd
 from benchmarks.report import Report, median
+from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
 from workers.sandbox_client import SandboxClient
 
-SANDBOXES = 50
+SANDBOXES = size(50, 2)
 MIB = 1024 * 1024
 
 

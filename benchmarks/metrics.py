@@ -11,6 +11,7 @@ from pydantic import SecretStr
 
 from benchmarks.fairness import open_server, until_it_answers
 from benchmarks.report import Report, median
+from benchmarks.sizes import size
 from contract.calls import Clocks, ToolResult
 from contract.errors import ErrorCode
 from contract.hosts import HostReport
@@ -28,11 +29,11 @@ from orchestrator.metrics.tally import Tally
 from orchestrator.redis_connection import open_redis
 
 DEPLOYMENT = "bench"
-TENANTS, HOSTS, MESSAGES, WAITING, TOOLS = 1000, 200, 10_000, 2000, 60
-SCRAPES = 7
+TENANTS, HOSTS, MESSAGES, WAITING, TOOLS = size((1000, 200, 10_000, 2000, 60), (10, 4, 20, 100, 3))
+SCRAPES = size(7, 2)
 ASKED_AT_ONCE = 100
 LISTED_US, MOST_LISTED = 100, 100
-CALLS_MADE = 20_000
+CALLS_MADE = size(20_000, 100)
 CALL_CPU_S = 0.003
 """What a call costs an orchestrator at least (docs/performance.md)."""
 TARGET_MS = 100.0

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.report import Report
+from benchmarks.sizes import size
 from benchmarks.tag_parser import best_of, growth_of
 from benchmarks.tag_streams import cut
 from orchestrator.dialects.native_assembler import NativeCallAssembler
 
-SIZE = 128 * 1024
+SIZE = size(128 * 1024, 4 * 1024)
 GROWTH = 8
 DELTA_CHARS = 16
 FEWEST_PER_S = 40_000.0
 """25 microseconds each."""
-ROUNDS = 9
-CALLS = 2000
+ROUNDS = size(9, 2)
+CALLS = size(2000, 50)
 
 
 def build_deltas(arguments: str) -> list[dict[str, Any]]:

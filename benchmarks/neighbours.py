@@ -10,13 +10,14 @@ from typing import Any
 
 from benchmarks.processes import running_sandboxd
 from benchmarks.report import Report, percentile
+from benchmarks.sizes import size
 from benchmarks.warm_call import REQUEST, WARM_UP, sandbox_call
 from workers.sandbox_client import SandboxClient
 
-ROUNDS = 3
-WINDOW_S = 1.0
+ROUNDS = size(3, 1)
+WINDOW_S = size(1.0, 0.1)
 """How long the neighbour's calls are taken in each round, quiet and attacked."""
-SETTLE_S = 0.6
+SETTLE_S = size(0.6, 0.1)
 """Until an attack is at its worst; and until what it left behind is killed."""
 TARGET = 2.0
 _FLOOD: Mapping[str, object] = {"state": "use", "capture": {"stream": 1 << 34}, "spill": None}

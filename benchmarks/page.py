@@ -11,6 +11,7 @@ from pydantic import SecretStr
 
 from benchmarks.fairness import open_server, until_it_answers
 from benchmarks.report import Report, median
+from benchmarks.sizes import size
 from orchestrator.api.service import ApiService
 from orchestrator.api_keys import ApiKeys
 from orchestrator.batches.items import RunBody
@@ -19,8 +20,8 @@ from orchestrator.runs.hosted import HostedRuns
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tenants import RedisTenants
 
-RUNS, AT_ONCE = 10_000, 100
-VIEWS = 15
+RUNS, AT_ONCE = size((10_000, 100), (120, 60))
+VIEWS = size(15, 2)
 TARGET_MS = 300.0
 TENANT = "default"
 

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 
 from benchmarks.processes import running_sandboxd
 from benchmarks.report import Report, percentile
+from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
 from workers.sandbox_client import SandboxClient
 
-CALLS_PER_S = 100.0
-SESSIONS = 20
-REFILL = 20
-ROUNDS = 3
-QUIET_S = 8.0
+CALLS_PER_S = size(100.0, 20.0)
+SESSIONS = size(20, 2)
+REFILL = size(20, 1)
+ROUNDS = size(3, 1)
+QUIET_S = size(8.0, 0.5)
 SETTLE_S = 1.0
 TARGET = 1.5
 

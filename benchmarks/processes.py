@@ -96,8 +96,8 @@ def guest_on_pipes() -> Iterator["subprocess.Popen[bytes]"]:
     """The guest as PID 1 of a pid namespace of its own: no engine, no container, no filter. Needs root."""
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as name:
         boot = (
-            "import sys; sys.path.insert(0, sys.argv[1]); from guest.loop import main; from guest.places import Places;"
-            "main(Places((sys.argv[2].encode(),), sys.argv[2].encode() + b'/output'))"
+            "import sys; sys.path.insert(0, sys.argv[1]); from guest.loop import main; from guest.options import Options; from guest.places import Places;"
+            "main(Options(), Places((sys.argv[2].encode(),), sys.argv[2].encode() + b'/output'))"
         )
         (Path(name) / "output").mkdir()
         python = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable

@@ -10,14 +10,15 @@ from pathlib import Path
 from benchmarks.processes import running_sandboxd
 from benchmarks.report import Case, Report, median, timed
 from benchmarks.report import interleave as run_interleaved
+from benchmarks.sizes import size
 from contract.calls import ToolCall, ToolContext
 from workers.bench import SandboxBench
 from workers.sandbox_client import SandboxClient, sandbox_id
 from workers.tools.read import FOOTER_BYTES, READ_TOOL
 from workers.tools.text import MAX_OUTPUT_BYTES
 
-ROUNDS = 200
-WARM_UP = 20
+ROUNDS = size(200, 2)
+WARM_UP = size(20, 1)
 PAGE_LINES = 2000
 LARGE_LINES = 200_000
 MIDDLE = LARGE_LINES // 2

@@ -9,12 +9,13 @@ from typing import Any
 from benchmarks.processes import running_sandboxd
 from benchmarks.report import Case, Report, median, timed
 from benchmarks.report import interleave as run_interleaved
+from benchmarks.sizes import size
 from workers.sandbox_client import SandboxClient
 from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES
 
-ROUNDS = 10
+ROUNDS = size(10, 2)
 WARM_UP = 1
-FILES = 50_000
+FILES = size(50_000, 1000)
 FILES_A_FOLDER = 10
 NEEDLES = FILES // 500
 _PLANT = f"""

@@ -12,12 +12,13 @@ import docker
 from benchmarks.engine_peer import open_api, raw_container, sandbox_config
 from benchmarks.processes import RunningSandboxd, running_sandboxd
 from benchmarks.report import Case, Report, interleave, median, percentile, timed
+from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
 from contract.errors import SandboxUnavailable
 from workers.sandbox_client import SandboxClient
 
-ROUNDS = 25
-WARM_UP = 2
+ROUNDS = size(25, 1)
+WARM_UP = size(2, 1)
 SETTLE_S = 0.3
 """The engine still clears away after a removal; the other's start is not to pay for it."""
 POOL = 2

@@ -22,23 +22,26 @@ from benchmarks.simulator_clock import JumpingLoop, open_counting_pool, run_jump
 from benchmarks.simulator_hosts import DEPLOYMENT, World, run_heartbeats
 from benchmarks.simulator_orchestrators import FUTURE_AT, Ends, Orchestrator, Pace, Session, open_orchestrators, play_agent
 from benchmarks.simulator_shares import misgiven, share_out
+from benchmarks.sizes import size
 from contract.names import POOL_WEB, slots_key
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import SharedAdmission, SlotRequest
 from orchestrator.placement import Wanted, choose_host
 
 SEED = 6
-HOSTS, SESSIONS, TENANTS, ORCHESTRATORS = 500, 10_000, 1_000, 2
+HOSTS, SESSIONS, TENANTS, ORCHESTRATORS = size((500, 10_000, 1_000, 2), (60, 300, 30, 2))
 WEIGHTS = (1.0, 1.0, 3.0)
 """Of every third tenant, in turn."""
-STEADY_S = 60.0
+STEADY_S = size(60.0, 10.0)
 """In which the sessions are opened."""
-BURST = 2_000
+BURST = size(2_000, 40)
 """Sessions opened within one second, on reports that are up to four seconds old."""
-SHARED_HOSTS, SHORT, SETTLE_S, SHARE_S = 16, Pace(think_s=12.0, call_s=3.0), 90.0, 120.0
+SHARED_HOSTS, SHORT, SETTLE_S, SHARE_S = size(
+    (16, Pace(think_s=12.0, call_s=3.0), 90.0, 120.0), (4, Pace(think_s=12.0, call_s=3.0), 10.0, 20.0)
+)
 LONG, FILL_S, LOSS_S, AFTER_S = Pace(think_s=180.0, call_s=30.0), 40.0, 15.0, 20.0
-DEAD, FROZEN = 25, 15
-POOL_SLOTS, POOL_CALLS, POOL_CALL_S, POOL_SHARE_S = 100, 10_000, 0.5, 20.0
+DEAD, FROZEN = size((25, 15), (5, 3))
+POOL_SLOTS, POOL_CALLS, POOL_CALL_S, POOL_SHARE_S = size((100, 10_000, 0.5, 20.0), (10, 200, 0.5, 5.0))
 CONNECTIONS = 64
 
 

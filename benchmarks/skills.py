@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.loop_step import quiet_log
 from benchmarks.report import Report, interleave, median
+from benchmarks.sizes import size
 from benchmarks.tracing import environment
 from benchmarks.whole_path import awaited
 from contract.skill_sidecars import SIDECAR_FILE
@@ -19,8 +20,8 @@ from orchestrator import ToolClient
 from orchestrator.sessions import Session
 from workers.skills.loader import load_skills
 
-ROUNDS, WARM_UP = 200, 20
-LOADED, LOADS = 200, 5
+ROUNDS, WARM_UP = size((200, 20), (2, 1))
+LOADED, LOADS = size((200, 5), (5, 1))
 SCRIPT = "read -r line; echo ${#line}\n"
 
 

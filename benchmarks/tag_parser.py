@@ -5,14 +5,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.report import Report
+from benchmarks.sizes import size
 from benchmarks.tag_streams import CharacterMachine, cut, run_floor, streams
 from orchestrator.dialects.tag_parser import TagStreamParser
 
-SIZE = 1_000_000
+SIZE = size(1_000_000, 20_000)
 GROWTH = 8
 CHUNKS = (4, 16)
 MOST_FLOORS = {4: 12.0, 16: 50.0}
-ROUNDS = 7
+ROUNDS = size(7, 1)
 GROWTH_CHUNK = 16
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from benchmarks.noop_worker import TOOL
 from benchmarks.raw_celery import open_raw, running_tools
 from benchmarks.report import Report, median, percentile
+from benchmarks.sizes import size
 from benchmarks.whole_path import open_sessions, per_second
 from contract.errors import ToolcrewError
 from orchestrator import ToolClient
@@ -15,8 +16,8 @@ from orchestrator.redis_connection import open_redis
 from orchestrator.sessions import Session
 from orchestrator.settings import load_settings
 
-ROUNDS = 5
-CALLS = 300
+ROUNDS = size(5, 1)
+CALLS = size(300, 20)
 """Of a case, in a round."""
 SLOTS = 4
 PATH = "/workspace/notes.txt"

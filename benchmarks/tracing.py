@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.loop_step import quiet_log
 from benchmarks.report import Report, interleave, median
+from benchmarks.sizes import size
 from benchmarks.whole_path import awaited
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
@@ -21,8 +22,8 @@ from orchestrator.sessions import Session
 from orchestrator.transport import Delivery
 from tests.otlp_collector import open_collector
 
-HOOK_CALLS, HOOK_ROUNDS = 200, 40
-CALLS, ROUNDS, WARM_UP = 10, 40, 5
+HOOK_CALLS, HOOK_ROUNDS = size((200, 40), (5, 2))
+CALLS, ROUNDS, WARM_UP = size((10, 40, 5), (2, 2, 1))
 KEYS = SigningKeys.of("a benchmark's secret")
 SPEC = ToolSpec(
     name="echo",

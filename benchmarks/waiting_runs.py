@@ -12,12 +12,13 @@ from typing import Any
 from benchmarks.loop_step import SPEC, _answer
 from benchmarks.memory import memory_of_process
 from benchmarks.report import Report
+from benchmarks.sizes import size
 from orchestrator.agent import Agent
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.events import RunEvent, TextArrived
 from orchestrator.models.openai import OpenAIModel
 
-WAITING = 1000
+WAITING = size(1000, 10)
 AT_A_TIME = 50
 _CALL = {"index": 0, "id": "call", "function": {"name": "echo", "arguments": json.dumps({"text": "some text"})}}
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -9,11 +9,12 @@ from benchmarks.engine_peer import DirectGuest, exec_peer, open_api, raw_contain
 from benchmarks.processes import guest_on_pipes, running_sandboxd
 from benchmarks.report import Case, Report, median, timed
 from benchmarks.report import interleave as run_interleaved
+from benchmarks.sizes import size
 from workers.sandbox_client import SandboxClient
 from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES
 
-ROUNDS = 300
-WARM_UP = 20
+ROUNDS = size(300, 2)
+WARM_UP = size(20, 1)
 EXEC_SETTLE_S = 0.02
 """The engine is busy a little longer with an exec than its client waits."""
 SCRIPT = b"true"

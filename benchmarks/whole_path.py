@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.raw_celery import open_raw
 from benchmarks.report import Case, Report, interleave, median, percentile, timed
+from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
 from orchestrator import ToolClient
 from orchestrator.redis_connection import open_redis
@@ -15,10 +16,10 @@ from orchestrator.sessions import Session
 from orchestrator.settings import load_settings
 from workers.sandbox_client import SandboxClient
 
-ROUNDS = 200
-WARM_UP = 20
+ROUNDS = size(200, 2)
+WARM_UP = size(20, 1)
 IN_FLIGHT = 50
-CALLS = 400
+CALLS = size(400, 8)
 SESSIONS = 4
 MARGIN_MS = 3.0
 """What is granted to everything of ours between Celery and the sandbox."""

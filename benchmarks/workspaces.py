@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from benchmarks.report import Report, interleave, median
+from benchmarks.sizes import size
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.workspaces.base import Workspace, WorkspaceMount, WorkspaceSize
 from workers.sandboxd.workspaces.choice import find_obstacle
@@ -16,10 +17,10 @@ from workers.sandboxd.workspaces.image import ImageWorkspaces
 
 MIB = 1024 * 1024
 SIZE = WorkspaceSize(256 * MIB, 65_536)
-ROUNDS = 25
-WARM_UP = 2
-WRITTEN_BYTES = 128 * MIB
-FILES = 1_000
+ROUNDS = size(25, 1)
+WARM_UP = size(2, 1)
+WRITTEN_BYTES = size(128 * MIB, 4 * MIB)
+FILES = size(1_000, 20)
 CHUNK = bytes(range(256)) * 4096
 
 

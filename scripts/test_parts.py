@@ -29,6 +29,7 @@ LONGEST_FIRST = (
     "tests/integration",
     "tests/e2e",
     "tests/unit",
+    "tests/benchmarks",
     "tests/e2e/batches",
     "tests/api",
     "tests/attacks",

@@ -1,4 +1,4 @@
-"""The statistics and the reports of scripts/bench. The benchmarks themselves are run, not tested."""
+"""The statistics and the reports of scripts/bench. tests/benchmarks runs the benchmarks themselves."""
 
 import asyncio
 import json

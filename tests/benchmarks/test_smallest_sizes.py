@@ -1,0 +1,41 @@
+"""Every benchmark runs at its smallest size and reports its figures, so that none breaks unnoticed. No time is checked: the machine may be busy."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import NAMES
+from tests.stack import require_engine
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 300.0
+
+
+@pytest.mark.stack
+@pytest.mark.timeout(LIMIT_S + 30)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_benchmark_runs_at_its_smallest_size(name: str) -> None:
+    require_engine()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TOOLCREW_")}
+
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks", name, "--smallest", "--json"],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout)[name]
+    figures = {key: value for key, value in report.items() if key not in ("targets", "notes")}
+    assert figures
+    assert all(math.isfinite(value) for value in figures.values()), figures
