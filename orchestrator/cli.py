@@ -167,7 +167,7 @@ def run(
             return result
 
     try:
-        result = run_work(work(), as_json)
+        result = run_work(work(), as_json, reports_waiting=True)
     finally:
         _tell(leavings, as_json)
     typer.echo(json.dumps(_run_json(result) | leavings[0].to_json() | keeping.to_json()) if as_json else escape_controls(result.answer))
@@ -219,7 +219,7 @@ def call(
                 on_output = stack.enter_context(LiveOutput(console)).show if is_live else None
                 return await session.call(name, values, terms=terms, on_output=on_output)
 
-    result = run_work(work(), as_json)
+    result = run_work(work(), as_json, reports_waiting=True)
     if as_json:
         typer.echo(result.model_dump_json())
     else:

@@ -4,13 +4,14 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.tenancy import DEFAULT_TENANT
+from orchestrator.admission.waiting import WaitNotice, once_per_reason, report_waiting
 from orchestrator.client import ToolClient
 from orchestrator.settings import OrchestratorSettings, load_settings
 from orchestrator.terminal import escape_controls
@@ -62,10 +63,14 @@ async def open_pool_client(tenant: str | None = None, *, needs_workers: bool = F
         yield client
 
 
-def run_work(work: Coroutine[Any, Any, T], as_json: bool) -> T:
-    """The command's result; our own errors end it with a sentence and an exit code, Ctrl-C after everything was taken down."""
+def run_work(work: Coroutine[Any, Any, T], as_json: bool, *, reports_waiting: bool = False) -> T:
+    """The command's result; our own errors end it with a sentence and an exit code, Ctrl-C after everything was taken down.
+
+    `reports_waiting`: print on stderr why a call waits for a slot, each reason once.
+    """
     try:
-        return asyncio.run(_until_told(work))
+        with report_waiting(once_per_reason(_print_notice)) if reports_waiting else nullcontext():
+            return asyncio.run(_until_told(work))
     except _ToldToStop as told:
         fail("told to stop; what was running has been stopped", "CANCELLED", 128 + told.number, as_json)
     except KeyboardInterrupt:
@@ -75,6 +80,10 @@ def run_work(work: Coroutine[Any, Any, T], as_json: bool) -> T:
     except ToolFailure as failure:
         code = EXIT_REFUSED if failure.code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED) else EXIT_ERROR
         fail(failure.message + suggest_nearest(failure.metadata), failure.code.value, code, as_json)
+
+
+def _print_notice(notice: WaitNotice) -> None:
+    typer.echo(f"toolcrew: {escape_controls(notice.message)}", err=True)
 
 
 def suggest_nearest(metadata: Mapping[str, object]) -> str:

@@ -74,7 +74,7 @@ def session_new(
             info = await session.info()
             return session, {"id": session.id, "tenant": session.tenant, "host": info.host, "image": info.image, "network": info.network}
 
-    session, told = run_work(work(), as_json)
+    session, told = run_work(work(), as_json, reports_waiting=True)
     typer.echo(json.dumps(told) if as_json else session.id)
 
 
@@ -107,7 +107,7 @@ def session_exec(
             return await session.exec(command, stdin=content, cwd=cwd, timeout_s=timeout, on_output=on_output)
 
     try:
-        result = run_work(work(), as_json)
+        result = run_work(work(), as_json, reports_waiting=True)
     except typer.Exit as ended:
         raise typer.Exit(EXIT_OURS if ended.exit_code == EXIT_ERROR else ended.exit_code) from None
     code = result.returncode if result.returncode >= 0 else EXIT_SIGNAL - result.returncode
@@ -142,7 +142,7 @@ def session_cp(
                 return await _copy_out(session, inner[1], Path(target))
             return await _copy_in(session, Path(source), remote[1])
 
-    told = run_work(work(), as_json)
+    told = run_work(work(), as_json, reports_waiting=True)
     if as_json:
         typer.echo(json.dumps(told))
     elif told["left_out"]:

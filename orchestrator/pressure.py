@@ -26,7 +26,7 @@ BUSY_SHARE = 0.9
 @dataclass(frozen=True)
 class QueuePressure:
     """One queue now. `held`: calls that have a slot; `waiting`: those that would run if there were more slots, the oldest for `oldest_s` seconds;
-    `stopped`: those that wait for a limit of their own tenant, which no worker changes; `demand`: calls that want a worker."""
+    `stopped`: calls that wait because of their own tenant (a limit, a pause), which no worker changes; `demand`: calls that want a worker."""
 
     queue: str
     slots: int
@@ -98,13 +98,17 @@ class Pressure:
     async def _scanned(self) -> _Scan:
         """Goes through all waiting calls, so many at a time that Redis is free for others in between."""
         calls: dict[tuple[str, str], list[float]] = defaultdict(list)
+        paused = Counter[str]()
         cursor, found = 0, dict[bytes, bytes]()
         while True:
             answer: Any = await self._client.hscan(f"{self._prefix}waiting", cursor, count=SCAN)
             cursor, found = answer
             for text in found.values():
                 call = json.loads(text)
-                calls[call["queue"], call["tenant"]].append(float(call["since"]))
+                if call["lane"] == "paused":
+                    paused[call["queue"]] += 1
+                else:
+                    calls[call["queue"], call["tenant"]].append(float(call["since"]))
             if cursor == 0:
                 break
         pairs = list(calls)
@@ -113,7 +117,7 @@ class Pressure:
             for queue, tenant in pairs:
                 pipe.hget(f"{self._prefix}pair:{queue}|{tenant}", "blocked")
             blocked = await pipe.execute()
-        scan = _Scan(Counter(), Counter(), {})
+        scan = _Scan(Counter(), paused, {})
         for (queue, tenant), is_blocked in zip(pairs, blocked, strict=True):
             instants = calls[queue, tenant]
             if float(is_blocked or 0) > 0:

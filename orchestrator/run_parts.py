@@ -15,6 +15,7 @@ from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import SKILL_TOOL
 from orchestrator.active_skills import ActiveSkills
 from orchestrator.admission.insistence import until_admitted
+from orchestrator.admission.waiting import WaitNotice, once_per_reason, report_waiting
 from orchestrator.agent import Agent, RunCall
 from orchestrator.approvals import Approver, review
 from orchestrator.approvals.asking import choose_people
@@ -23,7 +24,7 @@ from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.choice import choose_dialect, know_model, with_window
 from orchestrator.dialects.plain import PlainDialect
 from orchestrator.dispatcher import Terms, note_aliases
-from orchestrator.events import ApprovalAsked, CallSent, OnEvent, OutputArrived, RunEvent, SandboxReady
+from orchestrator.events import ApprovalAsked, CallSent, OnEvent, OutputArrived, RunEvent, SandboxReady, Warned
 from orchestrator.heard_calls import OnOutput
 from orchestrator.large_arguments import check_off_loop
 from orchestrator.limits import ReActOptions
@@ -229,6 +230,7 @@ class _Calls:
     ) -> None:
         self._parts, self._session, self._wanted, self._questions, self._active = parts, session, wanted, questions, active
         self._specs = {spec.name: spec for spec in specs}
+        self._on_waiting = once_per_reason(self._warn_of_wait)
         keeps = wanted.book is not None
         self._terms = replace(
             wanted.terms, default_timeout_s=wanted.options.tool_timeout_s, run=wanted.run, model=model, keeps_result=keeps
@@ -290,7 +292,8 @@ class _Calls:
         on_output = self._teller(call.id) if self._wanted.shows_output else None
 
         async def send() -> ToolResult:
-            return await self._session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=terms)
+            with report_waiting(self._on_waiting):
+                return await self._session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output, terms=terms)
 
         # A run that is remembered has time: its model is not told of a limit that only makes it wait.
         result = await (send() if self._wanted.book is None else until_admitted(send))
@@ -315,6 +318,9 @@ class _Calls:
         if book is not None and asked:
             await book.note_review(call.id, reviewed)
         return reviewed
+
+    def _warn_of_wait(self, notice: WaitNotice) -> None:
+        self._wanted.tell(Warned(run=self._wanted.run, message=notice.message))
 
     def _teller(self, call: str) -> OnOutput:
         return lambda stream, text: self._wanted.tell(OutputArrived(run=self._wanted.run, call_id=call, stream=stream, text=text))

@@ -10,6 +10,7 @@ from contract.names import catalog_key
 from contract.registry import ToolRegistry
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
+from orchestrator.admission import PausableAdmission, SharedAdmission
 from orchestrator.blobs import Blobs
 from orchestrator.call_events import CallEvents
 from orchestrator.catalog import RedisCatalog
@@ -64,22 +65,34 @@ class SwitchedPool:
             raise NotSent("duplicate") from None  # as the queue, which takes no id twice
 
     @asynccontextmanager
-    async def client(self) -> AsyncIterator[ToolClient]:
-        """A client as `ToolClient.connect` makes one, but for the queue."""
+    async def client(self, *, has_admission: bool = False) -> AsyncIterator[ToolClient]:
+        """A client as `ToolClient.connect` makes one, but for the queue. `has_admission`: its calls need slots, and tenants have policies."""
         redis = open_redis(self.broker)
         catalog, switches = RedisCatalog(redis, "default", KEY), RedisSwitches(redis, "default", KEY)
         events = CallEvents(redis, "default")
         hosts, blobs = build_pool(), cast(Blobs, MemoryAsyncBlobs())
         await hosts.places.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
-        door = Dispatcher(self.transport, catalog, KEY, queue_wait_s=10, events=events, switches=switches, pool=hosts)
-        installed = InstalledSkills(redis, "default", KEY)
-        connection = PoolConnection(
-            redis, KEY, door, catalog, blobs, switches, RedisTenants(redis, "default", KEY), installed, TenantCatalog(catalog, installed)
+        tenants = RedisTenants(redis, "default", KEY)
+        admission = PausableAdmission(SharedAdmission(redis, "default"), tenants) if has_admission else None
+        door = Dispatcher(
+            self.transport,
+            catalog,
+            KEY,
+            queue_wait_s=10,
+            events=events,
+            switches=switches,
+            tenants=tenants if has_admission else None,
+            admission=admission,
+            pool=hosts,
         )
+        installed = InstalledSkills(redis, "default", KEY)
+        connection = PoolConnection(redis, KEY, door, catalog, blobs, switches, tenants, installed, TenantCatalog(catalog, installed))
         settings = OrchestratorSettings.model_validate({"redis_url": self.broker.redis_url, "approvals": "auto"})
         try:
             yield _Client(settings, connection, "acme", None, None)
         finally:
+            if admission is not None:
+                await admission.aclose()
             await events.close()
             await redis.aclose()
 

@@ -49,7 +49,7 @@ class Admission(Protocol):
     """Slots in fair shares."""
 
     def slot(self, request: SlotRequest) -> AbstractAsyncContextManager[Slot]:
-        """Waits for a slot and holds it until the block ends.
+        """Waits for a slot and holds it until the block ends. A request with the policy of a paused tenant waits and never gets one.
 
         Raises ToolFailure(RATE_LIMITED) with `retry_after_s` in its metadata when the tenant has too many calls waiting, or none became free within `wait_s`;
         BrokerUnavailable.

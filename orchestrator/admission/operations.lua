@@ -192,7 +192,9 @@ function run.enqueue(id, call, policy)
     return
   end
   count(queue, 'sequence', 1)
-  call.seq, call.lane = queue.fields.sequence, (call.batch and 'batch:' or 'interactive:') .. (is_long and 'long' or 'short')
+  -- No slot is given to the lane 'paused': its calls are counted as waiting until their orchestrator takes them out.
+  local lane = (call.batch and 'batch:' or 'interactive:') .. (is_long and 'long' or 'short')
+  call.seq, call.lane = queue.fields.sequence, call.paused and 'paused' or lane
   call.since = now  -- for who watches how long calls wait
   calls[id] = call
   redis.call('HSET', prefix .. 'waiting', id, cjson.encode(call))
@@ -201,9 +203,17 @@ function run.enqueue(id, call, policy)
   count(pair, call.lane, 1)
   for _, one in ipairs({queue, tenant, pair}) do count(one, 'waiting', 1) end
   if pair.fields[call.lane] == 1 then pair.heads = nil end
+  queued[#queued + 1] = id
   refresh(queue, pair)
   unblock(tenant)
   grant(queue)
+end
+
+local function waiting_reason(call)
+  if call.lane == 'paused' then return 'paused' end
+  local queue, tenant = queue_of(call.queue), tenant_of(call)
+  if pair_of(queue, call.tenant).fields.blocked == 0 then return 'slots' end
+  return limit_of(tenant) == math.huge and 'in_flight' or 'rate'
 end
 
 function run.restore(id, call, policy)
@@ -266,10 +276,16 @@ for _, operation in ipairs(cjson.decode(ARGV[6])) do
   run[operation[1]](unpack(operation, 2))
 end
 
+local waiting = {}
+for _, id in ipairs(queued) do
+  local call = waiting_call(id)
+  if call then waiting[#waiting + 1] = {id, waiting_reason(call)} end
+end
+
 for _, one in pairs(records) do save(one) end
 redis.call('HSET', prefix .. 'clock', 'seen', string.format('%.17g', now), 'sweep_from', string.format('%.17g', sweep_from))
 for orchestrator, ids in pairs(told) do
   if orchestrator ~= me then redis.call('PUBLISH', prefix .. 'told:' .. orchestrator, cjson.encode(ids)) end
 end
 local wake = redis.call('ZRANGE', prefix .. 'wake', 0, 0, 'WITHSCORES')
-return cjson.encode({granted = told[me] or {}, refused = refused, unknown = unknown, wake = wake[2] and math.max(0, tonumber(wake[2]) - now) or nil})
+return cjson.encode({granted = told[me] or {}, refused = refused, waiting = waiting, unknown = unknown, wake = wake[2] and math.max(0, tonumber(wake[2]) - now) or nil})

@@ -28,7 +28,8 @@ class PolicySource(Protocol):
 
 
 class PausableAdmission:
-    """As `inner`, which gives the slots. A call that has one when its tenant is paused, and was not sent, gives it back and waits."""
+    """Adds pauses to `inner`, which gives the slots and counts paused calls as waiting. A call whose tenant is paused before it is sent gives its slot
+    back and waits."""
 
     def __init__(self, inner: Admission, tenants: PolicySource) -> None:
         self._inner = inner
@@ -47,8 +48,10 @@ class PausableAdmission:
         policy = request.policy
         while True:
             if policy.is_paused:
-                await self._until_resumed(request, until)
-                request = replace(request, wait_s=max(LEAST_WAIT_S, until - asyncio.get_running_loop().time()))
+                policy = await self._until_resumed(replace(request, policy=policy), until)
+                wait_s = max(LEAST_WAIT_S, until - asyncio.get_running_loop().time())
+                request = replace(request, policy=policy, wait_s=wait_s)
+                continue
             async with self._inner.slot(request) as slot:
                 policy = await self._tenants.policy(request.tenant)
                 if not policy.is_paused:
@@ -64,21 +67,33 @@ class PausableAdmission:
         await asyncio.gather(*watches, return_exceptions=True)
         await self._inner.aclose()
 
-    async def _until_resumed(self, request: SlotRequest, until: float) -> None:
-        """Returns when the tenant may go on, as far as is known. Raises ToolFailure when it is still paused at that instant."""
-        tenant = request.tenant
+    async def _until_resumed(self, request: SlotRequest, until: float) -> TenantPolicy:
+        """Return the policy of the resumed tenant. Raises ToolFailure when the tenant is still paused at that instant, or has too many calls waiting."""
+        tenant, left_s = request.tenant, max(0.0, until - asyncio.get_running_loop().time())
+        # `inner` counts the call as waiting. Its own limit is never reached first: the message must say that the tenant is paused.
+        place = asyncio.ensure_future(self._hold_place(replace(request, wait_s=left_s + LEAST_WAIT_S)))
         self._waiting[tenant] += 1
         try:
             watch = self._watches.get(tenant)
             if watch is None:
                 watch = self._watches[tenant] = begin_shared(self._watch(tenant), f"paused-{tenant}")
-            done, _ = await asyncio.wait({watch}, timeout=max(0.0, until - asyncio.get_running_loop().time()))
+            done, _ = await asyncio.wait({watch, place}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            place.cancel()
+            await asyncio.gather(place, return_exceptions=True)
             self._waiting[tenant] -= 1
             if not self._waiting[tenant]:
                 del self._waiting[tenant]
-        if not done:
-            raise _still_paused(request, await self._tenants.policy(tenant))
+        if watch in done:
+            return await self._tenants.policy(tenant)
+        if place in done:
+            place.result()
+        raise _still_paused(request, await self._tenants.policy(tenant))
+
+    async def _hold_place(self, request: SlotRequest) -> None:
+        """Wait in `inner`, which gives a paused tenant no slot. Returns only by an exception."""
+        async with self._inner.slot(request):
+            raise AssertionError(f"tenant {request.tenant} is paused and got a slot")
 
     async def _watch(self, tenant: str) -> None:
         """One for all calls of a tenant, as long as there are any."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from contract.names import admission_prefix, slots_key
 from orchestrator.admission.base import SlotRequest
+from orchestrator.admission.waiting import WaitReason
 
 LEASE_S = 20.0
 """How long a slot, or a place in the queue, outlives the last word of the orchestrator that has it."""
@@ -62,11 +63,13 @@ def tick(queues: Iterable[str]) -> Operation:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one step. `granted`: calls of this orchestrator that have a slot; `refused`: those that may not wait, to the seconds after which another
-    try is worth while; `unknown`: renewed ones that Redis does not know; `wake_s`: until some tenant's rate allows its next call."""
+    """The answer to one step. `granted`: calls of this orchestrator that have a slot; `refused`: calls that may not wait, with the seconds after which
+    the caller can try again; `waiting`: calls that the step queued, with the reason why they wait; `unknown`: renewed calls that Redis does not know;
+    `wake_s`: seconds until the rate of some tenant allows its next call."""
 
     granted: tuple[str, ...]
     refused: dict[str, float]
+    waiting: dict[str, WaitReason]
     unknown: tuple[str, ...]
     wake_s: float | None
 
@@ -75,7 +78,8 @@ def parse_answer(text: bytes | str) -> Answer:
     """What the script returned. An empty table of Lua comes as an object."""
     told = json.loads(text)
     refused = {str(call): float(retry_after_s) for call, retry_after_s in told["refused"]}
-    return Answer(tuple(told["granted"]), refused, tuple(told["unknown"]), told.get("wake"))
+    waiting = {str(call): WaitReason(reason) for call, reason in told["waiting"]}
+    return Answer(tuple(told["granted"]), refused, waiting, tuple(told["unknown"]), told.get("wake"))
 
 
 def _terms(request: SlotRequest) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -88,6 +92,7 @@ def _terms(request: SlotRequest) -> tuple[dict[str, Any], dict[str, Any]]:
         "limit": request.limit_s,
         "batch": request.priority == "batch",
         "urgent": request.is_urgent,
+        "paused": policy.is_paused,
     }
     terms = {
         "weight": policy.weight,

@@ -14,6 +14,7 @@ from orchestrator.admission.base import NOT_ADMITTED, Slot, SlotRequest
 from orchestrator.admission.grants import GrantListener
 from orchestrator.admission.script import LEASE_S, Answer, grants_channel, renew, restore, tick
 from orchestrator.admission.steps import Clock, Steps
+from orchestrator.admission.waiting import NOTICE_S, WaitReason, build_notice, waiting_listener
 from orchestrator.cancelling import cancel_all
 from orchestrator.shared_tasks import begin_shared
 
@@ -28,12 +29,14 @@ MAX_RETRY_S = 60.0
 
 @dataclass
 class _Ticket:
-    """One call that waits for a slot or holds it. `is_known`: Redis has it; `held_at`: of this process's clock, None while it waits."""
+    """One call that waits for a slot or holds it. `is_known`: Redis has it; `reason`: why Redis has queued it; `held_at`: on this process's clock, None
+    while it waits."""
 
     call: str
     request: SlotRequest
     granted: "asyncio.Future[None]"
     is_known: bool = False
+    reason: WaitReason | None = None
     held_at: float | None = field(default=None)
 
 
@@ -91,6 +94,7 @@ class SharedAdmission:
         self._steps.ask(ticket.call, request)
         try:
             async with asyncio.timeout(request.wait_s):
+                await self._report_wait(ticket)
                 await ticket.granted
         except TimeoutError:
             self._drop(ticket, 0.0)
@@ -101,6 +105,15 @@ class SharedAdmission:
             self._drop(ticket, 0.0)
             raise
         return ticket
+
+    async def _report_wait(self, ticket: _Ticket) -> None:
+        """Give the task's listener, if it has one, the reason why the call waits."""
+        listener = waiting_listener()
+        if listener is None:
+            return
+        await asyncio.wait({ticket.granted}, timeout=NOTICE_S)
+        if not ticket.granted.done() and ticket.reason is not None:
+            listener(build_notice(ticket.request, ticket.reason))
 
     def _open(self) -> None:
         """The tasks, with the first call: there is a loop then."""
@@ -128,6 +141,9 @@ class SharedAdmission:
     def _on_answer(self, answer: Answer, requested: frozenset[str]) -> None:
         for call in requested & self._waiting.keys():
             self._waiting[call].is_known = True
+        for call, reason in answer.waiting.items():
+            if call in self._waiting:
+                self._waiting[call].reason = reason
         self._grant(answer.granted)
         for call, retry_after_s in answer.refused.items():
             self._fail(call, _too_many(self._waiting[call].request, retry_after_s) if call in self._waiting else None)

@@ -8,7 +8,7 @@
 --   ["renew", ids, ids]             these hold slots, those wait
 --   ["tick", queue, ...]            look whether the queues' slots have changed
 -- Answer (JSON): granted: ids of this orchestrator that have a slot now; refused: [id, retry after] of those that may not wait;
--- unknown: ids that Redis does not know; wake: seconds until a tenant's rate allows its next call. Other orchestrators are told by pub/sub.
+-- waiting: [id, reason] of those that were queued in this step and wait (reasons: waiting.py); unknown: ids that Redis does not know; wake: seconds until a tenant's rate allows its next call. Other orchestrators are told by pub/sub.
 
 local prefix, slots_prefix, me, lease = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local now = tonumber(ARGV[5])
@@ -27,7 +27,7 @@ local SWEEP_AT_ONCE = 500
 local LANES = {'interactive:short', 'interactive:long', 'batch:short', 'batch:long'}
 
 local records, estimates, calls = {}, {}, {}
-local told, refused, unknown = {}, {}, {}
+local told, refused, unknown, queued = {}, {}, {}, {}
 
 -- Hashes of numbers, read once and written once in a step. A field that is not there is 0.
 

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from contract.calls import MAX_TIMEOUT_S, ToolResult
 from contract.errors import ErrorCode
 from orchestrator.admission.base import was_not_admitted
+from orchestrator.admission.waiting import WaitNotice, report_waiting
 from orchestrator.api.access import AnyCaller, find_caller
 from orchestrator.api.exact_json import dump_exactly
 from orchestrator.api.idempotency import note_undone
@@ -27,7 +28,10 @@ from orchestrator.sessions import Session
 WAITING_PIECES = 32
 """Of output that the client has not taken: then the call is held up for a while, and the rest is in the result alone."""
 _STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The result; with `Accept: text/event-stream` events `output`, then one `result`.", "content": {MEDIA_TYPE: {}}}
+    200: {
+        "description": "The result; with `Accept: text/event-stream` events `waiting` (the call has no slot yet, and why) and `output`, then one `result`.",
+        "content": {MEDIA_TYPE: {}},
+    }
 }
 
 
@@ -113,8 +117,13 @@ async def _stream(session: Session, wanted: NewCall, call_id: str | None) -> Asy
     async def on_output(stream: str, text: str) -> None:
         await pieces.put(ServerEvent("output", {"stream": stream, "text": text}))
 
+    def on_waiting(notice: WaitNotice) -> None:
+        # The call has no output yet: there is room.
+        pieces.put_nowait(ServerEvent("waiting", {"reason": notice.reason.value, "message": notice.message}))
+
     async def work() -> None:
-        result = await session.call(wanted.name, wanted.arguments, timeout_s=wanted.timeout_s, call_id=call_id, on_output=on_output)
+        with report_waiting(on_waiting):
+            result = await session.call(wanted.name, wanted.arguments, timeout_s=wanted.timeout_s, call_id=call_id, on_output=on_output)
         await pieces.put(ServerEvent("result", _dump(result).decode()))
 
     working = asyncio.ensure_future(work())

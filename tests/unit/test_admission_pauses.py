@@ -11,6 +11,7 @@ from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import PausableAdmission, Slot, SlotRequest
 from orchestrator.admission import pauses as pauses_module
+from orchestrator.admission.base import NOT_ADMITTED
 
 PAUSED = TenantPolicy(is_paused=True, pause_reason="the bill is open")
 SOON_S = 10.0
@@ -34,7 +35,7 @@ class Tenants:
 
 
 class Slots:
-    """Gives every request a slot once `free` is set."""
+    """Gives every request a slot once `free` is set; one of a paused tenant waits, and fails with `error` once that is set."""
 
     def __init__(self) -> None:
         self.free = asyncio.Event()
@@ -42,10 +43,19 @@ class Slots:
         self.asked: list[SlotRequest] = []
         self.used: list[float | None] = []
         self.given_back = asyncio.Event()
+        self.paused: list[SlotRequest] = []
+        self.is_full = asyncio.Event()
         self.is_closed = False
 
     @asynccontextmanager
     async def slot(self, request: SlotRequest) -> AsyncIterator[Slot]:
+        if request.policy.is_paused and not request.is_urgent:
+            self.paused.append(request)
+            try:
+                await self.is_full.wait()
+                raise ToolFailure(ErrorCode.RATE_LIMITED, "too many calls wait", **NOT_ADMITTED)
+            finally:
+                self.paused.remove(request)
         self.asked.append(request)
         await self.free.wait()
         slot = Slot()
@@ -86,10 +96,17 @@ async def test_calls_of_a_paused_tenant_wait_and_go_on_when_it_is_resumed() -> N
     admission = PausableAdmission(slots, tenants)
     calls = [asyncio.create_task(take(admission, build_request(PAUSED))) for _ in range(50)]
     await asyncio.wait_for(tenants.looked.wait(), SOON_S)
-    assert slots.asked == []
+    assert (slots.asked, len(slots.paused)) == ([], 50)
     tenants.now = TenantPolicy()
     assert await asyncio.wait_for(asyncio.gather(*calls), SOON_S) == ["ran"] * 50
-    assert len(slots.used) == 50
+    assert (len(slots.used), slots.paused) == (50, [])
+
+
+async def test_a_call_of_a_paused_tenant_is_refused_when_too_many_calls_wait() -> None:
+    slots = Slots()
+    slots.is_full.set()
+    with pytest.raises(ToolFailure, match="too many calls wait"):
+        await asyncio.wait_for(take(PausableAdmission(slots, Tenants(PAUSED)), build_request(PAUSED)), SOON_S)
 
 
 async def test_a_slot_that_comes_when_the_tenant_is_paused_meanwhile_is_given_back_unused() -> None:

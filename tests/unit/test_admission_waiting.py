@@ -1,0 +1,231 @@
+"""A call that waits for a slot is counted as waiting, and its caller learns why it waits."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+import redis.asyncio
+import typer
+
+from contract.calls import ToolResult
+from contract.errors import ErrorCode, ToolFailure
+from contract.settings import BrokerSettings
+from contract.tenancy import TenantPolicy
+from orchestrator.admission import PausableAdmission, SharedAdmission
+from orchestrator.admission.waiting import WaitNotice, WaitReason, build_notice, report_waiting, waiting_listener
+from orchestrator.api.calls import NewCall, _stream
+from orchestrator.cli_runner import run_work
+from orchestrator.events import CallFinished, RunEvent, Warned
+from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.overview import OverviewReader, TenantLook
+from orchestrator.pressure import Pressure
+from orchestrator.redis_connection import open_redis
+from orchestrator.sessions import Session
+from orchestrator.tenants import RedisTenants
+from tests.admission_ground import DEPLOYMENT, QUEUE, build_request
+from tests.builders import KEY, build_spec
+from tests.conftest import RedisProcess
+from tests.switched_pool import SwitchedPool
+from workers.tools.base import Outcome, WorkerTool
+
+SOON_S = 20.0
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
+    client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
+    await client.set(f"toolcrew:{DEPLOYMENT}:slots:{QUEUE}", 4)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def tenants(client: "redis.asyncio.Redis") -> RedisTenants:
+    return RedisTenants(client, DEPLOYMENT, KEY)
+
+
+@pytest.fixture
+async def admission(client: "redis.asyncio.Redis", tenants: RedisTenants) -> AsyncIterator[PausableAdmission]:
+    opened = PausableAdmission(SharedAdmission(client, DEPLOYMENT), tenants)
+    yield opened
+    await opened.aclose()
+
+
+class Caller:
+    """A call that keeps its slot until `may_end` is set, and the notices about its wait."""
+
+    def __init__(self, admission: PausableAdmission, policy: TenantPolicy, **fields: object) -> None:
+        self.notices: asyncio.Queue[WaitNotice] = asyncio.Queue()
+        self.has_slot = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.task = asyncio.create_task(self._run(admission, build_request("acme", policy=policy, **fields)))
+
+    async def _run(self, admission: PausableAdmission, request: object) -> None:
+        with report_waiting(self.notices.put_nowait):
+            async with admission.slot(request):  # type: ignore[arg-type]
+                self.has_slot.set()
+                await self.may_end.wait()
+
+    async def notice(self) -> WaitNotice:
+        return await asyncio.wait_for(self.notices.get(), SOON_S)
+
+    async def end(self) -> None:
+        self.may_end.set()
+        await asyncio.wait_for(self.task, SOON_S)
+
+
+async def read_tenant(client: "redis.asyncio.Redis") -> TenantLook:
+    seen = await OverviewReader(client, DEPLOYMENT, KEY).read()
+    (tenant,) = seen.tenants
+    assert seen.waiting == tenant.waiting
+    return tenant
+
+
+async def test_a_call_of_a_paused_tenant_is_counted_as_waiting_and_reported(
+    client: "redis.asyncio.Redis", tenants: RedisTenants, admission: PausableAdmission
+) -> None:
+    await tenants.add("acme", TenantPolicy())
+    await tenants.pause("acme", "unpaid")
+
+    caller = Caller(admission, await tenants.policy("acme"))
+    notice = await caller.notice()
+
+    assert (notice.reason, notice.tenant, notice.tool) == (WaitReason.PAUSED, "acme", "bash_tool")
+    assert "tenant acme is paused (unpaid)" in notice.message
+    assert "toolcrew resume acme" in notice.message
+    tenant = await read_tenant(client)
+    assert (tenant.waiting, tenant.held, tenant.is_paused) == (1, 0, True)
+    pressure = await Pressure(client, DEPLOYMENT).queue(QUEUE)
+    assert (pressure.waiting, pressure.stopped) == (0, 1)
+
+    await tenants.resume("acme")
+    await asyncio.wait_for(caller.has_slot.wait(), SOON_S)
+    tenant = await read_tenant(client)
+    assert (tenant.waiting, tenant.held) == (0, 1)
+    await caller.end()
+
+
+async def test_a_paused_call_that_is_cancelled_is_not_counted_any_more(
+    client: "redis.asyncio.Redis", tenants: RedisTenants, admission: PausableAdmission
+) -> None:
+    await tenants.add("acme", TenantPolicy(is_paused=True))
+    caller = Caller(admission, await tenants.policy("acme"))
+    await caller.notice()
+
+    caller.task.cancel()
+    await asyncio.gather(caller.task, return_exceptions=True)
+    await admission.aclose()
+
+    assert (await read_tenant(client)).waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason", "words"),
+    [
+        (TenantPolicy(in_flight=1), WaitReason.IN_FLIGHT, "has 1 calls in flight, which is its limit"),
+        (TenantPolicy(rate_per_s=0.001, burst=1), WaitReason.RATE, "at most 0.001 calls per second"),
+    ],
+)
+async def test_a_call_behind_a_limit_of_its_tenant_names_the_limit(
+    tenants: RedisTenants, admission: PausableAdmission, policy: TenantPolicy, reason: WaitReason, words: str
+) -> None:
+    await tenants.add("acme", policy)
+    first = Caller(admission, policy)
+    await asyncio.wait_for(first.has_slot.wait(), SOON_S)
+
+    second = Caller(admission, policy)
+    notice = await second.notice()
+
+    assert notice.reason is reason
+    assert words in notice.message
+    second.task.cancel()
+    await asyncio.gather(second.task, return_exceptions=True)
+    await first.end()
+    assert first.notices.empty()
+
+
+async def test_a_call_that_finds_no_free_slot_says_so(tenants: RedisTenants, admission: PausableAdmission) -> None:
+    await tenants.add("acme", TenantPolicy())
+    callers = [Caller(admission, TenantPolicy()) for _ in range(3)]
+    for caller in callers:
+        await asyncio.wait_for(caller.has_slot.wait(), SOON_S)
+
+    waiting = Caller(admission, TenantPolicy())
+    notice = await waiting.notice()
+
+    assert notice.reason is WaitReason.SLOTS
+    assert "no free slot" in notice.message
+    await callers.pop().end()
+    await asyncio.wait_for(waiting.has_slot.wait(), SOON_S)
+    for caller in [*callers, waiting]:
+        await caller.end()
+
+
+async def test_a_run_warns_once_that_its_tenant_is_paused(redis_server: RedisProcess) -> None:
+    pool = SwitchedPool(redis_server, WorkerTool(build_spec("echo"), lambda _arguments, _bench: Outcome("done")))
+    tenants = RedisTenants(pool_redis := open_redis(pool.broker), "default", KEY)
+    await tenants.add("acme", TenantPolicy())
+    await tenants.pause("acme", "unpaid")
+    seen: list[RunEvent] = []
+    warned = asyncio.Event()
+
+    def on_event(event: RunEvent) -> None:
+        seen.append(event)
+        if isinstance(event, Warned):
+            warned.set()
+
+    async with pool.client(has_admission=True) as client:
+        model = ScriptedModel([Calls([("echo", {})]), "ok"])
+        run = asyncio.create_task(client.run("go", session=await client.open_session(), model=model, on_event=on_event))
+        await asyncio.wait_for(warned.wait(), SOON_S)
+        await tenants.resume("acme")
+        await asyncio.wait_for(run, SOON_S)
+    await pool_redis.aclose()
+
+    assert ["tenant acme is paused (unpaid)" in event.message for event in seen if isinstance(event, Warned)] == [True]
+    assert [event.result.success for event in seen if isinstance(event, CallFinished)] == [True]
+
+
+def test_a_command_prints_one_line_when_its_calls_wait(redis_server: RedisProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    async def work() -> None:
+        client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
+        admission = SharedAdmission(client, DEPLOYMENT)
+        policy = TenantPolicy(in_flight=1)
+        try:
+            async with admission.slot(build_request(policy=policy)):
+                for _ in range(2):
+                    with pytest.raises(ToolFailure):
+                        async with admission.slot(build_request(policy=policy, wait_s=0.8)):
+                            pass
+                raise ToolFailure(ErrorCode.RATE_LIMITED, "it was not run")
+        finally:
+            await admission.aclose()
+            await client.aclose()
+
+    with pytest.raises(typer.Exit):
+        run_work(work(), as_json=False, reports_waiting=True)
+
+    assert capsys.readouterr().err.splitlines() == [
+        "toolcrew: bash_tool waits: tenant acme has 1 calls in flight, which is its limit; it waits at most 1 s",
+        "toolcrew: it was not run",
+    ]
+
+
+class WaitingSession:
+    """A session whose call waits for a slot before it runs."""
+
+    async def call(self, *_: Any, **__: Any) -> ToolResult:
+        listener = waiting_listener()
+        assert listener is not None
+        listener(build_notice(build_request(), WaitReason.SLOTS))
+        return ToolResult(call_id="c", name="bash_tool", success=True)
+
+
+async def test_a_stream_over_http_says_why_its_call_waits() -> None:
+    events = [event async for event in _stream(cast(Session, WaitingSession()), NewCall(name="bash_tool"), None)]
+
+    assert [event.event for event in events] == ["waiting", "result"]
+    data = cast(dict[str, Any], events[0].data)
+    assert data["reason"] == "slots"
+    assert "no free slot" in data["message"]
