@@ -206,6 +206,12 @@ QUEUE_OLDEST = _gauge(
     "queue",
 )
 QUEUE_SLOTS = _gauge("toolcrew_queue_slots", "Calls at a time that a queue's living workers serve.", "0: nobody serves it", "queue")
+QUEUE_SLOTS_IN_USE = _gauge(
+    "toolcrew_queue_slots_in_use",
+    "Slots of a queue that calls in flight use, as `toolcrew top` and the pages show them.",
+    "equal to slots for long: too few workers",
+    "queue",
+)
 QUEUE_CALLS = _gauge(
     "toolcrew_queue_calls",
     "Calls that admission has let into a queue (in_flight), and that wait for a slot of it (waiting).",

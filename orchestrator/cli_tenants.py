@@ -14,6 +14,7 @@ from contract.tenancy import DEFAULT_TENANT, TenantPolicy
 from orchestrator.api_keys import ApiKeyRecord, Role
 from orchestrator.cli_access import open_deployment
 from orchestrator.cli_runner import Json, run_work
+from orchestrator.overview import OverviewReader, TenantLook
 from orchestrator.policy_options import apply_options, policy_lines, read_policy
 from orchestrator.policy_tools import check_tools
 from orchestrator.terminal import escape_controls, table_rows
@@ -49,16 +50,18 @@ Unset = Annotated[list[str] | None, typer.Option("--unset", help="An option that
 def tenants_ls(as_json: Json = False) -> None:
     """Every registered tenant, and the default one. Until the first is registered, any name is served as the default one."""
 
-    async def work() -> dict[str, TenantPolicy | ConfigError]:
+    async def work() -> tuple[dict[str, TenantPolicy | ConfigError], dict[str, TenantLook]]:
         async with open_deployment("operator") as deployment:
-            return {DEFAULT_TENANT: TenantPolicy(), **await deployment.tenants.all()}
+            policies = {DEFAULT_TENANT: TenantPolicy(), **await deployment.tenants.all()}
+            reader = OverviewReader(deployment.redis, deployment.broker.deployment, deployment.signing_keys)
+            return policies, {tenant.tenant: tenant for tenant in (await reader.read()).tenants}
 
-    found = run_work(work(), as_json)
+    found, looks = run_work(work(), as_json)
     if as_json:
         typer.echo(json.dumps([_tenant_json(name, policy) for name, policy in found.items()]))
         return
-    columns = ("name", "weight", "in-flight", "queued", "rate", "sandboxes", "class", "state", "tools")
-    _print(table_rows([_row(name, policy) for name, policy in found.items()], columns))
+    columns = ("name", "weight", "in-flight", "waiting", "rate", "sandboxes", "class", "state", "tools")
+    _print(table_rows([_row(name, policy, looks.get(name)) for name, policy in found.items()], columns))
 
 
 @tenants_app.command("add")
@@ -229,14 +232,14 @@ def _tenant_json(name: str, policy: TenantPolicy | ConfigError) -> dict[str, Any
     return {"name": name, **told}
 
 
-def _row(name: str, policy: TenantPolicy | ConfigError) -> dict[str, Any]:
+def _row(name: str, policy: TenantPolicy | ConfigError, look: TenantLook | None) -> dict[str, Any]:
     if isinstance(policy, ConfigError):
         return {"name": name, "tools": f"nothing: {policy}"}
     return {
         "name": name,
         "weight": f"{policy.weight:g}",
-        "in-flight": policy.in_flight,
-        "queued": policy.queued,
+        "in-flight": f"{look.held if look is not None else 0}/{policy.in_flight}",
+        "waiting": f"{look.waiting if look is not None else 0}/{policy.queued}",
         "rate": "-" if policy.rate_per_s is None else f"{policy.rate_per_s:g}",
         "sandboxes": policy.sandboxes,
         "class": policy.sandbox.tenant_class,

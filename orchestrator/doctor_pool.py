@@ -118,7 +118,7 @@ def _trouble_of(one: HostReport) -> tuple[str, str]:
 
 
 def _size_of(one: HostReport) -> str:
-    parts = [f"release {one.release}", f"{one.busy} of {one.slots} slots busy"]
+    parts = [f"release {one.release}", f"{one.busy} calls run, at most {one.slots}"]
     if one.kind == "sandbox":
         parts += [f"{one.sessions} sessions", f"disk {one.disk_free_bytes // _MIB} MiB free", f"images {', '.join(one.images) or 'none'}"]
     return ", ".join([*parts, f"memory {one.memory_free_bytes // _MIB} MiB free"])

@@ -17,6 +17,7 @@ from contract.hosts import HostReport
 from contract.names import POOL_QUEUES, admission_prefix, deployment_key, slots_key
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
+from orchestrator.admission.base import count_slots_in_use
 from orchestrator.hosts import RedisHosts
 from orchestrator.runs.keys import runs_prefix
 from orchestrator.tenants import RedisTenants
@@ -26,9 +27,9 @@ MOST_BATCHES = 50
 
 
 class QueueLook(Record):
-    """A queue. `length`: messages that no worker has taken; `slots`: calls at a time of all its workers together, 0 when none lives; `held`: calls that
-    may be on their way or running, `waiting`: those that wait for their turn, one of them for `oldest_s` seconds: the longest, unless hundreds
-    of tenants wait; None: nobody waits for this queue alone."""
+    """A queue. `length`: messages that no worker has taken; `slots`: calls at a time of all its workers together, 0 when none lives; `held`: calls in
+    flight, which run or are on their way; `waiting`: calls that wait for their turn, one of them for `oldest_s` seconds: the longest, unless hundreds
+    of tenants wait; None: no call waits for this queue alone."""
 
     queue: str
     length: int = Field(ge=0)
@@ -36,6 +37,10 @@ class QueueLook(Record):
     held: int = Field(ge=0)
     waiting: int = Field(ge=0)
     oldest_s: float | None = None
+
+    @property
+    def slots_in_use(self) -> int:
+        return count_slots_in_use(self.held, self.slots)
 
 
 class TenantLook(Record):
@@ -90,9 +95,9 @@ class Overview(Record):
         return sum(report.slots for report in self.hosts)
 
     @property
-    def busy(self) -> int:
-        """Calls that run."""
-        return sum(report.busy for report in self.hosts)
+    def slots_in_use(self) -> int:
+        """Slots in use in all queues. Workers that serve several queues have their slots counted once."""
+        return min(self.slots, sum(queue.slots_in_use for queue in self.queues))
 
     @property
     def sessions(self) -> int:
@@ -107,6 +112,9 @@ class Overview(Record):
         """For programs: instants in ISO 8601, sizes in bytes."""
         told = self.model_dump(mode="json", exclude={"hosts"})
         told["at"] = format_instant(self.at)
+        told |= {"slots": self.slots, "slots_in_use": self.slots_in_use, "waiting": self.waiting}
+        for queue, look in zip(told["queues"], self.queues, strict=True):
+            queue["slots_in_use"] = look.slots_in_use
         for batch in told["batches"]:
             batch["created_at"] = format_instant(batch["created_at"])
         return told | {"hosts": [_host_json(report) for report in self.hosts]}

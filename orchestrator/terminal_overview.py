@@ -68,7 +68,7 @@ def _head(shown: Shown, width: int) -> list[Text]:
     if seen is None:
         return trouble or [Text("asking Redis ...", style="dim")]
     title = Text.assemble((one_line(seen.deployment), "bold"), f"  {format_instant(seen.at)[11:]}")
-    title.append(f"  {seen.busy}/{seen.slots} running  {format_count(seen.waiting)} waiting")
+    title.append(f"  {seen.slots_in_use}/{seen.slots} slots in use  {format_count(seen.waiting)} waiting")
     title.append(f"  {format_count(seen.approvals)} approvals", style="bold yellow" if seen.approvals else "")
     title.append(f"  {format_count(seen.running)} runs  {format_count(seen.sessions)} sessions")
     return [title, *trouble]
@@ -88,7 +88,14 @@ def _tables(seen: Overview) -> dict[str, Table]:
         for report in seen.hosts
     ]
     queues = [
-        (one.queue, str(one.slots), format_count(one.held), format_count(one.length), format_count(one.waiting), _age(one.oldest_s))
+        (
+            one.queue,
+            f"{one.slots_in_use}/{one.slots}",
+            format_count(one.held),
+            format_count(one.length),
+            format_count(one.waiting),
+            _age(one.oldest_s),
+        )
         for one in seen.queues
     ]
     tenants = [
@@ -117,9 +124,9 @@ def _tables(seen: Overview) -> dict[str, Table]:
     if seen.batch_count > len(batches):
         batches.append((f"and {seen.batch_count - len(batches)} batches more (toolcrew batch ls)", *[""] * 5))
     return {
-        "hosts": Table(("host", "state", "busy", "sessions", "sandboxes", "memory", "disk"), hosts),
-        "queues": Table(("queue", "slots", "held", "messages", "waiting", "oldest"), queues),
-        "tenants": Table(("tenant", "", "running", "waiting", "share", "fair", "weight"), tenants),
+        "hosts": Table(("host", "state", "running", "sessions", "sandboxes", "memory", "disk"), hosts),
+        "queues": Table(("queue", "slots", "in flight", "messages", "waiting", "oldest"), queues),
+        "tenants": Table(("tenant", "", "in flight", "waiting", "share", "fair", "weight"), tenants),
         "batches": Table(("batch", "state", "ended", "failed", "running", "waiting"), batches),
     }
 

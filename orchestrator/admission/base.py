@@ -19,6 +19,15 @@ def was_not_admitted(result: ToolResult) -> bool:
     return result.error_code is ErrorCode.RATE_LIMITED and NOT_ADMITTED.items() <= result.metadata.items()
 
 
+def count_slots_in_use(in_flight: int, slots: int) -> int:
+    """Return how many of `slots` are in use when so many calls are in flight.
+
+    Every surface that shows slots in use counts them here. Admission lets more calls into a queue than it has slots, so that workers need not wait
+    for the next message: the calls beyond `slots` are in flight, and use none.
+    """
+    return min(in_flight, slots)
+
+
 @dataclass(frozen=True)
 class SlotRequest:
     """One call that wants to be sent. `queue`: whose slots it needs; `wait_s`: how long it may wait; `limit_s`: the longest it can run.

@@ -30,6 +30,7 @@ from contract.names import (
     tenants_key,
 )
 from contract.tenancy import DEFAULT_TENANT
+from orchestrator.admission.base import count_slots_in_use
 from orchestrator.hosts import RedisHosts
 from orchestrator.logs import get_logger
 from orchestrator.metrics.samples import Samples, render
@@ -134,6 +135,7 @@ class MetricsPage:
         for queue, (length, age_s, slots, held, waiting, _) in zip(queues, found, strict=True):
             samples.set(metrics.QUEUE_MESSAGES, length, queue)
             samples.set(metrics.QUEUE_SLOTS, slots, queue)
+            samples.set(metrics.QUEUE_SLOTS_IN_USE, count_slots_in_use(held, slots), queue)
             samples.set(metrics.QUEUE_CALLS, held, queue, "in_flight")
             samples.set(metrics.QUEUE_CALLS, waiting, queue, "waiting")
             samples.set(metrics.QUEUE_OLDEST_CALL, waits.get(queue, 0.0), queue)

@@ -46,7 +46,7 @@ async def test_an_empty_deployment_has_nothing_but_its_pools(reader: OverviewRea
 
     assert (seen.hosts, seen.tenants, seen.batches) == ((), (), ())
     assert [(queue.queue, queue.length, queue.slots) for queue in seen.queues] == [("pool.tools", 0, 0), ("pool.web", 0, 0)]
-    assert (seen.slots, seen.busy, seen.sessions, seen.waiting, seen.running, seen.approvals, seen.batch_count) == (0,) * 7
+    assert (seen.slots, seen.slots_in_use, seen.sessions, seen.waiting, seen.running, seen.approvals, seen.batch_count) == (0,) * 7
 
 
 async def test_hosts_are_told_as_they_report(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
@@ -56,7 +56,8 @@ async def test_hosts_are_told_as_they_report(client: "redis.asyncio.Redis", read
     seen = await reader.read()
 
     assert [report.host for report in seen.hosts] == ["h1", "h2"]
-    assert (seen.slots, seen.busy, seen.sessions) == (8, 4, 9)
+    assert (seen.slots, seen.sessions) == (8, 9)
+    assert [report.busy for report in seen.hosts] == [3, 1]
 
 
 async def test_a_queue_tells_what_waits_and_for_how_long(

@@ -1,0 +1,100 @@
+"""`toolcrew top`, the pages, the metrics and `tenants ls` show the same numbers of slots in use and of calls in flight."""
+
+import json
+import re
+import time
+
+import pytest
+import redis.asyncio
+from typer.testing import CliRunner
+
+from contract.names import POOL_WEB, host_key, hosts_key
+from contract.tenancy import TenantPolicy
+from orchestrator.admission.base import count_slots_in_use
+from orchestrator.api.pages.rendering import Viewer, build
+from orchestrator.cli import app
+from orchestrator.metrics.page import MetricsPage
+from orchestrator.overview import Overview, OverviewReader
+from orchestrator.tenants import RedisTenants
+from orchestrator.terminal_overview import Shown, build_overview_screen
+from tests.admission_ground import DEPLOYMENT, Ground, set_slots
+from tests.builders import KEY
+from tests.conftest import RedisProcess
+from tests.fake_hosts import build_report
+from tests.metric_ground import counted, read_page
+
+QUEUE = "host.h1.b00t"
+
+
+@pytest.mark.parametrize(("in_flight", "slots", "in_use"), [(0, 4, 0), (3, 4, 3), (4, 4, 4), (6, 4, 4), (3, 0, 0)])
+def test_calls_beyond_the_slots_use_none(in_flight: int, slots: int, in_use: int) -> None:
+    assert count_slots_in_use(in_flight, slots) == in_use
+
+
+async def fill(client: "redis.asyncio.Redis", server: RedisProcess) -> None:
+    """Two workers whose reports are older than the calls: 3 calls in flight on 4 slots, and 3 on 2 slots."""
+    reports = [build_report("h1", queue=QUEUE, slots=4, busy=0, pools=()), build_report("w1", queue=POOL_WEB, kind="web", slots=2, busy=0)]
+    for report in reports:
+        await client.zadd(hosts_key(DEPLOYMENT), {report.queue: time.time()})
+        await client.set(host_key(DEPLOYMENT, report.queue), report.model_dump_json())
+    await RedisTenants(client, DEPLOYMENT, KEY).add("acme", TenantPolicy(in_flight=100))
+    with server.client() as blocking:
+        ground = Ground(blocking, now=time.time())
+        for queue, slots in ((QUEUE, 4), (POOL_WEB, 2)):
+            set_slots(blocking, slots, queue)
+            for _ in range(3):
+                ground.ask("acme", queue=queue, limit_s=0.5, policy=TenantPolicy(in_flight=100))
+
+
+async def test_every_surface_shows_the_same_numbers(redis_server: RedisProcess) -> None:
+    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=10) as client:
+        await fill(client, redis_server)
+        look = await OverviewReader(client, DEPLOYMENT, KEY).read()
+        metrics = read_page(await MetricsPage(client, DEPLOYMENT).render())
+
+    assert (look.slots_in_use, look.slots) == (5, 6)
+    assert {queue.queue: (queue.slots_in_use, queue.slots) for queue in look.queues if queue.slots} == {QUEUE: (3, 4), POOL_WEB: (2, 2)}
+    check_top(look)
+    check_pages(look)
+    in_use = counted(metrics, "toolcrew_queue_slots_in_use")
+    assert {name: number for (name,), number in in_use.items() if number} == {QUEUE: 3, POOL_WEB: 2}
+    assert counted(metrics, "toolcrew_tenant_calls")["in_flight", "acme"] == look.tenants[0].held == 6
+
+
+def check_top(look: Overview) -> None:
+    screen = [line.plain for line in build_overview_screen(Shown(look), 120, 40)]
+    assert "5/6 slots in use" in screen[0]
+    assert any(re.match(rf"{re.escape(QUEUE)} +3/4 +3 ", line) for line in screen)
+    assert any(re.match(r"acme +6/100 ", line) for line in screen)
+    found = json.loads(json.dumps(look.to_json()))
+    assert (found["slots_in_use"], found["slots"]) == (5, 6)
+    assert {queue["queue"]: queue["slots_in_use"] for queue in found["queues"] if queue["slots"]} == {QUEUE: 3, POOL_WEB: 2}
+
+
+def check_pages(look: Overview) -> None:
+    viewer = Viewer("ann", "operator", None, "token")
+    values = {"tenants": [], "live": [], "batches": [], "approvals": "0", "seen": 0, "unseen": 0}
+    page = build("overview.part.html", viewer, look=look, **values)
+    assert re.search(r"<dt>Slots in use</dt><dd>5 <small>of 6</small>", page)
+    assert re.search(rf"{re.escape(QUEUE)}</th><td data-label=\"slots in use\" class=\"number\">3 of 4</td>", page)
+    assert re.search(rf"{re.escape(POOL_WEB)}</th><td data-label=\"slots in use\" class=\"number\">2 of 2</td>", page)
+    rows = build("tenants.part.html", viewer, tenants=[{"look": look.tenants[0], "sessions": 0}], keys=None, left=0)
+    assert '<td data-label="in flight" class="number">6 of 100</td>' in rows
+
+
+def test_the_list_of_tenants_shows_calls_in_flight_and_waiting(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    monkeypatch.setenv("TOOLCREW_DEPLOYMENT", DEPLOYMENT)
+    assert CliRunner().invoke(app, ["tenants", "add", "acme", "--in-flight", "2", "--queued", "9"]).exit_code == 0
+    with redis_server.client() as blocking:
+        ground = Ground(blocking, now=time.time())
+        for _ in range(3):
+            ground.ask("acme", limit_s=0.5, policy=TenantPolicy(in_flight=2, queued=9))
+
+    lines = CliRunner().invoke(app, ["tenants", "ls"]).stdout.splitlines()
+
+    assert [line.split()[:4] for line in lines] == [
+        ["name", "weight", "in-flight", "waiting"],
+        ["default", "1", "0/1000", "0/10000"],
+        ["acme", "1", "2/2", "1/9"],
+    ]
