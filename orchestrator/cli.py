@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from contract.calls import ToolResult
+from contract.calls import MAX_TIMEOUT_S, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.agent import RunResult
 from orchestrator.cli_approve import approve_app, asks_elsewhere
@@ -58,6 +58,14 @@ from orchestrator.terminal import RunView, escape_controls, format_times
 from orchestrator.terminal_live import LiveOutput
 
 HELP = "Runs the tools of LLM agents at scale, on the pool that TOOLCREW_REDIS_URL names; without it run, call, tools and batch submit start one of their own."
+
+_STACK_END_LOST = (
+    "stopping: running calls are stopped, and the sessions and the embedded Redis with its tenants, API keys, runs and batches are deleted"
+)
+_STACK_END_KEPT = (
+    "stopping: running calls are stopped and the sessions of this stack are deleted; "
+    "tenants, API keys, runs and batches remain in the Redis that TOOLCREW_REDIS_URL names"
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, pretty_exceptions_enable=False)
 worker_app = typer.Typer(no_args_is_help=True, help="Workers: starting this host's, and taking any out of service.")
@@ -188,7 +196,7 @@ def call(
     session_id: Annotated[
         str | None, typer.Option("--session", help="An open session to run it in, which stays open. Else one for this call alone.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option("--timeout", help="Seconds the call may run.")] = None,
+    timeout: Annotated[float | None, typer.Option("--timeout", min=0.001, max=MAX_TIMEOUT_S, help="Seconds the call may run.")] = None,
     live: Annotated[
         bool | None,
         typer.Option("--live/--no-live", help="Output on stderr while the tool runs. Else: when stderr is a terminal, without --json."),
@@ -237,8 +245,11 @@ def up(as_json: Json = False) -> None:
     async def work() -> int:
         settings = load_settings()
         refuse_key(settings)
-        show = partial(_print_stack, is_kept=settings.redis_url is not None)
-        return await keep(settings, print_json if as_json else show, until_eof=False)
+        is_kept = settings.redis_url is not None
+        if as_json:
+            return await keep(settings, print_json, until_eof=False)
+        show, show_end = partial(_print_stack, is_kept=is_kept), partial(_print_stack_end, is_kept=is_kept)
+        return await keep(settings, show, until_eof=False, announce_end=show_end)
 
     raise typer.Exit(run_work(work(), as_json))
 
@@ -355,6 +366,10 @@ def _run_json(result: RunResult) -> dict[str, Any]:
         "clocks": result.clocks.model_dump(),
         "transcript": list(result.transcript),
     }
+
+
+def _print_stack_end(*, is_kept: bool) -> None:
+    typer.echo(_STACK_END_KEPT if is_kept else _STACK_END_LOST, err=True)
 
 
 def _print_stack(stack: StackInfo, *, is_kept: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from contract.calls import ExecResult
+from contract.calls import MAX_TIMEOUT_S, ExecResult
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.places import DEFAULT_TTL_S, MAX_TTL_S
@@ -85,7 +85,7 @@ def session_exec(
         list[str], typer.Argument(help="The program and its arguments; no shell between. Options of exec stand before SESSION_ID.")
     ],
     cwd: Annotated[str | None, typer.Option("--cwd", "-w", help="The folder to run it in.")] = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.001, max=600, help="Seconds it may run.")] = 30,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.001, max=MAX_TIMEOUT_S, help="Seconds it may run.")] = 30,
     stdin: Annotated[bool, typer.Option("--stdin", "-i", help="Give it what comes on stdin, all of it at once.")] = False,
     live: Annotated[
         bool | None, typer.Option("--live/--no-live", help="Show output as it comes, as text. Else: when stdout is a terminal.")

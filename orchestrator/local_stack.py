@@ -292,12 +292,26 @@ async def _ping(broker: BrokerSettings) -> None:
         await client.aclose()
 
 
-async def keep(settings: OrchestratorSettings, announce: Callable[[StackInfo], None], *, until_eof: bool) -> int:
-    """Run a stack until a signal or, when `until_eof`, the end of stdin; `announce` is told when it serves. Gives the exit code."""
-    stop = asyncio.Event()
+async def keep(
+    settings: OrchestratorSettings,
+    announce: Callable[[StackInfo], None],
+    *,
+    until_eof: bool,
+    announce_end: Callable[[], None] | None = None,
+) -> int:
+    """Run a stack until a signal or, when `until_eof`, the end of stdin. Return the exit code.
+
+    Calls `announce` when the stack serves, and `announce_end` before SIGINT or SIGTERM takes it down. After SIGHUP there is no terminal to write to.
+    """
+    stop, received = asyncio.Event(), list[int]()
+
+    def stop_by(number: int) -> None:
+        received.append(number)
+        stop.set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop_by, number)
     if until_eof:
         await _watch_stdin(stop)
     stack = LocalStack(settings)
@@ -314,6 +328,8 @@ async def keep(settings: OrchestratorSettings, announce: Callable[[StackInfo], N
         if lost.done():
             sys.stderr.write(f"toolcrew: {lost.result()}\n")
             return 1
+        if announce_end is not None and received and received[0] != signal.SIGHUP:
+            announce_end()
         lost.cancel()
         await asyncio.gather(lost, return_exceptions=True)
         return 0

@@ -53,6 +53,19 @@ async def test_fields_that_are_none_are_named_and_nothing_is_done(api: ApiGround
     assert (await api["admin"].get("/v1/tenants/fresh")).status_code == 404
 
 
+async def test_a_policy_with_a_limit_that_tenants_do_not_have_is_refused(api: ApiGround) -> None:
+    made = await api["admin"].post("/v1/tenants", json={"name": "fresh", "policy": {"timeout_s": 9999}})
+    assert (made.status_code, made.json()["errors"][0]["loc"]) == (422, ["body", "policy", "timeout_s"])
+    assert (await api["admin"].get("/v1/tenants/fresh")).status_code == 404
+    changed = await api["admin"].put("/v1/tenants/acme", json={"in_flight": 0})
+    assert (changed.status_code, changed.json()["errors"][0]["loc"]) == (422, ["body", "in_flight"])
+
+
+async def test_a_call_may_not_ask_for_more_time_than_the_limit(api: ApiGround) -> None:
+    answer = await api["acme"].post("/v1/sessions/s1/calls", json={"name": "bash_tool", "timeout_s": 9999})
+    assert (answer.status_code, answer.json()["errors"][0]["loc"]) == (422, ["body", "timeout_s"])
+
+
 async def test_a_giant_body_is_refused_before_it_is_read(api: ApiGround) -> None:
     answer = await send_raw(api, f"Content-Length: {10 * 1024**3}\r\n", b"{")
     assert b"413" in answer

@@ -291,21 +291,24 @@ def test_up_tells_where_it_is_on_one_line_and_takes_all_down_at_a_signal(engine:
         stack.footprint.assert_nothing_left(within_s=1)
 
 
-def test_up_in_text_says_how_to_use_it_and_goes_with_its_terminal(footprint: Footprint) -> None:
+@pytest.mark.parametrize(("number", "end"), [(signal.SIGHUP, ""), (signal.SIGINT, "API keys, runs and batches are deleted\n")])
+def test_up_in_text_says_how_to_use_it_and_goes_with_its_terminal(footprint: Footprint, number: int, end: str) -> None:
     process = subprocess.Popen(
         [TOOLCREW, "up"],
         env=footprint.environment({"PYTHONUNBUFFERED": "1"}),
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         start_new_session=True,
     )
     try:
         first = read_line(process)
-        process.send_signal(signal.SIGHUP)
-        rest, _ = process.communicate(timeout=40)
+        process.send_signal(number)
+        rest, errors = process.communicate(timeout=40)
     finally:
         end_process(process)
 
+    assert errors.decode().endswith(end)
+    assert errors.count(b"\n") == end.count("\n")
     text = (first + rest).decode()
     assert "Ctrl-C takes it down" in text
     assert "Ctrl-C also deletes its tenants, API keys, sessions and batches" in text

@@ -223,6 +223,8 @@ def test_a_value_out_of_bounds_names_its_option(given: dict[str, Any], told: str
         ("[]", "should be an object"),
         ('{"weight": "3"}', "weight: "),
         ('{"speed": 3}', "speed: Extra inputs"),
+        ('{"timeout_s": 9999}', "timeout_s: Extra inputs"),
+        ('{"queued": 9999999}', "queued: Input should be less than or equal to 1000000"),
         ('{"sandbox": {"network": "host"}}', "sandbox.network: "),
         (json.dumps({"tools": ["t" * 100] * 10_000}), "larger than"),
     ],
@@ -242,10 +244,12 @@ def test_errors_are_an_object_for_programs(toolcrew: Toolcrew) -> None:
 
 
 def test_a_value_of_another_kind_is_refused_by_its_option(toolcrew: Toolcrew) -> None:
-    for arguments in (("--weight", "much"), ("--network", "host"), ("--in-flight", "1.5")):
-        code, words = failure_of(toolcrew("add", "acme", *arguments))
-        assert code == 2
-        assert arguments[0] in words
+    # A tenant has no time limit of its own: --timeout belongs to a call.
+    for arguments in (("--weight", "much"), ("--network", "host"), ("--in-flight", "1.5"), ("--timeout", "9999")):
+        for command, name in (("add", "acme"), ("set", "default")):
+            code, words = failure_of(toolcrew(command, name, *arguments))
+            assert code == 2
+            assert arguments[0] in words
 
 
 def test_a_key_is_shown_once_on_stdout_alone(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
