@@ -68,7 +68,7 @@ def _head(shown: Shown, width: int) -> list[Text]:
     if seen is None:
         return trouble or [Text("asking Redis ...", style="dim")]
     title = Text.assemble((one_line(seen.deployment), "bold"), f"  {format_instant(seen.at)[11:]}")
-    title.append(f"  {seen.slots_in_use}/{seen.slots} slots in use  {format_count(seen.waiting)} waiting")
+    title.append(f"  {seen.slots_in_use}/{seen.slots} in use  {format_count(seen.waiting)} waiting")
     title.append(f"  {format_count(seen.approvals)} approvals", style="bold yellow" if seen.approvals else "")
     title.append(f"  {format_count(seen.running)} runs  {format_count(seen.sessions)} sessions")
     return [title, *trouble]

@@ -19,6 +19,8 @@ LOOK_S = 0.5
 """How often it is looked whether a tenant goes on: with what is known of policies being a second old, all go on within two."""
 LEAST_WAIT_S = 1.0
 RETRY_AFTER_S = 5.0
+PLACE_MARGIN_S = 0.4
+"""By how much the place of a paused call in `inner` outlasts the wait of the call."""
 
 
 class PolicySource(Protocol):
@@ -70,8 +72,8 @@ class PausableAdmission:
     async def _until_resumed(self, request: SlotRequest, until: float) -> TenantPolicy:
         """Return the policy of the resumed tenant. Raises ToolFailure when the tenant is still paused at that instant, or has too many calls waiting."""
         tenant, left_s = request.tenant, max(0.0, until - asyncio.get_running_loop().time())
-        # `inner` counts the call as waiting. Its own limit is never reached first: the message must say that the tenant is paused.
-        place = asyncio.ensure_future(self._hold_place(replace(request, wait_s=left_s + LEAST_WAIT_S)))
+        # `inner` counts the call as waiting. Our own limit is reached first: its message says that the tenant is paused.
+        place = asyncio.ensure_future(self._hold_place(replace(request, wait_s=left_s + PLACE_MARGIN_S)))
         self._waiting[tenant] += 1
         try:
             watch = self._watches.get(tenant)

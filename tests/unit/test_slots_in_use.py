@@ -63,7 +63,7 @@ async def test_every_surface_shows_the_same_numbers(redis_server: RedisProcess) 
 
 def check_top(look: Overview) -> None:
     screen = [line.plain for line in build_overview_screen(Shown(look), 120, 40)]
-    assert "5/6 slots in use" in screen[0]
+    assert "5/6 in use" in screen[0]
     assert any(re.match(rf"{re.escape(QUEUE)} +3/4 +3 ", line) for line in screen)
     assert any(re.match(r"acme +6/100 ", line) for line in screen)
     found = json.loads(json.dumps(look.to_json()))

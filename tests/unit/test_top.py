@@ -69,7 +69,7 @@ def test_a_small_terminal_shows_something_of_everything() -> None:
 
     text = "\n".join(lines)
     assert len(lines) == 24
-    assert "120/160 slots in use" in lines[0]
+    assert "120/160 in use" in lines[0]
     assert "1 approvals" in lines[0]
     assert all(title in text for title in ("h0 (sandbox)", "host.h0.b00t", "tenant-0", "acme/b0", "q ends"))
     assert sum("more" in line for line in lines) == 4
