@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,6 +25,9 @@ MAX_VALUES = 10_000
 MAX_ERRORS = 5
 """Errors of a validation that are looked for; each takes kilobytes."""
 
+MAX_VALIDATORS = 256
+"""Kept; a schema that is read again, as from a new catalog, has a new one."""
+
 Checks = Iterable[Callable[[Mapping[str, Any]], str | None]]
 
 
@@ -42,10 +44,10 @@ def prepare_arguments(
             ErrorCode.INVALID_ARGUMENTS,
             f"{spec.name}: the arguments have more than {MAX_VALUES} values: pass fewer at a time, or write them to a file",
         )
-    prepared, aliases = _fold_aliases(spec, coerce_text(spec, arguments) if text else arguments)
-    prepared = _fill_object(spec.parameters, prepared)
-    _check_unknown(spec, prepared)
-    errors = _errors(spec, prepared)
+    given, aliases = _fold_aliases(spec, coerce_text(spec, arguments) if text else arguments)
+    _check_unknown(spec, given)
+    prepared = _fill_object(spec.parameters, given)
+    errors = _errors(spec, given, prepared)
     if errors:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: " + "; ".join(map(_sentence, errors)))
     for check in checks:
@@ -159,9 +161,15 @@ def _short(name: str) -> str:
     return name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "..."
 
 
-def _errors(spec: ToolSpec, arguments: dict[str, Any]) -> list[ValidationError]:
+def _errors(spec: ToolSpec, given: Mapping[str, Any], prepared: dict[str, Any]) -> list[ValidationError]:
+    """Return the first errors in `prepared`, which is `given` with its defaults."""
     try:
-        found = _validator(_freeze(spec.parameters)).iter_errors(arguments)
+        validator, has_sound_defaults = _validator(spec.parameters)
+        # To check the defaults again would take most of the time of a call with few arguments.
+        is_flat = not any(isinstance(value, dict | list) for value in given.values())
+        if has_sound_defaults and is_flat and validator.is_valid(given):
+            return []
+        found = validator.iter_errors(prepared)
         return sorted(itertools.islice(found, MAX_ERRORS), key=lambda error: (list(map(str, error.path)), error.message))
     except RecursionError as error:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments nest too deep") from error
@@ -248,10 +256,6 @@ def _json_type(value: Any) -> str:
     return type(value).__name__
 
 
-def _freeze(schema: Mapping[str, Any]) -> str:
-    return json.dumps(schema, sort_keys=True)
-
-
 def _is_whole(_checker: Any, instance: Any) -> bool:
     return isinstance(instance, int) and not isinstance(instance, bool)
 
@@ -295,7 +299,18 @@ _STRICT = extend(  # type: ignore[no-untyped-call]
 )
 
 
-@lru_cache(maxsize=256)
-def _validator(schema: str) -> Any:
-    # An empty registry: what a schema refers to is never fetched, whoever wrote it.
-    return _STRICT(json.loads(schema), registry=Registry())
+_VALIDATORS: dict[int, tuple[Mapping[str, Any], Any, bool]] = {}
+"""By the identity of the schema: its text would have to be built for every call. The schema is kept beside it, so that no other one gets its identity."""
+
+
+def _validator(schema: Mapping[str, Any]) -> tuple[Any, bool]:
+    """Return the validator, and whether all defaults of the parameters fit the schema."""
+    known = _VALIDATORS.get(id(schema))
+    if known is None:
+        if len(_VALIDATORS) >= MAX_VALIDATORS:
+            _VALIDATORS.clear()
+        # An empty registry: what a schema refers to is never fetched, whoever wrote it.
+        validator = _STRICT(schema, registry=Registry())
+        has_sound_defaults = not any(error.path for error in validator.iter_errors(_fill_object(schema, {})))
+        known = _VALIDATORS[id(schema)] = schema, validator, has_sound_defaults
+    return known[1:]

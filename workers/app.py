@@ -80,7 +80,6 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
         worker_send_task_events=True,
         worker_consumer="workers.event_batches:BatchingConsumer",
         task_send_sent_event=False,
-        worker_max_tasks_per_child=500,
         worker_max_memory_per_child=256 * 1024,
         worker_cancel_long_running_tasks_on_connection_loss=False,
         worker_hijack_root_logger=False,

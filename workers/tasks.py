@@ -133,7 +133,7 @@ class _Edge:
                 raise Ignore from None
 
     def _answer(self, call: ToolCall, context: ToolContext) -> Answer:
-        log.info("call_begun", attempt=context.attempt)
+        log.debug("call_begun", attempt=context.attempt)
         executor = self._executors.get()
         result = executor.execute(call, context)
         log.info("call_ended", attempt=context.attempt, code=result.error_code, **_round(result.clocks), sandbox=_sandbox_id(result))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jsonschema import SchemaError
+from jsonschema import Draft202012Validator, SchemaError
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.schema import check_schema, prepare_arguments
@@ -53,6 +53,25 @@ def test_a_default_is_each_calls_own_copy() -> None:
 
 def test_a_default_that_breaks_its_own_schema_is_refused_like_any_value() -> None:
     assert "minimum" in complaint({"limit": {"type": "integer", "minimum": 5, "default": 1}}, {})
+
+
+FLAT = {**LIMITS, "mode": {"type": "string", "enum": ["a", "b"], "default": "a"}, "ratio": {"type": "number", "exclusiveMinimum": 0}}
+VALUES = st.one_of(st.none(), st.booleans(), st.integers(-2, 12), st.floats(allow_nan=False), st.sampled_from(["", "a", "b", "x"]))
+
+
+@given(st.dictionaries(st.sampled_from(list(FLAT)), VALUES), st.sets(st.sampled_from(list(FLAT))))
+def test_arguments_are_accepted_exactly_if_they_fit_the_schema_with_their_defaults(arguments: dict[str, Any], required: set[str]) -> None:
+    spec = build_spec(properties=FLAT, required=sorted(required))
+    whole = {"limit": 10, "mode": "a"} | arguments
+    is_whole = not isinstance(whole["limit"], bool | float)
+    fits = is_whole and Draft202012Validator(spec.parameters).is_valid(whole)
+    try:
+        accepted = prepare_arguments(spec, arguments)[0]
+    except ToolFailure:
+        assert not fits
+    else:
+        assert fits
+        assert accepted == whole
 
 
 def test_a_default_inside_an_object_is_filled() -> None:
