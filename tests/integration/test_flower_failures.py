@@ -78,8 +78,9 @@ def count_host_queues(stack: Stack) -> int:
 
 
 def is_dead(pid: int) -> bool:
-    """Return whether the process has ended, even if its parent has not waited for it."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    """Return whether the process has ended with all its threads, even if its parent has not waited for it. Its sockets are closed by the last thread."""
+    process = Path(f"/proc/{pid}")
+    return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z" and len(list((process / "task").iterdir())) == 1
 
 
 async def until_flower_listens(page: Page, session: Session) -> None:
