@@ -62,6 +62,14 @@ class CallLedger:
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"Redis does not say what became of the call ({error})") from error
 
+    async def now(self) -> float:
+        """Unix seconds by Redis's clock."""
+        try:
+            seconds, micros = await self._client.time()
+        except (RedisError, OSError) as error:
+            raise BrokerUnavailable(f"Redis does not say what time it is ({error})") from error
+        return float(seconds + micros / 1e6)
+
     async def lose(self, tenant: str, call_id: str, attempt: int, expected: CallState, reason: str) -> bool:
         """Mark the call as lost, with the time, this process and the reason. Return False if its state is not `expected`."""
         key = call_key(self._deployment, tenant, call_id)

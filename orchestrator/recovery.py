@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
@@ -23,7 +22,7 @@ RESEND_S = 30.0
 """How long a call that nobody took is sent again: its session has moved, or its host is just being restarted."""
 LONGEST_PAUSE_S = 2.0
 RECORD_S = CALL_TTL_S - 3600
-"""A call without a record that may have been sent longer ago may have acted. An hour less than the record lives, for clocks that differ."""
+"""A call without a record that may have been sent longer ago may have acted. An hour less than the record lives, for the time between."""
 NOT_RUN = "not_run"
 """In a result's metadata: why a worker did not run the call."""
 NOT_TAKEN = frozenset({"moved", "broker", "sandboxd"})
@@ -36,6 +35,8 @@ class CallBook(Protocol):
 
     async def find(self, tenant: str, call_id: str) -> CallRecord | None: ...
 
+    async def now(self) -> float: ...
+
     async def renew(self, tenant: str, call_id: str, attempt: int) -> bool: ...
 
     async def give_up(self, tenant: str, call_id: str, attempt: int, state: CallState, code: ErrorCode) -> CallState | None: ...
@@ -44,8 +45,7 @@ class CallBook(Protocol):
 class Recovery:
     """Carries errands of a pool of hosts. Raises as the Carrier, but neither NotSent nor CallLost."""
 
-    def __init__(self, carrier: Carrier, homes: SessionHomes, ledger: CallBook, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self, carrier: Carrier, homes: SessionHomes, ledger: CallBook) -> None:
         self._carrier = carrier
         self._homes = homes
         self._ledger = ledger
@@ -119,7 +119,8 @@ class Recovery:
         not to be sent again."""
         record = await self._ledger.find(errand.context.tenant, errand.call.id)
         if record is None:
-            if not errand.spec.idempotent and self._clock() - (errand.sent_since or 0.0) > RECORD_S:
+            # By Redis's clock, which the records expire by: this host's may be wrong.
+            if not errand.spec.idempotent and await self._ledger.now() - (errand.sent_since or 0.0) > RECORD_S:
                 raise DeliveryFailed(
                     ErrorCode.OUTCOME_UNKNOWN,
                     f"the call may have been sent more than {CALL_TTL_S // 3600} hours ago, and its record has expired: it may or may not have acted; "
