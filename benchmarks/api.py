@@ -27,10 +27,10 @@ from contract.tenancy import DEFAULT_TENANT
 from orchestrator import ToolClient
 from orchestrator.api_keys import ApiKeys
 from orchestrator.batches.items import RunBody
+from orchestrator.dispatch.sessions import Session
 from orchestrator.redis_connection import open_redis
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.keys import run_events_key
-from orchestrator.sessions import Session
 from orchestrator.settings import load_settings
 from orchestrator.tenants import RedisTenants
 

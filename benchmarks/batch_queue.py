@@ -16,12 +16,12 @@ from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
-from orchestrator.batch_runs import until_first
 from orchestrator.batches.happenings import CallDone, Happening, ItemReady, StepDone
 from orchestrator.batches.items import BatchItem, Outcome, RunBody
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.redis_connection import open_redis
+from orchestrator.runs.batch_runs import until_first
 from orchestrator.runs.brake import Brake
 from orchestrator.runs.follower import Follower
 from orchestrator.runs.happening_stream import HappeningReader, HappeningWriter

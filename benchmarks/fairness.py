@@ -22,7 +22,7 @@ from contract.errors import BrokerUnavailable
 from contract.names import slots_key
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import SharedAdmission, SlotRequest
-from orchestrator.redis_server import find_redis_server, write_redis_config
+from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 
 QUEUE = "host.bench.1"
 SLOTS = 4

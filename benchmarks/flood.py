@@ -11,8 +11,8 @@ from benchmarks.sizes import size
 from benchmarks.throughput import succeeds, until_served
 from contract.tenancy import TenantPolicy
 from orchestrator import ToolClient
+from orchestrator.dispatch.sessions import Session
 from orchestrator.redis_connection import open_redis
-from orchestrator.sessions import Session
 from orchestrator.settings import load_settings
 from orchestrator.tenants import RedisTenants
 

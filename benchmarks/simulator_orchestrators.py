@@ -20,16 +20,16 @@ from contract.hosts import HOST_LOST_TYPE, HOST_TTL_S, HostReport
 from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import SharedAdmission
-from orchestrator.call_ledger import CallLedger
-from orchestrator.call_watch import WATCH_EVERY_S, CallWatch
-from orchestrator.carrier import Carrier, Errand
-from orchestrator.homes import Opening, SessionHomes
+from orchestrator.dispatch.call_ledger import CallLedger
+from orchestrator.dispatch.call_watch import WATCH_EVERY_S, CallWatch
+from orchestrator.dispatch.carrier import Carrier, Errand
+from orchestrator.dispatch.homes import Opening, SessionHomes
+from orchestrator.dispatch.publishing import Publisher
+from orchestrator.dispatch.recovery import Recovery
+from orchestrator.dispatch.results import ResultHub
+from orchestrator.dispatch.transport import CallLost, Delivery, DeliveryFailed, NotSent
 from orchestrator.hosts import FRESH_S
 from orchestrator.places import Home, Places
-from orchestrator.publishing import Publisher
-from orchestrator.recovery import Recovery
-from orchestrator.results import ResultHub
-from orchestrator.transport import CallLost, Delivery, DeliveryFailed, NotSent
 
 FUTURE_AT = 4_000_000_000.0
 """Where the played clock begins: so far ahead of Redis's that no deadline of a call is over for it."""

@@ -12,8 +12,8 @@ from benchmarks.sizes import size
 from benchmarks.whole_path import open_sessions, per_second
 from contract.errors import ToolcrewError
 from orchestrator import ToolClient
+from orchestrator.dispatch.sessions import Session
 from orchestrator.redis_connection import open_redis
-from orchestrator.sessions import Session
 from orchestrator.settings import load_settings
 
 ROUNDS = size(5, 1)

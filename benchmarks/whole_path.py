@@ -11,8 +11,8 @@ from benchmarks.report import Case, Report, interleave, median, percentile, time
 from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
 from orchestrator import ToolClient
+from orchestrator.dispatch.sessions import Session
 from orchestrator.redis_connection import open_redis
-from orchestrator.sessions import Session
 from orchestrator.settings import load_settings
 from workers.sandbox_client import SandboxClient
 

@@ -48,7 +48,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 
 # Module -> the only files of ours that may import it.
 _CELERY = (
-    "orchestrator/flower.py",
+    "orchestrator/operations/flower.py",
     "workers/app.py",
     "workers/celery_state.py",
     "workers/event_batches.py",
@@ -58,9 +58,7 @@ _CELERY = (
     "workers/tasks.py",
 )
 _REDIS_OF_ORCHESTRATOR = (
-    "api_keys", "blobs", "call_events", "call_kills", "call_ledger", "call_life", "call_watch", "catalog", "celery_transport",
-    "heard_calls", "hosts", "installed_skills", "overview", "places", "policy_tools", "pool_connection", "pressure", "publishing", "reaper",
-    "redis_connection", "redis_errands", "resealing", "results", "session_list", "skill_uses", "switches", "tenants",
+    "api_keys", "blobs", "call_life", "catalog", "hosts", "installed_skills", "places", "policy_tools", "redis_connection", "resealing", "session_list", "skill_uses", "switches", "tenants", "dispatch/call_events", "dispatch/call_kills", "dispatch/call_ledger", "dispatch/call_watch", "dispatch/celery_transport", "dispatch/heard_calls", "dispatch/pool_connection", "dispatch/publishing", "dispatch/reaper", "dispatch/redis_errands", "dispatch/results", "operations/overview", "operations/pressure",
 )  # fmt: skip
 _REDIS = (
     *(f"orchestrator/{name}.py" for name in _REDIS_OF_ORCHESTRATOR),
@@ -72,7 +70,7 @@ _REDIS = (
     ),
     *(f"workers/{name}.py" for name in ("expiry", "leftovers", "sandboxd_counts")),
     *(f"orchestrator/admission/{name}.py" for name in ("grants", "shared", "steps")),
-    *(f"orchestrator/{name}.py" for name in ("audit", "approvals/queue", "doctor_pool", "doctor_redis")),
+    *(f"orchestrator/{name}.py" for name in ("audit", "approvals/queue", "operations/doctor_pool", "operations/doctor_redis")),
     *(f"orchestrator/runs/{name}.py" for name in ("happening_stream", "left_sessions", "run_log", "run_queue", "runner")),
     *(f"orchestrator/runs/{name}.py" for name in ("event_hub", "event_teller", "hosted", "told_events")),
     *(f"orchestrator/metrics/{name}.py" for name in ("page", "tally")),
@@ -81,7 +79,7 @@ _REDIS = (
     "orchestrator/api/pages/logins.py",
     *(f"workers/{name}.py" for name in ("custom/state", "skills/installed", "web/cache")),
 )
-_TERMINAL = ("orchestrator/cli*.py", "orchestrator/terminal*.py", "orchestrator/batches/live_*.py")
+_TERMINAL = ("orchestrator/cli/*.py", "orchestrator/terminal/*.py", "orchestrator/batches/live_*.py")
 WALLS: dict[str, tuple[str, ...]] = {
     "celery": _CELERY,
     "kombu": (*_CELERY, "workers/broker_transport.py"),
@@ -92,7 +90,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "agents": ("orchestrator/adapters/openai_agents.py",),
     "fsspec": ("workers/sandboxd/store/fsspec_store.py",),
     "inspect_ai": ("orchestrator/adapters/inspect_sandbox.py",),
-    "flower": ("orchestrator/flower.py",),
+    "flower": ("orchestrator/operations/flower.py",),
     "openai": ("orchestrator/models/openai.py",),
     "opentelemetry": ("telemetry/otlp.py",),
     "redis": _REDIS,

@@ -8,8 +8,8 @@ import redis
 
 from contract.call_events import OUTPUT
 from contract.settings import BrokerSettings
-from orchestrator.call_events import CallEvents
-from orchestrator.heard_calls import HeardCall, OnOutput, output_handler
+from orchestrator.dispatch.call_events import CallEvents
+from orchestrator.dispatch.heard_calls import HeardCall, OnOutput, output_handler
 from orchestrator.redis_connection import open_redis
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess

@@ -4,7 +4,7 @@ from typing import Any
 
 from contract.hosts import HostReport
 from contract.places import PlaceState, SessionPlace
-from orchestrator.dispatcher import Pool
+from orchestrator.dispatch.dispatcher import Pool
 from orchestrator.places import Home, HostFate
 
 

@@ -10,12 +10,12 @@ import redis.asyncio
 from structlog.testing import capture_logs
 
 from orchestrator.batches.items import Ground, RunBody
-from orchestrator.run_service import ServiceWork
 from orchestrator.runs.event_teller import EventTellers
 from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.hosted_records import HostedRun
 from orchestrator.runs.run_queue import Claim
+from orchestrator.runs.run_service import ServiceWork
 from orchestrator.runs.runner import Runner
 from tests.builders import KEY
 from tests.conftest import RedisProcess

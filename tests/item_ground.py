@@ -17,23 +17,23 @@ from orchestrator.approvals import DEFAULT_POLICY, ApprovalPolicy, AutoApprover
 from orchestrator.approvals.approvers import Approver
 from orchestrator.batches.happenings import Happening
 from orchestrator.batches.items import BatchItem, CallBody, Outcome, RunBody
-from orchestrator.call_ledger import CallLedger
-from orchestrator.dispatcher import Dispatcher, Pool
+from orchestrator.dispatch.call_ledger import CallLedger
+from orchestrator.dispatch.dispatcher import Dispatcher, Pool
+from orchestrator.dispatch.pool_connection import PoolConnection
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.installed_skills import InstalledSkills
 from orchestrator.models.base import Model
 from orchestrator.models.choice import ChosenModel
 from orchestrator.models.scripted import EVERYTHING, Calls, ScriptedModel, Turn
-from orchestrator.pool_connection import PoolConnection
-from orchestrator.run_parts import RunParts
 from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.models import Models
 from orchestrator.runs.records import BatchDefaults
 from orchestrator.runs.run_log import RunLog
+from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.run_queue import Claim
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.switches import RedisSwitches
-from orchestrator.tenant_catalog import TenantCatalog
 from orchestrator.tenants import RedisTenants
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess

@@ -20,7 +20,7 @@ from orchestrator.approvals.gate import digest_call
 from orchestrator.approvals.questions import Question, build_record
 from orchestrator.approvals.queue import ApprovalQueue
 from orchestrator.batches.items import BatchItem, FailureKind, Outcome, RunBody
-from orchestrator.events import CallFinished, CallSent, CallStarted, OutputArrived, RunStarted, StepFinished, StepStarted, TextArrived
+from orchestrator.loop.events import CallFinished, CallSent, CallStarted, OutputArrived, RunStarted, StepFinished, StepStarted, TextArrived
 from orchestrator.models.base import Usage
 from orchestrator.places import Places
 from orchestrator.runs.event_teller import EventTellers, RunTeller

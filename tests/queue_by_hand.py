@@ -15,10 +15,10 @@ from contract.names import result_key
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.catalog import RedisCatalog
-from orchestrator.celery_transport import CeleryTransport
-from orchestrator.dispatcher import Dispatcher
+from orchestrator.dispatch.celery_transport import CeleryTransport
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.results import ResultHub
 from orchestrator.redis_connection import open_redis
-from orchestrator.results import ResultHub
 
 
 def make_envelope(

@@ -12,19 +12,19 @@ from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from orchestrator.admission import PausableAdmission, SharedAdmission
 from orchestrator.blobs import Blobs
-from orchestrator.call_events import CallEvents
 from orchestrator.catalog import RedisCatalog
-from orchestrator.client import ToolClient
-from orchestrator.dispatcher import Dispatcher
+from orchestrator.dispatch.call_events import CallEvents
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.pool_connection import PoolConnection
+from orchestrator.dispatch.sessions import Session, SessionInfo
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
+from orchestrator.dispatch.transport import NotSent
 from orchestrator.installed_skills import InstalledSkills
-from orchestrator.pool_connection import PoolConnection
 from orchestrator.redis_connection import open_redis
-from orchestrator.sessions import Session, SessionInfo
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.switches import RedisSwitches
-from orchestrator.tenant_catalog import TenantCatalog
 from orchestrator.tenants import RedisTenants
-from orchestrator.transport import NotSent
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_pool

@@ -95,7 +95,7 @@ class Ledger:
     `queued`, attempt N                 decides: the rule
     `queued` or `lost`, attempt < N     decides: Redis has lost what renewed the call, and the earlier attempt was given up
     any other state, attempt < N        STARTED: Redis has lost what renewed the call, and an earlier attempt may have acted; who
-                                        waits for the call is told so (orchestrator/call_watch.py)
+                                        waits for the call is told so (orchestrator/dispatch/call_watch.py)
     decided by this very message        the same again: the client has sent it again, because the first answer was lost
     any other state, attempt N          STARTED: a repetition; or forbidden, given up, lost with its host's queue
     attempt > N                         SUPERSEDED

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrator.admission.base import SlotRequest
-from orchestrator.command_text import build_command
+from orchestrator.terminal.commands import build_command
 
 NOTICE_S = 0.5
 """A call that has its slot sooner is not reported: on a busy pool most calls wait for some milliseconds."""

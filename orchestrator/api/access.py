@@ -14,7 +14,7 @@ from orchestrator.api.problems import ApiProblem
 from orchestrator.api.shares import Streams
 from orchestrator.api_keys import ApiKeys, Credential, Identity
 from orchestrator.audit import Audit, AuditAction, AuditEntry, build_entry
-from orchestrator.client import ToolClient
+from orchestrator.sdk.client import ToolClient
 from orchestrator.tenants import RedisTenants
 
 

@@ -17,10 +17,10 @@ from orchestrator.api.once_slots import KEPT_S
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
 from orchestrator.audit import entry_text
-from orchestrator.batch_runs import BatchRuns
 from orchestrator.batches.items import FailureKind, RunLimits
 from orchestrator.batches.lines import BatchFile, read_lines
 from orchestrator.batches.rows import build_row, build_row_line
+from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.batch_status import build_status
 from orchestrator.runs.records import BatchDefaults, BatchRecord
 

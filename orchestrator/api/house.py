@@ -16,11 +16,11 @@ from orchestrator.api_keys import ApiKeys, Credential
 from orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
 from orchestrator.approvals.queue import ApprovalQueue
-from orchestrator.client import ToolClient
+from orchestrator.dispatch.pool_connection import PoolConnection, open_pool
 from orchestrator.logs import get_logger
 from orchestrator.metrics.page import MetricsPage
-from orchestrator.pool_connection import PoolConnection, open_pool
 from orchestrator.runs.hosted import HostedRuns
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from telemetry.settings import load_tracing_settings
 

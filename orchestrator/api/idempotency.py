@@ -18,8 +18,8 @@ from orchestrator.api.house import House
 from orchestrator.api.limits import JSON_BYTES, find_header
 from orchestrator.api.once_slots import PENDING_S, Claim, OnceSlots
 from orchestrator.api.problems import ApiCode, ApiProblem, response_to
+from orchestrator.dispatch.outages import outlast
 from orchestrator.logs import get_logger
-from orchestrator.outages import outlast
 
 log = get_logger(__name__)
 

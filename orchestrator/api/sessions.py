@@ -13,7 +13,7 @@ from orchestrator.api.access import AnyCaller
 from orchestrator.api.file_answers import FileAnswer
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problems import responses
-from orchestrator.sessions import Session, SessionInfo
+from orchestrator.dispatch.sessions import Session, SessionInfo
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], responses=responses())
 

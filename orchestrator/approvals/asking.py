@@ -9,8 +9,8 @@ from contract.errors import BrokerUnavailable, EnvelopeRefused, ToolFailure
 from orchestrator.approvals.approvers import ApprovalRequest, Approver, Decision, choose_approver
 from orchestrator.approvals.questions import Answer, Question, build_record
 from orchestrator.approvals.queue import MAX_WAIT_S, ApprovalQueue
+from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.logs import get_logger
-from orchestrator.pool_connection import PoolConnection
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.shared_tasks import begin_shared
 

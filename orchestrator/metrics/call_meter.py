@@ -20,7 +20,7 @@ from contract.metrics import (
 )
 from contract.names import POOL_QUEUES
 from contract.specs import ToolSpec
-from orchestrator.recovery import NOT_RUN
+from orchestrator.dispatch.recovery import NOT_RUN
 
 HOST_QUEUES = "host"
 """Stands for the queues of all hosts."""

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from contract.metric_counts import Counts
 from contract.metrics import APPROVALS, APPROVALS_ASKED, ITERATIONS, MODEL_SECONDS, RUNS_ENDED, TOKENS
-from orchestrator.events import (
+from orchestrator.loop.events import (
     ApprovalAsked,
     ApprovalDecided,
     CallFinished,

@@ -9,8 +9,8 @@ from redis.exceptions import RedisError
 from contract.metric_counts import ABSORB_LUA, Counts
 from contract.names import counted_key, metrics_key
 from orchestrator.cancelling import cancel_all
-from orchestrator.events import OnEvent
 from orchestrator.logs import get_logger
+from orchestrator.loop.events import OnEvent
 from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.metrics.run_meter import Replay, RunMeter
 

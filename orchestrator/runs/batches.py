@@ -11,10 +11,10 @@ from orchestrator.batches.detached import check_detached
 from orchestrator.batches.happenings import BatchNoted
 from orchestrator.batches.items import BatchItem, FailureKind
 from orchestrator.batches.lines import BatchFile
-from orchestrator.command_text import build_resubmission
 from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
 from orchestrator.runs.run_queue import AT_ONCE, BatchCancelled, RunQueue
+from orchestrator.terminal.commands import build_resubmission
 
 DEFAULT_CONCURRENCY = 16
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -11,7 +11,9 @@ import redis.asyncio
 
 from contract.errors import BrokerUnavailable
 from orchestrator.cancelling import check_cancelled
-from orchestrator.events import (
+from orchestrator.dispatch.outages import outlast
+from orchestrator.logs import get_logger
+from orchestrator.loop.events import (
     ApprovalAsked,
     ApprovalDecided,
     OutputArrived,
@@ -20,8 +22,6 @@ from orchestrator.events import (
     StepStarted,
     TextArrived,
 )
-from orchestrator.logs import get_logger
-from orchestrator.outages import outlast
 from orchestrator.runs.told_events import Telling, ToldEvents, build_event
 from orchestrator.shared_tasks import begin_shared
 

@@ -10,11 +10,11 @@ from orchestrator.batches.items import Outcome
 from orchestrator.batches.row_files import RowFiles, RowsNotWritten
 from orchestrator.batches.settled_items import SettledItems
 from orchestrator.cancelling import check_cancelled
-from orchestrator.command_text import build_resubmission
 from orchestrator.logs import get_logger
 from orchestrator.runs.happening_stream import HappeningReader
 from orchestrator.runs.records import BatchRecord, BatchState
 from orchestrator.runs.run_queue import RunQueue
+from orchestrator.terminal.commands import build_resubmission
 
 log = get_logger(__name__)
 

@@ -18,9 +18,9 @@ from orchestrator.actors import Actor
 from orchestrator.audit import build_entry, entry_text
 from orchestrator.batches.detached import find_paths
 from orchestrator.batches.items import RUNS_URL, BatchItem, Ground, RunBody
+from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import LOCAL
 from orchestrator.places import Places
-from orchestrator.pool_connection import PoolConnection
 from orchestrator.runs.event_hub import RunEventHub
 from orchestrator.runs.hosted_records import (
     LISTED,

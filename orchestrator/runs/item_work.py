@@ -22,16 +22,15 @@ from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, Ite
 from orchestrator.batches.items import CHAT_URL, BatchItem, CallBody, Failure, Ground, Outcome, RunBody, RunLimits
 from orchestrator.batches.rows import build_answer_body, build_call_body
 from orchestrator.cancelling import is_being_cancelled
-from orchestrator.dispatcher import Terms
-from orchestrator.events import CallFinished, CallStarted, OnEvent, RunEvent, StepFinished
-from orchestrator.homes import new_session_name
-from orchestrator.limits import Prices, ReActOptions, StopReason
+from orchestrator.dispatch.dispatcher import Terms
+from orchestrator.dispatch.homes import new_session_name
+from orchestrator.dispatch.outages import outlast
+from orchestrator.dispatch.pool_connection import PoolConnection
+from orchestrator.dispatch.sessions import Session, SessionInfo, Start
 from orchestrator.logs import get_logger
+from orchestrator.loop.events import CallFinished, CallStarted, OnEvent, RunEvent, StepFinished
+from orchestrator.loop.limits import Prices, ReActOptions, StopReason
 from orchestrator.models.choice import FALLBACK_WARNING
-from orchestrator.outages import outlast
-from orchestrator.pool_connection import PoolConnection
-from orchestrator.run_parts import RunAs, RunParts
-from orchestrator.run_spans import RunSpans
 from orchestrator.runs.brake import Brake, HeldModel, NotNow
 from orchestrator.runs.entries import Exported
 from orchestrator.runs.hosted_records import STANDING
@@ -41,9 +40,10 @@ from orchestrator.runs.models import Models
 from orchestrator.runs.outcomes import build_outcome, judge_call, judge_error, judge_run
 from orchestrator.runs.places import PlacedApprover, Places, RunPlace
 from orchestrator.runs.records import BatchDefaults
+from orchestrator.runs.run_parts import RunAs, RunParts
 from orchestrator.runs.run_queue import Claim
+from orchestrator.runs.run_spans import RunSpans
 from orchestrator.runs.session_turns import SessionTurns
-from orchestrator.sessions import Session, SessionInfo, Start
 from orchestrator.traces.opening import Traces
 from orchestrator.tracing import current_run, within_run
 

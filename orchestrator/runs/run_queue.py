@@ -17,8 +17,8 @@ from contract.names import audit_key, deployment_key
 from contract.signing import UNSEAL_LUA, SigningKeys
 from orchestrator.audit import AUDIT_LUA
 from orchestrator.batches.items import BatchItem, Failure, FailureKind, Outcome
+from orchestrator.dispatch.outages import outlast
 from orchestrator.logs import get_logger
-from orchestrator.outages import outlast
 from orchestrator.runs.hosted_records import STANDING, pack_end
 from orchestrator.runs.keys import RUN_TTL_S, batch_key, batches_key, member, run_key, runs_prefix, split_member
 from orchestrator.runs.left_sessions import close_left_sessions

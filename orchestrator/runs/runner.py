@@ -14,8 +14,8 @@ from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDeni
 from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
 from orchestrator.batches.items import Failure, FailureKind, Outcome
 from orchestrator.cancelling import cancel_all, check_cancelled
-from orchestrator.limits import Prices
 from orchestrator.logs import bound, get_logger
+from orchestrator.loop.limits import Prices
 from orchestrator.models.base import Usage
 from orchestrator.runs.brake import ROOM_AGAIN_S, NotNow
 from orchestrator.runs.happening_stream import HappeningWriter

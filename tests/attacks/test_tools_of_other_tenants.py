@@ -7,7 +7,7 @@ import pytest
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode
 from contract.specs import Catalog, ToolSpec
-from orchestrator.dispatcher import Dispatcher, Route
+from orchestrator.dispatch.dispatcher import Dispatcher, Route
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
 from workers.catalog import CatalogPublisher

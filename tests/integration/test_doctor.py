@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from orchestrator import doctor_deep
-from orchestrator.doctor_deep import examine_hosts
-from orchestrator.findings import Report
 from orchestrator.hosts import RedisHosts
+from orchestrator.operations import doctor_deep
+from orchestrator.operations.doctor_deep import examine_hosts
+from orchestrator.operations.findings import Report
 from orchestrator.redis_connection import open_redis
 from tests.redis_ground import broker_for
 from tests.stack import Stack, run_toolcrew

@@ -11,10 +11,10 @@ from docker import APIClient
 from pydantic import SecretStr
 
 from contract.hosts import HostReport
-from orchestrator.client import ToolClient
+from orchestrator.dispatch.sessions import Session
 from orchestrator.hosts import RedisHosts
 from orchestrator.redis_connection import open_redis
-from orchestrator.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from tests.host_ground import Ground, open_ground
 from tests.stack import TOOLCREW, UP_S, eventually, wait_until

@@ -23,14 +23,14 @@ from contract.envelope import INLINE_BYTES
 from contract.names import catalog_key, host_key, hosts_key, place_key, tombstone_key
 from contract.tenancy import TenantPolicy
 from orchestrator.approvals import AutoApprover
-from orchestrator.batch_service import BatchService
-from orchestrator.cli import app
-from orchestrator.client import ToolClient
+from orchestrator.cli.main import app
+from orchestrator.dispatch.sessions import Session
 from orchestrator.hosts import RedisHosts, find_workers
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.redis_connection import open_redis
+from orchestrator.runs.batch_service import BatchService
 from orchestrator.runs.records import BatchState
-from orchestrator.sessions import Session
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tenants import RedisTenants
 from tests.host_ground import Ground, GroundProcess
@@ -157,7 +157,9 @@ def _open_house(ground: Ground, server: Server, site: WebServer) -> House:
         "FLOWER_PORT": str(port),
         "FLOWER_BASIC_AUTH": "me:word",
     }
-    flower = GroundProcess("flower", [sys.executable, "-m", "orchestrator.flower"], ground.environment(told), ground.folder / "flower.log")
+    flower = GroundProcess(
+        "flower", [sys.executable, "-m", "orchestrator.operations.flower"], ground.environment(told), ground.folder / "flower.log"
+    )
     flower.start()
     return House(ground, server, site, flower, port)
 

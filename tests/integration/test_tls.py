@@ -11,8 +11,8 @@ from contract.calls import ToolCall
 from contract.errors import BrokerUnavailable
 from contract.names import POOL_WEB
 from contract.settings import BrokerSettings
-from orchestrator.dispatcher import Route
-from orchestrator.pool_connection import open_pool
+from orchestrator.dispatch.dispatcher import Route
+from orchestrator.dispatch.pool_connection import open_pool
 from orchestrator.redis_connection import check_redis, open_redis
 from tests.redis_ground import Server, broker_for, open_counting_pool, open_server
 from tests.tls_ground import Authority, Pair, open_relay

@@ -10,11 +10,11 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.names import BUILTIN_TOOLS
 from contract.registry import ToolRegistry
 from contract.tenancy import tools_of
-from orchestrator.client import ToolClient
-from orchestrator.events import CallFinished, RunEvent
 from orchestrator.functions.function_tools import tool
-from orchestrator.functions.local_tools import LocalTools
+from orchestrator.loop.events import CallFinished, RunEvent
 from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.sdk.client import ToolClient
+from orchestrator.sdk.local_tools import LocalTools
 from tests.builders import build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import MemoryBlobs, MemoryLedger

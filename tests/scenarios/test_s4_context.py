@@ -14,8 +14,8 @@ from contract.functions.function_tools import FunctionTool
 from contract.registry import Tool
 from contract.settings import BrokerSettings
 from orchestrator import CallContext, LocalTools, as_tool, tool
-from orchestrator.call_events import CallEvents
-from orchestrator.model_requests import ModelRequests
+from orchestrator.dispatch.call_events import CallEvents
+from orchestrator.dispatch.model_requests import ModelRequests
 from orchestrator.models.adapter import MAX_CALLS, BudgetedModel
 from orchestrator.models.scripted import ScriptedModel
 from orchestrator.redis_connection import open_redis

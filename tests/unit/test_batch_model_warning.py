@@ -16,7 +16,7 @@ from orchestrator.batches.happenings import BatchNoted, Happening
 from orchestrator.batches.plain_lines import PlainLines
 from orchestrator.batches.progress import MAX_WARNINGS, Progress
 from orchestrator.batches.report import build_report
-from orchestrator.cli import app
+from orchestrator.cli.main import app
 from orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
 from orchestrator.models.scripted import EVERYTHING
 from orchestrator.runs.models import Models

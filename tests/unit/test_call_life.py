@@ -16,10 +16,10 @@ from contract.tenancy import TenantPolicy
 from orchestrator.admission import SharedAdmission, SlotRequest
 from orchestrator.admission.script import enqueue, load_script, script_arguments
 from orchestrator.call_life import CallLives, parse_task_id
+from orchestrator.dispatch.task_messages import build_message
+from orchestrator.dispatch.transport import Delivery
 from orchestrator.places import Places
 from orchestrator.runs.keys import run_key
-from orchestrator.task_messages import build_message
-from orchestrator.transport import Delivery
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 

@@ -9,7 +9,7 @@ import pytest
 from contract.call_events import MODEL, OUTPUT, CallEvent
 from contract.errors import EnvelopeRefused
 from contract.names import call_answers_key
-from orchestrator.heard_calls import MAX_QUESTIONS, HeardCall, output_handler
+from orchestrator.dispatch.heard_calls import MAX_QUESTIONS, HeardCall, output_handler
 from tests.event_house import DEPLOYMENT, House, Screen, run_call
 from workers import call_events as writing
 from workers.call_events import EventWriter

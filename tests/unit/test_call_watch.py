@@ -18,11 +18,11 @@ from contract.errors import ErrorCode
 from contract.hosts import HOST_LOST_TYPE
 from contract.ledger import CallState
 from contract.names import call_key, control_queue, host_key, hosts_key, result_key, tombstone_key
-from orchestrator.call_ledger import CallLedger
-from orchestrator.call_watch import RESULT_LATE_S, WATCH_EVERY_S, CallWatch
-from orchestrator.reaper import Reaper
-from orchestrator.task_messages import describe_sender
-from orchestrator.transport import CallLost, Delivery, Sticky
+from orchestrator.dispatch.call_ledger import CallLedger
+from orchestrator.dispatch.call_watch import RESULT_LATE_S, WATCH_EVERY_S, CallWatch
+from orchestrator.dispatch.reaper import Reaper
+from orchestrator.dispatch.task_messages import describe_sender
+from orchestrator.dispatch.transport import CallLost, Delivery, Sticky
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 from tests.stack import eventually

@@ -17,10 +17,10 @@ from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy
 from orchestrator.api_keys import ApiKeys
 from orchestrator.approvals.queue import ApprovalQueue
-from orchestrator.cli import app
-from orchestrator.events import ApprovalAsked
+from orchestrator.cli.main import app
+from orchestrator.loop.events import ApprovalAsked
 from orchestrator.tenants import RedisTenants
-from orchestrator.terminal import RunView
+from orchestrator.terminal.output import RunView
 from tests.approval_ground import build_question
 from tests.conftest import RedisProcess
 

@@ -18,11 +18,11 @@ from contract.names import call_key, catalog_key
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
-from orchestrator import cli as command_line
 from orchestrator.api_keys import ApiKeys, Role
 from orchestrator.approvals.queue import ApprovalQueue
 from orchestrator.audit import Audit, Audited
-from orchestrator.cli import app
+from orchestrator.cli.main import app
+from orchestrator.cli.main import main as command_line
 from orchestrator.places import Places
 from orchestrator.tenants import RedisTenants
 from tests.approval_ground import build_question

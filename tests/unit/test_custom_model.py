@@ -15,8 +15,8 @@ from contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailable, ToolFa
 from contract.functions import Completion, Usage
 from contract.functions.call_context import ModelAdapter
 from contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, parse_answer, parse_question
-from orchestrator.limits import Prices, ReActOptions, Spending, StopReason
-from orchestrator.model_requests import ModelRequests
+from orchestrator.dispatch.model_requests import ModelRequests
+from orchestrator.loop.limits import Prices, ReActOptions, Spending, StopReason
 from orchestrator.models.adapter import MAX_CALLS
 from orchestrator.models.scripted import Raw, ScriptedModel
 from workers.custom import model as custom_model

@@ -13,7 +13,7 @@ import pytest
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ModelInterrupted
-from orchestrator.events import ApprovalAsked, ApprovalDecided, CallFinished, OutputArrived, StepFinished, StepStarted, TextArrived
+from orchestrator.loop.events import ApprovalAsked, ApprovalDecided, CallFinished, OutputArrived, StepFinished, StepStarted, TextArrived
 from orchestrator.models.base import Usage
 from orchestrator.runs import told_events
 from orchestrator.runs.event_teller import MAX_OUTPUT_CHARS, MAX_UNTOLD_CHARS, RunTeller

@@ -12,13 +12,13 @@ from orchestrator.actors import Actor
 from orchestrator.audit import Audit
 from orchestrator.batches.items import BatchItem, Ground, RunBody
 from orchestrator.batches.lines import BatchFile
+from orchestrator.dispatch.sessions import Session, Start
 from orchestrator.runs.batches import Batches
 from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.hosted_records import STANDING, HostedState
 from orchestrator.runs.records import parse_run
 from orchestrator.runs.run_queue import BatchCancelled
-from orchestrator.sessions import Session, Start
 from orchestrator.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess

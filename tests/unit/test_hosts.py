@@ -14,7 +14,7 @@ from contract.names import POOL_WEB, control_queue, host_key, hosts_key
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator import hosts as hosts_module
-from orchestrator.cli import app
+from orchestrator.cli.main import app
 from orchestrator.hosts import RedisHosts, find_workers
 from orchestrator.redis_connection import open_redis
 from tests.conftest import RedisProcess

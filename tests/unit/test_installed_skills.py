@@ -17,7 +17,7 @@ from contract.tenancy import TenantPolicy
 from orchestrator import installed_skills
 from orchestrator.actors import Actor
 from orchestrator.installed_skills import InstalledSkills
-from orchestrator.skill_desk import SkillDesk
+from orchestrator.sdk.skill_desk import SkillDesk
 from orchestrator.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess

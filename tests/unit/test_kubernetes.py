@@ -13,7 +13,7 @@ import yaml
 from kubernetes_validate import validate
 
 from contract.names import POOL_QUEUES
-from orchestrator.pressure import HostsPressure, QueuePressure
+from orchestrator.operations.pressure import HostsPressure, QueuePressure
 from orchestrator.settings import OrchestratorSettings
 from workers.settings import EgressSettings, SandboxdSettings, WebSettings, WorkerSettings
 

@@ -13,8 +13,8 @@ import redis.asyncio
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import metrics_key
-from orchestrator.dispatcher import Dispatcher, Route, Terms
-from orchestrator.events import (
+from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
+from orchestrator.loop.events import (
     ApprovalAsked,
     ApprovalDecided,
     CallFinished,
@@ -26,7 +26,7 @@ from orchestrator.events import (
     RunStarted,
     StepStarted,
 )
-from orchestrator.limits import Usage
+from orchestrator.loop.limits import Usage
 from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.tally import Tally
 from orchestrator.models.base import Message

@@ -11,7 +11,7 @@ from contract.errors import BrokerUnavailable
 from contract.names import approvals_key, host_key, hosts_key, tenants_key
 from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.overview import MOST_BATCHES, OverviewReader
+from orchestrator.operations.overview import MOST_BATCHES, OverviewReader
 from orchestrator.redis_connection import open_redis
 from orchestrator.tenants import RedisTenants
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots

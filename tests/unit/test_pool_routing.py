@@ -15,9 +15,9 @@ from contract.settings import BrokerSettings
 from contract.specs import Catalog, ToolSpec
 from orchestrator import catalog as catalog_module
 from orchestrator.catalog import RedisCatalog
-from orchestrator.dispatcher import Dispatcher, Route, Terms
-from orchestrator.doctor_pool import examine_workers
-from orchestrator.findings import Report
+from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
+from orchestrator.operations.doctor_pool import examine_workers
+from orchestrator.operations.findings import Report
 from orchestrator.redis_connection import open_redis
 from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess

@@ -24,10 +24,10 @@ from orchestrator.batches.happenings import BatchNoted, ItemDone
 from orchestrator.batches.items import FailureKind
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.report import build_report
-from orchestrator.cli import app
-from orchestrator.command_text import build_command
+from orchestrator.cli.main import app
 from orchestrator.places import Places
 from orchestrator.tenants import RedisTenants
+from orchestrator.terminal.commands import build_command
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.stack import ROOT

@@ -17,9 +17,9 @@ from contract.errors import BrokerUnavailable
 from contract.ledger import CALL_TTL_S, CallState, parse_record
 from contract.names import call_key, host_key, place_key, tenant_sessions_key
 from contract.places import PLACE_MARGIN_S
-from orchestrator import publishing
-from orchestrator.publishing import Publisher
-from orchestrator.transport import Delivery, NotSent, Sticky
+from orchestrator.dispatch import publishing
+from orchestrator.dispatch.publishing import Publisher
+from orchestrator.dispatch.transport import Delivery, NotSent, Sticky
 from tests.conftest import RedisProcess
 
 QUEUE = "host.a.b00t"

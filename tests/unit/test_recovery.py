@@ -13,11 +13,11 @@ from contract.errors import BrokerUnavailable, ErrorCode
 from contract.ledger import CallState
 from contract.names import call_key, host_key, place_key
 from contract.signing import ResultSeal
-from orchestrator import homes, recovery
-from orchestrator.call_ledger import CallLedger
-from orchestrator.dispatcher import Dispatcher, Pool, Route
+from orchestrator.dispatch import homes, recovery
+from orchestrator.dispatch.call_ledger import CallLedger
+from orchestrator.dispatch.dispatcher import Dispatcher, Pool, Route
+from orchestrator.dispatch.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed, NotSent
 from orchestrator.places import Places
-from orchestrator.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed, NotSent
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import StaticCatalog

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from contract import names
 from contract.errors import ConfigError
-from orchestrator.cli_redis import redis_app
-from orchestrator.redis_users import ROLES, build_users, hash_password
+from orchestrator.cli.redis import redis_app
+from orchestrator.operations.redis_users import ROLES, build_users, hash_password
 from tests.redis_ground import Server, open_server
 
 LIMITED = ("orchestrator", "worker", "web", "flower")

@@ -14,7 +14,7 @@ from contract.signing import SigningKeys
 from contract.specs import SkillSummary
 from contract.tenancy import TenantPolicy
 from orchestrator.api_keys import ApiKeys
-from orchestrator.cli import app
+from orchestrator.cli.main import app
 from orchestrator.installed_skills import InstalledSkills
 from orchestrator.redis_connection import open_redis
 from orchestrator.switches import RedisSwitches

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode
 from orchestrator.batches.row_files import RowFiles
-from orchestrator.outages import outlast
+from orchestrator.dispatch.outages import outlast
 from orchestrator.runs.follower import BatchForgotten, Follower
 from orchestrator.runs.happening_stream import HappeningReader
 from orchestrator.runs.keys import batch_key, run_key

@@ -7,8 +7,8 @@ import pytest
 
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode, ToolFailure
-from orchestrator.dispatcher import Dispatcher, Pool
-from orchestrator.sessions import Session, Start
+from orchestrator.dispatch.dispatcher import Dispatcher, Pool
+from orchestrator.dispatch.sessions import Session, Start
 from tests.builders import KEY
 from tests.fake_hosts import MemoryPlaces, NoLedger, StaticHosts, build_report
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog

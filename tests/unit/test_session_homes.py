@@ -14,10 +14,10 @@ from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.names import host_key, hosts_key, place_key, tombstone_key
 from contract.places import PlaceState, seal_start
 from contract.tenancy import TenantPolicy
-from orchestrator import homes as homes_module
-from orchestrator.homes import Opening, SessionHomes
+from orchestrator.dispatch import homes as homes_module
+from orchestrator.dispatch.homes import Opening, SessionHomes
+from orchestrator.dispatch.transport import CallLost, NotSent
 from orchestrator.places import Home, Places
-from orchestrator.transport import CallLost, NotSent
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report

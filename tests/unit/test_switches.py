@@ -13,7 +13,7 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, find_switch, parse_switches
 from contract.settings import BrokerSettings
-from orchestrator.dispatcher import Dispatcher, Route, Terms
+from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
 from orchestrator.redis_connection import open_redis
 from orchestrator.switches import RedisSwitches, RegistrySwitches, build_switch
 from tests.builders import KEY, build_call, build_context, build_spec

@@ -11,7 +11,7 @@ from contract.registry import Switch, find_switch, parse_switches
 from contract.tenancy import TenantPolicy
 from orchestrator.api_keys import ApiKeys, Credential
 from orchestrator.audit import Audit
-from orchestrator.client import ToolClient
+from orchestrator.sdk.client import ToolClient
 from orchestrator.switches import RedisSwitches
 from orchestrator.tenants import RedisTenants
 from tests.builders import KEY, build_context, build_spec

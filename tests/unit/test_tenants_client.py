@@ -12,8 +12,8 @@ from contract.names import catalog_key
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
 from orchestrator.api_keys import ApiKeys
-from orchestrator.client import ToolClient
 from orchestrator.redis_connection import open_redis
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tenants import RedisTenants
 from tests.builders import build_spec

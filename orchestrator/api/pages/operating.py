@@ -15,7 +15,7 @@ from orchestrator.api.problems import ApiProblem
 from orchestrator.api_keys import ApiKeyRecord
 from orchestrator.audit import ACTIONS, Audit
 from orchestrator.hosts import RedisHosts, find_workers
-from orchestrator.overview import OverviewReader, TenantLook
+from orchestrator.operations.overview import OverviewReader, TenantLook
 from orchestrator.session_list import SessionList
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)

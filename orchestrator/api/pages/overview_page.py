@@ -11,7 +11,7 @@ from orchestrator.api.pages.people import Looking, Person
 from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import newest_runs
-from orchestrator.overview import OverviewReader
+from orchestrator.operations.overview import OverviewReader
 from orchestrator.runs.hosted_records import STANDING, HostedRun, HostedState
 from orchestrator.runs.told_events import ToldEvents
 

@@ -17,7 +17,7 @@ from orchestrator.api.pages.logins import Login, find_login
 from orchestrator.api.pages.rendering import Viewer, render
 from orchestrator.api.problems import ApiCode, ApiProblem
 from orchestrator.api.shares import Streams
-from orchestrator.client import ToolClient
+from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 
 MAX_CHOICE = 500

@@ -1,0 +1,120 @@
+"""A connection to a pool of hosts: everything that a dispatcher needs, opened and closed together."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import redis.asyncio
+
+from contract.clock import SharedClock
+from contract.masking import passwords_of
+from contract.settings import BrokerSettings
+from contract.signing import SigningKeys
+from orchestrator.admission import PausableAdmission, SharedAdmission
+from orchestrator.blobs import Blobs
+from orchestrator.catalog import RedisCatalog
+from orchestrator.dispatch.call_events import CallEvents
+from orchestrator.dispatch.call_kills import CallKills, KillWatch
+from orchestrator.dispatch.call_ledger import CallLedger
+from orchestrator.dispatch.call_watch import CallWatch
+from orchestrator.dispatch.celery_transport import CeleryTransport
+from orchestrator.dispatch.dispatcher import Dispatcher, Pool
+from orchestrator.dispatch.homes import HostSource
+from orchestrator.dispatch.results import ResultHub
+from orchestrator.dispatch.tenant_catalog import TenantCatalog
+from orchestrator.hosts import RedisHosts
+from orchestrator.installed_skills import InstalledSkills
+from orchestrator.metrics.tally import Tally
+from orchestrator.places import Places
+from orchestrator.redis_connection import check_redis, open_redis
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.switches import RedisSwitches
+from orchestrator.tenants import RedisTenants
+from orchestrator.tracing import open_process_tracer
+from telemetry.spans import Tracer
+
+
+@dataclass(frozen=True)
+class PoolConnection:
+    """What a client of a pool uses."""
+
+    redis: "redis.asyncio.Redis"
+    keys: SigningKeys
+    dispatcher: Dispatcher
+    catalog: RedisCatalog
+    blobs: Blobs
+    switches: RedisSwitches
+    tenants: RedisTenants
+    installed: InstalledSkills
+    offers: TenantCatalog
+    tracer: Tracer | None = None
+    """None: tracing is off."""
+    tally: Tally | None = None
+    """None: nothing is counted."""
+
+
+@asynccontextmanager
+async def open_pool(
+    broker: BrokerSettings,
+    *,
+    queue_wait_s: float,
+    needs_workers: bool = True,
+    settings: OrchestratorSettings | None = None,
+    secrets: Mapping[str, str] | None = None,
+    hosts: HostSource | None = None,
+) -> AsyncIterator[PoolConnection]:
+    """Connected, with a worker there, unless only Redis is to be asked. Raises ConfigError (nothing to sign with, no worker), BrokerUnavailable.
+
+    What `settings` and `secrets` (kind -> value) hold is masked in the content of spans, where that is asked for. `hosts`: where new sessions may go; None:
+    to all that report.
+    """
+    keys, deployment = broker.signing_keys(), broker.deployment
+    tracer = open_process_tracer(settings, {**passwords_of("Redis password", broker.redis_url.get_secret_value()), **(secrets or {})})
+    async with AsyncExitStack() as stack:
+        if tracer is not None:
+            stack.push_async_callback(asyncio.to_thread, tracer.close)
+        redis = open_redis(broker)
+        stack.push_async_callback(redis.aclose)
+        await check_redis(redis, broker)
+        tally = Tally(redis, deployment)
+        tally.start()
+        stack.push_async_callback(tally.aclose)
+        catalog = RedisCatalog(redis, deployment, keys)
+        if needs_workers:
+            await catalog.specs()
+        clock, events, switches = SharedClock(), CallEvents(redis, deployment), RedisSwitches(redis, deployment, keys)
+        stack.push_async_callback(events.close)
+        hub = ResultHub(redis)
+        await hub.start()
+        stack.push_async_callback(hub.close)
+        watch = CallWatch(redis, deployment, hub.fail)
+        await watch.start()
+        stack.push_async_callback(watch.close)
+        blobs, tenants = Blobs(redis, deployment), RedisTenants(redis, deployment, keys)
+        transport = CeleryTransport(broker, hub, watch, clock)
+        stack.push_async_callback(transport.aclose)
+        admission = PausableAdmission(SharedAdmission(redis, deployment), tenants)
+        stack.push_async_callback(admission.aclose)
+        kills = KillWatch(CallKills(redis, deployment))
+        stack.push_async_callback(kills.aclose)
+        installed = InstalledSkills(redis, deployment, keys)
+        offers = TenantCatalog(catalog, installed)
+        dispatcher = Dispatcher(
+            transport,
+            catalog,
+            keys,
+            queue_wait_s=queue_wait_s,
+            events=events,
+            switches=switches,
+            tenants=tenants,
+            admission=admission,
+            pool=Pool(Places(redis, deployment), hosts or RedisHosts(redis, deployment), CallLedger(redis, deployment)),
+            clock=clock,
+            tracer=tracer,
+            kills=kills,
+            meter=tally.calls,
+            offers=offers,
+            blobs=blobs,
+        )
+        yield PoolConnection(redis, keys, dispatcher, catalog, blobs, switches, tenants, installed, offers, tracer, tally)
