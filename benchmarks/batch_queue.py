@@ -20,7 +20,6 @@ from orchestrator.batches.happenings import CallDone, Happening, ItemReady, Step
 from orchestrator.batches.items import BatchItem, Outcome, RunBody
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.row_files import RowFiles
-from orchestrator.redis_connection import open_redis
 from orchestrator.runs.batch_runs import until_first
 from orchestrator.runs.brake import Brake
 from orchestrator.runs.follower import Follower
@@ -30,6 +29,7 @@ from orchestrator.runs.places import Places
 from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
 from orchestrator.runs.run_queue import Claim, RunQueue
 from orchestrator.runs.runner import Runner
+from store.connection import open_redis
 
 QUEUED = size((10, 1000, 10_000), (10, 20))
 ROUNDS = size(3, 1)

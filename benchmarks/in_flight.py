@@ -22,7 +22,7 @@ from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.dispatch.results import ResultHub
 from orchestrator.dispatch.transport import Delivery
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
-from orchestrator.redis_connection import check_redis, open_redis
+from store.connection import check_redis, open_redis
 
 ROUNDS = size(5, 1)
 CALLS = size(5000, 50)

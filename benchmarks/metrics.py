@@ -26,7 +26,7 @@ from orchestrator.admission.script import Operation, enqueue, load_script, scrip
 from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.tally import Tally
-from orchestrator.redis_connection import open_redis
+from store.connection import open_redis
 
 DEPLOYMENT = "bench"
 TENANTS, HOSTS, MESSAGES, WAITING, TOOLS = size((1000, 200, 10_000, 2000, 60), (10, 4, 20, 100, 3))

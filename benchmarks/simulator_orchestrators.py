@@ -28,8 +28,8 @@ from orchestrator.dispatch.publishing import Publisher
 from orchestrator.dispatch.recovery import Recovery
 from orchestrator.dispatch.results import ResultHub
 from orchestrator.dispatch.transport import CallLost, Delivery, DeliveryFailed, NotSent
-from orchestrator.hosts import FRESH_S
-from orchestrator.places import Home, Places
+from store.hosts import FRESH_S
+from store.sessions import Home, Places
 
 FUTURE_AT = 4_000_000_000.0
 """Where the played clock begins: so far ahead of Redis's that no deadline of a call is over for it."""

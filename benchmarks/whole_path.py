@@ -12,8 +12,8 @@ from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
 from orchestrator import ToolClient
 from orchestrator.dispatch.sessions import Session
-from orchestrator.redis_connection import open_redis
 from orchestrator.settings import load_settings
+from store.connection import open_redis
 from workers.sandbox_client import SandboxClient
 
 ROUNDS = size(200, 2)

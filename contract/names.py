@@ -262,7 +262,7 @@ def session_state_key(deployment: str, tenant: str, session: str) -> str:
 
 
 def audit_key(deployment: str) -> str:
-    """The stream of what operators and administrators changed (orchestrator/audit.py)."""
+    """The stream of what operators and administrators changed (store/audit.py)."""
     return deployment_key(deployment, "audit")
 
 

@@ -10,11 +10,10 @@ from contract.call_events import OUTPUT
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.call_events import CallEvents
 from orchestrator.dispatch.heard_calls import HeardCall, OnOutput, output_handler
-from orchestrator.redis_connection import open_redis
+from store.connection import connect_once, open_redis
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
 from workers.call_events import EventWriter
-from workers.redis_connection import connect_once
 
 DEPLOYMENT = "test"
 

@@ -5,7 +5,7 @@ from typing import Any
 from contract.hosts import HostReport
 from contract.places import PlaceState, SessionPlace
 from orchestrator.dispatch.dispatcher import Pool
-from orchestrator.places import Home, HostFate
+from store.sessions import Home, HostFate
 
 
 def build_report(name: str = "h1", **fields: Any) -> HostReport:

@@ -21,7 +21,6 @@ from orchestrator.dispatch.call_ledger import CallLedger
 from orchestrator.dispatch.dispatcher import Dispatcher, Pool
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.installed_skills import InstalledSkills
 from orchestrator.models.base import Model
 from orchestrator.models.choice import ChosenModel
 from orchestrator.models.scripted import EVERYTHING, Calls, ScriptedModel, Turn
@@ -33,8 +32,9 @@ from orchestrator.runs.run_log import RunLog
 from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.run_queue import Claim
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.switches import RedisSwitches
-from orchestrator.tenants import RedisTenants
+from store.skills import InstalledSkills
+from store.switches import RedisSwitches
+from store.tenants import RedisTenants
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.fake_hosts import MemoryPlaces, StaticHosts, build_report

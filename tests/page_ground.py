@@ -13,8 +13,6 @@ from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, 
 from contract.calls import Clocks, KillReport, ToolCall, ToolResult
 from contract.names import call_key, catalog_key, host_key, hosts_key
 from contract.specs import Catalog, seal_catalog
-from orchestrator.actors import Actor
-from orchestrator.api_keys import ApiKeys, NewKey
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.approvals.gate import digest_call
 from orchestrator.approvals.questions import Question, build_record
@@ -22,14 +20,16 @@ from orchestrator.approvals.queue import ApprovalQueue
 from orchestrator.batches.items import BatchItem, FailureKind, Outcome, RunBody
 from orchestrator.loop.events import CallFinished, CallSent, CallStarted, OutputArrived, RunStarted, StepFinished, StepStarted, TextArrived
 from orchestrator.models.base import Usage
-from orchestrator.places import Places
 from orchestrator.runs.event_teller import EventTellers, RunTeller
 from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
 from orchestrator.runs.run_queue import RunQueue
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.tenants import RedisTenants
+from store.actors import Actor
+from store.api_keys import ApiKeys, NewKey
+from store.sessions import Places
+from store.tenants import RedisTenants
 from tests.api_ground import ApiGround
 from tests.batch_story import Attempt, tell_item
 from tests.builders import build_spec

@@ -11,27 +11,26 @@ from contract.registry import ToolRegistry
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from orchestrator.admission import PausableAdmission, SharedAdmission
-from orchestrator.blobs import Blobs
-from orchestrator.catalog import RedisCatalog
 from orchestrator.dispatch.call_events import CallEvents
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.sessions import Session, SessionInfo
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.dispatch.transport import NotSent
-from orchestrator.installed_skills import InstalledSkills
-from orchestrator.redis_connection import open_redis
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.switches import RedisSwitches
-from orchestrator.tenants import RedisTenants
+from store.blobs import Blobs
+from store.catalog import RedisCatalog
+from store.connection import connect_once, open_redis
+from store.skills import InstalledSkills
+from store.switches import RedisSwitches
+from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_pool
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryAsyncBlobs, MemoryBlobs, MemoryLedger
 from workers.call_events import open_events
 from workers.executor import CallRepeated, Executor
-from workers.redis_connection import connect_once
 from workers.switches import Switches
 from workers.tools.base import WorkerTool
 

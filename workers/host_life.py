@@ -13,6 +13,7 @@ import structlog
 from contract.clock import SharedClock
 from contract.errors import SandboxUnavailable
 from contract.hosts import HostReport
+from store.connection import connect, connect_once
 from workers.adoption import Adopter
 from workers.celery_state import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
 from workers.checkpointing import DEFAULT_EVERY_S, CheckpointKeeper
@@ -26,7 +27,6 @@ from workers.incarnation import take_incarnation
 from workers.leftovers import LeftoverSweep
 from workers.places import WorkerPlaces
 from workers.processes import describe_process
-from workers.redis_connection import connect, connect_once
 from workers.reporting import Incarnations, Reporter
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd_counts import SandboxdCounts

@@ -7,11 +7,11 @@ import structlog
 
 from contract.clock import SharedClock
 from contract.hosts import HostReport
+from store.connection import connect_once
 from workers.celery_state import EXIT_RESTART, count_running, end_worker, on_stopping
 from workers.heartbeat import Heartbeat
 from workers.host_report import build_pool_report
 from workers.processes import describe_process
-from workers.redis_connection import connect_once
 from workers.reporting import Reporter
 from workers.settings import WorkerSettings
 

@@ -7,6 +7,7 @@ import structlog
 from contract.clock import SharedClock
 from contract.hosts import holder_name
 from contract.specs import Catalog
+from store.connection import connect, connect_once
 from telemetry.spans import Tracer
 from workers.app import build_app, choose_pool, claim_node, run_worker
 from workers.blobs import Blobs
@@ -21,7 +22,6 @@ from workers.ledger import Ledger
 from workers.mcp.sandbox_tools import AT_ONCE, await_sandboxd, build_sandbox_sources
 from workers.mcp.settings import StdioEntry, load_servers
 from workers.mcp.shelf import ServerShelf
-from workers.redis_connection import connect, connect_once
 from workers.refusals import Refusals
 from workers.sandbox_client import SandboxClient
 from workers.settings import WorkerSettings

@@ -13,6 +13,7 @@ from contract.errors import ConfigError
 from contract.names import POOL_QUEUES, pool_worker
 from contract.registry import ToolRegistry
 from contract.specs import Catalog, ToolSpec
+from store.connection import connect, connect_once, drop_connections
 from telemetry.spans import Tracer
 from workers.app import build_app, choose_pool, claim_node, run_worker
 from workers.blobs import Blobs
@@ -25,7 +26,6 @@ from workers.ledger import Ledger
 from workers.mcp.shelf import ServerShelf, Source
 from workers.pool_control import PoolControlListener, process_holder
 from workers.pool_life import PoolLife
-from workers.redis_connection import connect, connect_once, drop_connections
 from workers.refusals import Refusals
 from workers.settings import WorkerSettings
 from workers.switches import Switches

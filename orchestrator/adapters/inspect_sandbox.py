@@ -30,7 +30,7 @@ from contract.errors import ErrorCode, OperatorError, ToolcrewError, ToolFailure
 from orchestrator.adapters.inspect_config import CONFIG_FILES, load_config, parse_config
 from orchestrator.adapters.inspect_crew import crew_of_loop
 from orchestrator.dispatch.sessions import Session
-from orchestrator.logs import get_logger
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from orchestrator.logs import get_logger
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -15,8 +15,7 @@ from orchestrator.admission.grants import GrantListener
 from orchestrator.admission.script import LEASE_S, Answer, grants_channel, renew, restore, tick
 from orchestrator.admission.steps import Clock, Steps
 from orchestrator.admission.waiting import NOTICE_S, WaitReason, build_notice, waiting_listener
-from orchestrator.cancelling import cancel_all
-from orchestrator.shared_tasks import begin_shared
+from store.tasks import begin_shared, cancel_all
 
 TICK_S = 1.0
 """How soon a queue whose slots have become more is looked at."""

@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from orchestrator.admission.base import SlotRequest
 from orchestrator.admission.script import Answer, Operation, enqueue, load_script, parse_answer, release, script_arguments
-from orchestrator.logs import get_logger
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -11,7 +11,7 @@ from contract.hosts import HostReport
 from orchestrator.api.access import OperatorCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
-from orchestrator.hosts import RedisHosts, find_workers
+from store.hosts import RedisHosts, find_workers
 
 router = APIRouter(prefix="/v1/hosts", tags=["hosts"], responses=responses())
 

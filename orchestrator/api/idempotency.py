@@ -19,7 +19,7 @@ from orchestrator.api.limits import JSON_BYTES, find_header
 from orchestrator.api.once_slots import PENDING_S, Claim, OnceSlots
 from orchestrator.api.problems import ApiCode, ApiProblem, response_to
 from orchestrator.dispatch.outages import outlast
-from orchestrator.logs import get_logger
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -11,7 +11,6 @@ from redis.exceptions import RedisError
 from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
 from contract.names import approval_key, approvals_key, audit_key, tenant_approvals_key
 from contract.signing import SigningKeys
-from orchestrator.actors import Actor
 from orchestrator.approvals.approvers import Decision
 from orchestrator.approvals.questions import (
     ID_CHARS,
@@ -26,8 +25,9 @@ from orchestrator.approvals.questions import (
     seal,
     unseal,
 )
-from orchestrator.audit import AUDIT_LUA, build_entry, entry_text
-from orchestrator.logs import get_logger
+from store.actors import Actor
+from store.audit import AUDIT_LUA, build_entry, entry_text
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from contract.errors import ConfigError
 from orchestrator.batches.happenings import Happening, parse_happening
-from orchestrator.logs import get_logger
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

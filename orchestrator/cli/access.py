@@ -7,13 +7,13 @@ from functools import cached_property
 
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
-from orchestrator.actors import Actor, Role
-from orchestrator.api_keys import ApiKeys
-from orchestrator.hosts import RedisHosts
 from orchestrator.operations.command_actor import find_actor
-from orchestrator.redis_connection import RedisClient, check_redis, open_redis
 from orchestrator.settings import load_settings
-from orchestrator.tenants import RedisTenants
+from store.actors import Actor, Role
+from store.api_keys import ApiKeys
+from store.connection import RedisClient, check_redis, open_redis
+from store.hosts import RedisHosts
+from store.tenants import RedisTenants
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import typer
 
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from orchestrator.actors import Actor
 from orchestrator.approvals.approvers import Decision, call_lines, make_visible
 from orchestrator.approvals.questions import MAX_ARGUMENT_BYTES, Answer
 from orchestrator.approvals.queue import MAX_PAGE, ApprovalQueue, Pending
 from orchestrator.cli.runner import Json, Tenant, open_client, run_work
 from orchestrator.settings import load_settings
+from store.actors import Actor
 
 approve_app = typer.Typer(no_args_is_help=True, help="Calls that wait for a decision.")
 

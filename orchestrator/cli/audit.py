@@ -7,10 +7,10 @@ import typer
 
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from orchestrator.audit import ACTIONS, MAX_PAGE, AuditAction, Audited
 from orchestrator.cli.runner import Json, open_client, run_work
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls, table_rows
+from store.audit import ACTIONS, MAX_PAGE, AuditAction, Audited
 
 Tenants = Annotated[str | None, typer.Option("--tenant", help="Only what is about this tenant.")]
 Actions = Annotated[list[str] | None, typer.Option("--action", help="Only these, as tool.disable; a list with commas, or given again.")]

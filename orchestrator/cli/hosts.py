@@ -10,8 +10,8 @@ from contract.errors import OperatorError
 from contract.hosts import RESTART_GRACE_S, HostReport
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.runner import Json, run_work
-from orchestrator.hosts import RedisHosts, find_workers
 from orchestrator.terminal.output import escape_controls, table_rows
+from store.hosts import RedisHosts, find_workers
 
 MIB = 1024 * 1024
 Host = Annotated[str, typer.Argument(help="Its name as `toolcrew hosts` shows it, or the queue of one worker.")]

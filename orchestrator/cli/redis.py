@@ -12,9 +12,9 @@ from contract.errors import ConfigError
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.runner import Json, run_work
 from orchestrator.operations.redis_users import ROLES, build_users, hash_password
-from orchestrator.resealing import Resealed, reseal
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls
+from store.resealing import Resealed, reseal
 
 redis_app = typer.Typer(no_args_is_help=True, help="Users for Redis, and signatures of its records.")
 

@@ -17,9 +17,9 @@ from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.calls import open_running
 from orchestrator.cli.runner import EXIT_ERROR, Json, OnlyTenant, Tenant, run_work
 from orchestrator.dispatch.sessions import Session
-from orchestrator.session_list import OpenSession, SessionPage
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls, table_rows
+from store.session_list import OpenSession, SessionPage
 
 session_app = typer.Typer(
     no_args_is_help=True, help="Sessions: sandboxes that stay until they are closed, or have been idle for their time to live."

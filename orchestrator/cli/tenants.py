@@ -11,13 +11,13 @@ import typer
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
-from orchestrator.api_keys import ApiKeyRecord, Role
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.policy_options import apply_options, policy_lines, read_policy
 from orchestrator.cli.runner import Json, run_work
 from orchestrator.operations.overview import OverviewReader, TenantLook
-from orchestrator.policy_tools import check_tools
 from orchestrator.terminal.output import escape_controls, table_rows
+from store.api_keys import ApiKeyRecord, Role
+from store.policy_tools import check_tools
 
 tenants_app = typer.Typer(no_args_is_help=True, help="Who is served, and what each may have.")
 keys_app = typer.Typer(no_args_is_help=True, help="API keys: who may call for which tenant.")

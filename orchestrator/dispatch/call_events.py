@@ -11,11 +11,10 @@ from redis.exceptions import RedisError
 
 from contract.call_events import STALL_S
 from contract.names import listener_key
-from orchestrator.cancelling import cancel_all
 from orchestrator.dispatch.heard_calls import Handler, HeardCall
 from orchestrator.dispatch.redis_errands import Errands
-from orchestrator.logs import get_logger
-from orchestrator.shared_tasks import begin_shared
+from store.tasks import begin_shared, cancel_all
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

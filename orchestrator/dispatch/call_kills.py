@@ -14,11 +14,10 @@ from contract.calls import Identifier, Record, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.ledger import CALL_TTL_S, CallState
 from contract.names import audit_key, call_key, kills_key
-from orchestrator.audit import AUDIT_LUA
-from orchestrator.cancelling import cancel_all
 from orchestrator.dispatch.transport import DeliveryFailed
-from orchestrator.logs import get_logger
-from orchestrator.shared_tasks import begin_shared
+from store.audit import AUDIT_LUA
+from store.tasks import begin_shared, cancel_all
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

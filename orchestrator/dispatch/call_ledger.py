@@ -10,7 +10,7 @@ from contract.errors import BrokerUnavailable, ErrorCode
 from contract.ledger import CallRecord, CallState, parse_record
 from contract.names import call_key
 from orchestrator.dispatch.task_messages import describe_sender
-from orchestrator.logs import get_logger
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -15,12 +15,12 @@ from contract.errors import BrokerUnavailable
 from contract.hosts import HOST_TTL_S, HostReport, parse_holder
 from contract.ledger import CallRecord, CallState, parse_record
 from contract.names import call_key, host_key
-from orchestrator.cancelling import cancel_all
 from orchestrator.dispatch.call_ledger import CallLedger, describe_loss
 from orchestrator.dispatch.reaper import Reaper
 from orchestrator.dispatch.task_messages import build_failed_event, failed_events_channel
 from orchestrator.dispatch.transport import CallLost, Delivery
-from orchestrator.logs import get_logger
+from store.tasks import cancel_all
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

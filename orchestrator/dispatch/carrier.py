@@ -18,8 +18,8 @@ from orchestrator.admission import Admission, Priority, SlotRequest
 from orchestrator.dispatch.call_events import CallEvents
 from orchestrator.dispatch.heard_calls import Handler
 from orchestrator.dispatch.transport import Delivery, DeliveryFailed, Sticky, Transport
-from orchestrator.places import Home
 from orchestrator.tracing import current_call
+from store.sessions import Home
 
 SANDBOX_GRACE_S = 20.0
 """Beyond a call's limit and grace: sandboxd may have to remove a container, which the engine may do slowly."""
@@ -60,7 +60,7 @@ class Errand:
 
 
 class ArgumentStore(Protocol):
-    """Stores arguments that are too large for an envelope (orchestrator/blobs.py)."""
+    """Stores arguments that are too large for an envelope (store/blobs.py)."""
 
     async def leave(self, tenant: str, data: bytes, pool: BlobPool = ...) -> str: ...
 

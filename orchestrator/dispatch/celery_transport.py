@@ -16,7 +16,7 @@ from orchestrator.dispatch.call_watch import CallWatch
 from orchestrator.dispatch.publishing import Publisher
 from orchestrator.dispatch.results import ResultHub
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed
-from orchestrator.redis_connection import open_redis
+from store.connection import open_redis
 
 START_GRACE_S = 2.0
 """Beyond a call's deadline for starting: a worker that took it in the last moment notes that first."""

@@ -23,7 +23,6 @@ from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from contract.tenancy import SKILL_TOOL
 from orchestrator.admission import Admission, Priority, Unlimited
-from orchestrator.catalog import CatalogSource
 from orchestrator.dispatch.call_events import CallEvents
 from orchestrator.dispatch.call_kills import KillWatch
 from orchestrator.dispatch.carrier import ArgumentStore, Carrier, Errand
@@ -35,12 +34,13 @@ from orchestrator.dispatch.recovery import NOT_RUN, NOT_TAKEN, RESEND_S, CallBoo
 from orchestrator.dispatch.tenant_rules import policy_for, refuse_by_policy
 from orchestrator.dispatch.tool_search import TenantTools, ToolSearch, as_skill_run
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed, NotSent, Transport
-from orchestrator.logs import bound, get_logger
 from orchestrator.metrics.call_meter import CallMeter
-from orchestrator.places import Home, PlaceBook
-from orchestrator.switches import SwitchSource
-from orchestrator.tenants import OpenTenants, TenantSource
 from orchestrator.tracing import call_spans, current_call
+from store.catalog import CatalogSource
+from store.sessions import Home, PlaceBook
+from store.switches import SwitchSource
+from store.tenants import OpenTenants, TenantSource
+from telemetry.logs import bound, get_logger
 from telemetry.spans import Tracer
 
 log = get_logger(__name__)

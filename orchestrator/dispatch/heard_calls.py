@@ -15,7 +15,7 @@ from contract.calls import ToolResult
 from contract.errors import EnvelopeRefused
 from contract.names import call_answers_key, call_events_key, call_room_key, call_wake_name
 from orchestrator.dispatch.redis_errands import Errands
-from orchestrator.logs import get_logger
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

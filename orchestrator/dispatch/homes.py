@@ -20,8 +20,8 @@ from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.dispatch.placement import HostRoom, NoHost, Wanted, choose_host, find_room
 from orchestrator.dispatch.transport import CallLost, NotSent
-from orchestrator.logs import get_logger
-from orchestrator.places import Home, PlaceBook
+from store.sessions import Home, PlaceBook
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -7,9 +7,9 @@ from contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailable, ToolFa
 from contract.functions.completions import Usage
 from contract.functions.model_questions import ModelAnswer, ModelQuestion, parse_question
 from orchestrator.dispatch.heard_calls import Handler, HeardCall
-from orchestrator.logs import get_logger
 from orchestrator.models.adapter import BudgetedModel
 from orchestrator.models.base import Model
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

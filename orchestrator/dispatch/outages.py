@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from contract.errors import BrokerUnavailable
 from orchestrator.dispatch.recovery import Patience
-from orchestrator.logs import get_logger
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

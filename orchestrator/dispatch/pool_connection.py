@@ -12,8 +12,6 @@ from contract.masking import passwords_of
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.admission import PausableAdmission, SharedAdmission
-from orchestrator.blobs import Blobs
-from orchestrator.catalog import RedisCatalog
 from orchestrator.dispatch.call_events import CallEvents
 from orchestrator.dispatch.call_kills import CallKills, KillWatch
 from orchestrator.dispatch.call_ledger import CallLedger
@@ -23,15 +21,17 @@ from orchestrator.dispatch.dispatcher import Dispatcher, Pool
 from orchestrator.dispatch.homes import HostSource
 from orchestrator.dispatch.results import ResultHub
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.hosts import RedisHosts
-from orchestrator.installed_skills import InstalledSkills
 from orchestrator.metrics.tally import Tally
-from orchestrator.places import Places
-from orchestrator.redis_connection import check_redis, open_redis
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.switches import RedisSwitches
-from orchestrator.tenants import RedisTenants
 from orchestrator.tracing import open_process_tracer
+from store.blobs import Blobs
+from store.catalog import RedisCatalog
+from store.connection import check_redis, open_redis
+from store.hosts import RedisHosts
+from store.sessions import Places
+from store.skills import InstalledSkills
+from store.switches import RedisSwitches
+from store.tenants import RedisTenants
 from telemetry.spans import Tracer
 
 

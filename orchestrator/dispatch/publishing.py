@@ -15,11 +15,10 @@ from contract.errors import BrokerUnavailable
 from contract.ledger import CALL_TTL_S
 from contract.names import call_key, host_key, place_key, tenant_sessions_key
 from contract.places import PLACE_MARGIN_S
-from orchestrator.cancelling import cancel_all
 from orchestrator.dispatch.task_messages import build_message
 from orchestrator.dispatch.transport import Delivery, NotSent
-from orchestrator.logs import get_logger
-from orchestrator.shared_tasks import begin_shared
+from store.tasks import begin_shared, cancel_all
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

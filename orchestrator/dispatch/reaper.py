@@ -9,7 +9,7 @@ from contract.hosts import HEARTBEAT_S, HOST_LOST_TYPE, HOST_TTL_S, TOMBSTONE_TT
 from contract.ledger import RESULT_TTL_S
 from contract.names import control_queue, host_key, hosts_key, result_key, tombstone_key
 from orchestrator.dispatch.task_messages import describe_sender
-from orchestrator.logs import get_logger
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -14,8 +14,8 @@ from orchestrator.dispatch.call_ledger import describe_loss
 from orchestrator.dispatch.carrier import Carrier, Errand
 from orchestrator.dispatch.homes import SessionHomes
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed, NotSent
-from orchestrator.logs import get_logger
-from orchestrator.places import Home
+from store.sessions import Home
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

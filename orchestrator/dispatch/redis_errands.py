@@ -5,9 +5,8 @@ import asyncio
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from orchestrator.cancelling import cancel_all
-from orchestrator.logs import get_logger
-from orchestrator.shared_tasks import begin_shared
+from store.tasks import begin_shared, cancel_all
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

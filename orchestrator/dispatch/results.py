@@ -12,8 +12,8 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable
 from contract.names import result_channel_pattern, result_key
-from orchestrator.cancelling import cancel_all
-from orchestrator.logs import get_logger
+from store.tasks import cancel_all
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

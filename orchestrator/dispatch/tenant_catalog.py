@@ -8,8 +8,8 @@ from contract.installed_skills import InstalledSkill
 from contract.names import BUILTIN_TOOLS
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import SKILL_TOOL
-from orchestrator.catalog import CatalogSource
-from orchestrator.installed_skills import InstalledSkills
+from store.catalog import CatalogSource
+from store.skills import InstalledSkills
 
 _FROM_SERVERS = "mcp__"
 """What names of MCP servers' tools begin with."""

@@ -12,7 +12,7 @@ from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy, tools_of
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.tenants import TenantSource
+from store.tenants import TenantSource
 
 MAX_INLINE_CHARS = 4 * 1024
 """Longer commands are judged beside the loop: hostile ones take up to a second."""

@@ -8,8 +8,8 @@ from contract.calls import ToolCall
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
-from orchestrator.catalog import CatalogSource
 from orchestrator.metrics.call_meter import CallMeter
+from store.catalog import CatalogSource
 
 
 class TenantTools(Protocol):

@@ -12,7 +12,6 @@ from contract.registry import Switch
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import Dialect, Event, MalformedCall, ReplyEnd, ReplyReader, Text
 from orchestrator.dialects.thinking import strip_thinking
-from orchestrator.logs import get_logger
 from orchestrator.loop.call_runner import CallRunner, Observed, Requested, RunCall, build_interrupted_results
 from orchestrator.loop.context_window import ContextWindow
 from orchestrator.loop.events import (
@@ -35,6 +34,7 @@ from orchestrator.loop.limits import ReActOptions, Spending, StopReason
 from orchestrator.loop.reply_stream import ReadAhead, ShownText
 from orchestrator.loop.transcript import Transcript
 from orchestrator.models.base import Message, Model, ModelRequest, Usage
+from telemetry.logs import get_logger
 
 __all__ = ["Agent", "ReActStrategy", "RunCall", "RunResult"]
 

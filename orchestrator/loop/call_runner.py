@@ -13,8 +13,8 @@ from contract.tenancy import SKILL_TOOL
 from orchestrator.dialects.base import CallRequested, MalformedCall
 from orchestrator.dialects.observations import UNKNOWN_TOOL
 from orchestrator.dispatch.tool_search import find_nearest
-from orchestrator.logs import get_logger
 from orchestrator.loop.events import CallFinished, CallStarted, RunEvent
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -31,10 +31,10 @@ from contract.names import (
 )
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.admission.base import count_slots_in_use
-from orchestrator.hosts import RedisHosts
-from orchestrator.logs import get_logger
 from orchestrator.metrics.samples import Samples, render
 from orchestrator.runs.keys import runs_prefix
+from store.hosts import RedisHosts
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -8,11 +8,11 @@ from redis.exceptions import RedisError
 
 from contract.metric_counts import ABSORB_LUA, Counts
 from contract.names import counted_key, metrics_key
-from orchestrator.cancelling import cancel_all
-from orchestrator.logs import get_logger
 from orchestrator.loop.events import OnEvent
 from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.metrics.run_meter import Replay, RunMeter
+from store.tasks import cancel_all
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -1,10 +1,10 @@
 """Finds who runs a command: the holder of TOOLCREW_API_KEY, or the local administrator."""
 
 from contract.errors import ErrorCode, ToolFailure
-from orchestrator.actors import Actor, Role, local_actor
-from orchestrator.api_keys import ApiKeys
-from orchestrator.redis_connection import RedisClient
 from orchestrator.settings import OrchestratorSettings
+from store.actors import Actor, Role, local_actor
+from store.api_keys import ApiKeys
+from store.connection import RedisClient
 
 
 async def find_actor(client: RedisClient, settings: OrchestratorSettings, needed: Role) -> Actor:

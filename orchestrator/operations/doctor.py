@@ -14,8 +14,8 @@ from orchestrator.operations.doctor_pool import examine_pool
 from orchestrator.operations.doctor_redis import examine_redis
 from orchestrator.operations.findings import Report
 from orchestrator.operations.redis_server import find_redis_server
-from orchestrator.redis_connection import open_redis
 from orchestrator.settings import OrchestratorSettings, child_environment, program
+from store.connection import open_redis
 
 Scope = Literal["all", "host", "deployment"]
 CHECK_TIMEOUT_S = 60.0

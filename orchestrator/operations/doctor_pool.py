@@ -13,15 +13,15 @@ from contract.hosts import RELEASE, HostReport
 from contract.names import CATALOG_POOLS, audit_key, catalog_names_key, deployment_key, host_key, hosts_key
 from contract.signing import SigningKeys
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
-from orchestrator.api_keys import ApiKeyRecord, ApiKeys
-from orchestrator.catalog import STARTED_BY, RedisCatalog
 from orchestrator.dispatch.placement import LOW_MEMORY_BYTES
-from orchestrator.hosts import RedisHosts
 from orchestrator.operations.doctor_redis import read_clock
 from orchestrator.operations.findings import Report
 from orchestrator.operations.overview import Overview, OverviewReader
-from orchestrator.switches import RedisSwitches
-from orchestrator.tenants import RedisTenants
+from store.api_keys import ApiKeyRecord, ApiKeys
+from store.catalog import STARTED_BY, RedisCatalog
+from store.hosts import RedisHosts
+from store.switches import RedisSwitches
+from store.tenants import RedisTenants
 
 LOW_DISK_BYTES = 1024 * 1024 * 1024
 OLD_MESSAGE_S = 60.0

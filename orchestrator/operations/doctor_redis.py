@@ -13,7 +13,7 @@ from contract.errors import BrokerUnavailable, ConfigError
 from contract.names import refusals_key
 from contract.settings import BrokerSettings
 from orchestrator.operations.findings import Report
-from orchestrator.redis_connection import check_redis
+from store.connection import check_redis
 
 OLDEST_VERSION = (6, 2)
 FULL_SHARE, CLOSE_SHARE = 0.95, 0.8

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from contract.errors import BrokerUnavailable
 from contract.settings import BrokerSettings
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.api_keys import ApiKeys
 from orchestrator.operations.supervision import ChildPlan
-from orchestrator.redis_connection import open_redis
 from orchestrator.settings import program
+from store.api_keys import ApiKeys
+from store.connection import open_redis
 
 KEY_TTL_S = 30 * 86_400.0
 """Of the key, should nobody be left to revoke it: a stack may share a Redis that outlives it."""

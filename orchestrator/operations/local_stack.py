@@ -28,8 +28,8 @@ from contract.settings import BrokerSettings
 from orchestrator.operations.local_api import LocalApi
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from orchestrator.operations.supervision import ChildPlan, Supervisor
-from orchestrator.redis_connection import check_redis, open_redis
 from orchestrator.settings import OrchestratorSettings, child_environment, load_settings, program
+from store.connection import check_redis, open_redis
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0

@@ -18,9 +18,9 @@ from contract.names import POOL_QUEUES, admission_prefix, deployment_key, slots_
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.admission.base import count_slots_in_use
-from orchestrator.hosts import RedisHosts
 from orchestrator.runs.keys import runs_prefix
-from orchestrator.tenants import RedisTenants
+from store.hosts import RedisHosts
+from store.tenants import RedisTenants
 
 MOST_BATCHES = 50
 """That are told one by one; the others are counted."""

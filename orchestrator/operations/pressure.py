@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable
 from contract.names import admission_prefix, slots_key
-from orchestrator.hosts import RedisHosts
+from store.hosts import RedisHosts
 
 FRESH_S = 3.0
 SCAN = 1000

@@ -11,10 +11,10 @@ from typing import Any
 
 from contract.errors import BrokerUnavailable, ToolcrewError
 from contract.names import POOL_QUEUES
-from orchestrator.logs import get_logger
 from orchestrator.operations.pressure import Pressure
-from orchestrator.redis_connection import open_redis
 from orchestrator.settings import load_settings
+from store.connection import open_redis
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

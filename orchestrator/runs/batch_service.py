@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from contract.errors import BrokerUnavailable, ConfigError
 from orchestrator.dispatch.pool_connection import PoolConnection, open_pool
-from orchestrator.logs import get_logger
 from orchestrator.runs.run_service import RunService, Stopping, open_runner
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
+from telemetry.logs import get_logger
 from telemetry.settings import load_tracing_settings
 
 log = get_logger(__name__)

@@ -12,10 +12,9 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable
-from orchestrator.cancelling import cancel_all, check_cancelled
-from orchestrator.logs import get_logger
 from orchestrator.runs.told_events import Entry, EventPage, ToldEvents, is_before, parse_id
-from orchestrator.shared_tasks import begin_shared
+from store.tasks import begin_shared, cancel_all, check_cancelled
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -10,9 +10,7 @@ from typing import Any
 import redis.asyncio
 
 from contract.errors import BrokerUnavailable
-from orchestrator.cancelling import check_cancelled
 from orchestrator.dispatch.outages import outlast
-from orchestrator.logs import get_logger
 from orchestrator.loop.events import (
     ApprovalAsked,
     ApprovalDecided,
@@ -23,7 +21,8 @@ from orchestrator.loop.events import (
     TextArrived,
 )
 from orchestrator.runs.told_events import Telling, ToldEvents, build_event
-from orchestrator.shared_tasks import begin_shared
+from store.tasks import begin_shared, check_cancelled
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -9,12 +9,12 @@ from orchestrator.batches.happenings import BatchNoted, Happening
 from orchestrator.batches.items import Outcome
 from orchestrator.batches.row_files import RowFiles, RowsNotWritten
 from orchestrator.batches.settled_items import SettledItems
-from orchestrator.cancelling import check_cancelled
-from orchestrator.logs import get_logger
 from orchestrator.runs.happening_stream import HappeningReader
 from orchestrator.runs.records import BatchRecord, BatchState
 from orchestrator.runs.run_queue import RunQueue
 from orchestrator.terminal.commands import build_resubmission
+from store.tasks import check_cancelled
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -9,10 +9,10 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable
 from orchestrator.batches.happenings import Happening, parse_happening
-from orchestrator.cancelling import check_cancelled
-from orchestrator.logs import get_logger
 from orchestrator.runs.hosted_records import STANDING
 from orchestrator.runs.keys import RUN_TTL_S, batch_key
+from store.tasks import check_cancelled
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

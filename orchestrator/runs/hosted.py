@@ -14,13 +14,10 @@ from redis.exceptions import RedisError
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import audit_key
 from contract.signing import SigningKeys
-from orchestrator.actors import Actor
-from orchestrator.audit import build_entry, entry_text
 from orchestrator.batches.detached import find_paths
 from orchestrator.batches.items import RUNS_URL, BatchItem, Ground, RunBody
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import LOCAL
-from orchestrator.places import Places
 from orchestrator.runs.event_hub import RunEventHub
 from orchestrator.runs.hosted_records import (
     LISTED,
@@ -47,7 +44,10 @@ from orchestrator.runs.run_log import RunLog
 from orchestrator.runs.run_queue import RunQueue
 from orchestrator.runs.told_events import not_found
 from orchestrator.runs.transcripts import build_transcript
-from orchestrator.tenants import RedisTenants
+from store.actors import Actor
+from store.audit import build_entry, entry_text
+from store.sessions import Places
+from store.tenants import RedisTenants
 
 MAX_PAGE = 200
 LOOKS = 2000

@@ -21,13 +21,11 @@ from orchestrator.batches.artifacts import artifact_folder, copy_artifacts
 from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemReady, StepDone
 from orchestrator.batches.items import CHAT_URL, BatchItem, CallBody, Failure, Ground, Outcome, RunBody, RunLimits
 from orchestrator.batches.rows import build_answer_body, build_call_body
-from orchestrator.cancelling import is_being_cancelled
 from orchestrator.dispatch.dispatcher import Terms
 from orchestrator.dispatch.homes import new_session_name
 from orchestrator.dispatch.outages import outlast
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.sessions import Session, SessionInfo, Start
-from orchestrator.logs import get_logger
 from orchestrator.loop.events import CallFinished, CallStarted, OnEvent, RunEvent, StepFinished
 from orchestrator.loop.limits import Prices, ReActOptions, StopReason
 from orchestrator.models.choice import FALLBACK_WARNING
@@ -46,6 +44,8 @@ from orchestrator.runs.run_spans import RunSpans
 from orchestrator.runs.session_turns import SessionTurns
 from orchestrator.traces.opening import Traces
 from orchestrator.tracing import current_run, within_run
+from store.tasks import is_being_cancelled
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

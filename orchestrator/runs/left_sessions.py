@@ -9,10 +9,10 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, EnvelopeRefused
 from contract.signing import SigningKeys
-from orchestrator.logs import get_logger
-from orchestrator.places import Places
 from orchestrator.runs.keys import run_key, run_log_key
 from orchestrator.runs.run_log import entry_purpose
+from store.sessions import Places
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

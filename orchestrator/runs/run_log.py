@@ -14,9 +14,9 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
 from contract.signing import SigningKeys
-from orchestrator.logs import get_logger
 from orchestrator.runs.entries import Entry, SessionOpening, parse_entry
 from orchestrator.runs.keys import RUN_TTL_S, run_key, run_log_key, run_parts_key
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -40,7 +40,7 @@ from orchestrator.runs.active_skills import ActiveSkills
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.skill_disclosure import disclose
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.skill_uses import SkillUses
+from store.skill_uses import SkillUses
 
 Published = TypeVar("Published")
 

@@ -15,10 +15,8 @@ from redis.exceptions import RedisError
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from contract.names import audit_key, deployment_key
 from contract.signing import UNSEAL_LUA, SigningKeys
-from orchestrator.audit import AUDIT_LUA
 from orchestrator.batches.items import BatchItem, Failure, FailureKind, Outcome
 from orchestrator.dispatch.outages import outlast
-from orchestrator.logs import get_logger
 from orchestrator.runs.hosted_records import STANDING, pack_end
 from orchestrator.runs.keys import RUN_TTL_S, batch_key, batches_key, member, run_key, runs_prefix, split_member
 from orchestrator.runs.left_sessions import close_left_sessions
@@ -36,6 +34,8 @@ from orchestrator.runs.records import (
     seal_outcome,
     seal_rows,
 )
+from store.audit import AUDIT_LUA
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -16,7 +16,6 @@ from orchestrator.batches.happenings import CallDone, Happening
 from orchestrator.batches.items import Failure, FailureKind, Outcome, RunBody
 from orchestrator.dispatch.dispatcher import Route
 from orchestrator.dispatch.pool_connection import PoolConnection
-from orchestrator.logs import get_logger
 from orchestrator.loop.events import CallFinished, CallSent, OnEvent, RunEvent
 from orchestrator.models.choice import LOCAL
 from orchestrator.runs.batch_runs import until_first
@@ -35,6 +34,7 @@ from orchestrator.runs.run_queue import Claim, RunQueue
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

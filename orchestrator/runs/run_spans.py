@@ -8,11 +8,11 @@ from urllib.parse import urlsplit
 from contract.calls import ToolCall
 from contract.traceparent import SpanRef, call_span_id, run_span_id, trace_id_of
 from orchestrator.call_spans import call_attributes, end_call
-from orchestrator.logs import get_logger
 from orchestrator.loop import events
 from orchestrator.loop.events import OnEvent, RunEvent
 from orchestrator.models.base import Model
 from telemetry import names
+from telemetry.logs import get_logger
 from telemetry.spans import Attributes, Span, Tracer
 
 log = get_logger(__name__)

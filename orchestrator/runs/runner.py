@@ -13,8 +13,6 @@ import redis.asyncio
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDenied
 from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
 from orchestrator.batches.items import Failure, FailureKind, Outcome
-from orchestrator.cancelling import cancel_all, check_cancelled
-from orchestrator.logs import bound, get_logger
 from orchestrator.loop.limits import Prices
 from orchestrator.models.base import Usage
 from orchestrator.runs.brake import ROOM_AGAIN_S, NotNow
@@ -26,6 +24,8 @@ from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
 from orchestrator.runs.records import BatchDefaults
 from orchestrator.runs.run_log import RunLog
 from orchestrator.runs.run_queue import LEASE_S, BatchCancelled, Claim, RunQueue
+from store.tasks import cancel_all, check_cancelled
+from telemetry.logs import bound, get_logger
 
 log = get_logger(__name__)
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 from contract.errors import BrokerUnavailable
 from orchestrator.dispatch.placement import HostRoom
-from orchestrator.logs import get_logger
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

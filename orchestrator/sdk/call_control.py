@@ -9,14 +9,14 @@ from contract.calls import ToolCall
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.hosts import parse_holder
 from contract.ledger import CallRecord, CallState
-from orchestrator.actors import Actor
-from orchestrator.audit import build_entry, entry_text
 from orchestrator.call_life import unknown_call
 from orchestrator.dispatch.call_kills import MAX_REASON_CHARS, CallKills, KillOrder
 from orchestrator.dispatch.call_ledger import CallLedger
 from orchestrator.dispatch.dispatcher import Route
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.terminal.commands import build_command
+from store.actors import Actor
+from store.audit import build_entry, entry_text
 
 HEARD_S = 5.0
 """So long a call of which nothing is known is looked for among the programs: each looks every half second for what it is to end."""

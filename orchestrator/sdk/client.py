@@ -12,15 +12,11 @@ from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.registry import Switch, ToolState, find_state, switch_field
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.actors import Actor, local_actor
-from orchestrator.api_keys import ApiKeys, Credential
 from orchestrator.approvals import DEFAULT_POLICY, Approver
 from orchestrator.approvals.asking import choose_pool_approver, open_approvals
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
 from orchestrator.approvals.queue import ApprovalQueue
-from orchestrator.audit import Audit
 from orchestrator.call_life import CallLife, CallLives
-from orchestrator.catalog import find_skill
 from orchestrator.dispatch.pool_connection import PoolConnection, open_pool
 from orchestrator.dispatch.sessions import Checkpoint, Session, Start, delete_checkpoint
 from orchestrator.dispatch.tenant_catalog import Offer
@@ -39,11 +35,15 @@ from orchestrator.sdk.call_control import CallControl, KilledCall
 from orchestrator.sdk.client_runs import ClientRuns
 from orchestrator.sdk.session_tools import Names, SessionTools
 from orchestrator.sdk.skill_desk import SkillDesk
-from orchestrator.session_list import SessionList, SessionPage
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings, with_secret
-from orchestrator.switches import build_switch
 from orchestrator.traces.opening import Traces, secrets_of_pool
 from orchestrator.tracing import run_spans
+from store.actors import Actor, local_actor
+from store.api_keys import ApiKeys, Credential
+from store.audit import Audit
+from store.catalog import find_skill
+from store.session_list import SessionList, SessionPage
+from store.switches import build_switch
 
 
 class ToolClient:

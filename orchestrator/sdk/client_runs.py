@@ -3,10 +3,10 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from orchestrator.actors import Actor
 from orchestrator.batches.items import Ground, RunBody
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.hosted_records import HostedRun, HostedState, RunPage
+from store.actors import Actor
 
 
 class ClientRuns:

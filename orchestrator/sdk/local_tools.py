@@ -33,7 +33,7 @@ from orchestrator.models.base import Model
 from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_model
 from orchestrator.settings import load_settings
-from orchestrator.switches import RegistrySwitches
+from store.switches import RegistrySwitches
 
 FITTING_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """As `contract.calls.Identifier` has it."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from contract.installed_skills import InstalledSkill
-from orchestrator.installed_skills import InstalledSkills
 from orchestrator.sdk.skill_folders import examine_skill
+from store.skills import InstalledSkills
 
 
 class SkillDesk:

@@ -14,7 +14,6 @@ from orchestrator.dialects.observations import NAMELESS_TOOL, build_wire_message
 from orchestrator.dialects.prompt_json import PromptJsonDialect
 from orchestrator.dialects.reader import CUT, read_usage, requested
 from orchestrator.functions.function_tools import as_tool, convert_to_openai_tool
-from orchestrator.logs import get_logger
 from orchestrator.loop.call_runner import CallRunner, Requested
 from orchestrator.loop.chat_messages import (
     AIMessage,
@@ -28,6 +27,7 @@ from orchestrator.loop.chat_messages import (
 from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.base import Message, Model, ModelRequest, Usage
 from orchestrator.sdk.local_tools import LocalTools
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.api import once_slots
 from orchestrator.approvals.queue import ApprovalQueue
-from orchestrator.redis_connection import open_redis
+from store.connection import open_redis
 from tests.api_ground import ApiGround, api_settings
 from tests.approval_ground import build_question
 from tests.conftest import RedisProcess

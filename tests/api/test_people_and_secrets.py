@@ -10,8 +10,8 @@ import pytest
 
 from contract.names import call_key, catalog_key, host_key, hosts_key
 from contract.specs import Catalog, seal_catalog
-from orchestrator import hosts
 from orchestrator.api.pages import approval_pages, logins
+from store import hosts
 from tests.api.test_hostile import ask_for_approval
 from tests.api_ground import ApiGround, open_api
 from tests.builders import build_spec

@@ -14,16 +14,16 @@ from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.api_keys import ApiKeys
 from orchestrator.batches.items import RunBody
-from orchestrator.catalog import RedisCatalog
-from orchestrator.redis_connection import open_redis
 from orchestrator.runs.entries import Replied, Resulted
 from orchestrator.runs.keys import batch_key, run_key, run_log_key
 from orchestrator.runs.records import BatchDefaults, RowPlace, seal_defaults, seal_item
 from orchestrator.runs.run_log import RunLog
-from orchestrator.switches import RedisSwitches
-from orchestrator.tenants import RedisTenants
+from store.api_keys import ApiKeys
+from store.catalog import RedisCatalog
+from store.connection import open_redis
+from store.switches import RedisSwitches
+from store.tenants import RedisTenants
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_item, build_outcome

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from orchestrator.hosts import RedisHosts
 from orchestrator.operations import doctor_deep
 from orchestrator.operations.doctor_deep import examine_hosts
 from orchestrator.operations.findings import Report
-from orchestrator.redis_connection import open_redis
+from store.connection import open_redis
+from store.hosts import RedisHosts
 from tests.redis_ground import broker_for
 from tests.stack import Stack, run_toolcrew
 

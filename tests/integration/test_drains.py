@@ -12,10 +12,10 @@ from pydantic import SecretStr
 
 from contract.hosts import HostReport
 from orchestrator.dispatch.sessions import Session
-from orchestrator.hosts import RedisHosts
-from orchestrator.redis_connection import open_redis
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
+from store.connection import open_redis
+from store.hosts import RedisHosts
 from tests.host_ground import Ground, open_ground
 from tests.stack import TOOLCREW, UP_S, eventually, wait_until
 

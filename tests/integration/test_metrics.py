@@ -14,8 +14,8 @@ from orchestrator.cli.main import app
 from orchestrator.dispatch.dispatcher import Terms
 from orchestrator.dispatch.sessions import Session
 from orchestrator.metrics.page import render_metrics
-from orchestrator.redis_connection import open_redis
 from orchestrator.sdk.client import ToolClient
+from store.connection import open_redis
 from tests.metric_ground import Key, counted, key, read_page
 from tests.stack import UP_S, Stack, eventually, open_stack
 from tests.unit.test_metric_files import promtool

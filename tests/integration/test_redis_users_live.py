@@ -25,14 +25,14 @@ from contract.tenancy import TenantPolicy
 from orchestrator.approvals import AutoApprover
 from orchestrator.cli.main import app
 from orchestrator.dispatch.sessions import Session
-from orchestrator.hosts import RedisHosts, find_workers
 from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.redis_connection import open_redis
 from orchestrator.runs.batch_service import BatchService
 from orchestrator.runs.records import BatchState
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.tenants import RedisTenants
+from store.connection import open_redis
+from store.hosts import RedisHosts, find_workers
+from store.tenants import RedisTenants
 from tests.host_ground import Ground, GroundProcess
 from tests.redis_ground import SECRET, Server, open_server
 from tests.stack import UP_S, eventually, free_port, open_footprint, wait_until

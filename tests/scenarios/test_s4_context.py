@@ -18,7 +18,7 @@ from orchestrator.dispatch.call_events import CallEvents
 from orchestrator.dispatch.model_requests import ModelRequests
 from orchestrator.models.adapter import MAX_CALLS, BudgetedModel
 from orchestrator.models.scripted import ScriptedModel
-from orchestrator.redis_connection import open_redis
+from store.connection import connect, open_redis
 from tests.builders import build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
@@ -26,7 +26,6 @@ from workers.call_events import open_events
 from workers.custom.calls import CustomCalls
 from workers.custom.state import StateStore
 from workers.executor import Executor
-from workers.redis_connection import connect
 from workers.tools.base import Outcome, Workbench, WorkerRegistry, WorkerTool
 
 

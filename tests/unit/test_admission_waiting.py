@@ -21,8 +21,8 @@ from orchestrator.loop.events import CallFinished, RunEvent, Warned
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.operations.overview import OverviewReader, TenantLook
 from orchestrator.operations.pressure import Pressure
-from orchestrator.redis_connection import open_redis
-from orchestrator.tenants import RedisTenants
+from store.connection import open_redis
+from store.tenants import RedisTenants
 from tests.admission_ground import DEPLOYMENT, QUEUE, build_request
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess

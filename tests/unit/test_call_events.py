@@ -23,11 +23,11 @@ from contract.names import call_events_key, listener_key
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.call_events import CallEvents
 from orchestrator.dispatch.heard_calls import output_handler
+from store.connection import connect_once
 from tests.builders import build_call, build_context
 from tests.event_house import DEPLOYMENT, House, Screen, run_call
 from workers import call_events as writing
 from workers.call_events import EventWriter, Unwatched, open_events
-from workers.redis_connection import connect_once
 
 
 async def test_output_comes_in_order_and_whole_before_listening_ends(house: House) -> None:

@@ -14,7 +14,6 @@ from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from contract.ledger import CallState
 from contract.names import audit_key, call_key, kills_key
-from orchestrator.actors import Actor
 from orchestrator.dispatch import call_kills as kills_module
 from orchestrator.dispatch.call_kills import CallKills, KillOrder, KillWatch
 from orchestrator.dispatch.call_ledger import CallLedger
@@ -22,6 +21,7 @@ from orchestrator.dispatch.dispatcher import Route
 from orchestrator.dispatch.transport import DeliveryFailed
 from orchestrator.sdk import call_control as control_module
 from orchestrator.sdk.call_control import CallControl
+from store.actors import Actor
 from tests.conftest import RedisProcess
 
 SOON_S = 20.0

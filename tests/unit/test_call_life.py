@@ -18,8 +18,8 @@ from orchestrator.admission.script import enqueue, load_script, script_arguments
 from orchestrator.call_life import CallLives, parse_task_id
 from orchestrator.dispatch.task_messages import build_message
 from orchestrator.dispatch.transport import Delivery
-from orchestrator.places import Places
 from orchestrator.runs.keys import run_key
+from store.sessions import Places
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 

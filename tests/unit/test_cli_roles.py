@@ -18,13 +18,13 @@ from contract.names import call_key, catalog_key
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
-from orchestrator.api_keys import ApiKeys, Role
 from orchestrator.approvals.queue import ApprovalQueue
-from orchestrator.audit import Audit, Audited
 from orchestrator.cli.main import app
 from orchestrator.cli.main import main as command_line
-from orchestrator.places import Places
-from orchestrator.tenants import RedisTenants
+from store.api_keys import ApiKeys, Role
+from store.audit import Audit, Audited
+from store.sessions import Places
+from store.tenants import RedisTenants
 from tests.approval_ground import build_question
 from tests.builders import build_spec
 from tests.conftest import RedisProcess

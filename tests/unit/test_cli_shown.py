@@ -16,8 +16,8 @@ from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
 from orchestrator.cli.main import OPERATE, SET_UP, WORK, app
-from orchestrator.tenants import RedisTenants
 from orchestrator.terminal.output import format_times, table_rows
+from store.tenants import RedisTenants
 from tests.builders import build_call, build_spec
 from tests.conftest import RedisProcess
 

@@ -8,8 +8,6 @@ import pytest
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.tenancy import TenantPolicy
-from orchestrator.actors import Actor
-from orchestrator.audit import Audit
 from orchestrator.batches.items import BatchItem, Ground, RunBody
 from orchestrator.batches.lines import BatchFile
 from orchestrator.dispatch.sessions import Session, Start
@@ -19,7 +17,9 @@ from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.hosted_records import STANDING, HostedState
 from orchestrator.runs.records import parse_run
 from orchestrator.runs.run_queue import BatchCancelled
-from orchestrator.tenants import RedisTenants
+from store.actors import Actor
+from store.audit import Audit
+from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.hosted_ground import ECHO, HostedGround, MadeHosted, open_hosted, types

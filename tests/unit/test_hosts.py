@@ -13,10 +13,10 @@ from contract.errors import BrokerUnavailable, ConfigError, OperatorError
 from contract.names import POOL_WEB, control_queue, host_key, hosts_key
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
-from orchestrator import hosts as hosts_module
 from orchestrator.cli.main import app
-from orchestrator.hosts import RedisHosts, find_workers
-from orchestrator.redis_connection import open_redis
+from store import hosts as hosts_module
+from store.connection import open_redis
+from store.hosts import RedisHosts, find_workers
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, build_report
 from workers.celery_state import parse_session_of

@@ -14,7 +14,7 @@ from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.ledger import Claim
 from contract.names import place_key, tenant_sessions_key
 from contract.places import CLOSED_MARGIN_S
-from orchestrator.places import Places
+from store.sessions import Places
 from tests.builders import build_context
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd

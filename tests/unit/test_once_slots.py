@@ -11,7 +11,7 @@ from contract.settings import BrokerSettings
 from orchestrator.api import once_slots
 from orchestrator.api.once_slots import KEPT_S, PENDING_S, SLOT_BYTES, OnceSlots
 from orchestrator.api.problems import ApiProblem
-from orchestrator.redis_connection import open_redis
+from store.connection import open_redis
 from tests.conftest import RedisProcess
 
 RECORD = json.dumps({"digest": "d", "status": 201, "headers": [], "body": ""})

@@ -12,8 +12,8 @@ from contract.names import approvals_key, host_key, hosts_key, tenants_key
 from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy, seal_policy
 from orchestrator.operations.overview import MOST_BATCHES, OverviewReader
-from orchestrator.redis_connection import open_redis
-from orchestrator.tenants import RedisTenants
+from store.connection import open_redis
+from store.tenants import RedisTenants
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots
 from tests.builders import KEY
 from tests.conftest import RedisProcess

@@ -13,12 +13,12 @@ from contract.names import CATALOG_POOLS, POOL_QUEUES, POOL_TOOLS, POOL_WEB, cat
 from contract.registry import Tool, ToolRegistry
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, ToolSpec
-from orchestrator import catalog as catalog_module
-from orchestrator.catalog import RedisCatalog
 from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
 from orchestrator.operations.doctor_pool import examine_workers
 from orchestrator.operations.findings import Report
-from orchestrator.redis_connection import open_redis
+from store import catalog as catalog_module
+from store.catalog import RedisCatalog
+from store.connection import open_redis
 from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, StaticCatalog

@@ -25,9 +25,9 @@ from orchestrator.batches.items import FailureKind
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.report import build_report
 from orchestrator.cli.main import app
-from orchestrator.places import Places
-from orchestrator.tenants import RedisTenants
 from orchestrator.terminal.commands import build_command
+from store.sessions import Places
+from store.tenants import RedisTenants
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.stack import ROOT
@@ -69,7 +69,9 @@ def texts_of(path: Path) -> Iterator[str]:
 
 
 def printed_commands() -> list[tuple[str, str]]:
-    paths = [path for package in ("orchestrator", "contract", "workers", "telemetry") for path in sorted((ROOT / package).rglob("*.py"))]
+    paths = [
+        path for package in ("orchestrator", "contract", "store", "workers", "telemetry") for path in sorted((ROOT / package).rglob("*.py"))
+    ]
     return sorted({(str(path.relative_to(ROOT)), command) for path in paths for text in texts_of(path) for command in find_commands(text)})
 
 

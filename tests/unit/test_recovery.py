@@ -17,7 +17,7 @@ from orchestrator.dispatch import homes, recovery
 from orchestrator.dispatch.call_ledger import CallLedger
 from orchestrator.dispatch.dispatcher import Dispatcher, Pool, Route
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed, NotSent
-from orchestrator.places import Places
+from store.sessions import Places
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import StaticCatalog

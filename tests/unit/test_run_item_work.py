@@ -13,7 +13,7 @@ from orchestrator.batches.happenings import CallDone, ItemReady, StepDone
 from orchestrator.batches.items import FailureKind, RunLimits
 from orchestrator.models.base import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
-from orchestrator.tenants import RedisTenants
+from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel

@@ -8,7 +8,6 @@ import redis.asyncio
 from structlog.testing import capture_logs
 
 from contract.names import place_key
-from orchestrator.places import Places
 from orchestrator.runs import left_sessions
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.entries import Replied, SessionOpened, SessionOpening
@@ -17,6 +16,7 @@ from orchestrator.runs.left_sessions import close_left_sessions
 from orchestrator.runs.records import BatchState
 from orchestrator.runs.run_log import RunLog, entry_purpose
 from orchestrator.runs.run_queue import Claim
+from store.sessions import Places
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, Worker

@@ -17,7 +17,7 @@ from contract.tenancy import TenantPolicy
 from orchestrator.dispatch import homes as homes_module
 from orchestrator.dispatch.homes import Opening, SessionHomes
 from orchestrator.dispatch.transport import CallLost, NotSent
-from orchestrator.places import Home, Places
+from store.sessions import Home, Places
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report

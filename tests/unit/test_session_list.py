@@ -9,8 +9,8 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.names import open_sessions_key, place_key, seen_tenants_key, session_facts_key, tenant_open_sessions_key
 from contract.places import PlaceState, seal_start
 from contract.signing import SigningKeys
-from orchestrator.places import Places
-from orchestrator.session_list import SessionList
+from store.session_list import SessionList
+from store.sessions import Places
 from tests.conftest import RedisProcess
 
 KEYS = SigningKeys.of("a secret", deployment="d")

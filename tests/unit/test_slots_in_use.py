@@ -16,7 +16,7 @@ from orchestrator.cli.main import app
 from orchestrator.cli.terminal_overview import Shown, build_overview_screen
 from orchestrator.metrics.page import MetricsPage
 from orchestrator.operations.overview import Overview, OverviewReader
-from orchestrator.tenants import RedisTenants
+from store.tenants import RedisTenants
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots
 from tests.builders import KEY
 from tests.conftest import RedisProcess

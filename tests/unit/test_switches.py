@@ -14,8 +14,8 @@ from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, find_switch, parse_switches
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
-from orchestrator.redis_connection import open_redis
-from orchestrator.switches import RedisSwitches, RegistrySwitches, build_switch
+from store.connection import open_redis
+from store.switches import RedisSwitches, RegistrySwitches, build_switch
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog

@@ -7,7 +7,7 @@ import redis.asyncio
 
 from contract.specs import SkillSummary, ToolSpec
 from orchestrator.dispatch.tenant_catalog import Offer, TenantCatalog
-from orchestrator.installed_skills import InstalledSkills
+from store.skills import InstalledSkills
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 

@@ -9,11 +9,11 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.names import switches_key
 from contract.registry import Switch, find_switch, parse_switches
 from contract.tenancy import TenantPolicy
-from orchestrator.api_keys import ApiKeys, Credential
-from orchestrator.audit import Audit
 from orchestrator.sdk.client import ToolClient
-from orchestrator.switches import RedisSwitches
-from orchestrator.tenants import RedisTenants
+from store.api_keys import ApiKeys, Credential
+from store.audit import Audit
+from store.switches import RedisSwitches
+from store.tenants import RedisTenants
 from tests.builders import KEY, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.switched_pool import SwitchedPool
@@ -26,7 +26,7 @@ OFF = Switch(by="ada", at=1_700_000_000, reason="it is not for them")
 @pytest.fixture(autouse=True)
 def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known of the switches is never old."""
-    monkeypatch.setattr("orchestrator.switches.SWITCHES_FRESH_S", 0.0)
+    monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
     monkeypatch.setattr("workers.switches.SWITCHES_FRESH_S", 0.0)
 
 

@@ -16,10 +16,10 @@ from contract.known_tenants import MAX_KNOWN, KnownTenants
 from contract.names import tenants_key
 from contract.settings import BrokerSettings
 from contract.tenancy import MAX_POLICY_BYTES, POLICY_FRESH_S, VERSION_FIELD, CommandRule, TenantLook, TenantPolicy, seal_policy
-from orchestrator.api_keys import ApiKeys
-from orchestrator.redis_connection import open_redis
-from orchestrator.shared_reads import SharedReads
-from orchestrator.tenants import OpenTenants, RedisTenants
+from store.api_keys import ApiKeys
+from store.connection import open_redis
+from store.tasks import SharedReads
+from store.tenants import OpenTenants, RedisTenants
 from tests.builders import KEY as KEYS
 from tests.conftest import RedisProcess
 from workers.tenants import Tenants

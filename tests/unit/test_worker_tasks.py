@@ -18,7 +18,7 @@ from contract.errors import OPERATOR_CODES, EnvelopeRefused, ErrorCode, ToolFail
 from contract.names import refusals_key, task_name
 from contract.registry import ToolRegistry
 from contract.signing import ResultSeal, SigningKeys
-from orchestrator.blobs import Blobs as OrchestratorBlobs
+from store.blobs import Blobs as OrchestratorBlobs
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger

@@ -21,7 +21,7 @@ from contract.functions.session_state import (
 )
 from contract.names import session_state_key
 from contract.settings import BrokerSettings
-from workers.redis_connection import connect_once
+from store.connection import connect_once
 
 STATE_TTL_S = 24 * 3600
 """A state that no tool has read or changed for so long is forgotten."""

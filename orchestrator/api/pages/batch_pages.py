@@ -11,11 +11,11 @@ from orchestrator.api.pages.operating import DONE, back
 from orchestrator.api.pages.people import Looking, Person, Sending, not_here
 from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute, is_fragment
-from orchestrator.audit import Audit, build_entry
 from orchestrator.batches.report import build_sections
 from orchestrator.operations.overview import OverviewReader
 from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.records import BatchRecord, BatchState
+from store.audit import Audit, build_entry
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

@@ -14,8 +14,8 @@ from redis.exceptions import RedisError
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import deployment_key
 from orchestrator.api.house import House
-from orchestrator.api_keys import ApiKeys, Credential, Identity, ShownCredential
 from orchestrator.settings import OrchestratorSettings
+from store.api_keys import ApiKeys, Credential, Identity, ShownCredential
 
 LOGIN_S = 12 * 3600
 LOGINS_OF_A_KEY = 100

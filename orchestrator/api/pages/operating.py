@@ -12,11 +12,11 @@ from orchestrator.api.pages.people import Looking, Person, Sending, not_here
 from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.problems import ApiProblem
-from orchestrator.api_keys import ApiKeyRecord
-from orchestrator.audit import ACTIONS, Audit
-from orchestrator.hosts import RedisHosts, find_workers
 from orchestrator.operations.overview import OverviewReader, TenantLook
-from orchestrator.session_list import SessionList
+from store.api_keys import ApiKeyRecord
+from store.audit import ACTIONS, Audit
+from store.hosts import RedisHosts, find_workers
+from store.session_list import SessionList
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

@@ -14,8 +14,8 @@ from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, Err
 from contract.names import CATALOG_POOLS, catalog_key, catalog_names_key
 from contract.signing import SigningKeys
 from contract.specs import Catalog, SkillSummary, ToolSpec, open_catalog
-from orchestrator.logs import get_logger
-from orchestrator.shared_reads import SharedReads
+from store.tasks import SharedReads
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

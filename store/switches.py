@@ -13,8 +13,8 @@ from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import audit_key, switches_key
 from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, parse_switches, seal_switch, switch_field
 from contract.signing import SigningKeys
-from orchestrator.actors import Actor, local_actor
-from orchestrator.audit import AUDIT_LUA, AuditAction, build_entry, entry_text
+from store.actors import Actor, local_actor
+from store.audit import AUDIT_LUA, AuditAction, build_entry, entry_text
 
 _TURN = f"""
 {AUDIT_LUA}

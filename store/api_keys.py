@@ -21,10 +21,10 @@ from contract.names import api_keys_key, audit_key, tenants_key
 from contract.registry import LAST_INSTANT
 from contract.signing import SigningKeys
 from contract.tenancy import REGISTERED_LUA
-from orchestrator.actors import Actor, local_actor
-from orchestrator.actors import Role as Role
-from orchestrator.audit import AUDIT_LUA, build_entry, entry_text
-from orchestrator.shared_reads import SharedReads
+from store.actors import Actor, local_actor
+from store.actors import Role as Role
+from store.audit import AUDIT_LUA, build_entry, entry_text
+from store.tasks import SharedReads
 
 KEY_FRESH_S = 1.0
 """How old what a process knows of a key may be: half of the time within which revoking it takes effect everywhere."""

@@ -17,9 +17,9 @@ from contract.hosts import DRAIN_ORDER, HostReport
 from contract.names import control_queue, host_key, hosts_key
 from contract.signing import SigningKeys
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.actors import Actor, local_actor
-from orchestrator.audit import build_entry, note_entry
-from orchestrator.logs import get_logger
+from store.actors import Actor, local_actor
+from store.audit import build_entry, note_entry
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -27,9 +27,9 @@ from contract.tenancy import (
     parse_tenants,
     seal_policy,
 )
-from orchestrator.actors import Actor, local_actor
-from orchestrator.audit import AUDIT_LUA, AuditAction, build_entry, entry_text
-from orchestrator.shared_reads import SharedReads
+from store.actors import Actor, local_actor
+from store.audit import AUDIT_LUA, AuditAction, build_entry, entry_text
+from store.tasks import SharedReads
 
 MAX_CHANGES = 20
 """How often a change is tried when others change the same tenant meanwhile."""

@@ -7,7 +7,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from contract.names import skill_uses_key
-from orchestrator.logs import get_logger
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -1,25 +1,52 @@
-"""asyncio Redis clients of the orchestrator, with every time-out set and errors in plain words."""
+"""Connections to Redis, asynchronous ones for orchestrators and blocking ones for workers, with every time-out set.
+
+Nothing outside of this package and of `workers/celery_edge` imports redis. Every store catches what a command raises in `broker_errors`, so that its
+callers see BrokerUnavailable and nothing else.
+"""
 
 import asyncio
-from collections.abc import Iterable
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
+import redis
 import redis.asyncio
 from redis.asyncio.connection import AbstractConnection, BlockingConnectionPool, Connection, SSLConnection
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection, SentinelManagedSSLConnection
+from redis.backoff import NoBackoff
+from redis.connection import Connection as SyncConnection
+from redis.connection import ConnectionPool as SyncPool
+from redis.connection import SSLConnection as SyncTlsConnection
 from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.maint_notifications import MaintNotificationsConfig
+from redis.retry import Retry
+from redis.sentinel import Sentinel as SyncSentinel
+from redis.sentinel import SentinelConnectionPool as SyncSentinelPool
 
 from contract.errors import BrokerUnavailable
 from contract.settings import BrokerSettings
 
 RedisClient: TypeAlias = "redis.asyncio.Redis"
+SyncRedis: TypeAlias = "redis.Redis"
 TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 16
 LOADING_S = 10.0
 """So long a Redis that reads its data in is waited for at the start."""
 LOOK_S = 0.1
+_REDIS_ERRORS = (RedisError, OSError)
+
+_sync_clients: "weakref.WeakSet[redis.Redis]" = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def broker_errors(what: str) -> Iterator[None]:
+    """Raise BrokerUnavailable instead of what the Redis client raises inside. `what`: a sentence about what failed, for example "the policy was not read"."""
+    try:
+        yield
+    except _REDIS_ERRORS as error:
+        raise BrokerUnavailable(f"{what}: Redis does not answer ({error}); see that Redis is up") from error
 
 
 def open_redis(broker: BrokerSettings) -> "redis.asyncio.Redis":
@@ -103,17 +130,12 @@ class _BlockingSentinelPool(SentinelConnectionPool, BlockingConnectionPool):
 
 def _open_pool(broker: BrokerSettings) -> BlockingConnectionPool:
     options: dict[str, Any] = {
-        # With them the pool lends connections that the server has closed (redis-py 8.1). Redis Enterprise alone sends them.
-        "maint_notifications_config": MaintNotificationsConfig(enabled=False),
-        "username": broker.user,
-        "password": broker.password,
-        "db": broker.database,
+        **_options(broker),
         "socket_timeout": TIMEOUT_S,
         "socket_connect_timeout": 5.0,
         "health_check_interval": 15,
         "max_connections": MAX_CONNECTIONS,
         "timeout": TIMEOUT_S,
-        **broker.tls_options(),
     }
     if broker.is_sentinel:
         sentinel = Sentinel(broker.addresses, sentinel_kwargs=broker.sentinel_options())  # type: ignore[no-untyped-call]
@@ -121,3 +143,58 @@ def _open_pool(broker: BrokerSettings) -> BlockingConnectionPool:
         return _BlockingSentinelPool(broker.redis_sentinel_master, sentinel, ssl=broker.is_tls, **options)  # type: ignore[no-untyped-call]
     host, port = broker.addresses[0]
     return BlockingConnectionPool(connection_class=_TlsConnection if broker.is_tls else _PlainConnection, host=host, port=port, **options)
+
+
+def _options(broker: BrokerSettings) -> dict[str, Any]:
+    return {
+        # With them the pool lends connections that the server has closed (redis-py 8.1). Only Redis Enterprise sends them.
+        "maint_notifications_config": MaintNotificationsConfig(enabled=False),
+        "username": broker.user,
+        "password": broker.password,
+        "db": broker.database,
+        **broker.tls_options(),
+    }
+
+
+def connect(broker: BrokerSettings) -> "redis.Redis":
+    """Return a blocking client with its own pool; bytes in, bytes out. Behind sentinels it follows the master."""
+    return _open_sync(broker, socket_timeout=TIMEOUT_S, socket_connect_timeout=5.0, health_check_interval=15)
+
+
+def connect_once(broker: BrokerSettings) -> "redis.Redis":
+    """Return a blocking client that sends every command once, for what must not arrive twice. It connects when it is first used."""
+    return _open_sync(broker, socket_timeout=5.0, socket_connect_timeout=2.0, retry=Retry(NoBackoff(), 0))
+
+
+def drop_connections() -> None:
+    """Close the connections of every blocking client of this process. After an interrupt in the middle of a command, its reply may still be on the
+    connection, and the next command would take it for its own."""
+    for client in list(_sync_clients):
+        client.connection_pool.disconnect()
+
+
+def check_connection(broker: BrokerSettings) -> None:
+    """Raise BrokerUnavailable with the address, Redis's answer and what to check, if Redis does not answer a blocking client."""
+    client = connect(broker)
+    try:
+        client.ping()
+    except _REDIS_ERRORS as error:
+        raise BrokerUnavailable(
+            f"Redis at {broker.redis_address()} does not answer ({error}): {broker.connection_advice(str(error))}"
+        ) from error
+    finally:
+        client.close()
+
+
+def _open_sync(broker: BrokerSettings, **timing: Any) -> "redis.Redis":
+    client = redis.Redis.from_pool(_open_sync_pool(broker, {**_options(broker), **timing}))
+    _sync_clients.add(client)
+    return client
+
+
+def _open_sync_pool(broker: BrokerSettings, options: dict[str, Any]) -> SyncPool:
+    if broker.is_sentinel:
+        sentinel = SyncSentinel(broker.addresses, sentinel_kwargs=broker.sentinel_options())  # type: ignore[no-untyped-call]
+        return SyncSentinelPool(broker.redis_sentinel_master, sentinel, ssl=broker.is_tls, **options)  # type: ignore[no-untyped-call]
+    host, port = broker.addresses[0]
+    return SyncPool(connection_class=SyncTlsConnection if broker.is_tls else SyncConnection, host=host, port=port, **options)

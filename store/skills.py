@@ -15,9 +15,9 @@ from contract.names import audit_key, installed_skills_key, skill_bundle_key, te
 from contract.signing import UNSEAL_LUA, SigningKeys
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import DEFAULT_TENANT, REGISTERED_LUA, VERSION_FIELD
-from orchestrator.actors import Actor, local_actor
-from orchestrator.audit import AUDIT_LUA, build_entry, entry_text
-from orchestrator.logs import get_logger
+from store.actors import Actor, local_actor
+from store.audit import AUDIT_LUA, build_entry, entry_text
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

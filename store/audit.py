@@ -17,7 +17,7 @@ from contract.calls import Identifier, Record
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import audit_key, tenant_audit_key, tenants_key
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
-from orchestrator.actors import Actor
+from store.actors import Actor
 
 AuditAction = Literal[
     "tool.disable",
