@@ -81,28 +81,13 @@ def call_key(deployment: str, tenant: str, call_id: str) -> str:
 
 
 def place_key(deployment: str, tenant: str, session: str) -> str:
-    """The hash of where a session lives (contract/places.py)."""
+    """The hash of where a session lives (contract/session_locations.py)."""
     return tenant_key(deployment, tenant, f"session.{session}:place")
 
 
 def tenant_sessions_key(deployment: str, tenant: str) -> str:
     """The set of a tenant's open sessions; one whose place has expired is none any more."""
     return tenant_key(deployment, tenant, "places")
-
-
-def session_facts_key(deployment: str, tenant: str, session: str) -> str:
-    """What a session's host told when it was opened there, as JSON, for whoever takes the session over from its opener."""
-    return tenant_key(deployment, tenant, f"session.{session}:facts")
-
-
-def open_sessions_key(deployment: str) -> str:
-    """The sorted set of the open sessions of all tenants, `<tenant>|<session>` by the microsecond of their opening; some may have expired by now."""
-    return deployment_key(deployment, "open-sessions")
-
-
-def tenant_open_sessions_key(deployment: str, tenant: str) -> str:
-    """The same of one tenant, by the sessions' names."""
-    return tenant_key(deployment, tenant, "open-sessions")
 
 
 def seen_tenants_key(deployment: str) -> str:
@@ -143,11 +128,6 @@ def hosts_key(deployment: str) -> str:
 def tombstone_key(deployment: str, queue: str) -> str:
     """There once an incarnation was given up for lost: whoever finds its own stops under that name."""
     return deployment_key(deployment, f"tombstone:{queue}")
-
-
-def worker_slots_key(deployment: str, queue: str) -> str:
-    """The hash of who serves a queue: worker incarnation to `<slots> <expires at>`."""
-    return deployment_key(deployment, f"slots:{queue}:workers")
 
 
 def slots_key(deployment: str, queue: str) -> str:

@@ -17,7 +17,7 @@ from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolF
 from contract.hosts import HOST_TTL_S, parse_holder
 from contract.ledger import CallRecord, CallState, parse_record
 from contract.names import admission_prefix, call_key, host_key, host_of, is_blob_of, place_key, result_key, seen_tenants_key, tenants_key
-from contract.places import SessionPlace, parse_place
+from contract.session_locations import SessionLocation, parse_location
 from contract.signing import ResultSeal, SigningKeys
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from orchestrator.links import flower_task_url
@@ -65,7 +65,7 @@ class CallLife:
     tool: str
     waiting: Waiting | None = None
     is_held: bool | None = None
-    place: SessionPlace | None = None
+    place: SessionLocation | None = None
     result: ToolResult | None = None
     run: str | None = None
     batch: str | None = None
@@ -249,12 +249,12 @@ class CallLives:
         ahead, length = await _told(self._position(keys=[record.queue], args=[f'"id": "{record.task}"']))
         return Waiting("queue", record.queue, int(ahead) if int(ahead) >= 0 else None, int(length))
 
-    async def _place(self, tenant: str, session: str) -> SessionPlace | None:
+    async def _place(self, tenant: str, session: str) -> SessionLocation | None:
         if not session:
             return None
         fields: Any = await _told(self._client.hgetall(place_key(self._deployment, tenant, session)))
         try:
-            return parse_place(fields)
+            return parse_location(fields)
         except ValidationError:
             return None  # of a later release: nothing of it could be shown truly
 
@@ -302,7 +302,7 @@ def parse_task_id(text: str) -> tuple[str, str] | None:
     return (found[3], found[1]) if found is not None else None
 
 
-def _place_json(place: SessionPlace) -> dict[str, Any]:
+def _place_json(place: SessionLocation) -> dict[str, Any]:
     return {
         "state": place.state.value,
         "host": host_of(place.queue) if place.queue else None,

@@ -1,41 +1,128 @@
-"""Which workers live, as they report themselves, and the order that takes one out of service."""
+"""Which workers live: each one writes its report under the name of its incarnation, and the report expires when the worker does not renew it.
+
+The list of incarnations outlives the reports. An incarnation that is listed without a report was lost: the reaper answers the calls in its queue and
+writes a tombstone, after which no worker may report under that name.
+"""
 
 import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from enum import StrEnum
 from typing import Any, Literal
 
-import redis.asyncio
 from pydantic import ValidationError
-from redis.exceptions import RedisError
 
 from contract.calls import ToolCall, ToolContext
+from contract.clock import SharedClock
 from contract.envelope import encode_call
-from contract.errors import BrokerUnavailable, ConfigError, OperatorError
-from contract.hosts import DRAIN_ORDER, HostReport
-from contract.names import control_queue, host_key, hosts_key
+from contract.errors import ConfigError, OperatorError
+from contract.hosts import DRAIN_ORDER, HOST_TTL_S, RESTART_GRACE_S, HostReport
+from contract.names import control_queue, deployment_key, host_key, host_prefix, hosts_key, slots_key, tombstone_key
 from contract.signing import SigningKeys
 from contract.tenancy import DEFAULT_TENANT
 from store.actors import Actor, local_actor
 from store.audit import build_entry, note_entry
+from store.connection import RedisClient, SyncRedis, broker_errors
+from store.control import ORDER_TTL_S
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
 FRESH_S = 1.0
-ORDER_TTL_S = 60
 TAKEN_S = 12.0
 """How long an order to drain may take to show: the worker reads it at once and reports it at once, unless Redis or the worker is busy."""
 POLL_S = 0.25
 
+_WHAT = "the workers' reports were not read or changed"
+
 DrainState = Literal["draining", "drained", "lost"]
+Departure = Literal["drained", "restarting", "stopped"]
+"""How a worker ends: its queue is empty; its next process is expected; or the reaper must look after what is left in its queue."""
 
 
-class RedisHosts:
+def worker_slots_key(deployment: str, queue: str) -> str:
+    """The hash of who serves a queue: worker incarnation to `<slots> <expires at>`."""
+    return deployment_key(deployment, f"slots:{queue}:workers")
+
+
+# --- Scripts ----------------------------------------------------------------------------------------------------------
+
+_LUA = """
+local function worker_of(report)
+  local is_json, fields = pcall(cjson.decode, report)
+  return is_json and type(fields) == 'table' and type(fields['worker']) == 'string' and fields['worker'] or ''
+end
+-- Set or remove (slots nil) what `worker` serves of a queue, and add up what the living workers of the queue serve together.
+local function count(workers, total, worker, slots, now, ttl)
+  if slots then redis.call('HSET', workers, worker, slots .. ' ' .. (now + ttl)) else redis.call('HDEL', workers, worker) end
+  local sum, entries = 0, redis.call('HGETALL', workers)
+  for i = 1, #entries, 2 do
+    local serves, until_ = string.match(entries[i + 1], '^(%d+) (%d+)$')
+    if serves and tonumber(until_) > now then sum = sum + tonumber(serves) else redis.call('HDEL', workers, entries[i]) end
+  end
+  if sum > 0 then redis.call('SET', total, sum, 'EX', ttl) else redis.call('DEL', total) end
+  redis.call('EXPIRE', workers, ttl)
+end
+"""
+
+# KEYS: report, all hosts, tombstone, then the workers and the total of each queue. ARGV: report, queue, worker, seconds it lives, 1 if it is the
+# first, then the slots of each queue, or '' for a queue that is not served any more.
+_REPORT = (
+    _LUA
+    + """
+local time = redis.call('TIME')
+if redis.call('EXISTS', KEYS[3]) == 1 then return {'given_up', time[1], time[2]} end
+local last = redis.call('GET', KEYS[1])
+if last and worker_of(last) ~= ARGV[3] or ARGV[5] == '1' and redis.call('ZSCORE', KEYS[2], ARGV[2]) then
+  return {'replaced', time[1], time[2]}
+end
+redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[4])
+redis.call('ZADD', KEYS[2], time[1], ARGV[2])
+for i = 4, #KEYS, 2 do
+  local slots = ARGV[6 + (i - 4) / 2]
+  count(KEYS[i], KEYS[i + 1], ARGV[2], slots ~= '' and slots or nil, tonumber(time[1]), tonumber(ARGV[4]))
+end
+return {'accepted', time[1], time[2]}
+"""
+)
+
+# KEYS: report, all hosts, queue, then the workers and the total of each queue. ARGV: queue, worker, departure, last report, seconds that lives, seconds of slots.
+_LEAVE = (
+    _LUA
+    + """
+local last = redis.call('GET', KEYS[1])
+if last and worker_of(last) ~= ARGV[2] then return 'replaced' end
+if ARGV[3] == 'drained' and redis.call('LLEN', KEYS[3]) > 0 then return 'busy' end
+local now = tonumber(redis.call('TIME')[1])
+for i = 4, #KEYS, 2 do count(KEYS[i], KEYS[i + 1], ARGV[1], nil, now, tonumber(ARGV[6])) end
+if ARGV[3] == 'restarting' then redis.call('SET', KEYS[1], ARGV[4], 'EX', ARGV[5]) else redis.call('DEL', KEYS[1]) end
+if ARGV[3] == 'drained' then redis.call('ZREM', KEYS[2], ARGV[1]) end
+-- As if it had not reported for long: the reaper looks after its queue now.
+if ARGV[3] == 'stopped' then redis.call('ZADD', KEYS[2], now - ARGV[6] - 1, ARGV[1]) end
+return 'left'
+"""
+)
+
+# KEYS: report, all hosts. ARGV: its worker, its queue, seconds that reports live. Removes the report of a worker
+# that is known to have ended, unless another one reports.
+_DISMISS = (
+    _LUA
+    + """
+local last = redis.call('GET', KEYS[1])
+if not last or worker_of(last) ~= ARGV[1] then return 0 end
+redis.call('ZADD', KEYS[2], redis.call('TIME')[1] - ARGV[3] - 1, ARGV[2])
+return redis.call('DEL', KEYS[1])
+"""
+)
+
+# --- Orchestrators ----------------------------------------------------------------------------------------------------
+
+
+class HostStore:
     """The reports of workers in Redis, read again at most every FRESH_S seconds. Every method raises BrokerUnavailable when Redis does not answer."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
+    def __init__(self, client: RedisClient, deployment: str) -> None:
         self._client = client
         self._deployment = deployment
         self._known: list[HostReport] = []
@@ -52,31 +139,25 @@ class RedisHosts:
 
     async def read(self) -> list[HostReport]:
         """The same as of now."""
-        try:
+        with broker_errors(_WHAT):
             names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
             queues = sorted(name.decode(errors="replace") for name in names)
             texts: Any = await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
         found = [self._parsed(queue, text) for queue, text in zip(queues, texts, strict=True) if text is not None]
         return [report for report in found if report is not None]
 
     async def queued(self, queues: Sequence[str]) -> dict[str, int]:
         """How many calls wait in each queue."""
-        try:
+        with broker_errors(_WHAT):
             async with self._client.pipeline(transaction=False) as pipe:
                 for queue in queues:
                     pipe.llen(queue)
                 return dict(zip(queues, await pipe.execute(), strict=True))
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
 
     async def dead_queues(self) -> dict[str, int]:
         """Queues of workers that are listed and do not report any more, each with how many calls lie in it."""
-        try:
+        with broker_errors(_WHAT):
             names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
         living = {report.queue for report in await self.read()}
         return await self.queued(sorted({name.decode(errors="replace") for name in names} - living))
 
@@ -95,14 +176,12 @@ class RedisHosts:
         envelope = encode_call(call, ToolContext(tenant=DEFAULT_TENANT, sent_at=now, deadline_at=now + ORDER_TTL_S), keys)
         details = {"lossy": "yes" if lossy else None, "host": report.host}
         entry = build_entry(actor or local_actor(), "host.drain", report.queue, details=details)
-        try:
+        with broker_errors("the order to drain was not sent"):
             async with self._client.pipeline(transaction=True) as pipe:
                 note_entry(pipe, self._deployment, entry)
                 pipe.lpush(control_queue(report.queue), envelope)
                 pipe.expire(control_queue(report.queue), ORDER_TTL_S)
                 await pipe.execute()
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
         until = time.monotonic() + TAKEN_S
         while not await self._has_begun(report):
             if time.monotonic() > until:
@@ -128,17 +207,13 @@ class RedisHosts:
 
     async def _is_listed(self, queue: str) -> bool:
         """A worker that ends in order takes its name from the list; one that is lost leaves it there, for whoever looks after its queue."""
-        try:
+        with broker_errors(_WHAT):
             return await self._client.zscore(hosts_key(self._deployment), queue) is not None
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
 
     async def _now(self) -> float:
         """Redis's clock, by which workers go."""
-        try:
+        with broker_errors(_WHAT):
             seconds, micros = await self._client.time()
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
         return float(seconds) + float(micros) / 1_000_000
 
     def _parsed(self, queue: str, text: bytes) -> HostReport | None:
@@ -164,5 +239,83 @@ def find_workers(reports: Sequence[HostReport], name: str) -> list[HostReport]:
     return found
 
 
-def _unavailable(error: Exception) -> BrokerUnavailable:
-    return BrokerUnavailable(f"Redis does not say which hosts live ({error}): see that it is up")
+# --- Workers ----------------------------------------------------------------------------------------------------------
+
+
+class ReportResult(StrEnum):
+    """What Redis answers to a worker that reports."""
+
+    ACCEPTED = "accepted"
+    GIVEN_UP = "given_up"
+    """The incarnation was taken for lost, and its calls were answered: it must not go on under its name."""
+    REPLACED = "replaced"
+    """Another worker has the name."""
+
+
+class WorkerHostStore:
+    """Reports of workers, for the workers themselves. The report names the incarnation (`queue`) and the process (`worker`) that it is about.
+
+    Every method raises BrokerUnavailable when Redis does not answer.
+    """
+
+    def __init__(self, client: SyncRedis, deployment: str, clock: SharedClock) -> None:
+        """`client`: one that sends every command once, since a report that is sent again is out of date."""
+        self._client = client
+        self._deployment = deployment
+        self._clock = clock
+        self._report = client.register_script(_REPORT)
+        self._leave = client.register_script(_LEAVE)
+        self._dismiss = client.register_script(_DISMISS)
+
+    def report(self, report: HostReport, *, is_first: bool = False, ttl_s: int = HOST_TTL_S) -> ReportResult:
+        """Record that the worker lives, and learn Redis's time. `is_first`: only under a name that no worker has had."""
+        report = report.model_copy(update={"reported_at": self._clock()})
+        own = report.slots if report.kind == "sandbox" else ""
+        shared = report.slots if not report.draining else ""
+        keys = [*self._keys(report), tombstone_key(self._deployment, report.queue), *self._slot_keys(report)]
+        arguments: list[str | int] = [report.model_dump_json(), report.queue, report.worker, ttl_s, int(is_first), own]
+        arguments += [shared for _ in report.pools]
+        with broker_errors("the worker was not reported"):
+            result: Any = self._report(keys=keys, args=arguments)
+        self._clock.learn(int(result[1]) + int(result[2]) / 1_000_000)
+        return ReportResult(result[0].decode())
+
+    def leave(self, departure: Departure, last: HostReport) -> bool:
+        """Remove the report; with "restarting" keep it for a while, to wait for the next process. Return False if "drained", but the queue has calls."""
+        parting = last.model_copy(update={"worker": "", "draining": True, "busy": 0, "reported_at": self._clock()})
+        keys = [*self._keys(last), last.queue, *self._slot_keys(last)]
+        arguments: list[str | int] = [last.queue, last.worker, departure, parting.model_dump_json(), RESTART_GRACE_S, HOST_TTL_S]
+        with broker_errors("the worker's report was not removed"):
+            return bool(self._leave(keys=keys, args=arguments) != b"busy")
+
+    def find(self, queue: str) -> HostReport | None:
+        """Return the last report of an incarnation; None if there is none, or if this release cannot read it."""
+        with broker_errors(_WHAT):
+            return _parse_readable(self._client.get(host_key(self._deployment, queue)))
+
+    def reports(self, host: str) -> list[HostReport]:
+        """Return the reports of the incarnations of a host that count as alive."""
+        with broker_errors(_WHAT):
+            names: Any = self._client.zrange(hosts_key(self._deployment), 0, -1)
+        queues = [name for name in (item.decode() for item in names) if name.startswith(host_prefix(host))]
+        found = [self.find(queue) for queue in queues]
+        return [report for report in found if report is not None]
+
+    def dismiss(self, report: HostReport) -> None:
+        """Remove the report of a worker that has ended: the reaper looks after its queue now."""
+        with broker_errors(_WHAT):
+            self._dismiss(keys=self._keys(report), args=[report.worker, report.queue, HOST_TTL_S])
+
+    def _keys(self, report: HostReport) -> list[str]:
+        return [host_key(self._deployment, report.queue), hosts_key(self._deployment)]
+
+    def _slot_keys(self, report: HostReport) -> list[str]:
+        queues = (report.queue, *report.pools)
+        return [key for queue in queues for key in (worker_slots_key(self._deployment, queue), slots_key(self._deployment, queue))]
+
+
+def _parse_readable(data: Any) -> HostReport | None:
+    try:
+        return HostReport.model_validate_json(data) if data is not None else None
+    except ValidationError:
+        return None

@@ -19,7 +19,7 @@ from orchestrator.runs.run_service import ServiceWork
 from orchestrator.runs.runner import Runner
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.fake_hosts import MemoryPlaces
+from tests.fake_hosts import MemorySessionStore
 from tests.item_ground import ItemGround
 
 SOON_S = 60.0
@@ -84,7 +84,7 @@ def types(events: list[Event]) -> list[str]:
 @asynccontextmanager
 async def open_hosted(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
     """Makes processes on one Redis, which share the places of sessions."""
-    places, made = MemoryPlaces(), list[HostedGround]()
+    places, made = MemorySessionStore(), list[HostedGround]()
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=30) as client:
 
         def make(*arguments: Any, **options: Any) -> HostedGround:

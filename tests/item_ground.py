@@ -37,7 +37,7 @@ from store.switches import RedisSwitches
 from store.tenants import RedisTenants
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
-from tests.fake_hosts import MemoryPlaces, StaticHosts, build_report
+from tests.fake_hosts import MemorySessionStore, StaticHosts, build_report
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
 from tests.run_ground import RunGround, build_item
 from workers.tools.builtin import build_registry
@@ -74,7 +74,7 @@ class ItemGround(RunGround):
         *,
         approver: Approver | None = None,
         policy: ApprovalPolicy = DEFAULT_POLICY,
-        places: MemoryPlaces | None = None,
+        places: MemorySessionStore | None = None,
         answers: Mapping[str, Answer] | None = None,
         echo: ToolSpec | None = None,
     ) -> None:
@@ -82,7 +82,7 @@ class ItemGround(RunGround):
         self.model = turns if not isinstance(turns, Sequence) else ScriptedModel(turns)
         self.answers: dict[str, Answer] = dict(answers or {})
         self.happenings: list[Happening] = []
-        self.places = places or MemoryPlaces()
+        self.places = places or MemorySessionStore()
         self.transport = AnsweringTransport(self._answer)
         self.blobs = MemoryAsyncBlobs()
         catalog: Any = StaticCatalog(*build_registry().specs(), echo or build_spec("echo"))
@@ -181,7 +181,7 @@ def archive_of(folder: Path) -> bytes:
 @asynccontextmanager
 async def open_maker(redis_server: RedisProcess) -> AsyncIterator[Made]:
     """Makes processes on one Redis, which share the places of sessions."""
-    places = MemoryPlaces()
+    places = MemorySessionStore()
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
         with capture_logs():
             yield lambda *arguments, **options: ItemGround(client, *arguments, places=places, **options)

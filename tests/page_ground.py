@@ -28,7 +28,7 @@ from orchestrator.runs.run_queue import RunQueue
 from orchestrator.settings import OrchestratorSettings
 from store.actors import Actor
 from store.api_keys import ApiKeys, NewKey
-from store.sessions import Places
+from store.sessions import SessionStore
 from store.tenants import RedisTenants
 from tests.api_ground import ApiGround
 from tests.batch_story import Attempt, tell_item
@@ -115,7 +115,7 @@ class World:
         await self.redis.rpush(queue, *(["a call"] * calls))
 
     async def open_session(self, tenant: str, session: str) -> None:
-        await Places(self.redis, DEPLOYMENT).open(tenant, session, "host.h1.b00t", start="{}", ttl_s=1800, limit=100)
+        await SessionStore(self.redis, DEPLOYMENT).open(tenant, session, "host.h1.b00t", start="{}", ttl_s=1800, limit=100)
 
     async def note_call(self, call: str, tenant: str = "acme") -> str:
         """The record of a call that has ended; gives its Celery task's id."""

@@ -1,16 +1,15 @@
-"""Forgets where sessions live whose time to live ran out, so that they count no more among their tenant's."""
+"""Removes the locations of sessions whose time to live has passed, so that they do not count among their tenant's."""
 
 import threading
 import time
 from collections.abc import Callable
 
-import redis
 import structlog
 
 from contract.errors import OperatorError, ToolFailure
 from contract.hosts import HEARTBEAT_S
+from store.sessions import WorkerSessionStore
 from workers.host_watch import SessionRow, parse_rows
-from workers.places import WorkerPlaces
 from workers.sandbox_client import SandboxClient
 
 log = structlog.get_logger(__name__)
@@ -22,9 +21,9 @@ class ExpiryWatch:
     Only one that was idle for its time to live has expired: what a sandboxd that ends or is started anew does not have may go on from its checkpoint.
     """
 
-    def __init__(self, open_client: Callable[[], SandboxClient], places: WorkerPlaces, stop: threading.Event) -> None:
+    def __init__(self, open_client: Callable[[], SandboxClient], sessions: WorkerSessionStore, stop: threading.Event) -> None:
         self._open_client = open_client
-        self._places = places
+        self._sessions = sessions
         self._stop = stop
         self._seen: dict[str, SessionRow] = {}
         self._seen_at = time.monotonic()
@@ -35,13 +34,13 @@ class ExpiryWatch:
         self._thread.start()
 
     def look(self, client: SandboxClient) -> int:
-        """One round; gives how many places were forgotten. Raises OperatorError, RedisError: then the next round does it."""
+        """One round; returns how many locations were removed. Raises OperatorError: then the next round does it."""
         rows = {row.name: row for row in parse_rows(client.sessions())}
         now = time.monotonic()
         passed_s = now - self._seen_at
         self._expired |= {name for name, row in self._seen.items() if name not in rows and row.idle_s + passed_s >= row.ttl_s}
         self._seen, self._seen_at = rows, now
-        count = self._places.forget(self._expired) if self._expired else 0
+        count = self._sessions.forget(self._expired) if self._expired else 0
         self._expired.clear()
         return count
 
@@ -50,5 +49,5 @@ class ExpiryWatch:
             while not self._stop.wait(HEARTBEAT_S):
                 try:
                     self.look(client)
-                except (OperatorError, ToolFailure, redis.RedisError) as error:
+                except (OperatorError, ToolFailure) as error:
                     log.warning("expired_sessions_not_forgotten", error=str(error))

@@ -8,6 +8,7 @@ from contract.clock import SharedClock
 from contract.hosts import holder_name
 from contract.specs import Catalog
 from store.connection import connect, connect_once
+from store.control import WorkerControlStore
 from telemetry.spans import Tracer
 from workers.app import build_app, choose_pool, claim_node, run_worker
 from workers.blobs import Blobs
@@ -78,7 +79,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     shelf.on_change = lambda: publisher.replace(build_catalogs())
     ledger = Ledger(connect(settings.broker()), settings.deployment, clock)
     open_sandboxd = partial(SandboxClient, settings.sandboxd_socket)
-    control = ControlListener(connect(settings.broker()), open_sandboxd, ledger, life.queue, key, clock, refusals.count)
+    control = ControlListener(WorkerControlStore(connect(settings.broker())), open_sandboxd, ledger, life.queue, key, clock, refusals.count)
     control.serve_drain(life.drain)
 
     def start_threads() -> None:

@@ -14,6 +14,7 @@ from contract.names import POOL_QUEUES, pool_worker
 from contract.registry import ToolRegistry
 from contract.specs import Catalog, ToolSpec
 from store.connection import connect, connect_once, drop_connections
+from store.control import WorkerControlStore
 from telemetry.spans import Tracer
 from workers.app import build_app, choose_pool, claim_node, run_worker
 from workers.blobs import Blobs
@@ -64,7 +65,9 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
     publisher = CatalogPublisher(connect(broker), settings.deployment, key, build_catalogs(registry))
     shelf.on_change = lambda: publisher.replace(build_catalogs(registry))
     ledger = Ledger(connect(broker), settings.deployment, clock)
-    control = PoolControlListener(connect(broker), ledger, board, worker, queues, key, clock=clock, on_refused=refusals.count)
+    control = PoolControlListener(
+        WorkerControlStore(connect(broker)), ledger, board, worker, queues, key, clock=clock, on_refused=refusals.count
+    )
     control.serve_drain(life.drain)
 
     def start_threads() -> None:

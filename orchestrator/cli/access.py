@@ -12,7 +12,7 @@ from orchestrator.settings import load_settings
 from store.actors import Actor, Role
 from store.api_keys import ApiKeys
 from store.connection import RedisClient, check_redis, open_redis
-from store.hosts import RedisHosts
+from store.hosts import HostStore
 from store.tenants import RedisTenants
 
 
@@ -33,8 +33,8 @@ class Deployment:
         return RedisTenants(self.redis, self.broker.deployment, self.signing_keys).acting_as(self.actor)
 
     @property
-    def hosts(self) -> RedisHosts:
-        return RedisHosts(self.redis, self.broker.deployment)
+    def hosts(self) -> HostStore:
+        return HostStore(self.redis, self.broker.deployment)
 
     @property
     def keys(self) -> ApiKeys:

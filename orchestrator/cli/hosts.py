@@ -11,7 +11,7 @@ from contract.hosts import RESTART_GRACE_S, HostReport
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.runner import Json, run_work
 from orchestrator.terminal.output import escape_controls, table_rows
-from store.hosts import RedisHosts, find_workers
+from store.hosts import HostStore, find_workers
 
 MIB = 1024 * 1024
 Host = Annotated[str, typer.Argument(help="Its name as `toolcrew hosts` shows it, or the queue of one worker.")]
@@ -95,7 +95,7 @@ def worker_drain(
         _print(["`toolcrew worker status` tells how far it is; --wait waits for the end"])
 
 
-async def _followed(hosts: RedisHosts, report: HostReport, tell: Any) -> dict[str, Any]:
+async def _followed(hosts: HostStore, report: HostReport, tell: Any) -> dict[str, Any]:
     """The end of a worker that drains. Raises OperatorError when it is lost meanwhile."""
     async for state, last in hosts.follow_drain(report):
         if state == "lost":

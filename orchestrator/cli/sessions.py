@@ -12,14 +12,14 @@ import typer
 from contract.calls import MAX_TIMEOUT_S, ExecResult
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
-from contract.places import DEFAULT_TTL_S, MAX_TTL_S
+from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.calls import open_running
 from orchestrator.cli.runner import EXIT_ERROR, Json, OnlyTenant, Tenant, run_work
 from orchestrator.dispatch.sessions import Session
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls, table_rows
-from store.session_list import OpenSession, SessionPage
+from store.sessions import OpenSession, SessionPage
 
 session_app = typer.Typer(
     no_args_is_help=True, help="Sessions: sandboxes that stay until they are closed, or have been idle for their time to live."

@@ -19,7 +19,7 @@ from orchestrator.dispatch.call_events import CallEvents
 from orchestrator.dispatch.heard_calls import Handler
 from orchestrator.dispatch.transport import Delivery, DeliveryFailed, Sticky, Transport
 from orchestrator.tracing import current_call
-from store.sessions import Home
+from store.sessions import SessionAddress
 
 SANDBOX_GRACE_S = 20.0
 """Beyond a call's limit and grace: sandboxd may have to remove a container, which the engine may do slowly."""
@@ -89,18 +89,18 @@ class Carrier:
         self._events = events
         self._is_traced = is_traced
 
-    async def carry(self, errand: Errand, home: Home | str, attempt: int = 1, published_as: str | None = None) -> ToolResult:
-        """The call's result from that queue, or from the home of its session. `published_as`: this attempt is there already, under that task id."""
-        queue = home if isinstance(home, str) else home.queue
+    async def carry(self, errand: Errand, address: SessionAddress | str, attempt: int = 1, published_as: str | None = None) -> ToolResult:
+        """The call's result from that queue, or from the address of its session. `published_as`: this attempt is there already, under that task id."""
+        queue = address if isinstance(address, str) else address.queue
         if published_as is not None:
             # Whoever sent it had its slot.
-            return await self._sent(errand, home, queue, attempt, published_as)
+            return await self._sent(errand, address, queue, attempt, published_as)
         spans = current_call() if self._is_traced else None
         waiting = spans.wait(errand.call.name, errand.context, errand.priority) if spans is not None else None
         async with self._admission.slot(self._request(errand, queue)) as slot:
             if waiting is not None:
                 waiting.end()
-            result = await self._sent(errand, home, queue, attempt)
+            result = await self._sent(errand, address, queue, attempt)
             slot.used_s = result.clocks.sandbox_s + result.clocks.run_s
         return result
 
@@ -130,10 +130,12 @@ class Carrier:
         """The result of an errand that keeps it is safe elsewhere."""
         self._transport.settle(tenant, call_id)
 
-    async def _sent(self, errand: Errand, home: Home | str, queue: str, attempt: int, published_as: str | None = None) -> ToolResult:
+    async def _sent(
+        self, errand: Errand, address: SessionAddress | str, queue: str, attempt: int, published_as: str | None = None
+    ) -> ToolResult:
         context, call = errand.context, errand.call
         start_by = max(context.deadline_at, self._clock() + LEAST_WAIT_S)
-        sticky = Sticky(context.tenant, str(context.session), home.fence) if isinstance(home, Home) else None
+        sticky = Sticky(context.tenant, str(context.session), address.fence) if isinstance(address, SessionAddress) else None
         changed: dict[str, object] = {"attempt": attempt, "fence": sticky.fence if sticky else None, "deadline_at": start_by}
         spans = current_call() if self._is_traced else None
         sending = spans.send(call, queue, attempt) if spans is not None else None

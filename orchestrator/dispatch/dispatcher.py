@@ -15,10 +15,10 @@ from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolContext, ToolResult
 from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.names import POOL_QUEUES
-from contract.places import SessionPlace
 from contract.policy_checks import check_switches
 from contract.registry import find_switch
 from contract.schema import prepare_arguments
+from contract.session_locations import SessionLocation
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from contract.tenancy import SKILL_TOOL
@@ -27,17 +27,17 @@ from orchestrator.dispatch.call_events import CallEvents
 from orchestrator.dispatch.call_kills import KillWatch
 from orchestrator.dispatch.carrier import ArgumentStore, Carrier, Errand
 from orchestrator.dispatch.heard_calls import Handler
-from orchestrator.dispatch.homes import HostSource, Opening, SessionHomes
 from orchestrator.dispatch.large_arguments import check_off_loop
 from orchestrator.dispatch.placement import HostRoom
 from orchestrator.dispatch.recovery import NOT_RUN, NOT_TAKEN, RESEND_S, CallBook, Patience, Recovery, repeated
+from orchestrator.dispatch.session_locator import HostSource, Opening, SessionLocator
 from orchestrator.dispatch.tenant_rules import policy_for, refuse_by_policy
 from orchestrator.dispatch.tool_search import TenantTools, ToolSearch, as_skill_run
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed, NotSent, Transport
 from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.tracing import call_spans, current_call
 from store.catalog import CatalogSource
-from store.sessions import Home, PlaceBook
+from store.sessions import SessionAddress, SessionStore
 from store.switches import SwitchSource
 from store.tenants import OpenTenants, TenantSource
 from telemetry.logs import bound, get_logger
@@ -85,9 +85,9 @@ class Terms:
 
 @dataclass(frozen=True)
 class Pool:
-    """What is known of a pool of hosts: where sessions live, who lives, what became of calls."""
+    """What is known of a pool of hosts: where sessions live, which hosts live, what became of calls."""
 
-    places: PlaceBook
+    sessions: SessionStore
     hosts: HostSource
     ledger: CallBook
 
@@ -129,8 +129,8 @@ class Dispatcher:
         self._tenants = tenants or OpenTenants()
         self._clock = clock or SharedClock()
         self._carrier = Carrier(transport, keys, admission or Unlimited(), self._clock, events, is_traced=tracer is not None, blobs=blobs)
-        self._homes = SessionHomes(pool.places, pool.hosts, self._send_open, keys) if pool is not None else None
-        self._recovery = Recovery(self._carrier, self._homes, pool.ledger) if pool is not None and self._homes is not None else None
+        self._locator = SessionLocator(pool.sessions, pool.hosts, self._send_open, keys) if pool is not None else None
+        self._recovery = Recovery(self._carrier, self._locator, pool.ledger) if pool is not None and self._locator is not None else None
 
     async def dispatch(self, call: ToolCall, route: Route, terms: Terms | None = None) -> ToolResult:
         """The one result of the call."""
@@ -168,14 +168,14 @@ class Dispatcher:
 
     async def abandon_session(self, tenant: str, session: str) -> None:
         """Have a session closed at once, past its host's queue, and forget it. Raises BrokerUnavailable."""
-        homes = self._in_pool()
-        if (home := await homes.last(tenant, session)) is not None:
-            await self.command(ToolCall(id=secrets.token_hex(16), name="session.close"), Route(tenant, session, home.queue))
-        await homes.forget(tenant, session)
+        locator = self._in_pool()
+        if (address := await locator.last(tenant, session)) is not None:
+            await self.command(ToolCall(id=secrets.token_hex(16), name="session.close"), Route(tenant, session, address.queue))
+        await locator.forget(tenant, session)
 
-    async def session_place(self, tenant: str, session: str) -> SessionPlace:
+    async def session_location(self, tenant: str, session: str) -> SessionLocation:
         """Where an open session lives, whoever opened it. Raises ToolFailure(SESSION_NOT_FOUND), OperatorError."""
-        return await self._in_pool().place(tenant, session)
+        return await self._in_pool().location(tenant, session)
 
     async def session_start(self, tenant: str, session: str) -> dict[str, Any]:
         """Return the arguments with which an open session was opened. Raises ToolFailure(SESSION_NOT_FOUND), OperatorError."""
@@ -191,8 +191,8 @@ class Dispatcher:
 
     def session_queue(self, tenant: str, session: str) -> str | None:
         """Where the last call of the session went."""
-        home = self._homes.known(tenant, session) if self._homes is not None else None
-        return home.queue if home is not None else None
+        address = self._locator.known(tenant, session) if self._locator is not None else None
+        return address.queue if address is not None else None
 
     async def any_queue(self, tenant: str) -> str:
         """Of some host, for what any may do. Raises ToolFailure, OperatorError."""
@@ -204,9 +204,9 @@ class Dispatcher:
         Raises BrokerUnavailable.
         """
         queue = route.queue
-        if queue is None and self._homes is not None and route.session is not None:
-            home = self._homes.known(route.tenant, route.session)
-            queue = home.queue if home is not None else None
+        if queue is None and self._locator is not None and route.session is not None:
+            address = self._locator.known(route.tenant, route.session)
+            queue = address.queue if address is not None else None
         if queue is None:
             return  # nobody is known to have it
         now = self._clock()
@@ -245,28 +245,28 @@ class Dispatcher:
         return await self._in_pool().open(tenant, session, await self._tenants.policy(tenant), arguments)
 
     async def _close_session(self, call: ToolCall, tenant: str, session: str) -> ToolResult:
-        homes, until = self._in_pool(), Patience(RESEND_S)
+        locator, until = self._in_pool(), Patience(RESEND_S)
         closed = ToolResult(call_id=call.id, name=call.name, success=True, metadata={"closed": False})
-        home = homes.known(tenant, session) or await homes.find_for_closing(tenant, session)
-        while home is not None:
-            told = await self._closed_at(home, tenant, session)
+        address = locator.known(tenant, session) or await locator.find_for_closing(tenant, session)
+        while address is not None:
+            told = await self._closed_at(address, tenant, session)
             if told is not None:
                 closed = told
                 break
             # It has moved, or its host is just being restarted: left there it would hold its sandbox until its time is up.
-            home = await homes.find_for_closing(tenant, session) if await until.wait() else None
-        await homes.forget(tenant, session)
+            address = await locator.find_for_closing(tenant, session) if await until.wait() else None
+        await locator.forget(tenant, session)
         return closed
 
-    async def _closed_at(self, home: Home, tenant: str, session: str) -> ToolResult | None:
+    async def _closed_at(self, address: SessionAddress, tenant: str, session: str) -> ToolResult | None:
         """What came of closing a session there; None when nobody there took the call."""
         # A call of its own each time: an earlier one may still be in the ledger.
         call = ToolCall(id=secrets.token_hex(16), name="session.close")
         errand = await self._errand(call, Route(tenant, session), _verb(OPEN_TIMEOUT_S))
         try:
-            result = await self._once(errand, home)
+            result = await self._once(errand, address)
         except (NotSent, CallLost) as lost:
-            log.info("session_not_closed_there", session=session, queue=home.queue, reason=str(lost))
+            log.info("session_not_closed_there", session=session, queue=address.queue, reason=str(lost))
             return None
         return None if result.metadata.get(NOT_RUN) in NOT_TAKEN else result
 
@@ -291,7 +291,7 @@ class Dispatcher:
         try:
             return await self._carrier.carry(errand, queue)
         except NotSent:
-            # Without a home that is the only reason.
+            # Without an address that is the only reason.
             raise repeated() from None
         except CallLost as lost:
             code = ErrorCode.OUTCOME_UNKNOWN if lost.has_started else ErrorCode.HOST_LOST
@@ -339,23 +339,23 @@ class Dispatcher:
             shown_as=spec.name if sent_spec is not spec else None,
         )
 
-    async def _send_open(self, opening: Opening, home: Home) -> ToolResult:
-        """One attempt at `session.open`, at that home."""
+    async def _send_open(self, opening: Opening, address: SessionAddress) -> ToolResult:
+        """One attempt at `session.open`, at that address."""
         call = ToolCall(id=secrets.token_hex(16), name="session.open", arguments=dict(opening.arguments))
         terms = _verb(PARCEL_TIMEOUT_S if "restore" in call.arguments else OPEN_TIMEOUT_S)
-        return await self._once(await self._errand(call, Route(opening.tenant, opening.session), terms), home)
+        return await self._once(await self._errand(call, Route(opening.tenant, opening.session), terms), address)
 
-    async def _once(self, errand: Errand, home: Home) -> ToolResult:
+    async def _once(self, errand: Errand, address: SessionAddress) -> ToolResult:
         """The result of one attempt; whoever wants another makes another call."""
-        result = await self._carrier.carry(errand, home)
+        result = await self._carrier.carry(errand, address)
         if self._recovery is not None:
             await self._recovery.note_end(errand, result)
         return result
 
-    def _in_pool(self) -> SessionHomes:
-        if self._homes is None:
+    def _in_pool(self) -> SessionLocator:
+        if self._locator is None:
             raise ConfigError("sessions need a pool of hosts, and this program has none")
-        return self._homes
+        return self._locator
 
     async def _cancel(self, call: ToolCall, route: Route) -> None:
         """Best effort: when Redis is away the call runs into its own limit."""

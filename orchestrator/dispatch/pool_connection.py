@@ -18,8 +18,8 @@ from orchestrator.dispatch.call_ledger import CallLedger
 from orchestrator.dispatch.call_watch import CallWatch
 from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.dispatch.dispatcher import Dispatcher, Pool
-from orchestrator.dispatch.homes import HostSource
 from orchestrator.dispatch.results import ResultHub
+from orchestrator.dispatch.session_locator import HostSource
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.metrics.tally import Tally
 from orchestrator.settings import OrchestratorSettings
@@ -27,8 +27,8 @@ from orchestrator.tracing import open_process_tracer
 from store.blobs import Blobs
 from store.catalog import RedisCatalog
 from store.connection import check_redis, open_redis
-from store.hosts import RedisHosts
-from store.sessions import Places
+from store.hosts import HostStore
+from store.sessions import SessionStore
 from store.skills import InstalledSkills
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
@@ -109,7 +109,7 @@ async def open_pool(
             switches=switches,
             tenants=tenants,
             admission=admission,
-            pool=Pool(Places(redis, deployment), hosts or RedisHosts(redis, deployment), CallLedger(redis, deployment)),
+            pool=Pool(SessionStore(redis, deployment), hosts or HostStore(redis, deployment), CallLedger(redis, deployment)),
             clock=clock,
             tracer=tracer,
             kills=kills,

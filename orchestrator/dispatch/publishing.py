@@ -14,7 +14,7 @@ from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
 from contract.ledger import CALL_TTL_S
 from contract.names import call_key, host_key, place_key, tenant_sessions_key
-from contract.places import PLACE_MARGIN_S
+from contract.session_locations import LOCATION_MARGIN_S
 from orchestrator.dispatch.task_messages import build_message
 from orchestrator.dispatch.transport import Delivery, NotSent
 from store.tasks import begin_shared, cancel_all
@@ -57,12 +57,12 @@ redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[
   'queued_at', time[1] .. '.' .. string.format('%06d', time[2]), 'nonce', ARGV[2], 'task', ARGV[5], 'ticket', ARGV[6])
 redis.call('EXPIRE', KEYS[1], CALL_TTL_S)
 if place then
-  local life = math.ceil(tonumber(place[4]) or 0) + PLACE_MARGIN_S
+  local life = math.ceil(tonumber(place[4]) or 0) + LOCATION_MARGIN_S
   redis.call('EXPIRE', KEYS[3], life)
   if redis.call('TTL', KEYS[5]) < life then redis.call('EXPIRE', KEYS[5], life) end
 end
 return answer('sent')
-""".replace("CALL_TTL_S", str(CALL_TTL_S)).replace("PLACE_MARGIN_S", str(PLACE_MARGIN_S))
+""".replace("CALL_TTL_S", str(CALL_TTL_S)).replace("LOCATION_MARGIN_S", str(LOCATION_MARGIN_S))
 _PUBLISH_SHA = hashlib.sha1(_PUBLISH.encode(), usedforsecurity=False).hexdigest()
 
 # KEYS: call. ARGV: attempt, how long a call is remembered. Gives the state that the call was in; `superseded` when another attempt decides.

@@ -12,9 +12,9 @@ from contract.ledger import CALL_TTL_S, MAX_ATTEMPTS, CallRecord, CallState
 from contract.names import POOL_QUEUES
 from orchestrator.dispatch.call_ledger import describe_loss
 from orchestrator.dispatch.carrier import Carrier, Errand
-from orchestrator.dispatch.homes import SessionHomes
+from orchestrator.dispatch.session_locator import SessionLocator
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed, NotSent
-from store.sessions import Home
+from store.sessions import SessionAddress
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -44,10 +44,10 @@ class CallBook(Protocol):
 class Recovery:
     """Carries errands of a pool of hosts. Raises as the Carrier, but neither NotSent nor CallLost."""
 
-    def __init__(self, carrier: Carrier, homes: SessionHomes, ledger: CallBook, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, carrier: Carrier, locator: SessionLocator, ledger: CallBook, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._carrier = carrier
-        self._homes = homes
+        self._locator = locator
         self._ledger = ledger
 
     async def carry(self, errand: Errand) -> ToolResult:
@@ -66,28 +66,28 @@ class Recovery:
     async def _until_answered(self, errand: Errand, losses: "_Losses") -> ToolResult:
         until = Patience(min(RESEND_S, errand.queue_wait_s))
         earlier = await self._begun(errand, losses) if errand.sent_since is not None else None
-        home = await self._find(errand)
+        address = await self._find(errand)
         while True:
-            target: Home | str = home or POOL_QUEUES[errand.spec.pool]
+            target: SessionAddress | str = address or POOL_QUEUES[errand.spec.pool]
             task = None
             if earlier is not None:
                 # Where it was sent, wherever its session is by now.
-                target = replace(home, queue=earlier.queue) if home is not None else earlier.queue
+                target = replace(address, queue=earlier.queue) if address is not None else earlier.queue
                 task, earlier = earlier.task, None
             try:
                 result = await self._carrier.carry(errand, target, losses.attempt, task)
             except NotSent as refused:
-                if refused.reason == "duplicate" or home is None:
+                if refused.reason == "duplicate" or address is None:
                     raise repeated(losses.attempt) from None
                 if not await until.wait():
-                    never_taken = _never_taken(home.queue, losses)
+                    never_taken = _never_taken(address.queue, losses)
                     await self._noted(errand, losses.attempt, losses.state, never_taken.code)
                     raise never_taken from None
-                home = await self._refresh(errand, home, is_lost=refused.reason == "host_lost")
+                address = await self._refresh(errand, address, is_lost=refused.reason == "host_lost")
                 continue
             except CallLost as lost:
                 losses.note(lost.has_started or not await self._is_unstarted(errand, losses.attempt))
-                home = await self._after_loss(errand, home, losses, lost)
+                address = await self._after_loss(errand, address, losses, lost)
                 continue
             except CallIdInUse:
                 raise
@@ -98,7 +98,7 @@ class Recovery:
             if not await self._may_go_again(errand, result, losses, until):
                 await self.note_end(errand, result, losses.attempt, losses.state)
                 return result
-            home = await self._refresh(errand, home, is_lost=False) if home is not None else None
+            address = await self._refresh(errand, address, is_lost=False) if address is not None else None
 
     async def note_end(self, errand: Errand, result: ToolResult, attempt: int = 1, state: CallState = CallState.LOST) -> None:
         """This answer is the call's last: a worker that did not run it has left its record open, for another attempt."""
@@ -148,15 +148,15 @@ class Recovery:
             return False
         return record is not None and record.attempt == attempt and self._carrier.has_ticket(errand.context.tenant, errand.call.id, record)
 
-    async def _find(self, errand: Errand) -> Home | None:
+    async def _find(self, errand: Errand) -> SessionAddress | None:
         if not errand.is_sticky:
             return None
-        return await self._homes.find(errand.context.tenant, str(errand.context.session), errand.policy)
+        return await self._locator.find(errand.context.tenant, str(errand.context.session), errand.policy)
 
-    async def _refresh(self, errand: Errand, home: Home, *, is_lost: bool) -> Home:
-        return await self._homes.refresh(errand.context.tenant, str(errand.context.session), home, errand.policy, is_lost=is_lost)
+    async def _refresh(self, errand: Errand, address: SessionAddress, *, is_lost: bool) -> SessionAddress:
+        return await self._locator.refresh(errand.context.tenant, str(errand.context.session), address, errand.policy, is_lost=is_lost)
 
-    async def _after_loss(self, errand: Errand, home: Home | None, losses: "_Losses", lost: CallLost) -> Home | None:
+    async def _after_loss(self, errand: Errand, address: SessionAddress | None, losses: "_Losses", lost: CallLost) -> SessionAddress | None:
         """Where the call may be sent next. Raises DeliveryFailed when it may not be sent again, or cannot be."""
         call = errand.call
         log.warning("call_lost", call=call.id, tool=call.name, attempt=losses.attempt, has_started=lost.has_started, told=lost.told)
@@ -165,14 +165,14 @@ class Recovery:
         if not is_safe or losses.times >= MAX_ATTEMPTS:
             await self._give_up(errand, losses, lost.told)
         try:
-            home = await self._refresh(errand, home, is_lost=True) if home is not None else None
+            address = await self._refresh(errand, address, is_lost=True) if address is not None else None
         except (OperatorError, ToolFailure) as error:
             await self._give_up(errand, losses, f"{lost.told}, and {error}")
         if not await self._renewed(errand, losses):
             raise DeliveryFailed(
                 ErrorCode.OUTCOME_UNKNOWN, f"{lost.told}; it was not sent again: it was cancelled meanwhile, or Redis knows nothing of it"
             )
-        return home
+        return address
 
     async def _renewed(self, errand: Errand, losses: "_Losses") -> bool:
         """Whether the call may be sent again, as the next attempt; not, when that cannot be noted."""

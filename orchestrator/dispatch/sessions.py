@@ -14,12 +14,12 @@ from contract.call_events import OUTPUT
 from contract.calls import ExecResult, SandboxInfo, ToolCall, ToolResult
 from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from contract.names import host_of
-from contract.places import DEFAULT_TTL_S
+from contract.session_locations import DEFAULT_TTL_S
 from contract.specs import NO_NETWORK
 from orchestrator.dispatch.dispatcher import OPEN_TIMEOUT_S, PARCEL_TIMEOUT_S, Dispatcher, Route, Terms
 from orchestrator.dispatch.folders import pack_folder, unpack_archive
 from orchestrator.dispatch.heard_calls import OnOutput, output_handler
-from orchestrator.dispatch.homes import new_session_name
+from orchestrator.dispatch.session_locator import new_session_name
 from orchestrator.dispatch.workspace_sources import load_source
 from store.api_keys import Credential
 from store.blobs import Blobs
@@ -143,14 +143,14 @@ class Session:
 
         Raises ToolFailure(SESSION_NOT_FOUND), the same for one that never was, is closed, or is another tenant's; BrokerUnavailable, SandboxUnavailable.
         """
-        place = await dispatcher.session_place(tenant, session)
+        location = await dispatcher.session_location(tenant, session)
         facts = await dispatcher.session_facts(tenant, session)
         if facts is None:
             # Of an earlier release, or very old: its host tells the same again.
             call = ToolCall(id=_call_id(), name="session.open", arguments=await dispatcher.session_start(tenant, session))
             terms = Terms(timeout_s=OPEN_TIMEOUT_S, audience="session")
             facts = dict(_checked(await dispatcher.dispatch(call, Route(tenant, session), terms)).metadata)
-        here = {"queue": place.queue, "host": host_of(place.queue)} if place.queue else {}
+        here = {"queue": location.queue, "host": host_of(location.queue)} if location.queue else {}
         return cls(dispatcher, blobs, tenant, _info(session, tenant, {**facts, **here}), credential, is_guest=True)
 
     async def call(

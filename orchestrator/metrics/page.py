@@ -33,7 +33,7 @@ from contract.tenancy import DEFAULT_TENANT
 from orchestrator.admission.base import count_slots_in_use
 from orchestrator.metrics.samples import Samples, render
 from orchestrator.runs.keys import runs_prefix
-from store.hosts import RedisHosts
+from store.hosts import HostStore
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -69,7 +69,7 @@ class MetricsPage:
         self._client = client
         self._deployment = deployment
         self._has_tenants = has_tenants
-        self._hosts = RedisHosts(client, deployment)
+        self._hosts = HostStore(client, deployment)
         prefixes = deployment_key(deployment, ""), admission_prefix(deployment), slots_key(deployment, ""), runs_prefix(deployment)
         self._places: tuple[str | int, ...] = (*prefixes, MOST_BATCHES)
         self._look = client.register_script(_LOOK)

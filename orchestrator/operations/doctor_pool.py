@@ -19,7 +19,7 @@ from orchestrator.operations.findings import Report
 from orchestrator.operations.overview import Overview, OverviewReader
 from store.api_keys import ApiKeyRecord, ApiKeys
 from store.catalog import STARTED_BY, RedisCatalog
-from store.hosts import RedisHosts
+from store.hosts import HostStore
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
 
@@ -35,7 +35,7 @@ _TAIL = 4096
 
 async def examine_pool(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, report: Report) -> list[HostReport]:
     """Everything that Redis knows; the workers that report. Raises BrokerUnavailable."""
-    hosts, catalog = RedisHosts(client, deployment), RedisCatalog(client, deployment, keys)
+    hosts, catalog = HostStore(client, deployment), RedisCatalog(client, deployment, keys)
     seen = await OverviewReader(client, deployment, keys).read()
     _judge_workers(seen.hosts, report)
     unreadable = await _examine_unreadable(client, deployment, seen, report)
@@ -182,7 +182,7 @@ class _Tools:
 
 
 async def _examine_queues(
-    client: "redis.asyncio.Redis", hosts: RedisHosts, seen: Overview, deployment: str, unreadable: set[str], report: Report
+    client: "redis.asyncio.Redis", hosts: HostStore, seen: Overview, deployment: str, unreadable: set[str], report: Report
 ) -> None:
     total = 0
     for queue in seen.queues:

@@ -19,7 +19,7 @@ from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.admission.base import count_slots_in_use
 from orchestrator.runs.keys import runs_prefix
-from store.hosts import RedisHosts
+from store.hosts import HostStore
 from store.tenants import RedisTenants
 
 MOST_BATCHES = 50
@@ -125,7 +125,7 @@ class OverviewReader:
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._deployment = deployment
-        self._hosts = RedisHosts(client, deployment)
+        self._hosts = HostStore(client, deployment)
         self._tenants = RedisTenants(client, deployment, keys)
         self._script = client.register_script(
             resources.files("orchestrator.operations").joinpath("overview.lua").read_text(encoding="utf-8")

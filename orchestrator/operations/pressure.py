@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable
 from contract.names import admission_prefix, slots_key
-from store.hosts import RedisHosts
+from store.hosts import HostStore
 
 FRESH_S = 3.0
 SCAN = 1000
@@ -65,7 +65,7 @@ class Pressure:
         self._client = client
         self._deployment = deployment
         self._prefix = admission_prefix(deployment)
-        self._hosts = RedisHosts(client, deployment)
+        self._hosts = HostStore(client, deployment)
         self._clock = clock
         self._turn = asyncio.Lock()
         self._scan: _Scan | None = None

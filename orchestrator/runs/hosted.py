@@ -46,7 +46,7 @@ from orchestrator.runs.told_events import not_found
 from orchestrator.runs.transcripts import build_transcript
 from store.actors import Actor
 from store.audit import build_entry, entry_text
-from store.sessions import Places
+from store.sessions import SessionStore
 from store.tenants import RedisTenants
 
 MAX_PAGE = 200
@@ -78,7 +78,7 @@ class HostedRuns:
         self._client = client
         self._deployment, self._keys = deployment, keys
         self._tenants = tenants
-        self._places = Places(client, deployment)
+        self._places = SessionStore(client, deployment)
         self._queue = RunQueue(client, deployment, keys)
         self._limits = (max_pending, max_kept)
         self.hub = RunEventHub(client, deployment)

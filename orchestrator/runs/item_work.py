@@ -22,9 +22,9 @@ from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, Ite
 from orchestrator.batches.items import CHAT_URL, BatchItem, CallBody, Failure, Ground, Outcome, RunBody, RunLimits
 from orchestrator.batches.rows import build_answer_body, build_call_body
 from orchestrator.dispatch.dispatcher import Terms
-from orchestrator.dispatch.homes import new_session_name
 from orchestrator.dispatch.outages import outlast
 from orchestrator.dispatch.pool_connection import PoolConnection
+from orchestrator.dispatch.session_locator import new_session_name
 from orchestrator.dispatch.sessions import Session, SessionInfo, Start
 from orchestrator.loop.events import CallFinished, CallStarted, OnEvent, RunEvent, StepFinished
 from orchestrator.loop.limits import Prices, ReActOptions, StopReason

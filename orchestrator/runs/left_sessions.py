@@ -11,7 +11,7 @@ from contract.errors import BrokerUnavailable, EnvelopeRefused
 from contract.signing import SigningKeys
 from orchestrator.runs.keys import run_key, run_log_key
 from orchestrator.runs.run_log import entry_purpose
-from store.sessions import Places
+from store.sessions import SessionStore
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -23,7 +23,7 @@ PAGE = 16
 
 async def close_left_sessions(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Iterable[str]) -> int:
     """Close the sessions of these runs; return how many their logs name. Their hosts remove the sandboxes. Raises BrokerUnavailable."""
-    names, places = list(runs), Places(client, deployment)
+    names, places = list(runs), SessionStore(client, deployment)
     count = 0
     for at in range(0, len(names), AT_ONCE):
         for session in await _find_sessions(client, deployment, keys, tenant, names[at : at + AT_ONCE]):

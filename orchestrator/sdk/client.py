@@ -42,7 +42,7 @@ from store.actors import Actor, local_actor
 from store.api_keys import ApiKeys, Credential
 from store.audit import Audit
 from store.catalog import find_skill
-from store.session_list import SessionList, SessionPage
+from store.sessions import SessionList, SessionPage
 from store.switches import build_switch
 
 

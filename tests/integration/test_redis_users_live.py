@@ -31,7 +31,7 @@ from orchestrator.runs.records import BatchState
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.connection import open_redis
-from store.hosts import RedisHosts, find_workers
+from store.hosts import HostStore, find_workers
 from store.tenants import RedisTenants
 from tests.host_ground import Ground, GroundProcess
 from tests.redis_ground import SECRET, Server, open_server
@@ -377,7 +377,7 @@ async def drain(house: House, host: str) -> str:
     broker = house.settings.broker()
     redis = open_redis(broker)
     try:
-        hosts = RedisHosts(redis, "default")
+        hosts = HostStore(redis, "default")
         [report] = find_workers(await hosts.read(), host)
         await hosts.order_drain(report, broker.signing_keys())
         return [state async for state, _ in hosts.follow_drain(report)][-1]

@@ -23,7 +23,7 @@ from orchestrator.cli.main import app
 from orchestrator.cli.main import main as command_line
 from store.api_keys import ApiKeys, Role
 from store.audit import Audit, Audited
-from store.sessions import Places
+from store.sessions import SessionStore
 from store.tenants import RedisTenants
 from tests.approval_ground import build_question
 from tests.builders import build_spec
@@ -178,7 +178,7 @@ def pool(redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyP
                 catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("echo_tool"),)))
             )
             await client.hset(call_key("default", "rival", "rival-call"), mapping={"state": "done", "tool": "echo_tool"})
-            await Places(client, "default").open("rival", "rival-session", "host.rival-host.b", start="{}", ttl_s=600, limit=9)
+            await SessionStore(client, "default").open("rival", "rival-session", "host.rival-host.b", start="{}", ttl_s=600, limit=9)
 
     asyncio.run(prepare())
     submitted = found.invoke(["batch", "submit", "in.jsonl", "--detach", "--id", "rival-batch", "--tenant", "rival"], "")

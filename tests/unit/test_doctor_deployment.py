@@ -16,7 +16,6 @@ from contract.names import (
     catalog_names_key,
     host_key,
     hosts_key,
-    open_sessions_key,
     refusals_key,
     slots_key,
     switches_key,
@@ -35,6 +34,7 @@ from orchestrator.operations.findings import Finding, Report
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys
 from store.connection import open_redis
+from store.sessions import open_sessions_key
 from store.tenants import RedisTenants
 from tests.builders import build_spec
 from tests.conftest import RedisProcess

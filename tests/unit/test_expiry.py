@@ -3,8 +3,8 @@
 import threading
 
 import pytest
-import redis
 
+from contract.errors import BrokerUnavailable
 from contract.names import place_key, tenant_sessions_key
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd
@@ -19,8 +19,8 @@ class Host:
     def __init__(self, ground: HostGround) -> None:
         self.ground = ground
         self.sandboxd = MemorySandboxd()
-        self.places = ground.places()
-        self.watch = ExpiryWatch(self.sandboxd.client, self.places, threading.Event())
+        self.sessions = ground.sessions()
+        self.watch = ExpiryWatch(self.sandboxd.client, self.sessions, threading.Event())
 
     def add(self, session: str, *, idle_s: float, ttl_s: float, **place: object) -> None:
         self.sandboxd.add(f"acme:{session}", idle_s=idle_s, ttl_s=ttl_s)
@@ -63,11 +63,11 @@ def test_what_could_not_be_told_redis_is_told_later(host: Host, monkeypatch: pyt
     host.sandboxd.rows.clear()
 
     def away(_: object) -> int:
-        raise redis.ConnectionError("away")
+        raise BrokerUnavailable("away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(host.places, "forget", away)
-        with pytest.raises(redis.ConnectionError):
+        patch.setattr(host.sessions, "forget", away)
+        with pytest.raises(BrokerUnavailable):
             host.look()
     assert host.look() == 1
     assert not host.has_place("old")

@@ -10,11 +10,11 @@ import redis.asyncio
 from structlog.testing import capture_logs
 
 from contract.calls import ToolCall
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.ledger import Claim
 from contract.names import place_key, tenant_sessions_key
-from contract.places import CLOSED_MARGIN_S
-from store.sessions import Places
+from contract.session_locations import CLOSED_MARGIN_S
+from store.sessions import SessionStore
 from tests.builders import build_context
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd
@@ -28,11 +28,11 @@ class Host:
 
     def __init__(self, ground: HostGround, client: "redis.asyncio.Redis") -> None:
         self.ground, self.client = ground, client
-        self.orchestrator = Places(client, DEPLOYMENT)
+        self.orchestrator = SessionStore(client, DEPLOYMENT)
         self.sandboxd = MemorySandboxd()
-        self.places = ground.places()
+        self.sessions = ground.sessions()
         self.stop = threading.Event()
-        self.sweep = LeftoverSweep(self.sandboxd.client, self.places, self.stop)
+        self.sweep = LeftoverSweep(self.sandboxd.client, self.sessions, self.stop)
 
     async def open(self, session: str, queue: str = "host.a.b1", **row: object) -> None:
         """As far as it comes: a place, and a sandbox here, wherever the place says that it is."""
@@ -87,14 +87,14 @@ async def test_another_tenants_session_of_that_name_is_left_alone(host: Host) ->
 
 async def test_a_session_that_came_back_meanwhile_is_not_taken_for_what_was_left_of_it(host: Host) -> None:
     await host.open("s1", "host.b.b1", fence=1)
-    find = host.places.find_ended
+    find = host.sessions.find_ended
 
     def slowly(names: list[str]) -> set[str]:
         ended = find(names)
         host.sandboxd.add("acme:s1", fence=3)
         return ended
 
-    host.places.find_ended = slowly  # type: ignore[method-assign, assignment]
+    host.sessions.find_ended = slowly  # type: ignore[method-assign, assignment]
     assert host.look() == 0
     assert host.sandboxd.rows["acme:s1"]["fence"] == 3
 
@@ -128,7 +128,7 @@ async def test_it_is_looked_again_after_redis_or_sandboxd_were_away(host: Host, 
     monkeypatch.setattr(leftovers_module, "LOOK_S", 0.01)
     await host.open("s1")
     await host.orchestrator.close("acme", "s1")
-    find, has_failed, failures = host.places.find_ended, threading.Event(), [redis.ConnectionError("away"), SandboxUnavailable("away")]
+    find, has_failed, failures = host.sessions.find_ended, threading.Event(), [BrokerUnavailable("away"), SandboxUnavailable("away")]
 
     def away_at_first(names: list[str]) -> set[str]:
         if failures:
@@ -136,7 +136,7 @@ async def test_it_is_looked_again_after_redis_or_sandboxd_were_away(host: Host, 
             raise failures.pop()
         return find(names)
 
-    host.places.find_ended = away_at_first  # type: ignore[method-assign, assignment]
+    host.sessions.find_ended = away_at_first  # type: ignore[method-assign, assignment]
     with capture_logs():
         host.sweep.start()
         assert await asyncio.to_thread(has_failed.wait, 20)

@@ -332,5 +332,5 @@ async def test_the_user_of_an_orchestrator_may_look_and_one_that_may_not_ask_for
 
 async def test_a_redis_that_is_away_is_said() -> None:
     async with redis.asyncio.Redis(port=1) as nobody:
-        with pytest.raises(BrokerUnavailable, match="see that it is up"):
+        with pytest.raises(BrokerUnavailable, match="is up"):
             await MetricsPage(nobody, DEPLOYMENT).render()

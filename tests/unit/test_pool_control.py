@@ -17,6 +17,7 @@ from contract.envelope import encode_call
 from contract.ledger import Claim
 from contract.names import POOL_WEB, call_key, control_queue, pool_worker
 from contract.signing import SigningKeys
+from store.control import WorkerControlStore
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess
 from tests.stack import wait_until
@@ -36,7 +37,7 @@ class Worker:
         self.ended: list[int] = []
         self.is_asked = threading.Semaphore(0)
         self.listener = PoolControlListener(
-            self._client, Ledger(server.client(), "d", SharedClock()), self.board, name, pools, KEY, self._end
+            WorkerControlStore(self._client), Ledger(server.client(), "d", SharedClock()), self.board, name, pools, KEY, self._end
         )
         self.listener.start()
 

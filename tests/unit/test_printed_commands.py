@@ -15,7 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from contract.names import catalog_key
-from contract.places import seal_start
+from contract.session_locations import seal_start
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
@@ -26,7 +26,7 @@ from orchestrator.batches.progress import Progress
 from orchestrator.batches.report import build_report
 from orchestrator.cli.main import app
 from orchestrator.terminal.commands import build_command
-from store.sessions import Places
+from store.sessions import SessionStore
 from store.tenants import RedisTenants
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
@@ -177,7 +177,7 @@ def test_pages_of_lists_are_gone_on_with_by_the_printed_command(redis_server: Re
         async with redis.asyncio.Redis.from_url(redis_server.url) as client:
             for number in range(3):
                 start = seal_start(redis_server.keys, "acme", f"s{number}", {"image": "python"})
-                await Places(client, "default").open("acme", f"s{number}", "host.a.b", start=start, ttl_s=60, limit=9)
+                await SessionStore(client, "default").open("acme", f"s{number}", "host.a.b", start=start, ttl_s=60, limit=9)
 
     asyncio.run(open_some())
     for line in ("toolcrew session ls --limit 1 --tenant acme", "toolcrew session ls -n 1"):

@@ -16,7 +16,7 @@ from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable
 from contract.ledger import CALL_TTL_S, CallState, parse_record
 from contract.names import call_key, host_key, place_key, tenant_sessions_key
-from contract.places import PLACE_MARGIN_S
+from contract.session_locations import LOCATION_MARGIN_S
 from orchestrator.dispatch import publishing
 from orchestrator.dispatch.publishing import Publisher
 from orchestrator.dispatch.transport import Delivery, NotSent, Sticky
@@ -84,10 +84,10 @@ async def test_a_call_of_a_pool_needs_neither_host_nor_place(publisher: Publishe
 
 async def test_every_call_keeps_its_sessions_place_for_its_time_to_live(publisher: Publisher, server: "redis.Redis") -> None:
     await publisher.publish(delivery(sticky=STICKY), "hub-task")
-    assert 901 + PLACE_MARGIN_S - 30 < server.ttl(PLACE) <= 901 + PLACE_MARGIN_S
+    assert 901 + LOCATION_MARGIN_S - 30 < server.ttl(PLACE) <= 901 + LOCATION_MARGIN_S
 
 
-@pytest.mark.parametrize(("before", "after"), [(60, 901 + PLACE_MARGIN_S), (50_000, 50_000)])
+@pytest.mark.parametrize(("before", "after"), [(60, 901 + LOCATION_MARGIN_S), (50_000, 50_000)])
 async def test_a_session_counts_among_its_tenants_for_as_long_as_it_has_a_place(
     publisher: Publisher, server: "redis.Redis", before: int, after: int
 ) -> None:

@@ -13,15 +13,16 @@ from contract.errors import BrokerUnavailable, ErrorCode
 from contract.ledger import CallState
 from contract.names import call_key, host_key, place_key
 from contract.signing import ResultSeal
-from orchestrator.dispatch import homes, recovery
+from orchestrator.dispatch import recovery
+from orchestrator.dispatch import session_locator as locator
 from orchestrator.dispatch.call_ledger import CallLedger
 from orchestrator.dispatch.dispatcher import Dispatcher, Pool, Route
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed, NotSent
-from store.sessions import Places
+from store.sessions import SessionStore
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import StaticCatalog
-from tests.unit.test_session_homes import Hosts
+from tests.unit.test_session_locator import Hosts
 
 ENDED = CallLost("its result was lost", has_started=True)
 SAFE, ACTS = build_spec("safe", idempotent=True), build_spec("acts")
@@ -77,7 +78,7 @@ class Ground:
         self.hosts = Hosts("a", "b")
         self.fleet = Fleet(client, *ends)
         opening = build_spec("session.open", audience="session", idempotent=True, properties={"moved": {"type": "object"}})
-        pool = Pool(Places(client, "d"), self.hosts, CallLedger(client, "d"))
+        pool = Pool(SessionStore(client, "d"), self.hosts, CallLedger(client, "d"))
         self.door = Dispatcher(
             self.fleet, StaticCatalog(SAFE, ACTS, opening, build_spec("session.close", audience="session")), KEY, queue_wait_s=5, pool=pool
         )
@@ -147,7 +148,7 @@ async def test_a_call_that_is_lost_again_and_again_without_having_begun_was_not_
 async def test_a_lost_call_that_could_go_nowhere_else_was_not_run_and_says_why(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(homes, "SETTLE_S", 0.3)
+    monkeypatch.setattr(locator, "SETTLE_S", 0.3)
     ground = Ground(client, CallLost("the host is gone", has_started=False))
     await ground.open()
     for queue in list(ground.hosts.all):

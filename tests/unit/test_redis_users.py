@@ -12,6 +12,7 @@ from contract import names
 from contract.errors import ConfigError
 from orchestrator.cli.redis import redis_app
 from orchestrator.operations.redis_users import ROLES, build_users, hash_password
+from store.hosts import worker_slots_key
 from tests.redis_ground import Server, open_server
 
 LIMITED = ("orchestrator", "worker", "web", "flower")
@@ -53,7 +54,7 @@ KEYS = {
     "operators' tools": names.catalog_key(DEP, "tools"),
     "report of a host": names.host_key(DEP, "host.a.1"),
     "end of a host": names.tombstone_key(DEP, "host.a.1"),
-    "slots of a host": names.worker_slots_key(DEP, "host.a.1"),
+    "slots of a host": worker_slots_key(DEP, "host.a.1"),
     "report of a web worker": names.host_key(DEP, "pool.b.2"),
     "end of a web worker": names.tombstone_key(DEP, "pool.b.2"),
     "slots of the web": names.slots_key(DEP, "pool.web"),

@@ -16,7 +16,7 @@ from orchestrator.runs.left_sessions import close_left_sessions
 from orchestrator.runs.records import BatchState
 from orchestrator.runs.run_log import RunLog, entry_purpose
 from orchestrator.runs.run_queue import Claim
-from store.sessions import Places
+from store.sessions import SessionStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.runner_ground import BATCH, House, Worker
@@ -27,7 +27,7 @@ class Ground(House):
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         super().__init__(client)
-        self.places = Places(client, "d")
+        self.places = SessionStore(client, "d")
 
     async def open(self, claim: Claim, *sessions: str) -> None:
         """As a process does that works the run and dies while it opens each but the last."""

@@ -187,7 +187,7 @@ def test_on_a_terminal_it_lives_through_an_outage_of_redis_and_ends_by_q(redis_s
         screen.until("h1 (sandbox)")
         redis_server.stop()
         try:
-            screen.until("see that it is up")
+            screen.until("is up")
         finally:
             redis_server.start()
         screen.until("pool.web")

@@ -3,19 +3,17 @@
 from typing import Any
 
 import pytest
-import redis
 from structlog.testing import capture_logs
 
 from contract.errors import BrokerUnavailable
 from contract.hosts import HostReport
 from contract.names import host_key
-from contract.places import PlaceState
+from contract.session_locations import LocationState
+from store.sessions import AdoptionResult
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd, build_report
 from workers import adoption as adoption_module
 from workers.adoption import Adopter
-from workers.places import Adoption
-from workers.reporting import Incarnations
 
 OURS = "host.a.b2"
 
@@ -25,50 +23,50 @@ def ground(redis_server: RedisProcess) -> HostGround:
     return HostGround(redis_server)
 
 
-def adopter(ground: HostGround, sandboxd: MemorySandboxd, *gone: HostReport) -> Adopter:
-    return Adopter(ground.places(OURS), Incarnations(ground.redis, DEPLOYMENT, "a"), gone, sandboxd.client)
+def adopter(ground: HostGround, sandboxd: MemorySandboxd, *ended: HostReport) -> Adopter:
+    return Adopter(ground.sessions(OURS), ground.hosts(), ended, sandboxd.client)
 
 
 def test_a_session_of_an_earlier_boot_of_this_host_is_taken_over_under_a_new_fence(ground: HostGround) -> None:
     ground.put_place("acme:s1", queue="host.a.b1", fence=3)
-    assert ground.places(OURS).adopt(["acme:s1"]) == {"acme:s1": Adoption.ADOPTED}
+    assert ground.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
     place = ground.place("acme:s1")
-    assert (place.queue, place.fence, place.state) == (OURS, 4, PlaceState.OPEN)
+    assert (place.queue, place.fence, place.state) == (OURS, 4, LocationState.OPEN)
 
 
 def test_a_session_that_a_killed_worker_held_for_its_drain_is_served_again_where_all_its_files_are(ground: HostGround) -> None:
     ground.put_place("acme:s1", queue="host.a.b1")
-    assert ground.places("host.a.b1").hold("acme:s1", 1, 60) == 2
-    assert ground.places(OURS).adopt(["acme:s1"]) == {"acme:s1": Adoption.ADOPTED}
+    assert ground.sessions("host.a.b1").hold("acme:s1", 1, 60) == 2
+    assert ground.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
     place = ground.place("acme:s1")
-    assert (place.queue, place.fence, place.state, place.moving_until) == (OURS, 3, PlaceState.OPEN, 0.0)
+    assert (place.queue, place.fence, place.state, place.moving_until) == (OURS, 3, LocationState.OPEN, 0.0)
     # Whoever opens it elsewhere after a hold has its fence grown: what is here is older then.
     ground.put_place("acme:s2", queue="host.a.b1")
-    ground.places("host.a.b1").hold("acme:s2", 1, 60)
+    ground.sessions("host.a.b1").hold("acme:s2", 1, 60)
     ground.put_place("acme:s2", queue="host.a.b1", state="moving", fence=3, moving_until=9e9)
-    assert ground.places(OURS).adopt(["acme:s2"]) == {"acme:s2": Adoption.HELD}
+    assert ground.sessions(OURS).adopt(["acme:s2"]) == {"acme:s2": AdoptionResult.HELD}
 
 
 def test_a_restarted_worker_goes_on_with_its_sessions_as_they_are(ground: HostGround) -> None:
     ground.put_place("acme:s1", queue=OURS, fence=3)
-    assert ground.places(OURS).adopt(["acme:s1"]) == {"acme:s1": Adoption.OURS}
+    assert ground.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.OURS}
     assert ground.place("acme:s1").fence == 3
 
 
 @pytest.mark.parametrize("queue", ["host.b.b1", "host.ab.b1", "host.a", "pool.a.b1", ""])
 def test_a_session_that_lives_elsewhere_is_not_taken_back(ground: HostGround, queue: str) -> None:
     ground.put_place("acme:s1", queue=queue, fence=3)
-    assert ground.places(OURS).adopt(["acme:s1"]) == {"acme:s1": Adoption.ELSEWHERE}
+    assert ground.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ELSEWHERE}
     assert ground.place("acme:s1").queue == queue
 
 
 def test_a_session_of_an_incarnation_that_may_live_is_neither_taken_nor_closed(ground: HostGround) -> None:
     ground.put_place("acme:s1", queue="host.a.b1")
     ground.put_place("acme:s2", queue="host.a.b1", state="moving", moving_until=9e9)
-    ground.reporter("host.a.b1").report(build_report("host.a.b1"))
-    assert set(ground.places(OURS).adopt(["acme:s1", "acme:s2"]).values()) == {Adoption.HELD}
+    ground.hosts().report(build_report("host.a.b1"))
+    assert set(ground.sessions(OURS).adopt(["acme:s1", "acme:s2"]).values()) == {AdoptionResult.HELD}
     ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
-    assert ground.places(OURS).adopt(["acme:s1", "acme:s2"]) == {"acme:s1": Adoption.ADOPTED, "acme:s2": Adoption.HELD}
+    assert ground.sessions(OURS).adopt(["acme:s1", "acme:s2"]) == {"acme:s1": AdoptionResult.ADOPTED, "acme:s2": AdoptionResult.HELD}
 
 
 def test_a_session_that_was_closed_while_its_worker_was_gone_is_closed_here(ground: HostGround) -> None:
@@ -77,20 +75,20 @@ def test_a_session_that_was_closed_while_its_worker_was_gone_is_closed_here(grou
     sandboxd.add("acme:s1")
     starting = adopter(ground, sandboxd)
     with capture_logs():
-        assert starting.begin(sandboxd.rows) == {Adoption.CLOSED: 1}
+        assert starting.begin(sandboxd.rows) == {AdoptionResult.CLOSED: 1}
         starting.start()
         starting._thread.join(20)
     assert sandboxd.closed == ["acme:s1"]
 
 
 def test_a_session_without_a_place_is_left_to_its_time_to_live(ground: HostGround) -> None:
-    assert ground.places(OURS).adopt(["acme:direct"]) == {"acme:direct": Adoption.NONE}
-    assert ground.places(OURS).find(["acme:direct"]) == {}
+    assert ground.sessions(OURS).adopt(["acme:direct"]) == {"acme:direct": AdoptionResult.NONE}
+    assert ground.sessions(OURS).find(["acme:direct"]) == {}
 
 
 def test_a_place_that_is_none_of_ours_is_no_place(ground: HostGround) -> None:
     ground.put_place("acme:s1", state="elsewhere", fence="many")
-    assert ground.places(OURS).find(["acme:s1"]) == {}
+    assert ground.sessions(OURS).find(["acme:s1"]) == {}
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------------
@@ -109,7 +107,7 @@ def test_at_its_start_a_worker_takes_over_what_is_its_own_and_closes_what_moved_
         starting.start()
         starting._thread.join(20)
 
-    assert counts == {Adoption.ADOPTED: 1, Adoption.OURS: 1, Adoption.ELSEWHERE: 1, Adoption.NONE: 1}
+    assert counts == {AdoptionResult.ADOPTED: 1, AdoptionResult.OURS: 1, AdoptionResult.ELSEWHERE: 1, AdoptionResult.NONE: 1}
     assert sandboxd.closed == ["acme:s2"]
 
 
@@ -117,22 +115,22 @@ def test_what_is_known_to_be_gone_gives_its_sessions_before_it_counts_as_lost(gr
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     ground.put_place("acme:s1", queue="host.a.b1")
-    before = ground.reporter("host.a.b1")
-    before.report(build_report("host.a.b1"))
-    dead = before.seen()
+    hosts = ground.hosts()
+    hosts.report(build_report("host.a.b1"))
+    dead = hosts.find("host.a.b1")
     assert dead is not None
     starting = adopter(ground, sandboxd, dead)
     seen_at_adoption: list[bool] = []
-    adopt = starting._places.adopt
+    adopt = starting._sessions.adopt
 
     def watched(*arguments: Any) -> Any:
-        seen_at_adoption.append(before.seen() is not None)
+        seen_at_adoption.append(hosts.find("host.a.b1") is not None)
         return adopt(*arguments)
 
-    monkeypatch.setattr(starting._places, "adopt", watched)
+    monkeypatch.setattr(starting._sessions, "adopt", watched)
     with capture_logs():
-        assert starting.begin(sandboxd.rows) == {Adoption.ADOPTED: 1}
-    assert (seen_at_adoption, before.seen()) == ([True], None), "what waits in the earlier queue is looked after now"
+        assert starting.begin(sandboxd.rows) == {AdoptionResult.ADOPTED: 1}
+    assert (seen_at_adoption, hosts.find("host.a.b1")) == ([True], None), "what waits in the earlier queue is looked after now"
 
 
 def test_what_an_earlier_incarnation_may_still_have_is_taken_over_once_it_is_known_to_be_gone(
@@ -142,10 +140,10 @@ def test_what_an_earlier_incarnation_may_still_have_is_taken_over_once_it_is_kno
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     ground.put_place("acme:s1", queue="host.a.b1")
-    ground.reporter("host.a.b1").report(build_report("host.a.b1"))
+    ground.hosts().report(build_report("host.a.b1"))
     starting = adopter(ground, sandboxd)
     with capture_logs():
-        assert starting.begin(sandboxd.rows) == {Adoption.HELD: 1}
+        assert starting.begin(sandboxd.rows) == {AdoptionResult.HELD: 1}
         starting.start()
         ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
         starting._thread.join(20)
@@ -158,19 +156,19 @@ def test_what_could_not_be_decided_is_asked_again_after_an_outage_of_redis(groun
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     ground.put_place("acme:s1", queue="host.a.b1")
-    ground.reporter("host.a.b1").report(build_report("host.a.b1"))
+    ground.hosts().report(build_report("host.a.b1"))
     starting = adopter(ground, sandboxd)
-    adopt, outages = starting._places.adopt, iter([True, True, False])
+    adopt, outages = starting._sessions.adopt, iter([True, True, False])
 
     def away_at_first(*arguments: Any) -> Any:
         if next(outages, False):
-            raise redis.ConnectionError("away")
+            raise BrokerUnavailable("away")
         ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
         return adopt(*arguments)
 
     with capture_logs():
-        assert starting.begin(sandboxd.rows) == {Adoption.HELD: 1}
-        monkeypatch.setattr(starting._places, "adopt", away_at_first)
+        assert starting.begin(sandboxd.rows) == {AdoptionResult.HELD: 1}
+        monkeypatch.setattr(starting._sessions, "adopt", away_at_first)
         starting.start()
         starting._thread.join(20)
     assert ground.place("acme:s1").queue == OURS
@@ -198,10 +196,10 @@ def test_a_worker_does_not_start_when_redis_does_not_say_what_is_its_own(ground:
     starting = adopter(ground, sandboxd)
 
     def away(*_: object) -> None:
-        raise redis.ConnectionError("away")
+        raise BrokerUnavailable("away")
 
-    monkeypatch.setattr(starting._places, "adopt", away)
-    with pytest.raises(BrokerUnavailable, match="see that it is up"):
+    monkeypatch.setattr(starting._sessions, "adopt", away)
+    with pytest.raises(BrokerUnavailable):
         starting.begin(["acme:s1"])
 
 
@@ -209,74 +207,74 @@ def test_a_worker_does_not_start_when_redis_does_not_say_what_is_its_own(ground:
 
 
 def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(ground: HostGround) -> None:
-    places = ground.places("host.a.b1")
+    sessions = ground.sessions("host.a.b1")
     ground.put_place("acme:s1", fence=2)
-    assert places.note_automatic("acme:s1", 1, "old", 10.0) is None
-    noted = places.note_automatic("acme:s1", 2, "c1", 10.5)
-    assert noted is not None
-    assert noted.previous is None
+    assert sessions.record_automatic("acme:s1", 1, "old", 10.0) is None
+    recorded = sessions.record_automatic("acme:s1", 2, "c1", 10.5)
+    assert recorded is not None
+    assert recorded.previous is None
     place = ground.place("acme:s1")
     assert (place.checkpoint, place.checkpoint_at, place.automatic) == ("c1", 10.5, "c1")
     ground.put_place("acme:s1", queue="host.b.b1", fence=3)
-    assert places.note_automatic("acme:s1", 3, "c2", 11.0) is None
-    assert not places.note_explicit("acme:s1", "c2", 11.0)
-    assert places.note_automatic("acme:gone", 1, "c2", 11.0) is None
+    assert sessions.record_automatic("acme:s1", 3, "c2", 11.0) is None
+    assert not sessions.record_requested("acme:s1", "c2", 11.0)
+    assert sessions.record_automatic("acme:gone", 1, "c2", 11.0) is None
     assert not ground.redis.exists("toolcrew:d:t:acme:session.gone:place")
 
 
 def test_an_automatic_checkpoint_names_the_automatic_one_before_it_and_never_one_that_was_asked_for(ground: HostGround) -> None:
-    places = ground.places("host.a.b1")
+    sessions = ground.sessions("host.a.b1")
     ground.put_place("acme:s1")
-    places.note_automatic("acme:s1", 1, "c1", 1.0)
-    assert places.note_explicit("acme:s1", "asked", 2.0)
-    noted = places.note_automatic("acme:s1", 1, "c2", 3.0)
-    assert noted is not None
-    assert noted.previous == "c1"
+    sessions.record_automatic("acme:s1", 1, "c1", 1.0)
+    assert sessions.record_requested("acme:s1", "asked", 2.0)
+    recorded = sessions.record_automatic("acme:s1", 1, "c2", 3.0)
+    assert recorded is not None
+    assert recorded.previous == "c1"
     assert ground.place("acme:s1").checkpoint == "c2"
 
 
 def test_a_checkpoint_that_took_long_does_not_take_the_place_of_a_newer_one(ground: HostGround) -> None:
-    places = ground.places("host.a.b1")
+    sessions = ground.sessions("host.a.b1")
     ground.put_place("acme:s1")
-    places.note_automatic("acme:s1", 1, "newer", 1_700_000_010.5)
-    assert places.note_explicit("acme:s1", "older", 1_700_000_000.25)
+    sessions.record_automatic("acme:s1", 1, "newer", 1_700_000_010.5)
+    assert sessions.record_requested("acme:s1", "older", 1_700_000_000.25)
     place = ground.place("acme:s1")
     assert (place.checkpoint, place.checkpoint_at) == ("newer", 1_700_000_010.5)
 
 
 def test_a_note_that_was_sent_twice_does_not_name_itself_as_superseded(ground: HostGround) -> None:
-    places = ground.places("host.a.b1")
+    sessions = ground.sessions("host.a.b1")
     ground.put_place("acme:s1")
-    places.note_automatic("acme:s1", 1, "c1", 1.0)
-    noted = places.note_automatic("acme:s1", 1, "c1", 1.0)
-    assert noted is not None
-    assert noted.previous is None
+    sessions.record_automatic("acme:s1", 1, "c1", 1.0)
+    recorded = sessions.record_automatic("acme:s1", 1, "c1", 1.0)
+    assert recorded is not None
+    assert recorded.previous is None
 
 
 def test_a_held_session_is_nobody_else_s_until_it_is_let_go(ground: HostGround) -> None:
-    places = ground.places("host.a.b1")
+    sessions = ground.sessions("host.a.b1")
     ground.put_place("acme:s1", fence=5)
-    assert places.hold("acme:s1", 4, 60) is None
-    fence = places.hold("acme:s1", 5, 60)
+    assert sessions.hold("acme:s1", 4, 60) is None
+    fence = sessions.hold("acme:s1", 5, 60)
     held = ground.place("acme:s1")
     assert fence == 6
-    assert (held.state, held.queue, held.fence) == (PlaceState.MOVING, "host.a.b1", 6)
+    assert (held.state, held.queue, held.fence) == (LocationState.MOVING, "host.a.b1", 6)
     assert held.moving_until == pytest.approx(float(ground.redis.time()[0]) + 60, abs=5)  # type: ignore[index]
-    assert places.hold("acme:s1", 6, 60) is None
-    assert not places.release("acme:s1", 5)
+    assert sessions.hold("acme:s1", 6, 60) is None
+    assert not sessions.release("acme:s1", 5)
 
-    assert places.note_automatic("acme:s1", 6, "c1", 1.0) is not None
-    assert places.release("acme:s1", 6)
+    assert sessions.record_automatic("acme:s1", 6, "c1", 1.0) is not None
+    assert sessions.release("acme:s1", 6)
 
     moved = ground.place("acme:s1")
-    assert (moved.state, moved.queue, moved.fence, moved.checkpoint, moved.moving_until) == (PlaceState.MOVING, "", 6, "c1", 0.0)
+    assert (moved.state, moved.queue, moved.fence, moved.checkpoint, moved.moving_until) == (LocationState.MOVING, "", 6, "c1", 0.0)
 
 
 def test_a_session_that_is_not_quiet_is_served_again_where_it_was(ground: HostGround) -> None:
-    places = ground.places("host.a.b1")
+    sessions = ground.sessions("host.a.b1")
     ground.put_place("acme:s1")
-    fence = places.hold("acme:s1", 1, 60)
+    fence = sessions.hold("acme:s1", 1, 60)
     assert fence is not None
-    assert places.unhold("acme:s1", fence)
+    assert sessions.unhold("acme:s1", fence)
     place = ground.place("acme:s1")
-    assert (place.state, place.queue, place.fence) == (PlaceState.OPEN, "host.a.b1", 2)
+    assert (place.state, place.queue, place.fence) == (LocationState.OPEN, "host.a.b1", 2)

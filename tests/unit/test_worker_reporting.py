@@ -6,13 +6,13 @@ import threading
 import time
 
 import pytest
-import redis
 from structlog.testing import capture_logs
 
 from contract.clock import SKEW_TOLD_S, SharedClock
-from contract.errors import ConfigError
+from contract.errors import BrokerUnavailable, ConfigError
 from contract.hosts import HOST_TTL_S, RESTART_GRACE_S
-from contract.names import POOL_WEB, host_key, hosts_key, slots_key, tombstone_key, worker_slots_key
+from contract.names import POOL_WEB, host_key, hosts_key, slots_key, tombstone_key
+from store.hosts import ReportResult, worker_slots_key
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, build_report
 from workers import heartbeat as heartbeat_module
@@ -20,7 +20,6 @@ from workers import incarnation
 from workers.heartbeat import Heartbeat
 from workers.incarnation import Incarnation, take_incarnation
 from workers.processes import describe_process, is_surely_gone
-from workers.reporting import Incarnations, Verdict
 
 QUEUE = "host.a.b1"
 
@@ -36,9 +35,9 @@ def slots(ground: HostGround, queue: str) -> int | None:
 
 
 def test_a_report_is_there_while_its_worker_lives_and_is_listed_by_redis_s_clock(ground: HostGround) -> None:
-    reporter = ground.reporter()
+    hosts = ground.hosts()
 
-    assert reporter.report(build_report()) is Verdict.KEPT
+    assert hosts.report(build_report()) is ReportResult.ACCEPTED
 
     told = ground.redis.get(host_key(DEPLOYMENT, QUEUE))
     assert 0 < ground.redis.ttl(host_key(DEPLOYMENT, QUEUE)) <= HOST_TTL_S  # type: ignore[operator]
@@ -49,10 +48,10 @@ def test_a_report_is_there_while_its_worker_lives_and_is_listed_by_redis_s_clock
 
 def test_a_worker_with_a_wrong_clock_reports_redis_s_time(ground: HostGround) -> None:
     ground.clock = SharedClock(lambda: time.time() - 60)
-    reporter = ground.reporter()
-    reporter.report(build_report())
-    reporter.report(build_report())
-    seen = reporter.seen()
+    hosts = ground.hosts()
+    hosts.report(build_report())
+    hosts.report(build_report())
+    seen = hosts.find(QUEUE)
     assert seen is not None
     assert seen.reported_at == pytest.approx(time.time(), abs=10)
     assert ground.clock.offset_s == pytest.approx(60, abs=5)
@@ -60,14 +59,14 @@ def test_a_worker_with_a_wrong_clock_reports_redis_s_time(ground: HostGround) ->
 
 def test_an_incarnation_that_was_given_up_is_told_so_and_reports_nothing(ground: HostGround) -> None:
     ground.redis.set(tombstone_key(DEPLOYMENT, QUEUE), "1")
-    assert ground.reporter().report(build_report()) is Verdict.GIVEN_UP
-    assert ground.reporter().seen() is None
+    assert ground.hosts().report(build_report()) is ReportResult.GIVEN_UP
+    assert ground.hosts().find(QUEUE) is None
 
 
 def test_of_two_workers_under_one_name_the_second_is_told_that_the_first_reports(ground: HostGround) -> None:
-    ground.reporter(worker="w1").report(build_report(worker="w1"))
-    assert ground.reporter(worker="w2").report(build_report(worker="w2")) is Verdict.REPLACED
-    seen = ground.reporter().seen()
+    ground.hosts().report(build_report(worker="w1"))
+    assert ground.hosts().report(build_report(worker="w2")) is ReportResult.REPLACED
+    seen = ground.hosts().find(QUEUE)
     assert seen is not None
     assert seen.worker == "w1"
 
@@ -75,16 +74,16 @@ def test_of_two_workers_under_one_name_the_second_is_told_that_the_first_reports
 def test_a_name_with_a_report_that_is_no_json_is_somebody_else_s(ground: HostGround) -> None:
     for garbage in ("{", "[]", '"text"', "null", '{"worker": 7}', "\xff"):
         ground.redis.set(host_key(DEPLOYMENT, QUEUE), garbage)
-        assert ground.reporter().report(build_report()) is Verdict.REPLACED
-        assert ground.reporter().seen() is None
+        assert ground.hosts().report(build_report()) is ReportResult.REPLACED
+        assert ground.hosts().find(QUEUE) is None
 
 
 def test_the_slots_of_a_shared_queue_are_those_of_its_living_workers(ground: HostGround) -> None:
     for queue, count in (("pool.a.1", 4), ("pool.b.2", 6)):
-        ground.reporter(queue, queue, (POOL_WEB,)).report(build_report(queue, queue, kind="web", slots=count))
+        ground.hosts().report(build_report(queue, queue, kind="web", slots=count, pools=(POOL_WEB,)))
     ground.redis.hset(worker_slots_key(DEPLOYMENT, POOL_WEB), mapping={"pool.c.3": f"9 {int(time.time()) - 1}", "pool.d.4": "many"})
 
-    ground.reporter("pool.a.1", "pool.a.1", (POOL_WEB,)).report(build_report("pool.a.1", "pool.a.1", kind="web"))
+    ground.hosts().report(build_report("pool.a.1", "pool.a.1", kind="web", pools=(POOL_WEB,)))
 
     assert slots(ground, POOL_WEB) == 10
     assert slots(ground, "pool.a.1") is None  # no calls come to a web worker's own queue
@@ -92,59 +91,59 @@ def test_the_slots_of_a_shared_queue_are_those_of_its_living_workers(ground: Hos
 
 
 def test_a_worker_that_drains_offers_no_slots_of_shared_queues_but_goes_on_with_its_own(ground: HostGround) -> None:
-    reporter = ground.reporter(pools=(POOL_WEB,))
-    reporter.report(build_report())
+    hosts = ground.hosts()
+    hosts.report(build_report(pools=(POOL_WEB,)))
     assert (slots(ground, QUEUE), slots(ground, POOL_WEB)) == (4, 4)
-    reporter.report(build_report(draining=True))
+    hosts.report(build_report(draining=True, pools=(POOL_WEB,)))
     assert (slots(ground, QUEUE), slots(ground, POOL_WEB)) == (4, None)
 
 
 def test_a_drained_worker_does_not_leave_while_a_call_waits_in_its_queue(ground: HostGround) -> None:
-    reporter = ground.reporter()
-    reporter.report(build_report())
+    hosts = ground.hosts()
+    hosts.report(build_report())
     ground.redis.lpush(QUEUE, "a call")
 
-    assert not reporter.leave("drained", build_report())
-    assert reporter.seen() is not None
+    assert not hosts.leave("drained", build_report())
+    assert hosts.find(QUEUE) is not None
     ground.redis.delete(QUEUE)
-    assert reporter.leave("drained", build_report())
+    assert hosts.leave("drained", build_report())
 
-    assert reporter.seen() is None
+    assert hosts.find(QUEUE) is None
     assert (slots(ground, QUEUE), ground.redis.zscore(hosts_key(DEPLOYMENT), QUEUE)) == (None, None)
 
 
 def test_a_worker_that_is_restarted_is_waited_for(ground: HostGround) -> None:
-    reporter = ground.reporter()
-    reporter.report(build_report())
+    hosts = ground.hosts()
+    hosts.report(build_report())
 
-    assert reporter.leave("parted", build_report())
+    assert hosts.leave("restarting", build_report())
 
-    parting = reporter.seen()
+    parting = hosts.find(QUEUE)
     assert parting is not None
     assert (parting.worker, parting.draining) == ("", True)
     assert HOST_TTL_S < ground.redis.ttl(host_key(DEPLOYMENT, QUEUE)) <= RESTART_GRACE_S  # type: ignore[operator]
     assert slots(ground, QUEUE) is None
-    assert ground.reporter(worker="w2").leave("gone", build_report())
-    assert reporter.seen() is not None, "nobody takes away what is another's"
+    assert hosts.leave("stopped", build_report(worker="w2"))
+    assert hosts.find(QUEUE) is not None, "nobody takes away what is another's"
 
 
 def test_a_worker_that_leaves_its_queue_to_others_stays_listed(ground: HostGround) -> None:
-    reporter = ground.reporter()
-    reporter.report(build_report())
-    reporter.leave("gone", build_report())
-    assert reporter.seen() is None
+    hosts = ground.hosts()
+    hosts.report(build_report())
+    hosts.leave("stopped", build_report())
+    assert hosts.find(QUEUE) is None
     assert is_due_for_the_reaper(ground, QUEUE)
 
 
 def test_what_is_reported_of_a_host_is_told_apart_from_others_and_dismissed_by_its_worker(ground: HostGround) -> None:
     for queue in ("host.a.b1", "host.a.b2", "host.ab.b1", "pool.a.x"):
-        ground.reporter(queue).report(build_report(queue))
-    others = Incarnations(ground.redis, DEPLOYMENT, "a")
-    first, second = others.reports()
+        ground.hosts().report(build_report(queue))
+    hosts = ground.hosts()
+    first, second = hosts.reports("a")
     assert (first.queue, second.queue) == ("host.a.b1", "host.a.b2")
-    others.dismiss(first.model_copy(update={"worker": "another"}))
-    others.dismiss(second)
-    assert [report.queue for report in others.reports()] == ["host.a.b1"]
+    hosts.dismiss(first.model_copy(update={"worker": "another"}))
+    hosts.dismiss(second)
+    assert [report.queue for report in hosts.reports("a")] == ["host.a.b1"]
     assert is_due_for_the_reaper(ground, "host.a.b2")
     assert not is_due_for_the_reaper(ground, "host.a.b1")
 
@@ -159,31 +158,31 @@ def is_due_for_the_reaper(ground: HostGround, queue: str) -> bool:
 
 
 def take(ground: HostGround, worker: str = "w2", boot: str = "b1") -> Incarnation:
-    others = Incarnations(ground.redis, DEPLOYMENT, "a")
-    return take_incarnation("a", boot, others, lambda queue: ground.reporter(queue, worker), lambda queue: build_report(queue, worker))
+    return take_incarnation("a", boot, ground.hosts(), lambda queue: build_report(queue, worker))
 
 
 def test_each_process_has_a_name_that_nobody_has_had(ground: HostGround) -> None:
-    assert take(ground, "w1").reporter.queue == "host.a.b1"
-    ground.reporter("host.a.b1", "w1").leave("gone", build_report())
-    assert take(ground, "w2").reporter.queue == "host.a.b1.2"
+    assert take(ground, "w1").queue == "host.a.b1"
+    ground.hosts().leave("stopped", build_report())
+    assert take(ground, "w2").queue == "host.a.b1.2"
     ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1.2"), hosts_key(DEPLOYMENT))
     ground.redis.set(tombstone_key(DEPLOYMENT, "host.a.b1"), "1")
-    assert take(ground, "w3").reporter.queue == "host.a.b1.2"
+    assert take(ground, "w3").queue == "host.a.b1.2"
 
 
 def test_who_ended_in_order_is_not_waited_for(ground: HostGround) -> None:
-    take(ground, "w1").reporter.leave("parted", build_report())
+    take(ground, "w1")
+    ground.hosts().leave("restarting", build_report())
     taken = take(ground)
-    assert (taken.reporter.queue, [report.queue for report in taken.gone]) == ("host.a.b1.2", ["host.a.b1"])
+    assert (taken.queue, [report.queue for report in taken.ended]) == ("host.a.b1.2", ["host.a.b1"])
 
 
 def test_a_second_worker_refuses_to_start_while_the_first_goes_on_reporting(
     ground: HostGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(incarnation, "LOOK_S", 0.01)
-    first = take(ground, "w1").reporter
-    stop, other = threading.Event(), HostGround(redis_server).reporter(worker="w1")
+    take(ground, "w1")
+    stop, other = threading.Event(), HostGround(redis_server).hosts()
 
     def report_on() -> None:
         while not stop.wait(0.05):
@@ -197,7 +196,7 @@ def test_a_second_worker_refuses_to_start_while_the_first_goes_on_reporting(
     finally:
         stop.set()
         reporting.join()
-    assert first.seen() is not None
+    assert ground.hosts().find(QUEUE) is not None
 
 
 def test_of_two_machines_with_one_name_the_second_refuses_to_start(
@@ -205,7 +204,7 @@ def test_of_two_machines_with_one_name_the_second_refuses_to_start(
 ) -> None:
     monkeypatch.setattr(incarnation, "LOOK_S", 0.01)
     elsewhere = "another-machine/1/2/3"
-    stop, other = threading.Event(), HostGround(redis_server).reporter("host.a.b0", "w1")
+    stop, other = threading.Event(), HostGround(redis_server).hosts()
     other.report(build_report("host.a.b0", "w1", process=elsewhere))
 
     def report_on() -> None:
@@ -220,24 +219,24 @@ def test_of_two_machines_with_one_name_the_second_refuses_to_start(
     finally:
         stop.set()
         reporting.join()
-    assert [report.queue for report in Incarnations(ground.redis, DEPLOYMENT, "a").reports()] == ["host.a.b0"]
+    assert [report.queue for report in ground.hosts().reports("a")] == ["host.a.b0"]
 
 
 def test_a_machine_that_was_started_anew_takes_its_name_again(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(incarnation, "STALE_S", 0.05)
-    ground.reporter("host.a.b0", "w1").report(build_report("host.a.b0", "w1", process="before-its-restart/1/2/3"))
+    ground.hosts().report(build_report("host.a.b0", "w1", process="before-its-restart/1/2/3"))
     with capture_logs():
-        assert take(ground).reporter.queue == "host.a.b1"
+        assert take(ground).queue == "host.a.b1"
 
 
 def test_of_two_workers_that_start_at_the_same_time_the_later_gives_way(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
     # Both have looked before either reported.
-    monkeypatch.setattr(incarnation, "_find_gone", lambda *_: ())
+    monkeypatch.setattr(incarnation, "_find_ended", lambda *_: ())
     monkeypatch.setattr(incarnation, "_has_fallen_silent", lambda *_: False)
-    assert take(ground, "w1").reporter.queue == "host.a.b1"
+    assert take(ground, "w1").queue == "host.a.b1"
     with pytest.raises(ConfigError, match="since one sandboxd has one worker"):
         take(ground, "w2")
-    assert [report.worker for report in Incarnations(ground.redis, DEPLOYMENT, "a").reports()] == ["w1"]
+    assert [report.worker for report in ground.hosts().reports("a")] == ["w1"]
 
 
 def test_a_worker_that_reports_no_more_is_gone(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,24 +244,24 @@ def test_a_worker_that_reports_no_more_is_gone(ground: HostGround, monkeypatch: 
     take(ground, "w1")
     with capture_logs():
         taken = take(ground, "w2")
-    assert (taken.reporter.queue, [report.worker for report in taken.gone]) == ("host.a.b1.2", ["w1"])
+    assert (taken.queue, [report.worker for report in taken.ended]) == ("host.a.b1.2", ["w1"])
 
 
 def test_a_process_that_does_not_live_is_gone_at_once(ground: HostGround) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         described = describe_process(process.pid)
         assert not is_surely_gone(described)
-    ground.reporter(worker="w1").report(build_report(worker="w1", process=described))
+    ground.hosts().report(build_report(worker="w1", process=described))
 
     began = time.monotonic()
-    assert [report.worker for report in take(ground).gone] == ["w1"]
+    assert [report.worker for report in take(ground).ended] == ["w1"]
     assert time.monotonic() - began < incarnation.STALE_S
 
 
 def test_a_worker_of_another_boot_that_may_live_is_neither_gone_nor_in_the_way(ground: HostGround) -> None:
     take(ground, "w1", "b1")
     taken = take(ground, "w2", "b2")
-    assert (taken.reporter.queue, taken.gone) == ("host.a.b2", ())
+    assert (taken.queue, taken.ended) == ("host.a.b2", ())
 
 
 @pytest.mark.parametrize("process", ["", "x", "a/b/c/d", "a/1/2/3/4", "boot/1/999999999999999999999/1"])
@@ -279,8 +278,8 @@ class Beating:
     def __init__(self, ground: HostGround) -> None:
         self.lost = threading.Event()
         self.reasons: list[str] = []
-        self.reporter = ground.reporter()
-        self.heart = Heartbeat(self.reporter, build_report, ground.clock, self.note)
+        self.hosts = ground.hosts()
+        self.heart = Heartbeat(self.hosts, build_report, ground.clock, self.note)
 
     def note(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -306,26 +305,26 @@ def test_a_worker_that_finds_its_tombstone_is_told_once_and_never_reports_again(
     beating = Beating(ground)
     with capture_logs():
         beating.heart.start()
-        await_true(lambda: beating.reporter.seen() is not None)
+        await_true(lambda: beating.hosts.find(QUEUE) is not None)
         # As the reaper: the report has expired, then the name is given up.
         ground.redis.set(tombstone_key(DEPLOYMENT, QUEUE), "1")
         ground.redis.delete(host_key(DEPLOYMENT, QUEUE))
         assert beating.lost.wait(20)
-        beating.heart.stop("parted")
+        beating.heart.stop("restarting")
 
     assert beating.reasons == ["host.a.b1 was given up for lost"]
-    assert beating.reporter.seen() is None
+    assert beating.hosts.find(QUEUE) is None
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_worker_that_was_paused_and_replaced_ends(ground: HostGround) -> None:
     beating = Beating(ground)
-    ground.reporter(worker="w2").report(build_report(worker="w2"))
+    ground.hosts().report(build_report(worker="w2"))
     with capture_logs():
         beating.heart.start()
         assert beating.lost.wait(20)
-        beating.heart.stop("gone")
-    seen = beating.reporter.seen()
+        beating.heart.stop("stopped")
+    seen = beating.hosts.find(QUEUE)
     assert beating.reasons == ["host.a.b1 is another worker's by now"]
     assert seen is not None
     assert seen.worker == "w2"
@@ -335,20 +334,20 @@ def test_a_worker_that_was_paused_and_replaced_ends(ground: HostGround) -> None:
 def test_an_outage_of_redis_ends_no_heartbeat(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
     beating = Beating(ground)
     failures = threading.Semaphore(0)
-    told = beating.reporter.report
+    told = beating.hosts.report
 
-    def away(*_: object, **__: object) -> Verdict:
+    def away(*_: object, **__: object) -> ReportResult:
         failures.release()
-        raise redis.ConnectionError("away")
+        raise BrokerUnavailable("away")
 
     with capture_logs() as logs:
-        monkeypatch.setattr(beating.reporter, "report", away)
+        monkeypatch.setattr(beating.hosts, "report", away)
         beating.heart.start()
         assert failures.acquire(timeout=20)
         assert failures.acquire(timeout=20)
-        monkeypatch.setattr(beating.reporter, "report", told)
-        await_true(lambda: beating.reporter.seen() is not None)
-        beating.heart.stop("gone")
+        monkeypatch.setattr(beating.hosts, "report", told)
+        await_true(lambda: beating.hosts.find(QUEUE) is not None)
+        beating.heart.stop("stopped")
     assert {entry["event"] for entry in logs} == {"worker_not_reported"}
     assert not beating.reasons
 
@@ -361,14 +360,14 @@ def test_a_drained_worker_is_not_reported_again_by_a_heartbeat_that_came_too_lat
     left: list[bool] = []
     leaving = threading.Thread(target=lambda: left.append(beating.heart.leave_drained(lambda: False)))
     leaving.start()
-    await_true(lambda: beating.reporter.seen() is not None)
+    await_true(lambda: beating.hosts.find(QUEUE) is not None)
     assert not left
     ground.redis.delete(QUEUE)
     leaving.join(20)
     beating.heart.beat_soon()
-    beating.heart.stop("parted")
+    beating.heart.stop("restarting")
     assert left == [True]
-    assert beating.reporter.seen() is None
+    assert beating.hosts.find(QUEUE) is None
 
 
 def test_a_wrong_clock_is_told_once(ground: HostGround) -> None:

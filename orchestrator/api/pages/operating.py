@@ -15,8 +15,8 @@ from orchestrator.api.problems import ApiProblem
 from orchestrator.operations.overview import OverviewReader, TenantLook
 from store.api_keys import ApiKeyRecord
 from store.audit import ACTIONS, Audit
-from store.hosts import RedisHosts, find_workers
-from store.session_list import SessionList
+from store.hosts import HostStore, find_workers
+from store.sessions import SessionList
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
@@ -108,7 +108,7 @@ async def hosts(request: Request, person: Looking, done: str = "") -> Response:
     """Which workers live, with their load, and queues whose worker is gone."""
     person.check_operator()
     parts = person.house.parts
-    known = RedisHosts(parts.pool.redis, person.house.settings.deployment)
+    known = HostStore(parts.pool.redis, person.house.settings.deployment)
     reports = await known.read()
     waiting = await known.queued(sorted({queue for report in reports for queue in (report.queue, *report.pools)}))
     dead = await known.dead_queues()
@@ -122,7 +122,7 @@ async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] =
     """Take a host out of service."""
     person.check_operator()
     house = person.house
-    known = RedisHosts(house.parts.pool.redis, house.settings.deployment)
+    known = HostStore(house.parts.pool.redis, house.settings.deployment)
     try:
         found = [report for report in find_workers(await known.read(), host) if report.worker]
     except ConfigError as error:
