@@ -18,7 +18,7 @@ from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.dispatch.results import ResultHub
 from orchestrator.dispatch.transport import Delivery
 from orchestrator.settings import load_settings
-from workers.app import build_app
+from workers.celery_edge.app import build_app
 
 
 class RawCelery:

@@ -33,7 +33,7 @@ AT_ONCE = 10
 NEVER = 4_000_000_000
 """A time at which nobody is late yet."""
 
-# As workers/result_backend.py: only the attempt that the ledger knows has a result. KEYS: result, call. ARGV: stored text, attempt.
+# As workers/celery_edge/result_backend.py: only the attempt that the ledger knows has a result. KEYS: result, call. ARGV: stored text, attempt.
 _STORE = """
 local known = redis.call('HMGET', KEYS[2], 'attempt', 'state')
 if known[1] ~= ARGV[2] then return 0 end

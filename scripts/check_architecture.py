@@ -49,16 +49,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 }
 
 # Module -> the only files of ours that may import it.
-_CELERY = (
-    "orchestrator/operations/flower.py",
-    "workers/app.py",
-    "workers/celery_state.py",
-    "workers/event_batches.py",
-    "workers/live_tasks.py",
-    "workers/remote_control.py",
-    "workers/result_backend.py",
-    "workers/tasks.py",
-)
+_CELERY = ("orchestrator/dispatch/task_messages.py", "orchestrator/operations/flower.py", "workers/celery_edge/*.py")
 _REDIS = (
     "store/*.py",
     "orchestrator/admission/grants.py",
@@ -101,7 +92,7 @@ _REDIS = (
     "workers/custom/state.py",
     "workers/ledger.py",
     "workers/refusals.py",
-    "workers/result_backend.py",
+    "workers/celery_edge/result_backend.py",
     "workers/sandboxd_counts.py",
     "workers/skills/installed.py",
     "workers/switches.py",
@@ -111,7 +102,7 @@ _REDIS = (
 _TERMINAL = ("orchestrator/cli/*.py", "orchestrator/terminal/*.py", "orchestrator/batches/live_*.py")
 WALLS: dict[str, tuple[str, ...]] = {
     "celery": _CELERY,
-    "kombu": (*_CELERY, "workers/broker_transport.py"),
+    "kombu": _CELERY,
     "billiard": _CELERY,
     "docker": ("workers/sandboxd/engine.py", "workers/sandboxd/engine_skills.py", "workers/sandboxd/engine_volumes.py"),
     "langchain_core": ("orchestrator/adapters/langchain.py",),

@@ -15,14 +15,14 @@ from contract.registry import ToolRegistry
 from contract.settings import BrokerSettings
 from store.connection import connect, connect_once
 from tests.builders import build_spec
-from workers.app import Pool, build_app, run_worker
 from workers.blobs import Blobs
+from workers.celery_edge.app import Pool, build_app, run_worker
+from workers.celery_edge.tasks import register_tasks
 from workers.executor import Executor
 from workers.ledger import Ledger
 from workers.logs import configure_logging
 from workers.refusals import Refusals
 from workers.settings import load_worker_settings
-from workers.tasks import register_tasks
 from workers.tools.base import Outcome, Workbench, WorkerRegistry, WorkerTool
 
 TEXT = {"type": "string"}

@@ -17,7 +17,7 @@ from store.connection import connect, connect_once
 from store.hosts import WorkerHostStore
 from store.sessions import WorkerSessionStore
 from workers.adoption import Adopter
-from workers.celery_state import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
+from workers.celery_edge.worker_state import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
 from workers.checkpointing import DEFAULT_EVERY_S, CheckpointKeeper
 from workers.checkpoints import AutomaticCheckpoints, NotingClient
 from workers.draining import Drain

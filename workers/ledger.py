@@ -1,5 +1,5 @@
 """The worker's side of the ledger: a call is started once or refused once, whatever a queue repeats. Its end is noted with its result
-(workers/result_backend.py)."""
+(workers/celery_edge/result_backend.py)."""
 
 import secrets
 from typing import Any
@@ -102,7 +102,7 @@ class Ledger:
     ==================================  ====================================================================================
 
     To decide is to start (`claim`) or to refuse (`refuse`). A claim past the call's deadline forbids the call: EXPIRED. A claim for a session that is
-    elsewhere by now changes nothing: MOVED. `node`: the worker's name in Celery. A repetition that Redis has forgotten altogether is caught before it comes here (workers/broker_transport.py).
+    elsewhere by now changes nothing: MOVED. `node`: the worker's name in Celery. A repetition that Redis has forgotten altogether is caught before it comes here (workers/celery_edge/broker_transport.py).
     """
 
     def __init__(self, client: "redis.Redis", deployment: str, clock: SharedClock, node: str = "") -> None:

@@ -9,7 +9,7 @@ from contract.clock import SharedClock
 from contract.hosts import HostReport
 from store.connection import connect_once
 from store.hosts import WorkerHostStore
-from workers.celery_state import EXIT_RESTART, count_running, end_worker, on_stopping
+from workers.celery_edge.worker_state import EXIT_RESTART, count_running, end_worker, on_stopping
 from workers.heartbeat import Heartbeat
 from workers.host_report import build_pool_report
 from workers.processes import describe_process

@@ -10,10 +10,11 @@ from contract.specs import Catalog
 from store.connection import connect, connect_once
 from store.control import WorkerControlStore
 from telemetry.spans import Tracer
-from workers.app import build_app, choose_pool, claim_node, run_worker
 from workers.blobs import Blobs
 from workers.call_events import open_events
 from workers.catalog import CatalogPublisher
+from workers.celery_edge.app import build_app, choose_pool, claim_node, run_worker
+from workers.celery_edge.tasks import register_tasks
 from workers.control import ControlListener
 from workers.custom.state import StateStore
 from workers.executor import Executor
@@ -31,7 +32,6 @@ from workers.skills.installed import InstalledSkills
 from workers.skills.loader import load_skills
 from workers.skills.of_session import SessionSkills
 from workers.switches import Switches
-from workers.tasks import register_tasks
 from workers.tenants import TenantGate, Tenants
 from workers.tools.base import WorkerRegistry
 from workers.tools.builtin import build_registry

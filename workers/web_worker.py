@@ -16,10 +16,11 @@ from contract.specs import Catalog, ToolSpec
 from store.connection import connect, connect_once, drop_connections
 from store.control import WorkerControlStore
 from telemetry.spans import Tracer
-from workers.app import build_app, choose_pool, claim_node, run_worker
 from workers.blobs import Blobs
 from workers.call_events import open_events
 from workers.catalog import CatalogPublisher
+from workers.celery_edge.app import build_app, choose_pool, claim_node, run_worker
+from workers.celery_edge.tasks import register_tasks
 from workers.custom.state import StateStore
 from workers.executor import Executor
 from workers.interrupts import CancelBoard, Interrupts
@@ -30,7 +31,6 @@ from workers.pool_life import PoolLife
 from workers.refusals import Refusals
 from workers.settings import WorkerSettings
 from workers.switches import Switches
-from workers.tasks import register_tasks
 from workers.tenants import TenantGate, Tenants
 from workers.tools.base import WorkerRegistry, WorkerTool
 from workers.tracing import open_process_tracer

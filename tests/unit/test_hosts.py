@@ -20,7 +20,7 @@ from store.control import WorkerControlStore
 from store.hosts import HostStore, find_workers
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, build_report
-from workers.celery_state import parse_session_of
+from workers.celery_edge.worker_state import parse_session_of
 from workers.control import ControlReader
 from workers.host_report import build_host_report, build_pool_report, find_free_memory
 

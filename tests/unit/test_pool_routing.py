@@ -23,7 +23,7 @@ from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, StaticCatalog
 from workers.catalog import CATALOG_TTL_S, CatalogPublisher
-from workers.tasks import register_tasks
+from workers.celery_edge.tasks import register_tasks
 from workers.tools.base import Outcome, WorkerTool
 from workers.tools.builtin import build_registry
 from workers.web_worker import build_catalogs, choose_pools

@@ -17,8 +17,8 @@ from contract.ledger import CallRecord, CallState, parse_record
 from contract.names import call_key, result_key
 from contract.settings import BrokerSettings
 from tests.conftest import RedisProcess
-from workers.app import build_app
-from workers.result_backend import Answer, CallNotServed, Ending
+from workers.celery_edge.app import build_app
+from workers.celery_edge.result_backend import Answer, CallNotServed, Ending
 
 KEY = call_key("d", "acme", "c1")
 ENCODED = {"v": 2, "call_id": "c1", "success": True, "data": [[{"output": "secret"}]]}

@@ -24,10 +24,10 @@ from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
 from workers import blobs as blobs_module
 from workers.blobs import Blobs
+from workers.celery_edge.result_backend import CallNotServed
+from workers.celery_edge.tasks import register_tasks
 from workers.executor import Executor
 from workers.refusals import Refusals
-from workers.result_backend import CallNotServed
-from workers.tasks import register_tasks
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 from workers.tools.builtin import build_registry
 

@@ -14,11 +14,11 @@ from celery.signals import setup_logging, worker_process_shutdown, worker_ready,
 
 from contract.errors import ConfigError, RefusalReason
 from contract.settings import BrokerSettings
-from workers.broker_transport import INTAKE, Intake, register_transport
-from workers.celery_words import hide_bodies
-from workers.live_tasks import LiveTasks
-from workers.remote_control import restrict_remote_control
-from workers.result_backend import BACKENDS
+from workers.celery_edge.broker_transport import INTAKE, Intake, register_transport
+from workers.celery_edge.live_tasks import LiveTasks
+from workers.celery_edge.log_filter import hide_bodies
+from workers.celery_edge.remote_control import restrict_remote_control
+from workers.celery_edge.result_backend import BACKENDS
 
 log = structlog.get_logger(__name__)
 
@@ -78,7 +78,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
         accept_content=["json"],
         result_accept_content=["json"],
         worker_send_task_events=True,
-        worker_consumer="workers.event_batches:BatchingConsumer",
+        worker_consumer="workers.celery_edge.consumer:BatchingConsumer",
         task_send_sent_event=False,
         worker_max_memory_per_child=256 * 1024,
         worker_cancel_long_running_tasks_on_connection_loss=False,
@@ -93,7 +93,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
         broker_transport_options={
             **found_by,
             INTAKE: Intake(on_refused),
-            # Nothing is ever in the book of what is not acknowledged (workers/broker_transport.py): it need not be searched.
+            # Nothing is ever in the book of what is not acknowledged (workers/celery_edge/broker_transport.py): it need not be searched.
             "unacked_restore_interval": 3600,
             "priority_steps": [0],
             "queue_order_strategy": "round_robin",

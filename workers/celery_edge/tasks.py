@@ -15,11 +15,11 @@ from contract.errors import OPERATOR_CODES, EnvelopeRefused, RefusalReason
 from contract.names import POOL_QUEUES, call_key, task_name
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
-from workers.app import CELERY_MARGIN_S
+from workers.celery_edge.app import CELERY_MARGIN_S
+from workers.celery_edge.live_tasks import LiveTasks
+from workers.celery_edge.result_backend import Answer, CallNotServed, Ending
 from workers.executor import NOT_RUN, CallRepeated, Executor
-from workers.live_tasks import LiveTasks
 from workers.log_names import bound_to_call
-from workers.result_backend import Answer, CallNotServed, Ending
 from workers.result_parcels import encode_parcel
 from workers.tools.base import WorkerRegistry
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from celery.worker.consumer import Consumer
 
-from workers.live_tasks import LiveStrategies
+from workers.celery_edge.live_tasks import LiveStrategies
 
 FLUSH_AFTER_S = 0.1
 """How old the first event of a batch may be."""
