@@ -1,73 +1,49 @@
-"""The message that Celery and kombu put into a Redis list for a task: protocol 2, as text."""
+"""The messages that Celery and kombu would put into Redis, as text, for the script that publishes a call in one step with its record.
 
-import base64
-import json
+Celery's own code builds a task and kombu's own code wraps it. Only sending is ours: Celery sends with LPUSH alone, and then a call could be in its queue
+without a record.
+"""
+
 import os
 import socket
-import time
-import uuid
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
+
+from celery import Celery
+from celery.events.event import Event
+from kombu import Connection
+from kombu.serialization import dumps
+from kombu.utils.json import dumps as to_json
 
 from contract.calls import POOL_GRACE_S
 from orchestrator.dispatch.transport import Delivery
 from orchestrator.links import show_call
 
-_EMBED: Mapping[str, None] = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
+_PERSISTENT, _TRANSIENT = 2, 1
 
 
 def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
-    """One item of the queue's list. `call_key`: of the call's record, which the reaper of a dead host's queue marks when it is of this attempt.
+    """Return one item of the queue's list. `call_key`: the key of the call's record, which the reaper of a dead host's queue marks as lost.
 
-    It does not expire: a worker would judge that by its own clock. When a call must no longer start stands in its envelope.
-    Flower and logs show the call, its tenant, session and run, and the name of the tool. They never show arguments.
+    It does not expire: a worker would judge that by its own clock. The envelope has the time until which a call may start. Flower and logs show the call,
+    its tenant, session and run, and the name of the tool. They never show arguments.
     """
-    shown = {"argsrepr": "()", "kwargsrepr": show_call(delivery.call_id, delivery.tenant, delivery.session, delivery.run)}
-    body = json.dumps(((), {"envelope": delivery.envelope}, _EMBED))
-    task = f"tool.{delivery.shown_as}" if delivery.shown_as else None
-    headers: dict[str, object] = {
-        "lang": "py",
-        "task": delivery.task,
-        "id": task_id,
-        "shadow": task,
-        "eta": None,
-        "expires": None,
-        "group": None,
-        "group_index": None,
-        "retries": 0,
-        "timelimit": _limits(delivery),
-        "root_id": task_id,
-        "parent_id": None,
-        **shown,
-        "origin": describe_sender(),
-        "ignore_result": None,
-        "replaced_task_nesting": 0,
-        "stamped_headers": None,
-        "stamps": {},
-        "call_key": call_key,
-        "call_attempt": delivery.attempt,
-    }
-    properties: dict[str, object] = {
-        "correlation_id": task_id,
-        "reply_to": describe_sender(),
-        **shown,
-        "delivery_mode": 2,
-        # By name, through the default exchange: one LPUSH, never dropped for want of a binding.
-        "delivery_info": {"exchange": "", "routing_key": delivery.queue},
-        "priority": 0,
-        "body_encoding": "base64",
-        # Of each message its own: a worker keeps by it what it has taken.
-        "delivery_tag": str(uuid.uuid4()),
-    }
-    return json.dumps(
-        {
-            "body": base64.b64encode(body.encode()).decode(),
-            "content-encoding": "utf-8",
-            "content-type": "application/json",
-            "headers": headers,
-            "properties": properties,
-        }
+    task = _app().amqp.create_task_message(
+        task_id,
+        delivery.task,
+        kwargs={"envelope": delivery.envelope},
+        # Celery's hard and soft limits of a call that no sandbox limits; else those that its task has in the worker.
+        time_limit=delivery.limit_s + POOL_GRACE_S if delivery.limit_s is not None else None,
+        soft_time_limit=delivery.limit_s,
+        shadow=f"tool.{delivery.shown_as}" if delivery.shown_as else None,
+        argsrepr="()",
+        kwargsrepr=show_call(delivery.call_id, delivery.tenant, delivery.session, delivery.run),
+        origin=describe_sender(),
     )
+    headers = {**task.headers, "call_key": call_key, "call_attempt": delivery.attempt}
+    # By name, through the default exchange: one LPUSH, never dropped because a binding is missing.
+    return _wrap(task.body, headers, {**task.properties, "delivery_mode": _PERSISTENT}, "", delivery.queue)
 
 
 def build_failed_event(delivery: Delivery, task_id: str, node: str, error: str) -> str:
@@ -76,32 +52,18 @@ def build_failed_event(delivery: Delivery, task_id: str, node: str, error: str) 
     It is the message that celery.events.EventDispatcher publishes through kombu to the channel `failed_events_channel`. Without a clock value the receiver
     uses its own.
     """
-    event = {
-        "type": "task-failed",
-        "uuid": task_id,
-        "name": f"tool.{delivery.shown_as}" if delivery.shown_as else delivery.task,
-        "args": "()",
-        "kwargs": show_call(delivery.call_id, delivery.tenant, delivery.session, delivery.run),
-        "exception": error,
-        "traceback": "",
-        "hostname": node,
-        "pid": 0,
-        "timestamp": time.time(),
-    }
-    message = {
-        "body": base64.b64encode(json.dumps(event).encode()).decode(),
-        "content-encoding": "utf-8",
-        "content-type": "application/json",
-        "headers": {"hostname": node},
-        "properties": {
-            "delivery_mode": 1,
-            "delivery_info": {"exchange": "celeryev", "routing_key": "task.failed"},
-            "priority": 0,
-            "body_encoding": "base64",
-            "delivery_tag": str(uuid.uuid4()),
-        },
-    }
-    return json.dumps(message)
+    event = Event(
+        "task-failed",
+        uuid=task_id,
+        name=f"tool.{delivery.shown_as}" if delivery.shown_as else delivery.task,
+        args="()",
+        kwargs=show_call(delivery.call_id, delivery.tenant, delivery.session, delivery.run),
+        exception=error,
+        traceback="",
+        hostname=node,
+        pid=0,
+    )
+    return _wrap(event, {"hostname": node}, {"delivery_mode": _TRANSIENT}, "celeryev", "task.failed")
 
 
 def failed_events_channel(database: int) -> str:
@@ -109,14 +71,27 @@ def failed_events_channel(database: int) -> str:
     return f"/{database}.celeryev/task.failed"
 
 
-def _limits(delivery: Delivery) -> tuple[float | None, float | None]:
-    """Celery's hard and soft limit of a call that no sandbox limits; else those that its task has in the worker."""
-    if delivery.limit_s is None:
-        return None, None
-    return delivery.limit_s + POOL_GRACE_S, delivery.limit_s
-
-
 @cache
 def describe_sender() -> str:
     """Return the name of this process, for operators."""
     return f"toolcrew{os.getpid()}@{socket.gethostname()}"
+
+
+def _wrap(body: object, headers: Mapping[str, object], properties: Mapping[str, object], exchange: str, routing_key: str) -> str:
+    content_type, encoding, text = dumps(body, serializer="json")
+    channel = _channel()
+    message = channel.prepare_message(text, 0, content_type, encoding, headers, {**properties})
+    channel._inplace_augment_message(message, exchange, routing_key)
+    text_of_message: str = to_json(message)
+    return text_of_message
+
+
+@cache
+def _app() -> Celery:
+    return Celery("toolcrew", set_as_current=False)
+
+
+@cache
+def _channel() -> Any:
+    """Return a channel of kombu that wraps messages and never connects. All its transports without exchanges of their own share this code, Redis too."""
+    return Connection("memory://").channel()
