@@ -23,7 +23,8 @@ from orchestrator.dispatch.transport import Delivery
 from tests.otlp_collector import open_collector
 
 HOOK_CALLS, HOOK_ROUNDS = size((200, 40), (5, 2))
-CALLS, ROUNDS, WARM_UP = size((10, 40, 5), (2, 2, 1))
+CALLS, ROUNDS, WARM_UP = size((10, 40, 5), (20, 2, 1))
+"""The smallest size still uses several ticks of the processor clock: ratios need more than none."""
 KEYS = SigningKeys.of("a benchmark's secret")
 SPEC = ToolSpec(
     name="echo",

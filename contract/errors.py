@@ -6,6 +6,7 @@
     +-- ToolFailure            the model is told: becomes a ToolResult with the same code, the loop goes on
     +-- OperatorError          the operator is told: one sentence and what to do next
     |   +-- ConfigError            a setting is missing or wrong
+    |   |   +-- RecordRefused          a stored record is not signed with this deployment's secret
     |   +-- BrokerUnavailable      Redis cannot be reached, or refuses us
     |   +-- SandboxUnavailable     no engine, no image, no sandboxd, or the sandbox died
     |   +-- ModelUnavailable       the model's endpoint cannot be reached, or refuses us

@@ -30,7 +30,7 @@ def seal_installed(keys: SigningKeys, tenant: str, record: InstalledSkill) -> st
 
 def parse_installed(keys: SigningKeys, tenant: str, name: str, sealed: bytes) -> InstalledSkill:
     """Return the record of a tenant's skill. Raises ConfigError with what is wrong and what to do."""
-    advice = f"install it again (toolcrew skills install --replace --tenant {tenant})"
+    advice = f"install it again (toolcrew skills install SOURCE --replace --tenant {tenant})"
     try:
         record = InstalledSkill.model_validate_json(keys.unseal(skill_purpose(tenant, name), sealed))
     except EnvelopeRefused as error:

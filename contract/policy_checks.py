@@ -42,7 +42,7 @@ def check_tools(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Ma
             raise ToolFailure(
                 ErrorCode.PERMISSION_DENIED,
                 f"{spec.name} was not run: {say_subject(spec.name, used)} is not allowed for tenant {tenant}; use another tool, or have the operator "
-                f"allow it (toolcrew tenants set {tenant} --tools ...)",
+                f"allow it (toolcrew tenants set {tenant} --tools NAMES)",
                 was_refused=True,
             )
 

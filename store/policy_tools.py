@@ -36,7 +36,7 @@ async def check_tools(client: "redis.asyncio.Redis", deployment: str, tenant: st
         elif published:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"--tools: there is no tool {pattern}: see toolcrew tools ls; start the workers of a new tool once before you allow it",
+                f"--tools: there is no tool {pattern}: see `toolcrew tools ls`; start the workers of a new tool once before you allow it",
                 nearest=difflib.get_close_matches(pattern, known, n=3),
             )
         else:

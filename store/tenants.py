@@ -125,12 +125,12 @@ class RedisTenants:
         _check_name(name)
         if name == DEFAULT_TENANT:
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"{name} is always there: set what it may have (toolcrew tenants set {name} ...)"
+                ErrorCode.INVALID_ARGUMENTS, f"{name} is always there: set what it may have (`toolcrew tenants set --help` shows how)"
             )
         if not await self._write(name, b"", policy, "tenant.add"):
             await self._read_present(name)
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"tenant {name} is registered already: change it (toolcrew tenants set {name} ...)"
+                ErrorCode.INVALID_ARGUMENTS, f"tenant {name} is registered already: change it (`toolcrew tenants set --help` shows how)"
             )
 
     async def change(
@@ -180,7 +180,7 @@ class RedisTenants:
         _check_name(name)
         if name == DEFAULT_TENANT:
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"{name} cannot be removed: set what it may have (toolcrew tenants set {name} ...)"
+                ErrorCode.INVALID_ARGUMENTS, f"{name} cannot be removed: set what it may have (`toolcrew tenants set --help` shows how)"
             )
         entry = build_entry(self._actor or local_actor(), "tenant.remove", name, tenant=name)
         try:
@@ -239,7 +239,7 @@ class RedisTenants:
         """False when the tenant is not what it was."""
         if policy.is_removed:
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, "a policy cannot remove a tenant: leave is_removed out (toolcrew tenants rm NAME removes it)"
+                ErrorCode.INVALID_ARGUMENTS, "a policy cannot remove a tenant: leave is_removed out; `toolcrew tenants rm NAME` removes it"
             )
         text = seal_policy(self._signing, name, policy).encode()
         if len(text) > MAX_POLICY_BYTES:
@@ -291,7 +291,7 @@ def _check_name(name: str) -> None:
 
 def _missing(name: str) -> ToolFailure:
     return ToolFailure(
-        ErrorCode.UNKNOWN_TENANT, f"there is no tenant {name}: see toolcrew tenants ls, or register it (toolcrew tenants add {name})"
+        ErrorCode.UNKNOWN_TENANT, f"there is no tenant {name}: see `toolcrew tenants ls`, or register it (toolcrew tenants add {name})"
     )
 
 

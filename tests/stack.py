@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import secrets
 import select
@@ -288,8 +289,8 @@ def open_stack(api: APIClient, environment: Mapping[str, str] | None = None) -> 
         )
         try:
             line = read_line(process)
-            if not line:
-                pytest.fail(f"the stack did not come up: {(footprint.folder / 'up.err').read_text(errors='replace')}")
+            if not line or "error" in json.loads(line):
+                pytest.fail(f"the stack did not come up: {line!r} {(footprint.folder / 'up.err').read_text(errors='replace')}")
             footprint.processes()
             yield Stack(StackInfo.model_validate_json(line), process, footprint, api)
         finally:

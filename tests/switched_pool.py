@@ -73,6 +73,8 @@ class SwitchedPool:
         await hosts.places.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
         tenants = RedisTenants(redis, "default", KEY)
         admission = PausableAdmission(SharedAdmission(redis, "default"), tenants) if has_admission else None
+        installed = InstalledSkills(redis, "default", KEY)
+        offers = TenantCatalog(catalog, installed)
         door = Dispatcher(
             self.transport,
             catalog,
@@ -83,9 +85,9 @@ class SwitchedPool:
             tenants=tenants if has_admission else None,
             admission=admission,
             pool=hosts,
+            offers=offers,
         )
-        installed = InstalledSkills(redis, "default", KEY)
-        connection = PoolConnection(redis, KEY, door, catalog, blobs, switches, tenants, installed, TenantCatalog(catalog, installed))
+        connection = PoolConnection(redis, KEY, door, catalog, blobs, switches, tenants, installed, offers)
         settings = OrchestratorSettings.model_validate({"redis_url": self.broker.redis_url, "approvals": "auto"})
         try:
             yield _Client(settings, connection, "acme", None, None)

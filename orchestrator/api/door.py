@@ -9,7 +9,7 @@ from orchestrator.api.problems import ApiCode, ApiProblem, response_to
 from store.api_keys import Identity
 
 MAX_KEY_CHARS = 256
-NO_KEY = "an API key is needed: send it as `Authorization: Bearer KEY` (toolcrew tenants keys add TENANT makes one)"
+NO_KEY = "an API key is needed: send it as `Authorization: Bearer KEY` (`toolcrew tenants keys add TENANT` makes one)"
 _CLOSE = {"Connection": "close"}
 _IDENTITY = "toolcrew.identity"
 """In the scope of a request: who its key stands for, once its rate has been counted."""

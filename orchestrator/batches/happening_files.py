@@ -59,4 +59,6 @@ def read_happenings(path: Path) -> Iterator[Happening]:
                 except ValidationError:
                     log.debug("happening_passed_over", path=str(path))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror or error}): give the file that `toolcrew batch submit` wrote") from error
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror or error}): give the file that `toolcrew batch submit FILE` wrote"
+        ) from error

@@ -72,7 +72,10 @@ def submit(
     ] = 2,
     ask: Annotated[
         bool,
-        typer.Option("--ask", help="What must be approved waits for `toolcrew approve`; else as TOOLCREW_APPROVALS says where it runs."),
+        typer.Option(
+            "--ask",
+            help="Calls that need approval wait for a decision (`toolcrew approve ls`); else as TOOLCREW_APPROVALS says where it runs.",
+        ),
     ] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Only queue it: other orchestrators work it.")] = False,
     tenant: Tenant = None,

@@ -92,7 +92,7 @@ def worker_drain(
     if as_json:
         typer.echo(json.dumps({"host": host, "workers": rows}))
     elif not wait:
-        _print(["`toolcrew worker status` tells how far it is; --wait waits for the end"])
+        _print(["`toolcrew worker status` shows how far it is; --wait waits for the end"])
 
 
 async def _followed(hosts: HostStore, report: HostReport, tell: Any) -> dict[str, Any]:

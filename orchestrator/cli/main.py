@@ -129,7 +129,8 @@ def run(
     dialect: Annotated[str | None, typer.Option("--dialect", help="native, tags, json, or auto: what the model can do.")] = None,
     max_iterations: Annotated[int, typer.Option("--max-iterations", min=1, help="How often the model may reply.")] = 5,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The run's trajectory as a file, as `toolcrew trace export --to traj` gives it.")
+        Path | None,
+        typer.Option("-o", "--output", help="The run's trajectory as a file, as `toolcrew trace export RUN --to traj` gives it."),
     ] = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="Write a trace, and say where. Else one is written with -o, or where TOOLCREW_TRACES is set.")

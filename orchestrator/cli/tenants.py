@@ -126,7 +126,7 @@ def tenants_set(
 
     async def work() -> tuple[TenantPolicy, list[str]]:
         if source is None and not unset and all(value is None for value in given.values()):
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "nothing is named that is to be changed: see toolcrew tenants set --help")
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "nothing is named that is to be changed: see `toolcrew tenants set --help`")
         async with open_deployment("admin") as deployment:
             # Only what is given now: a tool that was removed since must not stop other changes.
             wanted = apply_options(read_policy(source) if source is not None else TenantPolicy(), given, unset or ())
@@ -163,7 +163,7 @@ def keys_ls(tenant: Annotated[str | None, typer.Argument(help="Of one tenant.")]
     async def work() -> dict[str, ApiKeyRecord | ConfigError]:
         async with open_deployment("admin") as deployment:
             if tenant not in (None, DEFAULT_TENANT, *await deployment.tenants.all()):
-                raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}: see toolcrew tenants ls")
+                raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"there is no tenant {tenant}: see `toolcrew tenants ls`")
             return await deployment.keys.all()
 
     found = run_work(work(), as_json).items()
@@ -209,7 +209,7 @@ def keys_rm(key_id: Annotated[str, typer.Argument(help="The key's id, as ls show
     async def work() -> None:
         async with open_deployment("admin") as deployment:
             if not await deployment.keys.revoke(key_id):
-                raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"there is no key {key_id[:64]}: see toolcrew tenants keys ls")
+                raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"there is no key {key_id[:64]}: see `toolcrew tenants keys ls`")
 
     run_work(work(), as_json)
     typer.echo(json.dumps({"id": key_id, "state": "revoked"}) if as_json else f"{key_id} is revoked")

@@ -115,7 +115,7 @@ def state_lines(state: ToolState) -> list[str]:
     """A tool's page for people, headed by its state."""
     switch, head = state.switch, f"{state.name} is {state.state}"
     if not state.is_allowed:
-        head += " for this tenant by its policy (toolcrew tenants set TENANT --tools ...)"
+        head += " for this tenant by its policy (toolcrew tenants set TENANT --tools NAMES)"
     if switch is not None:
         head += f"{' for this tenant' if state.scope == 'tenant' else ''}: {_told(switch)}"
     return [head, "", *render_tool(state.spec).rstrip("\n").split("\n")]

@@ -210,7 +210,7 @@ def _stats_lines(stats: dict[str, Any]) -> list[str]:
     if stats["unfinished"]:
         lines.append(f"{stats['unfinished']} have no end: they still run, or whoever ran them died")
     if stats["faulty"]:
-        lines.append(f"of {stats['faulty']} not all lines can be read: `toolcrew trace show` says why")
+        lines.append(f"of {stats['faulty']} not all lines can be read: `toolcrew trace show RUN` says why")
     cost = f", cost {stats['cost']:.4f}" if stats["cost"] is not None else ""
     lines.append(f"{stats['prompt_tokens']} + {stats['completion_tokens']} tokens{cost}")
     rows = [{"tool": name, **told, "p50": _seconds(told["p50_s"]), "p95": _seconds(told["p95_s"])} for name, told in stats["tools"].items()]

@@ -20,7 +20,7 @@ _FORM: dict[str, Any] = {
 }
 _NOBODY = (
     "it needs approval and this client cannot ask for one: use a client that offers elicitation, have whoever runs `toolcrew serve mcp` set "
-    "TOOLCREW_APPROVALS=queue (people then answer with `toolcrew approve`), or have the call allowed by a rule of TOOLCREW_APPROVAL_POLICY"
+    "TOOLCREW_APPROVALS=queue (people then decide: `toolcrew approve ls`), or have the call allowed by a rule of TOOLCREW_APPROVAL_POLICY"
 )
 Ask = Callable[[ApprovalRequest], Awaitable[ElicitResult]]
 

@@ -69,7 +69,7 @@ def _tell_failure(name: str, failure: ToolFailure, found: Report) -> None:
         found.note(
             "calls",
             f"{name}: the default tenant may not do that there ({failure.message})",
-            "allow it, or try with `toolcrew call` as another tenant",
+            "allow it, or try with `toolcrew call TOOL --tenant TENANT`",
         )
 
 

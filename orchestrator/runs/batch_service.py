@@ -72,7 +72,7 @@ def _check(settings: OrchestratorSettings) -> None:
     if settings.api_key is not None:
         raise ConfigError(
             "TOOLCREW_API_KEY is set, and a key is one tenant's, while this serves every tenant with the deployment's own secret: unset it "
-            "(`toolcrew batch resume` works a batch of one tenant)"
+            "(`toolcrew batch resume BATCH` works a batch of one tenant)"
         )
     if settings.redis_url is None:
         raise ConfigError(

@@ -51,6 +51,7 @@ def test_every_command_of_the_tutorial_works(tmp_path: Path) -> None:
     rows = {name: [json.loads(line) for line in (tmp_path / f"{name}-out.jsonl").read_text().splitlines()] for name in ("acme", "bolt")}
     assert sorted(row["custom_id"] for row in rows["acme"]) == ["note", "sum", "system"]
     assert [row["custom_id"] for row in rows["bolt"]] == ["user"]
+    assert "PERMISSION_DENIED" in (tmp_path / "bolt-out.errors.jsonl").read_text()
     assert "<svg" in (tmp_path / "report.html").read_text()
 
 

@@ -14,7 +14,7 @@ import pytest
 from docker import APIClient
 from playwright.async_api import Page, expect
 
-from contract.errors import ErrorCode
+from contract.errors import ErrorCode, SandboxUnavailable
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.page_ground import CHROMIUM, open_browser
@@ -78,8 +78,9 @@ def count_host_queues(stack: Stack) -> int:
 
 
 def is_dead(pid: int) -> bool:
-    """Return whether the process has ended, even if its parent has not waited for it."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    """Return whether the process has ended with all its threads, even if its parent has not waited for it. Its sockets are closed by the last thread."""
+    process = Path(f"/proc/{pid}")
+    return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z" and len(list((process / "task").iterdir())) == 1
 
 
 async def until_flower_listens(page: Page, session: Session) -> None:
@@ -92,7 +93,18 @@ async def until_flower_listens(page: Page, session: Session) -> None:
                 return
 
 
-async def test_a_call_without_sandboxd_is_red_and_a_failed_command_is_green(stack: Stack, session: Session) -> None:
+async def until_sessions_open(client: ToolClient) -> None:
+    """Wait until the host takes sessions: its next report says that sandboxd is back."""
+    async with asyncio.timeout(UP_S):
+        while True:
+            try:
+                async with await client.open_session():
+                    return
+            except SandboxUnavailable:
+                await asyncio.sleep(0.2)
+
+
+async def test_a_call_without_sandboxd_is_red_and_a_failed_command_is_green(stack: Stack, client: ToolClient, session: Session) -> None:
     async with open_tasks(stack) as page:
         await until_flower_listens(page, session)
         green, red = make_id(), make_id()
@@ -120,6 +132,7 @@ async def test_a_call_without_sandboxd_is_red_and_a_failed_command_is_green(stac
         result = await running
         assert result.success or result.error_code is ErrorCode.SANDBOX_UNAVAILABLE
         await eventually(lambda: stack.pid("sandboxd") != killed, 60, "sandboxd runs again")
+        await until_sessions_open(client)
 
 
 async def test_the_call_of_a_killed_worker_ends_red_and_the_pages_show_what_is_left(

@@ -1,5 +1,6 @@
 """What people do with the pages, in a real browser: log in, look at runs, approve, switch, pause, drain, cancel; by mouse and by keyboard."""
 
+import asyncio
 import json
 
 import pytest
@@ -169,6 +170,27 @@ async def test_a_tool_is_switched_for_everybody_and_for_one_tenant(world: World,
         await visit.page.goto("/tools")
         await expect(visit.page.get_by_text("Off for this tenant")).to_be_visible()
         assert await visit.page.get_by_role("button", name="Turn").count() == 0
+
+
+async def test_tools_are_shown_as_the_policy_of_the_tenant_allows_them(world: World, visitors: Visitors) -> None:
+    before = await world.tenants.policy("rival")
+    await world.tenants.replace("rival", before.model_copy(update={"tools": ("read_tool", "webfetch_tool")}))
+    try:
+        async with visitors.visit("rival") as visit, asyncio.timeout(20):
+            card = visit.page.get_by_role("heading", name="bash_tool")
+            await visit.page.goto("/tools")
+            # A policy holds everywhere within 2 seconds.
+            while "forbidden" not in await card.inner_text():
+                await visit.page.reload()
+            assert "forbidden" not in await visit.page.get_by_role("heading", name="read_tool").inner_text()
+        listed = (await visitors.api["rival"].get("/v1/tools")).json()["data"]
+        assert {tool["name"]: tool["state"] for tool in listed} == {
+            "bash_tool": "forbidden",
+            "read_tool": "enabled",
+            "webfetch_tool": "enabled",
+        }
+    finally:
+        await world.tenants.replace("rival", before)
 
 
 async def test_a_tenant_is_paused_and_resumed(world: World, visitors: Visitors) -> None:

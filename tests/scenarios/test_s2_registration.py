@@ -4,18 +4,20 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+import redis.asyncio
 from structlog.testing import capture_logs
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import BUILTIN_TOOLS
 from contract.registry import ToolRegistry
-from contract.tenancy import tools_of
+from contract.specs import SkillSummary
 from orchestrator.functions.function_tools import tool
 from orchestrator.loop.events import CallFinished, RunEvent
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
 from orchestrator.sdk.local_tools import LocalTools
-from tests.builders import build_call, build_context, build_spec
+from store.skills import InstalledSkills
+from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import MemoryBlobs, MemoryLedger
 from tests.skill_ground import SHIPPED
@@ -97,9 +99,23 @@ def test_s2_24_built_in_web_skill_and_operator_tools_are_registered_in_one_regis
     assert codes == {ErrorCode.TOOL_DISABLED}
 
 
-def test_s2_24_a_skill_that_a_tenant_installs_is_run_and_switched_through_tools_of_the_registry() -> None:
-    spec = build_spec("counts", is_installed_skill=True)
-    assert tools_of(spec, {}) == ("counts", "skill_tool", "bash_tool")
+@pytest.mark.parametrize("off", ["counts", "skill_tool", "bash_tool"])
+async def test_s2_24_a_skill_that_a_tenant_installs_runs_through_skill_tool_of_the_registry_and_is_switched(
+    redis_server: RedisProcess, off: str
+) -> None:
+    runner = WorkerTool(build_skill_tool([]).spec, lambda arguments, _: Outcome(f"ran {arguments['name']}"))
+    pool = SwitchedPool(redis_server, runner, WorkerTool(build_spec("bash_tool"), answering("ran")))
+    summary = SkillSummary(name="counts", description="Counts.", digest="0" * 64, files=1, bytes=1)
+    async with pool.client() as client, redis.asyncio.Redis.from_url(redis_server.url) as opened:
+        await InstalledSkills(opened, "default", KEY).install("acme", summary, b"bundle", build_spec("counts"))
+        session = await client.open_session()
+        assert (await session.call("counts", {"text": "a"})).output == "ran counts"
+        switch = b'{"by": "ada"}'
+        pool.redis.hset("toolcrew:default:switches", off, switch)
+        assert (await session.call("counts", {"text": "a"})).error_code is ErrorCode.TOOL_DISABLED
+        # The worker refuses it too, whatever the sender knows of the switches.
+        client._dispatcher._switches = None
+        assert (await session.call("counts", {"text": "a"})).error_code is ErrorCode.TOOL_DISABLED
 
 
 def test_s2_25_the_built_in_tools_are_registered_by_themselves_and_enabled() -> None:

@@ -171,7 +171,7 @@ def test_a_policy_of_another_release_is_told_and_replaced_by_a_file(toolcrew: To
         (("add", "acme", "--from", "/nonexistent.json"), "--from: /nonexistent.json cannot be read"),
         (("add", "a b"), "that is no name of a tenant"),
         (("add", "default"), "default is always there"),
-        (("set", "nobody", "--weight", "2"), "there is no tenant nobody: see toolcrew tenants ls"),
+        (("set", "nobody", "--weight", "2"), "there is no tenant nobody: see `toolcrew tenants ls`"),
         (("set", "default"), "nothing is named"),
         (("set", "default", "--unset", "speed"), "--unset: there is no 'speed': name one of tools, weight"),
         (("set", "default", "--unset", "weight", "--weight", "2"), "--weight is given, too"),
@@ -179,8 +179,8 @@ def test_a_policy_of_another_release_is_told_and_replaced_by_a_file(toolcrew: To
         (("rm", "nobody"), "there is no tenant nobody"),
         (("keys", "add", "nobody"), "there is no tenant nobody"),
         (("keys", "add", "default", "--expires-in", "soon"), "--expires-in: 'soon' is no duration: write 90d"),
-        (("keys", "ls", "nobody"), "there is no tenant nobody: see toolcrew tenants ls"),
-        (("keys", "rm", "0" * 16), "there is no key 0000000000000000: see toolcrew tenants keys ls"),
+        (("keys", "ls", "nobody"), "there is no tenant nobody: see `toolcrew tenants ls`"),
+        (("keys", "rm", "0" * 16), "there is no key 0000000000000000: see `toolcrew tenants keys ls`"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_that_names_it(toolcrew: Toolcrew, arguments: tuple[str, ...], told: str) -> None:

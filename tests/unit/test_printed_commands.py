@@ -2,9 +2,11 @@
 
 import ast
 import asyncio
+import json
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from contract.names import catalog_key
+from contract.names import catalog_key, catalog_names_key
 from contract.session_locations import seal_start
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
@@ -32,17 +34,19 @@ from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.stack import ROOT
 
-_QUOTED = re.compile(r"`(toolcrew [^`]+)`")
-_IN_BRACKETS = re.compile(r"\((toolcrew [a-z][^()`]*?)(?: \.\.\.| makes one)?\)")
+_MARKED = re.compile(r"`(toolcrew [^`]+)`|\((toolcrew [a-z][^()`]*)\)|<code>(toolcrew [^<]+)</code>")
+"""How messages and pages mark a command."""
+SERVERS = {"toolcrew up", "toolcrew worker start", "toolcrew worker start --kind web"}
+"""These run until they are stopped."""
 
 
 def find_commands(text: str) -> list[str]:
-    return [*_QUOTED.findall(text), *_IN_BRACKETS.findall(text)]
+    return ["".join(found) for found in _MARKED.findall(text)]
 
 
 def check_command(line: str) -> None:
-    """Fails the test for a command that is not in the tree, or has an option that it does not take."""
-    words = shlex.split(line)[1:]
+    """Fails for a command that is not in the tree, lacks an argument, or has an option that it does not take. X may be a number."""
+    words = ["1" if word == "X" else word for word in shlex.split(line)[1:]]
     command: object = get_command(app)
     while isinstance(command, TyperGroup):
         assert words, f"`{line}` names a group of commands"
@@ -50,17 +54,18 @@ def check_command(line: str) -> None:
             pytest.fail(f"`{line}`: there is no command {words[0]}")
         command = command.commands[words.pop(0)]
     assert isinstance(command, TyperCommand)
-    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
-    unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in options]
-    assert unknown == [], f"`{line}`: {unknown}"
+    if words == ["--help"]:
+        return
+    command.make_context(line, words)
 
 
 def texts_of(path: Path) -> Iterator[str]:
     """Every text that a module can print, with X in place of what is put in. Texts that are added up are one."""
     tree = ast.parse(path.read_text())
-    documents = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    passed_over: set[ast.AST] = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    passed_over |= {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
-        if node in documents:
+        if node in passed_over:
             continue
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
@@ -68,22 +73,41 @@ def texts_of(path: Path) -> Iterator[str]:
             yield node.value
 
 
+@cache
+def printed_texts() -> list[tuple[str, str]]:
+    """Every text of a message or a page, with its file."""
+    folders = [ROOT / package for package in ("orchestrator", "contract", "store", "workers", "telemetry")]
+    modules = [(path, text) for folder in folders for path in folder.rglob("*.py") for text in texts_of(path)]
+    pages = [(path, re.sub(r"{{.*?}}", "X", path.read_text())) for path in (ROOT / "orchestrator").rglob("*.html")]
+    return [(str(path.relative_to(ROOT)), text) for path, text in (*modules, *pages)]
+
+
 def printed_commands() -> list[tuple[str, str]]:
-    paths = [
-        path for package in ("orchestrator", "contract", "store", "workers", "telemetry") for path in sorted((ROOT / package).rglob("*.py"))
-    ]
-    return sorted({(str(path.relative_to(ROOT)), command) for path in paths for text in texts_of(path) for command in find_commands(text)})
-
-
-# These name a group, or the program itself, and are no command to paste.
-GROUPS = {"toolcrew approve"}
+    return sorted({(path, command) for path, text in printed_texts() for command in find_commands(text)})
 
 
 def test_every_command_in_a_message_exists() -> None:
-    found = {command for _, command in printed_commands()} - GROUPS
-    assert len(found) > 20
+    found = {command for _, command in printed_commands()}
+    assert len(found) > 40
     for command in found:
         check_command(command)
+
+
+NO_HINTS = {
+    "orchestrator/cli/main.py": "the examples of a help text",
+    "orchestrator/terminal/commands.py": "cuts the words off a command",
+    "orchestrator/cli/tool_skeleton.py": "commands in the README of a new tool",
+}
+"""File -> what its unmarked commands are."""
+
+
+def test_every_command_in_a_message_is_marked() -> None:
+    """Else the test above would not see it, and a reader would not see where it ends."""
+    root = get_command(app)
+    assert isinstance(root, TyperGroup)
+    command = re.compile(rf"toolcrew (?:{'|'.join(root.commands)})\b[^\n]*")
+    unmarked = {(path, found) for path, text in printed_texts() for found in command.findall(_MARKED.sub("", text)) if path not in NO_HINTS}
+    assert unmarked == set()
 
 
 def test_no_message_builds_a_command_for_one_tenant_by_hand() -> None:
@@ -119,6 +143,7 @@ class Pool:
                 await client.set(
                     catalog_key("default", "sandbox"), seal_catalog(server.keys, "sandbox", Catalog(tools=(build_spec("echo_tool"),)))
                 )
+                await client.set(catalog_names_key("default", "sandbox"), json.dumps(["echo_tool"]))
 
         asyncio.run(prepare())
 
@@ -145,6 +170,44 @@ def test_the_hints_of_a_batch_of_a_tenant_work_when_they_are_pasted(redis_server
         if "resume" not in hint:
             done = pool.paste(hint)
             assert done.exit_code == 0, (hint, done.output)
+
+
+@pytest.mark.parametrize(
+    ("line", "hints"),
+    [
+        ("pause acme", {"resume acme"}),
+        ("tenants set nope --weight 2", {"tenants ls", "tenants add nope"}),
+        ("tenants set acme", {"tenants set --help"}),
+        ("tenants add acme", {"tenants set --help"}),
+        ("tenants rm nope", {"tenants ls", "tenants add nope"}),
+        ("tenants add new --tools ecko_tool", {"tools ls"}),
+        ("tenants keys ls nope", {"tenants ls"}),
+        ("tenants keys rm nope", {"tenants keys ls"}),
+        ("tenants keys add nope", {"tenants add nope"}),
+        ("call echo_tool text=a --tenant nope", {"tenants add nope"}),
+        ("call echo_tool text=a --tenant acme", {"up", "worker start"}),
+        ("skills rm nope --tenant acme", {"skills ls --tenant acme"}),
+        ("approve allow nope", {"approve ls"}),
+        ("hosts", {"worker start"}),
+        ("top --once", {"worker start"}),
+        ("worker drain nope", {"worker start"}),
+    ],
+)
+def test_the_hints_of_a_command_work_when_they_are_pasted(line: str, hints: set[str], redis_server: RedisProcess) -> None:
+    pool = Pool(redis_server)
+    printed = find_commands(pool.paste(f"toolcrew {line}").output)
+    assert {hint.removeprefix("toolcrew ") for hint in printed} == hints
+    for hint in printed:
+        done = pool.paste(f"{hint} --help" if hint in SERVERS else hint)
+        assert done.exit_code == 0, (hint, done.output)
+
+
+def test_the_hints_of_a_batch_with_an_unknown_tool_name_the_tenant(redis_server: RedisProcess, tmp_path: Path) -> None:
+    pool, file = Pool(redis_server), tmp_path / "in.jsonl"
+    file.write_text('{"id": "a", "tool": "zzz", "arguments": {}}\n')
+    (hint,) = find_commands(pool.paste(f"toolcrew batch submit {file} --detach --tenant acme").output)
+    assert hint == "toolcrew tools ls --tenant acme"
+    assert pool.paste(hint).exit_code == 0
 
 
 def test_the_hints_of_a_summary_and_a_report_name_the_tenant() -> None:

@@ -52,7 +52,7 @@ def load_zip(path: Path, owner: str = "") -> Skill:
         IndexError,
     ) as error:
         # All of these are raised for archives that are damaged, encrypted or compressed in other ways.
-        raise SkillBroken(f"it is no .zip file that can be read ({error}): pack it with `toolcrew skills pack`") from error
+        raise SkillBroken(f"it is no .zip file that can be read ({error}): pack it with `toolcrew skills pack FOLDER`") from error
     folder, plain = _without_top(members)
     return load_members(str(path), folder or path.stem, plain, owner)
 

@@ -194,10 +194,8 @@ def _run(name: str, *arguments: str) -> tuple[int, str]:
 @contextmanager
 def _mounted(image: Path, place: Path) -> Iterator[None]:
     """Mounted inside the block; afterwards no loop device has the image any more."""
-    fd = os.open(image, os.O_RDWR | os.O_CLOEXEC)
+    fd = _open_released(image)
     try:
-        if not try_lock(fd):
-            raise OSError(errno.EBUSY, "another process has it", str(image))
         mount_image(fd, place)
     finally:
         os.close(fd)
@@ -206,7 +204,7 @@ def _mounted(image: Path, place: Path) -> Iterator[None]:
         yield
     finally:
         unmount(place)
-        _wait_for_release(image)
+        os.close(_open_released(image))
 
 
 def _check_lock_is_kept(image: Path) -> None:
@@ -218,16 +216,23 @@ def _check_lock_is_kept(image: Path) -> None:
         os.close(fd)
 
 
-def _wait_for_release(image: Path) -> None:
+def _open_released(image: Path) -> int:
+    """Return the image, open and locked, as soon as no loop device has it.
+
+    A program that another thread starts holds a copy of every open file between its fork and its exec. So the lock of a file that is closed already may
+    be kept for a moment, longer on a busy host.
+    """
     fd = os.open(image, os.O_RDWR | os.O_CLOEXEC)
     until = time.monotonic() + _RELEASE_S
     try:
         while not try_lock(fd):
             if time.monotonic() > until:
-                raise OSError(errno.EBUSY, f"still mounted {_RELEASE_S:g} s after its unmount", str(image))
+                raise OSError(errno.EBUSY, f"in use by another process for {_RELEASE_S:g} s", str(image))
             time.sleep(0.001)
-    finally:
+    except BaseException:
         os.close(fd)
+        raise
+    return fd
 
 
 def _copy_sparse(source: Path, target: Path) -> None:
