@@ -20,7 +20,7 @@ from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
 from orchestrator.approvals.queue import ApprovalQueue
 from orchestrator.cli.main import app
-from orchestrator.cli.main import main as command_line
+from orchestrator.cli import main as command_line
 from store.api_keys import ApiKeys, Role
 from store.audit import Audit, Audited
 from store.sessions import SessionStore
@@ -192,8 +192,8 @@ def test_every_command_is_in_one_of_the_lists() -> None:
 
 
 def test_one_module_opens_redis_for_commands() -> None:
-    sources = Path(command_line.__file__).parent.glob("cli*.py")
-    assert [path.name for path in sources if "open_redis" in path.read_text()] == ["cli_access.py"]
+    sources = Path(command_line.__file__).parent.glob("*.py")
+    assert [path.name for path in sources if "open_redis" in path.read_text()] == ["access.py"]
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
