@@ -11,7 +11,8 @@ from contract.hosts import HostReport
 from orchestrator.api.access import OperatorCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
 from orchestrator.api.problems import ApiCode, ApiProblem, responses
-from store.hosts import HostStore, find_workers
+from orchestrator.operations.drains import find_workers, order_drain
+from store.hosts import HostStore
 
 router = APIRouter(prefix="/v1/hosts", tags=["hosts"], responses=responses())
 
@@ -68,7 +69,7 @@ async def drain_host(host: str, drain: Drain, caller: OperatorCaller) -> Page[Ho
     except ConfigError as error:
         raise ApiProblem(ApiCode.NOT_FOUND, str(error)) from error
     for report in found:
-        await hosts.order_drain(report, house.settings.broker().signing_keys(), lossy=drain.lossy, actor=caller.identity.actor())
+        await order_drain(hosts, report, house.settings.broker().signing_keys(), lossy=drain.lossy, actor=caller.identity.actor())
     return page_of([_view(report, {}) for report in find_workers(await hosts.read(), host)], None, 200)
 
 

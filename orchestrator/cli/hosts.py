@@ -10,8 +10,9 @@ from contract.errors import OperatorError
 from contract.hosts import RESTART_GRACE_S, HostReport
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.runner import Json, run_work
+from orchestrator.operations.drains import find_workers, follow_drain, order_drain
 from orchestrator.terminal.output import escape_controls, table_rows
-from store.hosts import HostStore, find_workers
+from store.hosts import HostStore
 
 MIB = 1024 * 1024
 Host = Annotated[str, typer.Argument(help="Its name as `toolcrew hosts` shows it, or the queue of one worker.")]
@@ -84,7 +85,7 @@ def worker_drain(
                     f"{found[0].queue} has ended, and its restart is awaited for {RESTART_GRACE_S} s: start it and drain it, or wait; then its sessions go on elsewhere"
                 )
             for report in reports:
-                await hosts.order_drain(report, keys, lossy=lossy, actor=deployment.actor)
+                await order_drain(hosts, report, keys, lossy=lossy, actor=deployment.actor)
                 tell(f"{report.queue} drains")
             return [await _followed(hosts, report, tell) if wait else _end(report, "draining") for report in reports]
 
@@ -97,7 +98,7 @@ def worker_drain(
 
 async def _followed(hosts: HostStore, report: HostReport, tell: Any) -> dict[str, Any]:
     """The end of a worker that drains. Raises OperatorError when it is lost meanwhile."""
-    async for state, last in hosts.follow_drain(report):
+    async for state, last in follow_drain(hosts, report):
         if state == "lost":
             raise OperatorError(f"{report.queue} was lost while it drained: its sessions go on elsewhere from their last checkpoints")
         if state == "drained":

@@ -26,12 +26,13 @@ from orchestrator.approvals import AutoApprover
 from orchestrator.cli.main import app
 from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.operations.drains import find_workers, follow_drain, order_drain
 from orchestrator.runs.batch_service import BatchService
 from orchestrator.runs.records import BatchState
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.connection import open_redis
-from store.hosts import HostStore, find_workers
+from store.hosts import HostStore
 from store.tenants import RedisTenants
 from tests.host_ground import Ground, GroundProcess
 from tests.redis_ground import SECRET, Server, open_server
@@ -379,7 +380,7 @@ async def drain(house: House, host: str) -> str:
     try:
         hosts = HostStore(redis, "default")
         [report] = find_workers(await hosts.read(), host)
-        await hosts.order_drain(report, broker.signing_keys())
-        return [state async for state, _ in hosts.follow_drain(report)][-1]
+        await order_drain(hosts, report, broker.signing_keys())
+        return [state async for state, _ in follow_drain(hosts, report)][-1]
     finally:
         await redis.aclose()

@@ -14,10 +14,12 @@ from contract.names import POOL_WEB, control_queue, host_key, hosts_key
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.cli.main import app
+from orchestrator.operations import drains
+from orchestrator.operations.drains import find_workers, follow_drain, order_drain
 from store import hosts as hosts_module
 from store.connection import open_redis
 from store.control import WorkerControlStore
-from store.hosts import HostStore, find_workers
+from store.hosts import HostStore
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, build_report
 from workers.celery_edge.worker_state import parse_session_of
@@ -120,31 +122,31 @@ def worker(ground: HostGround, redis_server: RedisProcess) -> Iterator[Worker]:
 
 async def test_a_drain_begins_when_the_worker_says_so(worker: Worker, hosts: HostStore) -> None:
     (report,) = await hosts.read()
-    await hosts.order_drain(report, KEY)
+    await order_drain(hosts, report, KEY)
     assert worker.orders == [False]
 
 
 async def test_an_order_that_is_not_taken_is_told(worker: Worker, hosts: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts_module, "TAKEN_S", 0.5)
+    monkeypatch.setattr(drains, "ACCEPTED_WITHIN_S", 0.5)
     worker.answers = False
     (report,) = await hosts.read()
     with pytest.raises(OperatorError, match="see the log of its worker"):
-        await hosts.order_drain(report, KEY)
+        await order_drain(hosts, report, KEY)
 
 
 async def test_a_host_whose_files_would_be_lost_is_not_drained_unless_that_is_meant(worker: Worker, hosts: HostStore) -> None:
     report = build_report(store="local")
     with pytest.raises(ConfigError, match="set TOOLCREW_WORKSPACE_STORE"):
-        await hosts.order_drain(report, KEY)
+        await order_drain(hosts, report, KEY)
     assert worker.orders == []
-    await hosts.order_drain(report, KEY, lossy=True)
+    await order_drain(hosts, report, KEY, lossy=True)
     assert worker.orders == [True]
 
 
 async def test_an_order_for_another_worker_or_of_a_forger_drains_nobody(worker: Worker, hosts: HostStore, ground: HostGround) -> None:
     other = build_report("host.b.b1", store="shared")
     ground.hosts().report(other.model_copy(update={"draining": True}))
-    await hosts.order_drain(other, KEY)
+    await order_drain(hosts, other, KEY)
     meant_for_b = ground.redis.rpop(control_queue("host.b.b1"))
     assert isinstance(meant_for_b, bytes)
     assert decode_call(meant_for_b.decode(), KEY)[0].arguments["queue"] == "host.b.b1"
@@ -153,16 +155,16 @@ async def test_an_order_for_another_worker_or_of_a_forger_drains_nobody(worker: 
     worker.refusal.clear()
     ground.hosts().report(build_report(store="shared", draining=True))
     (report, *_) = await hosts.read()
-    await hosts.order_drain(report, SigningKeys.of("a guess"))
+    await order_drain(hosts, report, SigningKeys.of("a guess"))
     assert worker.refusal.wait(10)
     assert (worker.refused, worker.orders) == (["wrong_task", "signature"], [])
 
 
 async def test_the_end_of_a_drain_is_told_apart_from_a_loss(worker: Worker, hosts: HostStore, ground: HostGround) -> None:
     (report,) = await hosts.read()
-    await hosts.order_drain(report, KEY)
+    await order_drain(hosts, report, KEY)
     told = []
-    async for state, last in hosts.follow_drain(report):
+    async for state, last in follow_drain(hosts, report):
         told.append((state, last.trouble))
         if state == "draining":
             ground.hosts().leave("drained", report)
@@ -170,7 +172,7 @@ async def test_the_end_of_a_drain_is_told_apart_from_a_loss(worker: Worker, host
 
     ground.hosts().report(report)
     ground.redis.delete(host_key(DEPLOYMENT, QUEUE))
-    assert [state async for state, _ in hosts.follow_drain(report)] == ["lost"]
+    assert [state async for state, _ in follow_drain(hosts, report)] == ["lost"]
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------------

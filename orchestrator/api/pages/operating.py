@@ -12,10 +12,11 @@ from orchestrator.api.pages.people import Looking, Person, Sending, not_here
 from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.problems import ApiProblem
+from orchestrator.operations.drains import find_workers, order_drain
 from orchestrator.operations.overview import OverviewReader, TenantLook
 from store.api_keys import ApiKeyRecord
 from store.audit import ACTIONS, Audit
-from store.hosts import HostStore, find_workers
+from store.hosts import HostStore
 from store.sessions import SessionList
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
@@ -135,7 +136,7 @@ async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] =
             )
     keys = house.settings.broker().signing_keys()
     for report in found:
-        await known.order_drain(report, keys, lossy=lossy == "yes", actor=person.actor)
+        await order_drain(known, report, keys, lossy=lossy == "yes", actor=person.actor)
     return back("hosts", tenant=person.tenant, done="drained")
 
 
