@@ -1,9 +1,4 @@
-"""Where a session lives: one hash in Redis a session, with a fence that grows at every move. What carries an older fence is refused.
-
-::
-
-    (none) --open--> open --its host is lost, or drains--> moving --reopened elsewhere--> open (fence + 1) --close--> closed
-"""
+"""The location of a session: on which host it lives, and how it is opened on another one. store/sessions.py draws its states."""
 
 import json
 from collections.abc import Mapping
@@ -17,26 +12,24 @@ from contract.errors import EnvelopeRefused, SandboxUnavailable
 from contract.signing import SigningKeys
 
 DEFAULT_TTL_S, MAX_TTL_S = 1800.0, 86_400.0
-"""Seconds without a call after which a session is closed: unless given otherwise, and at most."""
+"""Seconds without a call after which a session is closed: the default, and the maximum."""
 LOCATION_MARGIN_S = 3600
-"""How long a session's place is remembered beyond its time to live without a call."""
-CLOSED = "closed"
-"""The state of what is left of a closed session's place, which says so to every host that still has a sandbox of it, and is no place."""
-CLOSED_MARGIN_S = 600
-"""How long that is remembered beyond the time to live, after which such a sandbox has gone by itself."""
+"""How long a session's location outlives its time to live without a call."""
 
 
 class LocationState(StrEnum):
     OPEN = "open"
     MOVING = "moving"
-    """It has no host now: parked by a drain, or being opened elsewhere. The next call opens it."""
+    """It has no host now: a drain holds or has released it, or it is being opened elsewhere. The next call opens it."""
 
 
 class SessionLocation(Record):
-    """The fields of the hash, all text in Redis. `start`: the signed arguments of `session.open` (seal_start). `checkpoint`: the last one, "" for none,
-    taken at `checkpoint_at`. `ttl_s`: how long it lives without a call; `moving_until`: when whoever opens it elsewhere is given up, Unix seconds.
-    `automatic`: the last checkpoint that a worker took by itself, "" for none; it may be older than `checkpoint`, and is deleted when another was taken.
-    `held`: the fence of the last hold by a drain; while it is the place's, whoever held it has all that the session has."""
+    """The fields of the hash, all text in Redis. Instants in Unix seconds; "" for no checkpoint.
+
+    `start`: the signed arguments of `session.open` (seal_start). `checkpoint`: the last one, taken at `checkpoint_at`. `automatic`: the last one that a
+    worker took by itself; it may be older than `checkpoint`, and is deleted after the next one. `ttl_s`: how long the session lives without a call.
+    `moving_until`: from then on another process may open the session elsewhere. `held`: the fence of the last hold by a drain; while it equals `fence`,
+    the host that held the session has all its files."""
 
     state: LocationState
     queue: str
@@ -56,18 +49,11 @@ def seal_start(keys: SigningKeys, tenant: str, session: str, arguments: Mapping[
     return keys.seal(f"start {tenant} {session}", json.dumps(arguments))
 
 
-def open_start(keys: SigningKeys, tenant: str, session: str, place: SessionLocation) -> dict[str, Any]:
+def open_start(keys: SigningKeys, tenant: str, session: str, location: SessionLocation) -> dict[str, Any]:
     """Return these arguments. Raises SandboxUnavailable when they are not signed for that session."""
     try:
-        return dict(json.loads(keys.unseal(f"start {tenant} {session}", place.start)))
+        return dict(json.loads(keys.unseal(f"start {tenant} {session}", location.start)))
     except EnvelopeRefused as error:
         raise SandboxUnavailable(
             f"how the session was opened cannot be verified, so it is not opened again: open a new one. {error}"
         ) from error
-
-
-def parse_location(fields: Mapping[bytes, bytes]) -> SessionLocation | None:
-    """The place of a hash; None for no hash, and for a session that was closed. Raises ValidationError for one that is none of ours."""
-    if not fields or fields.get(b"state") == CLOSED.encode():
-        return None
-    return SessionLocation.model_validate({name.decode(): value.decode(errors="replace") for name, value in fields.items()}, strict=False)

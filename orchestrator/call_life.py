@@ -17,11 +17,12 @@ from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolF
 from contract.hosts import HOST_TTL_S, parse_holder
 from contract.ledger import CallRecord, CallState, parse_record
 from contract.names import admission_prefix, call_key, host_key, host_of, is_blob_of, place_key, result_key, seen_tenants_key, tenants_key
-from contract.session_locations import SessionLocation, parse_location
+from contract.session_locations import SessionLocation
 from contract.signing import ResultSeal, SigningKeys
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from orchestrator.links import flower_task_url
 from orchestrator.runs.keys import run_key
+from store.sessions import parse_session_location
 
 MAX_LOOKED_AT = 200_000
 """Calls that wait for slots, among which one is looked for."""
@@ -254,7 +255,7 @@ class CallLives:
             return None
         fields: Any = await _told(self._client.hgetall(place_key(self._deployment, tenant, session)))
         try:
-            return parse_location(fields)
+            return parse_session_location(fields)
         except ValidationError:
             return None  # of a later release: nothing of it could be shown truly
 

@@ -46,14 +46,11 @@ from contract.names import (
     tombstone_key,
 )
 from contract.session_locations import (
-    CLOSED,
-    CLOSED_MARGIN_S,
     DEFAULT_TTL_S,
     LOCATION_MARGIN_S,
     LocationState,
     SessionLocation,
     open_start,
-    parse_location,
 )
 from contract.signing import SigningKeys
 from store.connection import RedisClient, SyncRedis, broker_errors
@@ -70,6 +67,10 @@ MAX_LOOKED_AT = 5000
 AT_ONCE = 200
 TIES = 8
 _CURSOR = re.compile(r"([0-9]{1,16})\.([A-Za-z0-9_-]{1,64})\.([A-Za-z0-9_-]{1,64})")
+CLOSED = "closed"
+"""The state in what remains of a closed session's hash. It tells every host that still has a sandbox of the session to remove that."""
+CLOSED_MARGIN_S = 600
+"""How long that outlives the time to live, after which such a sandbox has expired by itself."""
 _WHAT = "the sessions' locations were not read or changed"
 _LIST = "the open sessions were not listed"
 
@@ -90,6 +91,13 @@ def open_sessions_key(deployment: str) -> str:
 def tenant_open_sessions_key(deployment: str, tenant: str) -> str:
     """The same of one tenant, by the sessions' names."""
     return tenant_key(deployment, tenant, "open-sessions")
+
+
+def parse_session_location(fields: Mapping[bytes, bytes]) -> SessionLocation | None:
+    """Return the location in a hash; None if there is no hash, or if the session was closed. Raises ValidationError if it is not one of ours."""
+    if not fields or fields.get(b"state") == CLOSED.encode():
+        return None
+    return SessionLocation.model_validate({name.decode(): value.decode(errors="replace") for name, value in fields.items()}, strict=False)
 
 
 # --- Scripts of orchestrators -----------------------------------------------------------------------------------------
@@ -269,7 +277,7 @@ class SessionStore:
         with broker_errors(_WHAT):
             fields: Any = await self._client.hgetall(place_key(self._deployment, tenant, session))
         try:
-            return parse_location(fields)
+            return parse_session_location(fields)
         except ValidationError as error:
             raise BrokerUnavailable(
                 f"the location of session {session} in Redis is none of ours: run the same release everywhere"
@@ -308,7 +316,7 @@ class SessionStore:
         return "alive" if report is not None else "silent"
 
     async def close(self, tenant: str, session: str) -> None:
-        """Record that a session has ended, wherever it is or is being opened. A host that has a sandbox of it removes that (workers/leftovers.py)."""
+        """Record that a session has ended, wherever it is or is being opened. A host that has a sandbox of it removes that (workers/session_monitors.py)."""
         keys = [*self._listed_keys(tenant, session), session_facts_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
             await self._close(keys=keys, args=[session, CLOSED, CLOSED_MARGIN_S, DEFAULT_TTL_S, tenant])
@@ -442,7 +450,7 @@ class WorkerSessionStore:
 
 def _parse_readable(fields: Any) -> SessionLocation | None:
     try:
-        return parse_location(fields)
+        return parse_session_location(fields)
     except ValidationError:
         return None
 
@@ -547,7 +555,7 @@ class SessionList:
     def _parse(self, row: "_Row", fields: Mapping[bytes, bytes]) -> "OpenSession | Literal['expired', 'unreadable']":
         """Return "unreadable" for a record of a later release or without a valid signature: its image and network cannot be shown truly."""
         try:
-            location = parse_location(fields)
+            location = parse_session_location(fields)
             return _listed(row, location, open_start(self._keys, row.tenant, row.session, location)) if location is not None else "expired"
         except (ValidationError, SandboxUnavailable):
             return "unreadable"

@@ -9,9 +9,9 @@ from contract.clock import SharedClock
 from contract.errors import SandboxUnavailable
 from contract.hosts import HostReport
 from contract.names import place_key
-from contract.session_locations import SessionLocation, parse_location
+from contract.session_locations import SessionLocation
 from store.hosts import WorkerHostStore
-from store.sessions import WorkerSessionStore
+from store.sessions import WorkerSessionStore, parse_session_location
 from tests.conftest import RedisProcess
 from workers.sandbox_client import SandboxClient
 
@@ -114,7 +114,7 @@ class HostGround:
         self.redis.hset(self._key(name), mapping={field: str(value) for field, value in plain.items()})
 
     def place(self, name: str) -> SessionLocation:
-        found = parse_location(self.redis.hgetall(self._key(name)))  # type: ignore[arg-type]
+        found = parse_session_location(self.redis.hgetall(self._key(name)))  # type: ignore[arg-type]
         assert found is not None
         return found
 

@@ -18,7 +18,7 @@ RETRY_S = 1.0
 BATCH = 500
 
 
-class Adopter:
+class AdoptionMonitor:
     """Takes over sessions: `begin` before the worker serves calls; then, as a thread, what could not be decided or closed at once."""
 
     def __init__(

@@ -47,7 +47,7 @@ class Watched:
         return row.idle_s >= QUIET_S or waited_s >= every_s
 
 
-class CheckpointKeeper:
+class CheckpointMonitor:
     """A thread that checkpoints what has changed, at most every `every_s` seconds a session, a few sessions at a time."""
 
     def __init__(

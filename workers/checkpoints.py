@@ -69,7 +69,7 @@ class AutomaticCheckpoints:
                     raise
 
 
-class NotingClient(SandboxClient):
+class RecordingSandboxClient(SandboxClient):
     """A client of sandboxd for calls: a checkpoint that a caller asks for is also recorded in its session's location, and never deleted by us."""
 
     def __init__(self, socket_path: Path | str, sessions: WorkerSessionStore, clock: Callable[[], float]) -> None:

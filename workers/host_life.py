@@ -16,20 +16,19 @@ from contract.hosts import HostReport
 from store.connection import connect, connect_once
 from store.hosts import WorkerHostStore
 from store.sessions import WorkerSessionStore
-from workers.adoption import Adopter
+from workers.adoption import AdoptionMonitor
 from workers.celery_edge.worker_state import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
-from workers.checkpointing import DEFAULT_EVERY_S, CheckpointKeeper
-from workers.checkpoints import AutomaticCheckpoints, NotingClient
+from workers.checkpointing import DEFAULT_EVERY_S, CheckpointMonitor
+from workers.checkpoints import AutomaticCheckpoints, RecordingSandboxClient
 from workers.draining import Drain
-from workers.expiry import ExpiryWatch
 from workers.heartbeat import Heartbeat
 from workers.host_report import build_host_report, read_store
 from workers.host_watch import SandboxdWatch
 from workers.incarnation import take_incarnation
-from workers.leftovers import LeftoverSweep
 from workers.processes import describe_process
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd_counts import SandboxdCounts
+from workers.session_monitors import ExpiryMonitor, LeftoverMonitor
 from workers.settings import WorkerSettings
 from workers.tenants import Tenants
 from workers.terms_watch import TermsWatch
@@ -83,15 +82,15 @@ class HostLife:
         incarnation = take_incarnation(facts.host, str(first["boot"]), hosts, self._report)
         self.queue, self.worker = incarnation.queue, facts.worker
         self._sessions = self.open_sessions()
-        self._adopter = Adopter(self._sessions, hosts, incarnation.ended, self._open_client)
+        self._adopter = AdoptionMonitor(self._sessions, hosts, incarnation.ended, self._open_client)
         with self._open_client() as sandboxd:
             self._adopter.begin(str(row["name"]) for row in sandboxd.sessions())
         self._heartbeat = Heartbeat(hosts, lambda: self._report(self.queue), self._clock, self._end_for_loss)
         self._counts = SandboxdCounts(connect_once(self._broker), deployment, facts.host, self.queue, lambda: self._watch.status)
         self._checkpoints = AutomaticCheckpoints(self._sessions, self._clock, self._stop)
-        self._keeper = CheckpointKeeper(self._open_client, self._sessions, self._checkpoints, self._every_s(), self._stop_keeping)
-        self._expiry = ExpiryWatch(self._open_client, self._sessions, self._stop)
-        self._leftovers = LeftoverSweep(self._open_client, self._sessions, self._stop)
+        self._keeper = CheckpointMonitor(self._open_client, self._sessions, self._checkpoints, self._every_s(), self._stop_keeping)
+        self._expiry = ExpiryMonitor(self._open_client, self._sessions, self._stop)
+        self._leftovers = LeftoverMonitor(self._open_client, self._sessions, self._stop)
         self._terms = TermsWatch(
             self._open_client, Tenants(connect(self._broker), deployment, self._broker.signing_keys()).policy, self._stop
         )
@@ -104,7 +103,7 @@ class HostLife:
         """A client of sandboxd for one thread or process that runs calls."""
         if self._is_local:
             return self._open_client()
-        return NotingClient(self._settings.sandboxd_socket, self.open_sessions(), self._clock)
+        return RecordingSandboxClient(self._settings.sandboxd_socket, self.open_sessions(), self._clock)
 
     def start(self) -> None:
         on_stopping(self._note_leaving)

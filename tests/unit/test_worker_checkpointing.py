@@ -12,7 +12,7 @@ from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from tests.conftest import RedisProcess
 from tests.fake_host import HostGround, MemorySandboxd
 from workers import checkpoints as checkpoints_module
-from workers.checkpointing import QUIET_S, CheckpointKeeper, Watched
+from workers.checkpointing import QUIET_S, CheckpointMonitor, Watched
 from workers.checkpoints import AutomaticCheckpoints
 from workers.host_watch import SessionRow, parse_rows
 
@@ -26,7 +26,7 @@ class Host:
         self.stop = threading.Event()
         sessions = ground.sessions()
         self.checkpoints = AutomaticCheckpoints(sessions, ground.clock, self.stop)
-        self.keeper = CheckpointKeeper(self.sandboxd.client, sessions, self.checkpoints, every_s, self.stop)
+        self.keeper = CheckpointMonitor(self.sandboxd.client, sessions, self.checkpoints, every_s, self.stop)
 
     def look(self) -> int:
         with self.sandboxd.client() as client:

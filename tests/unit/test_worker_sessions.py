@@ -13,7 +13,7 @@ from store.sessions import AdoptionResult
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd, build_report
 from workers import adoption as adoption_module
-from workers.adoption import Adopter
+from workers.adoption import AdoptionMonitor
 
 OURS = "host.a.b2"
 
@@ -23,8 +23,8 @@ def ground(redis_server: RedisProcess) -> HostGround:
     return HostGround(redis_server)
 
 
-def adopter(ground: HostGround, sandboxd: MemorySandboxd, *ended: HostReport) -> Adopter:
-    return Adopter(ground.sessions(OURS), ground.hosts(), ended, sandboxd.client)
+def adopter(ground: HostGround, sandboxd: MemorySandboxd, *ended: HostReport) -> AdoptionMonitor:
+    return AdoptionMonitor(ground.sessions(OURS), ground.hosts(), ended, sandboxd.client)
 
 
 def test_a_session_of_an_earlier_boot_of_this_host_is_taken_over_under_a_new_fence(ground: HostGround) -> None:

@@ -8,7 +8,7 @@ from contract.errors import BrokerUnavailable
 from contract.names import place_key, tenant_sessions_key
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd
-from workers.expiry import ExpiryWatch
+from workers.session_monitors import ExpiryMonitor
 
 NAMES = tenant_sessions_key(DEPLOYMENT, "acme")
 
@@ -20,7 +20,7 @@ class Host:
         self.ground = ground
         self.sandboxd = MemorySandboxd()
         self.sessions = ground.sessions()
-        self.watch = ExpiryWatch(self.sandboxd.client, self.sessions, threading.Event())
+        self.watch = ExpiryMonitor(self.sandboxd.client, self.sessions, threading.Event())
 
     def add(self, session: str, *, idle_s: float, ttl_s: float, **place: object) -> None:
         self.sandboxd.add(f"acme:{session}", idle_s=idle_s, ttl_s=ttl_s)

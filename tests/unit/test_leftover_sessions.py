@@ -13,14 +13,13 @@ from contract.calls import ToolCall
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.ledger import Claim
 from contract.names import place_key, tenant_sessions_key
-from contract.session_locations import CLOSED_MARGIN_S
-from store.sessions import SessionStore
+from store.sessions import CLOSED_MARGIN_S, SessionStore
 from tests.builders import build_context
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd
-from workers import leftovers as leftovers_module
+from workers import session_monitors
 from workers.ledger import Ledger
-from workers.leftovers import LeftoverSweep
+from workers.session_monitors import LeftoverMonitor
 
 
 class Host:
@@ -32,7 +31,7 @@ class Host:
         self.sandboxd = MemorySandboxd()
         self.sessions = ground.sessions()
         self.stop = threading.Event()
-        self.sweep = LeftoverSweep(self.sandboxd.client, self.sessions, self.stop)
+        self.sweep = LeftoverMonitor(self.sandboxd.client, self.sessions, self.stop)
 
     async def open(self, session: str, queue: str = "host.a.b1", **row: object) -> None:
         """As far as it comes: a place, and a sandbox here, wherever the place says that it is."""
@@ -125,7 +124,7 @@ async def test_that_a_session_was_closed_is_known_for_as_long_as_a_sandbox_of_it
 
 
 async def test_it_is_looked_again_after_redis_or_sandboxd_were_away(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(session_monitors, "LOOK_S", 0.01)
     await host.open("s1")
     await host.orchestrator.close("acme", "s1")
     find, has_failed, failures = host.sessions.find_ended, threading.Event(), [BrokerUnavailable("away"), SandboxUnavailable("away")]
