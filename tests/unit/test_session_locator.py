@@ -60,22 +60,22 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
     await opened.aclose()
 
 
-def build_homes(client: "redis.asyncio.Redis", hosts: Hosts) -> SessionLocator:
+def build_locator(client: "redis.asyncio.Redis", hosts: Hosts) -> SessionLocator:
     return SessionLocator(SessionStore(client, "d"), hosts, hosts.send_open, KEY)
 
 
 async def test_a_session_stays_with_the_host_that_opened_it(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a", "b")
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {"ttl_s": 60})
     address = await locator.find("acme", "s1", DEFAULT)
     # Another process finds the same.
-    assert await build_homes(client, hosts).find("acme", "s1", DEFAULT) == address
+    assert await build_locator(client, hosts).find("acme", "s1", DEFAULT) == address
     assert (address.queue, address.fence) == (hosts.opened[0][0], 1)
 
 
 async def test_a_session_is_found_by_its_tenant_only(client: "redis.asyncio.Redis") -> None:
-    locator = build_homes(client, Hosts("a"))
+    locator = build_locator(client, Hosts("a"))
     await locator.open("acme", "s1", DEFAULT, {})
     with pytest.raises(ToolFailure) as unknown:
         await locator.find("rival", "s1", DEFAULT)
@@ -83,7 +83,7 @@ async def test_a_session_is_found_by_its_tenant_only(client: "redis.asyncio.Redi
 
 
 async def test_a_tenant_has_no_more_sessions_than_it_may_and_closed_ones_do_not_count(client: "redis.asyncio.Redis") -> None:
-    locator, policy = build_homes(client, Hosts("a")), TenantPolicy(sandboxes=2)
+    locator, policy = build_locator(client, Hosts("a")), TenantPolicy(sandboxes=2)
     for name in ("s1", "s2"):
         await locator.open("acme", name, policy, {})
     with pytest.raises(ToolFailure) as full:
@@ -95,7 +95,7 @@ async def test_a_tenant_has_no_more_sessions_than_it_may_and_closed_ones_do_not_
 
 
 async def test_sessions_whose_time_ran_out_do_not_count(client: "redis.asyncio.Redis") -> None:
-    locator, policy = build_homes(client, Hosts("a")), TenantPolicy(sandboxes=1)
+    locator, policy = build_locator(client, Hosts("a")), TenantPolicy(sandboxes=1)
     await locator.open("acme", "s1", policy, {})
     await client.delete(place_key("d", "acme", "s1"))
     await locator.open("acme", "s2", policy, {})
@@ -105,7 +105,7 @@ async def test_an_opening_goes_to_another_host_when_the_first_is_lost_on_the_way
     hosts = Hosts("a", "b")
     hosts.answers["host.a.b00t"] = CallLost("gone", has_started=True)
     hosts.all["host.b.b00t"] = build_report("b", sessions=50)
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
     assert [(queue, fence) for queue, _, fence in hosts.opened] == [("host.a.b00t", 1), ("host.b.b00t", 2)]
     assert await locator.find("acme", "s1", DEFAULT) == SessionAddress("host.b.b00t", 2)
@@ -139,7 +139,7 @@ async def test_an_opening_that_the_next_worker_of_its_host_has_taken_over_is_ask
 async def test_an_opening_that_failed_leaves_no_place(client: "redis.asyncio.Redis", answer: Any) -> None:
     hosts = Hosts("a")
     hosts.answers["host.a.b00t"] = answer
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     with contextlib.suppress(SandboxUnavailable):
         assert not (await locator.open("acme", "s1", DEFAULT, {})).success
     assert await client.hget(place_key("d", "acme", "s1"), "state") == b"closed"
@@ -148,7 +148,7 @@ async def test_an_opening_that_failed_leaves_no_place(client: "redis.asyncio.Red
 
 async def test_a_session_of_a_lost_host_is_opened_elsewhere_from_its_checkpoint(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {"image": "base", "ttl_s": 60, "restore": "c0"})
     await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "c7", "checkpoint_at": 1_700_000_000})
     seen = await locator.find("acme", "s1", DEFAULT)
@@ -162,12 +162,12 @@ async def test_a_session_of_a_lost_host_is_opened_elsewhere_from_its_checkpoint(
 
 async def test_many_who_see_the_loss_at_once_open_the_session_once(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
-    first = build_homes(client, hosts)
+    first = build_locator(client, hosts)
     await first.open("acme", "s1", DEFAULT, {})
     seen = await first.find("acme", "s1", DEFAULT)
     await hosts.lose(client, "host.a.b00t")
     hosts.all["host.b.b00t"] = build_report("b")
-    programs = [first, *(build_homes(client, hosts) for _ in range(4))]
+    programs = [first, *(build_locator(client, hosts) for _ in range(4))]
     found = await asyncio.gather(*(locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True) for locator in programs for _ in range(3)))
     assert set(found) == {SessionAddress("host.b.b00t", 2)}
     assert len(hosts.opened) == 2
@@ -175,7 +175,7 @@ async def test_many_who_see_the_loss_at_once_open_the_session_once(client: "redi
 
 async def test_what_a_drain_has_parked_is_opened_by_the_next_call(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a", "b")
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
     seen = await locator.find("acme", "s1", DEFAULT)
     parked = {"state": LocationState.MOVING.value, "queue": "", "fence": 2, "checkpoint": "c1", "checkpoint_at": 1}
@@ -188,7 +188,7 @@ async def test_what_a_drain_has_parked_is_opened_by_the_next_call(client: "redis
 
 async def test_a_move_that_fails_can_be_tried_again(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
     seen = await locator.find("acme", "s1", DEFAULT)
     await hosts.lose(client, "host.a.b00t")
@@ -201,7 +201,7 @@ async def test_a_move_that_fails_can_be_tried_again(client: "redis.asyncio.Redis
 
 
 async def test_what_the_host_is_asked_to_open_is_remembered_without_the_checkpoint_it_began_with(client: "redis.asyncio.Redis") -> None:
-    locator = build_homes(client, Hosts("a"))
+    locator = build_locator(client, Hosts("a"))
     await locator.open("acme", "s1", DEFAULT, {"ttl_s": 5, "restore": "c0"})
     assert await locator.start("acme", "s1") == {"ttl_s": 5}
 
@@ -209,7 +209,7 @@ async def test_what_the_host_is_asked_to_open_is_remembered_without_the_checkpoi
 async def test_a_silent_host_is_waited_for_and_keeps_its_sessions_when_it_comes_back(client: "redis.asyncio.Redis") -> None:
     """As after an outage of Redis, when every report has expired."""
     hosts = Hosts("a", "b")
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
     seen = await locator.find("acme", "s1", DEFAULT)
     await client.zadd(hosts_key("d"), {seen.queue: 1})
@@ -223,7 +223,7 @@ async def test_a_silent_host_is_waited_for_and_keeps_its_sessions_when_it_comes_
 
 async def test_a_checkpoint_that_its_owner_deleted_is_followed_by_the_hosts_own_and_then_by_nothing(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
     await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "c1", "automatic": "auto-1", "checkpoint_at": 1})
     seen = await locator.find("acme", "s1", DEFAULT)
@@ -240,7 +240,7 @@ async def test_an_older_checkpoint_is_tried_on_the_host_that_took_the_session_af
     client: "redis.asyncio.Redis",
 ) -> None:
     hosts = Hosts("a")
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
     await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "c1", "checkpoint_at": 1})
     seen = await locator.find("acme", "s1", DEFAULT)
@@ -261,7 +261,7 @@ async def test_an_older_checkpoint_is_tried_on_the_host_that_took_the_session_af
 
 async def test_incarnations_that_are_gone_are_forgotten(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts()
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     for number in range(5):
         hosts.all = {f"host.a.b{number}": build_report("a")}
         await locator.open("acme", f"s{number}", DEFAULT, {})
@@ -270,7 +270,7 @@ async def test_incarnations_that_are_gone_are_forgotten(client: "redis.asyncio.R
 
 async def test_what_is_told_of_a_move_is_not_the_time_of_a_checkpoint_that_was_not_restored(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
     await client.hset(place_key("d", "acme", "s1"), mapping={"checkpoint": "asked", "automatic": "older", "checkpoint_at": 1_700_000_000})
     seen = await locator.find("acme", "s1", DEFAULT)
@@ -286,7 +286,7 @@ async def test_what_is_told_of_a_move_is_not_the_time_of_a_checkpoint_that_was_n
 async def test_openings_that_were_refused_do_not_fill_hosts(client: "redis.asyncio.Redis") -> None:
     hosts, full = Hosts(), TenantPolicy(sandboxes=0)
     hosts.all["host.a.b00t"] = build_report("a", max_sessions=2)
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     for number in range(3):
         with pytest.raises(ToolFailure):
             await locator.open("greedy", f"s{number}", full, {})
@@ -296,11 +296,11 @@ async def test_openings_that_were_refused_do_not_fill_hosts(client: "redis.async
 async def test_waiting_for_who_moves_a_session_does_not_fill_hosts(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts()
     hosts.all["host.a.b00t"] = build_report("a", max_sessions=2)
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
     place = place_key("d", "acme", "s1")
     await client.hset(place, mapping={"state": "moving", "fence": 2, "moving_until": 9_000_000_000})
-    waiting = [asyncio.create_task(build_homes(client, hosts).find("acme", "s1", DEFAULT)) for _ in range(2)]
+    waiting = [asyncio.create_task(build_locator(client, hosts).find("acme", "s1", DEFAULT)) for _ in range(2)]
     waiting += [
         asyncio.create_task(locator.refresh("acme", "s1", SessionAddress("host.a.b00t", 1), DEFAULT, is_lost=False)) for _ in range(4)
     ]
@@ -313,7 +313,7 @@ async def test_waiting_for_who_moves_a_session_does_not_fill_hosts(client: "redi
 async def test_a_session_of_a_host_that_left_in_order_or_long_ago_goes_on_elsewhere(client: "redis.asyncio.Redis") -> None:
     """Such a host has neither a report nor a tombstone."""
     hosts = Hosts("a")
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
     seen = await locator.find("acme", "s1", DEFAULT)
     del hosts.all[seen.queue]
@@ -326,7 +326,7 @@ async def test_of_sessions_that_were_never_closed_a_bounded_number_is_known(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(homes_module, "MAX_KNOWN", 2)
-    locator = build_homes(client, Hosts("a"))
+    locator = build_locator(client, Hosts("a"))
     for number in range(4):
         await locator.open("acme", f"s{number}", DEFAULT, {})
     assert [locator.known("acme", f"s{number}") is not None for number in range(4)] == [False, False, True, True]
@@ -351,7 +351,7 @@ async def test_an_opening_that_a_full_host_refuses_goes_to_another(client: "redi
     hosts.all["host.b.b00t"] = build_report("b", sessions=50)
     full = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
     hosts.answers["host.a.b00t"] = full
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     assert (await locator.open("acme", "s1", DEFAULT, {})).success
     assert (await locator.find("acme", "s1", DEFAULT)).queue == "host.b.b00t"
 
@@ -361,7 +361,7 @@ async def test_when_all_hosts_refuse_their_own_words_are_told_and_nothing_is_lef
     for queue in hosts.all:
         words = f"{queue} has no engine"
         hosts.answers[queue] = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, words)
-    told = await build_homes(client, hosts).open("acme", "s1", DEFAULT, {})
+    told = await build_locator(client, hosts).open("acme", "s1", DEFAULT, {})
     assert (told.error_code, "has no engine" in str(told.error), len(hosts.opened)) == (ErrorCode.SANDBOX_UNAVAILABLE, True, 2)
     assert await client.hget(place_key("d", "acme", "s1"), "state") == b"closed"
 
@@ -369,7 +369,7 @@ async def test_when_all_hosts_refuse_their_own_words_are_told_and_nothing_is_lef
 async def test_a_report_forgets_what_was_placed_on_its_own_host_only(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts()
     hosts.all = {name: build_report(name.split(".")[1], max_sessions=3, reported_at=1.0) for name in ("host.a.b00t", "host.b.b00t")}
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     for number in range(6):
         await locator.open("acme", f"s{number}", DEFAULT, {})
     hosts.all["host.a.b00t"] = build_report("a", max_sessions=4, sessions=3, reported_at=2.0)
@@ -383,7 +383,7 @@ async def test_a_report_forgets_what_was_placed_on_its_own_host_only(client: "re
 async def test_a_session_is_not_opened_again_with_arguments_that_another_process_wrote(client: "redis.asyncio.Redis", forgery: str) -> None:
     """The attacker's aim: a network for a session that was opened without one."""
     hosts = Hosts("a", "b")
-    locator = build_homes(client, hosts)
+    locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {"network": "none"})
     seen = await locator.find("acme", "s1", DEFAULT)
     await locator.open("acme", "s2", DEFAULT, {"network": "egress"})
@@ -395,5 +395,5 @@ async def test_a_session_is_not_opened_again_with_arguments_that_another_process
     await hosts.lose(client, place.queue)
     opened = len(hosts.opened)
     with pytest.raises(SandboxUnavailable, match="cannot be verified, so it is not opened again: open a new one"):
-        await build_homes(client, hosts).refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+        await build_locator(client, hosts).refresh("acme", "s1", seen, DEFAULT, is_lost=True)
     assert len(hosts.opened) == opened
