@@ -15,9 +15,9 @@ from celery import Celery
 from benchmarks.noop_worker import TASK
 from benchmarks.processes import child_process
 from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.results import ResultHub
 from orchestrator.dispatch.transport import Delivery
 from orchestrator.settings import load_settings
+from store.results import ResultHub
 from workers.celery_edge.app import build_app
 
 

@@ -20,15 +20,15 @@ from contract.hosts import HOST_LOST_TYPE, HOST_TTL_S, HostReport
 from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import SharedAdmission
-from orchestrator.dispatch.call_ledger import CallLedger
 from orchestrator.dispatch.call_watch import WATCH_EVERY_S, CallWatch
 from orchestrator.dispatch.carrier import Carrier, Errand
-from orchestrator.dispatch.publishing import Publisher
 from orchestrator.dispatch.recovery import Recovery
-from orchestrator.dispatch.results import ResultHub
 from orchestrator.dispatch.session_locator import Opening, SessionLocator
-from orchestrator.dispatch.transport import CallLost, Delivery, DeliveryFailed, NotSent
-from store.hosts import FRESH_S
+from orchestrator.dispatch.transport import CallLost, Delivery, DeliveryFailed
+from store.calls import CallStore
+from store.hosts import FRESH_S, HostStore
+from store.publisher import NotSent, Publisher
+from store.results import ResultHub
 from store.sessions import SessionAddress, SessionStore
 
 FUTURE_AT = 4_000_000_000.0
@@ -117,7 +117,7 @@ class Orchestrator:
         transport = _Transport(world, Publisher(client, DEPLOYMENT, SharedClock()), hub, watch)
         self.admission = admission
         self.locator = SessionLocator(SessionStore(client, DEPLOYMENT), _Hosts(world), self._send_open, KEYS)
-        self._recovery = Recovery(Carrier(transport, KEYS, admission, self._clock), self.locator, CallLedger(client, DEPLOYMENT))
+        self._recovery = Recovery(Carrier(transport, KEYS, admission, self._clock), self.locator, CallStore(client, DEPLOYMENT))
 
     async def open(self, session: Session) -> bool:
         """Whether it was."""
@@ -174,7 +174,7 @@ async def open_orchestrators(world: World, client: "redis.asyncio.Redis", number
             hub = ResultHub(client)
             await hub.start()
             stack.push_async_callback(hub.close)
-            watch = CallWatch(client, DEPLOYMENT, hub.fail, clock=world.loop.time)
+            watch = CallWatch(CallStore(client, DEPLOYMENT), HostStore(client, DEPLOYMENT), hub.fail, clock=world.loop.time)
             await watch.start()
             stack.push_async_callback(watch.close)
             admission = SharedAdmission(client, DEPLOYMENT, clock=lambda: FUTURE_AT + world.loop.time())

@@ -4,11 +4,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from contract.names import control_queue
-from store.connection import SyncRedis, broker_errors
+from store.connection import RedisClient, SyncRedis, broker_errors
 
 ORDER_TTL_S = 60
 """How long an order waits for its worker."""
 _WAKE = b"stop"
+
+
+async def send_order(client: RedisClient, queue: str, envelope: str) -> None:
+    """Put an order on a worker's control list. Raises BrokerUnavailable."""
+    with broker_errors(f"the order was not sent to {queue}"):
+        async with client.pipeline(transaction=True) as pipe:
+            pipe.lpush(control_queue(queue), envelope)
+            pipe.expire(control_queue(queue), ORDER_TTL_S)
+            await pipe.execute()
 
 
 class WorkerControlStore:

@@ -138,6 +138,12 @@ class HostStore:
         """Return the last report of a listed incarnation; None if there is none, or if this release cannot read it."""
         return next((report for report in await self.read() if report.queue == queue), None)
 
+    async def find_all(self, queues: Sequence[str]) -> dict[str, HostReport | None]:
+        """Return the last reports of these incarnations; None for one that does not report."""
+        with broker_errors(_WHAT):
+            texts: Any = await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
+        return {queue: self._parse(queue, text) for queue, text in zip(queues, texts, strict=True)}
+
     async def queued(self, queues: Sequence[str]) -> dict[str, int]:
         """Return how many calls wait in each queue."""
         with broker_errors(_WHAT):

@@ -17,7 +17,6 @@ from orchestrator.approvals import DEFAULT_POLICY, ApprovalPolicy, AutoApprover
 from orchestrator.approvals.approvers import Approver
 from orchestrator.batches.happenings import Happening
 from orchestrator.batches.items import BatchItem, CallBody, Outcome, RunBody
-from orchestrator.dispatch.call_ledger import CallLedger
 from orchestrator.dispatch.dispatcher import Dispatcher, Pool
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
@@ -32,6 +31,7 @@ from orchestrator.runs.run_log import RunLog
 from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.run_queue import Claim
 from orchestrator.settings import OrchestratorSettings
+from store.calls import CallStore
 from store.skills import InstalledSkills
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
@@ -87,7 +87,7 @@ class ItemGround(RunGround):
         self.blobs = MemoryAsyncBlobs()
         catalog: Any = StaticCatalog(*build_registry().specs(), echo or build_spec("echo"))
         blobs: Any = self.blobs
-        pool = Pool(self.places, StaticHosts(build_report()), CallLedger(client, "d"))
+        pool = Pool(self.places, StaticHosts(build_report()), CallStore(client, "d"))
         dispatcher = Dispatcher(self.transport, catalog, KEY, queue_wait_s=60, pool=pool)
         installed = InstalledSkills(client, "d", KEY)
         self.pool = PoolConnection(

@@ -16,9 +16,9 @@ from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.results import ResultHub
 from store.catalog import RedisCatalog
 from store.connection import open_redis
+from store.results import ResultHub
 
 
 def make_envelope(

@@ -45,8 +45,8 @@ class CallRepeated(Exception):
         self.claim = claim
 
 
-class CallLedger(Protocol):
-    """Who may start a call, or refuse it. As workers/ledger.py has it."""
+class ClaimStore(Protocol):
+    """Decides who may start a call, or refuse it (WorkerCallStore of store/calls.py)."""
 
     def claim(self, call: ToolCall, context: ToolContext, holder: str) -> Claim: ...
 
@@ -105,7 +105,7 @@ class Executor:
         self,
         registry: WorkerRegistry,
         client: SandboxClient | None,
-        ledger: CallLedger,
+        ledger: ClaimStore,
         blobs: BlobStore,
         facts: Mapping[str, str],
         holder: str = "",

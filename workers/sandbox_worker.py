@@ -7,6 +7,7 @@ import structlog
 from contract.clock import SharedClock
 from contract.hosts import holder_name
 from contract.specs import Catalog
+from store.calls import RefusalCounter, WorkerCallStore
 from store.connection import connect, connect_once
 from store.control import WorkerControlStore
 from telemetry.spans import Tracer
@@ -20,11 +21,9 @@ from workers.custom.state import StateStore
 from workers.executor import Executor
 from workers.held_calls import HeldCalls
 from workers.host_life import HostLife
-from workers.ledger import Ledger
 from workers.mcp.sandbox_tools import AT_ONCE, await_sandboxd, build_sandbox_sources
 from workers.mcp.settings import StdioEntry, load_servers
 from workers.mcp.shelf import ServerShelf
-from workers.refusals import Refusals
 from workers.sandbox_client import SandboxClient
 from workers.settings import WorkerSettings
 from workers.skills.examiner import SkillExaminer
@@ -60,7 +59,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     tracer = open_process_tracer("sandbox")
     life = HostLife(settings, clock)
     node = claim_node(settings.host, settings.broker())
-    refusals = Refusals(connect_once(settings.broker()), settings.deployment)
+    refusals = RefusalCounter(connect_once(settings.broker()), settings.deployment)
     app = build_app(settings.broker(), refusals.count)
     register_tasks(
         app,
@@ -77,7 +76,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
 
     publisher = CatalogPublisher(connect(settings.broker()), settings.deployment, key, build_catalogs())
     shelf.on_change = lambda: publisher.replace(build_catalogs())
-    ledger = Ledger(connect(settings.broker()), settings.deployment, clock)
+    ledger = WorkerCallStore(connect(settings.broker()), settings.deployment, clock)
     open_sandboxd = partial(SandboxClient, settings.sandboxd_socket)
     control = ControlListener(WorkerControlStore(connect(settings.broker())), open_sandboxd, ledger, life.queue, key, clock, refusals.count)
     control.serve_drain(life.drain)
@@ -126,7 +125,7 @@ def _build_executor(
     return Executor(
         registry,
         life.open_call_client(),
-        Ledger(client, settings.deployment, clock, node),
+        WorkerCallStore(client, settings.deployment, clock, node),
         Blobs(client, settings.deployment, "sandbox"),
         {"host": settings.host, "queue": life.queue},
         holder_name(life.queue, life.worker),
@@ -134,7 +133,7 @@ def _build_executor(
         switches=Switches(client, settings.deployment, keys),
         open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
         tenants=TenantGate(
-            Tenants(client, settings.deployment, keys), Refusals(connect_once(settings.broker()), settings.deployment).count
+            Tenants(client, settings.deployment, keys), RefusalCounter(connect_once(settings.broker()), settings.deployment).count
         ),
         held=held,
         tracer=tracer,

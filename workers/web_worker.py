@@ -13,6 +13,7 @@ from contract.errors import ConfigError
 from contract.names import POOL_QUEUES, pool_worker
 from contract.registry import ToolRegistry
 from contract.specs import Catalog, ToolSpec
+from store.calls import RefusalCounter, WorkerCallStore
 from store.connection import connect, connect_once, drop_connections
 from store.control import WorkerControlStore
 from telemetry.spans import Tracer
@@ -24,11 +25,9 @@ from workers.celery_edge.tasks import register_tasks
 from workers.custom.state import StateStore
 from workers.executor import Executor
 from workers.interrupts import CancelBoard, Interrupts
-from workers.ledger import Ledger
 from workers.mcp.shelf import ServerShelf, Source
 from workers.pool_control import PoolControlListener, process_holder
 from workers.pool_life import PoolLife
-from workers.refusals import Refusals
 from workers.settings import WorkerSettings
 from workers.switches import Switches
 from workers.tenants import TenantGate, Tenants
@@ -58,13 +57,13 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
     node = claim_node(f"web-{settings.host}", broker)
     queues = [POOL_QUEUES[pool] for pool in pools]
     life = PoolLife(settings, worker, queues, clock)
-    refusals = Refusals(connect_once(broker), settings.deployment)
+    refusals = RefusalCounter(connect_once(broker), settings.deployment)
     app = build_app(broker, refusals.count)
     executor = partial(_build_executor, settings, registry, worker, board, clock, tracer, node)
     register_tasks(app, registry, key, executor, refusals.count, settings.deployment, shelf.look)
     publisher = CatalogPublisher(connect(broker), settings.deployment, key, build_catalogs(registry))
     shelf.on_change = lambda: publisher.replace(build_catalogs(registry))
-    ledger = Ledger(connect(broker), settings.deployment, clock)
+    ledger = WorkerCallStore(connect(broker), settings.deployment, clock)
     control = PoolControlListener(
         WorkerControlStore(connect(broker)), ledger, board, worker, queues, key, clock=clock, on_refused=refusals.count
     )
@@ -142,7 +141,7 @@ def _build_executor(
     return Executor(
         registry,
         None,
-        Ledger(client, settings.deployment, clock, node),
+        WorkerCallStore(client, settings.deployment, clock, node),
         Blobs(client, settings.deployment, "web"),
         {},
         process_holder(worker, os.getpid()),
@@ -151,7 +150,7 @@ def _build_executor(
         switches=Switches(client, settings.deployment, keys),
         open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
         tenants=TenantGate(
-            Tenants(client, settings.deployment, keys), Refusals(connect_once(settings.broker()), settings.deployment).count
+            Tenants(client, settings.deployment, keys), RefusalCounter(connect_once(settings.broker()), settings.deployment).count
         ),
         tracer=tracer,
         states=StateStore.of(settings.broker()),

@@ -5,20 +5,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-
-import redis.asyncio
-from pydantic import ValidationError
-from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable
 from contract.hosts import HOST_TTL_S, HostReport, parse_holder
-from contract.ledger import CallRecord, CallState, parse_record
-from contract.names import call_key, host_key
-from orchestrator.dispatch.call_ledger import CallLedger, describe_loss
-from orchestrator.dispatch.reaper import Reaper
-from orchestrator.dispatch.task_messages import build_failed_event, failed_events_channel
+from contract.ledger import CallRecord, CallState
+from orchestrator.dispatch.task_messages import FAILED_EVENTS, build_failed_event
 from orchestrator.dispatch.transport import CallLost, Delivery
+from store.calls import CallStore
+from store.hosts import HostStore
 from store.tasks import cancel_all
 from telemetry.logs import get_logger
 
@@ -51,18 +45,16 @@ class CallWatch:
 
     def __init__(
         self,
-        client: "redis.asyncio.Redis",
-        deployment: str,
+        store: CallStore,
+        hosts: HostStore,
         fail: Callable[[str, Exception], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client = client
-        self._deployment = deployment
+        self._store = store
+        self._hosts = hosts
         self._fail = fail
         self._clock = clock
-        self._ledger = CallLedger(client, deployment)
-        self._reaper = Reaper(client, deployment)
         self._calls: dict[str, _Watched] = {}
         self._task: asyncio.Task[None] | None = None
         self._answered_at = self._steady_since = float("-inf")
@@ -86,11 +78,11 @@ class CallWatch:
             self._calls.pop(task_id, None)
 
     async def look(self) -> None:
-        """One round. Raises RedisError, OSError, BrokerUnavailable."""
+        """One round. Raises BrokerUnavailable."""
         now = await self._steady_time()
         if now is None:
             return
-        await self._reaper.sweep(now)
+        await self._store.reap_all(now)
         self._note_answer()
         until = self._clock() - LOOK_AFTER_S
         old = [(task_id, watched) for task_id, watched in self._calls.items() if watched.since <= until][:MAX_LOOKS]
@@ -111,9 +103,9 @@ class CallWatch:
     async def _steady_time(self) -> int | None:
         """Redis's time, when it has answered for so long that whoever has not reported is gone: after an outage, or when this program or Redis was stopped
         for a while, every report has expired."""
-        seconds, _ = await self._client.time()
+        now = await self._hosts.now()
         self._note_answer()
-        return int(seconds) if self._is_steady() else None
+        return int(now) if self._is_steady() else None
 
     def _is_steady(self) -> bool:
         return self._answered_at - self._steady_since >= HOST_TTL_S
@@ -130,31 +122,27 @@ class CallWatch:
             await asyncio.sleep(WATCH_EVERY_S)
             try:
                 await self.look()
-            except (RedisError, OSError, BrokerUnavailable) as error:
+            except BrokerUnavailable as error:
                 log.warning("calls_not_watched", error=str(error))
 
     async def _records(self, deliveries: Sequence[Delivery]) -> list[CallRecord | None]:
-        keys = [call_key(self._deployment, delivery.tenant, delivery.call_id) for delivery in deliveries]
         records: list[CallRecord | None] = []
-        for at in range(0, len(keys), BATCH):
-            async with self._client.pipeline(transaction=False) as pipe:
-                for key in keys[at : at + BATCH]:
-                    pipe.hgetall(key)
-                records += [_parse(fields) for fields in await pipe.execute()]
+        for at in range(0, len(deliveries), BATCH):
+            names = [(delivery.tenant, delivery.call_id) for delivery in deliveries[at : at + BATCH]]
+            records += await self._store.find_all(names)
             self._note_answer()
         return records
 
     async def _reports(self, queues: set[str]) -> Mapping[str, HostReport | None]:
-        names = sorted(queues)
-        texts: list[Any] = await self._client.mget([host_key(self._deployment, queue) for queue in names]) if names else []
-        if names:
+        reports = await self._hosts.find_all(sorted(queues))
+        if queues:
             self._note_answer()
-        return {queue: _report(text) for queue, text in zip(names, texts, strict=True)}
+        return reports
 
     async def _judge(self, task_id: str, watched: _Watched, record: CallRecord, reports: Mapping[str, HostReport | None]) -> None:
         delivery = watched.delivery
         if record.attempt < delivery.attempt and record.state not in (CallState.QUEUED, CallState.LOST):
-            # No worker starts this one (workers/ledger.py), and what the earlier one answers is for nobody.
+            # No worker starts this one (store/calls.py), and what the earlier one answers is for nobody.
             self._tell(task_id, CallLost("Redis has lost its last moments, and in them that the call was sent again", has_started=True))
         if record.attempt != delivery.attempt:
             return
@@ -180,7 +168,7 @@ class CallWatch:
     async def _lose(self, task_id: str, delivery: Delivery, reason: str, node: str, *, has_started: bool) -> None:
         """Mark the call as lost, unless it has moved on meanwhile: no worker can start or finish it after that. `node`: the Celery name of its worker."""
         expected = CallState.RUNNING if has_started else CallState.QUEUED
-        is_lost = await self._ledger.lose(delivery.tenant, delivery.call_id, delivery.attempt, expected, reason)
+        is_lost = await self._store.lose(delivery.tenant, delivery.call_id, delivery.attempt, expected, reason)
         self._note_answer()
         if is_lost:
             self._tell(task_id, CallLost(reason, has_started=has_started))
@@ -188,12 +176,11 @@ class CallWatch:
 
     async def _announce(self, task_id: str, delivery: Delivery, node: str, reason: str) -> None:
         """Publish Celery's task-failed event in place of the dead worker. Otherwise Flower would show the task as STARTED from then on."""
-        database = self._client.connection_pool.connection_kwargs.get("db") or 0
         event = build_failed_event(delivery, task_id, node, f"HostLost({reason!r})")
         try:
-            await self._client.publish(failed_events_channel(database), event)
-        except (RedisError, OSError) as error:
-            # The caller has its answer. Flower is only a view.
+            await self._store.announce(FAILED_EVENTS, event)
+        except BrokerUnavailable as error:
+            # The caller has its result. Flower is only a view.
             log.warning("lost_task_not_announced", task=task_id, error=str(error))
 
     def _tell(self, task_id: str, lost: CallLost) -> None:
@@ -219,19 +206,6 @@ def _is_held(record: CallRecord, reports: Mapping[str, HostReport | None]) -> bo
     return report.kind != "sandbox" or report.worker == worker
 
 
-def _report(text: bytes | str | None) -> HostReport | None:
-    if text is None:
-        return None
-    try:
-        return HostReport.model_validate_json(text)
-    except ValidationError:
-        log.error("host_report_unreadable")
-        return None
-
-
-def _parse(fields: Any) -> CallRecord | None:
-    try:
-        return parse_record(fields)
-    except (ValidationError, UnicodeDecodeError):
-        log.error("call_record_unreadable")
-        return None
+def describe_loss(record: CallRecord) -> str:
+    """Return what is known of a lost call, for its caller. Models read it, so it has none of the record's free text, which is not signed."""
+    return "the worker that ran the call was lost" if record.holder else "the host of the call was lost before it began the call"

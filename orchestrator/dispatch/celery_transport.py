@@ -3,25 +3,25 @@
 import asyncio
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from contract.calls import POOL_GRACE_S
 from contract.clock import SharedClock
 from contract.envelope import join_result, kept_result_key, stored_answer
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.hosts import HOST_LOST_TYPE
-from contract.names import control_queue, is_blob_of, result_key
+from contract.names import call_key, is_blob_of, result_key
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.call_watch import CallWatch
-from orchestrator.dispatch.publishing import Publisher
-from orchestrator.dispatch.results import ResultHub
+from orchestrator.dispatch.task_messages import build_message
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed
+from store.calls import CallStore
 from store.connection import open_redis
+from store.control import send_order
+from store.publisher import CallMessage, Publisher
+from store.results import ResultHub, read_result_record
 
 START_GRACE_S = 2.0
 """Beyond a call's deadline for starting: a worker that took it in the last moment notes that first."""
 ASK_AGAIN_S = 0.5
-CONTROL_TTL_S = 60
 
 
 class CeleryTransport:
@@ -37,6 +37,7 @@ class CeleryTransport:
         self._watch = watch
         self._redis = open_redis(broker)
         self._publisher = Publisher(self._redis, broker.deployment, self._clock)
+        self._calls = CallStore(self._redis, broker.deployment)
         self._in_flight: set[tuple[str, str]] = set()
         self._kept: dict[tuple[str, str], list[str]] = {}
 
@@ -57,7 +58,7 @@ class CeleryTransport:
         task_id = delivery.published_as or self._hub.task_id(f"{delivery.call_id}.{delivery.attempt}.{delivery.tenant}")
         with self._hub.expect(task_id, keeps=delivery.keeps_result) as stored:
             if delivery.published_as is None:
-                await self._publisher.publish(delivery, task_id)
+                await self._publisher.publish(build_call_message(delivery, task_id, self._deployment))
             else:
                 await self._hub.look(task_id)
             if self._watch is None:
@@ -75,7 +76,7 @@ class CeleryTransport:
         has_asked = False
         while not (await asyncio.wait({stored}, timeout=wait_s))[0]:
             try:
-                state = await self._publisher.forbid(delivery)
+                state = await self._calls.forbid(delivery.tenant, delivery.call_id, delivery.attempt)
             except BrokerUnavailable:
                 has_asked, wait_s = True, ASK_AGAIN_S
                 continue
@@ -113,14 +114,12 @@ class CeleryTransport:
         return join_result(result, record)
 
     async def _read(self, key: str) -> bytes | None:
-        """A kept record, as soon as Redis answers."""
+        """Return a kept record, as soon as Redis answers."""
         while True:
             try:
-                data = await self._redis.get(key)
-            except (RedisError, OSError):
+                return await read_result_record(self._redis, key)
+            except BrokerUnavailable:
                 await asyncio.sleep(ASK_AGAIN_S)
-            else:
-                return data if isinstance(data, bytes) else None
 
     def settle(self, tenant: str, call_id: str) -> None:
         """Let go of what was kept of a call's result."""
@@ -129,19 +128,29 @@ class CeleryTransport:
 
     async def command(self, queue: str, envelope: str) -> None:
         """Put an envelope on the host's control list, which its worker reads at once, however busy its pool is."""
-        key = control_queue(queue)
-        try:
-            async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.lpush(key, envelope)
-                pipe.expire(key, CONTROL_TTL_S)
-                await pipe.execute()
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"the host could not be told: Redis does not answer ({error})") from error
+        await send_order(self._redis, queue, envelope)
 
     async def aclose(self) -> None:
         """Close the connections to the broker."""
         await self._publisher.aclose()
         await self._redis.aclose()
+
+
+def build_call_message(delivery: Delivery, task_id: str, deployment: str) -> CallMessage:
+    """Return what is published for a delivery."""
+    return CallMessage(
+        tenant=delivery.tenant,
+        call_id=delivery.call_id,
+        attempt=delivery.attempt,
+        tool=delivery.task.removeprefix("tool."),
+        queue=delivery.queue,
+        task_id=task_id,
+        text=build_message(delivery, task_id, call_key(deployment, delivery.tenant, delivery.call_id)),
+        start_by=delivery.start_by,
+        ticket=delivery.ticket,
+        session=delivery.sticky.session if delivery.sticky is not None else None,
+        fence=delivery.sticky.fence if delivery.sticky is not None else None,
+    )
 
 
 def _unpack(stored: dict[str, Any], delivery: Delivery) -> Any:

@@ -33,10 +33,11 @@ from orchestrator.dispatch.recovery import NOT_RUN, NOT_TAKEN, RESEND_S, CallBoo
 from orchestrator.dispatch.session_locator import HostSource, Opening, SessionLocator
 from orchestrator.dispatch.tenant_rules import policy_for, refuse_by_policy
 from orchestrator.dispatch.tool_search import TenantTools, ToolSearch, as_skill_run
-from orchestrator.dispatch.transport import CallLost, DeliveryFailed, NotSent, Transport
+from orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport
 from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.tracing import call_spans, current_call
 from store.catalog import CatalogSource
+from store.publisher import NotSent
 from store.sessions import SessionAddress, SessionStore
 from store.switches import SwitchSource
 from store.tenants import OpenTenants, TenantSource

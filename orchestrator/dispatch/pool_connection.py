@@ -13,21 +13,22 @@ from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.admission import PausableAdmission, SharedAdmission
 from orchestrator.dispatch.call_events import CallEvents
-from orchestrator.dispatch.call_kills import CallKills, KillWatch
-from orchestrator.dispatch.call_ledger import CallLedger
+from orchestrator.dispatch.call_kills import KillWatch
 from orchestrator.dispatch.call_watch import CallWatch
 from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.dispatch.dispatcher import Dispatcher, Pool
-from orchestrator.dispatch.results import ResultHub
 from orchestrator.dispatch.session_locator import HostSource
+from orchestrator.dispatch.task_messages import describe_sender
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.metrics.tally import Tally
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tracing import open_process_tracer
 from store.blobs import Blobs
+from store.calls import CallStore
 from store.catalog import RedisCatalog
 from store.connection import check_redis, open_redis
 from store.hosts import HostStore
+from store.results import ResultHub
 from store.sessions import SessionStore
 from store.skills import InstalledSkills
 from store.switches import RedisSwitches
@@ -88,7 +89,8 @@ async def open_pool(
         hub = ResultHub(redis)
         await hub.start()
         stack.push_async_callback(hub.close)
-        watch = CallWatch(redis, deployment, hub.fail)
+        calls, host_store = CallStore(redis, deployment, describe_sender()), HostStore(redis, deployment)
+        watch = CallWatch(calls, host_store, hub.fail)
         await watch.start()
         stack.push_async_callback(watch.close)
         blobs, tenants = Blobs(redis, deployment), RedisTenants(redis, deployment, keys)
@@ -96,7 +98,7 @@ async def open_pool(
         stack.push_async_callback(transport.aclose)
         admission = PausableAdmission(SharedAdmission(redis, deployment), tenants)
         stack.push_async_callback(admission.aclose)
-        kills = KillWatch(CallKills(redis, deployment))
+        kills = KillWatch(calls)
         stack.push_async_callback(kills.aclose)
         installed = InstalledSkills(redis, deployment, keys)
         offers = TenantCatalog(catalog, installed)
@@ -109,7 +111,7 @@ async def open_pool(
             switches=switches,
             tenants=tenants,
             admission=admission,
-            pool=Pool(SessionStore(redis, deployment), hosts or HostStore(redis, deployment), CallLedger(redis, deployment)),
+            pool=Pool(SessionStore(redis, deployment), hosts or host_store, calls),
             clock=clock,
             tracer=tracer,
             kills=kills,

@@ -10,10 +10,11 @@ from contract.calls import ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from contract.ledger import CALL_TTL_S, MAX_ATTEMPTS, CallRecord, CallState
 from contract.names import POOL_QUEUES
-from orchestrator.dispatch.call_ledger import describe_loss
+from orchestrator.dispatch.call_watch import describe_loss
 from orchestrator.dispatch.carrier import Carrier, Errand
 from orchestrator.dispatch.session_locator import SessionLocator
-from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed, NotSent
+from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
+from store.publisher import NotSent
 from store.sessions import SessionAddress
 from telemetry.logs import get_logger
 

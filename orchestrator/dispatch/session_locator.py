@@ -19,7 +19,8 @@ from contract.session_locations import LocationState, SessionLocation, open_star
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.dispatch.placement import HostRoom, NoHost, Wanted, choose_host, find_room
-from orchestrator.dispatch.transport import CallLost, NotSent
+from orchestrator.dispatch.transport import CallLost
+from store.publisher import NotSent
 from store.sessions import SessionAddress, SessionStore
 from telemetry.logs import get_logger
 

@@ -21,6 +21,8 @@ from orchestrator.dispatch.transport import Delivery
 from orchestrator.links import show_call
 
 _PERSISTENT, _TRANSIENT = 2, 1
+FAILED_EVENTS = "celeryev/task.failed"
+"""The channel of Celery's task-failed events, as kombu names it after the number of the Redis database."""
 
 
 def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
@@ -49,7 +51,7 @@ def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
 def build_failed_event(delivery: Delivery, task_id: str, node: str, error: str) -> str:
     """Return the message of Celery's event that a task has failed, on behalf of its worker `node`, which is dead.
 
-    It is the message that celery.events.EventDispatcher publishes through kombu to the channel `failed_events_channel`. Without a clock value the receiver
+    It is the message that celery.events.EventDispatcher publishes through kombu to the channel FAILED_EVENTS. Without a clock value the receiver
     uses its own.
     """
     event = Event(
@@ -64,11 +66,6 @@ def build_failed_event(delivery: Delivery, task_id: str, node: str, error: str) 
         pid=0,
     )
     return _wrap(event, {"hostname": node}, {"delivery_mode": _TRANSIENT}, "celeryev", "task.failed")
-
-
-def failed_events_channel(database: int) -> str:
-    """Return the Redis channel of kombu for Celery's task-failed events. `database`: the number of the Redis database."""
-    return f"/{database}.celeryev/task.failed"
 
 
 @cache

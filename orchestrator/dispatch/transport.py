@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
@@ -60,15 +60,6 @@ class Delivery:
     run: str | None = None
     session: str | None = None
     shown_as: str | None = None
-
-
-class NotSent(Exception):
-    """Nothing was published. `host_lost`: the queue's host does not live; `moved`: the session is elsewhere, or on its way; `duplicate`: the call id
-    was used before."""
-
-    def __init__(self, reason: Literal["host_lost", "moved", "duplicate"]) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 class CallLost(Exception):

@@ -10,13 +10,12 @@ from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.hosts import parse_holder
 from contract.ledger import CallRecord, CallState
 from orchestrator.call_life import unknown_call
-from orchestrator.dispatch.call_kills import MAX_REASON_CHARS, CallKills, KillOrder
-from orchestrator.dispatch.call_ledger import CallLedger
 from orchestrator.dispatch.dispatcher import Route
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.terminal.commands import build_command
 from store.actors import Actor
 from store.audit import build_entry, entry_text
+from store.calls import MAX_REASON_CHARS, CallStore, KillOrder
 
 HEARD_S = 5.0
 """So long a call of which nothing is known is looked for among the programs: each looks every half second for what it is to end."""
@@ -43,8 +42,7 @@ class CallControl:
 
     def __init__(self, pool: PoolConnection, deployment: str) -> None:
         self._dispatcher = pool.dispatcher
-        self._kills = CallKills(pool.redis, deployment)
-        self._ledger = CallLedger(pool.redis, deployment)
+        self._calls = CallStore(pool.redis, deployment)
 
     async def kill(self, tenant: str, call_id: str, actor: Actor, reason: str = "", *, heard_s: float | None = None) -> KilledCall:
         """Returns when the call has ended. Its caller gets CANCELLED with who did it and `reason`, unless it ended by itself just then. `heard_s`: so long
@@ -55,14 +53,14 @@ class CallControl:
         """
         heard_s = HEARD_S if heard_s is None else heard_s
         order = _build_order(tenant, call_id, actor, reason)
-        before = await self._ledger.find(tenant, call_id)
+        before = await self._calls.find(tenant, call_id)
         # One that was lost may be sent again, until it is killed.
         if before is not None and before.state in OVER - {CallState.LOST} and not before.killed:
             return KilledCall(before, was_over=True)
         began = time.monotonic()
         while True:
-            state = await self._kills.order(order)
-            record = await self._ledger.find(tenant, call_id)
+            state = await self._calls.kill(order)
+            record = await self._calls.find(tenant, call_id)
             if record is not None and record.state is CallState.RUNNING:
                 await self._tell_holder(tenant, call_id, record)
             record = await self._ended(tenant, call_id, heard_s if state is None else ORDER_AGAIN_S)
@@ -87,7 +85,7 @@ class CallControl:
         """The record of a call that is over within a moment; None: not yet."""
         until = time.monotonic() + min(within_s, ORDER_AGAIN_S)
         while time.monotonic() < until:
-            record = await self._ledger.find(tenant, call_id)
+            record = await self._calls.find(tenant, call_id)
             if record is not None and record.state in OVER:
                 return record
             await asyncio.sleep(LOOK_S)

@@ -20,10 +20,10 @@ from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolF
 from contract.hosts import HOST_LOST_TYPE
 from contract.settings import BrokerSettings
 from contract.signing import ResultSeal, SigningKeys
-from orchestrator.dispatch import publishing
 from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.results import ResultHub
 from orchestrator.dispatch.transport import CallLost, Delivery, DeliveryFailed, InProcessTransport, Transport
+from store import publisher as publishing
+from store.results import ResultHub
 from tests.builders import KEY, build_call, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub

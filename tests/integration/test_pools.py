@@ -21,13 +21,13 @@ from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
-from orchestrator.dispatch.results import ResultHub
 from orchestrator.dispatch.sessions import Session
 from orchestrator.dispatch.transport import Delivery, DeliveryFailed
 from orchestrator.operations.local_stack import WEB_CONCURRENCY
 from orchestrator.sdk.call_control import CallControl
 from store.actors import local_actor
 from store.connection import open_redis
+from store.results import ResultHub
 from tests.queue_by_hand import make_envelope, open_dispatcher, publish, stored_state
 from tests.stack import (
     ROOT,

@@ -18,9 +18,9 @@ from celery import Celery
 from contract.calls import ToolCall
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.results import ResultHub
 from orchestrator.dispatch.transport import Delivery
 from store.connection import open_redis
+from store.results import ResultHub
 from tests.queue_by_hand import make_envelope
 from tests.stack import ROOT, Footprint, RedisServer, all_of, end_process, eventually, open_footprint, open_redis_server
 

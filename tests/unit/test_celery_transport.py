@@ -21,8 +21,8 @@ from contract.names import blob_key, call_key, result_key
 from contract.settings import BrokerSettings
 from orchestrator.dispatch import celery_transport
 from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.results import ResultHub
 from orchestrator.dispatch.transport import CallLost, Delivery, DeliveryFailed
+from store.results import ResultHub
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 

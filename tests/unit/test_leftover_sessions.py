@@ -13,12 +13,12 @@ from contract.calls import ToolCall
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.ledger import Claim
 from contract.names import place_key, tenant_sessions_key
+from store.calls import WorkerCallStore
 from store.sessions import CLOSED_MARGIN_S, SessionStore
 from tests.builders import build_context
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd
 from workers import session_monitors
-from workers.ledger import Ledger
 from workers.session_monitors import LeftoverMonitor
 
 
@@ -111,7 +111,7 @@ async def test_a_closed_session_counts_no_more_and_cannot_be_opened_again(host: 
 async def test_an_opening_that_comes_when_its_session_was_closed_is_not_run(host: Host) -> None:
     await host.open("s1")
     await host.orchestrator.close("acme", "s1")
-    ledger = Ledger(host.ground.redis, DEPLOYMENT, host.ground.clock)
+    ledger = WorkerCallStore(host.ground.redis, DEPLOYMENT, host.ground.clock)
     call, context = ToolCall(id="c1", name="session.open"), build_context(tenant="acme", session="s1", fence=1)
     assert await asyncio.to_thread(ledger.claim, call, context, "host.a.b1#w1") is Claim.MOVED
 

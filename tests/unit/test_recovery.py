@@ -15,9 +15,10 @@ from contract.names import call_key, host_key, place_key
 from contract.signing import ResultSeal
 from orchestrator.dispatch import recovery
 from orchestrator.dispatch import session_locator as locator
-from orchestrator.dispatch.call_ledger import CallLedger
 from orchestrator.dispatch.dispatcher import Dispatcher, Pool, Route
-from orchestrator.dispatch.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed, NotSent
+from orchestrator.dispatch.transport import CallIdInUse, CallLost, Delivery, DeliveryFailed
+from store.calls import CallStore
+from store.publisher import NotSent
 from store.sessions import SessionStore
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
@@ -78,7 +79,7 @@ class Ground:
         self.hosts = Hosts("a", "b")
         self.fleet = Fleet(client, *ends)
         opening = build_spec("session.open", audience="session", idempotent=True, properties={"moved": {"type": "object"}})
-        pool = Pool(SessionStore(client, "d"), self.hosts, CallLedger(client, "d"))
+        pool = Pool(SessionStore(client, "d"), self.hosts, CallStore(client, "d"))
         self.door = Dispatcher(
             self.fleet, StaticCatalog(SAFE, ACTS, opening, build_spec("session.close", audience="session")), KEY, queue_wait_s=5, pool=pool
         )
@@ -264,8 +265,8 @@ async def test_what_is_known_of_a_lost_call_is_told_though_redis_does_not_take_i
     async def refuse(*_: Any) -> bool:
         raise BrokerUnavailable("Redis is away")
 
-    monkeypatch.setattr(CallLedger, "renew", refuse)
-    monkeypatch.setattr(CallLedger, "give_up", refuse)
+    monkeypatch.setattr(CallStore, "renew", refuse)
+    monkeypatch.setattr(CallStore, "give_up", refuse)
     result = await Ground(client, CallLost("gone", has_started=True)).call(tool)
     assert (result.error_code, "gone" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
 

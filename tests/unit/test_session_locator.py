@@ -16,7 +16,8 @@ from contract.session_locations import LocationState, seal_start
 from contract.tenancy import TenantPolicy
 from orchestrator.dispatch import session_locator as homes_module
 from orchestrator.dispatch.session_locator import Opening, SessionLocator
-from orchestrator.dispatch.transport import CallLost, NotSent
+from orchestrator.dispatch.transport import CallLost
+from store.publisher import NotSent
 from store.sessions import SessionAddress, SessionStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess

@@ -16,12 +16,12 @@ from contract.names import refusals_key, tenants_key
 from contract.registry import ToolRegistry
 from contract.tenancy import CommandRule, SandboxTerms, TenantPolicy, seal_policy
 from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
+from store.calls import RefusalCounter
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog
 from workers.bench import SandboxBench
 from workers.executor import Executor
-from workers.refusals import Refusals
 from workers.tenants import TenantGate, Tenants
 from workers.tools.base import Outcome, WorkerTool
 
@@ -124,7 +124,7 @@ def test_a_worker_that_cannot_ask_runs_nothing() -> None:
 def test_what_was_refused_is_counted_in_redis(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         client.hset(tenants_key("test"), "acme", seal_policy(KEY, "acme", TenantPolicy()))
-        gate = TenantGate(Tenants(client, "test", KEY), Refusals(client, "test").count)
+        gate = TenantGate(Tenants(client, "test", KEY), RefusalCounter(client, "test").count)
         for _ in range(2):
             with pytest.raises(ToolFailure):
                 gate.admit("mallory", BASH, {"command": "ls"})

@@ -19,6 +19,7 @@ from contract.names import refusals_key, task_name
 from contract.registry import ToolRegistry
 from contract.signing import ResultSeal, SigningKeys
 from store.blobs import Blobs as OrchestratorBlobs
+from store.calls import RefusalCounter
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
@@ -27,7 +28,6 @@ from workers.blobs import Blobs
 from workers.celery_edge.result_backend import CallNotServed
 from workers.celery_edge.tasks import register_tasks
 from workers.executor import Executor
-from workers.refusals import Refusals
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 from workers.tools.builtin import build_registry
 
@@ -159,14 +159,14 @@ def test_a_signature_of_half_a_surrogate_is_refused_like_any_other(edge: Edge) -
 def test_what_is_refused_is_counted_by_reason_for_all_workers(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         for reason in ("signature", "repeated", "signature"):
-            Refusals(client, "d").count(reason)  # type: ignore[arg-type]
+            RefusalCounter(client, "d").count(reason)  # type: ignore[arg-type]
         assert client.hgetall(refusals_key("d")) == {b"signature": b"2", b"repeated": b"1"}
 
 
 def test_a_count_that_redis_does_not_take_ends_nothing() -> None:
     dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
     with capture_logs() as logs:
-        Refusals(dead, "d").count("signature")
+        RefusalCounter(dead, "d").count("signature")
     assert [line["event"] for line in logs] == ["refusal_not_counted"]
 
 

@@ -11,30 +11,9 @@ import structlog
 from celery.backends.redis import RedisBackend, SentinelBackend
 from redis.exceptions import RedisError
 
-from contract.ledger import CALL_TTL_S
-from contract.names import result_key
+from store.calls import FinishedCalls
 
 log = structlog.get_logger(__name__)
-
-# KEYS: result, call. ARGV: the stored text, its ttl; attempt ("" when the call has not run), ttl of the call, code, sandbox. 0: nobody wants it, for a later
-# attempt is on its way. An earlier one in the record is what is left when Redis has forgotten this one.
-_STORE = """
-if ARGV[3] ~= '' then
-  local known = redis.pcall('HMGET', KEYS[2], 'attempt', 'state')
-  if not known.err then
-    if (tonumber(known[1] or '0') or 0) > tonumber(ARGV[3]) then return 0 end
-    if known[2] ~= 'forbidden' then
-      local time = redis.call('TIME')
-      redis.call('HSET', KEYS[2], 'state', 'done', 'attempt', ARGV[3], 'code', ARGV[5], 'sandbox', ARGV[6],
-        'ended_at', string.format('%d.%06d', time[1], time[2]))
-      redis.call('EXPIRE', KEYS[2], ARGV[4])
-    end
-  end
-end
-redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
-redis.call('PUBLISH', KEYS[1], ARGV[1])
-return 1
-"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +59,7 @@ class _Results(RedisBackend):
     """Stores our results with our script, and everything else as Celery does. An unavailable Redis raises no exception: in a pool of threads an
     exception would also lose the slot."""
 
-    _store: Any = None
+    _finished: FinishedCalls | None = None
     _ensure_retryable: Callable[[Callable[[], object]], object]
     """Celery's own loop, with the pauses of the app's settings."""
     expires: int
@@ -104,12 +83,11 @@ class _Results(RedisBackend):
     def _store_answer(self, task_id: str, answer: Answer, failure: CallNotServed | None = None) -> None:
         ended = datetime.now(UTC).isoformat()
         text = json.dumps({**_outcome(answer, failure), "traceback": None, "children": [], "date_done": ended, "task_id": task_id})
-        ending, key = answer.ending, result_key(task_id)
-        keys = [key, ending.key if ending is not None else key]
-        noted = [ending.attempt, CALL_TTL_S, ending.code, ending.sandbox] if ending is not None else ["", 0, "", ""]
-        if self._store is None:
-            self._store = self.client.register_script(_STORE)
-        if not self._store(keys=keys, args=[text, self.expires, *noted]):
+        ending = answer.ending
+        record = (ending.key, ending.attempt, ending.code, ending.sandbox) if ending is not None else None
+        if self._finished is None:
+            self._finished = FinishedCalls(self.client)
+        if not self._finished.store(task_id, text, self.expires, record):
             # The call was sent again meanwhile, and whoever waits for it waits for that attempt's answer.
             log.warning("late_answer_dropped", task=task_id)
 

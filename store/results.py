@@ -7,11 +7,11 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-import redis.asyncio
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable
 from contract.names import result_channel_pattern, result_key
+from store.connection import RedisClient, broker_errors
 from store.tasks import cancel_all
 from telemetry.logs import get_logger
 
@@ -32,6 +32,13 @@ MAX_UNDELETED = 10_000
 _READY = frozenset({"SUCCESS", "FAILURE", "REVOKED"})
 
 
+async def read_result_record(client: RedisClient, key: str) -> bytes | None:
+    """Return the record of a result that lies beside its message. Raises BrokerUnavailable."""
+    with broker_errors("the record of a result was not read"):
+        data = await client.get(key)
+    return data if isinstance(data, bytes) else None
+
+
 class ResultHub:
     """Futures of results by task id. Task ids start with the hub's own id, so one subscription, made before the first publish, hears them all, and
     those of the few other hubs that share its pattern, which are passed over.
@@ -40,7 +47,7 @@ class ResultHub:
     taken, or that nobody awaits, is deleted. `dropped`: results that came twice, or too late.
     """
 
-    def __init__(self, client: "redis.asyncio.Redis") -> None:
+    def __init__(self, client: RedisClient) -> None:
         self.id = secrets.token_hex(6)
         self.dropped = 0
         self._client = client
