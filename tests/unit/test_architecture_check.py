@@ -19,7 +19,7 @@ CLEAN_TREE = {
     "contract/settings.py": "import os\nfrom pydantic_settings import BaseSettings\nHOME = os.environ.get('HOME')",
     "orchestrator/__init__.py": "from orchestrator.loop.agent import step",
     "orchestrator/loop/agent.py": "import asyncio\nfrom contract import calls\nfrom .models import base",
-    "orchestrator/dispatch/celery_transport.py": "import redis.asyncio",
+    "store/calls.py": "import redis.asyncio",
     "orchestrator/cli/batch.py": "import typer\nfrom rich.console import Console",
     "orchestrator/models/__init__.py": "",
     "orchestrator/models/base.py": "from contract.calls import BaseModel",
