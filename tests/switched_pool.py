@@ -16,12 +16,12 @@ from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.sessions import Session, SessionInfo
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.dispatch.transport import NotSent
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.blobs import Blobs
 from store.catalog import RedisCatalog
 from store.connection import connect_once, open_redis
+from store.publisher import NotSent
 from store.skills import InstalledSkills
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
@@ -70,7 +70,7 @@ class SwitchedPool:
         catalog, switches = RedisCatalog(redis, "default", KEY), RedisSwitches(redis, "default", KEY)
         events = CallEvents(redis, "default")
         hosts, blobs = build_pool(), cast(Blobs, MemoryAsyncBlobs())
-        await hosts.places.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
+        await hosts.sessions.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
         tenants = RedisTenants(redis, "default", KEY)
         admission = PausableAdmission(SharedAdmission(redis, "default"), tenants) if has_admission else None
         installed = InstalledSkills(redis, "default", KEY)
