@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -20,6 +21,11 @@ REDIS_PORT, SENTINEL_PORT = 6379, 26379
 _FIELD = re.compile(r'field "(\w+)"')
 
 S = TypeVar("S", bound=BaseSettings)
+
+
+def check_environment() -> None:
+    """Raises ConfigError for a variable of this process that begins with TOOLCREW_ and that no process reads."""
+    check_names(os.environ)
 
 
 def read_environment(settings: type[S], environment: Mapping[str, str]) -> S:
@@ -248,3 +254,10 @@ _PARSERS_NEED = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV")
 def parser_environment() -> dict[str, str]:
     """The environment of a process that parses what a tenant made: without secrets, addresses and keys."""
     return {name: os.environ[name] for name in _PARSERS_NEED if name in os.environ}
+
+
+if __name__ == "__main__":
+    try:
+        check_environment()
+    except ConfigError as error:
+        sys.exit(str(error))

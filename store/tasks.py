@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 AGAIN_S = 0.1
+LONGEST_PAUSE_S = 2.0
 
 
 def is_being_cancelled() -> bool:
@@ -58,3 +60,22 @@ class SharedReads(Generic[T]):
         if not task.cancelled():
             # Looked at, so that nothing is reported when all who asked have gone.
             task.exception()
+
+
+class Backoff:
+    """Waits a little longer each time, at most `limit_s` in all from the first wait."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._until: float | None = None
+        self._pause_s = 0.0
+
+    async def wait(self) -> bool:
+        """Wait, and return True; return False without waiting when the time is used up."""
+        now = time.monotonic()
+        self._until = self._until or now + self._limit_s
+        if now + self._pause_s > self._until:
+            return False
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * 2 or 0.05)
+        return True

@@ -227,7 +227,8 @@ class RedisTenants:
         try:
             is_removed = self._parse(name, present).is_removed
         except ConfigError:
-            is_removed = False  # `replace` may repair it.
+            # `replace` may repair a policy, but never makes a removed tenant anew. A forged mark only keeps a name from being used.
+            is_removed = b'"is_removed":true' in present
         if is_removed:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,

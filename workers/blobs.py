@@ -1,11 +1,17 @@
 """Bytes that are too large or too raw for an envelope: taken from and left in Redis under the tenant's own keys."""
 
+import time
+
 import redis
 
-from contract.blobs import check_blob, new_blob_key
+from contract.blobs import CHECK_FIRST_BYTES, check_blob, new_blob_key, no_room, room_arguments
 from contract.calls import BLOB_TTL_S, MAX_BLOB_BYTES
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import BlobPool, is_blob_of
+
+ROOM_WAIT_S = 10.0
+"""How long a result waits for other calls of its tenant to give back room: the call has acted, and its caller waits."""
+ROOM_PAUSE_S = 0.2
 
 
 class Blobs:
@@ -36,12 +42,28 @@ class Blobs:
         return data
 
     def leave(self, tenant: str, data: bytes, ttl_s: int = BLOB_TTL_S) -> str:
-        """Keep bytes for the orchestrator; gives the key. Raises ToolFailure when they are more than MAX_BLOB_BYTES, BrokerUnavailable."""
+        """Keep bytes for the orchestrator; gives the key. Waits ROOM_WAIT_S for room in the tenant's limit.
+
+        Raises ToolFailure: FILE_TOO_LARGE, QUOTA_EXCEEDED; BrokerUnavailable.
+        """
         if len(data) > MAX_BLOB_BYTES:
             raise ToolFailure(ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes; at most {MAX_BLOB_BYTES} travel in one call")
         key = new_blob_key(self._deployment, tenant, self._pool, data)
+        until = time.monotonic() + ROOM_WAIT_S
         try:
-            self._client.set(key, data, ex=ttl_s)
+            while not self._store(tenant, key, data, ttl_s):
+                if time.monotonic() > until:
+                    raise no_room(tenant)
+                time.sleep(ROOM_PAUSE_S)
         except redis.RedisError as error:
             raise BrokerUnavailable(f"Redis did not take the bytes of a result ({error}); see that Redis is up") from error
         return key
+
+    def _store(self, tenant: str, key: str, data: bytes, ttl_s: int) -> bool:
+        """Return False, and store nothing, if the tenant has no room for it."""
+        if len(data) > CHECK_FIRST_BYTES and not self._client.eval(*room_arguments(self._deployment, tenant, self._pool, "", len(data))):
+            return False
+        pipe = self._client.pipeline(transaction=True)
+        pipe.set(key, data, ex=ttl_s)
+        pipe.eval(*room_arguments(self._deployment, tenant, self._pool, key, len(data)))
+        return bool(pipe.execute()[1])

@@ -266,8 +266,10 @@ class Executor:
     def _leave(self, data: bytes, bench: Bench) -> str:
         try:
             return self.blobs.leave(bench.context.tenant, data)
-        except BrokerUnavailable as error:
-            # The call has acted: whoever reads that Redis was away would send it again.
+        except (BrokerUnavailable, ToolFailure) as error:
+            if error.code not in (ErrorCode.BROKER_UNAVAILABLE, ErrorCode.QUOTA_EXCEEDED):
+                raise
+            # The call has acted: a caller that reads that Redis was away, or that a limit was reached, would send it again.
             raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, f"the call has run, and its result is lost: {error}") from error
 
 

@@ -29,14 +29,19 @@ local LANES = {'interactive:short', 'interactive:long', 'batch:short', 'batch:lo
 local records, estimates, calls = {}, {}, {}
 local told, refused, unknown, queued = {}, {}, {}, {}
 
--- Hashes of numbers, read once and written once in a step. A field that is not there is 0.
+-- Hashes of numbers, read once in a step. What has changed is written once at its end. A field that is not there is 0.
+
+local ZERO = {__index = function() return 0 end}
 
 local function record(key)
   local found = records[key]
   if found then return found end
-  found = {key = prefix .. key, fields = setmetatable({}, {__index = function() return 0 end})}
+  found = {key = prefix .. key, fields = setmetatable({}, ZERO), saved = {}}
   local flat = redis.call('HGETALL', found.key)
-  for at = 1, #flat, 2 do found.fields[flat[at]] = tonumber(flat[at + 1]) end
+  for at = 1, #flat, 2 do
+    local number = tonumber(flat[at + 1])
+    found.fields[flat[at]], found.saved[flat[at]] = number, number
+  end
   found.was_idle = #flat > 0 and found.fields.held + found.fields.waiting == 0
   records[key] = found
   return found
@@ -45,10 +50,10 @@ end
 local function save(one)
   local flat, fields = {}, one.fields
   for name, value in pairs(fields) do
-    flat[#flat + 1], flat[#flat + 2] = name, string.format('%.17g', value)
+    if one.saved[name] ~= value then flat[#flat + 1], flat[#flat + 2] = name, string.format('%.17g', value) end
   end
-  if #flat == 0 then return end
-  redis.call('HSET', one.key, unpack(flat))
+  if #flat > 0 then redis.call('HSET', one.key, unpack(flat)) end
+  if next(fields) == nil then return end
   if fields.held + fields.waiting == 0 then
     local keep = fields.rate > 0 and math.min(604800, fields.burst / fields.rate) or 0
     redis.call('EXPIRE', one.key, math.ceil(math.max(IDLE_S, keep)))

@@ -10,6 +10,7 @@ import typer
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.installed_skills import InstalledSkill
+from contract.settings import check_environment
 from contract.skills import SkillBroken
 from contract.specs import SkillSummary
 from orchestrator.cli.runner import EXIT_ERROR, Json, Tenant, fail, open_client, run_work
@@ -144,6 +145,7 @@ def skills_validate(
 
 def _examined(source: Path, as_json: bool, *, as_zip: Path | None = None) -> SkillSummary:
     try:
+        check_environment()
         return examine_skill(source, as_zip=as_zip).skill
     except (SkillBroken, ConfigError) as broken:
         fail(f"{source}: {broken}", ConfigError.code.value, EXIT_ERROR, as_json)

@@ -9,6 +9,7 @@ import typer
 from contract.clock import format_instant
 from contract.errors import ConfigError
 from contract.registry import Switch, ToolState
+from contract.settings import check_environment
 from contract.tool_pages import render_tool
 from orchestrator.cli.runner import EXIT_ERROR, Json, Tenant, fail, open_client, run_work
 from orchestrator.cli.tool_skeleton import write_skeleton
@@ -91,6 +92,7 @@ def tools_new(
 ) -> None:
     """Make a package for a tool of your own: a typed function with a hard limit, the entry point by which workers find it, and a test that passes."""
     try:
+        check_environment()
         target, files = write_skeleton(name, folder)
     except ConfigError as error:
         fail(str(error), error.code.value, EXIT_ERROR, as_json)

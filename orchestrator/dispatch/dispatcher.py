@@ -29,7 +29,7 @@ from orchestrator.dispatch.carrier import ArgumentStore, Carrier, Errand
 from orchestrator.dispatch.heard_calls import Handler
 from orchestrator.dispatch.large_arguments import check_off_loop
 from orchestrator.dispatch.placement import HostRoom
-from orchestrator.dispatch.recovery import NOT_RUN, NOT_TAKEN, RESEND_S, CallBook, Patience, Recovery, repeated
+from orchestrator.dispatch.recovery import NOT_RUN, NOT_TAKEN, RESEND_S, CallBook, Recovery, repeated
 from orchestrator.dispatch.session_locator import HostSource, Opening, SessionLocator
 from orchestrator.dispatch.tenant_rules import policy_for, refuse_by_policy
 from orchestrator.dispatch.tool_search import TenantTools, ToolSearch, as_skill_run
@@ -40,6 +40,7 @@ from store.catalog import CatalogSource
 from store.publisher import NotSent
 from store.sessions import SessionAddress, SessionStore
 from store.switches import SwitchSource
+from store.tasks import Backoff
 from store.tenants import OpenTenants, TenantSource
 from telemetry.logs import bound, get_logger
 from telemetry.spans import Tracer
@@ -246,7 +247,7 @@ class Dispatcher:
         return await self._in_pool().open(tenant, session, await self._tenants.policy(tenant), arguments)
 
     async def _close_session(self, call: ToolCall, tenant: str, session: str) -> ToolResult:
-        locator, until = self._in_pool(), Patience(RESEND_S)
+        locator, until = self._in_pool(), Backoff(RESEND_S)
         closed = ToolResult(call_id=call.id, name=call.name, success=True, metadata={"closed": False})
         address = locator.known(tenant, session) or await locator.find_for_closing(tenant, session)
         while address is not None:

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from contract.errors import BrokerUnavailable
-from orchestrator.dispatch.recovery import Patience
+from store.tasks import Backoff
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -17,7 +17,7 @@ Thing = TypeVar("Thing")
 
 async def outlast(work: Callable[[], Awaitable[Thing]], limit_s: float = OUTAGE_S) -> Thing:
     """What `work` gives, which is done again as long as Redis does not answer it. Raises as it does; BrokerUnavailable after `limit_s`."""
-    until = Patience(limit_s)
+    until = Backoff(limit_s)
     while True:
         try:
             return await work()

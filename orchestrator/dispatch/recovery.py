@@ -1,8 +1,5 @@
 """Has a call made, whoever dies meanwhile: sent to where its session lives by now, sent again when that is safe, and else an honest error."""
 
-import asyncio
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
@@ -16,15 +13,15 @@ from orchestrator.dispatch.session_locator import SessionLocator
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
 from store.publisher import NotSent
 from store.sessions import SessionAddress
+from store.tasks import Backoff
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
 RESEND_S = 30.0
 """How long a call that nobody took is sent again: its session has moved, or its host is just being restarted."""
-LONGEST_PAUSE_S = 2.0
 RECORD_S = CALL_TTL_S - 3600
-"""A call without a record that may have been sent longer ago may have acted. An hour less than the record lives, for clocks that differ."""
+"""A call without a record that may have been sent longer ago may have acted. An hour less than the record lives, for the time between."""
 NOT_RUN = "not_run"
 """In a result's metadata: why a worker did not run the call."""
 NOT_TAKEN = frozenset({"moved", "broker", "sandboxd"})
@@ -37,6 +34,8 @@ class CallBook(Protocol):
 
     async def find(self, tenant: str, call_id: str) -> CallRecord | None: ...
 
+    async def now(self) -> float: ...
+
     async def renew(self, tenant: str, call_id: str, attempt: int) -> bool: ...
 
     async def give_up(self, tenant: str, call_id: str, attempt: int, state: CallState, code: ErrorCode) -> CallState | None: ...
@@ -45,8 +44,7 @@ class CallBook(Protocol):
 class Recovery:
     """Carries errands of a pool of hosts. Raises as the Carrier, but neither NotSent nor CallLost."""
 
-    def __init__(self, carrier: Carrier, locator: SessionLocator, ledger: CallBook, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self, carrier: Carrier, locator: SessionLocator, ledger: CallBook) -> None:
         self._carrier = carrier
         self._locator = locator
         self._ledger = ledger
@@ -65,7 +63,7 @@ class Recovery:
             raise
 
     async def _until_answered(self, errand: Errand, losses: "_Losses") -> ToolResult:
-        until = Patience(min(RESEND_S, errand.queue_wait_s))
+        until = Backoff(min(RESEND_S, errand.queue_wait_s))
         earlier = await self._begun(errand, losses) if errand.sent_since is not None else None
         address = await self._find(errand)
         while True:
@@ -106,7 +104,7 @@ class Recovery:
         if NOT_RUN in result.metadata:
             await self._noted(errand, attempt, state, result.error_code or ErrorCode.INTERNAL)
 
-    async def _may_go_again(self, errand: Errand, result: ToolResult, losses: "_Losses", until: "Patience") -> bool:
+    async def _may_go_again(self, errand: Errand, result: ToolResult, losses: "_Losses", until: "Backoff") -> bool:
         """Whether a worker's answer only says that the call was not run there, or what it did was lost and may be done again."""
         is_lost = result.metadata.get("outcome_lost") is True
         if is_lost:
@@ -120,7 +118,8 @@ class Recovery:
         not to be sent again."""
         record = await self._ledger.find(errand.context.tenant, errand.call.id)
         if record is None:
-            if not errand.spec.idempotent and self._clock() - (errand.sent_since or 0.0) > RECORD_S:
+            # By Redis's clock, which the records expire by: this host's may be wrong.
+            if not errand.spec.idempotent and await self._ledger.now() - (errand.sent_since or 0.0) > RECORD_S:
                 raise DeliveryFailed(
                     ErrorCode.OUTCOME_UNKNOWN,
                     f"the call may have been sent more than {CALL_TTL_S // 3600} hours ago, and its record has expired: it may or may not have acted; "
@@ -219,25 +218,6 @@ class _Losses:
     def note(self, has_started: bool) -> None:
         self.times += 1
         self.may_have_acted = self.may_have_acted or has_started
-
-
-class Patience:
-    """Waits a little longer each time, `limit_s` in all from the first one on."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._until: float | None = None
-        self._pause_s = 0.0
-
-    async def wait(self) -> bool:
-        """False when it is used up."""
-        now = time.monotonic()
-        self._until = self._until or now + self._limit_s
-        if now + self._pause_s > self._until:
-            return False
-        await asyncio.sleep(self._pause_s)
-        self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * 2 or 0.05)
-        return True
 
 
 def _never_taken(queue: str, losses: _Losses) -> DeliveryFailed:

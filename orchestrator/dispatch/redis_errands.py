@@ -3,7 +3,7 @@
 import asyncio
 
 import redis.asyncio
-from redis.exceptions import RedisError
+from redis.exceptions import MasterDownError, OutOfMemoryError, ReadOnlyError, RedisError
 
 from store.tasks import begin_shared, cancel_all
 from telemetry.logs import get_logger
@@ -13,11 +13,15 @@ log = get_logger(__name__)
 AT_ONCE = 1000
 RETRY_S = 0.5
 
+_PASSING = (MasterDownError, OutOfMemoryError, ReadOnlyError)
+_PASSING_WORDS = ("BUSY", "MISCONF", "NOREPLICAS")
+"""Redis refuses with these for a while: it is full, a replica, or cannot write. Every other refusal is for good."""
+
 Command = tuple[str | bytes | int, ...]
 
 
 class Errands:
-    """One connection, used while there is something to do. Repeated after an outage: only for commands that may be."""
+    """One connection, used while there is something to do. Commands are repeated after an outage, so they must be repeatable."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self._client = client
@@ -55,9 +59,19 @@ class Errands:
         for command in commands:
             pipe.execute_command(*command)
         try:
-            await pipe.execute(raise_on_error=False)
+            answers = await pipe.execute(raise_on_error=False)
         except (RedisError, OSError) as error:
-            log.warning("errands_delayed", commands=len(self._waiting), error=str(error))
-            await asyncio.sleep(RETRY_S)
-        else:
-            del self._waiting[: len(commands)]
+            await self._delay(error)
+            return
+        for command, answer in zip(commands, answers, strict=True):
+            if isinstance(answer, _PASSING) or str(answer).startswith(_PASSING_WORDS):
+                # The commands behind it are repeated as well, so that their order stays.
+                await self._delay(answer)
+                return
+            del self._waiting[0]
+            if isinstance(answer, Exception):
+                log.error("redis_command_refused", command=str(command[0]), key=str(command[1]), error=str(answer))
+
+    async def _delay(self, error: Exception) -> None:
+        log.warning("errands_delayed", commands=len(self._waiting), error=str(error))
+        await asyncio.sleep(RETRY_S)

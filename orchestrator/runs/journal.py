@@ -24,8 +24,9 @@ class Journal:
     some. Only what follows is asked of the model and of the pool.
     """
 
-    def __init__(self, run_log: RunLog, on_taken: Callable[[], object], clock: Callable[[], float] = time.time) -> None:
-        self._log, self._on_taken, self._clock = run_log, on_taken, clock
+    def __init__(self, run_log: RunLog, on_taken: Callable[[], object], clock: Callable[[], float] | None = None) -> None:
+        # Entries may be continued on a host whose clock differs.
+        self._log, self._on_taken, self._clock = run_log, on_taken, clock or run_log.clock
         known = list(run_log.entries)
         self._replies = [entry for entry in known if isinstance(entry, Replied)]
         self._reviews = {entry.call: entry for entry in known if isinstance(entry, Reviewed)}
@@ -88,6 +89,10 @@ class Journal:
             return None
         review = self._reviews.get(call)
         return max(self._replies[self._given - 1].at, review.at if review is not None else 0.0)
+
+    def now(self) -> float:
+        """Unix seconds, by the clock of `sent_since`."""
+        return self._clock()
 
     def review_of(self, call: str) -> ToolCall | ToolResult | None:
         """What an approver has said."""

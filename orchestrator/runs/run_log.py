@@ -12,6 +12,7 @@ import redis.asyncio
 from pydantic import ValidationError
 from redis.exceptions import RedisError
 
+from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
 from contract.signing import SigningKeys
 from orchestrator.runs.entries import Entry, SessionOpening, parse_entry
@@ -48,7 +49,7 @@ class RunTaken(Exception):
 
 
 class RunLog:
-    """One run's log as its holder knows it. `entries`: those of the processes that had it before, then its own."""
+    """One run's log as its holder knows it. `entries`: those of the processes that had it before, then its own. `clock`: Redis's."""
 
     def __init__(
         self,
@@ -60,7 +61,9 @@ class RunLog:
         claim: str,
         attempt: int,
         entries: list[Entry],
+        clock: SharedClock,
     ) -> None:
+        self.clock = clock
         self._append = client.register_script(_APPEND)
         self._deployment, self._tenant, self._run, self._claim = deployment, tenant, run, claim
         self._keys, self._attempt = keys, attempt
@@ -74,7 +77,10 @@ class RunLog:
         cls, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, run: str, claim: str, attempt: int
     ) -> "RunLog":
         """Load the log of that attempt of a run, which `claim` holds. Raises BrokerUnavailable; ConfigError if it cannot be verified or read."""
+        clock = SharedClock()
         try:
+            seconds, micros = await client.time()
+            clock.learn(seconds + micros / 1e6)
             items: Any = await client.lrange(run_log_key(deployment, tenant, run), 0, -1)
             texts = [await _whole(client, deployment, tenant, run, index, item) for index, item in enumerate(items)]
             opened = [keys.unseal(entry_purpose(tenant, run, attempt, index), text) for index, text in enumerate(texts)]
@@ -85,7 +91,7 @@ class RunLog:
             raise RecordRefused(f"the log of run {run} cannot be verified, so the run is not continued: retry the item. {error}") from error
         except ValidationError as error:
             raise ConfigError(f"the log of run {run} is of another release: finish its batch with that one, or retry the item") from error
-        return cls(client, deployment, keys, tenant, run, claim, attempt, entries)
+        return cls(client, deployment, keys, tenant, run, claim, attempt, entries, clock)
 
     async def append(self, entry: Entry) -> None:
         """Returns when the entry is in, however long Redis is away. Raises RunTaken when the run is another process's."""

@@ -1,6 +1,5 @@
 """What a run on a pool is made of: a model in its dialect, the tools that it may have, and how its calls are reviewed and sent."""
 
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -52,6 +51,8 @@ class RunBook(Protocol):
     def is_catching_up(self) -> bool: ...
 
     def sent_since(self, call: str) -> float | None: ...
+
+    def now(self) -> float: ...
 
     def review_of(self, call: str) -> ToolCall | ToolResult | None: ...
 
@@ -256,20 +257,20 @@ class _Calls:
         if known is not None:
             return known
         try:
-            result = await outlast(self._tries(call))
+            result = await outlast(self._tries(call, book.now))
         except BrokerUnavailable as error:
             result = ToolResult.failed(call, error.code, str(error))
         await book.note_result(call.id, result)
         self._parts.settle(self._session, call.id)
         return result
 
-    def _tries(self, call: ToolCall) -> Callable[[], Awaitable[ToolResult]]:
+    def _tries(self, call: ToolCall, clock: Callable[[], float]) -> Callable[[], Awaitable[ToolResult]]:
         """Makes the call each time it is called; raises BrokerUnavailable when nobody knows what came of it. By its record the next try then finds out."""
         tried_at: float | None = None
 
         async def send() -> ToolResult:
             nonlocal tried_at
-            earlier, tried_at = tried_at, tried_at or time.time()
+            earlier, tried_at = tried_at, tried_at or clock()
             result = await self._fresh(call, tried_at=earlier)
             if result.error_code is ErrorCode.BROKER_UNAVAILABLE:
                 raise BrokerUnavailable(result.error or "Redis does not answer")

@@ -226,7 +226,7 @@ async def test_content_that_crossed_the_queue_is_not_kept_in_redis(stack: Stack,
     await session.exec(["echo", "done"])
 
     with stack.open_redis() as redis:
-        assert [key for key in redis.scan_iter(match="toolcrew:default:t:*:blob-*", count=1000)] == []
+        assert [key for key in redis.scan_iter(match="toolcrew:default:t:*:blob-*.*-*", count=1000)] == []
 
 
 def build_workspace(folder: Path) -> None:

@@ -158,6 +158,12 @@ def test_another_key_is_refused_and_the_sentence_names_the_settings() -> None:
         decode_call(ENVELOPE, SigningKeys.of("another"))
 
 
+def test_a_call_of_another_deployment_with_the_same_secret_is_refused() -> None:
+    test, prod = SigningKeys.of("secret", deployment="test"), SigningKeys.of("secret", deployment="prod")
+    with pytest.raises(EnvelopeRefused):
+        decode_call(encode_call(build_call(), build_context(), test), prod)
+
+
 def test_the_name_of_a_key_does_not_stand_for_it() -> None:
     named = SigningKeys(SigningKey(KEY.current.id, b"guessed" * 5))
     assert reason_of(encode_call(CALL, CONTEXT, named)) == "signature"

@@ -52,7 +52,7 @@ class Ground:
         return await self.dispatcher.dispatch(ToolCall(id="c1", name=name, arguments=arguments), Route("acme", "s1", "q"), terms)
 
     def keys(self) -> list[bytes]:
-        return list(self.sync.scan_iter("toolcrew:d:t:acme:blob-*"))
+        return list(self.sync.scan_iter("toolcrew:d:t:acme:blob-*.*-*"))
 
 
 @pytest.fixture

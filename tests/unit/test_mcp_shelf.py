@@ -103,6 +103,26 @@ def test_a_bug_with_one_server_does_not_end_the_refresh() -> None:
     ground.shelf.stop()
 
 
+@pytest.mark.parametrize("broken", ["list_tools", "import_tools", "build"])
+def test_a_bug_with_one_server_does_not_hold_up_the_tools_of_another(broken: str) -> None:
+    """The bug stays: each refresh meets it first."""
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("a bug of ours")
+
+    bad, good = FakeSource(listed=[_tool("bad")], name="bad"), FakeSource(listed=[_tool("one")], name="good")
+    working = getattr(bad, broken)
+    setattr(bad, broken, fail)
+    ground = Ground(bad, good)
+    with capture_logs() as logs:
+        ground.ask()
+    assert ground.names() == ["good__one"]
+    assert [entry["server"] for entry in logs if entry["event"] == "mcp_server_failed"] == ["bad"]
+    setattr(bad, broken, working)
+    ground.ask(REFRESH_S)
+    assert ground.names() == ["bad__bad", "good__one"]
+
+
 def test_nobody_is_asked_before_the_time() -> None:
     source = FakeSource()
     ground = Ground(source)

@@ -55,6 +55,22 @@ async def test_a_call_whose_record_has_expired_is_sent_again_only_when_that_is_s
     assert result.error_code is (None if sent else ErrorCode.OUTCOME_UNKNOWN)
 
 
+@pytest.mark.parametrize(("tool", "sent"), [("safe", 1), ("acts", 0)])
+async def test_the_age_of_a_call_is_counted_by_the_clock_of_redis(
+    client: "redis.asyncio.Redis", tool: str, sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of this host is five hours behind. By it the call was sent 20 hours ago, and its record would still be there."""
+
+    async def now() -> tuple[int, int]:
+        return int(time.time()) + 5 * 3600, 0
+
+    monkeypatch.setattr(client, "time", now)
+    terms = Terms(keeps_result=True, sent_since=time.time() - 20 * 3600)
+    result, deliveries = await gone_on_with(client, tool, terms)
+    assert len(deliveries) == sent
+    assert result.error_code is (None if sent else ErrorCode.OUTCOME_UNKNOWN)
+
+
 @pytest.mark.parametrize("state", ["queued", "running", "done"])
 @pytest.mark.parametrize("tool", ["safe", "acts"])
 async def test_a_call_on_its_way_is_awaited_where_it_was_sent(client: "redis.asyncio.Redis", tool: str, state: str) -> None:

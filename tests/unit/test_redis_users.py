@@ -8,12 +8,14 @@ import pytest
 import redis
 from typer.testing import CliRunner
 
+import contract.blobs
 from contract import names
 from contract.errors import ConfigError
 from orchestrator.cli.redis import redis_app
 from orchestrator.operations.redis_users import ROLES, build_users, hash_password
 from store.hosts import worker_slots_key
 from tests.redis_ground import Server, open_server
+from workers.blobs import Blobs
 
 LIMITED = ("orchestrator", "worker", "web", "flower")
 LOOKING_AROUND = (
@@ -121,6 +123,16 @@ def test_a_script_reaches_no_more_than_its_user(server: Server, role: str) -> No
         for source in ("return redis.call('GET', 'somebody-elses')", "return redis.call('KEYS', '*')", "return redis.call('FLUSHALL')"):
             with pytest.raises(redis.exceptions.ResponseError, match="user executing the script can't"):
                 client.execute_command("EVAL", source, 0)
+
+
+@pytest.mark.parametrize(("role", "pool"), [("worker", "sandbox"), ("web", "web")])
+def test_a_worker_counts_the_blobs_of_its_pool(server: Server, role: str, pool: names.BlobPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract.blobs, "TENANT_BLOB_BYTES", contract.blobs.LEAST_CHARGE)
+    with server.client(role) as client:
+        blobs = Blobs(client, DEP, pool)
+        # The second is counted after the first was looked for.
+        client.unlink(blobs.leave("acme", b"x"))
+        assert blobs.take("acme", blobs.leave("acme", b"y")) == b"y"
 
 
 def test_an_orchestrator_cannot_speak_on_the_control_channel(server: Server) -> None:

@@ -1,6 +1,7 @@
 """What a run's log answers for it, and what gets into the log before it takes effect."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -204,3 +205,15 @@ async def test_a_model_is_not_asked_to_go_on_when_its_sandbox_is_gone(ground: Ru
         with pytest.raises(SandboxUnavailable, match="retry the item"):
             await read(LoggedModel(played, known, {}))
     assert played.requests == []
+
+
+async def test_entries_have_the_time_of_redis(ground: RunGround, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def now() -> tuple[int, int]:
+        return int(time.time()) + 5 * 3600, 0
+
+    monkeypatch.setattr(ground.client, "time", now)
+    claim = await claimed(ground)
+    run_log = await RunLog.load(ground.client, "d", KEY, "acme", claim.run, claim.word, claim.record.attempt)
+    journal = Journal(run_log, lambda: None)
+    await journal.note_result("c1", done("c1"))
+    assert run_log.entries[-1].at - time.time() == pytest.approx(5 * 3600, abs=60)

@@ -57,13 +57,35 @@ def test_every_process_refuses_a_misspelled_variable(load: object, monkeypatch: 
         load()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("program", ["orchestrator", "workers", "workers.sandboxd", "workers.egress"])
+PROGRAMS = (
+    "orchestrator hosts",
+    "orchestrator skills validate .",
+    "orchestrator tools new demo",
+    "orchestrator.flower",
+    "workers",
+    "workers.sandboxd",
+    "workers.egress",
+    "contract.settings",
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_every_program_ends_with_the_name_before_it_does_anything(program: str, tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", program, *(["hosts"] if program == "orchestrator" else [])]
+    argv = [sys.executable, "-m", *program.split()]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TOOLCREW_REDIS_UR": "redis://x", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(argv, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
+    assert list(tmp_path.iterdir()) == []
     assert "TOOLCREW_REDIS_UR is not a setting: did you mean TOOLCREW_REDIS_URL?" in done.stderr + done.stdout
+
+
+def test_scripts_check_the_names_when_they_set_up() -> None:
+    """Scripts that only read variables in the shell, or in tests, check nothing themselves."""
+    setup = (ROOT / "scripts" / "setup").read_text()
+    assert '"$venv/bin/python" -m contract.settings || exit 78' in setup
+    assert setup.count("\n    check_names\n    echo 'setup: up to date'") + setup.count("\ncheck_names\necho 'setup: ready'") == 2
+    callers = [path for path in (ROOT / "scripts").iterdir() if path.is_file() and "scripts/setup" in path.read_text(errors="replace")]
+    assert {"bench", "chaos", "demo", "fuzz", "test"} <= {path.name for path in callers}
 
 
 def test_variables_of_other_processes_and_of_kubernetes_are_accepted() -> None:

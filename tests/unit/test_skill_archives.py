@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import stat
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.skills import MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SkillBroken
+from orchestrator.sdk import skill_folders
 from orchestrator.sdk.skill_folders import examine_skill
 from tests.skill_ground import write_skill
 from workers.skills.archives import compress_bundle, expand_bundle, load_members, load_zip, write_zip
@@ -153,3 +155,14 @@ def test_the_largest_skill_is_examined_within_the_memory_that_there_is_for_it(tm
     found = examine_skill(folder, as_zip=tmp_path / "large.zip", as_bundle=tmp_path / "bundle")
     assert examine_skill(tmp_path / "large.zip", as_bundle=tmp_path / "again") == found
     assert (tmp_path / "again").read_bytes() == (tmp_path / "bundle").read_bytes()
+
+
+def test_the_program_that_examines_a_skill_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It parses what a tenant sent, so the code of a tenant may run there one day."""
+    tell = "import json, os; print(json.dumps({'broken': ' '.join(os.environ)}))"
+    monkeypatch.setattr(skill_folders, "program", lambda _: [sys.executable, "-c", tell])
+    for name in ("TOOLCREW_SECRET", "TOOLCREW_REDIS_URL", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret")
+    with pytest.raises(SkillBroken) as told:
+        examine_skill(tmp_path)
+    assert not {"TOOLCREW_SECRET", "TOOLCREW_REDIS_URL", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"} & set(str(told.value).split())

@@ -15,6 +15,7 @@ from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailu
 from contract.known_tenants import MAX_KNOWN, KnownTenants
 from contract.names import tenants_key
 from contract.settings import BrokerSettings
+from contract.signing import SigningKeys
 from contract.tenancy import MAX_POLICY_BYTES, POLICY_FRESH_S, VERSION_FIELD, CommandRule, TenantLook, TenantPolicy, seal_policy
 from store.api_keys import ApiKeys
 from store.connection import open_redis
@@ -98,6 +99,15 @@ async def test_the_name_of_a_removed_tenant_cannot_be_used_again(tenants: RedisT
     assert await failure_of(tenants.remove("acme")) is ErrorCode.UNKNOWN_TENANT
     assert await failure_of(ApiKeys(tenants._client, tenants._deployment, tenants._signing).add("acme")) is ErrorCode.UNKNOWN_TENANT
     assert dict(await tenants.all()) == {}
+
+
+async def test_the_name_of_a_removed_tenant_stays_reserved_after_the_secret_was_replaced(tenants: RedisTenants) -> None:
+    await tenants.add("acme", TenantPolicy())
+    await tenants.remove("acme")
+    with_new_secret = RedisTenants(tenants._client, tenants._deployment, SigningKeys.of("a new secret", (), tenants._deployment))
+    for work in (lambda: with_new_secret.add("acme", TenantPolicy()), lambda: with_new_secret.replace("acme", TenantPolicy())):
+        with pytest.raises(ToolFailure, match="its name stays reserved"):
+            await work()
 
 
 async def test_a_policy_cannot_say_that_its_tenant_was_removed(tenants: RedisTenants) -> None:

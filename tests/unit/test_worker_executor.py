@@ -290,7 +290,13 @@ def test_a_redis_that_is_gone_is_the_operators(where: str, code: ErrorCode) -> N
     assert executor.execute(build_call(), build_context(blob=blob)).error_code is code
 
 
-def test_a_result_that_is_too_large_to_leave_keeps_what_the_sandbox_told() -> None:
+@pytest.mark.parametrize(
+    ("refusal", "code"),
+    [(ErrorCode.FILE_TOO_LARGE, ErrorCode.FILE_TOO_LARGE), (ErrorCode.QUOTA_EXCEEDED, ErrorCode.OUTCOME_UNKNOWN)],
+)
+def test_a_result_that_cannot_be_left_keeps_what_the_sandbox_told(refusal: ErrorCode, code: ErrorCode) -> None:
+    """Callers send a call again that was refused for a limit, and this one has run."""
+
     def ask(_: dict[str, Any], bench: Workbench) -> Outcome:
         bench.run({"op": "exec", "timeout_s": 1})
         return Outcome(blob=b"x")
@@ -298,11 +304,11 @@ def test_a_result_that_is_too_large_to_leave_keeps_what_the_sandbox_told() -> No
     house = House(ask, build_exec_response(kill=KILL))
 
     def refuse(*_: Any) -> str:
-        raise ToolFailure(ErrorCode.FILE_TOO_LARGE, "too large")
+        raise ToolFailure(refusal, "refused")
 
     house.blobs.leave = refuse  # type: ignore[method-assign]
     result = house.execute()
-    assert (result.error_code, result.kill) == (ErrorCode.FILE_TOO_LARGE, KillReport(**KILL))
+    assert (result.error_code, result.kill) == (code, KillReport(**KILL))
 
 
 # Hostile guests

@@ -125,43 +125,63 @@ class ServerShelf:
         source, started = asked.source, self._clock()
         try:
             listed = source.list_tools()
+            digest = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).digest()
+            tools = source.import_tools(listed) if digest != asked.digest else None
         except (ToolFailure, OperatorError) as error:
-            asked.pause_s = min(max(FIRST_AGAIN_S, asked.pause_s * 2), self._refresh_s)
-            asked.due = self._clock() + asked.pause_s
+            self._delay(asked)
             if asked.tools:
                 log.warning("mcp_server_silent", server=source.name, error=str(error), again_s=asked.pause_s)
             else:
                 log.error("mcp_server_without_tools", server=source.name, error=str(error), again_s=asked.pause_s)
             return None
+        except Exception:  # the edge: a bug with one server must not hold up the tools of the others
+            self._delay(asked)
+            log.exception("mcp_server_failed", server=source.name, again_s=asked.pause_s)
+            return None
         asked.pause_s, asked.due = 0.0, self._clock() + self._refresh_s
-        digest = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).digest()
-        if digest == asked.digest:
+        if tools is None:
             return None
         asked.digest = digest
-        tools = source.import_tools(listed)
         took_s = round(self._clock() - started, 3)
         log.info("mcp_tools_found", server=source.name, tools=[tool.spec.name for tool in tools], took_s=took_s)
         return tools
 
+    def _delay(self, asked: _Asked) -> None:
+        """Ask again after a longer pause than the last one."""
+        asked.pause_s = min(max(FIRST_AGAIN_S, asked.pause_s * 2), self._refresh_s)
+        asked.due = self._clock() + asked.pause_s
+
     def _take(self, asked: _Asked, tools: tuple[ImportedTool, ...]) -> bool:
-        """Whether anything is different now."""
+        """Put the tools of a server into the registry. Return True if they have changed."""
+        try:
+            return self._place(asked, self._free(asked, tools))
+        except Exception:  # the edge: as above
+            # Nothing was changed. Without a digest the list is taken anew.
+            asked.digest = None
+            self._delay(asked)
+            log.exception("mcp_server_failed", server=asked.source.name, again_s=asked.pause_s)
+            return False
+
+    def _free(self, asked: _Asked, tools: tuple[ImportedTool, ...]) -> list[ImportedTool]:
+        """The tools whose names no other tool has."""
         free = []
         for tool in tools:
             if tool.spec.name in asked.tools or self._registry.get(tool.spec.name) is None:
                 free.append(tool)
             else:
                 log.error("mcp_tool_left_out", server=asked.source.name, name=tool.spec.name, why="another tool has its name")
-        return self._place(asked, free)
+        return free
 
     def _place(self, asked: _Asked, tools: Iterable[ImportedTool]) -> bool:
         """Have exactly these of the server in the registry; whether that is a change."""
-        before, asked.tools = asked.tools, {tool.spec.name: tool for tool in tools}
-        gone = [name for name in before if name not in asked.tools]
-        new = [tool for name, tool in asked.tools.items() if before.get(name) != tool]
+        after = {tool.spec.name: tool for tool in tools}
+        gone = [name for name in asked.tools if name not in after]
+        new = [asked.source.build(tool) for name, tool in after.items() if asked.tools.get(name) != tool]
+        asked.tools = after
         for name in gone:
             self._registry.withdraw(name)
-        for tool in new:
-            self._registry.register(asked.source.build(tool))
+        for built in new:
+            self._registry.register(built)
         return bool(gone or new)
 
     def _share(self) -> None:
