@@ -79,15 +79,11 @@ _REDIS = (
     "orchestrator/runs/run_queue.py",
     "orchestrator/runs/runner.py",
     "orchestrator/runs/told_events.py",
-    "workers/blobs.py",
     "workers/call_events.py",
-    "workers/catalog.py",
     "workers/custom/state.py",
     "workers/celery_edge/result_backend.py",
     "workers/sandboxd_counts.py",
     "workers/skills/installed.py",
-    "workers/switches.py",
-    "workers/tenants.py",
     "workers/web/cache.py",
 )
 _TERMINAL = ("orchestrator/cli/*.py", "orchestrator/terminal/*.py", "orchestrator/batches/live_*.py")

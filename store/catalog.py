@@ -3,7 +3,7 @@
 import difflib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import redis.asyncio
@@ -13,13 +13,16 @@ from redis.exceptions import RedisError
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
 from contract.names import CATALOG_POOLS, catalog_key, catalog_names_key
 from contract.signing import SigningKeys
-from contract.specs import Catalog, SkillSummary, ToolSpec, open_catalog
+from contract.specs import Catalog, SkillSummary, ToolSpec, open_catalog, seal_catalog
+from store.connection import SyncRedis, broker_errors
 from store.tasks import SharedReads
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
 FRESH_S = 1.0
+CATALOG_TTL_S = 15
+NAMES_TTL_S = 7 * 24 * 3600
 STARTED_BY = {
     "sandbox": "`toolcrew worker start` beside a sandboxd",
     "web": "`toolcrew worker start --kind web`",
@@ -143,3 +146,28 @@ def _parse_names(text: str | bytes | None) -> list[str]:
     except (ValueError, RecursionError):
         return []
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+class WorkerCatalogStore:
+    """Publishes the catalogs of a worker's pools."""
+
+    def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys) -> None:
+        self._client, self._keys = client, keys
+        self._deployment = deployment
+
+    def publish(self, entries: Sequence[tuple[str, str, int]]) -> None:
+        """Store entries of `build_entries`, which expire. Raises BrokerUnavailable."""
+        with broker_errors("the catalog was not published"), self._client.pipeline(transaction=False) as pipe:
+            for key, text, ttl_s in entries:
+                pipe.set(key, text, ex=ttl_s)
+            pipe.execute()
+
+    def build_entries(self, catalogs: Mapping[str, Catalog]) -> list[tuple[str, str, int]]:
+        """Return the key, the text and the seconds to live of each entry. `catalogs`: pool -> what it serves here."""
+        entries: list[tuple[str, str, int]] = []
+        for pool, catalog in catalogs.items():
+            # The names explain to every tenant why a tool is missing, so tools of single tenants are left out.
+            names = json.dumps([spec.name for spec in catalog.tools if spec.tenants is None])
+            entries.append((catalog_key(self._deployment, pool), seal_catalog(self._keys, pool, catalog), CATALOG_TTL_S))
+            entries.append((catalog_names_key(self._deployment, pool), names, NAMES_TTL_S))
+        return entries

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self
 
 import redis.asyncio
@@ -11,10 +11,11 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import audit_key, switches_key
-from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, parse_switches, seal_switch, switch_field
+from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, find_switch, parse_switches, seal_switch, switch_field
 from contract.signing import SigningKeys
 from store.actors import Actor, local_actor
 from store.audit import AUDIT_LUA, AuditAction, build_entry, entry_text
+from store.connection import SyncRedis, broker_errors
 
 _TURN = f"""
 {AUDIT_LUA}
@@ -117,3 +118,25 @@ def build_switch(by: str, reason: str | None) -> Switch:
 
 def _unchanged(name: str, error: Exception) -> BrokerUnavailable:
     return BrokerUnavailable(f"{name} was not switched: Redis does not answer ({error})")
+
+
+class WorkerSwitches:
+    """The switches as a worker reads them when it runs a call, again at most every SWITCHES_FRESH_S seconds."""
+
+    def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client, self._keys = client, keys
+        self._key = switches_key(deployment)
+        self._clock = clock
+        self._fields: Mapping[Any, Any] = {}
+        self._switches: Mapping[str, Switch] = {}
+        self._read_at = float("-inf")
+
+    def find(self, name: str, tenant: str) -> Switch | None:
+        """Return why the tool is off for that tenant; None when it is on. Raises BrokerUnavailable: a tool that may be off is not run."""
+        if self._clock() - self._read_at >= SWITCHES_FRESH_S:
+            with broker_errors(f"the call was not run, because it is not known whether {name} is turned off"):
+                fields: Any = self._client.hgetall(self._key)
+            if fields != self._fields:
+                self._fields, self._switches = fields, parse_switches(self._keys, fields)
+            self._read_at = self._clock()
+        return find_switch(self._switches, name, tenant)

@@ -3,6 +3,7 @@
 import copy
 import json
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self
 
@@ -29,6 +30,7 @@ from contract.tenancy import (
 )
 from store.actors import Actor, local_actor
 from store.audit import AUDIT_LUA, AuditAction, build_entry, entry_text
+from store.connection import SyncRedis, broker_errors
 from store.tasks import SharedReads
 
 MAX_CHANGES = 20
@@ -298,3 +300,33 @@ def _missing(name: str) -> ToolFailure:
 
 def _unchanged(name: str, error: Exception) -> BrokerUnavailable:
     return BrokerUnavailable(f"tenant {name} was not changed: Redis does not do it ({error}); see that it is up and may be written")
+
+
+class WorkerTenants:
+    """The tenants in Redis. Their version is read at most every POLICY_FRESH_S seconds, a policy when it is first needed or something has
+    changed. Safe between threads."""
+
+    def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._key = tenants_key(deployment)
+        self._known = KnownTenants(keys, clock)
+
+    def policy(self, tenant: str) -> TenantPolicy:
+        """What the tenant may have now.
+
+        Raises ToolFailure(UNKNOWN_TENANT), ConfigError for a policy that cannot be verified or read, BrokerUnavailable: the call is then not run.
+        """
+        with broker_errors(f"the call was not run, because the policy of tenant {tenant} was not read"):
+            if self._known.is_stale():
+                asked_at = self._known.clock()
+                version: Any = self._client.hget(self._key, VERSION_FIELD)
+                self._known.confirm(version, asked_at)
+            return self._known.find(tenant) or self._look(tenant)
+
+    def _look(self, tenant: str) -> TenantPolicy:
+        asked_at = self._known.clock()
+        pipe = self._client.pipeline(transaction=True)
+        pipe.hmget(self._key, [VERSION_FIELD, tenant, DEFAULT_TENANT])
+        pipe.hlen(self._key)
+        (version, own, default), fields = pipe.execute()
+        return self._known.learn(tenant, TenantLook(version, own, default, fields), asked_at)

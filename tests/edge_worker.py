@@ -13,10 +13,10 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.hosts import holder_name
 from contract.registry import ToolRegistry
 from contract.settings import BrokerSettings
+from store.blobs import WorkerBlobs
 from store.calls import RefusalCounter, WorkerCallStore
 from store.connection import connect, connect_once
 from tests.builders import build_spec
-from workers.blobs import Blobs
 from workers.celery_edge.app import Pool, build_app, run_worker
 from workers.celery_edge.tasks import register_tasks
 from workers.executor import Executor
@@ -59,7 +59,7 @@ def build_tools() -> WorkerRegistry:
 
 def _build_executor(broker: BrokerSettings, registry: WorkerRegistry, queue: str, clock: SharedClock) -> Executor:
     client = connect(broker)
-    blobs = Blobs(client, broker.deployment, "sandbox")
+    blobs = WorkerBlobs(client, broker.deployment, "sandbox")
     return Executor(
         registry, None, WorkerCallStore(client, broker.deployment, clock), blobs, {}, holder_name(queue, str(os.getpid())), clock
     )

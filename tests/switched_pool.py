@@ -23,7 +23,7 @@ from store.catalog import RedisCatalog
 from store.connection import connect_once, open_redis
 from store.publisher import NotSent
 from store.skills import InstalledSkills
-from store.switches import RedisSwitches
+from store.switches import RedisSwitches, WorkerSwitches
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -31,7 +31,6 @@ from tests.fake_hosts import build_pool
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryAsyncBlobs, MemoryBlobs, MemoryLedger
 from workers.call_events import open_events
 from workers.executor import CallRepeated, Executor
-from workers.switches import Switches
 from workers.tools.base import WorkerTool
 
 SESSION = "s1"
@@ -50,7 +49,7 @@ class SwitchedPool:
             MemoryLedger(),
             MemoryBlobs(),
             {"host": "h", "queue": "q"},
-            switches=Switches(self.redis, "default", KEY),
+            switches=WorkerSwitches(self.redis, "default", KEY),
             open_events=partial(open_events, connect_once(self.broker), "default"),
         )
         self.transport = AnsweringTransport(self._execute)

@@ -16,6 +16,7 @@ from contract.hosts import HostReport
 from store.connection import connect, connect_once
 from store.hosts import WorkerHostStore
 from store.sessions import WorkerSessionStore
+from store.tenants import WorkerTenants
 from workers.adoption import AdoptionMonitor
 from workers.celery_edge.worker_state import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
 from workers.checkpointing import DEFAULT_EVERY_S, CheckpointMonitor
@@ -30,7 +31,6 @@ from workers.sandbox_client import SandboxClient
 from workers.sandboxd_counts import SandboxdCounts
 from workers.session_monitors import ExpiryMonitor, LeftoverMonitor
 from workers.settings import WorkerSettings
-from workers.tenants import Tenants
 from workers.terms_watch import TermsWatch
 
 log = structlog.get_logger(__name__)
@@ -92,7 +92,7 @@ class HostLife:
         self._expiry = ExpiryMonitor(self._open_client, self._sessions, self._stop)
         self._leftovers = LeftoverMonitor(self._open_client, self._sessions, self._stop)
         self._terms = TermsWatch(
-            self._open_client, Tenants(connect(self._broker), deployment, self._broker.signing_keys()).policy, self._stop
+            self._open_client, WorkerTenants(connect(self._broker), deployment, self._broker.signing_keys()).policy, self._stop
         )
 
     def open_sessions(self) -> WorkerSessionStore:

@@ -7,11 +7,13 @@ import structlog
 from contract.clock import SharedClock
 from contract.hosts import holder_name
 from contract.specs import Catalog
+from store.blobs import WorkerBlobs
 from store.calls import RefusalCounter, WorkerCallStore
 from store.connection import connect, connect_once
 from store.control import WorkerControlStore
+from store.switches import WorkerSwitches
+from store.tenants import WorkerTenants
 from telemetry.spans import Tracer
-from workers.blobs import Blobs
 from workers.call_events import open_events
 from workers.catalog import CatalogPublisher
 from workers.celery_edge.app import build_app, choose_pool, claim_node, run_worker
@@ -30,8 +32,7 @@ from workers.skills.examiner import SkillExaminer
 from workers.skills.installed import InstalledSkills
 from workers.skills.loader import load_skills
 from workers.skills.of_session import SessionSkills
-from workers.switches import Switches
-from workers.tenants import TenantGate, Tenants
+from workers.tenants import TenantGate
 from workers.tools.base import WorkerRegistry
 from workers.tools.builtin import build_registry
 from workers.tools.skill import build_skill_tool
@@ -126,14 +127,14 @@ def _build_executor(
         registry,
         life.open_call_client(),
         WorkerCallStore(client, settings.deployment, clock, node),
-        Blobs(client, settings.deployment, "sandbox"),
+        WorkerBlobs(client, settings.deployment, "sandbox"),
         {"host": settings.host, "queue": life.queue},
         holder_name(life.queue, life.worker),
         clock,
-        switches=Switches(client, settings.deployment, keys),
+        switches=WorkerSwitches(client, settings.deployment, keys),
         open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
         tenants=TenantGate(
-            Tenants(client, settings.deployment, keys), RefusalCounter(connect_once(settings.broker()), settings.deployment).count
+            WorkerTenants(client, settings.deployment, keys), RefusalCounter(connect_once(settings.broker()), settings.deployment).count
         ),
         held=held,
         tracer=tracer,

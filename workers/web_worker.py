@@ -13,11 +13,13 @@ from contract.errors import ConfigError
 from contract.names import POOL_QUEUES, pool_worker
 from contract.registry import ToolRegistry
 from contract.specs import Catalog, ToolSpec
+from store.blobs import WorkerBlobs
 from store.calls import RefusalCounter, WorkerCallStore
 from store.connection import connect, connect_once, drop_connections
 from store.control import WorkerControlStore
+from store.switches import WorkerSwitches
+from store.tenants import WorkerTenants
 from telemetry.spans import Tracer
-from workers.blobs import Blobs
 from workers.call_events import open_events
 from workers.catalog import CatalogPublisher
 from workers.celery_edge.app import build_app, choose_pool, claim_node, run_worker
@@ -29,8 +31,7 @@ from workers.mcp.shelf import ServerShelf, Source
 from workers.pool_control import PoolControlListener, process_holder
 from workers.pool_life import PoolLife
 from workers.settings import WorkerSettings
-from workers.switches import Switches
-from workers.tenants import TenantGate, Tenants
+from workers.tenants import TenantGate
 from workers.tools.base import WorkerRegistry, WorkerTool
 from workers.tracing import open_process_tracer
 
@@ -142,15 +143,15 @@ def _build_executor(
         registry,
         None,
         WorkerCallStore(client, settings.deployment, clock, node),
-        Blobs(client, settings.deployment, "web"),
+        WorkerBlobs(client, settings.deployment, "web"),
         {},
         process_holder(worker, os.getpid()),
         clock,
         guard=interrupts,
-        switches=Switches(client, settings.deployment, keys),
+        switches=WorkerSwitches(client, settings.deployment, keys),
         open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
         tenants=TenantGate(
-            Tenants(client, settings.deployment, keys), RefusalCounter(connect_once(settings.broker()), settings.deployment).count
+            WorkerTenants(client, settings.deployment, keys), RefusalCounter(connect_once(settings.broker()), settings.deployment).count
         ),
         tracer=tracer,
         states=StateStore.of(settings.broker()),

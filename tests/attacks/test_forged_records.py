@@ -22,13 +22,11 @@ from orchestrator.runs.run_log import RunLog
 from store.api_keys import ApiKeys
 from store.catalog import RedisCatalog
 from store.connection import open_redis
-from store.switches import RedisSwitches
-from store.tenants import RedisTenants
+from store.switches import RedisSwitches, WorkerSwitches
+from store.tenants import RedisTenants, WorkerTenants
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.run_ground import RunGround, build_item, build_outcome
-from workers.switches import Switches
-from workers.tenants import Tenants
 
 GUESS = SigningKeys.of("a guess")
 OTHER_DEPLOYMENT = SigningKeys.of("k" * 32, deployment="another")
@@ -80,7 +78,7 @@ async def test_a_forged_policy_gives_a_tenant_no_rights(client: "redis.asyncio.R
     with pytest.raises(ConfigError, match="policy of tenant acme cannot be verified, so nothing is served"):
         await RedisTenants(client, "d", KEY).policy("acme")
     with redis_server.client() as blocking, pytest.raises(ConfigError, match="cannot be verified"):
-        Tenants(blocking, "d", KEY).policy("acme")
+        WorkerTenants(blocking, "d", KEY).policy("acme")
 
 
 async def test_a_forged_switch_turns_nothing_on_and_brings_no_text_to_a_model(
@@ -95,7 +93,7 @@ async def test_a_forged_switch_turns_nothing_on_and_brings_no_text_to_a_model(
         assert "cannot be verified" in found.refusal("echo")
         assert "instead" not in found.refusal("echo")
         with redis_server.client() as blocking:
-            assert Switches(blocking, "d", KEY).find("echo", "acme") == found
+            assert WorkerSwitches(blocking, "d", KEY).find("echo", "acme") == found
 
 
 async def test_a_switch_that_was_copied_to_another_tool_is_not_taken_for_its_own(client: "redis.asyncio.Redis") -> None:

@@ -5,16 +5,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 import redis.asyncio
+import workers.blobs
 
 import contract.blobs
-import workers.blobs
 from contract.blobs import LEAST_CHARGE
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import BlobPool
 from store import blobs as blob_store
-from store.blobs import Blobs
+from store.blobs import Blobs, WorkerBlobs
 from tests.conftest import RedisProcess
-from workers.blobs import Blobs as WorkerBlobs
 
 MOST = 4 * LEAST_CHARGE
 

@@ -13,9 +13,9 @@ from contract import names
 from contract.errors import ConfigError
 from orchestrator.cli.redis import redis_app
 from orchestrator.operations.redis_users import ROLES, build_users, hash_password
+from store.blobs import WorkerBlobs
 from store.hosts import worker_slots_key
 from tests.redis_ground import Server, open_server
-from workers.blobs import Blobs
 
 LIMITED = ("orchestrator", "worker", "web", "flower")
 LOOKING_AROUND = (
@@ -129,7 +129,7 @@ def test_a_script_reaches_no_more_than_its_user(server: Server, role: str) -> No
 def test_a_worker_counts_the_blobs_of_its_pool(server: Server, role: str, pool: names.BlobPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract.blobs, "TENANT_BLOB_BYTES", contract.blobs.LEAST_CHARGE)
     with server.client(role) as client:
-        blobs = Blobs(client, DEP, pool)
+        blobs = WorkerBlobs(client, DEP, pool)
         # The second is counted after the first was looked for.
         client.unlink(blobs.leave("acme", b"x"))
         assert blobs.take("acme", blobs.leave("acme", b"y")) == b"y"

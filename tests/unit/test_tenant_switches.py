@@ -12,12 +12,11 @@ from contract.tenancy import TenantPolicy
 from orchestrator.sdk.client import ToolClient
 from store.api_keys import ApiKeys, Credential
 from store.audit import Audit
-from store.switches import RedisSwitches
+from store.switches import RedisSwitches, WorkerSwitches
 from store.tenants import RedisTenants
 from tests.builders import KEY, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.switched_pool import SwitchedPool
-from workers.switches import Switches
 from workers.tools.base import Outcome, WorkerTool
 
 OFF = Switch(by="ada", at=1_700_000_000, reason="it is not for them")
@@ -78,7 +77,7 @@ async def test_a_worker_refuses_it_whatever_the_sender_has_looked_at(pool: Switc
     await client.disable("echo", tenant="acme")
     client._dispatcher._switches = None
     assert await call(client) is ErrorCode.TOOL_DISABLED
-    board = Switches(pool.redis, "default", KEY)
+    board = WorkerSwitches(pool.redis, "default", KEY)
     assert board.find("echo", build_context().tenant) is not None
     assert board.find("echo", "neighbour") is None
 
