@@ -155,15 +155,15 @@ class WorkerCatalogStore:
         self._client, self._keys = client, keys
         self._deployment = deployment
 
-    def publish(self, entries: Sequence[tuple[str, str, int]]) -> None:
-        """Store entries of `build_entries`, which expire. Raises BrokerUnavailable."""
+    def publish(self, catalogs: Mapping[str, Catalog]) -> None:
+        """Store what each pool serves here; it expires. Raises BrokerUnavailable."""
         with broker_errors("the catalog was not published"), self._client.pipeline(transaction=False) as pipe:
-            for key, text, ttl_s in entries:
+            for key, text, ttl_s in self._build_entries(catalogs):
                 pipe.set(key, text, ex=ttl_s)
             pipe.execute()
 
-    def build_entries(self, catalogs: Mapping[str, Catalog]) -> list[tuple[str, str, int]]:
-        """Return the key, the text and the seconds to live of each entry. `catalogs`: pool -> what it serves here."""
+    def _build_entries(self, catalogs: Mapping[str, Catalog]) -> list[tuple[str, str, int]]:
+        """Return the key, the text and the seconds to live of each entry."""
         entries: list[tuple[str, str, int]] = []
         for pool, catalog in catalogs.items():
             # The names explain to every tenant why a tool is missing, so tools of single tenants are left out.

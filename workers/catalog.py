@@ -21,14 +21,14 @@ class CatalogPublisher:
 
     def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys, catalogs: Mapping[str, Catalog]) -> None:
         self._store = WorkerCatalogStore(client, deployment, keys)
-        self._entries = self._store.build_entries(catalogs)
+        self._catalogs = catalogs
         self._is_stopped = False
         self._changed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
 
     def replace(self, catalogs: Mapping[str, Catalog]) -> None:
         """Publish these from now on, the first time at once. What is not among them any more expires."""
-        self._entries = self._store.build_entries(catalogs)
+        self._catalogs = catalogs
         self._changed.set()
 
     def start(self) -> None:
@@ -44,9 +44,9 @@ class CatalogPublisher:
         while not self._is_stopped:
             self._changed.clear()
             try:
-                self._store.publish(self._entries)
+                self._store.publish(self._catalogs)
             except BrokerUnavailable as error:
                 log.warning("catalog_not_published", error=str(error))
-            # What comes between is not missed: the event is cleared before the entries are read.
+            # What comes between is not missed: the event is cleared before the catalogs are read.
             if not self._is_stopped:
                 self._changed.wait(REFRESH_S)

@@ -47,7 +47,7 @@ def quiet_logs() -> Iterator[None]:
 def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known of the switches is never old: how old it may be is another test's."""
     monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
-    monkeypatch.setattr("workers.switches.SWITCHES_FRESH_S", 0.0)
+    monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
 
 
 def answering(text: str) -> Any:

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 import redis.asyncio
-import workers.blobs
 
 import contract.blobs
 from contract.blobs import LEAST_CHARGE
@@ -35,7 +34,7 @@ class Ground:
 async def ground(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ground]:
     monkeypatch.setattr(contract.blobs, "TENANT_BLOB_BYTES", MOST)
     monkeypatch.setattr(blob_store, "ROOM_WAIT_S", 0)
-    monkeypatch.setattr(workers.blobs, "ROOM_WAIT_S", 0)
+    monkeypatch.setattr(blob_store, "RESULT_ROOM_WAIT_S", 0)
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
         ground = Ground(redis_server, client)
         yield ground
@@ -63,7 +62,7 @@ async def test_both_sides_share_a_limit_for_each_tenant_and_pool(ground: Ground)
 @pytest.mark.parametrize("is_large", [False, True])
 async def test_a_blob_beyond_the_limit_leaves_nothing(ground: Ground, is_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blob_store, "CHECK_FIRST_BYTES", 0 if is_large else 2 * MOST)
-    monkeypatch.setattr(workers.blobs, "CHECK_FIRST_BYTES", 0 if is_large else 2 * MOST)
+    monkeypatch.setattr(blob_store, "CHECK_FIRST_BYTES", 0 if is_large else 2 * MOST)
     with pytest.raises(ToolFailure) as refused:
         await ground.own.leave("acme", bytes(MOST + 1))
     check_refused(refused)

@@ -17,12 +17,11 @@ from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
 from orchestrator.operations.doctor_pool import examine_workers
 from orchestrator.operations.findings import Report
 from store import catalog as catalog_module
-from store.catalog import CATALOG_TTL_S, RedisCatalog
+from store.catalog import CATALOG_TTL_S, RedisCatalog, WorkerCatalogStore
 from store.connection import open_redis
 from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, StaticCatalog
-from workers.catalog import CatalogPublisher
 from workers.celery_edge.tasks import register_tasks
 from workers.tools.base import Outcome, WorkerTool
 from workers.tools.builtin import build_registry
@@ -128,8 +127,7 @@ class Pools:
 
     def publish(self, **pools: "tuple[ToolSpec, ...]") -> None:
         catalogs = {pool: Catalog(tools=specs) for pool, specs in pools.items()}
-        publisher = CatalogPublisher(self.store, "d", KEY, catalogs)
-        publisher._publish()
+        WorkerCatalogStore(self.store, "d", KEY).publish(catalogs)
 
     async def names(self) -> list[str]:
         return [spec.name for spec in await self.catalog.specs()]

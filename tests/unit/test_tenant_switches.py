@@ -26,7 +26,7 @@ OFF = Switch(by="ada", at=1_700_000_000, reason="it is not for them")
 def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known of the switches is never old."""
     monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
-    monkeypatch.setattr("workers.switches.SWITCHES_FRESH_S", 0.0)
+    monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
 
 
 @pytest.fixture

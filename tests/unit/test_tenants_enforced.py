@@ -55,7 +55,7 @@ class OrchestratorTenants(FixedTenants):
         return self.find(tenant)
 
 
-class WorkerTenants(FixedTenants, WorkerTenants):
+class FixedWorkerTenants(FixedTenants, WorkerTenants):
     def policy(self, tenant: str) -> TenantPolicy:
         return self.find(tenant)
 
@@ -67,7 +67,7 @@ class House:
         self.counted: list[RefusalReason] = []
         self.terms: list[SandboxTerms | None] = []
         self.ledger = MemoryLedger()
-        gate = TenantGate(WorkerTenants(policies), self.counted.append)
+        gate = TenantGate(FixedWorkerTenants(policies), self.counted.append)
         registry = ToolRegistry([WorkerTool(spec, self.handle) for spec in (BASH, CLOSE)])
         parts = (FakeSandboxClient(), self.ledger, MemoryBlobs(), {}, "host.h1.b/w", SharedClock())
         self.executor = Executor(registry, *parts, tenants=gate)
