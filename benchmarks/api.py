@@ -25,13 +25,13 @@ from benchmarks.whole_path import awaited, whole_call
 from contract.settings import BrokerSettings
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator import ToolClient
-from orchestrator.batches.items import RunBody
 from orchestrator.dispatch.sessions import Session
 from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.keys import run_events_key
 from orchestrator.settings import load_settings
 from store.api_keys import ApiKeys
+from store.batch_items import RunBody
 from store.connection import open_redis
+from store.run_keys import run_events_key
 from store.tenants import RedisTenants
 
 ROUNDS, WARM_UP = size((200, 20), (2, 1))

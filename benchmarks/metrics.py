@@ -21,12 +21,11 @@ from contract.names import admission_prefix, call_key, host_gauges_key, host_key
 from contract.settings import BrokerSettings
 from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy
-from orchestrator.admission import SlotRequest
-from orchestrator.admission.script import Operation, enqueue, load_script, script_arguments
 from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.tally import Tally
 from store.connection import open_redis
+from store.slots import Operation, SlotRequest, enqueue, load_script, script_arguments
 
 DEPLOYMENT = "bench"
 TENANTS, HOSTS, MESSAGES, WAITING, TOOLS = size((1000, 200, 10_000, 2000, 60), (10, 4, 20, 100, 3))

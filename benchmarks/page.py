@@ -13,10 +13,10 @@ from benchmarks.fairness import open_server, until_it_answers
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from orchestrator.api.service import ApiService
-from orchestrator.batches.items import RunBody
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys
+from store.batch_items import RunBody
 from store.connection import open_redis
 from store.tenants import RedisTenants
 

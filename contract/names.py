@@ -106,7 +106,7 @@ def host_key(deployment: str, queue: str) -> str:
 
 
 def host_gauges_key(deployment: str, queue: str) -> str:
-    """What a host's sandboxd does now, as JSON (workers/sandboxd_counts.py); gone when its worker's report is."""
+    """What a host's sandboxd does now, as JSON (store/sandboxd_counts.py); gone when its worker's report is."""
     return deployment_key(deployment, f"host:{queue}:gauges")
 
 

@@ -8,12 +8,12 @@ import redis
 
 from contract.call_events import OUTPUT
 from contract.settings import BrokerSettings
-from orchestrator.dispatch.call_events import CallEvents
-from orchestrator.dispatch.heard_calls import HeardCall, OnOutput, output_handler
+from store.call_event_writer import EventWriter
+from store.call_listener import CallEvents
 from store.connection import connect_once, open_redis
+from store.heard_calls import HeardCall, OnOutput, output_handler
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
-from workers.call_events import EventWriter
 
 DEPLOYMENT = "test"
 

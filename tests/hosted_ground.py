@@ -9,14 +9,14 @@ from typing import Any
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from orchestrator.batches.items import Ground, RunBody
 from orchestrator.runs.event_teller import EventTellers
-from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.hosted_records import HostedRun
-from orchestrator.runs.run_queue import Claim
 from orchestrator.runs.run_service import ServiceWork
 from orchestrator.runs.runner import Runner
+from store.batch_events import HappeningWriter
+from store.batch_items import Ground, RunBody
+from store.hosted_records import HostedRun
+from store.run_queue import Claim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import MemorySessionStore

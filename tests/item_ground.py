@@ -15,8 +15,6 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.specs import ToolSpec
 from orchestrator.approvals import DEFAULT_POLICY, ApprovalPolicy, AutoApprover
 from orchestrator.approvals.approvers import Approver
-from orchestrator.batches.happenings import Happening
-from orchestrator.batches.items import BatchItem, CallBody, Outcome, RunBody
 from orchestrator.dispatch.dispatcher import Dispatcher, Pool
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
@@ -26,12 +24,14 @@ from orchestrator.models.scripted import EVERYTHING, Calls, ScriptedModel, Turn
 from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.models import Models
-from orchestrator.runs.records import BatchDefaults
-from orchestrator.runs.run_log import RunLog
 from orchestrator.runs.run_parts import RunParts
-from orchestrator.runs.run_queue import Claim
 from orchestrator.settings import OrchestratorSettings
+from store.batch_items import BatchItem, CallBody, Outcome, RunBody
 from store.calls import CallStore
+from store.happenings import Happening
+from store.run_log import RunLog
+from store.run_queue import Claim
+from store.run_records import BatchDefaults
 from store.skills import InstalledSkills
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants

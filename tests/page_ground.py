@@ -17,17 +17,17 @@ from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.approvals.gate import digest_call
 from orchestrator.approvals.questions import Question, build_record
 from orchestrator.approvals.queue import ApprovalQueue
-from orchestrator.batches.items import BatchItem, FailureKind, Outcome, RunBody
 from orchestrator.loop.events import CallFinished, CallSent, CallStarted, OutputArrived, RunStarted, StepFinished, StepStarted, TextArrived
 from orchestrator.models.base import Usage
 from orchestrator.runs.event_teller import EventTellers, RunTeller
-from orchestrator.runs.happening_stream import HappeningWriter
 from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.records import BatchDefaults, BatchRecord, BatchState
-from orchestrator.runs.run_queue import RunQueue
 from orchestrator.settings import OrchestratorSettings
 from store.actors import Actor
 from store.api_keys import ApiKeys, NewKey
+from store.batch_events import HappeningWriter
+from store.batch_items import BatchItem, FailureKind, Outcome, RunBody
+from store.run_queue import RunQueue
+from store.run_records import BatchDefaults, BatchRecord, BatchState
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
 from tests.api_ground import ApiGround

@@ -11,7 +11,6 @@ from contract.registry import ToolRegistry
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from orchestrator.admission import PausableAdmission, SharedAdmission
-from orchestrator.dispatch.call_events import CallEvents
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.sessions import Session, SessionInfo
@@ -19,6 +18,8 @@ from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.blobs import Blobs
+from store.call_event_writer import open_events
+from store.call_listener import CallEvents
 from store.catalog import RedisCatalog
 from store.connection import connect_once, open_redis
 from store.publisher import NotSent
@@ -29,7 +30,6 @@ from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_pool
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryAsyncBlobs, MemoryBlobs, MemoryLedger
-from workers.call_events import open_events
 from workers.executor import CallRepeated, Executor
 from workers.tools.base import WorkerTool
 

@@ -14,7 +14,7 @@ from contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFa
 from contract.functions.call_context import CallContext, CoroutineRunner
 from contract.functions.session_state import NoState, SessionStates
 from contract.tenancy import SandboxTerms
-from workers.call_events import CallEvents, Unwatched
+from store.call_event_writer import CallEvents, Unwatched
 from workers.custom.model import CallerModel
 from workers.guest_answers import GuestNonsense, Told, parse_error, parse_told
 from workers.sandbox_client import GuestResponse, SandboxClient, SandboxdAway, sandbox_id

@@ -18,9 +18,9 @@ from contract.registry import Switch
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
 from contract.tenancy import SandboxTerms
+from store.call_event_writer import CallEvents, Unwatched
 from telemetry.spans import Tracer
 from workers.bench import Bench, SandboxBench
-from workers.call_events import CallEvents, Unwatched
 from workers.held_calls import HeldCalls
 from workers.interrupts import CallInterrupted
 from workers.sandbox_client import SandboxClient, SandboxdAway

@@ -15,6 +15,7 @@ from contract.errors import SandboxUnavailable
 from contract.hosts import HostReport
 from store.connection import connect, connect_once
 from store.hosts import WorkerHostStore
+from store.sandboxd_counts import SandboxdCounts
 from store.sessions import WorkerSessionStore
 from store.tenants import WorkerTenants
 from workers.adoption import AdoptionMonitor
@@ -28,7 +29,6 @@ from workers.host_watch import SandboxdWatch
 from workers.incarnation import take_incarnation
 from workers.processes import describe_process
 from workers.sandbox_client import SandboxClient
-from workers.sandboxd_counts import SandboxdCounts
 from workers.session_monitors import ExpiryMonitor, LeftoverMonitor
 from workers.settings import WorkerSettings
 from workers.terms_watch import TermsWatch

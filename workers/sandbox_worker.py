@@ -8,18 +8,18 @@ from contract.clock import SharedClock
 from contract.hosts import holder_name
 from contract.specs import Catalog
 from store.blobs import WorkerBlobs
+from store.call_event_writer import open_events
 from store.calls import RefusalCounter, WorkerCallStore
 from store.connection import connect, connect_once
 from store.control import WorkerControlStore
 from store.switches import WorkerSwitches
 from store.tenants import WorkerTenants
+from store.tool_state import StateStore
 from telemetry.spans import Tracer
-from workers.call_events import open_events
 from workers.catalog import CatalogPublisher
 from workers.celery_edge.app import build_app, choose_pool, claim_node, run_worker
 from workers.celery_edge.tasks import register_tasks
 from workers.control import ControlListener
-from workers.custom.state import StateStore
 from workers.executor import Executor
 from workers.held_calls import HeldCalls
 from workers.host_life import HostLife

@@ -14,17 +14,17 @@ from contract.names import POOL_QUEUES, pool_worker
 from contract.registry import ToolRegistry
 from contract.specs import Catalog, ToolSpec
 from store.blobs import WorkerBlobs
+from store.call_event_writer import open_events
 from store.calls import RefusalCounter, WorkerCallStore
 from store.connection import connect, connect_once, drop_connections
 from store.control import WorkerControlStore
 from store.switches import WorkerSwitches
 from store.tenants import WorkerTenants
+from store.tool_state import StateStore
 from telemetry.spans import Tracer
-from workers.call_events import open_events
 from workers.catalog import CatalogPublisher
 from workers.celery_edge.app import build_app, choose_pool, claim_node, run_worker
 from workers.celery_edge.tasks import register_tasks
-from workers.custom.state import StateStore
 from workers.executor import Executor
 from workers.interrupts import CancelBoard, Interrupts
 from workers.mcp.shelf import ServerShelf, Source

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from contract.tenancy import TenantPolicy
-from orchestrator.admission.base import NOT_ADMITTED, Admission, Slot, SlotRequest
+from orchestrator.admission.base import NOT_ADMITTED, Admission, Slot
+from store.slots import SlotRequest
 from store.tasks import begin_shared
 from telemetry.logs import get_logger
 

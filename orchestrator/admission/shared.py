@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 import redis.asyncio
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from orchestrator.admission.base import NOT_ADMITTED, Slot, SlotRequest
-from orchestrator.admission.grants import GrantListener
-from orchestrator.admission.script import LEASE_S, Answer, grants_channel, renew, restore, tick
-from orchestrator.admission.steps import Clock, Steps
-from orchestrator.admission.waiting import NOTICE_S, WaitReason, build_notice, waiting_listener
+from orchestrator.admission.base import NOT_ADMITTED, Slot
+from orchestrator.admission.waiting import NOTICE_S, build_notice, waiting_listener
+from store.slots import LEASE_S, Answer, Clock, GrantListener, SlotRequest, Steps, WaitReason, grants_channel, renew, restore, tick
 from store.tasks import begin_shared, cancel_all
 
 TICK_S = 1.0

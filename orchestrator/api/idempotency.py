@@ -16,9 +16,9 @@ from contract.errors import BrokerUnavailable, OperatorError, ToolFailure
 from orchestrator.api.door import identify
 from orchestrator.api.house import House
 from orchestrator.api.limits import JSON_BYTES, find_header
-from orchestrator.api.once_slots import PENDING_S, Claim, OnceSlots
 from orchestrator.api.problems import ApiCode, ApiProblem, response_to
-from orchestrator.dispatch.outages import outlast
+from store.idempotency import PENDING_S, Claim, OnceSlots
+from store.outages import outlast
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)

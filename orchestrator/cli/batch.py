@@ -13,7 +13,6 @@ from rich.console import Console
 
 from contract.errors import ConfigError
 from orchestrator.batches.detached import check_detached
-from orchestrator.batches.items import FailureKind
 from orchestrator.batches.lines import BatchFile, load_lines
 from orchestrator.cli.batch_options import GivenLimits, build_defaults, check_lines, check_models, parse_kinds, prepare_artifacts
 from orchestrator.cli.batch_shift import Interrupts, find_rows, place_of, work_batch
@@ -31,11 +30,12 @@ from orchestrator.cli.batch_work import work as batch_work
 from orchestrator.cli.runner import Json, Tenant, open_client, open_pool_client, run_work
 from orchestrator.runs.batch_runs import RowPaths
 from orchestrator.runs.batches import check_batch_id, new_batch_id
-from orchestrator.runs.records import BatchDefaults
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
 from orchestrator.terminal.commands import build_command, build_resubmission
 from orchestrator.terminal.output import escape_controls
+from store.batch_items import FailureKind
+from store.run_records import BatchDefaults
 
 batch_app = typer.Typer(no_args_is_help=True, help="Files of many instructions, worked to a row each.")
 

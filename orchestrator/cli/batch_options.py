@@ -9,11 +9,11 @@ from typing import get_args
 import typer
 
 from contract.errors import ConfigError
-from orchestrator.batches.items import BatchItem, FailureKind, RunBody, RunLimits
 from orchestrator.batches.lines import BatchFile
 from orchestrator.models.choice import FALLBACK_WARNING, find_shipped
-from orchestrator.runs.records import BatchDefaults
 from orchestrator.settings import OrchestratorSettings
+from store.batch_items import BatchItem, FailureKind, RunBody, RunLimits
+from store.run_records import BatchDefaults
 
 DIALECTS = tuple(name for kind in get_args(RunBody.model_fields["dialect"].annotation) for name in get_args(kind))
 

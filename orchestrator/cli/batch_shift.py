@@ -16,7 +16,7 @@ from orchestrator.batches.live_display import open_display
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.cli.runner import EXIT_INTERRUPTED
 from orchestrator.runs.batch_runs import BatchRuns, RowPaths, Shift
-from orchestrator.runs.records import BatchState, RowPlace
+from store.run_records import BatchState, RowPlace
 
 EXIT_FAILED = 1
 _DRAIN, _STOP, _BREAK_OFF = 1, 2, 3

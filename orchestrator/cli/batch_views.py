@@ -14,7 +14,6 @@ from contract.errors import ConfigError
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.displays import Display, Watched
 from orchestrator.batches.happening_files import read_happenings
-from orchestrator.batches.happenings import Happening
 from orchestrator.batches.live_display import open_display
 from orchestrator.batches.log_lines import LogLines
 from orchestrator.batches.report import build_report
@@ -25,6 +24,7 @@ from orchestrator.runs.batch_runs import BatchRuns, RowPaths
 from orchestrator.runs.batch_status import build_status
 from orchestrator.sdk.client import ToolClient
 from orchestrator.terminal.output import escape_controls, table_rows
+from store.happenings import Happening
 
 BatchId = Annotated[str, typer.Argument(help="The batch, as `submit` printed it and `ls` shows it.")]
 Errors = Annotated[

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from contract.errors import ConfigError
-from orchestrator.call_life import CallLife
 from orchestrator.cli.runner import Json, Tenant, open_client, run_work
 from orchestrator.sdk.call_control import KilledCall
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls
+from store.call_life import CallLife
 
 calls_app = typer.Typer(no_args_is_help=True, help="What is known of calls.")
 CallName = Annotated[str, typer.Argument(help="The call's id, as results, logs and Flower tell it; or the id of its task in Flower.")]

@@ -14,9 +14,9 @@ from contract.tenancy import DEFAULT_TENANT, TenantPolicy
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.policy_options import apply_options, policy_lines, read_policy
 from orchestrator.cli.runner import Json, run_work
-from orchestrator.operations.overview import OverviewReader, TenantLook
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.api_keys import ApiKeyRecord, Role
+from store.overview import OverviewReader, TenantLook
 from store.policy_tools import check_tools
 
 tenants_app = typer.Typer(no_args_is_help=True, help="Who is served, and what each may have.")

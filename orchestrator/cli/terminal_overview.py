@@ -10,7 +10,7 @@ from rich.text import Text
 
 from contract.clock import format_instant
 from orchestrator.batches.figures import MAX_NOTE_CHARS, format_count, format_seconds, one_line
-from orchestrator.operations.overview import Overview
+from store.overview import Overview
 
 GIB = 1024**3
 View = Literal["all", "hosts", "queues", "tenants", "batches"]

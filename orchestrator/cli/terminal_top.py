@@ -16,7 +16,7 @@ from rich.text import Text
 
 from contract.errors import BrokerUnavailable
 from orchestrator.cli.terminal_overview import VIEWS, Shown, build_overview_screen, count_rows
-from orchestrator.operations.overview import OverviewReader
+from store.overview import OverviewReader
 
 EVERY_S = 1.0
 READ_WITHIN_S = 3.0

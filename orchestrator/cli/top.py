@@ -10,7 +10,7 @@ from orchestrator.cli.access import open_deployment
 from orchestrator.cli.runner import Json, run_work
 from orchestrator.cli.terminal_overview import Shown, build_overview_screen
 from orchestrator.cli.terminal_top import LiveOverview
-from orchestrator.operations.overview import Overview, OverviewReader
+from store.overview import Overview, OverviewReader
 
 MOST_ROWS = 1_000_000
 """A page that nobody scrolls by keys is as long as it is."""

@@ -14,12 +14,13 @@ from contract.names import POOL_QUEUES, BlobPool, task_name
 from contract.signing import ResultSeal, SigningKeys
 from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy
-from orchestrator.admission import Admission, Priority, SlotRequest
-from orchestrator.dispatch.call_events import CallEvents
-from orchestrator.dispatch.heard_calls import Handler
+from orchestrator.admission import Admission
 from orchestrator.dispatch.transport import Delivery, DeliveryFailed, Sticky, Transport
 from orchestrator.tracing import current_call
+from store.call_listener import CallEvents
+from store.heard_calls import Handler
 from store.sessions import SessionAddress
+from store.slots import Priority, SlotRequest
 
 SANDBOX_GRACE_S = 20.0
 """Beyond a call's limit and grace: sandboxd may have to remove a container, which the engine may do slowly."""

@@ -22,11 +22,9 @@ from contract.session_locations import SessionLocation
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from contract.tenancy import SKILL_TOOL
-from orchestrator.admission import Admission, Priority, Unlimited
-from orchestrator.dispatch.call_events import CallEvents
+from orchestrator.admission import Admission, Unlimited
 from orchestrator.dispatch.call_kills import KillWatch
 from orchestrator.dispatch.carrier import ArgumentStore, Carrier, Errand
-from orchestrator.dispatch.heard_calls import Handler
 from orchestrator.dispatch.large_arguments import check_off_loop
 from orchestrator.dispatch.placement import HostRoom
 from orchestrator.dispatch.recovery import NOT_RUN, NOT_TAKEN, RESEND_S, CallBook, Recovery, repeated
@@ -36,9 +34,12 @@ from orchestrator.dispatch.tool_search import TenantTools, ToolSearch, as_skill_
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport
 from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.tracing import call_spans, current_call
+from store.call_listener import CallEvents
 from store.catalog import CatalogSource
+from store.heard_calls import Handler
 from store.publisher import NotSent
 from store.sessions import SessionAddress, SessionStore
+from store.slots import Priority
 from store.switches import SwitchSource
 from store.tasks import Backoff
 from store.tenants import OpenTenants, TenantSource

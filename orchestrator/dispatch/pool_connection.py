@@ -12,7 +12,6 @@ from contract.masking import passwords_of
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.admission import PausableAdmission, SharedAdmission
-from orchestrator.dispatch.call_events import CallEvents
 from orchestrator.dispatch.call_kills import KillWatch
 from orchestrator.dispatch.call_watch import CallWatch
 from orchestrator.dispatch.celery_transport import CeleryTransport
@@ -24,6 +23,7 @@ from orchestrator.metrics.tally import Tally
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tracing import open_process_tracer
 from store.blobs import Blobs
+from store.call_listener import CallEvents
 from store.calls import CallStore
 from store.catalog import RedisCatalog
 from store.connection import check_redis, open_redis

@@ -17,8 +17,8 @@ from kombu.serialization import dumps
 from kombu.utils.json import dumps as to_json
 
 from contract.calls import POOL_GRACE_S
+from contract.links import show_call
 from orchestrator.dispatch.transport import Delivery
-from orchestrator.links import show_call
 
 _PERSISTENT, _TRANSIENT = 2, 1
 FAILED_EVENTS = "celeryev/task.failed"

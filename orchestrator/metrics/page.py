@@ -30,10 +30,10 @@ from contract.names import (
     tenants_key,
 )
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.admission.base import count_slots_in_use
 from orchestrator.metrics.samples import Samples, render
-from orchestrator.runs.keys import runs_prefix
 from store.hosts import HostStore
+from store.run_keys import runs_prefix
+from store.slots import count_slots_in_use
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -16,10 +16,10 @@ from contract.tenancy import DEFAULT_TENANT, TenantPolicy
 from orchestrator.dispatch.placement import LOW_MEMORY_BYTES
 from orchestrator.operations.doctor_redis import read_clock
 from orchestrator.operations.findings import Report
-from orchestrator.operations.overview import Overview, OverviewReader
 from store.api_keys import ApiKeyRecord, ApiKeys
 from store.catalog import STARTED_BY, RedisCatalog
 from store.hosts import HostStore
+from store.overview import Overview, OverviewReader
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from contract.errors import BrokerUnavailable, ToolcrewError
 from contract.names import POOL_QUEUES
-from orchestrator.operations.pressure import Pressure
 from orchestrator.settings import load_settings
 from store.connection import open_redis
+from store.pressure import Pressure
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -12,28 +12,28 @@ from typing import Any
 from contract.errors import ConfigError
 from orchestrator.batches.displays import Display, Watched
 from orchestrator.batches.happening_files import HappeningFile
-from orchestrator.batches.happenings import Happening, build_recalled
-from orchestrator.batches.items import Outcome
 from orchestrator.batches.lines import BatchFile
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.batches.summary import Summary
 from orchestrator.batches.tool_check import NOT_CHECKED, check_tools
-from orchestrator.dispatch.outages import outlast
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.base import Model
 from orchestrator.models.choice import ChosenModel
 from orchestrator.runs.batches import DEFAULT_CONCURRENCY, Batches, run_id
 from orchestrator.runs.follower import ROWS_AT_ONCE, Follower
-from orchestrator.runs.happening_stream import HappeningReader, HappeningWriter
 from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.models import Models
-from orchestrator.runs.records import BatchRecord
 from orchestrator.runs.run_parts import RunParts
-from orchestrator.runs.run_queue import RunQueue
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
+from store.batch_events import HappeningReader, HappeningWriter
+from store.batch_items import Outcome
+from store.happenings import Happening, build_recalled
+from store.outages import outlast
+from store.run_queue import RunQueue
+from store.run_records import BatchRecord
 
 OpenDisplay = Callable[[Watched], Display]
 

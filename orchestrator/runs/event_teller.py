@@ -10,7 +10,6 @@ from typing import Any
 import redis.asyncio
 
 from contract.errors import BrokerUnavailable
-from orchestrator.dispatch.outages import outlast
 from orchestrator.loop.events import (
     ApprovalAsked,
     ApprovalDecided,
@@ -20,7 +19,8 @@ from orchestrator.loop.events import (
     StepStarted,
     TextArrived,
 )
-from orchestrator.runs.told_events import Telling, ToldEvents, build_event
+from store.outages import outlast
+from store.run_events import Telling, ToldEvents, build_event
 from store.tasks import begin_shared, check_cancelled
 from telemetry.logs import get_logger
 

@@ -15,11 +15,13 @@ from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import audit_key
 from contract.signing import SigningKeys
 from orchestrator.batches.detached import find_paths
-from orchestrator.batches.items import RUNS_URL, BatchItem, Ground, RunBody
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import LOCAL
-from orchestrator.runs.event_hub import RunEventHub
-from orchestrator.runs.hosted_records import (
+from orchestrator.runs.transcripts import build_transcript
+from store.actors import Actor
+from store.audit import build_entry, entry_text
+from store.batch_items import RUNS_URL, BatchItem, Ground, RunBody
+from store.hosted_records import (
     LISTED,
     MAX_BODY_BYTES,
     MAX_KEPT,
@@ -38,14 +40,12 @@ from orchestrator.runs.hosted_records import (
     standing_defaults,
     unpack_transcript,
 )
-from orchestrator.runs.keys import RUN_TTL_S, run_key, run_transcript_key
-from orchestrator.runs.records import open_outcome, parse_run, readable, seal_defaults, seal_item
-from orchestrator.runs.run_log import RunLog
-from orchestrator.runs.run_queue import RunQueue
-from orchestrator.runs.told_events import not_found
-from orchestrator.runs.transcripts import build_transcript
-from store.actors import Actor
-from store.audit import build_entry, entry_text
+from store.run_event_hub import RunEventHub
+from store.run_events import not_found
+from store.run_keys import RUN_TTL_S, run_key, run_transcript_key
+from store.run_log import RunLog
+from store.run_queue import RunQueue
+from store.run_records import open_outcome, parse_run, readable, seal_defaults, seal_item
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
 

@@ -12,8 +12,6 @@ from orchestrator.approvals import DEFAULT_POLICY
 from orchestrator.approvals.asking import choose_pool_approver
 from orchestrator.approvals.policies import load_policy
 from orchestrator.batches.detached import find_paths
-from orchestrator.batches.happenings import CallDone, Happening
-from orchestrator.batches.items import Failure, FailureKind, Outcome, RunBody
 from orchestrator.dispatch.dispatcher import Route
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.loop.events import CallFinished, CallSent, OnEvent, RunEvent
@@ -21,19 +19,21 @@ from orchestrator.models.choice import LOCAL
 from orchestrator.runs.batch_runs import until_first
 from orchestrator.runs.brake import NotNow
 from orchestrator.runs.event_teller import EventTellers
-from orchestrator.runs.happening_stream import HappeningWriter
-from orchestrator.runs.hosted_records import STANDING
 from orchestrator.runs.item_work import ItemWork, Tell
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.models import Models
 from orchestrator.runs.outcomes import judge_error, status_of
-from orchestrator.runs.records import BatchDefaults
 from orchestrator.runs.run_parts import RunParts
-from orchestrator.runs.run_queue import Claim, RunQueue
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
+from store.batch_events import HappeningWriter
+from store.batch_items import Failure, FailureKind, Outcome, RunBody
+from store.happenings import CallDone, Happening
+from store.hosted_records import STANDING
+from store.run_queue import Claim, RunQueue
+from store.run_records import BatchDefaults
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)

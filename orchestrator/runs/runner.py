@@ -11,19 +11,19 @@ from typing import Any
 import redis.asyncio
 
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDenied
-from orchestrator.batches.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
-from orchestrator.batches.items import Failure, FailureKind, Outcome
 from orchestrator.loop.limits import Prices
 from orchestrator.models.base import Usage
 from orchestrator.runs.brake import ROOM_AGAIN_S, NotNow
-from orchestrator.runs.happening_stream import HappeningWriter
-from orchestrator.runs.hosted_records import STANDING, standing_defaults
 from orchestrator.runs.item_work import ItemWork, prices_of
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
-from orchestrator.runs.records import BatchDefaults
-from orchestrator.runs.run_log import RunLog
-from orchestrator.runs.run_queue import LEASE_S, BatchCancelled, Claim, RunQueue
+from store.batch_events import HappeningWriter
+from store.batch_items import Failure, FailureKind, Outcome
+from store.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
+from store.hosted_records import STANDING, standing_defaults
+from store.run_log import RunLog
+from store.run_queue import LEASE_S, BatchCancelled, Claim, RunQueue
+from store.run_records import BatchDefaults
 from store.tasks import cancel_all, check_cancelled
 from telemetry.logs import bound, get_logger
 

@@ -9,12 +9,12 @@ from contract.calls import ToolCall
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.hosts import parse_holder
 from contract.ledger import CallRecord, CallState
-from orchestrator.call_life import unknown_call
 from orchestrator.dispatch.dispatcher import Route
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.terminal.commands import build_command
 from store.actors import Actor
 from store.audit import build_entry, entry_text
+from store.call_life import unknown_call
 from store.calls import MAX_REASON_CHARS, CallStore, KillOrder
 
 HEARD_S = 5.0

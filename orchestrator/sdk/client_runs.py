@@ -3,10 +3,10 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from orchestrator.batches.items import Ground, RunBody
 from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.hosted_records import HostedRun, HostedState, RunPage
 from store.actors import Actor
+from store.batch_items import Ground, RunBody
+from store.hosted_records import HostedRun, HostedState, RunPage
 
 
 class ClientRuns:

@@ -14,14 +14,14 @@ from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.batches.items import RunBody
-from orchestrator.runs.entries import Replied, Resulted
-from orchestrator.runs.keys import batch_key, run_key, run_log_key
-from orchestrator.runs.records import BatchDefaults, RowPlace, seal_defaults, seal_item
-from orchestrator.runs.run_log import RunLog
 from store.api_keys import ApiKeys
+from store.batch_items import RunBody
 from store.catalog import RedisCatalog
 from store.connection import open_redis
+from store.run_entries import Replied, Resulted
+from store.run_keys import batch_key, run_key, run_log_key
+from store.run_log import RunLog
+from store.run_records import BatchDefaults, RowPlace, seal_defaults, seal_item
 from store.switches import RedisSwitches, WorkerSwitches
 from store.tenants import RedisTenants, WorkerTenants
 from tests.builders import KEY, build_spec

@@ -28,11 +28,11 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.operations.drains import find_workers, follow_drain, order_drain
 from orchestrator.runs.batch_service import BatchService
-from orchestrator.runs.records import BatchState
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.connection import open_redis
 from store.hosts import HostStore
+from store.run_records import BatchState
 from store.tenants import RedisTenants
 from tests.host_ground import Ground, GroundProcess
 from tests.redis_ground import SECRET, Server, open_server

@@ -14,17 +14,17 @@ from contract.functions.function_tools import FunctionTool
 from contract.registry import Tool
 from contract.settings import BrokerSettings
 from orchestrator import CallContext, LocalTools, as_tool, tool
-from orchestrator.dispatch.call_events import CallEvents
 from orchestrator.dispatch.model_requests import ModelRequests
 from orchestrator.models.adapter import MAX_CALLS, BudgetedModel
 from orchestrator.models.scripted import ScriptedModel
+from store.call_event_writer import open_events
+from store.call_listener import CallEvents
 from store.connection import connect, open_redis
+from store.tool_state import StateStore
 from tests.builders import build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger
-from workers.call_events import open_events
 from workers.custom.calls import CustomCalls
-from workers.custom.state import StateStore
 from workers.executor import Executor
 from workers.tools.base import Outcome, Workbench, WorkerRegistry, WorkerTool
 

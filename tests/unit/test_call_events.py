@@ -21,13 +21,13 @@ from contract.call_events import (
 from contract.calls import ToolResult
 from contract.names import call_events_key, listener_key
 from contract.settings import BrokerSettings
-from orchestrator.dispatch.call_events import CallEvents
-from orchestrator.dispatch.heard_calls import output_handler
+from store import call_event_writer as writing
+from store.call_event_writer import EventWriter, Unwatched, open_events
+from store.call_listener import CallEvents
 from store.connection import connect_once
+from store.heard_calls import output_handler
 from tests.builders import build_call, build_context
 from tests.event_house import DEPLOYMENT, House, Screen, run_call
-from workers import call_events as writing
-from workers.call_events import EventWriter, Unwatched, open_events
 
 
 async def test_output_comes_in_order_and_whole_before_listening_ends(house: House) -> None:
@@ -255,7 +255,7 @@ async def test_a_wake_up_for_a_call_that_nobody_hears_is_ignored(house: House) -
 async def test_events_whose_wake_up_was_lost_come_before_the_result_after_however_long_a_silence(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.dispatch.heard_calls.STALL_S", 0.1)
+    monkeypatch.setattr("store.heard_calls.STALL_S", 0.1)
     screen = Screen()
 
     def work(writer: EventWriter) -> None:
@@ -310,7 +310,7 @@ async def test_a_redis_that_is_away_costs_a_call_nothing_but_its_events() -> Non
 
 
 async def test_what_comes_too_late_to_be_shown_is_counted_in_the_result(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.dispatch.heard_calls.STALL_S", 0.1)
+    monkeypatch.setattr("store.heard_calls.STALL_S", 0.1)
 
     async def on_output(_: str, text: str) -> None:
         await asyncio.Event().wait()

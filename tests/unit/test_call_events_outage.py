@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from contract.call_events import OUTPUT
-from orchestrator.dispatch.heard_calls import output_handler
+from store.heard_calls import output_handler
 from tests.conftest import RedisProcess
 from tests.event_house import House, Screen, run_call
 
@@ -40,7 +40,7 @@ async def test_what_was_woken_while_redis_failed_is_read_as_soon_as_it_works_aga
             raise failures.pop()
         await read(calls)
 
-    monkeypatch.setattr("orchestrator.dispatch.call_events.RETRY_S", 0.01)
+    monkeypatch.setattr("store.call_listener.RETRY_S", 0.01)
     monkeypatch.setattr(house.events, "_read", read_when_it_works)
     async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(lambda *_: arrived.set())}, 30):
         await asyncio.to_thread(house.writer().show, "stdout", "x")

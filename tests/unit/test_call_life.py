@@ -13,13 +13,13 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.names import blob_key, call_key, host_key, result_key, tenants_key
 from contract.signing import ResultSeal, SigningKeys
 from contract.tenancy import TenantPolicy
-from orchestrator.admission import SharedAdmission, SlotRequest
-from orchestrator.admission.script import enqueue, load_script, script_arguments
-from orchestrator.call_life import CallLives, parse_task_id
+from orchestrator.admission import SharedAdmission
 from orchestrator.dispatch.task_messages import build_message
 from orchestrator.dispatch.transport import Delivery
-from orchestrator.runs.keys import run_key
+from store.call_life import CallLives, parse_task_id
+from store.run_keys import run_key
 from store.sessions import SessionStore
+from store.slots import SlotRequest, enqueue, load_script, script_arguments
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 

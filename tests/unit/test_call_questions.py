@@ -9,10 +9,10 @@ import pytest
 from contract.call_events import MODEL, OUTPUT, CallEvent
 from contract.errors import EnvelopeRefused
 from contract.names import call_answers_key
-from orchestrator.dispatch.heard_calls import MAX_QUESTIONS, HeardCall, output_handler
+from store import call_event_writer as writing
+from store.call_event_writer import EventWriter
+from store.heard_calls import MAX_QUESTIONS, HeardCall, output_handler
 from tests.event_house import DEPLOYMENT, House, Screen, run_call
-from workers import call_events as writing
-from workers.call_events import EventWriter
 
 
 async def test_a_question_is_answered_while_output_goes_on(house: House) -> None:

@@ -13,8 +13,8 @@ from contract.errors import ConfigError
 from orchestrator.cli.batch_shift import Interrupts, find_rows
 from orchestrator.cli.traced import Leaving
 from orchestrator.runs.batch_runs import Shift
-from orchestrator.runs.records import RowPlace
 from orchestrator.traces.attempts import find_attempts
+from store.run_records import RowPlace
 
 
 @dataclass

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from contract import names
 from orchestrator.operations.redis_users import ROLES
-from orchestrator.runs import keys as run_keys
+from store import run_keys
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ from contract.names import (
 from contract.tenancy import TenantPolicy
 from orchestrator.metrics.page import LOOK_AT_ONCE, MetricsPage
 from orchestrator.metrics.samples import choose_format
-from orchestrator.operations.pressure import Pressure
-from orchestrator.runs.keys import batch_key, runs_prefix
+from store.pressure import Pressure
+from store.run_keys import batch_key, runs_prefix
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report

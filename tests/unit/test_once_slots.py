@@ -8,10 +8,10 @@ import redis.asyncio
 
 from contract.errors import ErrorCode
 from contract.settings import BrokerSettings
-from orchestrator.api import once_slots
-from orchestrator.api.once_slots import KEPT_S, PENDING_S, SLOT_BYTES, OnceSlots
 from orchestrator.api.problems import ApiProblem
+from store import idempotency as once_slots
 from store.connection import open_redis
+from store.idempotency import KEPT_S, PENDING_S, SLOT_BYTES, OnceSlots
 from tests.conftest import RedisProcess
 
 RECORD = json.dumps({"digest": "d", "status": 201, "headers": [], "body": ""})

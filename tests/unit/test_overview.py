@@ -11,8 +11,8 @@ from contract.errors import BrokerUnavailable
 from contract.names import approvals_key, host_key, hosts_key, tenants_key
 from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.operations.overview import MOST_BATCHES, OverviewReader
 from store.connection import open_redis
+from store.overview import MOST_BATCHES, OverviewReader
 from store.tenants import RedisTenants
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots
 from tests.builders import KEY

@@ -14,8 +14,8 @@ from redis.backoff import NoBackoff
 from contract.hosts import HostReport
 from contract.names import POOL_WEB, host_key, hosts_key
 from contract.tenancy import TenantPolicy
-from orchestrator.operations.pressure import Pressure, QueuePressure
 from orchestrator.operations.pressure_server import PressureServer
+from store.pressure import Pressure, QueuePressure
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report

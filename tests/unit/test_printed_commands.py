@@ -22,12 +22,12 @@ from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
 from orchestrator.batches.displays import Watched
-from orchestrator.batches.happenings import BatchNoted, ItemDone
-from orchestrator.batches.items import FailureKind
 from orchestrator.batches.progress import Progress
 from orchestrator.batches.report import build_report
 from orchestrator.cli.main import app
 from orchestrator.terminal.commands import build_command
+from store.batch_items import FailureKind
+from store.happenings import BatchNoted, ItemDone
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
 from tests.builders import build_spec

@@ -7,8 +7,8 @@ import pytest
 import redis.asyncio
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 
-from orchestrator.dispatch import redis_errands
-from orchestrator.dispatch.redis_errands import Errands
+from store import pending_commands as redis_errands
+from store.pending_commands import Errands
 
 DEL, PUSH, TRIM = ("DEL", "a"), ("LPUSH", "b", 1), ("LTRIM", "b", 0, 0)
 

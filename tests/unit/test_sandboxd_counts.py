@@ -10,6 +10,7 @@ import redis.asyncio
 
 from contract.errors import SandboxUnavailable
 from orchestrator.metrics.page import MetricsPage
+from store.sandboxd_counts import SandboxdCounts
 from tests.conftest import RedisProcess
 from tests.fake_engine import echoing
 from tests.fake_hosts import build_report
@@ -21,7 +22,6 @@ from tests.unit.test_sandboxd_hostile_guest import answering, call
 from tests.unit.test_sandboxd_sessions import lose
 from workers.sandboxd.counts import count_states
 from workers.sandboxd.sessions import Start
-from workers.sandboxd_counts import SandboxdCounts
 
 QUEUE = "host.h1.b00t"
 

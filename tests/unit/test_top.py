@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from contract.names import host_key, hosts_key
 from orchestrator.cli.main import app
 from orchestrator.cli.terminal_overview import VIEWS, Shown, build_overview_screen, count_rows
-from orchestrator.operations.overview import BatchLook, Overview, QueueLook, TenantLook
+from store.overview import BatchLook, Overview, QueueLook, TenantLook
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 from tests.stack import TOOLCREW, UP_S

@@ -22,7 +22,7 @@ from contract.functions.model_questions import ModelAnswer, parse_question
 from contract.ledger import Claim
 from contract.registry import ToolRegistry
 from contract.specs import ToolSpec
-from workers.call_events import CallEvents, Unwatched
+from store.call_event_writer import CallEvents, Unwatched
 from workers.custom.call_loops import is_running_here
 from workers.custom.calls import CustomCalls
 from workers.custom.loading import serve_values

@@ -13,10 +13,10 @@ from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.problems import ApiProblem
 from orchestrator.operations.drains import find_workers, order_drain
-from orchestrator.operations.overview import OverviewReader, TenantLook
 from store.api_keys import ApiKeyRecord
 from store.audit import ACTIONS, Audit
 from store.hosts import HostStore
+from store.overview import OverviewReader, TenantLook
 from store.sessions import SessionList
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)

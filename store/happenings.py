@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from contract.calls import Clocks, Record
-from orchestrator.batches.items import FailureKind, Outcome
+from store.batch_items import FailureKind, Outcome
 
 
 class _Happening(Record):

@@ -9,8 +9,8 @@ from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, EnvelopeRefused
 from contract.signing import SigningKeys
-from orchestrator.runs.keys import run_key, run_log_key
-from orchestrator.runs.run_log import entry_purpose
+from store.run_keys import run_key, run_log_key
+from store.run_log import entry_purpose
 from store.sessions import SessionStore
 from telemetry.logs import get_logger
 

@@ -12,7 +12,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable
-from orchestrator.runs.told_events import Entry, EventPage, ToldEvents, is_before, parse_id
+from store.run_events import Entry, EventPage, ToldEvents, is_before, parse_id
 from store.tasks import begin_shared, cancel_all, check_cancelled
 from telemetry.logs import get_logger
 

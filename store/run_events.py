@@ -10,8 +10,8 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from orchestrator.runs.hosted_records import STANDING
-from orchestrator.runs.keys import RUN_TTL_S, run_events_key, run_key
+from store.hosted_records import STANDING
+from store.run_keys import RUN_TTL_S, run_events_key, run_key
 
 MAX_EVENTS, MAX_STREAM_BYTES = 5000, 2 * 1024 * 1024
 """What a run's stream holds; of more the oldest go."""

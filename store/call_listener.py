@@ -11,8 +11,8 @@ from redis.exceptions import RedisError
 
 from contract.call_events import STALL_S
 from contract.names import listener_key
-from orchestrator.dispatch.heard_calls import Handler, HeardCall
-from orchestrator.dispatch.redis_errands import Errands
+from store.heard_calls import Handler, HeardCall
+from store.pending_commands import Errands
 from store.tasks import begin_shared, cancel_all
 from telemetry.logs import get_logger
 

@@ -8,9 +8,9 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable
-from orchestrator.batches.happenings import Happening, parse_happening
-from orchestrator.runs.hosted_records import STANDING
-from orchestrator.runs.keys import RUN_TTL_S, batch_key
+from store.happenings import Happening, parse_happening
+from store.hosted_records import STANDING
+from store.run_keys import RUN_TTL_S, batch_key
 from store.tasks import check_cancelled
 from telemetry.logs import get_logger
 

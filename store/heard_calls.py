@@ -14,7 +14,7 @@ from contract.call_events import END, HIDDEN, MAX_PAUSE_S, OUTPUT, STALL_S, Call
 from contract.calls import ToolResult
 from contract.errors import EnvelopeRefused
 from contract.names import call_answers_key, call_events_key, call_room_key, call_wake_name
-from orchestrator.dispatch.redis_errands import Errands
+from store.pending_commands import Errands
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)

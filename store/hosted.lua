@@ -1,4 +1,4 @@
--- The steps of runs that programs start by themselves: items of a batch that never ends, one a tenant. Goes on from queue.lua, in the same script.
+-- The steps of runs that programs start by themselves: items of a batch that never ends, one a tenant. Goes on from run_queue.lua, in the same script.
 
 -- The last of a run's events, in the step that ends it: whoever follows it hears that once.
 function tell_end(tenant, run, ended)

@@ -15,8 +15,8 @@ from redis.exceptions import RedisError
 from contract.clock import SharedClock
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
 from contract.signing import SigningKeys
-from orchestrator.runs.entries import Entry, SessionOpening, parse_entry
-from orchestrator.runs.keys import RUN_TTL_S, run_key, run_log_key, run_parts_key
+from store.run_entries import Entry, SessionOpening, parse_entry
+from store.run_keys import RUN_TTL_S, run_key, run_log_key, run_parts_key
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -9,9 +9,8 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable, ErrorCode
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import deployment_key
-from orchestrator.api.problems import ApiProblem
 
 KEPT_S = 24 * 3600
 PENDING_S = 900
@@ -78,14 +77,14 @@ class OnceSlots:
         )
 
     async def claim(self, claim: Claim) -> dict[str, Any] | None:
-        """What lies in the slot already; None: it is ours. Raises BrokerUnavailable, then it may be ours; ApiProblem when no more can be kept."""
+        """What lies in the slot already; None: it is ours. Raises BrokerUnavailable, then it may be ours; ToolFailure(QUOTA_EXCEEDED) when no more can be kept."""
         try:
             is_full = await self.count(claim.account) > KEPT_BYTES
             found: Any = await self._claim([claim.slot, claim.gone], [claim.pending, PENDING_S, "full" if is_full else ""])
         except (RedisError, OSError) as error:
             raise BrokerUnavailable("the request was not begun: the service's Redis does not answer; send it again") from error
         if found == b"full":
-            raise ApiProblem(ErrorCode.QUOTA_EXCEEDED, FULL)
+            raise ToolFailure(ErrorCode.QUOTA_EXCEEDED, FULL)
         told: dict[str, Any] | None = json.loads(found) if found is not None else None
         return told
 

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import Field
 
 from contract.calls import Clocks, Record
-from orchestrator.batches.items import Failure, FailureKind, Outcome
-from orchestrator.runs.records import BatchDefaults, RunState
+from store.batch_items import Failure, FailureKind, Outcome
+from store.run_records import BatchDefaults, RunState
 
 STANDING = "@runs"
 """The batch that they are items of, one a tenant, which never ends. No batch that anybody submits can be called so."""

@@ -16,12 +16,12 @@ from contract.envelope import decode_result, join_result, kept_result_key, store
 from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
 from contract.hosts import HOST_TTL_S, parse_holder
 from contract.ledger import CallRecord, CallState, parse_record
+from contract.links import flower_task_url
 from contract.names import admission_prefix, call_key, host_key, host_of, is_blob_of, place_key, result_key, seen_tenants_key, tenants_key
 from contract.session_locations import SessionLocation
 from contract.signing import ResultSeal, SigningKeys
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
-from orchestrator.links import flower_task_url
-from orchestrator.runs.keys import run_key
+from store.run_keys import run_key
 from store.sessions import parse_session_location
 
 MAX_LOOKED_AT = 200_000

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from contract.calls import Record
 from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 from contract.signing import SigningKeys
-from orchestrator.batches.items import BatchItem, FailureKind, Outcome, RunLimits
+from store.batch_items import BatchItem, FailureKind, Outcome, RunLimits
 
 
 class RunState(StrEnum):

@@ -17,9 +17,9 @@ from contract.hosts import HostReport
 from contract.names import POOL_QUEUES, admission_prefix, deployment_key, slots_key
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
-from orchestrator.admission.base import count_slots_in_use
-from orchestrator.runs.keys import runs_prefix
 from store.hosts import HostStore
+from store.run_keys import runs_prefix
+from store.slots import count_slots_in_use
 from store.tenants import RedisTenants
 
 MOST_BATCHES = 50
@@ -127,9 +127,7 @@ class OverviewReader:
         self._deployment = deployment
         self._hosts = HostStore(client, deployment)
         self._tenants = RedisTenants(client, deployment, keys)
-        self._script = client.register_script(
-            resources.files("orchestrator.operations").joinpath("overview.lua").read_text(encoding="utf-8")
-        )
+        self._script = client.register_script(resources.files("store").joinpath("overview.lua").read_text(encoding="utf-8"))
 
     async def read(self) -> Overview:
         """As of now. Raises BrokerUnavailable."""

@@ -1,4 +1,4 @@
--- What is done in a step of admission; state.lua comes before it, in the same script.
+-- What is done in a step of admission; slots_state.lua comes before it, in the same script.
 
 -- Slots
 

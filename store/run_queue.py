@@ -15,12 +15,13 @@ from redis.exceptions import RedisError
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from contract.names import audit_key, deployment_key
 from contract.signing import UNSEAL_LUA, SigningKeys
-from orchestrator.batches.items import BatchItem, Failure, FailureKind, Outcome
-from orchestrator.dispatch.outages import outlast
-from orchestrator.runs.hosted_records import STANDING, pack_end
-from orchestrator.runs.keys import RUN_TTL_S, batch_key, batches_key, member, run_key, runs_prefix, split_member
-from orchestrator.runs.left_sessions import close_left_sessions
-from orchestrator.runs.records import (
+from store.audit import AUDIT_LUA
+from store.batch_items import BatchItem, Failure, FailureKind, Outcome
+from store.hosted_records import STANDING, pack_end
+from store.left_sessions import close_left_sessions
+from store.outages import outlast
+from store.run_keys import RUN_TTL_S, batch_key, batches_key, member, run_key, runs_prefix, split_member
+from store.run_records import (
     BatchDefaults,
     BatchRecord,
     BatchState,
@@ -34,7 +35,6 @@ from orchestrator.runs.records import (
     seal_outcome,
     seal_rows,
 )
-from store.audit import AUDIT_LUA
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -49,7 +49,7 @@ _SCRIPT = "\n".join(
     [
         AUDIT_LUA,
         UNSEAL_LUA,
-        *(Path(__file__).with_name(name).read_text() for name in ("queue.lua", "hosted.lua")),
+        *(Path(__file__).with_name(name).read_text() for name in ("run_queue.lua", "hosted.lua")),
         "return steps[operation]()",
     ]
 )
@@ -353,7 +353,7 @@ class RunQueue:
         return list(await _told(read)) if names else []
 
     async def step(self, operation: str, *arguments: Any) -> Any:
-        """What a step of the queue gives (queue.lua, hosted.lua)."""
+        """What a step of the queue gives (run_queue.lua, hosted.lua)."""
 
         async def say() -> Any:
             try:
