@@ -21,12 +21,19 @@ from tests.host_ground import Ground, open_ground
 from tests.queue_by_hand import make_envelope, publish, stored_state
 from tests.stack import ROOT, UP_S, end_process, wait_until
 
-COMMAND = (sys.executable, "-c", "from orchestrator.cli.main import main; main()")
+_MAIN = """
+try:
+    from orchestrator.cli.main import main
+except ModuleNotFoundError:  # the earlier releases
+    from orchestrator.cli import main
+main()
+"""
+COMMAND = (sys.executable, "-c", _MAIN)
 """toolcrew, of the release in whose tree it is started."""
 # Run in the tree of the earlier release; prints why no session was opened.
 EARLIER_ORCHESTRATOR = """
 import asyncio
-from orchestrator.sdk.client import ToolClient
+from orchestrator.client import ToolClient
 from orchestrator.settings import load_settings
 
 async def main():
