@@ -57,7 +57,7 @@ from contract.names import (
 )
 from contract.session_locations import LOCATION_MARGIN_S
 from store.audit import AUDIT_LUA
-from store.connection import RedisClient, SyncRedis, broker_errors
+from store.connection import RedisClient, SyncRedis, WorkerScript, broker_errors
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -501,7 +501,7 @@ class WorkerCallStore:
         self._node = node
         self._client = client
         self._clock = clock
-        self._claim = client.register_script(_CLAIM)
+        self._claim = WorkerScript(client, _CLAIM)
         self._confirm = client.register_script(_CONFIRM)
         self._refuse = client.register_script(_REFUSE)
         self._forbid = client.register_script(_FORBID)
@@ -555,7 +555,7 @@ class FinishedCalls:
     """
 
     def __init__(self, client: SyncRedis) -> None:
-        self._finish = client.register_script(_FINISH)
+        self._finish = WorkerScript(client, _FINISH)
 
     def store(self, task_id: str, text: str, ttl_s: int, record: tuple[str, int, str, str] | None) -> bool:
         """Store a result. `record`: the key of the call's record, its attempt, the error code and the sandbox; None: the call was not run, and its record

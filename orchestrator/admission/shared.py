@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import redis.asyncio
-
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from orchestrator.admission.base import NOT_ADMITTED, Slot
 from orchestrator.admission.waiting import NOTICE_S, build_notice, waiting_listener
+from store.connection import RedisClient
 from store.slots import LEASE_S, Answer, Clock, GrantListener, SlotRequest, Steps, WaitReason, grants_channel, renew, restore, tick
 from store.tasks import begin_shared, cancel_all
 
@@ -44,7 +43,7 @@ class SharedAdmission:
     seconds instead of Redis's own, for programs that play time.
     """
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, *, lease_s: float = LEASE_S, clock: Clock | None = None) -> None:
+    def __init__(self, client: RedisClient, deployment: str, *, lease_s: float = LEASE_S, clock: Clock | None = None) -> None:
         self.id = secrets.token_hex(6)
         self._lease_s = lease_s
         self._numbers = itertools.count(1)

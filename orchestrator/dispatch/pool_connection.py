@@ -5,8 +5,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-import redis.asyncio
-
 from contract.clock import SharedClock
 from contract.masking import passwords_of
 from contract.settings import BrokerSettings
@@ -26,7 +24,7 @@ from store.blobs import Blobs
 from store.call_listener import CallEvents
 from store.calls import CallStore
 from store.catalog import RedisCatalog
-from store.connection import check_redis, open_redis
+from store.connection import RedisClient, check_redis, open_redis
 from store.hosts import HostStore
 from store.results import ResultHub
 from store.sessions import SessionStore
@@ -40,7 +38,7 @@ from telemetry.spans import Tracer
 class PoolConnection:
     """What a client of a pool uses."""
 
-    redis: "redis.asyncio.Redis"
+    redis: RedisClient
     keys: SigningKeys
     dispatcher: Dispatcher
     catalog: RedisCatalog

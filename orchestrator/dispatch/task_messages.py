@@ -31,6 +31,7 @@ def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
     It does not expire: a worker would judge that by its own clock. The envelope has the time until which a call may start. Flower and logs show the call,
     its tenant, session and run, and the name of the tool. They never show arguments.
     """
+    shown = {"argsrepr": "()", "kwargsrepr": show_call(delivery.call_id, delivery.tenant, delivery.session, delivery.run)}
     task = _app().amqp.create_task_message(
         task_id,
         delivery.task,
@@ -39,13 +40,13 @@ def build_message(delivery: Delivery, task_id: str, call_key: str) -> str:
         time_limit=delivery.limit_s + POOL_GRACE_S if delivery.limit_s is not None else None,
         soft_time_limit=delivery.limit_s,
         shadow=f"tool.{delivery.shown_as}" if delivery.shown_as else None,
-        argsrepr="()",
-        kwargsrepr=show_call(delivery.call_id, delivery.tenant, delivery.session, delivery.run),
+        ignore_result=None,
         origin=describe_sender(),
+        **shown,
     )
     headers = {**task.headers, "call_key": call_key, "call_attempt": delivery.attempt}
     # By name, through the default exchange: one LPUSH, never dropped because a binding is missing.
-    return _wrap(task.body, headers, {**task.properties, "delivery_mode": _PERSISTENT}, "", delivery.queue)
+    return _wrap(task.body, headers, {**task.properties, **shown, "delivery_mode": _PERSISTENT}, "", delivery.queue)
 
 
 def build_failed_event(delivery: Delivery, task_id: str, node: str, error: str) -> str:

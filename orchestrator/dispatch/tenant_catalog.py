@@ -46,6 +46,10 @@ class TenantCatalog:
 
     def __init__(self, catalog: Published, installed: InstalledSkills) -> None:
         self._catalog, self._installed = catalog, installed
+        self._specs: tuple[ToolSpec, ...] = ()
+        self._by_name: dict[str, ToolSpec] = {}
+        self._skills: tuple[SkillSummary, ...] = ()
+        self._system: dict[str, SkillSummary] = {}
 
     async def of(self, tenant: str) -> Offer:
         """All of it, in one round trip beside the catalog's."""
@@ -71,13 +75,20 @@ class TenantCatalog:
 
     async def find(self, name: str, tenant: str) -> ToolSpec | None:
         """The tool of that name, session verbs included; None when there is none. The tenant's skills are looked at only where one of them can be it."""
-        published = {spec.name: spec for spec in await self._catalog.specs() if spec.is_for(tenant)}
-        system = {skill.name: skill for skill in await self._catalog.skills()}
-        spec = published.get(name)
-        if SKILL_TOOL in published and self._is_free(name, spec, system):
+        specs, skills = await self._catalog.specs(), await self._catalog.skills()
+        if specs is not self._specs or skills is not self._skills:
+            # Catalogs are read once a second, tools are looked up for every call.
+            self._specs, self._by_name = specs, {spec.name: spec for spec in specs}
+            self._skills, self._system = skills, {skill.name: skill for skill in skills}
+        spec = self._published(name, tenant)
+        if self._published(SKILL_TOOL, tenant) is not None and self._is_free(name, spec, self._system):
             record = await self._installed.find(tenant, name)
             return _as_tool(record) if record is not None else spec
         return spec
+
+    def _published(self, name: str, tenant: str) -> ToolSpec | None:
+        spec = self._by_name.get(name)
+        return spec if spec is not None and spec.is_for(tenant) else None
 
     def explain_missing(self, name: str) -> str | None:
         """Explain why a tool that exists cannot be called now; None: no such tool is known. As of the last `of` or `find`."""

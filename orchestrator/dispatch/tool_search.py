@@ -1,7 +1,7 @@
 """The tool that a call names: among those that the workers publish, and those that a tenant's own skills are."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from contract.calls import ToolCall
@@ -23,14 +23,20 @@ class ToolSearch:
 
     def __init__(self, catalog: CatalogSource, offers: TenantTools | None = None, meter: CallMeter | None = None) -> None:
         self._catalog, self._offers, self._meter = catalog, offers, meter
+        self._published: Sequence[ToolSpec] = ()
+        self._by_name: dict[str, ToolSpec] = {}
 
     async def find(self, name: str, audience: str, tenant: str) -> ToolSpec:
         """Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ConfigError when no worker serves it now, BrokerUnavailable."""
         published = await self._catalog.specs()
-        if self._meter is not None:
-            self._meter.know(published)
-        specs = {spec.name: spec for spec in published if spec.audience == audience and spec.is_for(tenant)}
-        found = specs.get(name)
+        if published is not self._published:
+            # Catalogs are read once a second, tools are looked up for every call.
+            self._published, self._by_name = published, {spec.name: spec for spec in published}
+            if self._meter is not None:
+                self._meter.know(published)
+        found = self._by_name.get(name)
+        if found is not None and not (found.audience == audience and found.is_for(tenant)):
+            found = None
         if self._offers is not None and audience == "model" and not name.startswith("session."):
             found = await self._offers.find(name, tenant)
         if found is not None:
@@ -38,7 +44,11 @@ class ToolSearch:
         missing = self._catalog.explain_missing(name)
         if missing is not None:
             raise ConfigError(missing)
-        raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}", nearest=find_nearest(name, specs))
+        raise ToolFailure(
+            ErrorCode.TOOL_NOT_FOUND,
+            f"Tool not found: {name}",
+            nearest=find_nearest(name, [spec.name for spec in published if spec.audience == audience and spec.is_for(tenant)]),
+        )
 
 
 def as_skill_run(call: ToolCall, spec: ToolSpec) -> ToolCall:

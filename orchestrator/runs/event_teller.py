@@ -7,8 +7,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import redis.asyncio
-
 from contract.errors import BrokerUnavailable
 from orchestrator.loop.events import (
     ApprovalAsked,
@@ -19,6 +17,7 @@ from orchestrator.loop.events import (
     StepStarted,
     TextArrived,
 )
+from store.connection import RedisClient
 from store.outages import outlast
 from store.run_events import Telling, ToldEvents, build_event
 from store.tasks import begin_shared, check_cancelled
@@ -154,7 +153,7 @@ class Taken:
 class EventTellers:
     """Those of one process. A run is never held up by its events; at its end they are told, however long Redis is away."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
+    def __init__(self, client: RedisClient, deployment: str) -> None:
         self._told = ToldEvents(client, deployment)
         self._tellers: list[RunTeller] = []
         self._telling: asyncio.Task[None] | None = None

@@ -7,11 +7,9 @@ import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-import redis.asyncio
 from pydantic import ValidationError
-from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.errors import ErrorCode, ToolFailure
 from contract.names import audit_key
 from contract.signing import SigningKeys
 from orchestrator.batches.detached import find_paths
@@ -21,6 +19,7 @@ from orchestrator.runs.transcripts import build_transcript
 from store.actors import Actor
 from store.audit import build_entry, entry_text
 from store.batch_items import RUNS_URL, BatchItem, Ground, RunBody
+from store.connection import RedisClient, broker_errors
 from store.hosted_records import (
     LISTED,
     MAX_BODY_BYTES,
@@ -66,7 +65,7 @@ class HostedRuns:
 
     def __init__(
         self,
-        client: "redis.asyncio.Redis",
+        client: RedisClient,
         deployment: str,
         keys: SigningKeys,
         tenants: RedisTenants,
@@ -220,10 +219,8 @@ class HostedRuns:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, message)
 
     async def _asked(self, asked: Any) -> Any:
-        try:
+        with broker_errors("the runs were not read or changed"):
             return await asked
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis does not answer for runs ({error}): see that it is up") from error
 
 
 def _parsed(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> HostedRun | None:

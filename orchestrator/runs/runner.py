@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import redis.asyncio
-
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDenied
 from orchestrator.loop.limits import Prices
 from orchestrator.models.base import Usage
@@ -19,6 +17,7 @@ from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
 from store.batch_events import HappeningWriter
 from store.batch_items import Failure, FailureKind, Outcome
+from store.connection import RedisClient
 from store.happenings import BatchNoted, CallDone, Happening, ItemDone, ItemRetried, ItemStarted, StepDone
 from store.hosted_records import STANDING, standing_defaults
 from store.run_log import RunLog
@@ -90,7 +89,7 @@ class Runner:
     """One process's share of the work. `concurrency`: runs at a time here, as Places counts; a batch's own limit holds over all processes. `only`: the tenant and the batch
     whose runs it takes; None: it takes those of all detached batches, of those `tenants` if there are some."""
 
-    client: "redis.asyncio.Redis"
+    client: RedisClient
     deployment: str
     queue: RunQueue
     work: ItemWork

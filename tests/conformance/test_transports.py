@@ -195,7 +195,7 @@ async def test_what_people_see_of_a_task_is_its_id_and_never_its_arguments(redis
 
 
 async def test_a_redis_that_is_gone_is_an_unavailable_broker(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "SEND_PATIENCE_S", 0.2)
+    monkeypatch.setattr(publishing, "SEND_WAIT_S", 0.2)
     async with celery_transport(redis_server) as (transport, _):
         await asyncio.to_thread(redis_server.stop)
         try:
