@@ -50,15 +50,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 
 # Module -> the only files of ours that may import it.
 _CELERY = ("orchestrator/dispatch/task_messages.py", "orchestrator/operations/flower.py", "workers/celery_edge/*.py")
-_REDIS = (
-    "store/*.py",
-    "orchestrator/approvals/queue.py",
-    "orchestrator/metrics/page.py",
-    "orchestrator/metrics/tally.py",
-    "orchestrator/operations/doctor_pool.py",
-    "orchestrator/operations/doctor_redis.py",
-    "workers/celery_edge/*.py",
-)
+_REDIS = ("store/*.py", "workers/celery_edge/*.py")
 _TERMINAL = ("orchestrator/cli/*.py", "orchestrator/terminal/*.py", "orchestrator/batches/live_*.py")
 WALLS: dict[str, tuple[str, ...]] = {
     "celery": _CELERY,

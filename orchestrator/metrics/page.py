@@ -10,11 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import redis.asyncio
-from redis.exceptions import NoPermissionError, RedisError
-
 from contract import metrics
-from contract.errors import BrokerUnavailable
 from contract.hosts import RELEASE, HostReport
 from contract.metric_counts import is_mark
 from contract.names import (
@@ -31,6 +27,7 @@ from contract.names import (
 )
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.metrics.samples import Samples, render
+from store.connection import NotPermitted, RedisClient, broker_errors
 from store.hosts import HostStore
 from store.run_keys import runs_prefix
 from store.slots import count_slots_in_use
@@ -65,7 +62,7 @@ class MetricsPage:
     What nobody can read any more, a number that somebody else wrote or a message of a stranger, is left out and counted, never an error.
     """
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, *, has_tenants: bool = True) -> None:
+    def __init__(self, client: RedisClient, deployment: str, *, has_tenants: bool = True) -> None:
         self._client = client
         self._deployment = deployment
         self._has_tenants = has_tenants
@@ -79,7 +76,7 @@ class MetricsPage:
         """As of now. `is_open`: as OpenMetrics. Raises BrokerUnavailable."""
         began = time.monotonic()
         samples = Samples()
-        try:
+        with broker_errors("the metrics were not read"):
             reports, known = await self._hosts.read(), await self._read()
             _add_sums(samples, known)
             await self._add_hosts(samples, reports)
@@ -87,8 +84,6 @@ class MetricsPage:
             await self._add_tenants(samples, known)
             await self._add_deployment(samples)
             await self._add_redis(samples)
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis does not tell the metrics ({error}): see that it is up") from error
         samples.set(metrics.BUILD, 1, RELEASE)
         samples.set(metrics.SCRAPE_SECONDS, time.monotonic() - began)
         return render(samples, is_open=is_open)
@@ -173,9 +168,10 @@ class MetricsPage:
 
     async def _add_redis(self, samples: Samples) -> None:
         try:
-            told: Any = await self._asked(self._client.info("memory"))
-            clients: Any = await self._asked(self._client.info("clients"))
-        except NoPermissionError as error:
+            with broker_errors("Redis's memory was not read"):
+                told: Any = await self._asked(self._client.info("memory"))
+                clients: Any = await self._asked(self._client.info("clients"))
+        except NotPermitted as error:
             if not self._is_told:
                 self._is_told = True
                 log.warning("redis_memory_not_told", error=str(error), remedy="make Redis's users anew with `toolcrew redis users`")
@@ -276,6 +272,6 @@ def _number(told: object) -> float | None:
     return value if math.isfinite(value) and value >= 0 else None
 
 
-async def render_metrics(client: "redis.asyncio.Redis", deployment: str, *, has_tenants: bool = True, is_open: bool = False) -> bytes:
+async def render_metrics(client: RedisClient, deployment: str, *, has_tenants: bool = True, is_open: bool = False) -> bytes:
     """The page once. Who gives it often keeps a MetricsPage. Raises BrokerUnavailable."""
     return await MetricsPage(client, deployment, has_tenants=has_tenants).render(is_open=is_open)

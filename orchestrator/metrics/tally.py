@@ -3,14 +3,13 @@
 import asyncio
 import secrets
 
-import redis.asyncio
-from redis.exceptions import RedisError
-
+from contract.errors import BrokerUnavailable
 from contract.metric_counts import ABSORB_LUA, Counts
 from contract.names import counted_key, metrics_key
 from orchestrator.loop.events import OnEvent
 from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.metrics.run_meter import Replay, RunMeter
+from store.connection import RedisClient, broker_errors
 from store.tasks import cancel_all
 from telemetry.logs import get_logger
 
@@ -24,7 +23,7 @@ LAST_FLUSH_S = 3.0
 class Tally:
     """Redis may be away for any time: what was counted meanwhile is sent when it is back. Only what a killed process had not sent is lost."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
+    def __init__(self, client: RedisClient, deployment: str) -> None:
         self.counts = Counts()
         self.calls = CallMeter(self.counts)
         self._keys = [metrics_key(deployment), counted_key(deployment, secrets.token_hex(8))]
@@ -42,7 +41,7 @@ class Tally:
         try:
             async with asyncio.timeout(LAST_FLUSH_S):
                 await self.flush()
-        except (RedisError, OSError, TimeoutError) as error:
+        except (BrokerUnavailable, TimeoutError) as error:
             log.warning("metrics_lost", error=str(error) or type(error).__name__)
 
     def watch_run(self, tell: OnEvent, book: Replay | None) -> OnEvent:
@@ -50,9 +49,10 @@ class Tally:
         return RunMeter(self.counts, self.calls, tell, book).on_event
 
     async def flush(self) -> None:
-        """Send what has changed. Raises RedisError, OSError."""
+        """Send what has changed. Raises BrokerUnavailable."""
         while (sending := self.counts.pending()) is not None:
-            await self._absorb(keys=self._keys, args=list(sending.arguments))
+            with broker_errors("the metrics were not counted"):
+                await self._absorb(keys=self._keys, args=list(sending.arguments))
             self.counts.settle(sending)
 
     async def _run(self) -> None:
@@ -61,7 +61,7 @@ class Tally:
             try:
                 await self.flush()
                 self._is_told = False
-            except (RedisError, OSError) as error:
+            except BrokerUnavailable as error:
                 if not self._is_told:
                     log.warning("metrics_wait_for_redis", error=str(error))
                 self._is_told = True

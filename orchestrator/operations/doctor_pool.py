@@ -5,10 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import redis.asyncio
-from redis.exceptions import RedisError
-
-from contract.errors import BrokerUnavailable, ConfigError
+from contract.errors import ConfigError
 from contract.hosts import RELEASE, HostReport
 from contract.names import CATALOG_POOLS, audit_key, catalog_names_key, deployment_key, host_key, hosts_key
 from contract.signing import SigningKeys
@@ -18,6 +15,7 @@ from orchestrator.operations.doctor_redis import read_clock
 from orchestrator.operations.findings import Report
 from store.api_keys import ApiKeyRecord, ApiKeys
 from store.catalog import STARTED_BY, RedisCatalog
+from store.connection import RedisClient, broker_errors
 from store.hosts import HostStore
 from store.overview import Overview, OverviewReader
 from store.switches import RedisSwitches
@@ -33,7 +31,7 @@ _TAIL = 4096
 """Bytes at a message's end, in which its headers stand."""
 
 
-async def examine_pool(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, report: Report) -> list[HostReport]:
+async def examine_pool(client: RedisClient, deployment: str, keys: SigningKeys, report: Report) -> list[HostReport]:
     """Everything that Redis knows; the workers that report. Raises BrokerUnavailable."""
     hosts, catalog = HostStore(client, deployment), RedisCatalog(client, deployment, keys)
     seen = await OverviewReader(client, deployment, keys).read()
@@ -82,14 +80,12 @@ def _judge_workers(reports: Sequence[HostReport], report: Report) -> None:
         )
 
 
-async def _examine_unreadable(client: "redis.asyncio.Redis", deployment: str, seen: Overview, report: Report) -> set[str]:
+async def _examine_unreadable(client: RedisClient, deployment: str, seen: Overview, report: Report) -> set[str]:
     """Queues of workers that report what this release cannot read."""
-    try:
+    with broker_errors("the deployment was not examined"):
         names: Any = await client.zrange(hosts_key(deployment), 0, -1)
         unknown = sorted({name.decode(errors="replace") for name in names} - {one.queue for one in seen.hosts})
         found = {queue for queue in unknown if await client.exists(host_key(deployment, queue))}
-    except (RedisError, OSError) as error:
-        raise _unavailable(error) from error
     for queue in sorted(found):
         report.broken("hosts", f"the report of {queue} cannot be read", "run neighbouring releases everywhere (docs/upgrading.md)")
     return found
@@ -127,7 +123,7 @@ def _size_of(one: HostReport) -> str:
 class _Tools:
     """Tools: what is published beside what was, what is switched off, and what policies name."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, report: Report) -> None:
+    def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys, report: Report) -> None:
         self._client, self._deployment, self._keys, self._report = client, deployment, keys, report
 
     async def examine(self, catalog: RedisCatalog) -> None:
@@ -153,10 +149,8 @@ class _Tools:
 
     async def _served_before(self) -> set[str]:
         """Names of tools, as each pool published them last."""
-        try:
+        with broker_errors("the deployment was not examined"):
             texts: Any = await self._client.mget([catalog_names_key(self._deployment, pool) for pool in CATALOG_POOLS])
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
         found: set[str] = set()
         for text in texts:
             try:
@@ -182,7 +176,7 @@ class _Tools:
 
 
 async def _examine_queues(
-    client: "redis.asyncio.Redis", hosts: HostStore, seen: Overview, deployment: str, unreadable: set[str], report: Report
+    client: RedisClient, hosts: HostStore, seen: Overview, deployment: str, unreadable: set[str], report: Report
 ) -> None:
     total = 0
     for queue in seen.queues:
@@ -213,24 +207,22 @@ async def _examine_queues(
         report.good("queues", f"{total} calls lie in {len(seen.queues)} queues, {seen.waiting} wait for a slot")
 
 
-async def _oldest_message_s(client: "redis.asyncio.Redis", queue: str, deployment: str) -> float | None:
+async def _oldest_message_s(client: RedisClient, queue: str, deployment: str) -> float | None:
     """How long the oldest message has lain there, by the ledger's record of its call; None when nobody knows."""
-    try:
+    with broker_errors("the deployment was not examined"):
         message: Any = await client.lindex(queue, -1)
         found = re.search(rb'"call_key": ?"([^"\\]+)"', bytes(message or b"")[-_TAIL:])
         key = found[1].decode(errors="replace") if found else ""
         if not key.startswith(deployment_key(deployment, "")):
             return None
         queued_at: Any = await client.hget(key, "queued_at")
-    except (RedisError, OSError) as error:
-        raise _unavailable(error) from error
     try:
         return await read_clock(client) - float(queued_at) if queued_at else None
     except ValueError:
         return None
 
 
-async def _examine_tenants(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, seen: Overview, report: Report) -> None:
+async def _examine_tenants(client: RedisClient, deployment: str, keys: SigningKeys, seen: Overview, report: Report) -> None:
     policies = await RedisTenants(client, deployment, keys).all()
     sandboxes = [one for one in seen.hosts if one.kind == "sandbox" and one.worker]
     classes = {name for one in sandboxes for name in one.classes}
@@ -266,7 +258,7 @@ def _judge_policy(name: str, policy: TenantPolicy, classes: set[str], images: se
         )
 
 
-async def _examine_keys(client: "redis.asyncio.Redis", deployment: str, signing: SigningKeys, report: Report) -> None:
+async def _examine_keys(client: RedisClient, deployment: str, signing: SigningKeys, report: Report) -> None:
     keys, now = await ApiKeys(client, deployment, signing).all(), await read_clock(client)
     before = len(report.findings)
     for key_id, record in keys.items():
@@ -293,13 +285,7 @@ def _judge_questions(seen: Overview, report: Report) -> None:
         report.note("approvals", f"{seen.approvals} calls wait for a person", "`toolcrew approve ls`, or the page of approvals")
 
 
-async def _examine_audit(client: "redis.asyncio.Redis", deployment: str, report: Report) -> None:
-    try:
+async def _examine_audit(client: RedisClient, deployment: str, report: Report) -> None:
+    with broker_errors("the deployment was not examined"):
         kept = int(await client.xlen(audit_key(deployment)))
-    except (RedisError, OSError) as error:
-        raise _unavailable(error) from error
     report.good("audit", f"{kept} changes by operators are stored (`toolcrew audit`)")
-
-
-def _unavailable(error: Exception) -> BrokerUnavailable:
-    return BrokerUnavailable(f"Redis does not tell how the deployment does ({error}): see that it is up")

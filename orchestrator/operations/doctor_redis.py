@@ -5,15 +5,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import redis.asyncio
-from redis.exceptions import NoPermissionError, RedisError
-
 from contract.clock import SKEW_TOLD_S, SharedClock
 from contract.errors import BrokerUnavailable, ConfigError
 from contract.names import refusals_key
 from contract.settings import BrokerSettings
 from orchestrator.operations.findings import Report
-from store.connection import check_redis
+from store.connection import NotPermitted, RedisClient, broker_errors, check_redis
 
 OLDEST_VERSION = (6, 2)
 FULL_SHARE, CLOSE_SHARE = 0.95, 0.8
@@ -25,7 +22,7 @@ _USUAL = ("expired", "repeated")
 _MIB = 1024 * 1024
 
 
-async def examine_redis(client: "redis.asyncio.Redis", broker: BrokerSettings, report: Report) -> bool:
+async def examine_redis(client: RedisClient, broker: BrokerSettings, report: Report) -> bool:
     """Return whether its records can be read: Redis answers, and there is a secret to check them with. Raises BrokerUnavailable."""
     try:
         await check_redis(client, broker)
@@ -33,12 +30,11 @@ async def examine_redis(client: "redis.asyncio.Redis", broker: BrokerSettings, r
         report.add("redis", False, str(error))
         return False
     try:
-        told = await _told(client)
-    except NoPermissionError:
+        with broker_errors("Redis's state was not read"):
+            told = await _told(client)
+    except NotPermitted:
         report.good("redis", f"{broker.redis_address()}, user {broker.user or 'default'}")
         report.note("redis", "its user may not ask for memory and persistence", "make Redis's users anew with `toolcrew redis users`")
-    except (RedisError, OSError) as error:
-        raise BrokerUnavailable(f"Redis does not tell how it does ({error}): see that it is up") from error
     else:
         _judge_server(told, broker, report)
         _judge_memory(told, report)
@@ -49,7 +45,7 @@ async def examine_redis(client: "redis.asyncio.Redis", broker: BrokerSettings, r
     return has_secret
 
 
-async def _told(client: "redis.asyncio.Redis") -> dict[str, Any]:
+async def _told(client: RedisClient) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for section in _SECTIONS:
         told |= await client.info(section)
@@ -124,7 +120,7 @@ def _examine_secret(broker: BrokerSettings, report: Report) -> bool:
     return True
 
 
-async def _examine_clock(client: "redis.asyncio.Redis", report: Report) -> None:
+async def _examine_clock(client: RedisClient, report: Report) -> None:
     began = time.monotonic()
     now = await read_clock(client)
     took_s = time.monotonic() - began
@@ -144,20 +140,16 @@ async def _examine_clock(client: "redis.asyncio.Redis", report: Report) -> None:
         )
 
 
-async def read_clock(client: "redis.asyncio.Redis") -> float:
+async def read_clock(client: RedisClient) -> float:
     """Redis's clock in Unix seconds. Raises BrokerUnavailable."""
-    try:
+    with broker_errors("Redis was not examined"):
         seconds, micros = await client.time()
-    except (RedisError, OSError) as error:
-        raise BrokerUnavailable(f"Redis does not tell the time ({error}): see that it is up") from error
     return float(seconds) + float(micros) / 1_000_000
 
 
-async def _examine_refusals(client: "redis.asyncio.Redis", deployment: str, report: Report) -> None:
-    try:
+async def _examine_refusals(client: RedisClient, deployment: str, report: Report) -> None:
+    with broker_errors("Redis was not examined"):
         refused: Any = await client.hgetall(refusals_key(deployment))
-    except (RedisError, OSError) as error:
-        raise BrokerUnavailable(f"Redis does not tell what was refused ({error}): see that it is up") from error
     counts = {reason.decode(errors="replace"): count.decode(errors="replace") for reason, count in refused.items()}
     told = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()) if reason not in _USUAL)
     if told:
