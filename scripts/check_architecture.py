@@ -52,15 +52,10 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 _CELERY = ("orchestrator/dispatch/task_messages.py", "orchestrator/operations/flower.py", "workers/celery_edge/*.py")
 _REDIS = (
     "store/*.py",
-    "orchestrator/admission/shared.py",
     "orchestrator/api/health.py",
     "orchestrator/api/pages/logins.py",
     "orchestrator/approvals/queue.py",
     "orchestrator/dispatch/pool_connection.py",
-    "orchestrator/metrics/page.py",
-    "orchestrator/metrics/tally.py",
-    "orchestrator/operations/doctor_pool.py",
-    "orchestrator/operations/doctor_redis.py",
     "orchestrator/runs/event_teller.py",
     "orchestrator/runs/hosted.py",
     "orchestrator/runs/runner.py",
