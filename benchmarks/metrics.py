@@ -15,9 +15,8 @@ from benchmarks.sizes import size
 from contract.calls import Clocks, ToolResult
 from contract.errors import ErrorCode
 from contract.hosts import HostReport
-from contract.metric_counts import Counts
 from contract.metrics import CALL_SECONDS, CALLS
-from contract.names import admission_prefix, call_key, host_gauges_key, host_key, hosts_key, tenants_key
+from contract.names import admission_prefix, call_key, host_key, hosts_key, tenants_key
 from contract.settings import BrokerSettings
 from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy
@@ -25,6 +24,7 @@ from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.tally import Tally
 from store.connection import open_redis
+from store.metrics import Counts, host_gauges_key
 from store.slots import Operation, SlotRequest, enqueue, load_script, script_arguments
 
 DEPLOYMENT = "bench"

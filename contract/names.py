@@ -105,21 +105,6 @@ def host_key(deployment: str, queue: str) -> str:
     return deployment_key(deployment, f"host:{queue}")
 
 
-def host_gauges_key(deployment: str, queue: str) -> str:
-    """What a host's sandboxd does now, as JSON (store/sandboxd_counts.py); gone when its worker's report is."""
-    return deployment_key(deployment, f"host:{queue}:gauges")
-
-
-def metrics_key(deployment: str) -> str:
-    """The hash of the deployment's sums (contract/metrics.py)."""
-    return deployment_key(deployment, "metrics")
-
-
-def counted_key(deployment: str, source: str) -> str:
-    """The hash of what has been taken of one source of counts (contract/metric_counts.py)."""
-    return deployment_key(deployment, f"metrics:counted.{source}")
-
-
 def hosts_key(deployment: str) -> str:
     """The sorted set of all worker incarnations, by the Unix time of their last report: what the reaper goes through."""
     return deployment_key(deployment, "hosts")

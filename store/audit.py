@@ -18,6 +18,7 @@ from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import audit_key, tenant_audit_key, tenants_key
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from store.actors import Actor
+from store.connection import broker_errors
 
 AuditAction = Literal[
     "tool.disable",
@@ -146,6 +147,11 @@ class Audit:
             raise BrokerUnavailable(
                 f"nothing was done, because it cannot be written down who did it: Redis does not do it ({error}); see that it is up"
             ) from error
+
+    async def count(self) -> int:
+        """Return the number of stored entries in the operators' stream. Raises BrokerUnavailable."""
+        with broker_errors("the audit log was not read"):
+            return int(await self._client.xlen(audit_key(self._deployment)))
 
     async def read(
         self,

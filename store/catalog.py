@@ -76,6 +76,11 @@ class RedisCatalog:
         texts, _ = await self._fetch()
         return {pool: self._parse(pool, text).tools for pool, text in texts.items() if text is not None}
 
+    async def served_before(self) -> dict[str, list[str] | None]:
+        """Pool -> the names of the tools that it published last; None for a list that cannot be read. Raises BrokerUnavailable."""
+        _, names = await self._fetch()
+        return {pool: _parse_names(text) for pool, text in names.items()}
+
     async def _refresh(self) -> None:
         self._specs = await self._read()
         self._read_at = time.monotonic()
@@ -104,7 +109,7 @@ class RedisCatalog:
         lost: dict[str, str] = {"session.open": "sandbox"}
         for pool, text in texts.items():
             if text is None:
-                lost.update((name, pool) for name in _parse_names(names[pool]) if name not in lost)
+                lost.update((name, pool) for name in _parse_names(names[pool]) or () if name not in lost)
                 continue
             for spec in self._parse(pool, text).tools:
                 self._note_clash(found.setdefault(spec.name, spec), spec)
@@ -139,12 +144,12 @@ def find_skill(name: str, skills: Sequence[SkillSummary]) -> SkillSummary:
     return found
 
 
-def _parse_names(text: str | bytes | None) -> list[str]:
-    """Nothing of what is no list of names: it only serves to explain."""
+def _parse_names(text: str | bytes | None) -> list[str] | None:
+    """Return the names; None for a text that is not JSON. The names only serve to explain why a tool is missing."""
     try:
         names = json.loads(text or "[]")
     except (ValueError, RecursionError):
-        return []
+        return None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 

@@ -21,14 +21,14 @@ from redis.backoff import NoBackoff
 from redis.connection import Connection as SyncConnection
 from redis.connection import ConnectionPool as SyncPool
 from redis.connection import SSLConnection as SyncTlsConnection
-from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, NoScriptError, RedisError
+from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 from redis.sentinel import Sentinel as SyncSentinel
 from redis.sentinel import SentinelConnectionPool as SyncSentinelPool
 
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerUnavailable, OperatorError
 from contract.settings import BrokerSettings
 
 RedisClient: TypeAlias = "redis.asyncio.Redis"
@@ -47,6 +47,10 @@ _thread_connections: "weakref.WeakKeyDictionary[SyncPool, threading.local]" = we
 
 class NotPermitted(BrokerUnavailable):
     """The Redis user of this process may not run the command."""
+
+
+class RedisAccessDenied(OperatorError):
+    """The Redis user has no permission for a command."""
 
 
 @contextlib.contextmanager
@@ -165,6 +169,25 @@ def _options(broker: BrokerSettings) -> dict[str, Any]:
         "db": broker.database,
         **broker.tls_options(),
     }
+
+
+async def read_clock(client: "redis.asyncio.Redis") -> float:
+    """Return Redis's time in Unix seconds. Raises BrokerUnavailable."""
+    with broker_errors("Redis's time was not read"):
+        seconds, micros = await client.time()
+    return float(seconds) + float(micros) / 1_000_000
+
+
+async def read_server_info(client: "redis.asyncio.Redis", *sections: str) -> dict[str, Any]:
+    """Return what INFO reports in these sections. Raises BrokerUnavailable, and RedisAccessDenied when the user may not ask for it."""
+    info: dict[str, Any] = {}
+    with broker_errors("the state of the Redis server was not read"):
+        try:
+            for section in sections:
+                info |= await client.info(section)
+        except NoPermissionError as error:
+            raise RedisAccessDenied(str(error)) from error
+    return info
 
 
 def connect(broker: BrokerSettings) -> "redis.Redis":

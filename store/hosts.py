@@ -16,7 +16,7 @@ from contract.clock import SharedClock
 from contract.hosts import HOST_TTL_S, RESTART_GRACE_S, HostReport
 from contract.names import control_queue, deployment_key, host_key, host_prefix, hosts_key, slots_key, tombstone_key
 from store.audit import AuditEntry, note_entry
-from store.connection import RedisClient, SyncRedis, broker_errors
+from store.connection import RedisClient, SyncRedis, broker_errors, read_clock
 from store.control import ORDER_TTL_S
 from telemetry.logs import get_logger
 
@@ -159,6 +159,14 @@ class HostStore:
         living = {report.queue for report in await self.read()}
         return await self.queued(sorted({name.decode(errors="replace") for name in names} - living))
 
+    async def find_unreadable(self) -> set[str]:
+        """Return the incarnations that report what this release cannot read."""
+        with broker_errors(_WHAT):
+            names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
+            queues = [name.decode(errors="replace") for name in names]
+            texts: Any = await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
+        return {queue for queue, text in zip(queues, texts, strict=True) if text is not None and _parse_readable(text) is None}
+
     async def send_drain(self, queue: str, envelope: str, entry: AuditEntry) -> None:
         """Put an order to drain into a worker's control list, and the entry into the audit log, in one step."""
         with broker_errors("the order to drain was not sent"):
@@ -175,9 +183,7 @@ class HostStore:
 
     async def now(self) -> float:
         """Return Redis's time, which all workers use."""
-        with broker_errors(_WHAT):
-            seconds, micros = await self._client.time()
-        return float(seconds) + float(micros) / 1_000_000
+        return await read_clock(self._client)
 
     def _parse(self, queue: str, text: bytes | None) -> HostReport | None:
         try:

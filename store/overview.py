@@ -2,28 +2,32 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-import redis.asyncio
 from pydantic import Field
-from redis.exceptions import RedisError
 
 from contract.calls import Record
 from contract.clock import format_instant
-from contract.errors import BrokerUnavailable, ConfigError
+from contract.errors import ConfigError
 from contract.hosts import HostReport
 from contract.names import POOL_QUEUES, admission_prefix, deployment_key, slots_key
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
+from store.connection import RedisClient, broker_errors, read_clock
 from store.hosts import HostStore
 from store.run_keys import runs_prefix
 from store.slots import count_slots_in_use
 from store.tenants import RedisTenants
 
 MOST_BATCHES = 50
-"""That are told one by one; the others are counted."""
+"""Batches that are listed; the others are counted."""
+_TAIL_BYTES = 4096
+"""The end of a message, which contains its headers."""
+_CALL_KEY = re.compile(rb'"call_key": ?"([^"\\]+)"')
+_WHAT = "the state of the deployment was not read"
 
 
 class QueueLook(Record):
@@ -123,7 +127,8 @@ class Overview(Record):
 class OverviewReader:
     """Reads it in few round trips, however many tenants there are; what it needs of Redis is closed by whoever opened it."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
+    def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
+        self._client = client
         self._deployment = deployment
         self._hosts = HostStore(client, deployment)
         self._tenants = RedisTenants(client, deployment, keys)
@@ -148,13 +153,25 @@ class OverviewReader:
             approvals=told["approvals"],
         )
 
+    async def oldest_message_s(self, queue: str) -> float | None:
+        """Return the age of the oldest message of a queue, by the record of its call. None if the queue is empty, or the age is unknown."""
+        with broker_errors(_WHAT):
+            message: Any = await self._client.lindex(queue, -1)
+            found = _CALL_KEY.search(bytes(message or b"")[-_TAIL_BYTES:])
+            key = found[1].decode(errors="replace") if found else ""
+            if not key.startswith(deployment_key(self._deployment, "")):
+                return None
+            queued_at: Any = await self._client.hget(key, "queued_at")
+        try:
+            return await read_clock(self._client) - float(queued_at) if queued_at else None
+        except ValueError:
+            return None
+
     async def _look(self, queues: Sequence[str], tenants: Sequence[str]) -> dict[str, Any]:
         prefix = deployment_key(self._deployment, "")
         places = [prefix, admission_prefix(self._deployment), slots_key(self._deployment, ""), runs_prefix(self._deployment)]
-        try:
+        with broker_errors(_WHAT):
             text: Any = await self._script(args=[*places, json.dumps(queues), json.dumps(tenants), MOST_BATCHES])
-        except (RedisError, OSError) as error:
-            raise BrokerUnavailable(f"Redis does not say what the deployment does ({error}): see that it is up") from error
         return dict(json.loads(text))
 
 

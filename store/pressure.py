@@ -4,15 +4,12 @@ import asyncio
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import redis.asyncio
-from redis.exceptions import RedisError
-
-from contract.errors import BrokerUnavailable
 from contract.names import admission_prefix, slots_key
+from store.connection import RedisClient, broker_errors, read_clock
 from store.hosts import HostStore
 
 FRESH_S = 3.0
@@ -21,6 +18,7 @@ FULL_SHARE = 0.7
 """A host is wanted more when the sessions of now would fill those that are there beyond this."""
 BUSY_SHARE = 0.9
 """Or when their calls would need more of the slots than this."""
+_WHAT = "the waiting calls were not counted"
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class _Scan:
 class Pressure:
     """Reads Redis at most every FRESH_S seconds. Every method raises BrokerUnavailable when Redis does not answer."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, client: RedisClient, deployment: str, clock: Callable[[], float] | None = None) -> None:
         self._client = client
         self._deployment = deployment
         self._prefix = admission_prefix(deployment)
@@ -74,7 +72,8 @@ class Pressure:
     async def queue(self, name: str) -> QueuePressure:
         """Of one queue; all zero for one that nobody uses."""
         scan, now = await self._waiting(), await self._now()
-        held, slots = await _asked(self._numbers(name))
+        with broker_errors(_WHAT):
+            held, slots = await self._numbers(name)
         since = scan.since.get(name)
         age_s = 0.0 if since is None else max(0.0, now - since)
         return QueuePressure(name, slots, held, scan.waiting[name], scan.stopped[name], round(age_s, 3))
@@ -92,7 +91,8 @@ class Pressure:
         async with self._turn:
             loop_now = asyncio.get_running_loop().time()
             if self._scan is None or loop_now - self._scanned_at >= FRESH_S:
-                self._scan, self._scanned_at = await _asked(self._scanned()), loop_now
+                with broker_errors(_WHAT):
+                    self._scan, self._scanned_at = await self._scanned(), loop_now
             return self._scan
 
     async def _scanned(self) -> _Scan:
@@ -136,14 +136,4 @@ class Pressure:
 
     async def _now(self) -> float:
         """As admission counts."""
-        if self._clock is not None:
-            return self._clock()
-        seconds, micros = await _asked(self._client.time())
-        return float(seconds) + float(micros) / 1e6
-
-
-async def _asked(asked: Awaitable[Any]) -> Any:
-    try:
-        return await asked
-    except (RedisError, OSError) as error:
-        raise BrokerUnavailable(f"Redis does not say what waits ({error}): see that it is up") from error
+        return self._clock() if self._clock is not None else await read_clock(self._client)

@@ -169,8 +169,8 @@ SILENCE_S = 10.0
 Clock = Callable[[], float]
 OnAnswer = Callable[[Answer, frozenset[str]], None]
 """Gets what Redis answered, and the calls whose request it has got with this step."""
-OnFailure = Callable[[Exception, frozenset[str]], None]
-"""Gets why there is no answer, and the calls whose request may or may not have arrived."""
+OnFailure = Callable[[str, frozenset[str]], None]
+"""Gets the reason why there is no answer, and the calls whose request may or may not have arrived."""
 
 
 class Steps:
@@ -261,9 +261,10 @@ class Steps:
                 arguments = script_arguments(self._deployment, self._orchestrator, operations, lease_s=self._lease_s, now=now)
                 answer = parse_answer(await self._say(arguments))
         except (RedisError, OSError) as error:
-            log.warning("admission_unanswered", operations=len(operations), error=str(error) or type(error).__name__)
+            reason = str(error) or type(error).__name__
+            log.warning("admission_unanswered", operations=len(operations), error=reason)
             await self.aclose()
-            self._on_failure(error, frozenset(requests))
+            self._on_failure(reason, frozenset(requests))
             return False
         for call in releases:
             self._releases.pop(call, None)

@@ -15,7 +15,7 @@ from contract.errors import SandboxUnavailable
 from contract.hosts import HostReport
 from store.connection import connect, connect_once
 from store.hosts import WorkerHostStore
-from store.sandboxd_counts import SandboxdCounts
+from store.metrics import WorkerMetricsStore
 from store.sessions import WorkerSessionStore
 from store.tenants import WorkerTenants
 from workers.adoption import AdoptionMonitor
@@ -29,6 +29,7 @@ from workers.host_watch import SandboxdWatch
 from workers.incarnation import take_incarnation
 from workers.processes import describe_process
 from workers.sandbox_client import SandboxClient
+from workers.sandboxd_counts import SandboxdCounts
 from workers.session_monitors import ExpiryMonitor, LeftoverMonitor
 from workers.settings import WorkerSettings
 from workers.terms_watch import TermsWatch
@@ -86,7 +87,8 @@ class HostLife:
         with self._open_client() as sandboxd:
             self._adopter.begin(str(row["name"]) for row in sandboxd.sessions())
         self._heartbeat = Heartbeat(hosts, lambda: self._report(self.queue), self._clock, self._end_for_loss)
-        self._counts = SandboxdCounts(connect_once(self._broker), deployment, facts.host, self.queue, lambda: self._watch.status)
+        metrics = WorkerMetricsStore(connect_once(self._broker), deployment)
+        self._counts = SandboxdCounts(metrics, facts.host, self.queue, lambda: self._watch.status)
         self._checkpoints = AutomaticCheckpoints(self._sessions, self._clock, self._stop)
         self._keeper = CheckpointMonitor(self._open_client, self._sessions, self._checkpoints, self._every_s(), self._stop_keeping)
         self._expiry = ExpiryMonitor(self._open_client, self._sessions, self._stop)

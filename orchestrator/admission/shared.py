@@ -53,7 +53,7 @@ class SharedAdmission:
         self._listener = GrantListener(client, grants_channel(deployment, self.id), self._grant, self._reconcile)
         self._tasks: list[asyncio.Task[None]] = []
         self._wake: asyncio.TimerHandle | None = None
-        self._away: Exception | None = None
+        self._outage: str | None = None
         self._is_closed = False
 
     @asynccontextmanager
@@ -94,8 +94,8 @@ class SharedAdmission:
                 await ticket.granted
         except TimeoutError:
             self._drop(ticket, 0.0)
-            if self._away is not None:
-                raise _unavailable(f"Redis does not answer ({self._away})") from None
+            if self._outage is not None:
+                raise _unavailable(f"Redis does not answer ({self._outage})") from None
             raise _none_free(request) from None
         except BaseException:
             self._drop(ticket, 0.0)
@@ -145,12 +145,12 @@ class SharedAdmission:
             self._fail(call, _too_many(self._waiting[call].request, retry_after_s) if call in self._waiting else None)
         self._repair(answer.unknown)
         self._schedule_wake(answer.wake_s)
-        if self._away is not None:
-            self._away = None
+        if self._outage is not None:
+            self._outage = None
             self._reconcile()
 
-    def _on_failure(self, error: Exception, requested: frozenset[str]) -> None:
-        self._away = error
+    def _on_failure(self, error: str, requested: frozenset[str]) -> None:
+        self._outage = error
         for call in requested:
             self._fail(call, _unavailable(f"Redis does not answer ({error})"))
 

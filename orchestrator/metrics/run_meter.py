@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-from contract.metric_counts import Counts
 from contract.metrics import APPROVALS, APPROVALS_ASKED, ITERATIONS, MODEL_SECONDS, RUNS_ENDED, TOKENS
 from orchestrator.loop.events import (
     ApprovalAsked,
@@ -18,6 +17,7 @@ from orchestrator.loop.events import (
     StepStarted,
 )
 from orchestrator.metrics.call_meter import CallMeter
+from store.metrics import Counts
 
 
 class Replay(Protocol):

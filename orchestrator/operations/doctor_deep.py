@@ -13,8 +13,8 @@ from contract.settings import BrokerSettings
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.dispatch.pool_connection import PoolConnection, open_pool
 from orchestrator.dispatch.sessions import Session, Start
-from orchestrator.operations.doctor_redis import read_clock
 from orchestrator.operations.findings import Report
+from store.connection import read_clock
 
 HOST_S = 90.0
 """For one host: a sandbox may have to be made, and a busy host has others to serve."""

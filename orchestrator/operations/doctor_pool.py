@@ -1,21 +1,18 @@
 """What `toolcrew doctor` sees of a deployment: its workers, queues, tools, tenants, keys and open questions, as Redis has them."""
 
-import json
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from contract.errors import ConfigError
 from contract.hosts import RELEASE, HostReport
-from contract.names import CATALOG_POOLS, audit_key, catalog_names_key, deployment_key, host_key, hosts_key
+from contract.names import CATALOG_POOLS
 from contract.signing import SigningKeys
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
 from orchestrator.dispatch.placement import LOW_MEMORY_BYTES
-from orchestrator.operations.doctor_redis import read_clock
 from orchestrator.operations.findings import Report
 from store.api_keys import ApiKeyRecord, ApiKeys
+from store.audit import Audit
 from store.catalog import STARTED_BY, RedisCatalog
-from store.connection import RedisClient, broker_errors
+from store.connection import RedisClient, read_clock
 from store.hosts import HostStore
 from store.overview import Overview, OverviewReader
 from store.switches import RedisSwitches
@@ -27,23 +24,22 @@ OLD_MESSAGE_S = 60.0
 KEY_DAYS = 14
 _DAY_S = 86_400.0
 _MIB = 1024 * 1024
-_TAIL = 4096
-"""Bytes at a message's end, in which its headers stand."""
 
 
 async def examine_pool(client: RedisClient, deployment: str, keys: SigningKeys, report: Report) -> list[HostReport]:
     """Everything that Redis knows; the workers that report. Raises BrokerUnavailable."""
     hosts, catalog = HostStore(client, deployment), RedisCatalog(client, deployment, keys)
-    seen = await OverviewReader(client, deployment, keys).read()
+    overview = OverviewReader(client, deployment, keys)
+    seen = await overview.read()
     _judge_workers(seen.hosts, report)
-    unreadable = await _examine_unreadable(client, deployment, seen, report)
+    unreadable = await _examine_unreadable(hosts, report)
     await examine_workers(catalog, report)
     await _Tools(client, deployment, keys, report).examine(catalog)
-    await _examine_queues(client, hosts, seen, deployment, unreadable, report)
+    await _examine_queues(overview, hosts, seen, unreadable, report)
     await _examine_tenants(client, deployment, keys, seen, report)
     await _examine_keys(client, deployment, keys, report)
     _judge_questions(seen, report)
-    await _examine_audit(client, deployment, report)
+    report.good("audit", f"{await Audit(client, deployment).count()} changes by operators are stored (`toolcrew audit`)")
     return list(seen.hosts)
 
 
@@ -80,15 +76,12 @@ def _judge_workers(reports: Sequence[HostReport], report: Report) -> None:
         )
 
 
-async def _examine_unreadable(client: RedisClient, deployment: str, seen: Overview, report: Report) -> set[str]:
-    """Queues of workers that report what this release cannot read."""
-    with broker_errors("the deployment was not examined"):
-        names: Any = await client.zrange(hosts_key(deployment), 0, -1)
-        unknown = sorted({name.decode(errors="replace") for name in names} - {one.queue for one in seen.hosts})
-        found = {queue for queue in unknown if await client.exists(host_key(deployment, queue))}
-    for queue in sorted(found):
+async def _examine_unreadable(hosts: HostStore, report: Report) -> set[str]:
+    """Return the queues of workers whose reports this release cannot read."""
+    unreadable = await hosts.find_unreadable()
+    for queue in sorted(unreadable):
         report.broken("hosts", f"the report of {queue} cannot be read", "run neighbouring releases everywhere (docs/upgrading.md)")
-    return found
+    return unreadable
 
 
 def _trouble_of(one: HostReport) -> tuple[str, str]:
@@ -138,7 +131,7 @@ class _Tools:
                 self._report.broken(
                     "tools", f"{', '.join(hidden)} of the pool {pool} stand behind tools of the same name", "give them other names"
                 )
-        lost = await self._served_before() - published.keys()
+        lost = await self._served_before(catalog) - published.keys()
         if lost:
             self._report.note(
                 "tools",
@@ -147,21 +140,15 @@ class _Tools:
             )
         await self._examine_switches(published)
 
-    async def _served_before(self) -> set[str]:
-        """Names of tools, as each pool published them last."""
-        with broker_errors("the deployment was not examined"):
-            texts: Any = await self._client.mget([catalog_names_key(self._deployment, pool) for pool in CATALOG_POOLS])
-        found: set[str] = set()
-        for text in texts:
-            try:
-                names = json.loads(text or "[]")
-            except (ValueError, RecursionError):
+    async def _served_before(self, catalog: RedisCatalog) -> set[str]:
+        """Return the names of tools, as each pool published them last."""
+        served: set[str] = set()
+        for names in (await catalog.served_before()).values():
+            if names is None:
                 self._report.note("tools", "a list of tools in Redis cannot be read", "restart the workers: each writes it anew")
-                continue
-            found |= (
-                {name for name in names if isinstance(name, str) and not name.startswith("session.")} if isinstance(names, list) else set()
-            )
-        return found
+            else:
+                served |= {name for name in names if not name.startswith("session.")}
+        return served
 
     async def _examine_switches(self, published: Mapping[str, str]) -> None:
         switches = await RedisSwitches(self._client, self._deployment, self._keys).switches()
@@ -175,13 +162,11 @@ class _Tools:
             )
 
 
-async def _examine_queues(
-    client: RedisClient, hosts: HostStore, seen: Overview, deployment: str, unreadable: set[str], report: Report
-) -> None:
+async def _examine_queues(overview: OverviewReader, hosts: HostStore, seen: Overview, unreadable: set[str], report: Report) -> None:
     total = 0
     for queue in seen.queues:
         total += queue.length
-        age_s = await _oldest_message_s(client, queue.queue, deployment) if queue.length else None
+        age_s = await overview.oldest_message_s(queue.queue) if queue.length else None
         if queue.length and not queue.slots:
             report.broken("queues", f"{queue.queue}: {queue.length} calls, and no worker serves it", "start its workers (docs/queue.md)")
         elif age_s is not None and age_s > OLD_MESSAGE_S:
@@ -205,21 +190,6 @@ async def _examine_queues(
         )
     if not dead and all(found.name != "queues" for found in report.findings):
         report.good("queues", f"{total} calls lie in {len(seen.queues)} queues, {seen.waiting} wait for a slot")
-
-
-async def _oldest_message_s(client: RedisClient, queue: str, deployment: str) -> float | None:
-    """How long the oldest message has lain there, by the ledger's record of its call; None when nobody knows."""
-    with broker_errors("the deployment was not examined"):
-        message: Any = await client.lindex(queue, -1)
-        found = re.search(rb'"call_key": ?"([^"\\]+)"', bytes(message or b"")[-_TAIL:])
-        key = found[1].decode(errors="replace") if found else ""
-        if not key.startswith(deployment_key(deployment, "")):
-            return None
-        queued_at: Any = await client.hget(key, "queued_at")
-    try:
-        return await read_clock(client) - float(queued_at) if queued_at else None
-    except ValueError:
-        return None
 
 
 async def _examine_tenants(client: RedisClient, deployment: str, keys: SigningKeys, seen: Overview, report: Report) -> None:
@@ -283,9 +253,3 @@ def _tell_expiring(key_id: str, record: ApiKeyRecord, left_s: float, report: Rep
 def _judge_questions(seen: Overview, report: Report) -> None:
     if seen.approvals:
         report.note("approvals", f"{seen.approvals} calls wait for a person", "`toolcrew approve ls`, or the page of approvals")
-
-
-async def _examine_audit(client: RedisClient, deployment: str, report: Report) -> None:
-    with broker_errors("the deployment was not examined"):
-        kept = int(await client.xlen(audit_key(deployment)))
-    report.good("audit", f"{kept} changes by operators are stored (`toolcrew audit`)")

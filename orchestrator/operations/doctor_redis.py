@@ -7,10 +7,10 @@ from typing import Any
 
 from contract.clock import SKEW_TOLD_S, SharedClock
 from contract.errors import BrokerUnavailable, ConfigError
-from contract.names import refusals_key
 from contract.settings import BrokerSettings
 from orchestrator.operations.findings import Report
-from store.connection import NotPermitted, RedisClient, broker_errors, check_redis
+from store.connection import RedisAccessDenied, RedisClient, check_redis, read_clock, read_server_info
+from store.metrics import MetricsStore
 
 OLDEST_VERSION = (6, 2)
 FULL_SHARE, CLOSE_SHARE = 0.95, 0.8
@@ -30,34 +30,26 @@ async def examine_redis(client: RedisClient, broker: BrokerSettings, report: Rep
         report.add("redis", False, str(error))
         return False
     try:
-        with broker_errors("Redis's state was not read"):
-            told = await _told(client)
-    except NotPermitted:
+        info = await read_server_info(client, *_SECTIONS)
+    except RedisAccessDenied:
         report.good("redis", f"{broker.redis_address()}, user {broker.user or 'default'}")
         report.note("redis", "its user may not ask for memory and persistence", "make Redis's users anew with `toolcrew redis users`")
     else:
-        _judge_server(told, broker, report)
-        _judge_memory(told, report)
-        _judge_persistence(told, report)
+        _judge_server(info, broker, report)
+        _judge_memory(info, report)
+        _judge_persistence(info, report)
     has_secret = _examine_secret(broker, report)
     await _examine_clock(client, report)
     await _examine_refusals(client, broker.deployment, report)
     return has_secret
 
 
-async def _told(client: RedisClient) -> dict[str, Any]:
-    told: dict[str, Any] = {}
-    for section in _SECTIONS:
-        told |= await client.info(section)
-    return told
-
-
-def _judge_server(told: Mapping[str, Any], broker: BrokerSettings, report: Report) -> None:
-    version = str(told.get("redis_version", "?"))
+def _judge_server(info: Mapping[str, Any], broker: BrokerSettings, report: Report) -> None:
+    version = str(info.get("redis_version", "?"))
     parts = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if parts < OLDEST_VERSION:
         report.broken("redis", f"its version is {version}", "run Redis 6.2 or newer: its users' rules and our scripts need it")
-    elif told.get("role") == "slave":
+    elif info.get("role") == "slave":
         report.broken(
             "redis",
             f"{broker.redis_address()} is a replica, which takes no writes",
@@ -68,8 +60,8 @@ def _judge_server(told: Mapping[str, Any], broker: BrokerSettings, report: Repor
         report.good("redis", f"{broker.redis_address()}, version {version}, user {broker.user or 'default'}{tls}")
 
 
-def _judge_memory(told: Mapping[str, Any], report: Report) -> None:
-    used, most, policy = int(told.get("used_memory", 0)), int(told.get("maxmemory", 0)), str(told.get("maxmemory_policy", "?"))
+def _judge_memory(info: Mapping[str, Any], report: Report) -> None:
+    used, most, policy = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "?"))
     size = f"{used // _MIB} MiB" + (f" of {most // _MIB} MiB" if most else ", no maxmemory")
     if policy != "noeviction":
         report.broken(
@@ -81,7 +73,7 @@ def _judge_memory(told: Mapping[str, Any], report: Report) -> None:
         report.note("memory", f"Redis has {size}", "raise maxmemory before it is full: then calls are refused")
     else:
         report.good("memory", f"{size}, {policy}")
-    if evicted := int(told.get("evicted_keys", 0)):
+    if evicted := int(info.get("evicted_keys", 0)):
         report.note(
             "memory",
             f"{evicted} keys were evicted since Redis started",
@@ -89,16 +81,16 @@ def _judge_memory(told: Mapping[str, Any], report: Report) -> None:
         )
 
 
-def _judge_persistence(told: Mapping[str, Any], report: Report) -> None:
-    if told.get("loading"):
+def _judge_persistence(info: Mapping[str, Any], report: Report) -> None:
+    if info.get("loading"):
         report.note("persistence", "Redis still loads its data", "wait until it has: it answers nothing else meanwhile")
-    if told.get("aof_enabled") and told.get("aof_last_write_status", "ok") != "ok":
+    if info.get("aof_enabled") and info.get("aof_last_write_status", "ok") != "ok":
         report.broken("persistence", "Redis could not write its log of changes", "see that its disk has room, and its log")
-    elif told.get("aof_enabled"):
+    elif info.get("aof_enabled"):
         report.good("persistence", "appendonly")
     else:
         report.note("persistence", "appendonly is off: runs and batches are lost with Redis's process", "set appendonly yes")
-    if told.get("rdb_last_bgsave_status", "ok") != "ok":
+    if info.get("rdb_last_bgsave_status", "ok") != "ok":
         report.broken("persistence", "Redis could not save its data the last time", "see that its disk and memory have room, and its log")
 
 
@@ -140,21 +132,12 @@ async def _examine_clock(client: RedisClient, report: Report) -> None:
         )
 
 
-async def read_clock(client: RedisClient) -> float:
-    """Redis's clock in Unix seconds. Raises BrokerUnavailable."""
-    with broker_errors("Redis was not examined"):
-        seconds, micros = await client.time()
-    return float(seconds) + float(micros) / 1_000_000
-
-
 async def _examine_refusals(client: RedisClient, deployment: str, report: Report) -> None:
-    with broker_errors("Redis was not examined"):
-        refused: Any = await client.hgetall(refusals_key(deployment))
-    counts = {reason.decode(errors="replace"): count.decode(errors="replace") for reason, count in refused.items()}
-    told = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()) if reason not in _USUAL)
-    if told:
+    counts = await MetricsStore(client, deployment).read_refusals()
+    refusals = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()) if reason not in _USUAL)
+    if refusals:
         report.note(
             "secret",
-            f"of all messages so far workers have refused some ({told})",
+            f"of all messages so far workers have refused some ({refusals})",
             "the same TOOLCREW_SECRET and release on both sides; if both are, somebody else writes to the queues (docs/wire-security.md)",
         )

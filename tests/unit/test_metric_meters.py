@@ -12,7 +12,6 @@ import redis.asyncio
 
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import metrics_key
 from orchestrator.dispatch.dispatcher import Dispatcher, Route, Terms
 from orchestrator.loop.events import (
     ApprovalAsked,
@@ -30,6 +29,7 @@ from orchestrator.loop.limits import Usage
 from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.tally import Tally
 from orchestrator.models.base import Message
+from store.metrics import metrics_key
 from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, StaticCatalog

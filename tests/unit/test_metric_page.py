@@ -13,23 +13,20 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from contract import metrics
 from contract.errors import BrokerUnavailable
 from contract.hosts import HostReport
-from contract.metric_counts import ABSORB_LUA, Counts
 from contract.names import (
     POOL_WEB,
     admission_prefix,
     approvals_key,
     call_key,
-    counted_key,
-    host_gauges_key,
     host_key,
     hosts_key,
-    metrics_key,
     refusals_key,
     tenants_key,
 )
 from contract.tenancy import TenantPolicy
-from orchestrator.metrics.page import LOOK_AT_ONCE, MetricsPage
+from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.samples import choose_format
+from store.metrics import ABSORB_LUA, LOOK_AT_ONCE, Counts, counted_key, host_gauges_key, metrics_key
 from store.pressure import Pressure
 from store.run_keys import batch_key, runs_prefix
 from tests.admission_ground import DEPLOYMENT, Ground, set_slots

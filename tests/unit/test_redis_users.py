@@ -13,6 +13,7 @@ from contract import names
 from contract.errors import ConfigError
 from orchestrator.cli.redis import redis_app
 from orchestrator.operations.redis_users import ROLES, build_users, hash_password
+from store import metrics
 from store.blobs import WorkerBlobs
 from store.hosts import worker_slots_key
 from tests.redis_ground import Server, open_server
@@ -60,9 +61,9 @@ KEYS = {
     "report of a web worker": names.host_key(DEP, "pool.b.2"),
     "end of a web worker": names.tombstone_key(DEP, "pool.b.2"),
     "slots of the web": names.slots_key(DEP, "pool.web"),
-    "sums of metrics": names.metrics_key(DEP),
-    "counts of a host": names.counted_key(DEP, "a.1"),
-    "gauges of a host": names.host_gauges_key(DEP, "host.a.1"),
+    "sums of metrics": metrics.metrics_key(DEP),
+    "counts of a host": metrics.counted_key(DEP, "a.1"),
+    "gauges of a host": metrics.host_gauges_key(DEP, "host.a.1"),
     "another deployment": names.tenants_key("other"),
     "a key of a stranger": "somebody-elses",
 }

@@ -10,7 +10,7 @@ import redis.asyncio
 
 from contract.errors import SandboxUnavailable
 from orchestrator.metrics.page import MetricsPage
-from store.sandboxd_counts import SandboxdCounts
+from store.metrics import WorkerMetricsStore
 from tests.conftest import RedisProcess
 from tests.fake_engine import echoing
 from tests.fake_hosts import build_report
@@ -22,6 +22,7 @@ from tests.unit.test_sandboxd_hostile_guest import answering, call
 from tests.unit.test_sandboxd_sessions import lose
 from workers.sandboxd.counts import count_states
 from workers.sandboxd.sessions import Start
+from workers.sandboxd_counts import SandboxdCounts
 
 QUEUE = "host.h1.b00t"
 
@@ -50,7 +51,7 @@ def build_status(boot: str = "b00t", **counts: Any) -> dict[str, Any]:
 def build_taker(client: "redis.Redis", *told: dict[str, Any]) -> tuple[SandboxdCounts, list[dict[str, Any]]]:
     """A worker's, and the list whose last is what sandboxd tells."""
     statuses = list(told)
-    return SandboxdCounts(client, "d", "h1", QUEUE, lambda: statuses[-1]), statuses
+    return SandboxdCounts(WorkerMetricsStore(client, "d"), "h1", QUEUE, lambda: statuses[-1]), statuses
 
 
 async def test_starts_failures_and_losses_are_counted(tmp_path: Path) -> None:

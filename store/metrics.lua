@@ -1,43 +1,44 @@
--- What a scrape wants to know of the deployment. A look changes nothing, and Redis does nothing else meanwhile: whoever has many rows asks for some at a time.
--- ARGV: what is looked at; its rows (JSON); prefix of the deployment, of admission, of slots, of the queue of runs; how many batches are looked at.
---   deployment: no rows. Answer: runs: waiting, delayed, running; batches; approvals
---   tenants: names. Answer: rows of in flight, waiting
---   queues: names. Answer: rows of messages, seconds of the oldest (-1: nobody knows), slots, in flight, waiting, tenants whose calls wait for a slot
---   waits: rows of queue and tenants. Answer: for how many seconds the oldest call of each row has waited
--- Answers are JSON.
+-- The state of a deployment for one scrape. The script changes nothing. Redis serves no other client while it runs, so that callers with many rows run it for
+-- some of them at a time.
+-- ARGV: what is read; its rows (JSON); prefix of the deployment, of admission, of slots, of the queue of runs; how many batches are read at most.
+--   deployment: no rows. Result: runs: waiting, delayed, running; batches; approvals
+--   tenants: names. Result: rows of in flight, waiting
+--   queues: names. Result: rows of messages, age of the oldest in seconds (-1: unknown), slots, in flight, waiting, tenants whose calls wait for a slot
+--   waits: rows of queue and tenants. Result: for how many seconds the oldest call of each row has waited
+-- Results are JSON.
 
 local what, rows = ARGV[1], cjson.decode(ARGV[2])
 local deployment, admission, slots, runs, most_batches = ARGV[3], ARGV[4], ARGV[5], ARGV[6], tonumber(ARGV[7])
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
 
-local TAIL = 4096          -- bytes at the end of a message, in which its headers stand
-local REMEMBERED_S = 86400 -- how long the ledger knows a call
+local TAIL = 4096          -- bytes at the end of a message, which contain its headers
+local REMEMBERED_S = 86400 -- how long the record of a call is kept
 local LANES = {'interactive:short', 'interactive:long', 'batch:short', 'batch:long'}
 
-local function finite(told)
-  local value = tonumber(told or nil)
+local function finite(text)
+  local value = tonumber(text or nil)
   return value and value >= 0 and value < 1e15 and value or 0
 end
 
--- Whatever lies under a key: a number, or 0. What is of another type than we make it is somebody else's.
+-- The number under a key, or 0. A value of another type was written by another program.
 local function number(...)
-  local told = redis.pcall(...)
-  return type(told) ~= 'table' and finite(told) or 0
+  local value = redis.pcall(...)
+  return type(value) ~= 'table' and finite(value) or 0
 end
 
 local function pair(key, one, other)
-  local told = redis.pcall('HMGET', key, one, other)
-  if told.err then return 0, 0 end
-  return finite(told[1]), finite(told[2])
+  local values = redis.pcall('HMGET', key, one, other)
+  if values.err then return 0, 0 end
+  return finite(values[1]), finite(values[2])
 end
 
 local function list(...)
-  local told = redis.pcall(...)
-  return told.err and {} or told
+  local values = redis.pcall(...)
+  return values.err and {} or values
 end
 
--- Seconds, by the ledger's record of the call in the oldest message; that one names it in its headers.
+-- Seconds, by the record of the call in the oldest message; the headers of the message name the record.
 local function age_of_oldest(queue, length)
   if length == 0 then return 0 end
   local message = redis.pcall('LINDEX', queue, -1)
@@ -50,7 +51,7 @@ local function age_of_oldest(queue, length)
   return queued_at > 0 and math.max(0, now - queued_at) or REMEMBERED_S
 end
 
--- Those that no limit of their own stops: admission ranks them, or sets them aside for their long calls.
+-- Tenants that no limit of their own stops: admission ranks them, or sets them aside for their long calls.
 local function waiting_tenants(queue)
   local ready, found, seen = admission .. 'ready:' .. queue, {}, {}
   for _, names in ipairs({
