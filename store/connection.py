@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 from redis.connection import Connection as SyncConnection
 from redis.connection import ConnectionPool as SyncPool
 from redis.connection import SSLConnection as SyncTlsConnection
-from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, RedisError
+from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, NoScriptError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
@@ -45,10 +45,6 @@ _thread_connections: "weakref.WeakKeyDictionary[SyncPool, threading.local]" = we
 """Of each pool, the connection that a thread keeps for its scripts."""
 
 
-class NotPermitted(BrokerUnavailable):
-    """The Redis user of this process may not run the command."""
-
-
 class RedisAccessDenied(OperatorError):
     """The Redis user has no permission for a command."""
 
@@ -58,8 +54,6 @@ def broker_errors(what: str) -> Iterator[None]:
     """Raise BrokerUnavailable instead of what the Redis client raises inside. `what`: a sentence about what failed, for example "the policy was not read"."""
     try:
         yield
-    except NoPermissionError as error:
-        raise NotPermitted(f"{what}: Redis refuses it ({error}); load deploy/redis-users.acl of this release") from error
     except _REDIS_ERRORS as error:
         raise BrokerUnavailable(f"{what}: Redis does not answer ({error}); see that Redis is up") from error
 
