@@ -1,5 +1,6 @@
 """What tenants and models send is parsed in bounded time and memory: the inputs that once took seconds and gigabytes."""
 
+import collections
 import io
 import json
 import time
@@ -18,6 +19,7 @@ from contract.schema import MAX_VALUES, has_more_values, prepare_arguments
 from contract.skills import SkillBroken, parse_skill
 from orchestrator.batches.lines import BadBatch, read_lines
 from tests.builders import build_spec
+from workers.mcp.streams import ReplyReader
 from workers.tools.edit import EDIT_TOOL
 
 PROCESSOR_S = 2.0
@@ -146,3 +148,18 @@ def test_a_hostile_front_matter_is_refused_or_read_as_plain_lines(name: str) -> 
             assert parse_skill(f"---\nname: a\ndescription: b\n{FRONTS[name]}\n---\n", "a").name == "a"
         except SkillBroken:
             return
+
+
+def test_a_stream_of_events_ends_at_its_limit() -> None:
+    reader = ReplyReader("weather", 7, is_stream=True)
+    event = b'data: {"jsonrpc": "2.0", "method": "notifications/progress", "params": {}}\n\n'
+    with bounded(64), pytest.raises(ToolFailure) as refused:
+        collections.deque(map(reader.take, [event] * 20_000), maxlen=0)
+    assert refused.value.code is ErrorCode.HTTP_ERROR
+
+
+def test_an_endless_line_of_a_stream_takes_linear_time() -> None:
+    reader = ReplyReader("weather", 7, is_stream=True)
+    with bounded(64):
+        for _ in range(4 * 1024):
+            assert not reader.take(b"x" * 1024)

@@ -181,6 +181,13 @@ def test_of_binary_content_type_and_size_are_told(server: WebServer, kind: str, 
     assert fetch(server).text().endswith(f"[{kind}, {size}: not text, so it was not read]")
 
 
+def test_xml_is_text_and_its_entities_are_not_expanded(server: WebServer) -> None:
+    laughs = "".join(f'<!ENTITY l{number} "{f"&l{number - 1};" * 10}">' for number in range(1, 12))
+    page = f'<?xml version="1.0"?><!DOCTYPE x [<!ENTITY l0 "ha">{laughs}]><x>&l11;</x>'
+    server.replies["/"] = answer(page, content_type="application/xml")
+    assert body_of(fetch(server)) == page
+
+
 def test_a_guessed_charset_and_broken_characters_are_said(server: WebServer) -> None:
     server.replies["/guess"] = answer("h\u00e9llo w\u00f6rld".encode("cp1252"), content_type="text/plain")
     server.replies["/broken"] = answer(b"a\xffb", content_type="text/plain; charset=utf-8")
