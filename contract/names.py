@@ -176,31 +176,6 @@ def control_queue(queue: str) -> str:
     return f"{queue}.control"
 
 
-def call_events_key(deployment: str, tenant: str, call_id: str) -> str:
-    """The stream of what a call tells while it runs: made and deleted by its caller, only added to by its worker."""
-    return tenant_key(deployment, tenant, f"call.{call_id}:events")
-
-
-def call_room_key(deployment: str, tenant: str, call_id: str) -> str:
-    """A list that gets an item when the caller has taken events: what a worker waits on when too many lie unread."""
-    return tenant_key(deployment, tenant, f"call.{call_id}:room")
-
-
-def call_answers_key(deployment: str, tenant: str, call_id: str) -> str:
-    """The list of the caller's answers to what a running call has asked."""
-    return tenant_key(deployment, tenant, f"call.{call_id}:answers")
-
-
-def listener_key(deployment: str, listener: str) -> str:
-    """The sorted set in which one process finds which of its calls have new events, by the time of the oldest."""
-    return deployment_key(deployment, f"listener:{listener}")
-
-
-def call_wake_name(tenant: str, call_id: str) -> str:
-    """How a call is called in a listener's set."""
-    return f"{tenant}:{call_id}"
-
-
 def switches_key(deployment: str) -> str:
     """The hash of the tools that are turned off, name to Switch; one that is not in it is on."""
     return deployment_key(deployment, "switches")

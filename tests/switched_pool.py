@@ -11,6 +11,7 @@ from contract.registry import ToolRegistry
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from orchestrator.admission import PausableAdmission, SharedAdmission
+from orchestrator.dispatch.call_events import CallEventListener
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.sessions import Session, SessionInfo
@@ -18,8 +19,6 @@ from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.blobs import Blobs
-from store.call_event_writer import open_events
-from store.call_listener import CallEvents
 from store.catalog import RedisCatalog
 from store.connection import connect_once, open_redis
 from store.publisher import NotSent
@@ -30,6 +29,7 @@ from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_pool
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryAsyncBlobs, MemoryBlobs, MemoryLedger
+from workers.call_events import open_call_events
 from workers.executor import CallRepeated, Executor
 from workers.tools.base import WorkerTool
 
@@ -50,7 +50,7 @@ class SwitchedPool:
             MemoryBlobs(),
             {"host": "h", "queue": "q"},
             switches=WorkerSwitches(self.redis, "default", KEY),
-            open_events=partial(open_events, connect_once(self.broker), "default"),
+            open_events=partial(open_call_events, connect_once(self.broker), "default"),
         )
         self.transport = AnsweringTransport(self._execute)
         catalog = Catalog(tools=tuple(state.spec for state in self.registry.describe()))
@@ -67,7 +67,7 @@ class SwitchedPool:
         """A client as `ToolClient.connect` makes one, but for the queue. `has_admission`: its calls need slots, and tenants have policies."""
         redis = open_redis(self.broker)
         catalog, switches = RedisCatalog(redis, "default", KEY), RedisSwitches(redis, "default", KEY)
-        events = CallEvents(redis, "default")
+        events = CallEventListener(redis, "default")
         hosts, blobs = build_pool(), cast(Blobs, MemoryAsyncBlobs())
         await hosts.sessions.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
         tenants = RedisTenants(redis, "default", KEY)

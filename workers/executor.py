@@ -18,9 +18,9 @@ from contract.registry import Switch
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
 from contract.tenancy import SandboxTerms
-from store.call_event_writer import CallEvents, Unwatched
 from telemetry.spans import Tracer
 from workers.bench import Bench, SandboxBench
+from workers.call_events import CallEvents, NoCallEvents
 from workers.held_calls import HeldCalls
 from workers.interrupts import CallInterrupted
 from workers.sandbox_client import SandboxClient, SandboxdAway
@@ -201,7 +201,7 @@ class Executor:
         call = prepared.call
         content = self.blobs.take(context.tenant, context.blob) if context.blob else b""
         # Only now: the caller of a repetition hears the first one's events.
-        events = self._open_events(call, context) if self._open_events is not None else Unwatched()
+        events = self._open_events(call, context) if self._open_events is not None else NoCallEvents()
         try:
             bench = self._open_bench(call, context, content, events, prepared.terms)
             bench.trace = trace

@@ -8,7 +8,6 @@ from contract.clock import SharedClock
 from contract.hosts import holder_name
 from contract.specs import Catalog
 from store.blobs import WorkerBlobs
-from store.call_event_writer import open_events
 from store.calls import RefusalCounter, WorkerCallStore
 from store.connection import connect, connect_once
 from store.control import WorkerControlStore
@@ -16,6 +15,7 @@ from store.switches import WorkerSwitches
 from store.tenants import WorkerTenants
 from store.tool_state import StateStore
 from telemetry.spans import Tracer
+from workers.call_events import open_call_events
 from workers.catalog import CatalogPublisher
 from workers.celery_edge.app import build_app, choose_pool, claim_node, run_worker
 from workers.celery_edge.tasks import register_tasks
@@ -132,7 +132,7 @@ def _build_executor(
         holder_name(life.queue, life.worker),
         clock,
         switches=WorkerSwitches(client, settings.deployment, keys),
-        open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
+        open_events=partial(open_call_events, connect_once(settings.broker()), settings.deployment),
         tenants=TenantGate(
             WorkerTenants(client, settings.deployment, keys), RefusalCounter(connect_once(settings.broker()), settings.deployment).count
         ),

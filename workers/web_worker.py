@@ -14,7 +14,6 @@ from contract.names import POOL_QUEUES, pool_worker
 from contract.registry import ToolRegistry
 from contract.specs import Catalog, ToolSpec
 from store.blobs import WorkerBlobs
-from store.call_event_writer import open_events
 from store.calls import RefusalCounter, WorkerCallStore
 from store.connection import connect, connect_once, drop_connections
 from store.control import WorkerControlStore
@@ -22,6 +21,7 @@ from store.switches import WorkerSwitches
 from store.tenants import WorkerTenants
 from store.tool_state import StateStore
 from telemetry.spans import Tracer
+from workers.call_events import open_call_events
 from workers.catalog import CatalogPublisher
 from workers.celery_edge.app import build_app, choose_pool, claim_node, run_worker
 from workers.celery_edge.tasks import register_tasks
@@ -149,7 +149,7 @@ def _build_executor(
         clock,
         guard=interrupts,
         switches=WorkerSwitches(client, settings.deployment, keys),
-        open_events=partial(open_events, connect_once(settings.broker()), settings.deployment),
+        open_events=partial(open_call_events, connect_once(settings.broker()), settings.deployment),
         tenants=TenantGate(
             WorkerTenants(client, settings.deployment, keys), RefusalCounter(connect_once(settings.broker()), settings.deployment).count
         ),

@@ -15,10 +15,9 @@ from contract.signing import ResultSeal, SigningKeys
 from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import Admission
+from orchestrator.dispatch.call_events import CallEventListener, Handler
 from orchestrator.dispatch.transport import Delivery, DeliveryFailed, Sticky, Transport
 from orchestrator.tracing import current_call
-from store.call_listener import CallEvents
-from store.heard_calls import Handler
 from store.sessions import SessionAddress
 from store.slots import Priority, SlotRequest
 
@@ -77,7 +76,7 @@ class Carrier:
         keys: SigningKeys,
         admission: Admission,
         clock: SharedClock,
-        events: CallEvents | None = None,
+        events: CallEventListener | None = None,
         *,
         is_traced: bool = False,
         blobs: ArgumentStore | None = None,
@@ -179,9 +178,9 @@ class Carrier:
         """The result, after all that the call had to say."""
         if self._events is None:
             return await self._delivered(delivery)
-        async with self._events.listen(delivery.tenant, delivery.call_id, errand.handlers, delivery.wait_s) as heard:
+        async with self._events.listen(delivery.tenant, delivery.call_id, errand.handlers, delivery.wait_s) as reader:
             result = await self._delivered(delivery)
-        return result if heard is None else heard.note(result)
+        return result if reader is None else reader.note(result)
 
     async def _delivered(self, delivery: Delivery) -> ToolResult:
         try:

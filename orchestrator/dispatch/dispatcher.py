@@ -23,6 +23,7 @@ from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from contract.tenancy import SKILL_TOOL
 from orchestrator.admission import Admission, Unlimited
+from orchestrator.dispatch.call_events import CallEventListener, Handler
 from orchestrator.dispatch.call_kills import KillWatch
 from orchestrator.dispatch.carrier import ArgumentStore, Carrier, Errand
 from orchestrator.dispatch.large_arguments import check_off_loop
@@ -34,9 +35,7 @@ from orchestrator.dispatch.tool_search import TenantTools, ToolSearch, as_skill_
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport
 from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.tracing import call_spans, current_call
-from store.call_listener import CallEvents
 from store.catalog import CatalogSource
-from store.heard_calls import Handler
 from store.publisher import NotSent
 from store.sessions import SessionAddress, SessionStore
 from store.slots import Priority
@@ -108,7 +107,7 @@ class Dispatcher:
         keys: SigningKeys,
         *,
         queue_wait_s: float,
-        events: CallEvents | None = None,
+        events: CallEventListener | None = None,
         switches: SwitchSource | None = None,
         tenants: TenantSource | None = None,
         admission: Admission | None = None,
@@ -127,7 +126,7 @@ class Dispatcher:
         self._meter = meter
         self._search = ToolSearch(catalog, offers, meter)
         self._queue_wait_s = queue_wait_s
-        self._listener = events.listener if events is not None else None
+        self._listener = events.id if events is not None else None
         self._switches = switches
         self._tenants = tenants or OpenTenants()
         self._clock = clock or SharedClock()

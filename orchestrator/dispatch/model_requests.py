@@ -6,9 +6,9 @@ from contract.call_events import MAX_ANSWER_BYTES, CallEvent
 from contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailable, ToolFailure
 from contract.functions.completions import Usage
 from contract.functions.model_questions import ModelAnswer, ModelQuestion, parse_question
+from orchestrator.dispatch.call_events import CallEventReader, Handler
 from orchestrator.models.adapter import BudgetedModel
 from orchestrator.models.base import Model
-from store.heard_calls import Handler, HeardCall
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -29,12 +29,12 @@ class ModelRequests:
         """What answers the questions of one call: the handler of MODEL events."""
         adapter = BudgetedModel(self._model)
 
-        def handle(event: CallEvent, call: HeardCall) -> Awaitable[None]:
+        def handle(event: CallEvent, call: CallEventReader) -> Awaitable[None]:
             return self._handle(adapter, event, call)
 
         return handle
 
-    async def _handle(self, adapter: BudgetedModel, event: CallEvent, call: HeardCall) -> None:
+    async def _handle(self, adapter: BudgetedModel, event: CallEvent, call: CallEventReader) -> None:
         try:
             question = parse_question(event.payload)
         except EnvelopeRefused as error:

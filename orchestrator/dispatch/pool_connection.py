@@ -10,6 +10,7 @@ from contract.masking import passwords_of
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.admission import PausableAdmission, SharedAdmission
+from orchestrator.dispatch.call_events import CallEventListener
 from orchestrator.dispatch.call_kills import KillWatch
 from orchestrator.dispatch.call_watch import CallWatch
 from orchestrator.dispatch.celery_transport import CeleryTransport
@@ -21,7 +22,6 @@ from orchestrator.metrics.tally import Tally
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tracing import open_process_tracer
 from store.blobs import Blobs
-from store.call_listener import CallEvents
 from store.calls import CallStore
 from store.catalog import RedisCatalog
 from store.connection import RedisClient, check_redis, open_redis
@@ -82,7 +82,7 @@ async def open_pool(
         catalog = RedisCatalog(redis, deployment, keys)
         if needs_workers:
             await catalog.specs()
-        clock, events, switches = SharedClock(), CallEvents(redis, deployment), RedisSwitches(redis, deployment, keys)
+        clock, events, switches = SharedClock(), CallEventListener(redis, deployment), RedisSwitches(redis, deployment, keys)
         stack.push_async_callback(events.close)
         hub = ResultHub(redis)
         await hub.start()

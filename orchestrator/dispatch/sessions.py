@@ -16,13 +16,13 @@ from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, Operat
 from contract.names import host_of
 from contract.session_locations import DEFAULT_TTL_S
 from contract.specs import NO_NETWORK
+from orchestrator.dispatch.call_events import OnOutput, output_handler
 from orchestrator.dispatch.dispatcher import OPEN_TIMEOUT_S, PARCEL_TIMEOUT_S, Dispatcher, Route, Terms
 from orchestrator.dispatch.folders import pack_folder, unpack_archive
 from orchestrator.dispatch.session_locator import new_session_name
 from orchestrator.dispatch.workspace_sources import load_source
 from store.api_keys import Credential
 from store.blobs import Blobs
-from store.heard_calls import OnOutput, output_handler
 
 COPY_TIMEOUT_S = 120.0
 CANCEL_WAIT_S = 5.0

@@ -20,6 +20,7 @@ from orchestrator.approvals.policies import ApprovalPolicy
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.choice import choose_dialect, know_model, with_window
 from orchestrator.dialects.plain import PlainDialect
+from orchestrator.dispatch.call_events import OnOutput
 from orchestrator.dispatch.dispatcher import Terms, note_aliases
 from orchestrator.dispatch.large_arguments import check_off_loop
 from orchestrator.dispatch.model_requests import ModelRequests
@@ -37,7 +38,6 @@ from orchestrator.runs.active_skills import ActiveSkills
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.skill_disclosure import disclose
 from orchestrator.settings import OrchestratorSettings
-from store.heard_calls import OnOutput
 from store.outages import outlast
 from store.skill_uses import SkillUses
 

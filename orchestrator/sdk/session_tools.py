@@ -11,11 +11,11 @@ from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.schema import find_aliases, prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.approvals import Approver, Verdict
+from orchestrator.dispatch.call_events import OnOutput
 from orchestrator.dispatch.dispatcher import Terms, note_aliases
 from orchestrator.dispatch.sessions import Session
 from orchestrator.dispatch.tool_search import find_nearest
 from orchestrator.runs.run_parts import RunParts
-from store.heard_calls import OnOutput
 
 Names = Iterable[str] | Literal["all"]
 """Of tools: those, or every one."""

@@ -13,7 +13,7 @@ from contract.call_events import MODEL
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
 from contract.functions.completions import Completion
 from contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, ModelQuestion, parse_answer
-from store.call_event_writer import CallEvents
+from workers.call_events import CallEvents
 
 log = structlog.get_logger(__name__)
 

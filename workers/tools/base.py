@@ -10,7 +10,7 @@ from contract.calls import Spill, ToolCall, ToolContext
 from contract.errors import ErrorCode
 from contract.functions.call_context import CallContext, CoroutineRunner
 from contract.registry import Tool, ToolRegistry
-from store.call_event_writer import CallEvents
+from workers.call_events import CallEvents
 from workers.sandbox_client import GuestResponse
 
 OnData = Callable[[str, bytes], None]

@@ -7,8 +7,8 @@ import pytest
 import redis.asyncio
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 
-from store import pending_commands as redis_errands
-from store.pending_commands import Errands
+from store import call_events
+from store.call_events import PendingCommands
 
 DEL, PUSH, TRIM = ("DEL", "a"), ("LPUSH", "b", 1), ("LTRIM", "b", 0, 0)
 
@@ -32,9 +32,9 @@ class AnsweringRedis:
 
 
 async def send_all(server: AnsweringRedis) -> None:
-    errands = Errands(cast("redis.asyncio.Redis", server))
-    errands.add(DEL, PUSH, TRIM)
-    await asyncio.wait_for(errands.close(10), 20)
+    pending = PendingCommands(cast("redis.asyncio.Redis", server))
+    pending.add(DEL, PUSH, TRIM)
+    await asyncio.wait_for(pending.close(10), 20)
 
 
 @pytest.mark.parametrize("error", [NoPermissionError("no"), ResponseError("WRONGTYPE of key"), ResponseError("unknown command")])
@@ -50,9 +50,9 @@ async def test_a_refused_command_is_logged_and_the_others_go_on(error: Exception
 async def test_a_command_that_redis_cannot_run_now_is_sent_again_with_those_behind_it(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(redis_errands, "RETRY_S", 0)
+    monkeypatch.setattr(call_events, "RETRY_S", 0)
     server = AnsweringRedis(LPUSH=error)
     await send_all(server)
     (record,) = caplog.records
-    assert (record.levelname, record.getMessage().split(" error=")[0]) == ("WARNING", "event=errands_delayed commands=2")
+    assert (record.levelname, record.getMessage().split(" error=")[0]) == ("WARNING", "event=redis_commands_delayed commands=2")
     assert server.sent == [[DEL, PUSH, TRIM], [PUSH, TRIM]]
