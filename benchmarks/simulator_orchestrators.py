@@ -22,6 +22,7 @@ from contract.tenancy import TenantPolicy
 from orchestrator.admission import SharedAdmission
 from orchestrator.dispatch.call_watch import WATCH_EVERY_S, CallWatch
 from orchestrator.dispatch.carrier import Carrier, Errand
+from orchestrator.dispatch.celery_transport import build_call_message
 from orchestrator.dispatch.recovery import Recovery
 from orchestrator.dispatch.session_locator import Opening, SessionLocator
 from orchestrator.dispatch.transport import CallLost, Delivery, DeliveryFailed
@@ -88,7 +89,7 @@ class _Transport:
     async def deliver(self, delivery: Delivery) -> Any:
         task_id = self._hub.task_id(f"{delivery.call_id}.{delivery.attempt}")
         with self._hub.expect(task_id) as stored:
-            await self._publisher.publish(delivery, task_id)
+            await self._publisher.publish(build_call_message(delivery, task_id, DEPLOYMENT))
             self._world.poke(delivery.queue)
             with self._watch.over(task_id, delivery):
                 async with asyncio.timeout(delivery.wait_s):

@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
-from contract.errors import ErrorCode
+from contract.errors import ErrorCode, ToolFailure
 from contract.settings import BrokerSettings
-from orchestrator.api.problems import ApiProblem
 from store import idempotency as once_slots
 from store.connection import open_redis
 from store.idempotency import KEPT_S, PENDING_S, SLOT_BYTES, OnceSlots
@@ -86,7 +85,7 @@ async def test_a_full_account_claims_nothing_new_and_is_told_what_it_has(slots: 
     await slots.claim(kept)
     await slots.keep(kept, RECORD)
     monkeypatch.setattr(once_slots, "KEPT_BYTES", SIZE - 1)
-    with pytest.raises(ApiProblem) as refused:
+    with pytest.raises(ToolFailure) as refused:
         await slots.claim(slots.name("key", "other", "d", "2"))
     assert refused.value.code == ErrorCode.QUOTA_EXCEEDED
     assert await slots.claim(slots.name("key", "word", "d", "3")) == json.loads(RECORD)
