@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import redis.asyncio
 from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
 from contract.names import deployment_key
+from contract.signing import SigningKeys
+from store.connection import RedisClient
 
 KEPT_S = 24 * 3600
 PENDING_S = 900
@@ -62,7 +63,8 @@ class Claim:
 class OnceSlots:
     """Of one deployment. `account`: the id of the API key that pays for what is kept."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, client: RedisClient, deployment: str, signing: SigningKeys, clock: Callable[[], float] = time.time) -> None:
+        self._signing = signing
         self._redis, self._prefix, self._clock = client, deployment_key(deployment, "api"), clock
         self._claim, self._keep = client.register_script(_CLAIM), client.register_script(_KEEP)
         self._release = client.register_script(_RELEASE)
@@ -85,13 +87,26 @@ class OnceSlots:
             raise BrokerUnavailable("the request was not begun: the service's Redis does not answer; send it again") from error
         if found == b"full":
             raise ToolFailure(ErrorCode.QUOTA_EXCEEDED, FULL)
-        told: dict[str, Any] | None = json.loads(found) if found is not None else None
-        return told
+        return self._open(claim.slot, found) if found is not None else None
 
     async def keep(self, claim: Claim, record: str) -> None:
         """Put the answer into the slot, unless another request has it by now. Raises BrokerUnavailable; may be tried again."""
+        # Signed for its slot: a process that can write to Redis could else answer in the API's place.
+        record = self._signing.seal(_purpose(claim.slot), record)
         size = len(record) + SLOT_BYTES
         await self._settle(self._keep([claim.slot, self._hour(claim.account)], [claim.pending, record, KEPT_S, size, KEPT_S + 3600]))
+
+    def _open(self, slot: str, found: bytes) -> dict[str, Any]:
+        """Return a claim that is pending, which decides nothing, or an answer that is signed. Raises RecordRefused."""
+        try:
+            if found.startswith(b"{"):
+                pending: dict[str, Any] = json.loads(found)
+                if pending.get("pending") is True:
+                    return pending
+            answer: dict[str, Any] = json.loads(self._signing.unseal(_purpose(slot), found))
+        except (EnvelopeRefused, ValueError) as error:
+            raise RecordRefused("the stored answer to this Idempotency-Key cannot be verified: send the request with a new key") from error
+        return answer
 
     async def release(self, claim: Claim) -> None:
         """Make the slot free, if it is still held by that claim. Raises BrokerUnavailable; may be tried again."""
@@ -110,3 +125,7 @@ class OnceSlots:
             await settling
         except (RedisError, OSError) as error:
             raise BrokerUnavailable(f"it is not kept how a request ended: Redis does not do it ({error})") from error
+
+
+def _purpose(slot: str) -> str:
+    return f"answer {slot}"

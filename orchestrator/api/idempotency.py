@@ -62,7 +62,7 @@ class Idempotency:
         body = await _read(receive)
         digest = hashlib.sha256(scope["path"].encode() + b"\0" + scope["query_string"] + b"\0" + body).hexdigest()
         name = hashlib.sha256(f"{identity.key_id}\0{key}".encode()).hexdigest()
-        slots = OnceSlots(self._house.parts.pool.redis, self._house.settings.deployment)
+        slots = OnceSlots(self._house.parts.pool.redis, self._house.settings.deployment, self._house.parts.pool.keys)
         claim = slots.name(identity.key_id, name, digest, secrets.token_hex(8))
         kept = await self._claim(slots, claim)
         if kept is not None:

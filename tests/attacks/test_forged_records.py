@@ -7,17 +7,19 @@ import pytest
 import redis.asyncio
 
 from contract.calls import ToolResult
-from contract.errors import ConfigError
+from contract.errors import ConfigError, RecordRefused
 from contract.names import api_keys_key, catalog_key, switches_key, tenants_key
 from contract.registry import Switch
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy, seal_policy
-from store.api_keys import ApiKeys
+from orchestrator.api.pages.logins import Logins
+from store.api_keys import ApiKeys, Identity
 from store.batch_items import RunBody
 from store.catalog import RedisCatalog
 from store.connection import open_redis
+from store.idempotency import OnceSlots
 from store.run_entries import Replied, Resulted
 from store.run_keys import batch_key, run_key, run_log_key
 from store.run_log import RunLog
@@ -60,6 +62,35 @@ async def test_a_forged_api_key_is_no_admin(client: "redis.asyncio.Redis", keys:
         await client.hset(api_keys_key("d"), mine.id, mine.record.model_dump_json())  # type: ignore[misc]
     with pytest.raises(ConfigError, match=f"cannot be verified, so the key is refused: remove it .*keys rm {mine.id}"):
         await ApiKeys(client, "d", KEY).authenticate(mine.text)
+
+
+@pytest.mark.parametrize("keys", [None, GUESS, OTHER_DEPLOYMENT], ids=["unsigned", "another secret", "another deployment"])
+async def test_a_forged_login_is_nobodys(client: "redis.asyncio.Redis", keys: SigningKeys | None) -> None:
+    admin = await ApiKeys(client, "d", KEY).add("default", "admin")
+    logins, word = Logins(client, "d", ApiKeys(client, "d", KEY), KEY), "w" * 43
+    forged = keys.seal(logins._purpose(word), admin.id) if keys is not None else admin.id
+    await client.set(logins._slot(word), forged)
+    assert await logins.find(word) is None
+
+
+async def test_a_login_that_was_copied_to_another_word_is_nobodys(client: "redis.asyncio.Redis") -> None:
+    admin = await ApiKeys(client, "d", KEY).add("default", "admin")
+    logins, other = Logins(client, "d", ApiKeys(client, "d", KEY), KEY), "w" * 43
+    word = await logins.open(Identity("default", "admin", admin.id))
+    assert (found := await logins.find(word)) is not None
+    assert found.identity.key_id == admin.id
+    await client.copy(logins._slot(word), logins._slot(other))
+    assert await logins.find(other) is None
+
+
+@pytest.mark.parametrize("keys", [None, GUESS, OTHER_DEPLOYMENT], ids=["unsigned", "another secret", "another deployment"])
+async def test_a_forged_answer_to_an_idempotency_key_is_not_replayed(client: "redis.asyncio.Redis", keys: SigningKeys | None) -> None:
+    slots = OnceSlots(client, "d", KEY)
+    claim = slots.name("key", "word", "digest", "1")
+    record = '{"digest": "digest", "status": 200, "headers": [], "body": ""}'
+    await client.set(claim.slot, keys.seal(f"answer {claim.slot}", record) if keys is not None else record)
+    with pytest.raises(RecordRefused):
+        await slots.claim(claim)
 
 
 POLICIES: dict[str, Callable[[TenantPolicy], str]] = {

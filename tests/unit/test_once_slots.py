@@ -11,10 +11,11 @@ from contract.settings import BrokerSettings
 from store import idempotency as once_slots
 from store.connection import open_redis
 from store.idempotency import KEPT_S, PENDING_S, SLOT_BYTES, OnceSlots
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 
 RECORD = json.dumps({"digest": "d", "status": 201, "headers": [], "body": ""})
-SIZE = len(RECORD) + SLOT_BYTES
+SIZE = len(KEY.seal("answer d", RECORD)) + SLOT_BYTES
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 
 @pytest.fixture
 def slots(client: "redis.asyncio.Redis") -> OnceSlots:
-    return OnceSlots(client, "d")
+    return OnceSlots(client, "d", KEY)
 
 
 async def test_one_request_has_the_slot_and_another_is_told_that_it_is_worked(slots: OnceSlots, client: "redis.asyncio.Redis") -> None:
