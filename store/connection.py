@@ -231,8 +231,8 @@ def _open_sync_pool(broker: BrokerSettings, options: dict[str, Any]) -> SyncPool
 class WorkerScript:
     """A Lua script that a worker runs for every call.
 
-    It sends the command over a connection of the thread's own. The client's own way costs twice as much processor time, most of it for a pool, for metrics
-    and for retries that count attempts; a worker with short calls spends a tenth of its time there. As the client does, it reconnects, repeats a command
+    It sends the command over a connection of the thread's own. The client's own way costs twice as much processor time, most of it for metrics and for
+    retries that count attempts; a worker with short calls spends a tenth of its time there. As the client does, it reconnects, repeats a command
     whose answer was lost, and sends the source to a Redis that does not know the script. It raises what the client raises.
     """
 
@@ -257,7 +257,17 @@ class WorkerScript:
         # After a fork, the connection that the parent made belongs to the parent.
         if getattr(self._thread, "process", None) != os.getpid():
             self._thread.process, self._thread.connection = os.getpid(), self._pool.get_connection()
-        return self._thread.connection
+        connection = self._thread.connection
+        # As the pool does it when it lends a connection: one that Redis has closed, or that has an answer of before, is opened anew.
+        connection.connect()
+        try:
+            is_clean = not connection.can_read()
+        except (RedisError, OSError):
+            is_clean = False
+        if not is_clean:
+            connection.disconnect()
+            connection.connect()
+        return connection
 
     def _run(self, connection: Any, arguments: tuple[Any, ...]) -> Any:
         try:
